@@ -1,0 +1,382 @@
+"""Train the demo pair: a small code model and the draft distilled from it.
+
+The corpus is the Python standard library that this interpreter carries (test suites and code-page tables left
+out), so nothing is downloaded. The target is a wide, shallow Llama; the draft is one thin layer with the same
+vocabulary, trained on the target's own distributions (forward KL), half of the time over text that the target
+wrote itself, because that is the text it will have to predict.
+
+    python -m titan.bench.train_demo --output titan/demo
+
+Prints and stores in the model cards: held-out loss and perplexity of both models and the agreement of the draft
+with the target (share of positions with the same most likely token).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import platform
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+VOCAB_SIZE = 4096
+SEQUENCE_LENGTH = 512
+MAX_POSITIONS = 2048
+EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
+HELD_OUT_SHARE = 0.06
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token streams (int64) of the training files and of the held-out files."""
+
+    train: Tensor
+    held_out: Tensor
+    num_train_files: int
+    num_held_out_files: int
+    num_characters: int
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Held-out figures of the pair."""
+
+    target_loss: float  # nats per token
+    draft_loss: float  # nats per token
+    agreement: float  # share of positions where both models' most likely tokens are equal
+    generated_agreement: float  # the same over text written by the target at temperature 0
+
+
+def source_files() -> list[Path]:
+    """Return the standard library's source files, sorted, without tests and code-page tables."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return sorted(path for path in root.rglob("*.py") if not EXCLUDED_FOLDERS & set(path.relative_to(root).parts))
+
+
+def is_held_out(path: Path) -> bool:
+    """Choose the held-out files by a hash of their name, so that the split never depends on order."""
+    digest = hashlib.sha256(path.name.encode()).digest()
+    return digest[0] / 256 < HELD_OUT_SHARE
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer of ``VOCAB_SIZE`` tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False, model_max_length=MAX_POSITIONS
+    )
+
+
+def load_corpus() -> tuple[Corpus, PreTrainedTokenizerFast]:
+    """Read the standard library, train the tokenizer on the training files and encode both splits."""
+    train_texts: list[str] = []
+    held_out_texts: list[str] = []
+    for path in source_files():
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        (held_out_texts if is_held_out(path) else train_texts).append(text)
+    tokenizer = train_tokenizer(train_texts)
+
+    def encode(texts: list[str]) -> Tensor:
+        ids: list[int] = []
+        for encoding in tokenizer.backend_tokenizer.encode_batch(texts):
+            ids += [*encoding.ids, tokenizer.eos_token_id]
+        return torch.tensor(ids)
+
+    corpus = Corpus(
+        train=encode(train_texts),
+        held_out=encode(held_out_texts),
+        num_train_files=len(train_texts),
+        num_held_out_files=len(held_out_texts),
+        num_characters=sum(map(len, train_texts)),
+    )
+    return corpus, tokenizer
+
+
+def target_config(eos_token_id: int) -> LlamaConfig:
+    """Few wide layers: a step is bound by reading weights, which is what verification amortises."""
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=3,
+        num_attention_heads=10,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+        pad_token_id=None,
+    )
+
+
+def draft_config(eos_token_id: int) -> LlamaConfig:
+    """One thin layer: a draft pass costs little more than its handful of operations."""
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+        pad_token_id=None,
+    )
+
+
+def sample_batch(stream: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
+    """Draw random windows of ``SEQUENCE_LENGTH + 1`` tokens: int64 [batch_size, SEQUENCE_LENGTH + 1]."""
+    starts = torch.randint(len(stream) - SEQUENCE_LENGTH - 1, (batch_size, 1), generator=generator)
+    return stream[starts + torch.arange(SEQUENCE_LENGTH + 1)]
+
+
+class Optimizer:
+    """Muon for the matrices inside the layers, AdamW for embeddings and norms; warm-up, then cosine to 5 %."""
+
+    def __init__(self, model: nn.Module, num_steps: int, *, matrix_lr: float, other_lr: float) -> None:
+        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+        others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+        self.parameters = matrices + others
+        self.optimizers = [
+            torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        num_warmup = max(1, num_steps // 25)
+
+        def factor(step: int) -> float:
+            if step < num_warmup:
+                return (step + 1) / num_warmup
+            progress = (step - num_warmup) / max(1, num_steps - num_warmup)
+            return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
+
+        self.schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in self.optimizers]
+
+    def step(self, loss: Tensor) -> None:
+        """Back-propagate ``loss`` and update the parameters."""
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+def forward(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    """Return float32 logits [batch, length, vocab] with the matrix products in bfloat16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(input_ids=ids, use_cache=False).logits.float()
+
+
+def progress(name: str, num_steps: int) -> Iterator[tuple[int, list[float]]]:
+    """Yield (step, losses); print the mean loss of the last 25 steps with the time left."""
+    start = time.perf_counter()
+    losses: list[float] = []
+    for step in range(num_steps):
+        yield step, losses
+        if (step + 1) % 25 == 0:
+            elapsed = time.perf_counter() - start
+            left = elapsed / (step + 1) * (num_steps - step - 1)
+            print(f"{name} step {step + 1}/{num_steps} loss {sum(losses[-25:]) / 25:.4f} left {left / 60:.1f} min", flush=True)
+
+
+def train_target(corpus: Corpus, config: LlamaConfig, num_steps: int, batch_size: int, seed: int) -> LlamaForCausalLM:
+    """Train the target by next-token cross entropy."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    optimizer = Optimizer(model, num_steps, matrix_lr=3e-3, other_lr=3e-3)
+    generator = torch.Generator().manual_seed(seed)
+    for _, losses in progress("target", num_steps):
+        ids = sample_batch(corpus.train, batch_size, generator)
+        loss = F.cross_entropy(forward(model, ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.step(loss)
+        losses.append(loss.item())
+    return model.eval()
+
+
+@torch.inference_mode()
+def write_text(target: LlamaForCausalLM, stream: Tensor, num_sequences: int, greedy_share: float, seed: int) -> Tensor:
+    """Let the target continue prompts from ``stream``: int64 [num_sequences, SEQUENCE_LENGTH]."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    parts = []
+    model = LlamaForCausalLM(target.config).eval()
+    model.load_state_dict(target.state_dict())
+    model = model.bfloat16()
+    model.generation_config.eos_token_id = None
+    for first in range(0, num_sequences, 128):
+        size = min(128, num_sequences - first)
+        prompts = sample_batch(stream, size, generator)[:, :64]
+        greedy = first < greedy_share * num_sequences
+        sampling = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 0.8, "top_k": 0}
+        parts.append(
+            model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=SEQUENCE_LENGTH - 64,
+                pad_token_id=0,
+                **sampling,
+            )
+        )
+        print(f"target wrote {first + size}/{num_sequences} sequences", flush=True)
+    return torch.cat(parts).clone()
+
+
+def distil_draft(
+    target: LlamaForCausalLM, corpus: Corpus, written: Tensor, config: LlamaConfig, num_steps: int, batch_size: int, seed: int
+) -> LlamaForCausalLM:
+    """Train the draft on the target's distributions (forward KL), half on the corpus, half on the target's text."""
+    torch.manual_seed(seed + 1)
+    draft = LlamaForCausalLM(config)
+    optimizer = Optimizer(draft, num_steps, matrix_lr=6e-3, other_lr=6e-3)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for _, losses in progress("draft", num_steps):
+        half = batch_size // 2
+        rows = torch.randint(len(written), (half,), generator=generator)
+        ids = torch.cat([sample_batch(corpus.train, half, generator)[:, :-1], written[rows]])
+        with torch.no_grad():
+            target_logprobs = forward(target, ids).log_softmax(-1)
+        draft_logprobs = forward(draft, ids).log_softmax(-1)
+        loss = F.kl_div(draft_logprobs.flatten(0, 1), target_logprobs.flatten(0, 1), log_target=True, reduction="batchmean")
+        optimizer.step(loss)
+        losses.append(loss.item())
+    return draft.eval()
+
+
+@torch.inference_mode()
+def evaluate(target: LlamaForCausalLM, draft: LlamaForCausalLM, corpus: Corpus, written: Tensor) -> Quality:
+    """Measure both models, as stored (bfloat16), on the held-out files and on ``written``."""
+    target, draft = target.bfloat16(), draft.bfloat16()
+    num_windows = (len(corpus.held_out) - 1) // SEQUENCE_LENGTH
+    inputs = corpus.held_out[: num_windows * SEQUENCE_LENGTH].view(num_windows, SEQUENCE_LENGTH)
+    labels = corpus.held_out[1 : num_windows * SEQUENCE_LENGTH + 1].view(num_windows, SEQUENCE_LENGTH)
+    losses = torch.zeros(2, dtype=torch.float64)
+    equal = 0
+    for ids, label in zip(inputs.split(16), labels.split(16), strict=True):
+        logits = [model(input_ids=ids, use_cache=False).logits.float() for model in (target, draft)]
+        losses += torch.tensor([F.cross_entropy(x.flatten(0, 1), label.flatten(), reduction="sum").item() for x in logits])
+        equal += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())
+    losses /= labels.numel()
+    best = [model(input_ids=written, use_cache=False).logits[:, 63:].argmax(-1) for model in (target, draft)]
+    return Quality(
+        target_loss=losses[0].item(),
+        draft_loss=losses[1].item(),
+        agreement=equal / labels.numel(),
+        generated_agreement=(best[0] == best[1]).double().mean().item(),
+    )
+
+
+CARD = """---
+license: psf-2.0
+language: code
+---
+# Titan demo {role}
+
+{description}
+
+It exists so that Titan runs with no download. It is far too small to be of use as a code model.
+
+| | |
+|---|---|
+| architecture | Llama, {num_layers} layer(s), hidden {hidden}, ffn {ffn}, {heads} heads, {kv_heads} KV heads, tied embeddings |
+| parameters | {parameters:,} |
+| vocabulary | {vocab} tokens, byte-level BPE trained on the same files |
+| trained on | {train_files} files of the Python {python} standard library, {characters:,} characters, {tokens:,} tokens |
+| training | {steps} steps of {batch} x {length} tokens |
+| held out | {held_out_files} files, {held_out_tokens:,} tokens, chosen by a hash of the file name |
+| held-out loss | {loss:.3f} nats per token (perplexity {perplexity:.2f}) |
+| draft agreement | same most likely token at {agreement:.1%} of held-out positions, {generated_agreement:.1%} of positions in text the target writes at temperature 0 |
+| trained context | {length} tokens; positions up to {max_positions} are accepted |
+
+Made by `python -m titan.bench.train_demo`. The training text is under the Python Software Foundation License.
+"""
+
+
+def save(
+    model: LlamaForCausalLM, folder: Path, tokenizer: PreTrainedTokenizerFast, quality: Quality, corpus: Corpus, steps: int, batch: int
+) -> None:
+    """Write config, bfloat16 safetensors, tokenizer and model card to ``folder``."""
+    config = model.config
+    model.bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    is_target = config.num_hidden_layers > 1
+    loss = quality.target_loss if is_target else quality.draft_loss
+    (folder / "README.md").write_text(
+        CARD.format(
+            role="target" if is_target else "draft",
+            description="A small language model of Python source code."
+            if is_target
+            else "The draft of the demo target, distilled from it by forward KL on the corpus and on the target's own text.",
+            num_layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            ffn=config.intermediate_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            parameters=sum(p.numel() for p in model.parameters()),
+            vocab=config.vocab_size,
+            train_files=corpus.num_train_files,
+            python=platform.python_version(),
+            characters=corpus.num_characters,
+            tokens=len(corpus.train),
+            steps=steps,
+            batch=batch,
+            length=SEQUENCE_LENGTH,
+            held_out_files=corpus.num_held_out_files,
+            held_out_tokens=len(corpus.held_out),
+            loss=loss,
+            perplexity=math.exp(loss),
+            agreement=quality.agreement,
+            generated_agreement=quality.generated_agreement,
+            max_positions=MAX_POSITIONS,
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder that gets target/ and draft/")
+    parser.add_argument("--target-steps", type=int, default=1000)
+    parser.add_argument("--draft-steps", type=int, default=700)
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step")
+    parser.add_argument("--written-sequences", type=int, default=1024, help="sequences the target writes for its draft")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    corpus, tokenizer = load_corpus()
+    print(f"{corpus.num_train_files} files, {len(corpus.train):,} training tokens, {len(corpus.held_out):,} held out", flush=True)
+    target = train_target(corpus, target_config(tokenizer.eos_token_id), args.target_steps, args.batch_size, args.seed)
+    written = write_text(target, corpus.train, args.written_sequences, greedy_share=0.5, seed=args.seed)
+    draft = distil_draft(target, corpus, written, draft_config(tokenizer.eos_token_id), args.draft_steps, args.batch_size, args.seed)
+    quality = evaluate(target, draft, corpus, write_text(target, corpus.held_out, 64, greedy_share=1.0, seed=args.seed + 1))
+    print(
+        f"held-out perplexity: target {math.exp(quality.target_loss):.2f}, draft {math.exp(quality.draft_loss):.2f}; "
+        f"draft agreement {quality.agreement:.1%} held out, {quality.generated_agreement:.1%} on the target's greedy text"
+    )
+    save(target, args.output / "target", tokenizer, quality, corpus, args.target_steps, args.batch_size)
+    save(draft, args.output / "draft", tokenizer, quality, corpus, args.draft_steps, args.batch_size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""One generation request: its tokens and the counters that cross from one step to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from titan.outputs import RequestMetrics
+from titan.sampling_params import SamplingParams
+
+
+class FinishReason(str, Enum):
+    """Why a request ended; the names follow vLLM."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request inside the engine.
+
+    There are no phases: ``num_computed_tokens`` chases ``num_tokens``. A prefill chunk is many tokens, a decode is
+    one (the root), a verification is the root and the draft tree behind it.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int  # the params' limit, lowered to what the model's length leaves
+    stop_token_ids: frozenset[int]  # the params' and, unless ignored, the model's end-of-sequence tokens
+    metrics: RequestMetrics
+
+    token_ids: list[int] = field(init=False)  # prompt and output
+    block_ids: list[int] = field(default_factory=list)  # block table, for the target's and the draft's cache
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of committed tokens, chained
+    num_computed_tokens: int = 0  # tokens whose committed KV is valid in the target's cache
+    num_drafted_context: int = 0  # the same for the draft's cache
+    num_draft_marked_blocks: int = 0  # leading blocks known to the prefix cache as covered by the present draft
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or string that ended the request
+    error: str | None = None  # why the request was aborted
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens; the last of them is the root, whose KV is not yet written."""
+        return len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """How many more tokens the request may emit."""
+        return self.max_tokens - self.num_output_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None

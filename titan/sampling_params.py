@@ -1,0 +1,118 @@
+"""What a user asks of one request: `SamplingParams`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import isfinite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling and speculation options of one request; names and meanings follow vLLM where it has the option.
+
+    Logits are divided by ``temperature`` (0 = greedy), then restricted by ``top_k``, then ``top_p`` (on the
+    renormalised distribution, the token that crosses the threshold is kept), then ``min_p`` (relative to the
+    largest remaining probability).
+
+    Args:
+        temperature: 0 is greedy; otherwise > 0.
+        top_p: in (0, 1].
+        top_k: 0 or -1 keeps every token.
+        min_p: in [0, 1].
+        seed: random streams are keyed by (seed, position), so a seed fixes the output whatever the batch; ``None``
+            takes one derived from the engine's seed and the request's number.
+        stop: string(s) that end the text; not part of the output unless ``include_stop_str_in_output``.
+        stop_token_ids: tokens that end the output, as the model's end-of-sequence tokens do.
+        min_tokens: stop tokens, end of sequence and stop strings are held back before that many tokens.
+        max_tokens: most tokens to generate; ``None`` = up to ``max_model_len``.
+        ignore_eos: go on after an end-of-sequence token.
+        skip_special_tokens: leave special tokens out of the text.
+        use_speculative: draft for this request (when the engine has a drafter).
+        max_draft_tokens: most draft tokens per step for this request; ``None`` = the engine's; 0 = none.
+
+    Raises:
+        ValueError: a value is outside what is allowed; the message names the argument, the value and the allowed ones.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    use_speculative: bool = True
+    max_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, low=0.0)
+        _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
+        _check_number("min_p", self.min_p, low=0.0, high=1.0)
+        _check_integer("top_k", self.top_k, low=-1)
+        _check_integer("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None:
+            _check_integer("max_tokens", self.max_tokens, low=1)
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(
+                    f"min_tokens={self.min_tokens} contradicts max_tokens={self.max_tokens}: "
+                    f"min_tokens must be at most max_tokens"
+                )
+        if self.seed is not None:
+            _check_integer("seed", self.seed, low=0, high=2**63 - 1)
+        if self.max_draft_tokens is not None:
+            _check_integer("max_draft_tokens", self.max_draft_tokens, low=0, high=63)
+            if self.max_draft_tokens > 0 and not self.use_speculative:
+                raise ValueError(
+                    f"max_draft_tokens={self.max_draft_tokens} contradicts use_speculative=False: "
+                    f"allowed with it are None and 0"
+                )
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop={self.stop!r}: every stop string must be a non-empty str")
+        for token_id in self.stop_token_ids or ():
+            _check_integer("stop_token_ids", token_id, low=0)
+        self._refuse_unsupported()
+
+    def _refuse_unsupported(self) -> None:
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in ("n", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs"):
+            value = getattr(self, name)
+            if value != defaults[name]:
+                raise ValueError(f"{name}={value!r} is not supported by this version; allowed: {defaults[name]!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken at every position."""
+        return self.temperature == 0.0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` as a tuple."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _check_number(name: str, value: float, *, low: float, high: float | None = None, open_low: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if not is_number or value < low or (open_low and value == low) or (high is not None and value > high):
+        bounds = f"{'(' if open_low else '['}{low:g}, {'inf)' if high is None else f'{high:g}]'}"
+        raise ValueError(f"{name}={value!r} is outside the allowed range {bounds}")
+
+
+def _check_integer(name: str, value: int, *, low: int, high: int | None = None) -> None:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or value < low or (high is not None and value > high):
+        allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+        raise ValueError(f"{name}={value!r} is not allowed: it must be {allowed}")

@@ -1,0 +1,39 @@
+"""What one engine step decides and finds: `StepPlan` and `Acceptance`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Who runs in a step; entries of the lists belong together. Blocks for all of it are reserved.
+
+    ``num_tokens[i]`` committed tokens of ``requests[i]``, from its ``num_computed_tokens`` on, go through the target. If
+    they reach the root, up to ``draft_budgets[i]`` draft nodes follow; otherwise the budget is 0.
+    """
+
+    requests: list[Request]
+    num_tokens: list[int]
+    draft_budgets: list[int]
+
+    def reaches_root(self, i: int) -> bool:
+        """Whether row ``i`` feeds the request's last committed token, so that new tokens come out."""
+        request = self.requests[i]
+        return request.num_computed_tokens + self.num_tokens[i] == request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What verification found, per row of the plan.
+
+    ``paths[i]`` are the accepted nodes from the root down; ``token_ids[i]`` their tokens and the final token, which is
+    recovered or bonus. Both are empty for a row that did not reach its root. ``errors[i]`` says why the target's
+    logits could not be used; the request is then aborted.
+    """
+
+    paths: list[list[int]]
+    token_ids: list[list[int]]
+    errors: list[str | None]
