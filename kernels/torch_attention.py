@@ -17,7 +17,7 @@ Legend: T query tokens, R requests, E used blocks, S requests with short queries
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -122,6 +122,37 @@ def plan_attention(
         block_ids = torch.from_numpy(block_table[i, : num_blocks[i]]).to(device)
         long.append(LongQuery(slice(first, last), block_ids, seq_len, visible))
     return AttentionPlan(int(query_start_loc[-1]), short, tuple(long))
+
+
+def plan_decode_passes(
+    positions: NDArray[np.int64], block_table: NDArray[np.int64], *, block_size: int, windows: Sequence[Window], device: torch.device
+) -> list[AttentionPlan]:
+    """Plan several passes of one query token per request, each seeing every slot up to its own position.
+
+    All passes share the blocks of the last one; they differ in what is hidden.
+
+    Args:
+        positions: [passes, R], ascending along the passes; a token's slot is its position.
+        block_table: [R, blocks].
+        block_size: tokens per block.
+        windows: distinct sliding windows.
+        device: where the attention runs.
+    """
+    num_passes, num_requests = positions.shape
+    starts = np.arange(num_requests + 1)
+    none = np.zeros(num_requests, np.int64)
+    last = _Rows(positions[-1], positions[-1] + 1, none)
+    num_blocks = positions[-1] // block_size + 1
+    short = _plan_short(starts[:-1], starts, num_blocks, block_table, last, none, block_size, windows, device)
+    rows = _Rows(positions[:, :, None], positions[:, :, None] + 1, np.zeros_like(positions[:, :, None]))
+    num_slots = int(num_blocks.max()) * block_size
+    hidden = {
+        window: torch.from_numpy(~rows.visible(none, num_slots, window)[:, :, None]).to(device) for window in windows
+    }  # bool [passes, R, 1, 1, slots]
+    return [
+        AttentionPlan(num_requests, replace(short, hidden={window: mask[i] for window, mask in hidden.items()}), ())
+        for i in range(num_passes)
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

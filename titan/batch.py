@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.kernels.torch_attention import AttentionPlan, plan_attention
+from titan.kernels.torch_attention import AttentionPlan, plan_attention, plan_decode_passes
 from titan.tree import EMPTY_TREE, DraftTree
 
 
@@ -88,7 +88,7 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, windows: Sequen
             rows = np.arange(middle - 1 if middle > first else middle, last)
             logits_rows.append(rows)
             logits_lens[i] = len(rows)
-    table = _block_table(segments)
+    table = pad_block_tables([segment.block_ids for segment in segments])
     owners = np.repeat(np.arange(num_requests), query_lens)
     slot_mapping = table[owners, slots // block_size].astype(np.int64) * block_size + slots % block_size
     seq_lens = np.maximum.reduceat(slots, query_start_loc[:-1]) + 1
@@ -140,9 +140,62 @@ def _lay_out_nodes(
         ancestor_bits[rows] = tree.ancestor_bits[first_node:]
 
 
-def _block_table(segments: Sequence[Segment]) -> NDArray[np.int64]:
+def pad_block_tables(block_tables: Sequence[list[int]]) -> NDArray[np.int64]:
     """Block tables as rows of one array, int64 [R, longest table]; the tails repeat block 0 and are never read."""
-    table = np.zeros((len(segments), max(len(s.block_ids) for s in segments)), np.int64)
-    for row, segment in zip(table, segments, strict=True):
-        row[: len(segment.block_ids)] = segment.block_ids
+    table = np.zeros((len(block_tables), max(map(len, block_tables))), np.int64)
+    for row, block_ids in zip(table, block_tables, strict=True):
+        row[: len(block_ids)] = block_ids
     return table
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChainBatch:
+    """One depth of a batched chain: everything but the tokens, which the depth before it makes on the device."""
+
+    positions: Tensor  # int64 [R]
+    slot_mapping: Tensor  # int64 [R]
+    logits_rows: Tensor  # int64 [R]
+    logits_start_loc: NDArray[np.int64]  # [R + 1]
+    attention: AttentionPlan
+
+    def with_tokens(self, token_ids: Tensor) -> RaggedBatch:
+        """The batch with its tokens, int64 [R]."""
+        return RaggedBatch(
+            token_ids, self.positions, self.slot_mapping, self.logits_rows, self.logits_start_loc, self.attention
+        )
+
+
+def build_chain_batches(
+    block_tables: Sequence[list[int]],
+    root_positions: NDArray[np.int64],
+    *,
+    first_depth: int,
+    last_depth: int,
+    block_size: int,
+    windows: Sequence[int | None],
+    device: torch.device,
+) -> list[ChainBatch]:
+    """Lay out the passes that feed the chain nodes of depths ``first_depth .. last_depth``, one node per request and pass.
+
+    Args:
+        block_tables: one per request, covering the slots of all these nodes.
+        root_positions: int64 [R].
+        first_depth: depth of the node that the first pass feeds.
+        last_depth: of the last pass.
+        block_size: tokens per KV block.
+        windows: the distinct sliding windows of the model's layers.
+        device: where the model runs.
+    """
+    num_requests = len(block_tables)
+    table = pad_block_tables(block_tables)
+    depths = np.arange(first_depth, last_depth + 1)
+    positions = root_positions + depths[:, None]
+    slots = table[np.arange(num_requests), positions // block_size] * block_size + positions % block_size
+    plans = plan_decode_passes(positions, table, block_size=block_size, windows=windows, device=device)
+    positions_tensor = torch.from_numpy(positions).to(device)
+    slots_tensor = torch.from_numpy(slots).to(device)
+    rows = torch.arange(num_requests, device=device)
+    start_loc = np.arange(num_requests + 1)
+    return [
+        ChainBatch(positions_tensor[i], slots_tensor[i], rows, start_loc, plan) for i, plan in enumerate(plans)
+    ]

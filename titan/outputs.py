@@ -15,7 +15,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0  # prefix-cache hit length at the last admission
     num_preemptions: int = 0
-    num_steps: int = 0  # target steps that emitted tokens
+    num_sequence_steps: int = 0  # target steps that emitted tokens for this request
     proposed_per_depth: list[int] = field(default_factory=list)  # draft tokens, entry d-1 for depth d
     accepted_per_depth: list[int] = field(default_factory=list)
     num_emitted_tokens: int = 0  # final tokens included
@@ -33,7 +33,7 @@ class RequestMetrics:
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens emitted per target step, final token included."""
-        return self.num_emitted_tokens / self.num_steps if self.num_steps else 0.0
+        return self.num_emitted_tokens / self.num_sequence_steps if self.num_sequence_steps else 0.0
 
 
 @dataclass(frozen=True, slots=True)

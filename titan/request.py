@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from titan.detokenizer import IncrementalDetokenizer
 from titan.outputs import RequestMetrics
 from titan.sampling_params import SamplingParams
 
@@ -33,6 +34,7 @@ class Request:
     max_tokens: int  # the params' limit, lowered to what the model's length leaves
     stop_token_ids: frozenset[int]  # the params' and, unless ignored, the model's end-of-sequence tokens
     metrics: RequestMetrics
+    detokenizer: IncrementalDetokenizer | None  # where text is needed while the request runs
 
     token_ids: list[int] = field(init=False)  # prompt and output
     block_ids: list[int] = field(default_factory=list)  # block table, for the target's and the draft's cache

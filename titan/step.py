@@ -19,6 +19,13 @@ class StepPlan:
     num_tokens: list[int]
     draft_budgets: list[int]
 
+    def add(self, request: Request, num_tokens: int, draft_budget: int) -> int:
+        """Add a row; returns its tokens, drafts included."""
+        self.requests.append(request)
+        self.num_tokens.append(num_tokens)
+        self.draft_budgets.append(draft_budget)
+        return num_tokens + draft_budget
+
     def reaches_root(self, i: int) -> bool:
         """Whether row ``i`` feeds the request's last committed token, so that new tokens come out."""
         request = self.requests[i]

@@ -1,0 +1,43 @@
+# Every target but `clean` sets up .venv first, from the files of this folder.
+#
+#   make PYTHON=python3.12                          another interpreter
+#   make TORCH="torch --index-url URL"              another build of torch, such as one for a certain CUDA
+#   make TORCH=torch==2.12.0 CONSTRAINTS=/dev/null  other versions than the pinned ones
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+CONSTRAINTS ?= constraints.txt
+
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: demo test check format bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/titan generate "def quicksort(" --compare
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	$(BIN)/python -m titan.bench.throughput
+
+clean:
+	rm -rf .venv build dist .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find titan draft verify kernels bench examples tests -name __pycache__ -prune -exec rm -r {} +
+
+# torch comes first and alone, so that TORCH may carry options that hold for torch only.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -qq --constraint $(CONSTRAINTS) $(TORCH)
+	$(BIN)/pip install -qq --constraint $(CONSTRAINTS) --editable '.[dev]'
+	touch $@

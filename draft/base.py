@@ -1,0 +1,71 @@
+"""The seam of drafting: what a drafter is.
+
+To add a drafter, write a class with the members of `Drafter`; pass an instance, or register its name
+(`titan.draft.registry`). Nothing else in the engine knows kinds of drafters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from titan.kv_cache import KVCache
+from titan.step import Acceptance, StepPlan
+from titan.tree import EMPTY_TREE, DraftTree
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes draft tokens for all requests of a step at once.
+
+    ``name`` is for people; ``max_draft_tokens`` the most nodes per request it can propose; ``kv`` the cache that the
+    requests' block tables shall index for it, made by `titan.kv_cache.allocate_kv`, or ``None``.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def max_draft_tokens(self) -> int: ...
+
+    @property
+    def kv(self) -> Tensor | None: ...
+
+    def propose(self, plan: StepPlan) -> list[DraftTree]:
+        """Return one tree per row of the plan, of at most ``plan.draft_budgets[i]`` nodes."""
+        ...
+
+    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
+        """Hear what verification kept, before the requests' counters advance."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """What a drafter may need to know of its engine."""
+
+    target_vocab_size: int
+    max_draft_tokens: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    dtype: str
+    device: torch.device
+    kv: KVCache
+    tokenizer: Any | None  # the target's, a transformers tokenizer
+
+
+class NoDrafter:
+    """Speculation switched off: every tree is empty."""
+
+    name = "none"
+    max_draft_tokens = 0
+    kv = None
+
+    def propose(self, plan: StepPlan) -> list[DraftTree]:
+        return [EMPTY_TREE] * len(plan.requests)
+
+    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
+        """Nothing to hear: nothing was proposed."""

@@ -1,0 +1,50 @@
+"""Prompt lookup: propose what followed the last few tokens the last time they occurred.
+
+Saxena, "Prompt lookup decoding", 2023. Costs no model pass; pays where the output repeats the prompt or itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from titan.step import Acceptance, StepPlan
+from titan.tree import DraftTree
+
+
+class NgramDrafter:
+    """Looks for the longest suffix of ``min_ngram`` to ``max_ngram`` tokens in the request's own tokens."""
+
+    name = "ngram"
+    kv = None
+
+    def __init__(self, max_draft_tokens: int, *, min_ngram: int = 2, max_ngram: int = 4) -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise ValueError(f"min_ngram={min_ngram}, max_ngram={max_ngram}: 1 <= min_ngram <= max_ngram must hold")
+        self.max_draft_tokens = max_draft_tokens
+        self.min_ngram = min_ngram
+        self.max_ngram = max_ngram
+
+    def propose(self, plan: StepPlan) -> list[DraftTree]:
+        return [
+            DraftTree.chain(self.lookup(request.token_ids, budget))
+            for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)
+        ]
+
+    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
+        """Nothing to keep: the lookup reads the request's tokens anew."""
+
+    def lookup(self, token_ids: Sequence[int], budget: int) -> list[int]:
+        """Return up to ``budget`` tokens that followed the most recent occurrence of the longest known suffix."""
+        if budget == 0:
+            return []
+        tokens = np.asarray(token_ids, np.int64)
+        for length in range(min(self.max_ngram, len(tokens) - 1), self.min_ngram - 1, -1):
+            suffix = tokens[-length:]
+            windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
+            places = np.flatnonzero((windows == suffix).all(axis=1))
+            if len(places):
+                first = int(places[-1]) + length
+                return tokens[first : first + budget].tolist()
+        return []

@@ -1,0 +1,77 @@
+"""From what a user writes to a drafter: ``None``, a registered name, a model's folder or hub id, or a drafter itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from titan.draft.base import DraftContext, Drafter, NoDrafter
+from titan.draft.draft_model import DraftModelDrafter
+from titan.draft.ngram import NgramDrafter
+from titan.models.config import ModelConfig
+from titan.models.loader import load_config, load_model, load_tokenizer, resolve_model
+
+DrafterFactory = Callable[[DraftContext], Drafter]
+DraftSpec = str | Drafter | None
+
+_FACTORIES: dict[str, DrafterFactory] = {"ngram": lambda context: NgramDrafter(context.max_draft_tokens)}
+
+
+def register(name: str, factory: DrafterFactory) -> None:
+    """Make ``name`` mean ``factory`` wherever a draft model can be given.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _FACTORIES:
+        raise ValueError(f"name={name!r} is taken; registered drafters: {', '.join(sorted(_FACTORIES))}")
+    _FACTORIES[name] = factory
+
+
+def draft_model_config(spec: DraftSpec) -> ModelConfig | None:
+    """The model config behind ``spec``; ``None`` if it names no model."""
+    if not isinstance(spec, str) or spec in _FACTORIES:
+        return None
+    return load_config(resolve_model(spec, "draft"))
+
+
+def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
+    """Make the drafter that ``spec`` means.
+
+    Raises:
+        ValueError: the draft has another vocabulary than the target, or is not a model that can be loaded.
+    """
+    if spec is None:
+        return NoDrafter()
+    if not isinstance(spec, str):
+        if not isinstance(spec, Drafter):
+            raise ValueError(f"draft_model={spec!r} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter")
+        return spec
+    factory = _FACTORIES.get(spec)
+    if factory is not None:
+        return factory(context)
+    folder = resolve_model(spec, "draft")
+    _check_vocabulary(spec, load_config(folder), _find_tokenizer(folder), context)
+    model = load_model(folder, dtype=context.dtype, device=context.device)
+    return DraftModelDrafter(spec, model, context)
+
+
+def _find_tokenizer(folder: str) -> Any | None:
+    """The draft's tokenizer, ``None`` if its folder has none."""
+    try:
+        return load_tokenizer(folder)
+    except ValueError:
+        return None
+
+
+def _check_vocabulary(spec: str, config: ModelConfig, tokenizer: Any | None, context: DraftContext) -> None:
+    """Refuse a draft whose token ids mean something else; sizes padded differently are fine if the tokenizers agree."""
+    if tokenizer is not None and context.tokenizer is not None:
+        if tokenizer.get_vocab() == context.tokenizer.get_vocab():
+            return
+        detail = f"its tokenizer has {len(tokenizer)} tokens, the target's {len(context.tokenizer)}, and they differ"
+    elif config.vocab_size == context.target_vocab_size:
+        return
+    else:
+        detail = f"it has {config.vocab_size} tokens, the target {context.target_vocab_size}"
+    raise ValueError(f"draft_model={spec!r} has another vocabulary: {detail}; a draft must share the target's vocabulary")

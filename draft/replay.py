@@ -1,0 +1,58 @@
+"""Replay: propose a recorded continuation, corrupted with a dialled probability.
+
+For engine benchmarks at a known acceptance: the acceptance rate per draft token is ``acceptance`` wherever the target
+would itself have written the recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from titan.request import Request
+from titan.sampling import Purpose, philox_uniform
+from titan.step import Acceptance, StepPlan
+from titan.tree import EMPTY_TREE, DraftTree
+
+
+class ReplayDrafter:
+    """Proposes chains from recordings.
+
+    Args:
+        recordings: prompt token ids -> the token ids that followed.
+        acceptance: probability in [0, 1] that a draft token is the recorded one.
+        vocab_size: of the target; a corrupted token is the recorded one plus 1, modulo this.
+        max_draft_tokens: nodes per request.
+    """
+
+    name = "replay"
+    kv = None
+
+    def __init__(
+        self, recordings: Mapping[tuple[int, ...], Sequence[int]], *, acceptance: float, vocab_size: int, max_draft_tokens: int
+    ) -> None:
+        if not 0.0 <= acceptance <= 1.0:
+            raise ValueError(f"acceptance={acceptance!r} is outside the allowed range [0, 1]")
+        if vocab_size < 2:
+            raise ValueError(f"vocab_size={vocab_size!r} is not allowed: it must be at least 2")
+        self.recordings = recordings
+        self.acceptance = acceptance
+        self.vocab_size = vocab_size
+        self.max_draft_tokens = max_draft_tokens
+
+    def propose(self, plan: StepPlan) -> list[DraftTree]:
+        return [self._chain(request, budget) for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)]
+
+    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
+        """Nothing to keep: the place in the recording is the request's number of output tokens."""
+
+    def _chain(self, request: Request, budget: int) -> DraftTree:
+        recording = self.recordings.get(tuple(request.prompt_token_ids), ())
+        first = request.num_output_tokens
+        tokens = np.asarray(recording[first : first + budget], np.int64)
+        if len(tokens) == 0:
+            return EMPTY_TREE
+        positions = request.num_tokens + np.arange(len(tokens))
+        uniform = philox_uniform(np.full(len(tokens), request.seed, np.uint64), positions, Purpose.CORRUPT)
+        return DraftTree.chain(np.where(uniform < self.acceptance, tokens, (tokens + 1) % self.vocab_size))

@@ -1,0 +1,214 @@
+"""Every family held to transformers' logits, on small random models saved to disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import MODEL_TYPES, make_model, reference_logits
+from torch import Tensor
+
+from titan.batch import Segment, build_batch
+from titan.models.decoder import Decoder
+from titan.models.loader import load_model
+from titan.tree import DraftTree
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+NUM_BLOCKS = 24
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 1000.0,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 1000.0},
+}
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "multi_head": ("llama", {"num_key_value_heads": 4}),
+    "multi_query": ("llama", {"num_key_value_heads": 1}),
+    "derived_head_dim": ("llama", {"head_dim": None}),
+    "wide_heads": ("qwen3", {"head_dim": 32}),
+    "one_layer": ("llama", {"num_hidden_layers": 1}),
+    "tied_llama": ("llama", {"tie_word_embeddings": True}),
+    "tied_qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3_biases": ("qwen3", {"attention_bias": True}),
+    "mistral_window": ("mistral", {"sliding_window": 7}),
+    "mistral_no_window": ("mistral", {"sliding_window": None}),
+    "qwen2_window": ("qwen2", SLIDING),
+    "qwen3_window": ("qwen3", SLIDING),
+    "qwen2_window_off": ("qwen2", {"sliding_window": 7, "use_sliding_window": False}),
+    "qwen3_layer_types": (
+        "qwen3",
+        SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+}
+
+
+class Session:
+    """One decoder, its KV, and requests that own blocks in scrambled order."""
+
+    def __init__(self, model: Decoder, num_requests: int = 1) -> None:
+        config = model.config
+        self.model = model
+        shape = (config.num_layers, 2, NUM_BLOCKS, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        self.kv = torch.zeros(shape, dtype=model.dtype)
+        order = np.random.default_rng(0).permutation(NUM_BLOCKS).tolist()
+        self.block_ids = [order[i::num_requests] for i in range(num_requests)]
+
+    def run(self, segments: Sequence[Segment]) -> Tensor:
+        batch = build_batch(segments, block_size=BLOCK_SIZE, windows=self.model.config.windows, device=CPU)
+        logits: Tensor = self.model(batch, self.kv)
+        assert logits.dtype == self.model.dtype
+        return logits.float()
+
+    def feed(self, token_ids: list[int], start: int) -> Tensor:
+        return self.run([Segment(self.block_ids[0], start, token_ids)])
+
+
+def random_tokens(num_tokens: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 131, num_tokens).tolist()  # type: ignore[no-any-return]
+
+
+def random_tree(num_nodes: int, seed: int = 0) -> DraftTree:
+    rng = np.random.default_rng(seed)
+    parents = np.array([rng.integers(-1, node) if node else -1 for node in range(num_nodes)], np.int32)
+    return DraftTree(np.array(random_tokens(num_nodes, seed + 1)), parents)
+
+
+def path_to(tree: DraftTree, node: int) -> list[int]:
+    path: list[int] = []
+    while node >= 0:
+        path.append(int(tree.token_ids[node]))
+        node = int(tree.parents[node])
+    return path[::-1]
+
+
+def assert_close(logits: Tensor, expected: Tensor, bound: float = 1e-4) -> None:
+    assert logits.shape == expected.shape
+    assert (logits - expected).abs().max() <= bound * expected.abs().max()
+
+
+def load(folder: Path, dtype: str = "float32", **options: Any) -> Decoder:
+    return load_model(str(folder), dtype=dtype, device=CPU, **options)
+
+
+def check_passes(folder: Path, model_type: str, config: dict[str, Any]) -> None:
+    """Chunked prefill in two passes, then decoding, over scrambled blocks."""
+    reference = make_model(folder, model_type, **config)
+    token_ids = random_tokens(64)
+    expected = reference_logits(reference, token_ids)
+    session = Session(load(folder))
+    assert_close(session.feed(token_ids[:37], 0), expected[36:37])
+    assert_close(session.feed(token_ids[37:60], 37), expected[59:60])
+    for position in range(60, 64):
+        assert_close(session.feed(token_ids[position : position + 1], position), expected[position : position + 1])
+
+
+@pytest.mark.parametrize("rope_type", ROPES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_families_and_ropes_match_transformers(tmp_path: Path, model_type: str, rope_type: str) -> None:
+    check_passes(tmp_path, model_type, {"rope_parameters": dict(ROPES[rope_type])})
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_match_transformers(tmp_path: Path, shape: str) -> None:
+    model_type, config = SHAPES[shape]
+    check_passes(tmp_path, model_type, config)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_every_node_of_a_tree_gets_the_logits_of_its_path(tmp_path: Path, model_type: str) -> None:
+    window = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}
+    reference = make_model(tmp_path, model_type, **(window if model_type != "llama" else {}))
+    prompt, tree = random_tokens(39), random_tree(12)
+    session = Session(load(tmp_path))
+    session.feed(prompt[:-1], 0)
+    logits = session.run([Segment(session.block_ids[0], 38, prompt[-1:], tree, root_position=38)])
+    expected = [reference_logits(reference, prompt)[-1]]
+    expected += [reference_logits(reference, prompt + path_to(tree, node))[-1] for node in range(tree.num_nodes)]
+    assert_close(logits, torch.stack(expected))
+
+
+def test_a_tree_may_be_fed_in_two_passes(tmp_path: Path) -> None:
+    reference = make_model(tmp_path)
+    prompt, tree = random_tokens(20), random_tree(9)
+    first = DraftTree(tree.token_ids[:4], tree.parents[:4])
+    session = Session(load(tmp_path))
+    session.run([Segment(session.block_ids[0], 0, prompt, first, root_position=19)])
+    logits = session.run([Segment(session.block_ids[0], 20, [], tree, first_node=4, root_position=19)])
+    expected = [reference_logits(reference, prompt + path_to(tree, node))[-1] for node in range(4, 9)]
+    assert_close(logits, torch.stack(expected))
+
+
+def test_prefill_decode_and_verification_share_a_pass(tmp_path: Path) -> None:
+    reference = make_model(tmp_path, "qwen3")
+    chunk, decoded, verified = random_tokens(50, 1), random_tokens(21, 2), random_tokens(33, 3)
+    tree = random_tree(6)
+    session = Session(load(tmp_path), num_requests=4)
+    blocks = session.block_ids
+    silent = session.run(
+        [Segment(blocks[1], 0, decoded[:-1], needs_logits=False), Segment(blocks[2], 0, verified[:-1], needs_logits=False)]
+    )
+    assert silent.shape == (0, 131)
+    logits = session.run(
+        [
+            Segment(blocks[0], 0, chunk),
+            Segment(blocks[1], 20, decoded[-1:]),
+            Segment(blocks[3], 0, random_tokens(5, 4), needs_logits=False),
+            Segment(blocks[2], 32, verified[-1:], tree, root_position=32),
+        ]
+    )
+    expected = [reference_logits(reference, token_ids)[-1] for token_ids in (chunk, decoded, verified)]
+    expected += [reference_logits(reference, verified + path_to(tree, node))[-1] for node in range(6)]
+    assert_close(logits, torch.stack(expected))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.04), ("float16", 0.005)])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_half_precision_is_close(tmp_path: Path, model_type: str, dtype: str, bound: float) -> None:
+    reference = make_model(tmp_path, model_type)
+    token_ids = random_tokens(48)
+    expected = reference_logits(reference, token_ids)
+    session = Session(load(tmp_path, dtype))
+    assert_close(session.feed(token_ids[:40], 0), expected[39:40], bound)
+    assert_close(session.feed(token_ids[40:], 40), expected[47:], bound)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_packed_and_plain_weights_agree(tmp_path: Path, is_tied: bool) -> None:
+    make_model(tmp_path, tie_word_embeddings=is_tied, attention_bias=True)
+    token_ids = random_tokens(30)
+    packed = Session(load(tmp_path)).feed(token_ids, 0)
+    plain = Session(load(tmp_path, pack=False)).feed(token_ids, 0)
+    assert_close(packed, plain, 1e-5)
+
+
+def test_forward_needs_prepared_weights_only_once_and_positions_within_the_table(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    session = Session(load(tmp_path, max_positions=20))
+    session.feed(random_tokens(20), 0)
+    with pytest.raises(IndexError):
+        session.feed([3], 20)
+
+
+@pytest.mark.parametrize("max_positions", [0, 257])
+def test_positions_beyond_the_trained_length_are_refused(tmp_path: Path, max_positions: int) -> None:
+    make_model(tmp_path, rope_parameters=dict(ROPES["dynamic"]))
+    with pytest.raises(ValueError, match=rf"max_positions={max_positions} is not allowed.* 1 to 256"):
+        load(tmp_path, max_positions=max_positions)

@@ -1,0 +1,378 @@
+"""The KV cache: after whatever happens to requests, their slots hold what a sequential fill would have put there.
+
+Every token's KV is written as a number that depends on the cache, on the token and on all tokens before it, so that a
+wrong slot, a wrong block or a stale draft shows. Free blocks that are not cached hold NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from torch import Tensor
+
+from titan.block_pool import hash_block
+from titan.kv_cache import HASH_SALT, KVCache, Role, allocate_kv, num_blocks_for
+from titan.outputs import RequestMetrics
+from titan.request import Request
+from titan.sampling_params import SamplingParams
+from titan.step import Acceptance, StepPlan
+from titan.tree import DraftTree
+
+NUM_BLOCKS, BLOCK_SIZE = 12, 4
+CPU = torch.device("cpu")
+SHARED_TOKENS = [0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 1, 0, 1, 0, 1, 0]
+
+
+def make_request(token_ids: Sequence[int]) -> Request:
+    return Request("r", None, list(token_ids), SamplingParams(), 0, 1000, frozenset(), RequestMetrics(0.0), detokenizer=None)
+
+
+def make_kv(num_blocks: int = NUM_BLOCKS, caching: bool = True) -> KVCache:
+    kv = KVCache(num_blocks, BLOCK_SIZE, caching)
+    kv.attach("target", allocate_kv(2, num_blocks, 1, BLOCK_SIZE, 1, torch.float64, CPU))
+    kv.attach("draft", allocate_kv(1, num_blocks, 2, BLOCK_SIZE, 3, torch.float64, CPU))
+    return kv
+
+
+def value_of(model: str, prefix: Sequence[int]) -> float:
+    """What the model's KV of the last token of ``prefix`` is."""
+    return float(int.from_bytes(blake2b(f"{model} {list(prefix)}".encode(), digest_size=5).digest()))
+
+
+def kv_of(tensor: Tensor, model: str, prefix: Sequence[int]) -> Tensor:
+    """The same for each layer, key and value, head and dimension: ``[num_layers, 2, num_kv_heads, head_dim]``."""
+    num_layers, _, _, num_heads, _, head_dim = tensor.shape
+    offsets = torch.arange(num_layers * 2 * num_heads * head_dim, dtype=tensor.dtype) / 64
+    return value_of(model, prefix) + offsets.reshape(num_layers, 2, num_heads, head_dim)
+
+
+def slot_of(tensor: Tensor, block_ids: Sequence[int], slot: int) -> Tensor:
+    return tensor[:, :, block_ids[slot // BLOCK_SIZE], :, slot % BLOCK_SIZE]
+
+
+def write(tensor: Tensor, model: str, request: Request, slot: int, prefix: Sequence[int]) -> None:
+    slot_of(tensor, request.block_ids, slot).copy_(kv_of(tensor, model, prefix))
+
+
+def node_path(tree: DraftTree, node: int) -> list[int]:
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = int(tree.parents[node])
+    return path
+
+
+def chained_hashes(token_ids: Sequence[int]) -> list[bytes]:
+    hashes = [b""]
+    for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE):
+        hashes.append(hash_block(hashes[-1], token_ids[end - BLOCK_SIZE : end], HASH_SALT))
+    return hashes[1:]
+
+
+def random_tree(random: Random) -> DraftTree:
+    token_ids = random.choices((0, 1), k=random.randint(0, 6))
+    if random.random() < 0.3:
+        return DraftTree.chain(token_ids)
+    parents = [random.randint(-1, node - 1) for node in range(len(token_ids))]
+    return DraftTree(np.array(token_ids, np.int64), np.array(parents, np.int32))
+
+
+SEEDS = st.integers(0, 2**32)  # the choices inside a rule come from one draw, which keeps examples long and fast
+
+
+class KVMachine(RuleBasedStateMachine):
+    """A small engine whose models write recognisable numbers."""
+
+    @initialize(caching=st.booleans())
+    def create(self, caching: bool) -> None:
+        self.kv = make_kv(caching=caching)
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.prefixes: dict[bytes, list[int]] = {}  # what every hash that may be registered stands for
+
+    def model(self, role: Role) -> str:
+        return "target" if role == "target" else f"draft {self.kv.draft_epoch}"
+
+    @rule(num_shared=st.integers(0, 16), tail=st.lists(st.integers(0, 1), min_size=1, max_size=9), seed=SEEDS)
+    def add(self, num_shared: int, tail: list[int], seed: int) -> None:
+        self.waiting.append(make_request(SHARED_TOKENS[:num_shared] + tail))
+        self.admit(seed)
+
+    @rule(seed=SEEDS)
+    def admit(self, seed: int) -> None:
+        """Give a waiting request its cached prefix and some slots, if they are free."""
+        if not self.waiting:
+            return
+        random = Random(seed)
+        request = random.choice(self.waiting)
+        num_slots = random.randint(1, request.num_tokens + 4)
+        hits = 0
+        for block_hash in chained_hashes(request.token_ids[:-1]):
+            if self.kv.pool.lookup(block_hash) is None:
+                break
+            hits += 1
+        enough = self.kv.num_missing_blocks(request, num_slots) <= self.kv.pool.num_free
+        self.kv.match_prefix(request)
+        assert request.num_computed_tokens == request.metrics.num_cached_tokens == hits * BLOCK_SIZE < request.num_tokens
+        assert request.num_drafted_context <= request.num_computed_tokens
+        assert (self.kv.num_missing_blocks(request, num_slots) <= self.kv.pool.num_free) == enough
+        assert self.kv.reserve(request, num_slots) == enough
+        if enough:
+            self.waiting.remove(request)
+            self.running.append(request)
+        else:
+            self.kv.free(request)
+
+    @rule(seed=SEEDS, count=st.integers(1, 4))
+    def steps(self, seed: int, count: int) -> None:
+        random = Random(seed)
+        for _ in range(count):
+            self.step(random)
+            self.holds()
+
+    def step(self, random: Random) -> None:
+        """Draft, verify, commit and seal a random subset of the running requests."""
+        plan, step_trees, accepted = StepPlan([], [], []), [], Acceptance([], [], [])
+        num_node_kvs: list[int] = []  # leading nodes of each tree whose draft KV is written; -1 = the draft was not run
+        for request in random.sample(self.running, random.randint(min(1, len(self.running)), len(self.running))):
+            num_tokens = request.num_tokens - request.num_computed_tokens
+            if random.random() < 0.5:
+                num_tokens = random.randint(1, num_tokens)
+            reaches_root = request.num_computed_tokens + num_tokens == request.num_tokens
+            drafts = "draft" in self.kv.tensors and random.random() < 0.8
+            tree = random_tree(random) if reaches_root and drafts else DraftTree.chain([])
+            num_slots = request.num_computed_tokens + num_tokens + tree.num_nodes
+            before = list(request.block_ids)
+            missing = self.kv.num_missing_blocks(request, num_slots)
+            if not self.kv.reserve(request, num_slots):
+                assert missing > self.kv.pool.num_free and request.block_ids == before
+                continue
+            assert len(request.block_ids) == len(before) + missing
+            plan.requests.append(request)
+            plan.num_tokens.append(num_tokens)
+            plan.draft_budgets.append(tree.num_nodes)
+            step_trees.append(tree)
+            num_node_kvs.append(random.randint(0, tree.num_nodes) if drafts else -1)
+            node = random.randint(-1, tree.num_nodes - 1)
+            path = node_path(tree, node)
+            accepted.paths.append(path)
+            accepted.token_ids.append([*tree.token_ids[path].tolist(), random.randint(0, 1)] if reaches_root else [])
+            accepted.errors.append(None)
+        for i, request in enumerate(plan.requests):
+            self.run_models(request, plan.num_tokens[i], step_trees[i], num_node_kvs[i])
+        self.kv.commit(plan, step_trees, accepted)
+        for i, request in enumerate(plan.requests):
+            num_full_before = request.num_computed_tokens // BLOCK_SIZE
+            request.num_computed_tokens += plan.num_tokens[i] + len(accepted.paths[i])
+            if num_node_kvs[i] >= 0:
+                request.num_drafted_context = request.num_computed_tokens - len(accepted.paths[i])
+                request.num_drafted_context += sum(node < num_node_kvs[i] for node in accepted.paths[i])
+            request.token_ids += accepted.token_ids[i]
+            self.know_hashes(request)
+            self.kv.seal(request)
+            self.check_findable(request, num_full_before)
+            assert len(request.block_ids) == -(-request.num_computed_tokens // BLOCK_SIZE)
+
+    def run_models(self, request: Request, num_tokens: int, tree: DraftTree, num_node_kvs: int) -> None:
+        end = request.num_computed_tokens + num_tokens
+        starts: dict[Role, int] = {"target": request.num_computed_tokens, "draft": request.num_drafted_context}
+        num_nodes: dict[Role, int] = {"target": tree.num_nodes, "draft": num_node_kvs}
+        for role, tensor in self.kv.tensors.items():
+            if num_nodes[role] >= 0:
+                for slot in range(starts[role], end):
+                    write(tensor, self.model(role), request, slot, request.token_ids[: slot + 1])
+                for node in range(num_nodes[role]):
+                    prefix = request.token_ids[:end] + tree.token_ids[node_path(tree, node)].tolist()
+                    write(tensor, self.model(role), request, end + node, prefix)
+
+    def know_hashes(self, request: Request) -> None:
+        for i, block_hash in enumerate(chained_hashes(request.token_ids[: request.num_computed_tokens])):
+            self.prefixes[block_hash] = request.token_ids[: (i + 1) * BLOCK_SIZE]
+
+    def check_findable(self, request: Request, num_full_before: int) -> None:
+        hashes = chained_hashes(request.token_ids[: request.num_computed_tokens])
+        for block_hash in hashes[num_full_before:]:
+            assert (self.kv.pool.lookup(block_hash) is not None) == self.kv.pool.enable_caching
+
+    @rule(seed=SEEDS, preempt=st.booleans())
+    def free(self, seed: int, preempt: bool) -> None:
+        if not self.running:
+            return
+        request = self.running.pop(Random(seed).randrange(len(self.running)))
+        self.kv.free(request)
+        assert (request.block_ids, request.num_computed_tokens, request.num_drafted_context) == ([], 0, 0)
+        if preempt:
+            self.waiting.append(request)
+
+    @rule(present=st.booleans())
+    def swap_draft(self, present: bool) -> None:
+        self.kv.detach("draft")
+        if present:
+            self.kv.attach("draft", allocate_kv(1, NUM_BLOCKS, 2, BLOCK_SIZE, 3, torch.float64, CPU))
+        self.kv.new_draft_epoch(self.running)
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        pool = self.kv.pool
+        pool.check([request.block_ids for request in self.running])
+        for role, tensor in self.kv.tensors.items():
+            for request in self.running:
+                assert tensor[:, :, request.block_ids].isfinite().all(), "a request sees what a free block held"
+                length = request.num_computed_tokens if role == "target" else request.num_drafted_context
+                self.check_slots(role, request.block_ids, request.token_ids, range(length))
+            for block_id, block_hash in pool._hash_of.items():
+                if role == "target" or pool.draft_epochs[block_id] == self.kv.draft_epoch:
+                    prefix = self.prefixes[block_hash]
+                    table = [block_id] * (len(prefix) // BLOCK_SIZE)
+                    self.check_slots(role, table, prefix, range(len(prefix) - BLOCK_SIZE, len(prefix)))
+            free = [block for block in range(NUM_BLOCKS) if pool.is_free(block) and block not in pool._hash_of]
+            tensor[:, :, free] = torch.nan
+
+    def check_slots(self, role: Role, block_ids: Sequence[int], token_ids: Sequence[int], slots: range) -> None:
+        tensor = self.kv.tensors[role]
+        for slot in slots:
+            expected = kv_of(tensor, self.model(role), token_ids[: slot + 1])
+            assert slot_of(tensor, block_ids, slot).equal(expected), f"{role}: wrong KV in slot {slot} of {block_ids}"
+
+
+TestKVMachine = KVMachine.TestCase
+TestKVMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None, derandomize=True)
+
+
+def compute(kv: KVCache, request: Request, num_computed: int, num_drafted: int = 0) -> None:
+    """Let the request have computed that many tokens, and seal it."""
+    assert kv.reserve(request, num_computed)
+    request.num_computed_tokens, request.num_drafted_context = num_computed, num_drafted
+    kv.seal(request)
+
+
+def test_a_match_never_covers_the_root() -> None:
+    kv = make_kv()
+    compute(kv, make_request(range(9)), 8)
+    same, longer = make_request(range(8)), make_request(range(9))
+    kv.match_prefix(same)
+    kv.match_prefix(longer)
+    assert (same.num_computed_tokens, same.block_ids) == (4, [0])
+    assert (longer.num_computed_tokens, longer.block_ids, longer.metrics.num_cached_tokens) == (8, [0, 1], 8)
+
+
+def test_only_computed_and_committed_full_blocks_are_hashed() -> None:
+    kv = make_kv()
+    request = make_request(range(12))
+    assert kv.reserve(request, 12 + 4)  # room for four draft tokens
+    request.num_computed_tokens = 7
+    kv.seal(request)
+    hashes = chained_hashes(range(12))
+    assert [kv.pool.lookup(block_hash) is not None for block_hash in hashes] == [True, False, False]
+    assert kv.reserve(request, 16)
+    request.num_computed_tokens = 16  # as if draft tokens had been counted
+    kv.seal(request)
+    assert request.block_hashes == hashes, "a block of draft tokens has no hash"
+
+
+def test_a_prefix_hit_counts_as_drafted_only_where_the_present_draft_was() -> None:
+    kv = make_kv()
+    compute(kv, make_request(range(13)), 12, num_drafted=9)
+    request = make_request(range(13))
+    kv.match_prefix(request)
+    assert (request.num_computed_tokens, request.num_drafted_context, request.num_draft_marked_blocks) == (12, 8, 2)
+    kv.new_draft_epoch([request])
+    assert (request.num_drafted_context, request.num_draft_marked_blocks, request.num_computed_tokens) == (0, 0, 12)
+    after = make_request(range(13))
+    kv.match_prefix(after)
+    assert (after.num_computed_tokens, after.num_drafted_context) == (12, 0)
+    request.num_drafted_context = 4  # the new draft catches up
+    kv.seal(request)
+    late = make_request(range(13))
+    kv.match_prefix(late)
+    assert (late.num_computed_tokens, late.num_drafted_context) == (12, 4)
+
+
+def test_free_evicts_tails_first_and_a_preempted_request_finds_its_blocks_again() -> None:
+    kv = make_kv(num_blocks=4)
+    request = make_request(range(13))
+    compute(kv, request, 12)
+    kv.free(request)
+    assert kv.reserve(make_request([99] * 8), 8)  # the unused block and the tail
+    kv.match_prefix(request)
+    assert (request.block_ids, request.num_computed_tokens) == ([0, 1], 8)
+
+
+def test_missing_blocks_are_those_that_leave_the_free_queue() -> None:
+    kv = make_kv()
+    owner, other = make_request(range(9)), make_request(range(9))
+    compute(kv, owner, 8)
+    assert kv.num_missing_blocks(other, 10) == 1, "the two cached blocks are shared"
+    kv.free(owner)
+    assert kv.num_missing_blocks(other, 10) == 3, "now nobody else holds them"
+    assert other.block_ids == [] and kv.pool.num_free == NUM_BLOCKS
+
+
+def test_a_failed_reservation_changes_nothing() -> None:
+    kv = make_kv(num_blocks=2)
+    request = make_request(range(4))
+    assert kv.reserve(request, 4)
+    assert not kv.reserve(request, 13)
+    assert (request.block_ids, kv.pool.num_free) == ([0], 1)
+
+
+def test_new_blocks_are_cleared_in_every_cache() -> None:
+    kv = make_kv()
+    for tensor in kv.tensors.values():
+        tensor.fill_(torch.nan)
+    request = make_request(range(8))
+    assert kv.reserve(request, 8)
+    for tensor in kv.tensors.values():
+        assert (tensor[:, :, request.block_ids] == 0).all() and tensor[:, :, 2:].isnan().all()
+
+
+def test_commit_moves_the_paths_of_all_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = make_kv()
+    moves: list[tuple[list[int], list[int]]] = []
+    monkeypatch.setattr("titan.kv_cache.move_kv", lambda _, source, target: moves.append((source.tolist(), target.tolist())))
+    requests = [make_request(range(3)), make_request(range(5))]
+    for request in requests:
+        assert kv.reserve(request, request.num_tokens + 5)
+    plan = StepPlan(requests, [3, 5], [5, 5])
+    tree = DraftTree(np.arange(5), np.array([-1, -1, 0, 1, 3], np.int32))
+    kv.commit(plan, [tree, DraftTree.chain(range(5))], Acceptance([[0], [0, 1, 2]], [[0, 9], [0, 1, 2, 9]], [None, None]))
+    assert moves == [], "paths of the first nodes stay where they are"
+    kv.commit(plan, [tree, tree], Acceptance([[1, 3, 4], [0, 2]], [[1, 3, 4, 9], [0, 2, 9]], [None, None]))
+    # request 0 has blocks 0, 1 and its nodes from slot 3 on; request 1 has blocks 2, 3, 4 and its nodes from slot 5 on
+    assert moves == [([4, 6, 7, 13, 15], [3, 4, 5, 13, 14])] * 2, "once per cache"
+
+
+def test_nothing_is_hashed_or_matched_without_prefix_caching() -> None:
+    kv = make_kv(caching=False)
+    compute(kv, make_request(range(9)), 8)
+    request = make_request(range(9))
+    kv.match_prefix(request)
+    assert (request.block_ids, request.block_hashes, request.num_computed_tokens) == ([], [], 0)
+
+
+def test_attach_refuses_a_tensor_of_another_pool() -> None:
+    kv = make_kv()
+    tensor = kv.tensors["draft"]
+    with pytest.raises(
+        ValueError, match=r"draft's KV tensor has shape .* it must be \[num_layers, 2, 12, num_kv_heads, 4, head_dim\]"
+    ):
+        kv.attach("draft", tensor[:, :, 1:])
+    kv.detach("draft")
+    kv.detach("draft")
+    assert list(kv.tensors) == ["target"]
+
+
+def test_num_blocks_for_memory() -> None:
+    assert num_blocks_for(1000, 300) == 3
+    with pytest.raises(ValueError, match="299 bytes of KV cache memory are too few: one block takes 300 bytes"):
+        num_blocks_for(299, 300)

@@ -1,0 +1,24 @@
+"""Titan: an inference engine for causal language models, built around speculative decoding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from titan.metrics import EngineMetrics
+from titan.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from titan.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from titan.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "EngineMetrics", "RequestMetrics", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the engine on first use: importing the package alone stays light."""
+    if name == "LLM":
+        from titan.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,160 @@
+"""The block pool: hands out physical block ids, counts references and finds cached blocks by their hash.
+
+A block is either **free** (in the free queue, no references) or **referenced**. A free block keeps its content, and stays
+findable by its hash, until it is allocated again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+
+class BlockPool:
+    """Physical blocks ``0 .. num_blocks-1``.
+
+    Args:
+        num_blocks: size of the pool, the same for every cache it indexes.
+        enable_caching: whether blocks can be found by hash; if not, `lookup` finds nothing and `register` does nothing.
+
+    Raises:
+        ValueError: the pool would have no block.
+    """
+
+    def __init__(self, num_blocks: int, enable_caching: bool) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks={num_blocks} is too small: at least 1 is needed")
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.draft_epochs = [-1] * num_blocks  # epoch of the draft whose KV is valid in the block, -1 = none
+        self._ref_counts = [0] * num_blocks
+        # Taken from the front: first freed blocks without a hash, then blocks never used, then cached ones by age.
+        self._free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated, cached ones included."""
+        return len(self._free_queue)
+
+    def is_free(self, block_id: int) -> bool:
+        """Whether nobody references the block."""
+        return block_id in self._free_queue
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` free blocks, one reference each; what was cached in them is forgotten.
+
+        Raises:
+            RuntimeError: fewer than ``count`` blocks are free; nothing is taken.
+        """
+        if count > self.num_free:
+            raise RuntimeError(f"cannot allocate {count} blocks: {self.num_free} of {self.num_blocks} are free")
+        block_ids = [self._free_queue.popitem(last=False)[0] for _ in range(count)]
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+            self.draft_epochs[block_id] = -1
+            block_hash = self._hash_of.pop(block_id, None)
+            if block_hash is not None:
+                del self._block_of[block_hash]
+        return block_ids
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """Add one reference to each block; a cached free one leaves the free queue.
+
+        Raises:
+            RuntimeError: a block is free and not cached, so its content is nobody's.
+        """
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                if block_id not in self._hash_of:
+                    raise RuntimeError(f"cannot acquire block {block_id}: it is free and not cached")
+                del self._free_queue[block_id]
+            self._ref_counts[block_id] += 1
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Drop one reference of each block. Pass tail blocks first, so that they are reused before head blocks.
+
+        Raises:
+            RuntimeError: a block has no reference (double free).
+        """
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                raise RuntimeError(f"double free of block {block_id}")
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._free_queue[block_id] = None
+                if block_id not in self._hash_of:  # nothing to keep: reuse it first, so that the used range stays dense
+                    self._free_queue.move_to_end(block_id, last=False)
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block that holds the tokens of this hash, if one is cached."""
+        return self._block_of.get(block_hash)
+
+    def register(self, block_id: int, block_hash: bytes) -> None:
+        """Make a full block findable. If another block has this hash already, that one stays and this one is private.
+
+        Raises:
+            RuntimeError: the block is free, or is registered under another hash.
+        """
+        if not self.enable_caching:
+            return
+        if self._ref_counts[block_id] == 0:
+            raise RuntimeError(f"cannot register block {block_id}: it is free")
+        if self._hash_of.get(block_id, block_hash) != block_hash:
+            raise RuntimeError(f"cannot register block {block_id}: it has another hash")
+        if self._block_of.setdefault(block_hash, block_id) == block_id:
+            self._hash_of[block_id] = block_hash
+
+    def mark_drafted(self, block_id: int, epoch: int) -> None:
+        """Note that the draft of this epoch has written its KV of the whole block."""
+        self.draft_epochs[block_id] = epoch
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Check the invariants of the pool, given the block tables of all its users.
+
+        Raises:
+            AssertionError: an invariant is broken; the message says which, and where.
+        """
+        expected = Counter[int]()
+        for row, table in enumerate(tables):
+            expected.update(table)
+            twice = [block_id for block_id, count in Counter(table).items() if count > 1]
+            assert not twice, f"blocks {twice} are in table {row} more than once"
+        for block_id, count in enumerate(self._ref_counts):
+            assert count == expected[block_id], f"block {block_id}: {count} references, but {expected[block_id]} in the tables"
+            assert self.is_free(block_id) == (count == 0), f"block {block_id}: free={self.is_free(block_id)}, {count} references"
+        num_referenced = sum(count > 0 for count in self._ref_counts)
+        total = self.num_free + num_referenced
+        assert total == self.num_blocks, f"{self.num_free} free + {num_referenced} referenced blocks, not {self.num_blocks}"
+        self._check_hashes()
+
+    def _check_hashes(self) -> None:
+        inverse = {block_id: block_hash for block_hash, block_id in self._block_of.items()}
+        assert len(inverse) == len(self._block_of), "two hashes lead to one block"
+        assert inverse == self._hash_of, f"hashes do not map both ways at blocks {_differing_keys(inverse, self._hash_of)}"
+        assert self.enable_caching or not inverse, f"blocks {sorted(inverse)} have a hash, but caching is disabled"
+        cached = [block_id in inverse for block_id in self._free_queue]
+        assert cached == sorted(cached), f"cached blocks are ahead of others in the free queue {list(self._free_queue)}"
+        for block_id, epoch in enumerate(self.draft_epochs):
+            assert epoch >= -1, f"block {block_id}: draft epoch {epoch}"
+
+
+def _differing_keys(left: dict[int, bytes], right: dict[int, bytes]) -> list[int]:
+    return sorted(key for key in left.keys() | right.keys() if left.get(key) != right.get(key))
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int], salt: bytes) -> bytes:
+    """Hash of a full block, which stands for its tokens and all tokens before them.
+
+    Args:
+        parent: hash of the block before, empty for the first one.
+        token_ids: the block's tokens.
+        salt: at most 64 bytes; hashes of different salts never match.
+
+    Returns:
+        16 bytes.
+    """
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16, key=salt).digest()

@@ -1,0 +1,306 @@
+"""The engine: one step proposes, verifies, commits and schedules for all requests."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from titan.batch import RaggedBatch, Segment, build_batch
+from titan.config import EngineConfig
+from titan.detokenizer import IncrementalDetokenizer
+from titan.draft.base import DraftContext, Drafter
+from titan.draft.registry import DraftSpec, create_drafter, draft_model_config
+from titan.kv_cache import KVCache, allocate_kv, num_blocks_for
+from titan.metrics import EngineCounters, EngineMetrics, ratio
+from titan.model_runner import ModelRunner
+from titan.models.config import ModelConfig
+from titan.models.loader import load_model, load_tokenizer, resolve_model
+from titan.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from titan.request import Request
+from titan.sampling_params import SamplingParams
+from titan.scheduler import Scheduler
+from titan.step import StepPlan
+from titan.tree import DraftTree
+from titan.verify.accept import accept
+
+KV_MEMORY_SHARE = 0.4
+"""Share of the free memory that the KV cache takes at most, unless it is given."""
+
+
+class Engine:
+    """Owns the target, the drafter, the KV and the scheduler.
+
+    Args:
+        config: options.
+        model: "demo", a folder, or a hub id.
+        draft: what drafts; see `titan.draft.registry`.
+        tokenizer: folder or hub id of the tokenizer; ``None`` = the model's. A model without one takes token ids only.
+
+    Raises:
+        ValueError: a model cannot be loaded, the draft has another vocabulary, or the KV cache has no room.
+    """
+
+    def __init__(self, config: EngineConfig, model: str, draft: DraftSpec = None, tokenizer: str | None = None) -> None:
+        self.config = config
+        self.device = choose_device(config.device)
+        folder = resolve_model(model, "target")
+        self.tokenizer = _load_tokenizer(folder, tokenizer)
+        target = load_model(folder, dtype=config.dtype, device=self.device)
+        self.model_config = target.config
+        self.dtype = target.dtype
+        self.max_model_len = _max_model_len(config, self.model_config)
+        draft = draft if config.use_speculative and config.max_draft_tokens > 0 else None
+        self.kv = KVCache(self._num_kv_blocks(draft_model_config(draft)), config.block_size, config.enable_prefix_caching)
+        target_kv = allocate_kv(
+            self.model_config.num_layers,
+            self.kv.pool.num_blocks,
+            self.model_config.num_kv_heads,
+            config.block_size,
+            self.model_config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.kv.attach("target", target_kv)
+        self.runner = ModelRunner(target, target_kv)
+        self.counters = EngineCounters()
+        self.scheduler = Scheduler(config, self.kv, self.max_model_len, self.counters)
+        self._num_requests = 0
+        self._use_drafter(create_drafter(draft, self._draft_context()))
+
+    def step(self) -> list[Request]:
+        """Run one step; returns the requests whose output changed."""
+        with torch.inference_mode():
+            plan = self.scheduler.schedule(self.drafter.max_draft_tokens)
+            trees = self.drafter.propose(plan)
+            batch = self.build_batch(plan, trees)
+            logits = self.runner.forward(batch)
+            acceptance = accept(plan, trees, batch, logits)
+            self.drafter.commit(plan, trees, acceptance)
+            self.kv.commit(plan, trees, acceptance)
+            return self.scheduler.update(plan, trees, acceptance)
+
+    def build_batch(self, plan: StepPlan, trees: list[DraftTree]) -> RaggedBatch:
+        """The target's pass of a step: prefill chunks, decodes and root+tree segments side by side."""
+        segments = []
+        for i, (request, tree) in enumerate(zip(plan.requests, trees, strict=True)):
+            start = request.num_computed_tokens
+            end = start + plan.num_tokens[i]
+            segments.append(
+                Segment(
+                    request.block_ids,
+                    start,
+                    request.token_ids[start:end],
+                    tree=tree,
+                    root_position=end - 1,
+                    needs_logits=end == request.num_tokens,
+                )
+            )
+        return build_batch(
+            segments, block_size=self.config.block_size, windows=self.model_config.windows, device=self.device
+        )
+
+    def make_request(
+        self, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, *, needs_text: bool = False
+    ) -> Request:
+        """Check a prompt and make a request of it.
+
+        Args:
+            prompt: its text, if it has one.
+            prompt_token_ids: its tokens.
+            params: options.
+            needs_text: keep the text up to date while the request runs.
+
+        Raises:
+            ValueError: the prompt is empty, too long, has tokens outside the vocabulary, or could never fit the KV cache.
+        """
+        num_tokens = len(prompt_token_ids)
+        if num_tokens == 0:
+            raise ValueError(f"prompt={prompt!r} is empty: it must have at least one token")
+        outside = [token_id for token_id in prompt_token_ids if not 0 <= token_id < self.model_config.vocab_size]
+        if outside:
+            raise ValueError(
+                f"prompt has token id {outside[0]}, which is outside the vocabulary: allowed are 0 to "
+                f"{self.model_config.vocab_size - 1}"
+            )
+        if num_tokens >= self.max_model_len:
+            raise ValueError(
+                f"prompt has {num_tokens} tokens, which leaves no room to generate: at most {self.max_model_len - 1} are "
+                f"allowed (max_model_len={self.max_model_len})"
+            )
+        for token_id in params.stop_token_ids or ():
+            if token_id >= self.model_config.vocab_size:
+                raise ValueError(
+                    f"stop_token_ids has {token_id}, which is outside the vocabulary: allowed are 0 to "
+                    f"{self.model_config.vocab_size - 1}"
+                )
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer, and the model has none: allowed is None")
+        max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - num_tokens)
+        num_slots = num_tokens + max_tokens
+        num_kv_tokens = self.kv.pool.num_blocks * self.config.block_size
+        if num_slots > num_kv_tokens:
+            raise ValueError(
+                f"prompt of {num_tokens} tokens with max_tokens={max_tokens} could never fit: the KV cache holds "
+                f"{num_kv_tokens} tokens (num_kv_blocks={self.kv.pool.num_blocks})"
+            )
+        number = self._num_requests
+        self._num_requests += 1
+        detokenizer = None
+        if self.tokenizer is not None and (needs_text or params.stop_strings):
+            detokenizer = IncrementalDetokenizer(
+                self.tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+            )
+        eos_token_ids = () if params.ignore_eos else self.model_config.eos_token_ids
+        seed = params.seed
+        if seed is None:
+            seed = int(np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)[0])
+        return Request(
+            request_id=str(number),
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset((*eos_token_ids, *(params.stop_token_ids or ()))),
+            metrics=RequestMetrics(arrival_time=time.monotonic()),
+            detokenizer=detokenizer,
+        )
+
+    def output(self, request: Request) -> RequestOutput:
+        """What a user sees of a request, now."""
+        reason = request.finish_reason
+        token_ids = request.output_token_ids
+        if request.detokenizer is not None:
+            text = request.detokenizer.text
+        elif self.tokenizer is not None:
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=request.params.skip_special_tokens)
+        else:
+            text = ""
+        completion = CompletionOutput(0, text, token_ids, None if reason is None else reason.value, request.stop_reason)
+        return RequestOutput(
+            request.request_id,
+            request.prompt,
+            request.prompt_token_ids,
+            [completion],
+            request.is_finished,
+            request.metrics,
+            request.error,
+        )
+
+    def swap_draft(self, draft: DraftSpec) -> None:
+        """Change what drafts, between steps; requests in flight go on, and the new draft catches up with them.
+
+        Raises:
+            ValueError: as in the constructor; the present draft then stays.
+        """
+        if not self.config.use_speculative:
+            raise ValueError("swap_draft() contradicts use_speculative=False: allowed with use_speculative=True only")
+        drafter = create_drafter(draft, self._draft_context())
+        self.kv.new_draft_epoch(self.scheduler.running)
+        self._use_drafter(drafter)
+
+    def metrics(self) -> EngineMetrics:
+        """A snapshot of the engine's totals and state."""
+        counters, scheduler, pool = self.counters, self.scheduler, self.kv.pool
+        num_committed = sum(request.num_computed_tokens for request in scheduler.running)
+        num_drafted = sum(min(request.num_drafted_context, request.num_computed_tokens) for request in scheduler.running)
+        return EngineMetrics(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_finished_requests=counters.num_finished_requests,
+            num_steps=counters.num_steps,
+            num_emitted_tokens=counters.num_emitted_tokens,
+            mean_batch_size=ratio(counters.num_sequence_steps, counters.num_steps),
+            mean_acceptance_length=ratio(counters.num_emitted_tokens, counters.num_sequence_steps),
+            proposed_per_depth=list(counters.proposed_per_depth),
+            accepted_per_depth=list(counters.accepted_per_depth),
+            acceptance_rate=ratio(sum(counters.accepted_per_depth), sum(counters.proposed_per_depth)),
+            num_preemptions=counters.num_preemptions,
+            prefix_cache_hit_rate=ratio(counters.num_cached_tokens, counters.num_admitted_tokens),
+            kv_usage=1 - pool.num_free / pool.num_blocks,
+            num_kv_blocks=pool.num_blocks,
+            draft_coverage=ratio(num_drafted, num_committed) if scheduler.running else None,
+            draft=self.drafter.name,
+        )
+
+    def _use_drafter(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        if drafter.kv is None:
+            self.kv.detach("draft")
+        else:
+            self.kv.attach("draft", drafter.kv)
+
+    def _draft_context(self) -> DraftContext:
+        return DraftContext(
+            target_vocab_size=self.model_config.vocab_size,
+            max_draft_tokens=self.config.max_draft_tokens,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=self.device,
+            kv=self.kv,
+            tokenizer=self.tokenizer,
+        )
+
+    def _num_kv_blocks(self, draft_config: ModelConfig | None) -> int:
+        """Blocks of the pool: as given, or by memory; each block costs target and draft bytes."""
+        config = self.config
+        if config.num_kv_blocks is not None:
+            return config.num_kv_blocks
+        bytes_per_token = self.model_config.kv_bytes_per_token(self.dtype)
+        if draft_config is not None:
+            bytes_per_token += draft_config.kv_bytes_per_token(self.dtype)
+        bytes_per_block = bytes_per_token * config.block_size
+        if config.kv_cache_memory is not None:
+            return num_blocks_for(config.kv_cache_memory, bytes_per_block)
+        useful = config.max_batch_size * -(-self.max_model_len // config.block_size)
+        return min(useful, num_blocks_for(int(free_memory(self.device) * KV_MEMORY_SHARE), bytes_per_block))
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that ``name`` means; "auto" takes CUDA where there is one.
+
+    Raises:
+        ValueError: the device is unknown or absent.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device={name!r} is not a device: allowed are 'auto', 'cpu', 'cuda', 'cuda:N'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name!r} is not supported: allowed are 'auto', 'cpu', 'cuda', 'cuda:N'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={name!r} is not here: {torch.cuda.device_count()} CUDA devices were found")
+    return device
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes of the device's memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)
+
+
+def _load_tokenizer(folder: str, tokenizer: str | None) -> Any | None:
+    """The tokenizer asked for, else the model's own, else ``None``."""
+    if tokenizer is not None:
+        return load_tokenizer(resolve_model(tokenizer, "target"))
+    try:
+        return load_tokenizer(folder)
+    except ValueError:
+        return None
+
+
+def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    longest = model_config.max_position_embeddings
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len > longest:
+        raise ValueError(f"max_model_len={config.max_model_len} is more than the model's positions: at most {longest} is allowed")
+    return config.max_model_len

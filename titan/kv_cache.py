@@ -1,0 +1,213 @@
+"""The KV cache: block tables of requests and the KV tensors that they index.
+
+One block table per request indexes every attached cache, the target's and the draft's, so that prefix hits, rollback,
+preemption and frees are decided once. Prefix hits and rollback are arithmetic; only an accepted path that is not the first
+nodes of its tree moves KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from titan.block_pool import BlockPool, hash_block
+from titan.kernels.kv_ops import clear_blocks, move_kv
+from titan.request import Request
+from titan.step import Acceptance, StepPlan
+from titan.tree import DraftTree
+
+Role = Literal["target", "draft"]
+
+HASH_SALT = b"titan"
+
+
+class KVCache:
+    """Gives requests blocks, keeps what was accepted, and finds what was computed before.
+
+    Args:
+        num_blocks: blocks of every attached cache.
+        block_size: tokens per block.
+        enable_prefix_caching: whether full blocks are hashed and found again; if not, nothing is hashed.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        self.pool = BlockPool(num_blocks, enable_prefix_caching)
+        self.block_size = block_size
+        self.draft_epoch = 0
+        self._tensors: dict[Role, Tensor] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of every attached cache."""
+        return self.pool.num_blocks
+
+    @property
+    def tensors(self) -> Mapping[Role, Tensor]:
+        """The attached caches, ``[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]`` each."""
+        return self._tensors
+
+    def attach(self, role: Role, tensor: Tensor) -> None:
+        """Let the block tables index ``tensor``, made by `allocate_kv`.
+
+        Raises:
+            ValueError: the tensor's blocks are not this cache's.
+        """
+        shape = tuple(tensor.shape)
+        if len(shape) != 6 or (shape[1], shape[2], shape[4]) != (2, self.num_blocks, self.block_size):
+            wanted = f"[num_layers, 2, {self.num_blocks}, num_kv_heads, {self.block_size}, head_dim]"
+            raise ValueError(f"the {role}'s KV tensor has shape {list(shape)}: it must be {wanted}")
+        self._tensors[role] = tensor
+
+    def detach(self, role: Role) -> None:
+        """Let go of a cache; nothing happens if there is none."""
+        self._tensors.pop(role, None)
+
+    def num_missing_blocks(self, request: Request, num_slots: int) -> int:
+        """How many free blocks it would take to cover ``num_slots`` slots, after a prefix match if the request has no blocks.
+
+        Cached blocks that nobody references count too, since a match takes them out of the free queue.
+        """
+        held = request.block_ids or [block for block in self._find_prefix(request).values() if not self.pool.is_free(block)]
+        return max(self._num_blocks_of(num_slots) - len(held), 0)
+
+    def match_prefix(self, request: Request) -> None:
+        """Give a request without blocks the longest run of cached full blocks that begins its committed tokens.
+
+        The root is never part of it, so that there is always something to compute. Sets the block table and its hashes,
+        the counters of both caches and ``metrics.num_cached_tokens``.
+        """
+        prefix = self._find_prefix(request)
+        block_ids = list(prefix.values())
+        self.pool.acquire(block_ids)
+        request.block_ids, request.block_hashes = block_ids, list(prefix)
+        request.num_computed_tokens = len(block_ids) * self.block_size
+        request.metrics.num_cached_tokens = request.num_computed_tokens
+        num_drafted_blocks = 0
+        for block_id in block_ids:
+            if self.pool.draft_epochs[block_id] != self.draft_epoch:
+                break
+            num_drafted_blocks += 1
+        request.num_draft_marked_blocks = num_drafted_blocks
+        request.num_drafted_context = num_drafted_blocks * self.block_size
+
+    def reserve(self, request: Request, num_slots: int) -> bool:
+        """Make the block table cover ``num_slots`` slots, committed tokens and lookahead slots together.
+
+        Returns:
+            Whether it does; if the pool has too few free blocks, nothing has changed.
+        """
+        num_new = self._num_blocks_of(num_slots) - len(request.block_ids)
+        if num_new <= 0:
+            return True
+        if num_new > self.pool.num_free:
+            return False
+        block_ids = self.pool.allocate(num_new)
+        request.block_ids.extend(block_ids)
+        for tensor in self._tensors.values():
+            if tensor.device.type == "cpu":  # its attention multiplies zero weights with what is there: it must be finite
+                clear_blocks(tensor, torch.tensor(block_ids))
+        return True
+
+    def commit(self, plan: StepPlan, trees: Sequence[DraftTree], acceptance: Acceptance) -> None:
+        """Move the accepted paths to the slots right after their roots, in every attached cache.
+
+        Called before the requests' counters advance. Node ``i`` is in slot ``root slot + 1 + i``; node ``k`` of the path
+        goes to ``root slot + 1 + k``. A path of the first nodes, as every path of a chain is, moves nothing.
+        """
+        sources: list[NDArray[np.int64]] = []
+        targets: list[NDArray[np.int64]] = []
+        for request, num_tokens, tree, path in zip(plan.requests, plan.num_tokens, trees, acceptance.paths, strict=True):
+            if tree.is_chain or path == list(range(len(path))):
+                continue
+            first_node_slot = request.num_computed_tokens + num_tokens
+            sources.append(self._physical_slots(request, first_node_slot + np.array(path)))
+            targets.append(self._physical_slots(request, first_node_slot + np.arange(len(path))))
+        if sources:
+            source, target = torch.from_numpy(np.concatenate(sources)), torch.from_numpy(np.concatenate(targets))
+            for tensor in self._tensors.values():
+                move_kv(tensor, source.to(tensor.device), target.to(tensor.device))
+
+    def seal(self, request: Request) -> None:
+        """Roll back to the committed tokens, and let others find them.
+
+        Called after the request's counters have advanced: gives surplus blocks back, and makes full blocks known to the
+        prefix cache, with the present draft's epoch where the draft covers them.
+        """
+        self._truncate(request, self._num_blocks_of(request.num_computed_tokens))
+        if not self.pool.enable_caching:
+            return
+        num_full_blocks = min(request.num_computed_tokens, request.num_tokens) // self.block_size
+        for i in range(len(request.block_hashes), num_full_blocks):
+            request.block_hashes.append(self._hash_block(request, i, request.block_hashes[-1] if i else b""))
+            self.pool.register(request.block_ids[i], request.block_hashes[i])
+        num_drafted_blocks = min(request.num_drafted_context // self.block_size, num_full_blocks)
+        for block_id in request.block_ids[request.num_draft_marked_blocks : num_drafted_blocks]:
+            self.pool.mark_drafted(block_id, self.draft_epoch)
+        request.num_draft_marked_blocks = num_drafted_blocks
+
+    def free(self, request: Request) -> None:
+        """Take all blocks of a request away: it is finished, aborted or preempted by recompute."""
+        self._truncate(request, 0)
+        request.block_hashes.clear()
+        request.num_computed_tokens = 0
+        request.num_drafted_context = 0
+        request.num_draft_marked_blocks = 0
+
+    def new_draft_epoch(self, requests: Iterable[Request]) -> None:
+        """The draft has changed: no block, and none of these running requests, is covered by the new one."""
+        self.draft_epoch += 1
+        for request in requests:
+            request.num_drafted_context = 0
+            request.num_draft_marked_blocks = 0
+
+    def _num_blocks_of(self, num_slots: int) -> int:
+        return -(-num_slots // self.block_size)
+
+    def _physical_slots(self, request: Request, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Slots of a request, int64 [n], as slots of the KV tensors."""
+        block_ids = np.array(request.block_ids, np.int64)
+        return block_ids[slots // self.block_size] * self.block_size + slots % self.block_size
+
+    def _find_prefix(self, request: Request) -> dict[bytes, int]:
+        """The cached blocks, by hash, that begin the tokens of a request without blocks, its root left out."""
+        prefix: dict[bytes, int] = {}
+        block_hash = b""
+        for i in range((request.num_tokens - 1) // self.block_size if self.pool.enable_caching else 0):
+            block_hash = self._hash_block(request, i, block_hash)
+            block_id = self.pool.lookup(block_hash)
+            if block_id is None:
+                break
+            prefix[block_hash] = block_id
+        return prefix
+
+    def _hash_block(self, request: Request, i: int, parent: bytes) -> bytes:
+        """Hash of the request's logical block ``i``, all of whose tokens are committed."""
+        return hash_block(parent, request.token_ids[i * self.block_size : (i + 1) * self.block_size], HASH_SALT)
+
+    def _truncate(self, request: Request, num_blocks: int) -> None:
+        """Give the blocks beyond the first ``num_blocks`` back, tail first."""
+        self.pool.release(reversed(request.block_ids[num_blocks:]))
+        del request.block_ids[num_blocks:]
+
+
+def allocate_kv(
+    num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A cache of zeros, ``[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]``."""
+    return torch.zeros(num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
+
+
+def num_blocks_for(memory_bytes: int, bytes_per_block: int) -> int:
+    """How many blocks fit into the memory; ``bytes_per_block`` is of the target's and the draft's cache together.
+
+    Raises:
+        ValueError: not even one block fits.
+    """
+    if memory_bytes < bytes_per_block:
+        raise ValueError(f"{memory_bytes} bytes of KV cache memory are too few: one block takes {bytes_per_block} bytes")
+    return memory_bytes // bytes_per_block

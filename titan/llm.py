@@ -1,0 +1,314 @@
+"""`LLM`: what people use."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from titan.config import EngineConfig
+from titan.draft.registry import DraftSpec
+from titan.engine import Engine
+from titan.metrics import EngineMetrics, ratio
+from titan.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from titan.request import FinishReason, Request
+from titan.sampling_params import SamplingParams
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+
+
+class LLM:
+    """A target model, optionally with a drafter, that generates text.
+
+    Args:
+        model: "demo" (ships with the package), a folder in Hugging Face format, or a hub id.
+        draft_model: "demo", a folder or hub id of a model with the target's vocabulary, "ngram" (prompt lookup), a
+            `titan.draft.base.Drafter`, or ``None`` for no speculation.
+        tokenizer: folder or hub id of the tokenizer; ``None`` = the model's.
+        dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions), "float32", "bfloat16", "float16".
+        device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:N".
+        seed: of the requests that have none.
+        use_speculative: ``False`` never drafts, whatever ``draft_model`` says.
+        max_draft_tokens: most draft tokens per request and step, 0 to 63.
+        draft_tree: "chain".
+        max_batch_size: most requests that run at once.
+        max_num_batched_tokens: most tokens of the target in one step, draft tokens included.
+        prefill_chunk_size: most prompt tokens of one request in one step.
+        max_model_len: most tokens of a request, prompt and output; ``None`` = the model's positions.
+        block_size: tokens per KV block: 8, 16, 32, 64 or 128.
+        num_kv_blocks: blocks in the KV cache; ``None`` = by memory.
+        kv_cache_memory: bytes for the KV cache of target and draft together; ``None`` = what ``max_batch_size`` requests of
+            ``max_model_len`` tokens need, within 40 % of the free memory.
+        enable_prefix_caching: reuse the KV of prompts that begin alike.
+        scheduling_policy: "fcfs".
+        max_waiting_requests: most requests that wait at once; `generate` takes longer lists and queues them in turn.
+        preemption_mode: "recompute".
+        swap_space: 0.
+
+    Raises:
+        ValueError: an argument is not allowed or a model cannot be loaded; the message names argument, value and what is
+            allowed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        draft_model: DraftSpec = None,
+        *,
+        tokenizer: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        seed: int = 0,
+        use_speculative: bool = True,
+        max_draft_tokens: int = 6,
+        draft_tree: str = "chain",
+        max_batch_size: int = 32,
+        max_num_batched_tokens: int = 2048,
+        prefill_chunk_size: int = 512,
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        num_kv_blocks: int | None = None,
+        kv_cache_memory: int | None = None,
+        enable_prefix_caching: bool = True,
+        scheduling_policy: str = "fcfs",
+        max_waiting_requests: int = 2000,
+        preemption_mode: str = "recompute",
+        swap_space: int = 0,
+    ) -> None:
+        config = EngineConfig(
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            use_speculative=use_speculative,
+            max_draft_tokens=max_draft_tokens,
+            draft_tree=draft_tree,
+            max_batch_size=max_batch_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prefill_chunk_size=prefill_chunk_size,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_kv_blocks=num_kv_blocks,
+            kv_cache_memory=kv_cache_memory,
+            enable_prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
+            max_waiting_requests=max_waiting_requests,
+            preemption_mode=preemption_mode,
+            swap_space=swap_space,
+        )
+        self.engine = Engine(config, model, draft_model, tokenizer)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many; outputs come in the order of the prompts.
+
+        A prompt is text or a list of token ids. If some prompts of a call are not allowed, the others run, and the bad ones
+        come back with finish_reason "abort" and ``error`` set, with a warning each; if none is allowed, the error is raised.
+
+        Args:
+            prompts: one prompt or a sequence of them.
+            sampling_params: for all prompts, or one per prompt; ``None`` = `SamplingParams()`.
+            use_tqdm: show a progress bar with tokens/s and mean acceptance length.
+
+        Raises:
+            ValueError: no prompt is allowed, or ``sampling_params`` does not match ``prompts``.
+        """
+        prompt_list = _as_prompt_list(prompts)
+        params_list = _as_params_list(sampling_params, len(prompt_list))
+        requests: list[Request | None] = []
+        errors: list[ValueError | None] = []
+        for prompt, params in zip(prompt_list, params_list, strict=True):
+            try:
+                requests.append(self._make_request(prompt, params))
+                errors.append(None)
+            except ValueError as error:
+                requests.append(None)
+                errors.append(error)
+        first_error = next((error for error in errors if error is not None), None)
+        if first_error is not None and not any(requests):
+            raise first_error
+        for i, error in enumerate(errors):
+            if error is not None:
+                warnings.warn(f"prompt {i} was not run: {error}", stacklevel=2)
+        self._run([request for request in requests if request is not None], use_tqdm)
+        return [
+            self.engine.output(request) if request is not None else _refused_output(i, prompt_list[i], error)
+            for i, (request, error) in enumerate(zip(requests, errors, strict=True))
+        ]
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, str]] | Sequence[Sequence[dict[str, str]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one conversation or many, through the tokenizer's chat template.
+
+        Args:
+            messages: ``[{"role": "user", "content": "..."}, ...]``, or a sequence of such conversations.
+            sampling_params: as in `generate`.
+            use_tqdm: as in `generate`.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or as in `generate`.
+        """
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None or not tokenizer.chat_template:
+            raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
+        if not messages:
+            raise ValueError("messages=[] is empty: give at least one message")
+        conversations: Sequence[Any] = [messages] if isinstance(messages[0], dict) else messages
+        prompts = [
+            tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=True, return_dict=False)
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Generate for one prompt and yield its output as it grows: whole text and tokens so far, complete characters only.
+
+        Other requests in flight go on beside it. Leaving the loop early ends the request.
+
+        Raises:
+            ValueError: the prompt is not allowed.
+        """
+        params = sampling_params or SamplingParams()
+        request = self._make_request(prompt, params, needs_text=True)
+        self.engine.scheduler.add(request)
+        return self._stream(request)
+
+    def swap_draft(self, draft_model: DraftSpec) -> None:
+        """Change the drafter between steps; requests in flight go on.
+
+        Args:
+            draft_model: as in the constructor.
+
+        Raises:
+            ValueError: the draft cannot be used; the present one then stays.
+        """
+        self.engine.swap_draft(draft_model)
+
+    def metrics(self) -> EngineMetrics:
+        """Totals since the engine started, and its present state."""
+        return self.engine.metrics()
+
+    def diagnose(self) -> list[str]:
+        """Check the engine and say what is wrong or slow, one sentence each; an empty list means nothing was found.
+
+        Raises:
+            AssertionError: the block pool's invariants are broken, which is a bug in Titan.
+        """
+        engine = self.engine
+        engine.kv.pool.check([request.block_ids for request in engine.scheduler.running])
+        metrics = self.metrics()
+        findings = []
+        if metrics.num_preemptions:
+            findings.append(
+                f"{metrics.num_preemptions} preemptions for lack of KV blocks: raise kv_cache_memory or lower max_batch_size"
+            )
+        if sum(metrics.proposed_per_depth) >= 100 and metrics.acceptance_rate < 0.3:
+            findings.append(
+                f"the draft {metrics.draft!r} has an acceptance rate of {metrics.acceptance_rate:.2f}: "
+                f"lower max_draft_tokens or use another draft"
+            )
+        if metrics.draft_coverage is not None and metrics.draft != "none" and metrics.draft_coverage < 0.5:
+            findings.append(f"the draft's cache covers {metrics.draft_coverage:.0%} of the running requests: it is catching up")
+        return findings
+
+    def _make_request(self, prompt: str | Sequence[int], params: SamplingParams, *, needs_text: bool = False) -> Request:
+        if isinstance(prompt, str):
+            if self.engine.tokenizer is None:
+                raise ValueError(f"prompt={prompt!r} is text, and the model has no tokenizer: allowed are token ids")
+            return self.engine.make_request(prompt, self.engine.tokenizer.encode(prompt), params, needs_text=needs_text)
+        token_ids = list(prompt)
+        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in token_ids):
+            raise ValueError(f"prompt={token_ids!r} is not allowed: a prompt is a str or a list of int")
+        return self.engine.make_request(None, token_ids, params, needs_text=needs_text)
+
+    def _run(self, requests: list[Request], use_tqdm: bool) -> None:
+        """Run requests to their end, queueing them as the waiting line has room; on an exception none stays behind."""
+        scheduler = self.engine.scheduler
+        pending = iter(requests)
+        start = time.monotonic()
+        num_queued = num_tokens = 0
+        with tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            try:
+                while num_queued < len(requests) or not all(request.is_finished for request in requests):
+                    while num_queued < len(requests) and len(scheduler.waiting) < self.engine.config.max_waiting_requests:
+                        scheduler.add(next(pending))
+                        num_queued += 1
+                    for request in self.engine.step():
+                        bar.update(request.is_finished)
+                    if use_tqdm:
+                        num_tokens = sum(request.metrics.num_emitted_tokens for request in requests)
+                        num_steps = sum(request.metrics.num_sequence_steps for request in requests)
+                        rate = num_tokens / (time.monotonic() - start)
+                        bar.set_postfix_str(f"{rate:.0f} tokens/s, {ratio(num_tokens, num_steps):.2f} tokens/step", refresh=False)
+            finally:
+                for request in requests[:num_queued]:
+                    if not request.is_finished:
+                        scheduler.abort(request)
+
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        # what could be the beginning of a stop string is held back until it is decided
+        num_held = max((len(stop) for stop in request.params.stop_strings), default=1) - 1
+        try:
+            while not request.is_finished:
+                if request not in self.engine.step():
+                    continue
+                output = self.engine.output(request)
+                if num_held and not request.is_finished:
+                    output = _hold_back(output, num_held)
+                yield output
+        finally:
+            if not request.is_finished:
+                self.engine.scheduler.abort(request)
+
+
+def _as_prompt_list(prompts: Prompts) -> list[str | Sequence[int]]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts={prompts!r} is not allowed: give a str, a list of str, a list of int or a list of such lists")
+    if len(prompts) == 0:
+        raise ValueError("prompts=[] is empty: give at least one prompt")
+    if all(isinstance(prompt, int) for prompt in prompts):
+        return [prompts]  # type: ignore[list-item]
+    for prompt in prompts:
+        if not isinstance(prompt, Sequence):
+            raise ValueError(f"prompts has {prompt!r}, which is not a prompt: allowed are str and list of int")
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params_list(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * num_prompts
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise ValueError(f"sampling_params has {len(params)} entries for {num_prompts} prompts: give one, or one per prompt")
+    return list(params)
+
+
+def _refused_output(index: int, prompt: str | Sequence[int], error: ValueError | None) -> RequestOutput:
+    """The output of a prompt that was not run."""
+    now = time.monotonic()
+    text = prompt if isinstance(prompt, str) else None
+    token_ids = [] if isinstance(prompt, str) else list(prompt)
+    completion = CompletionOutput(0, "", [], FinishReason.ABORT.value)
+    metrics = RequestMetrics(arrival_time=now, finished_time=now)
+    return RequestOutput(f"refused-{index}", text, token_ids, [completion], True, metrics, str(error))
+
+
+def _hold_back(output: RequestOutput, num_characters: int) -> RequestOutput:
+    completion = output.outputs[0]
+    shorter = CompletionOutput(0, completion.text[:-num_characters], completion.token_ids)
+    return RequestOutput(
+        output.request_id, output.prompt, output.prompt_token_ids, [shorter], False, output.metrics, output.error
+    )

@@ -1,0 +1,47 @@
+"""Totals of an engine: counted as a by-product of its steps, reported as `EngineMetrics`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since the engine started."""
+
+    num_steps: int = 0
+    num_sequence_steps: int = 0  # verifications and decodes: rows that emitted tokens
+    num_emitted_tokens: int = 0  # final tokens included
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0  # tokens found in the prefix cache at admission
+    num_admitted_tokens: int = 0  # tokens of the requests at admission
+    num_finished_requests: int = 0
+    proposed_per_depth: list[int] = field(default_factory=list)  # entry d-1 for depth d
+    accepted_per_depth: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """A snapshot of an engine."""
+
+    num_running: int
+    num_waiting: int
+    num_finished_requests: int
+    num_steps: int
+    num_emitted_tokens: int
+    mean_batch_size: float  # requests that emitted tokens, per step
+    mean_acceptance_length: float  # tokens per request and target step, final token included
+    proposed_per_depth: list[int]
+    accepted_per_depth: list[int]
+    acceptance_rate: float  # accepted / proposed draft tokens
+    num_preemptions: int
+    prefix_cache_hit_rate: float  # tokens found cached / tokens admitted
+    kv_usage: float  # share of blocks in use
+    num_kv_blocks: int
+    draft_coverage: float | None  # committed tokens of running requests whose draft KV is valid; None: nothing running
+    draft: str  # name of the drafter
+
+
+def ratio(part: float, whole: float) -> float:
+    """``part / whole``, 0 where there is no whole."""
+    return part / whole if whole else 0.0

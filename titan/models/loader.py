@@ -1,0 +1,320 @@
+"""Reading models from a folder or the Hugging Face hub: config, tokenizer, and weights streamed from safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from titan.models.config import ModelConfig, as_token_ids
+from titan.models.decoder import Decoder
+from titan.models.registry import check_supported
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEMO = "demo"
+"""The name of the models that ship with the package."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WEIGHT_DTYPES = {"F32", "BF16", "F16"}
+"""Dtypes of a safetensors file that are read."""
+
+CHUNK_BYTES = 8 * 2**20
+"""Weights are copied in pieces of about this size, so that few pages of a file are mapped at a time."""
+
+CONFIG_FILES = ["*.json"]
+TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+WEIGHT_FILES = ["*.json", "*.safetensors"]
+WEIGHT_INDEX = "model.safetensors.index.json"
+SINGLE_WEIGHT_FILE = "model.safetensors"
+
+
+def resolve_model(name: str, role: Literal["target", "draft"]) -> str:
+    """Return the folder of the demo model of this role, or any other name as it is."""
+    return str(Path(__file__).resolve().parents[1] / "demo" / role) if name == DEMO else name
+
+
+def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype to run in.
+
+    ``"auto"`` is the checkpoint's dtype, but float32 on a CPU that has no bfloat16 instructions, where half precision
+    would be emulated.
+
+    Raises:
+        ValueError: a dtype other than auto, float32, bfloat16 and float16.
+    """
+    if dtype == "auto":
+        is_emulated = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return torch.float32 if is_emulated else checkpoint
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return DTYPES[dtype]
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
+        return dtype
+    raise ValueError(f"dtype={dtype!r} is not allowed: it must be one of auto, {', '.join(DTYPES)}")
+
+
+def load_config(path_or_id: str) -> ModelConfig:
+    """Read the config of a model from a folder or a hub id.
+
+    Raises:
+        ValueError: no such model, no config, or a model that is not supported.
+    """
+    return _read_config(_locate(path_or_id, CONFIG_FILES), path_or_id)
+
+
+def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of a model from a folder or a hub id.
+
+    Raises:
+        ValueError: no such model, or no tokenizer in it.
+    """
+    from transformers import AutoTokenizer
+
+    folder = _locate(path_or_id, TOKENIZER_FILES)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"model {path_or_id!r} has no tokenizer that can be read: {error}") from error
+    return tokenizer
+
+
+def load_model(
+    path_or_id: str, *, dtype: str | torch.dtype, device: torch.device, max_positions: int | None = None, pack: bool = True
+) -> Decoder:
+    """Read a model from a folder or a hub id, ready to run.
+
+    The weights are streamed into the decoder piece by piece: besides them, only a few MiB of the files are mapped.
+
+    Args:
+        path_or_id: a folder with config.json and safetensors weights, or a hub id.
+        dtype: "auto", "float32", "bfloat16", "float16" or the torch dtype; see `resolve_dtype`.
+        device: where the model runs.
+        max_positions: positions that can be run; by default all that the model was trained for.
+        pack: pack the weights for oneDNN where possible; see `Decoder.prepare`.
+
+    Raises:
+        ValueError: no such model, one that is not supported, or weights that do not fit its config.
+    """
+    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+
+    folder = _locate(path_or_id, WEIGHT_FILES)
+    config = _read_config(folder, path_or_id)
+    run_dtype = resolve_dtype(dtype, config.dtype, device)
+    with init_empty_weights(include_buffers=False):
+        model = Decoder(config, dtype=run_dtype, device=device, max_positions=max_positions)
+    _load_weights(model, _find_tensors(folder, path_or_id), path_or_id)
+    model.prepare(pack=pack)
+    return model
+
+
+def _locate(path_or_id: str, patterns: list[str]) -> Path:
+    """Return the folder of a model, downloading the files that match ``patterns`` if it is a hub id."""
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if path_or_id.startswith((".", "/", "~")) or not 0 <= path_or_id.count("/") <= 1 or not path_or_id:
+        raise ValueError(f"model {path_or_id!r} does not exist: it must be {DEMO!r}, a folder or a Hugging Face hub id")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(path_or_id, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise ValueError(f"model {path_or_id!r} is gated: ask for access on its hub page, then run `hf auth login`") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"model {path_or_id!r} does not exist: it must be {DEMO!r}, a folder or a Hugging Face hub id "
+            "(a private one needs `hf auth login`)"
+        ) from error
+    except (OSError, ValueError) as error:  # no network, a malformed id
+        raise ValueError(f"model {path_or_id!r} is no folder, and it cannot be had from the Hugging Face hub: {error}") from error
+
+
+def _read_config(folder: Path, name: str) -> ModelConfig:
+    from transformers import AutoConfig
+
+    content = _read_json(folder / "config.json", name)
+    architecture = check_supported(content, name)
+    generation = folder / "generation_config.json"
+    eos = as_token_ids(_read_json(generation, name).get("eos_token_id")) if generation.exists() else ()
+    try:
+        return ModelConfig.read(AutoConfig.from_pretrained(folder), architecture, eos or None)
+    except ValueError as error:
+        raise ValueError(f"model {name!r} has a config that cannot be used: {error}") from error
+
+
+def _read_json(path: Path, name: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"model {name!r} has no {path.name}")
+    try:
+        content = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"model {name!r} has a {path.name} that is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"model {name!r} has a {path.name} that is not a JSON object")
+    return content
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """Where a tensor of the checkpoint lies."""
+
+    file: Path
+    shape: tuple[int, ...]
+
+
+def _find_tensors(folder: Path, name: str) -> dict[str, _StoredTensor]:
+    """Read the headers of all weight files: tensors by name."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / WEIGHT_INDEX
+    if index.is_file():
+        files = sorted({folder / file for file in _read_json(index, name).get("weight_map", {}).values()})
+    else:
+        files = [folder / SINGLE_WEIGHT_FILE]
+    tensors = {}
+    for file in files:
+        if not file.is_file():
+            others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "none of another format"
+            raise ValueError(
+                f"model {name!r} has no weight file {file.name}: weights must be in {SINGLE_WEIGHT_FILE} "
+                f"or in the files of {WEIGHT_INDEX} (found {others})"
+            )
+        try:
+            with safe_open(file, framework="pt") as reader:
+                for key in reader.keys():  # noqa: SIM118 (the reader is no mapping)
+                    stored = reader.get_slice(key)
+                    if stored.get_dtype() not in WEIGHT_DTYPES:
+                        raise ValueError(
+                            f"model {name!r} has weight {key!r} of dtype {stored.get_dtype()}, which is not supported: "
+                            f"it must be one of {', '.join(sorted(WEIGHT_DTYPES))}"
+                        )
+                    tensors[key] = _StoredTensor(file, tuple(stored.get_shape()))
+        except SafetensorError as error:
+            raise ValueError(f"model {name!r} has a damaged weight file {file.name}: {error}") from error
+    return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _Destination:
+    """The rows of a parameter that a tensor of the checkpoint fills."""
+
+    owner: nn.Module
+    parameter: str
+    rows: slice
+    shape: tuple[int, ...]  # expected of the checkpoint's tensor
+
+
+def _destinations(model: Decoder) -> dict[str, _Destination]:
+    """Where each tensor of a checkpoint goes: by its name in transformers."""
+    config = model.config
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    destinations: dict[str, _Destination] = {}
+
+    def whole(source: str, owner: nn.Module, parameter: str) -> None:
+        shape = tuple(owner.get_parameter(parameter).shape)
+        destinations[source] = _Destination(owner, parameter, slice(0, shape[0]), shape)
+
+    def stacked(prefix: str, owner: nn.Module, target: str, parts: Mapping[str, int]) -> None:
+        for kind in ("weight", "bias"):
+            parameter = f"{target}_{kind}"
+            if parameter not in owner._parameters:
+                continue
+            columns = tuple(owner.get_parameter(parameter).shape[1:])
+            first = 0
+            for part, size in parts.items():
+                rows = slice(first, first + size)
+                destinations[f"{prefix}{part}.{kind}"] = _Destination(owner, parameter, rows, (size, *columns))
+                first += size
+
+    whole("model.embed_tokens.weight", model, "embedding")
+    whole("model.norm.weight", model, "final_norm")
+    if model.lm_head is not None:
+        whole("lm_head.weight", model, "lm_head")
+    for i, layer in enumerate(model.layers):
+        prefix = f"model.layers.{i}."
+        whole(f"{prefix}input_layernorm.weight", layer, "input_norm")
+        whole(f"{prefix}post_attention_layernorm.weight", layer, "post_norm")
+        stacked(f"{prefix}self_attn.", layer, "qkv", {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size})
+        stacked(f"{prefix}self_attn.", layer, "output", {"o_proj": config.hidden_size})
+        stacked(f"{prefix}mlp.", layer, "gate_up", {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size})
+        stacked(f"{prefix}mlp.", layer, "down", {"down_proj": config.hidden_size})
+        if config.qk_norm:
+            q_rows, k_rows = slice(0, config.num_heads), slice(config.num_heads, None)
+            for source, rows in (("q_norm", q_rows), ("k_norm", k_rows)):  # one weight for all heads
+                destinations[f"{prefix}self_attn.{source}.weight"] = _Destination(layer, "qk_norm", rows, (config.head_dim,))
+    return destinations
+
+
+def _load_weights(model: Decoder, tensors: dict[str, _StoredTensor], name: str) -> None:
+    """Fill the parameters of an empty-initialised decoder.
+
+    Raises:
+        ValueError: missing, unexpected or wrongly shaped tensors; nothing was read then.
+    """
+    destinations = _destinations(model)
+    is_tied = model.config.tie_word_embeddings
+    ignored = {key for key in tensors if key.endswith("rotary_emb.inv_freq") or (is_tied and key == "lm_head.weight")}
+    missing = sorted(destinations.keys() - tensors.keys())
+    unexpected = sorted(tensors.keys() - destinations.keys() - ignored)
+    if missing or unexpected:
+        raise ValueError(
+            f"model {name!r} has weights that do not fit {model.config.architecture}: "
+            f"missing {_some(missing)}; unexpected {_some(unexpected)}"
+        )
+    for key, destination in destinations.items():
+        if tensors[key].shape != destination.shape:
+            raise ValueError(
+                f"model {name!r} has weight {key!r} of shape {list(tensors[key].shape)}: "
+                f"its config asks for {list(destination.shape)}"
+            )
+    # File after file, so that a shard on a slow disk is read once.
+    for key, destination in sorted(destinations.items(), key=lambda item: (tensors[item[0]].file, item[0])):
+        target = _materialised(destination.owner, destination.parameter, model.device)[destination.rows]
+        if target.dim() > len(destination.shape):
+            target.copy_(_read_rows(tensors[key], key, slice(None)))
+            continue
+        for rows in _chunks(tensors[key]):
+            target[rows].copy_(_read_rows(tensors[key], key, rows))
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    listed = ", ".join(names[:limit]) or "none"
+    return f"{listed} and {len(names) - limit} more" if len(names) > limit else listed
+
+
+def _materialised(owner: nn.Module, parameter: str, device: torch.device) -> Tensor:
+    """Give a parameter memory, unless it has it."""
+    value = owner.get_parameter(parameter)
+    if value.is_meta:
+        value = nn.Parameter(torch.empty_like(value, device=device), requires_grad=False)
+        setattr(owner, parameter, value)
+    return value
+
+
+def _chunks(tensor: _StoredTensor) -> Iterator[slice]:
+    """Ranges of rows of about `CHUNK_BYTES` in float32."""
+    num_rows = tensor.shape[0]
+    row_bytes = 4 * max(1, torch.Size(tensor.shape[1:]).numel())
+    step = max(1, CHUNK_BYTES // row_bytes)
+    for first in range(0, num_rows, step):
+        yield slice(first, min(first + step, num_rows))
+
+
+def _read_rows(tensor: _StoredTensor, key: str, rows: slice) -> Tensor:
+    """Map some rows of a stored tensor.
+
+    The file is opened anew each time, because pages that were read stay mapped, and count as memory of the process,
+    for as long as the file is open.
+    """
+    from safetensors import safe_open
+
+    with safe_open(tensor.file, framework="pt") as reader:
+        read: Tensor = reader.get_slice(key)[rows]
+    return read

@@ -1,0 +1,83 @@
+"""The supported architectures, and what each of them makes of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Window = int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """In what the decoders of the families differ."""
+
+    layer_windows: tuple[Window, ...]  # sliding window of each layer; None = full attention
+    attention_bias: bool = False  # of the q, k and v projections
+    output_bias: bool = False  # of the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of q and k
+
+
+def _llama(config: PretrainedConfig) -> Traits:
+    bias = bool(config.attention_bias)
+    return Traits((None,) * config.num_hidden_layers, attention_bias=bias, output_bias=bias, mlp_bias=bool(config.mlp_bias))
+
+
+def _mistral(config: PretrainedConfig) -> Traits:
+    return Traits((config.sliding_window,) * config.num_hidden_layers)
+
+
+def _qwen2(config: PretrainedConfig) -> Traits:
+    return Traits(_windows_by_layer_type(config), attention_bias=True)
+
+
+def _qwen3(config: PretrainedConfig) -> Traits:
+    bias = bool(config.attention_bias)
+    return Traits(_windows_by_layer_type(config), attention_bias=bias, output_bias=bias, qk_norm=True)
+
+
+def _windows_by_layer_type(config: PretrainedConfig) -> tuple[Window, ...]:
+    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+    for layer_type in config.layer_types:
+        if layer_type not in windows:
+            raise ValueError(f"layer type {layer_type!r} is not supported: it must be one of {', '.join(windows)}")
+    return tuple(windows[layer_type] for layer_type in config.layer_types)
+
+
+ARCHITECTURES: dict[str, Callable[[PretrainedConfig], Traits]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+}
+
+
+def check_supported(config: Mapping[str, Any], name: str) -> str:
+    """Return the architecture named by the content of a config.json.
+
+    Args:
+        config: the parsed file.
+        name: the model's name, for messages.
+
+    Raises:
+        ValueError: an architecture or a feature that is not supported.
+    """
+    architectures = config.get("architectures") or ()
+    architecture = next((str(each) for each in architectures if each in ARCHITECTURES), None)
+    if architecture is None:
+        found = ", ".join(architectures) or "no architecture"
+        raise ValueError(f"model {name!r} is not supported: its config names {found}; supported are {', '.join(ARCHITECTURES)}")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ValueError(
+            f"model {name!r} is quantized ({method}), which is not supported: use float32, bfloat16 or float16 weights"
+        )
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"model {name!r} has hidden_act={activation!r}, which is not supported: it must be 'silu'")
+    return architecture

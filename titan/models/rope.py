@@ -1,0 +1,63 @@
+"""Rotary position embeddings: frequencies as transformers computes them, and the table the decoder gathers from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """The rotation of each pair of head dimensions.
+
+    ``dynamic`` holds only up to the trained length, where it equals ``default``: beyond it the frequencies would depend
+    on the length of each sequence and cached keys would go stale, so longer sequences are not admitted.
+    """
+
+    rope_type: str
+    inverse_frequencies: tuple[float, ...]  # head_dim / 2
+    attention_scaling: float  # multiplies cos and sin (yarn)
+
+
+def read_rope(config: PretrainedConfig, head_dim: int) -> Rope:
+    """Read the rotary embedding of a transformers config.
+
+    Raises:
+        ValueError: a rope type or a partial rotation that is not supported.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = config.rope_parameters
+    rope_type = parameters.get("rope_type") if parameters else None
+    if rope_type not in ROPE_TYPES:
+        raise ValueError(f"rope type {rope_type!r} is not supported: it must be one of {', '.join(ROPE_TYPES)}")
+    partial = parameters.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise ValueError(f"partial_rotary_factor={partial} is not supported: it must be 1")
+    if rope_type == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        inverse_frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    else:
+        inverse_frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    return Rope(rope_type, tuple(inverse_frequencies.tolist()), float(scaling))
+
+
+def rope_table(rope: Rope, max_positions: int) -> Tensor:
+    """Cosines and signed sines of every position: float32 [max_positions, 2, head_dim].
+
+    ``x`` is rotated to ``x * cos + roll(x, head_dim / 2) * sin``: the minus sign of the usual "rotate half" is in the
+    sines of the first half.
+    """
+    frequencies = torch.tensor(rope.inverse_frequencies, dtype=torch.float32)
+    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+    return table.mul_(rope.attention_scaling)

@@ -1,0 +1,157 @@
+"""From logits to tokens: one token per row, each row with its own options and its own random number.
+
+Randomness is counter-based: the uniform number of a row depends on (request seed, absolute position, purpose) alone, so
+results do not depend on batch neighbours, batch order, preemption or speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+TOP_P_CANDIDATES = 512
+"""Most likely tokens tried first as the nucleus; rows whose nucleus is larger are sorted in full."""
+
+
+class Purpose(IntEnum):
+    """What a random number is drawn for; streams of different purposes are independent."""
+
+    SAMPLE = 0
+    CORRUPT = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingRows:
+    """Options of the L rows of a batch of logits; arrays are [L]."""
+
+    temperature: NDArray[np.float32]  # 0 = greedy
+    top_k: NDArray[np.int64]  # <= 0: all
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    seeds: NDArray[np.uint64]
+    positions: NDArray[np.int64]  # absolute position of the token to be sampled
+    forbidden: Sequence[tuple[int, list[int]]]  # (row, token ids) that must not come out
+
+
+def philox_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64], purpose: Purpose) -> NDArray[np.float64]:
+    """Uniform numbers in (0, 1), one per (seed, position), by Philox 4x32-10.
+
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Key = seed, counter = (position, purpose, 0, 0).
+
+    Args:
+        seeds: [n].
+        positions: [n], below 2**32.
+        purpose: the stream.
+    """
+    mask = np.uint64(0xFFFFFFFF)
+    shift = np.uint64(32)
+    seeds = seeds.astype(np.uint64)
+    key0, key1 = seeds & mask, seeds >> shift
+    c0 = positions.astype(np.uint64) & mask
+    c1 = np.full_like(c0, int(purpose))
+    c2 = np.zeros_like(c0)
+    c3 = np.zeros_like(c0)
+    for _ in range(10):
+        product0 = c0 * np.uint64(0xD2511F53)
+        product1 = c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (product1 >> shift) ^ c1 ^ key0, product1 & mask, (product0 >> shift) ^ c3 ^ key1, product0 & mask
+        key0 = (key0 + np.uint64(0x9E3779B9)) & mask
+        key1 = (key1 + np.uint64(0xBB67AE85)) & mask
+    # 52 bits and a half step: never 0 or 1
+    bits = (c0 << np.uint64(20)) | (c1 >> np.uint64(12))
+    return (bits.astype(np.float64) + 0.5) * 2.0**-52
+
+
+def sample_rows(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Draw one token per row.
+
+    Args:
+        logits: [L, vocab], any float dtype; rows with ``forbidden`` tokens are changed in place.
+        rows: options of each row.
+
+    Returns:
+        int64 [L]; -1 where the row's largest logit is not finite, so that no token can be drawn.
+    """
+    for row, token_ids in rows.forbidden:
+        logits[row, token_ids] = float("-inf")
+    best, tokens = logits.max(-1)
+    sampled = np.flatnonzero(rows.temperature > 0)
+    if len(sampled):
+        index = torch.from_numpy(sampled).to(logits.device)
+        probs = target_probs(logits.index_select(0, index), rows, sampled)
+        uniform = philox_uniform(rows.seeds[sampled], rows.positions[sampled], Purpose.SAMPLE)
+        tokens[index] = draw(probs, torch.from_numpy(uniform).to(logits.device))
+    return tokens.masked_fill(~torch.isfinite(best), -1)
+
+
+def target_probs(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -> Tensor:
+    """The distribution that is sampled from: temperature, then top-k, top-p, min-p.
+
+    Args:
+        logits: [n, vocab] of the rows ``index``, all with temperature > 0.
+        rows: options, of which those of ``index`` are used.
+        index: [n].
+
+    Returns:
+        float32 [n, vocab], not normalised: what is cut is 0.
+    """
+
+    def column(values: NDArray[np.float32] | NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values[index]).to(logits.device)[:, None]
+
+    scaled = logits.float() / column(rows.temperature)
+    top_k, top_p, min_p = rows.top_k[index], rows.top_p[index], rows.min_p[index]
+    vocab_size = logits.shape[-1]
+    limits = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
+    if (limits < vocab_size).any():
+        # the kth largest value; ties with it are cut by position in the stable order of topk
+        largest = scaled.topk(int(limits[limits < vocab_size].max()), dim=-1)
+        rank = torch.arange(largest.indices.shape[1], device=logits.device)
+        is_kept = rank < torch.from_numpy(limits).to(logits.device)[:, None]
+        cut = torch.full_like(scaled, float("-inf")).scatter_(
+            -1, largest.indices, largest.values.masked_fill(~is_kept, float("-inf"))
+        )
+        has_limit = torch.from_numpy(limits < vocab_size).to(logits.device)[:, None]
+        scaled = torch.where(has_limit, cut, scaled)
+    probs = scaled.softmax(-1)
+    if (top_p < 1).any():
+        probs = _cut_top_p(probs, column(rows.top_p))
+    if (min_p > 0).any():
+        probs = probs.masked_fill(probs < column(rows.min_p) * probs.amax(-1, keepdim=True), 0.0)
+    return probs
+
+
+def _cut_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the smallest set of most likely tokens whose mass reaches ``top_p`` [n, 1]; rows with 1 stay whole."""
+    vocab_size = probs.shape[-1]
+    largest = probs.topk(min(TOP_P_CANDIDATES, vocab_size), dim=-1)
+    is_open = (largest.values.sum(-1, keepdim=True) < top_p) & (top_p < 1)
+    if largest.values.shape[1] < vocab_size and bool(is_open.any()):
+        largest = probs.topk(vocab_size, dim=-1)
+    mass_before = largest.values.cumsum(-1) - largest.values
+    kept = largest.values.masked_fill(mass_before >= top_p, 0.0)
+    nucleus = torch.zeros_like(probs).scatter_(-1, largest.indices, kept)
+    return torch.where(top_p < 1, nucleus, probs)
+
+
+def draw(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-CDF draw: one token per row.
+
+    Args:
+        probs: [n, vocab], not necessarily normalised, at least one entry > 0 per row.
+        uniform: float64 [n] in (0, 1).
+
+    Returns:
+        int64 [n]; a token of probability 0 never comes out.
+    """
+    cdf = probs.double().cumsum(-1)
+    tokens = torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0]
+    # rounding at the very end of the CDF must not step past the last possible token
+    last_possible = (probs > 0).long().cumsum(-1).argmax(-1)
+    return torch.minimum(tokens, last_possible)

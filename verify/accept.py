@@ -1,0 +1,113 @@
+"""Verification: which draft tokens are kept, and which token follows them.
+
+Sample-and-match, for deterministic proposals: the target draws its own token at the root and at every node, as it would
+without speculation; the walk starts at the root and descends to the child that carries the drawn token. Where no child
+does, the drawn token is emitted as the **recovered** token; past a leaf it is the **bonus** token. The output is thus
+distributed exactly as the target's own, and with randomness keyed by position it is the same sequence.
+At temperature 0 the draw is the argmax and the rule is greedy acceptance.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from titan.batch import RaggedBatch
+from titan.request import Request
+from titan.sampling import SamplingRows, sample_rows
+from titan.step import Acceptance, StepPlan
+from titan.tree import DraftTree
+
+
+def accept(plan: StepPlan, trees: list[DraftTree], batch: RaggedBatch, logits: Tensor) -> Acceptance:
+    """Choose the accepted path and the final token of every request.
+
+    Args:
+        plan: the step.
+        trees: one per row of the plan.
+        batch: the pass that made ``logits``.
+        logits: [L, vocab], rows of a request in order: root, then nodes.
+    """
+    start_loc = batch.logits_start_loc
+    rows = sampling_rows(plan.requests, trees, start_loc)
+    tokens: NDArray[np.int64] = sample_rows(logits, rows).cpu().numpy()
+    paths, last_rows = walk(trees, start_loc, tokens)
+    token_ids: list[list[int]] = []
+    errors: list[str | None] = []
+    for i, (tree, path) in enumerate(zip(trees, paths, strict=True)):
+        has_rows = start_loc[i + 1] > start_loc[i]
+        final_token = int(tokens[last_rows[i]]) if has_rows else -1
+        is_broken = has_rows and final_token < 0
+        errors.append("the target's logits are not finite" if is_broken else None)
+        token_ids.append([*tree.token_ids[path].tolist(), final_token] if has_rows and not is_broken else [])
+    return Acceptance(paths, token_ids, errors)
+
+
+def walk(trees: list[DraftTree], start_loc: NDArray[np.int64], tokens: NDArray[np.int64]) -> tuple[list[list[int]], NDArray[np.int64]]:
+    """Follow the drawn tokens down all trees at once, one depth at a time.
+
+    Args:
+        trees: one per request.
+        start_loc: [R + 1], first row of each request in ``tokens``; a request without rows has no nodes.
+        tokens: [L] drawn at the root and the nodes.
+
+    Returns:
+        The accepted nodes of each request, root downwards, and the row of the last node reached, int64 [R].
+    """
+    last_rows = start_loc[:-1].copy()
+    num_nodes = np.fromiter((tree.num_nodes for tree in trees), np.int64, len(trees))
+    paths: list[list[int]] = [[] for _ in trees]
+    if not num_nodes.any():
+        return paths, last_rows
+    owners = np.repeat(np.arange(len(trees)), num_nodes)
+    node_rows = np.concatenate([start_loc[i] + 1 + np.arange(tree.num_nodes) for i, tree in enumerate(trees)])
+    parent_rows = np.concatenate([start_loc[i] + 1 + tree.parents for i, tree in enumerate(trees)])
+    depths = np.concatenate([tree.depths for tree in trees])
+    is_match = np.concatenate([tree.token_ids for tree in trees]) == tokens[parent_rows]
+    for depth in range(1, int(depths.max()) + 1):
+        hits = np.flatnonzero(is_match & (depths == depth) & (parent_rows == last_rows[owners]))
+        # reversed, so that the first of two equal siblings is the one that stays
+        last_rows[owners[hits[::-1]]] = node_rows[hits[::-1]]
+        for owner in np.unique(owners[hits]).tolist():
+            paths[owner].append(int(last_rows[owner] - start_loc[owner] - 1))
+    return paths, last_rows
+
+
+def sampling_rows(requests: list[Request], trees: list[DraftTree], start_loc: NDArray[np.int64]) -> SamplingRows:
+    """Spread the requests' options over the logits rows: root, then nodes, each with the position of its next token."""
+    counts = np.diff(start_loc)
+    params = [request.params for request in requests]
+    if all(p.is_greedy and p.min_tokens == 0 for p in params):
+        return _greedy_rows(int(start_loc[-1]))
+
+    def spread(values: list[float], dtype: type[np.generic]) -> NDArray[np.generic]:
+        return np.repeat(np.asarray(values, dtype), counts)
+
+    positions = np.empty(int(start_loc[-1]), np.int64)
+    forbidden = []
+    for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
+        first, last = int(start_loc[i]), int(start_loc[i + 1])
+        if first == last:
+            continue
+        positions[first] = request.num_tokens
+        positions[first + 1 : last] = request.num_tokens + tree.depths
+        if request.num_output_tokens < request.params.min_tokens and request.stop_token_ids:
+            is_early = positions[first:last] - request.num_prompt_tokens < request.params.min_tokens
+            stop_ids = sorted(request.stop_token_ids)
+            forbidden += [(first + row, stop_ids) for row in np.flatnonzero(is_early).tolist()]
+    return SamplingRows(
+        temperature=spread([p.temperature for p in params], np.float32),  # type: ignore[arg-type]
+        top_k=spread([p.top_k for p in params], np.int64),  # type: ignore[arg-type]
+        top_p=spread([p.top_p for p in params], np.float32),  # type: ignore[arg-type]
+        min_p=spread([p.min_p for p in params], np.float32),  # type: ignore[arg-type]
+        seeds=np.repeat(np.asarray([request.seed for request in requests], np.uint64), counts),
+        positions=positions,
+        forbidden=forbidden,
+    )
+
+
+def _greedy_rows(num_rows: int) -> SamplingRows:
+    zeros = np.zeros(num_rows, np.float32)
+    integers = np.zeros(num_rows, np.int64)
+    return SamplingRows(zeros, integers, zeros, zeros, integers.astype(np.uint64), integers, ())
