@@ -179,15 +179,17 @@ def test_prefill_decode_and_verification_share_a_pass(tmp_path: Path) -> None:
     assert_close(logits, torch.stack(expected))
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.04), ("float16", 0.005)])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_half_precision_is_close(tmp_path: Path, model_type: str, dtype: str, bound: float) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_half_precision_is_as_close_as_transformers_is(tmp_path: Path, model_type: str, dtype: str) -> None:
     reference = make_model(tmp_path, model_type)
     token_ids = random_tokens(48)
-    expected = reference_logits(reference, token_ids)
+    expected = reference_logits(reference, token_ids)[[39, 47]]
     session = Session(load(tmp_path, dtype))
-    assert_close(session.feed(token_ids[:40], 0), expected[39:40], bound)
-    assert_close(session.feed(token_ids[40:], 40), expected[47:], bound)
+    logits = torch.cat((session.feed(token_ids[:40], 0), session.feed(token_ids[40:], 40)))
+    theirs = reference_logits(reference.to(getattr(torch, dtype)), token_ids)[[39, 47]]
+    print((logits - expected).norm() / (theirs - expected).norm())
+    assert (logits - expected).norm() <= 1.5 * (theirs - expected).norm()
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -199,7 +201,7 @@ def test_packed_and_plain_weights_agree(tmp_path: Path, is_tied: bool) -> None:
     assert_close(packed, plain, 1e-5)
 
 
-def test_forward_needs_prepared_weights_only_once_and_positions_within_the_table(tmp_path: Path) -> None:
+def test_positions_past_the_table_are_an_error(tmp_path: Path) -> None:
     make_model(tmp_path)
     session = Session(load(tmp_path, max_positions=20))
     session.feed(random_tokens(20), 0)

@@ -1,0 +1,221 @@
+"""The command line: ``titan generate``, ``titan info``, ``titan bench``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+
+from titan import __version__
+from titan.config import DTYPES
+from titan.llm import LLM
+from titan.outputs import RequestMetrics, RequestOutput
+from titan.sampling_params import SamplingParams
+
+WARM_UP_TOKENS = 24
+"""Tokens generated before the clock starts, so that one-time set-up is not taken for speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One generation and how long it took."""
+
+    output: RequestOutput
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.output.outputs[0].token_ids)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if args.command == "bench":
+        return _bench(args.bench, rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return _generate(args) if args.command == "generate" else _info(args)
+    except ValueError as error:
+        print(f"titan: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ntitan: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="titan", description="Speculative decoding for causal language models.")
+    parser.add_argument("--version", action="version", version=f"titan {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands.add_parser("generate", help="continue a prompt and show the speed", description=_generate.__doc__))
+    info = commands.add_parser("info", help="versions, device and kernels in use", description=_info.__doc__)
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    bench = commands.add_parser("bench", help="benchmarks", description=_bench.__doc__, add_help=False)
+    bench.add_argument("bench", choices=("throughput",), help="which benchmark; its own options follow (try --help)")
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("prompt", help='the text to continue, for example "def quicksort("')
+    add("--model", default="demo", help="target: demo, a folder or a hub id (default: demo)")
+    add("--draft-model", help="draft: demo, a folder, a hub id, ngram, or none (default: demo with the demo model, else none)")
+    add("--max-tokens", type=int, default=256, help="most tokens to generate (default: 256)")
+    add("--max-draft-tokens", type=int, default=6, help="most draft tokens per step (default: 6)")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    add("--top-p", type=float, default=1.0, help="keep the most likely tokens of this mass (default: 1)")
+    add("--top-k", type=int, default=0, help="keep this many tokens, 0 = all (default: 0)")
+    add("--min-p", type=float, default=0.0, help="cut tokens below this share of the best one (default: 0)")
+    add("--seed", type=int, default=0, help="random seed (default: 0)")
+    add("--stop", action="append", help="stop at this text; may be given again")
+    add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    add("--dtype", choices=DTYPES, default="auto", help="of weights and KV (default: auto)")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    add("--compare", action="store_true", help="run again without speculation and print the speed-up")
+    add("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def _generate(args: argparse.Namespace) -> int:
+    """Continue a prompt, stream the text, and end with the speed, the mean acceptance length and the acceptance per depth."""
+    params = SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=args.stop,
+        max_tokens=args.max_tokens,
+        ignore_eos=args.ignore_eos,
+    )
+    draft_model = args.draft_model or ("demo" if args.model == "demo" else None)
+    llm = LLM(
+        args.model,
+        None if draft_model == "none" else draft_model,
+        dtype=args.dtype,
+        device=args.device,
+        max_draft_tokens=args.max_draft_tokens,
+        max_batch_size=1,
+        enable_prefix_caching=False,
+    )
+    plain_params = replace(params, use_speculative=False)
+    for warm_up in (params, plain_params) if args.compare else (params,):
+        llm.generate(args.prompt, replace(warm_up, max_tokens=WARM_UP_TOKENS, ignore_eos=True, stop=None), use_tqdm=False)
+    run = _run(llm, args.prompt, params, echo=not args.json)
+    plain = _run(llm, args.prompt, plain_params, echo=False) if args.compare else None
+    if args.json:
+        print(json.dumps(_as_json(run, plain)))
+        return 0
+    print(f"\n\n{_summary(run)}")
+    if plain is not None:
+        same = "same text" if plain.output.outputs[0].token_ids == run.output.outputs[0].token_ids else "different text"
+        print(
+            f"without speculation: {plain.num_tokens} tokens, {plain.tokens_per_second:.1f} tokens/s, {same}; "
+            f"speed-up {run.tokens_per_second / plain.tokens_per_second:.2f}x"
+        )
+    return 0
+
+
+def _run(llm: LLM, prompt: str, params: SamplingParams, *, echo: bool) -> Run:
+    """Generate once, printing the text as it comes if ``echo``."""
+    if echo:
+        print(prompt, end="", flush=True)
+    start = time.perf_counter()
+    num_printed = 0
+    for output in llm.stream(prompt, params):
+        text = output.outputs[0].text
+        if echo:
+            print(text[num_printed:], end="", flush=True)
+        num_printed = len(text)
+    return Run(output, time.perf_counter() - start)
+
+
+def _summary(run: Run) -> str:
+    metrics = run.output.metrics
+    line = f"{run.num_tokens} tokens, {run.tokens_per_second:.1f} tokens/s"
+    if metrics.num_draft_tokens:
+        per_depth = " ".join(f"{rate:.2f}" for rate in _acceptance_per_depth(metrics))
+        line += f", mean acceptance length {metrics.mean_acceptance_length:.2f}, acceptance per depth {per_depth}"
+    return line
+
+
+def _acceptance_per_depth(metrics: RequestMetrics) -> list[float]:
+    """Accepted share of the draft tokens proposed at depth 1, 2, ..."""
+    accepted = [*metrics.accepted_per_depth, *[0] * len(metrics.proposed_per_depth)]
+    return [count / proposed for count, proposed in zip(accepted, metrics.proposed_per_depth, strict=False)]
+
+
+def _as_json(run: Run, plain: Run | None) -> dict[str, object]:
+    completion = run.output.outputs[0]
+    result: dict[str, object] = {
+        "prompt": run.output.prompt,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "seconds": run.seconds,
+        "tokens_per_second": run.tokens_per_second,
+        "mean_acceptance_length": run.output.metrics.mean_acceptance_length,
+        "acceptance_per_depth": _acceptance_per_depth(run.output.metrics),
+        "metrics": asdict(run.output.metrics),
+    }
+    if plain is not None:
+        result["without_speculation"] = {"seconds": plain.seconds, "tokens_per_second": plain.tokens_per_second}
+        result["speed_up"] = run.tokens_per_second / plain.tokens_per_second
+    return result
+
+
+def _info(args: argparse.Namespace) -> int:
+    """Print the versions of Titan and what it stands on, the device, and which kernels run."""
+    import torch
+
+    from titan.kernels.linear import can_pack
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    facts = {
+        "titan": __version__,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", "transformers", "triton", "accelerate", "safetensors", "tokenizers")},
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "attention": "PyTorch, batched over KV blocks",
+        **{
+            f"linear, {str(dtype).removeprefix('torch.')}": "oneDNN, packed weights"
+            if can_pack(torch.empty(1, 1, dtype=dtype, device=device))
+            else "torch.nn.functional.linear"
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        },
+    }
+    if args.json:
+        print(json.dumps(facts))
+    else:
+        width = max(map(len, facts))
+        print("\n".join(f"{name:{width}}  {value}" for name, value in facts.items()))
+    return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _bench(name: str, arguments: Sequence[str]) -> int:
+    """Run a benchmark of `titan.bench`; its options follow its name."""
+    from importlib import import_module
+
+    return int(import_module(f"titan.bench.{name}").main(arguments) or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
