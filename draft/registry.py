@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from titan.draft.base import DraftContext, Drafter, NoDrafter
@@ -32,7 +33,8 @@ def draft_model_config(spec: DraftSpec) -> ModelConfig | None:
     """The model config behind ``spec``; ``None`` if it names no model."""
     if not isinstance(spec, str) or spec in _FACTORIES:
         return None
-    return load_config(resolve_model(spec, "draft"))
+    with _naming_the_draft(spec):
+        return load_config(resolve_model(spec, "draft"))
 
 
 def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
@@ -51,9 +53,22 @@ def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
     if factory is not None:
         return factory(context)
     folder = resolve_model(spec, "draft")
-    _check_vocabulary(spec, load_config(folder), _find_tokenizer(folder), context)
-    model = load_model(folder, dtype=context.dtype, device=context.device)
+    with _naming_the_draft(spec):
+        config = load_config(folder)
+    _check_vocabulary(spec, config, _find_tokenizer(folder), context)
+    with _naming_the_draft(spec):
+        model = load_model(folder, dtype=context.dtype, device=context.device)
     return DraftModelDrafter(spec, model, context)
+
+
+@contextmanager
+def _naming_the_draft(spec: str) -> Iterator[None]:
+    """Say in the loader's errors which argument is meant, and what else it could have been."""
+    try:
+        yield
+    except ValueError as error:
+        names = ", ".join(map(repr, sorted(_FACTORIES)))
+        raise ValueError(f"draft_model={spec!r} cannot be used; besides models, {names} are allowed: {error}") from error
 
 
 def _find_tokenizer(folder: str) -> Any | None:

@@ -19,7 +19,7 @@ def reference_tree_attention(
 
     Args:
         q: [T, num_heads, head_dim].
-        kv_layer: [2, num_blocks, num_kv_heads, block_size, head_dim].
+        kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim].
         query_start_loc: [R + 1].
         block_table: per request, physical block ids.
         visible_slots: per query token, slots within its request.
@@ -29,15 +29,15 @@ def reference_tree_attention(
         float64 [T, num_heads * head_dim].
     """
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv_layer.shape[2:4]
+    num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
     output = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64)
     for request, blocks in enumerate(block_table):
         for token in range(query_start_loc[request], query_start_loc[request + 1]):
             places = [(blocks[slot // block_size], slot % block_size) for slot in visible_slots[token]]
             for head in range(num_heads):
                 kv_head = head // (num_heads // num_kv_heads)
-                keys = torch.stack([kv_layer[0, block, kv_head, offset] for block, offset in places]).double()
-                values = torch.stack([kv_layer[1, block, kv_head, offset] for block, offset in places]).double()
+                keys = torch.stack([kv_layer[0, kv_head, block, offset] for block, offset in places]).double()
+                values = torch.stack([kv_layer[1, kv_head, block, offset] for block, offset in places]).double()
                 weights = torch.softmax(keys @ q[token, head].double() * scale, dim=0)
                 output[token, head] = weights @ values
     return output.view(num_tokens, num_heads * head_dim)

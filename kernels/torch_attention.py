@@ -1,23 +1,24 @@
 """Ragged tree attention over paged KV blocks in plain PyTorch: what runs where Triton does not.
 
-Short queries (decodes, verifications) of all requests go through two batched products over *blocks*: each used block
-meets the queries of the request that owns it, the scores are laid out per request for the softmax, and the weighted
-values of a request's blocks are summed. Where the used blocks lie densely in the pool it is read in place, so that
-nothing is gathered: on a CPU a gather of pages costs as much as the attention itself. Long queries (prefill chunks)
-go one request at a time through `scaled_dot_product_attention`.
+Requests with short queries (decodes, verifications, small chunks) are grouped by query and context length; a group gathers
+its blocks once and is one pair of batched products. KV heads are the outer dimension of the cache, so that what is gathered
+by blocks is contiguous per (head, request) and a single request whose blocks follow one another is read in place. Long
+queries (prefill chunks) go one request at a time through `scaled_dot_product_attention`, which in bfloat16 on a CPU is
+several times slower than batched products for a few rows, and faster for many.
 
 Visibility of key slot ``n`` to a query row: ``n < visible_len``, or bit ``n - tree_start`` of its ancestor bits.
 
-Requirement: blocks in a request's table hold finite values in every slot (`kv_ops.clear_blocks` on allocation);
-blocks that belong to nobody may hold anything.
+Requirement: the blocks in a request's table hold finite values in every slot (`kv_ops.clear_blocks` on allocation); blocks
+that belong to nobody may hold anything.
 
-Legend: T query tokens, R requests, E used blocks, S requests with short queries, M longest short query.
+Legend: T query tokens, R requests; in a group S requests, M longest query, N slots looked at; K KV heads, G query heads per
+KV head, D head_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -25,32 +26,32 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-MAX_SHORT_QUERY = 32
-"""Queries up to this length share the batched products; longer ones would waste padding."""
+MIN_QUERY_CLASS = 8
+MAX_SHORT_QUERY = 64
+"""Queries up to this length are grouped, in classes of at most 8, 16, 32 and 64 tokens."""
 
-MAX_UNUSED_SHARE = 0.25
-"""The pool is read in place while at most this share of the range of used blocks belongs to nobody in the batch."""
+MAX_CONTEXT_RATIO = 2
+"""Within a group the longest context has at most this many times the blocks of the shortest, plus `FREE_BLOCKS`."""
+FREE_BLOCKS = 4
 
 Window = int | None
+Bool = NDArray[np.bool_]
+Int = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ShortQueries:
-    """How the short queries meet their blocks."""
+class QueryGroup:
+    """Requests whose short queries are attended together."""
 
     num_requests: int  # S
     query_len: int  # M
-    query_rows: Tensor | None  # int64 [S * M], rows of T padded to M per request; None: rows 0 .. S*M-1 as they are
-    output_rows: Tensor | None  # int64 [rows kept], into S * M; None: all
-    token_rows: Tensor | None  # int64 [rows kept], into T; None: all of T
-    num_entries: int  # E, the unused blocks of a range included
-    first_block: int  # of the range read in place, when block_ids is None
-    block_ids: Tensor | None  # int64 [E]
-    owners: Tensor  # int64 [E], request of each entry
-    score_index: Tensor  # int64 [S * blocks], entry of each (request, block); padding repeats an entry
-    value_index: Tensor  # int64 [S * blocks], the same; padding points to the zero row E
-    prob_index: Tensor  # int64 [E], into S * blocks
-    hidden: Mapping[Window, Tensor]  # bool [S, 1, M, blocks * block_size]
+    query_rows: Tensor | None  # int64 [S * M], rows of T padded to M per request; None: all of T as it is
+    kept_rows: Tensor | None  # int64, the rows of S * M that are queries; None: all
+    token_rows: Tensor | None  # int64, where in T they belong; None: all of T
+    block_ids: Tensor | None  # int64 [S * blocks]; None: one request whose blocks follow one another
+    first_block: int  # the first of these
+    num_blocks: int  # per request
+    hidden: Mapping[Window, Tensor]  # bool [S, 1, M, N]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,20 +68,52 @@ class LongQuery:
 class AttentionPlan:
     """Made once per step, used by every layer."""
 
-    num_tokens: int
-    short: ShortQueries | None
+    groups: tuple[QueryGroup, ...]
     long: tuple[LongQuery, ...]
+    # gathered KV by group, reused by every layer: fresh memory for each would cost a page fault per 4 KiB
+    scratch: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueryRows:
+    """What query rows see; arrays are [T], or [requests, rows] for some of them.
+
+    Args:
+        positions: rope positions.
+        visible_lens: slots below this are visible.
+        ancestor_bits: bit ``j`` makes slot ``tree_start + j`` visible.
+    """
+
+    positions: Int
+    visible_lens: Int
+    ancestor_bits: Int
+
+    def take(self, index: Int) -> QueryRows:
+        return QueryRows(self.positions[index], self.visible_lens[index], self.ancestor_bits[index])
+
+    def visible(self, tree_starts: Int, num_slots: int, window: Window) -> Bool:
+        """Which slots each row sees: bool [requests, rows, num_slots].
+
+        A window hides slots at or below ``position - window``; slots of tree nodes are seen by ancestry alone.
+        """
+        slots = np.arange(num_slots)
+        visible: Bool = slots < self.visible_lens[..., None]
+        if window is not None:
+            visible &= slots > self.positions[..., None] - window
+        if self.ancestor_bits.any():
+            node = slots - tree_starts[:, None, None]
+            bits = self.ancestor_bits[..., None] >> np.clip(node, 0, 62)
+            visible |= (node >= 0) & (node <= 62) & ((bits & 1) == 1)
+        return visible
 
 
 def plan_attention(
     *,
-    query_start_loc: NDArray[np.int64],
-    seq_lens: NDArray[np.int64],
-    block_table: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    visible_lens: NDArray[np.int64],
-    ancestor_bits: NDArray[np.int64],
-    tree_starts: NDArray[np.int64],
+    query_start_loc: Int,
+    seq_lens: Int,
+    block_table: Int,
+    rows: QueryRows,
+    tree_starts: Int,
     block_size: int,
     windows: Sequence[Window],
     device: torch.device,
@@ -91,27 +124,22 @@ def plan_attention(
         query_start_loc: [R + 1] prefix sums of query lengths.
         seq_lens: [R] slots that the queries of a request may look at.
         block_table: [R, blocks] physical block ids.
-        positions: [T] rope positions.
-        visible_lens: [T] slots below this are visible.
-        ancestor_bits: [T] bit ``j`` makes slot ``tree_start + j`` visible.
+        rows: the T query rows.
         tree_starts: [R] slot of node 0.
         block_size: tokens per block.
-        windows: distinct sliding windows: slot ``n`` below the tree is visible only if ``n > position - window``.
+        windows: distinct sliding windows of the layers.
         device: where the attention runs.
     """
     query_lens = np.diff(query_start_loc)
-    rows = _Rows(positions, visible_lens, ancestor_bits)
-    short_ids = np.flatnonzero(query_lens <= MAX_SHORT_QUERY)
-    long_ids = np.flatnonzero(query_lens > MAX_SHORT_QUERY)
     num_blocks = -(-seq_lens // block_size)
-    short = None
-    if len(short_ids):
-        short = _plan_short(short_ids, query_start_loc, num_blocks, block_table, rows, tree_starts, block_size, windows, device)
+    groups = [
+        _plan_group(ids, query_start_loc, num_blocks, block_table, rows, tree_starts, block_size, windows, device)
+        for ids in _group_requests(query_lens, num_blocks)
+    ]
     long = []
-    for i in long_ids.tolist():
-        first, last = int(query_start_loc[i]), int(query_start_loc[i + 1])
+    for i in np.flatnonzero(query_lens > MAX_SHORT_QUERY).tolist():
+        first, last, seq_len = int(query_start_loc[i]), int(query_start_loc[i + 1]), int(seq_lens[i])
         chunk = rows.take(np.arange(first, last)[None])
-        seq_len = int(seq_lens[i])
         is_causal = last - first == seq_len and not chunk.ancestor_bits.any()
         visible: dict[Window, Tensor | None] = {}
         for window in windows:
@@ -121,11 +149,11 @@ def plan_attention(
                 visible[window] = torch.from_numpy(chunk.visible(tree_starts[i : i + 1], seq_len, window)[0]).to(device)
         block_ids = torch.from_numpy(block_table[i, : num_blocks[i]]).to(device)
         long.append(LongQuery(slice(first, last), block_ids, seq_len, visible))
-    return AttentionPlan(int(query_start_loc[-1]), short, tuple(long))
+    return AttentionPlan(tuple(groups), tuple(long))
 
 
 def plan_decode_passes(
-    positions: NDArray[np.int64], block_table: NDArray[np.int64], *, block_size: int, windows: Sequence[Window], device: torch.device
+    positions: Int, block_table: Int, *, block_size: int, windows: Sequence[Window], device: torch.device
 ) -> list[AttentionPlan]:
     """Plan several passes of one query token per request, each seeing every slot up to its own position.
 
@@ -135,114 +163,89 @@ def plan_decode_passes(
         positions: [passes, R], ascending along the passes; a token's slot is its position.
         block_table: [R, blocks].
         block_size: tokens per block.
-        windows: distinct sliding windows.
+        windows: distinct sliding windows of the layers.
         device: where the attention runs.
     """
-    num_passes, num_requests = positions.shape
-    starts = np.arange(num_requests + 1)
+    num_requests = positions.shape[1]
     none = np.zeros(num_requests, np.int64)
-    last = _Rows(positions[-1], positions[-1] + 1, none)
-    num_blocks = positions[-1] // block_size + 1
-    short = _plan_short(starts[:-1], starts, num_blocks, block_table, last, none, block_size, windows, device)
-    rows = _Rows(positions[:, :, None], positions[:, :, None] + 1, np.zeros_like(positions[:, :, None]))
-    num_slots = int(num_blocks.max()) * block_size
-    hidden = {
-        window: torch.from_numpy(~rows.visible(none, num_slots, window)[:, :, None]).to(device) for window in windows
-    }  # bool [passes, R, 1, 1, slots]
-    return [
-        AttentionPlan(num_requests, replace(short, hidden={window: mask[i] for window, mask in hidden.items()}), ())
-        for i in range(num_passes)
-    ]
+    last = plan_attention(
+        query_start_loc=np.arange(num_requests + 1),
+        seq_lens=positions[-1] + 1,
+        block_table=block_table,
+        rows=QueryRows(positions[-1], positions[-1] + 1, none),
+        tree_starts=none,
+        block_size=block_size,
+        windows=windows,
+        device=device,
+    )
+    plans = []
+    for row in positions:
+        rows = QueryRows(row[:, None], row[:, None] + 1, none[:, None])
+        groups = []
+        for group in last.groups:
+            members = rows if group.token_rows is None else rows.take(group.token_rows.cpu().numpy())
+            hidden = _hidden(members, none[: group.num_requests], group.num_blocks * block_size, windows, device)
+            groups.append(replace(group, hidden=hidden))
+        plans.append(replace(last, groups=tuple(groups)))
+    return plans
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """Query rows, [T] or [requests, rows]."""
-
-    positions: NDArray[np.int64]
-    visible_lens: NDArray[np.int64]
-    ancestor_bits: NDArray[np.int64]
-
-    def take(self, index: NDArray[np.int64]) -> _Rows:
-        return _Rows(self.positions[index], self.visible_lens[index], self.ancestor_bits[index])
-
-    def visible(self, tree_starts: NDArray[np.int64], num_slots: int, window: Window) -> NDArray[np.bool_]:
-        """Which slots each row sees: bool [requests, rows, num_slots]."""
-        slots = np.arange(num_slots)
-        visible: NDArray[np.bool_] = slots < self.visible_lens[..., None]
-        if window is not None:
-            visible &= slots > self.positions[..., None] - window
-        if self.ancestor_bits.any():
-            node = slots - tree_starts[:, None, None]
-            is_node = (node >= 0) & (node < 63)
-            bits = self.ancestor_bits[..., None] >> np.clip(node, 0, 62)
-            visible |= is_node & ((bits & 1) == 1)
-        return visible
+def _group_requests(query_lens: Int, num_blocks: Int) -> Iterator[Int]:
+    """Sort requests with short queries into groups of similar query and context length; yields their indices."""
+    classes = np.maximum(2 ** np.ceil(np.log2(np.maximum(query_lens, 1))), MIN_QUERY_CLASS).astype(np.int64)
+    for query_class in np.unique(classes[query_lens <= MAX_SHORT_QUERY]).tolist():
+        ids = np.flatnonzero(classes == query_class)
+        while len(ids):
+            longest = num_blocks[ids].max()
+            is_member = num_blocks[ids] * MAX_CONTEXT_RATIO + FREE_BLOCKS >= longest
+            yield ids[is_member]
+            ids = ids[~is_member]
 
 
-def _plan_short(
-    ids: NDArray[np.int64],
-    query_start_loc: NDArray[np.int64],
-    num_blocks: NDArray[np.int64],
-    block_table: NDArray[np.int64],
-    rows: _Rows,
-    tree_starts: NDArray[np.int64],
+def _plan_group(
+    ids: Int,
+    query_start_loc: Int,
+    num_blocks: Int,
+    block_table: Int,
+    rows: QueryRows,
+    tree_starts: Int,
     block_size: int,
     windows: Sequence[Window],
     device: torch.device,
-) -> ShortQueries:
+) -> QueryGroup:
     first_rows = query_start_loc[ids]
     query_lens = query_start_loc[ids + 1] - first_rows
-    query_len = int(query_lens.max())
-    num_tokens = len(rows.positions)
-    is_whole_batch = len(ids) * query_len == num_tokens
-
+    query_len, max_blocks = int(query_lens.max()), int(num_blocks[ids].max())
+    is_whole_batch = len(ids) * query_len == query_start_loc[-1]
     in_query = np.arange(query_len) < query_lens[:, None]
-    padded_rows = np.where(in_query, first_rows[:, None] + np.arange(query_len), first_rows[:, None])
+    padded_rows = first_rows[:, None] + np.where(in_query, np.arange(query_len), 0)
+    # where a table ends its first block is read again: it is the request's own, hence finite, and it is hidden
+    in_table = np.arange(max_blocks) < num_blocks[ids, None]
+    blocks = np.where(in_table, block_table[ids, :max_blocks], block_table[ids, :1])
+    is_run = len(ids) == 1 and bool((np.diff(blocks[0]) == 1).all())
 
-    blocks_per_request = num_blocks[ids]
-    max_blocks = int(blocks_per_request.max())
-    in_table = np.arange(max_blocks) < blocks_per_request[:, None]
-    places = np.flatnonzero(in_table)  # of the entries in [S * blocks]
-    used_blocks = block_table[ids, :max_blocks][in_table]
-    owners = np.repeat(np.arange(len(ids)), blocks_per_request)
-
-    first_block = int(used_blocks.min())
-    range_len = int(used_blocks.max()) - first_block + 1
-    is_dense = range_len * (1 - MAX_UNUSED_SHARE) <= len(used_blocks) and len(np.unique(used_blocks)) == len(used_blocks)
-    if is_dense:
-        entries, num_entries = used_blocks - first_block, range_len
-    else:
-        entries, num_entries = np.arange(len(used_blocks)), len(used_blocks)
-    owner_of_entry = np.zeros(num_entries, np.int64)
-    owner_of_entry[entries] = owners
-    prob_index = np.zeros(num_entries, np.int64)
-    prob_index[entries] = places
-    value_index = np.full(in_table.size, num_entries)
-    value_index[places] = entries
-
-    def to_device(array: NDArray[np.int64]) -> Tensor:
+    def to_device(array: Int) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    queries = rows.take(padded_rows)
-    return ShortQueries(
+    return QueryGroup(
         num_requests=len(ids),
         query_len=query_len,
         query_rows=None if is_whole_batch else to_device(padded_rows.reshape(-1)),
-        output_rows=None if is_whole_batch else to_device(np.flatnonzero(in_query)),
+        kept_rows=None if is_whole_batch else to_device(np.flatnonzero(in_query)),
         token_rows=None if is_whole_batch else to_device(padded_rows[in_query]),
-        num_entries=num_entries,
-        first_block=first_block,
-        block_ids=None if is_dense else to_device(used_blocks),
-        owners=to_device(owner_of_entry),
-        score_index=to_device(np.minimum(value_index, num_entries - 1)),
-        value_index=to_device(value_index),
-        prob_index=to_device(prob_index),
-        hidden={
-            window: torch.from_numpy(~queries.visible(tree_starts[ids], max_blocks * block_size, window)[:, None]).to(device)
-            for window in windows
-        },
+        block_ids=None if is_run else to_device(blocks.reshape(-1)),
+        first_block=int(blocks[0, 0]),
+        num_blocks=max_blocks,
+        hidden=_hidden(rows.take(padded_rows), tree_starts[ids], max_blocks * block_size, windows, device),
     )
+
+
+def _hidden(
+    rows: QueryRows, tree_starts: Int, num_slots: int, windows: Sequence[Window], device: torch.device
+) -> dict[Window, Tensor]:
+    return {
+        window: torch.from_numpy(~rows.visible(tree_starts, num_slots, window)[:, None]).to(device) for window in windows
+    }
 
 
 def tree_attention(q: Tensor, kv_layer: Tensor, plan: AttentionPlan, *, scale: float, window: Window) -> Tensor:
@@ -250,7 +253,7 @@ def tree_attention(q: Tensor, kv_layer: Tensor, plan: AttentionPlan, *, scale: f
 
     Args:
         q: [T, num_heads, head_dim].
-        kv_layer: [2, num_blocks, num_kv_heads, block_size, head_dim], keys and values; the tokens' own are written.
+        kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], keys and values; the tokens' own are written.
         plan: from `plan_attention`.
         scale: multiplies the scores.
         window: this layer's sliding window, one of those planned for.
@@ -259,62 +262,51 @@ def tree_attention(q: Tensor, kv_layer: Tensor, plan: AttentionPlan, *, scale: f
         [T, num_heads * head_dim], dtype of ``q``.
     """
     num_tokens, num_heads, head_dim = q.shape
-    if plan.short is not None and plan.short.token_rows is None:
-        return _short_attention(q, kv_layer, plan.short, scale, window)
+    if len(plan.groups) == 1 and plan.groups[0].token_rows is None:
+        return _group_attention(q, _gather(kv_layer, plan, 0), plan.groups[0], scale, window)
     output = q.new_empty(num_tokens, num_heads * head_dim)
-    if plan.short is not None:
-        assert plan.short.token_rows is not None
-        output[plan.short.token_rows] = _short_attention(q, kv_layer, plan.short, scale, window)
+    for i, group in enumerate(plan.groups):
+        output[group.token_rows] = _group_attention(q, _gather(kv_layer, plan, i), group, scale, window)
     for query in plan.long:
         output[query.rows] = _long_attention(q[query.rows], kv_layer, query, scale, window)
     return output
 
 
-def _short_attention(q: Tensor, kv_layer: Tensor, plan: ShortQueries, scale: float, window: Window) -> Tensor:
-    _, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv_layer.shape[2:4]
-    num_entries, num_requests, query_len = plan.num_entries, plan.num_requests, plan.query_len
-    num_rows = num_heads // num_kv_heads * query_len  # per KV head
-    if plan.query_rows is not None:
-        q = q.index_select(0, plan.query_rows)
-    q = (q * scale).view(num_requests, query_len, num_kv_heads, -1, head_dim)
-    q = q.permute(0, 2, 3, 1, 4).reshape(num_requests, -1)
-    if plan.block_ids is None:
-        k, v = kv_layer[:, plan.first_block : plan.first_block + num_entries].unbind()
-    else:
-        k, v = kv_layer[0].index_select(0, plan.block_ids), kv_layer[1].index_select(0, plan.block_ids)
+def _gather(kv_layer: Tensor, plan: AttentionPlan, i: int) -> Tensor:
+    """Keys and values of group ``i``: [2, K * S, N, D]."""
+    group = plan.groups[i]
+    _, num_kv_heads, _, block_size, head_dim = kv_layer.shape
+    shape = (2, num_kv_heads * group.num_requests, group.num_blocks * block_size, head_dim)
+    if group.block_ids is None:
+        return kv_layer[:, :, group.first_block : group.first_block + group.num_blocks].view(shape)
+    if i not in plan.scratch:
+        plan.scratch[i] = kv_layer.new_empty(2, num_kv_heads, len(group.block_ids), block_size, head_dim)
+    return torch.index_select(kv_layer, 2, group.block_ids, out=plan.scratch[i]).view(shape)
 
-    q = q.index_select(0, plan.owners).view(num_entries * num_kv_heads, num_rows, head_dim)
-    scores = torch.bmm(q, k.reshape(num_entries * num_kv_heads, block_size, head_dim).transpose(1, 2))
-    scores = scores.view(num_entries, -1).index_select(0, plan.score_index)
-    scores = scores.view(num_requests, -1, num_kv_heads * num_rows, block_size).transpose(1, 2)
-    scores = scores.reshape(num_requests, -1, query_len, plan.hidden[window].shape[-1])
-    probs = scores.masked_fill_(plan.hidden[window], float("-inf")).softmax(-1)
 
-    probs = probs.view(num_requests, num_kv_heads * num_rows, -1, block_size).transpose(1, 2)
-    probs = probs.reshape(len(plan.value_index), -1).index_select(0, plan.prob_index)
-    values = q.new_empty(num_entries + 1, num_kv_heads * num_rows * head_dim)
-    values[num_entries].zero_()
-    torch.bmm(
-        probs.view(num_entries * num_kv_heads, num_rows, block_size),
-        v.reshape(num_entries * num_kv_heads, block_size, head_dim),
-        out=values[:num_entries].view(num_entries * num_kv_heads, num_rows, head_dim),
-    )
-    output = values.index_select(0, plan.value_index).view(num_requests, -1, values.shape[1]).sum(1)
-    output = output.view(num_requests, num_heads, query_len, head_dim).transpose(1, 2)
-    output = output.reshape(num_requests * query_len, num_heads * head_dim)
-    return output if plan.output_rows is None else output.index_select(0, plan.output_rows)
+def _group_attention(q: Tensor, kv: Tensor, group: QueryGroup, scale: float, window: Window) -> Tensor:
+    num_heads, head_dim = q.shape[1:]
+    num_requests, query_len = group.num_requests, group.query_len
+    num_kv_heads = kv.shape[1] // num_requests
+    if group.query_rows is not None:
+        q = q.index_select(0, group.query_rows)
+    q = q.reshape(num_requests, query_len, num_kv_heads, -1, head_dim).permute(2, 0, 3, 1, 4)  # [K, S, G, M, D]
+    rows = torch.mul(q, scale, out=q.new_empty(q.shape)).view(kv.shape[1], -1, head_dim)
+    scores = torch.bmm(rows, kv[0].transpose(1, 2))
+    scores.view(num_kv_heads, num_requests, -1, query_len, kv.shape[2]).masked_fill_(group.hidden[window], float("-inf"))
+    output = torch.bmm(scores.softmax(-1), kv[1]).view(num_kv_heads, num_requests, -1, query_len, head_dim)
+    output = output.permute(1, 3, 0, 2, 4).reshape(num_requests * query_len, num_heads * head_dim)
+    return output if group.kept_rows is None else output.index_select(0, group.kept_rows)
 
 
 def _long_attention(q: Tensor, kv_layer: Tensor, query: LongQuery, scale: float, window: Window) -> Tensor:
-    num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
-    blocks = kv_layer.index_select(1, query.block_ids)
-    kv = blocks.transpose(1, 2).reshape(2, num_kv_heads, -1, head_dim)[:, :, : query.seq_len]
+    num_kv_heads, head_dim = kv_layer.shape[1], kv_layer.shape[4]
+    kv = kv_layer.index_select(2, query.block_ids).view(2, 1, num_kv_heads, -1, head_dim)[:, :, :, : query.seq_len]
     visible = query.visible[window]
     output = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
-        kv[0][None],
-        kv[1][None],
+        kv[0],
+        kv[1],
         attn_mask=visible,
         is_causal=visible is None,
         scale=scale,

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.kernels.torch_attention import AttentionPlan, plan_attention, plan_decode_passes
+from titan.kernels.torch_attention import AttentionPlan, QueryRows, plan_attention, plan_decode_passes
 from titan.tree import EMPTY_TREE, DraftTree
 
 
@@ -108,9 +108,7 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, windows: Sequen
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             block_table=table,
-            positions=positions,
-            visible_lens=visible_lens,
-            ancestor_bits=ancestor_bits,
+            rows=QueryRows(positions, visible_lens, ancestor_bits),
             tree_starts=tree_starts,
             block_size=block_size,
             windows=windows,

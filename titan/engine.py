@@ -74,7 +74,7 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one step; returns the requests whose output changed."""
         with torch.inference_mode():
-            plan = self.scheduler.schedule(self.drafter.max_draft_tokens)
+            plan = self.scheduler.schedule(min(self.drafter.max_draft_tokens, self.config.max_draft_tokens))
             trees = self.drafter.propose(plan)
             batch = self.build_batch(plan, trees)
             logits = self.runner.forward(batch)
@@ -199,9 +199,8 @@ class Engine:
         """
         if not self.config.use_speculative:
             raise ValueError("swap_draft() contradicts use_speculative=False: allowed with use_speculative=True only")
-        drafter = create_drafter(draft, self._draft_context())
+        self._use_drafter(create_drafter(draft, self._draft_context()))
         self.kv.new_draft_epoch(self.scheduler.running)
-        self._use_drafter(drafter)
 
     def metrics(self) -> EngineMetrics:
         """A snapshot of the engine's totals and state."""
@@ -228,11 +227,11 @@ class Engine:
         )
 
     def _use_drafter(self, drafter: Drafter) -> None:
-        self.drafter = drafter
         if drafter.kv is None:
             self.kv.detach("draft")
         else:
-            self.kv.attach("draft", drafter.kv)
+            self.kv.attach("draft", drafter.kv)  # refuses a drafter made for another engine; the present one then stays
+        self.drafter = drafter
 
     def _draft_context(self) -> DraftContext:
         return DraftContext(

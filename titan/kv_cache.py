@@ -48,7 +48,7 @@ class KVCache:
 
     @property
     def tensors(self) -> Mapping[Role, Tensor]:
-        """The attached caches, ``[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]`` each."""
+        """The attached caches, ``[num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]`` each."""
         return self._tensors
 
     def attach(self, role: Role, tensor: Tensor) -> None:
@@ -58,8 +58,8 @@ class KVCache:
             ValueError: the tensor's blocks are not this cache's.
         """
         shape = tuple(tensor.shape)
-        if len(shape) != 6 or (shape[1], shape[2], shape[4]) != (2, self.num_blocks, self.block_size):
-            wanted = f"[num_layers, 2, {self.num_blocks}, num_kv_heads, {self.block_size}, head_dim]"
+        if len(shape) != 6 or (shape[1], shape[3], shape[4]) != (2, self.num_blocks, self.block_size):
+            wanted = f"[num_layers, 2, num_kv_heads, {self.num_blocks}, {self.block_size}, head_dim]"
             raise ValueError(f"the {role}'s KV tensor has shape {list(shape)}: it must be {wanted}")
         self._tensors[role] = tensor
 
@@ -198,8 +198,8 @@ class KVCache:
 def allocate_kv(
     num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A cache of zeros, ``[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]``."""
-    return torch.zeros(num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
+    """A cache of zeros, ``[num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]``."""
+    return torch.zeros(num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim, dtype=dtype, device=device)
 
 
 def num_blocks_for(memory_bytes: int, bytes_per_block: int) -> int:

@@ -13,7 +13,7 @@ class ModelRunner:
 
     Args:
         model: the target.
-        kv: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
+        kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim].
     """
 
     def __init__(self, model: Decoder, kv: Tensor) -> None:

@@ -15,6 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+WORD = np.uint64(0xFFFFFFFF)
+WORD_BITS = np.uint64(32)
+
 TOP_P_CANDIDATES = 512
 """Most likely tokens tried first as the nucleus; rows whose nucleus is larger are sorted in full."""
 
@@ -49,23 +52,36 @@ def philox_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64], purp
         positions: [n], below 2**32.
         purpose: the stream.
     """
-    mask = np.uint64(0xFFFFFFFF)
-    shift = np.uint64(32)
     seeds = seeds.astype(np.uint64)
-    key0, key1 = seeds & mask, seeds >> shift
-    c0 = positions.astype(np.uint64) & mask
-    c1 = np.full_like(c0, int(purpose))
-    c2 = np.zeros_like(c0)
-    c3 = np.zeros_like(c0)
+    counters = np.zeros((4, len(seeds)), np.uint64)
+    counters[0] = positions.astype(np.uint64) & WORD
+    counters[1] = int(purpose)
+    words = philox(counters, np.stack((seeds & WORD, seeds >> WORD_BITS)))
+    # 52 bits and a half step: never 0 or 1
+    bits = (words[0] << np.uint64(20)) | (words[1] >> np.uint64(12))
+    return (bits.astype(np.float64) + 0.5) * 2.0**-52
+
+
+def philox(counters: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Philox 4x32-10: random words from counters, the same for the same counter and key.
+
+    Args:
+        counters: [4, n], below 2**32.
+        keys: [2, n], below 2**32.
+
+    Returns:
+        [4, n], below 2**32.
+    """
+    c0, c1, c2, c3 = counters
+    key0, key1 = keys
     for _ in range(10):
         product0 = c0 * np.uint64(0xD2511F53)
         product1 = c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (product1 >> shift) ^ c1 ^ key0, product1 & mask, (product0 >> shift) ^ c3 ^ key1, product0 & mask
-        key0 = (key0 + np.uint64(0x9E3779B9)) & mask
-        key1 = (key1 + np.uint64(0xBB67AE85)) & mask
-    # 52 bits and a half step: never 0 or 1
-    bits = (c0 << np.uint64(20)) | (c1 >> np.uint64(12))
-    return (bits.astype(np.float64) + 0.5) * 2.0**-52
+        c0, c1 = (product1 >> WORD_BITS) ^ c1 ^ key0, product1 & WORD
+        c2, c3 = (product0 >> WORD_BITS) ^ c3 ^ key1, product0 & WORD
+        key0 = (key0 + np.uint64(0x9E3779B9)) & WORD
+        key1 = (key1 + np.uint64(0xBB67AE85)) & WORD
+    return np.stack((c0, c1, c2, c3))
 
 
 def sample_rows(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -105,7 +121,9 @@ def target_probs(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -
     def column(values: NDArray[np.float32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values[index]).to(logits.device)[:, None]
 
-    scaled = logits.float() / column(rows.temperature)
+    # relative to the largest, so that no temperature, however small, leads to infinity minus infinity
+    scaled = logits.float()
+    scaled = (scaled - scaled.amax(-1, keepdim=True)) / column(rows.temperature)
     top_k, top_p, min_p = rows.top_k[index], rows.top_p[index], rows.min_p[index]
     vocab_size = logits.shape[-1]
     limits = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)

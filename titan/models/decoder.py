@@ -54,51 +54,66 @@ class Decoder(nn.Module):
         # The table is computed in float32 and rounded once, as transformers rounds its cosines and sines.
         self._rope_table = rope_table(config.rope, self.max_positions).to(device, dtype)
         self._layer_weights: tuple[LayerWeights, ...] = ()
-        self._head: Tensor = self.embedding
+        self._head = torch.empty(0, dtype=dtype, device=device)
 
-    @torch.no_grad()
     def prepare(self, *, pack: bool = True) -> None:
         """Make the weights ready to run; call once, after loading.
 
         Args:
-            pack: replace the weights of linear layers by packed ones where `can_pack`. Each plain weight is freed before
-                the next is packed. A tied embedding stays, and is packed as well if it is small.
+            pack: pack those weights of linear layers that are not packed yet, where `can_pack`. A tied embedding stays plain
+                for its look-ups, and the head is a packed copy of it if that is small.
         """
         layer_weights = []
         for parameters in self.layers:
             assert isinstance(parameters, nn.ParameterDict)
-            for name, weight in parameters.items():
-                if pack and name.endswith("_weight") and can_pack(weight):
-                    parameters[name] = nn.Parameter(pack_weight(weight), requires_grad=False)
+            for name in parameters if pack else ():
+                _pack_parameter(parameters, name)
             layer_weights.append(LayerWeights(**parameters))
         self._layer_weights = tuple(layer_weights)
-        head = self.embedding if self.lm_head is None else self.lm_head
-        is_small = head.nbytes <= MAX_HEAD_COPY_BYTES
-        if pack and can_pack(head) and (self.lm_head is not None or is_small):
-            head = nn.Parameter(pack_weight(head), requires_grad=False)
-            if self.lm_head is not None:
-                self.lm_head = head
-        self._head = head
+        if self.lm_head is not None:
+            if pack:
+                _pack_parameter(self, "lm_head")
+            self._head = self.lm_head.detach()
+        else:
+            embedding = self.embedding.detach()
+            is_small = embedding.nbytes <= MAX_HEAD_COPY_BYTES
+            self._head = pack_weight(embedding) if pack and is_small and can_pack(embedding) else embedding
 
     def forward(self, batch: RaggedBatch, kv: Tensor) -> Tensor:
         """Run the query tokens of a batch, and write their KV.
 
         Args:
             batch: T query tokens, of which L need logits; planned for ``config.windows``.
-            kv: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim], updated in place.
+            kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim], updated in place.
 
         Returns:
             Logits of ``batch.logits_rows``: [L, vocab_size], dtype of the model.
+
+        Raises:
+            RuntimeError: `prepare` was not called.
         """
+        if not self._layer_weights:
+            raise RuntimeError("the decoder is not ready: call prepare() after its weights are loaded")
         x = F.embedding(batch.token_ids, self.embedding)
-        rope = self._rope_table.index_select(0, batch.positions).transpose(0, 1).unsqueeze(2)
+        cos, sin = self._rope_table.index_select(0, batch.positions).unsqueeze(2).unbind(1)
         is_partial = len(batch.logits_rows) < len(x)
         last = self.config.num_layers - 1
         for layer, weights in enumerate(self._layer_weights):
-            attended = attention(x, weights, self.config, layer, rope, batch, kv[layer])
+            attended = attention(x, weights, self.config, layer, (cos, sin), batch, kv[layer])
             if layer == last and is_partial:  # the other rows have written their KV, nobody reads on
                 x, attended = x.index_select(0, batch.logits_rows), attended.index_select(0, batch.logits_rows)
             x = x.add_(linear(attended, weights.output_weight, weights.output_bias))
             x = x.add_(mlp(x, weights, self.config))
         x = F.rms_norm(x, (self.config.hidden_size,), self.final_norm, self.config.rms_norm_eps)
         return linear(x, self._head, None)
+
+
+def is_linear_weight(parameter: str) -> bool:
+    """Whether a parameter of the decoder or of a layer goes through `linear` alone, so that it may be packed."""
+    return parameter.endswith("_weight") or parameter == "lm_head"
+
+
+def _pack_parameter(owner: nn.Module, parameter: str) -> None:
+    weight = owner.get_parameter(parameter)
+    if is_linear_weight(parameter) and not weight.is_mkldnn and can_pack(weight):
+        setattr(owner, parameter, nn.Parameter(pack_weight(weight), requires_grad=False))

@@ -62,7 +62,13 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def attention(
-    x: Tensor, weights: LayerWeights, config: ModelConfig, layer: int, rope: Tensor, batch: RaggedBatch, kv_layer: Tensor
+    x: Tensor,
+    weights: LayerWeights,
+    config: ModelConfig,
+    layer: int,
+    rope: tuple[Tensor, Tensor],
+    batch: RaggedBatch,
+    kv_layer: Tensor,
 ) -> Tensor:
     """Write the tokens' keys and values and attend, up to but without the output projection.
 
@@ -71,9 +77,9 @@ def attention(
         weights: of the layer.
         config: of the model.
         layer: index of the layer.
-        rope: cosines and signed sines of the tokens' positions, [2, T, 1, D], dtype of ``x``.
+        rope: cosines and signed sines of the tokens' positions, [T, 1, D] each, dtype of ``x``.
         batch: the ragged batch.
-        kv_layer: [2, num_blocks, K, block_size, D].
+        kv_layer: [2, K, num_blocks, block_size, D].
 
     Returns:
         [T, H * D].
@@ -85,9 +91,10 @@ def attention(
     qk = heads[:, :num_qk_heads]
     if weights.qk_norm is not None:
         qk = F.rms_norm(qk, (head_dim,), None, eps).mul_(weights.qk_norm)
-    qk = torch.addcmul(qk * rope[0], qk.roll(head_dim // 2, -1), rope[1])
-    write_kv(kv_layer, qk[:, num_heads:], heads[:, num_qk_heads:], batch.slot_mapping)
-    return tree_attention(qk[:, :num_heads], kv_layer, batch.attention, scale=head_dim**-0.5, window=config.layer_windows[layer])
+    cos, sin = rope
+    torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin, out=heads[:, :num_qk_heads])
+    write_kv(kv_layer, heads[:, num_heads:].view(len(x), 2, -1, head_dim), batch.slot_mapping)
+    return tree_attention(heads[:, :num_heads], kv_layer, batch.attention, scale=head_dim**-0.5, window=config.layer_windows[layer])
 
 
 def mlp(x: Tensor, weights: LayerWeights, config: ModelConfig) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from titan.kernels.linear import can_pack, pack_weight
 from titan.models.config import ModelConfig, as_token_ids
-from titan.models.decoder import Decoder
+from titan.models.decoder import Decoder, is_linear_weight
 from titan.models.registry import check_supported
 
 if TYPE_CHECKING:
@@ -101,14 +102,16 @@ def load_model(
     Raises:
         ValueError: no such model, one that is not supported, or weights that do not fit its config.
     """
-    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+    from accelerate import init_empty_weights
 
     folder = _locate(path_or_id, WEIGHT_FILES)
     config = _read_config(folder, path_or_id)
     run_dtype = resolve_dtype(dtype, config.dtype, device)
     with init_empty_weights(include_buffers=False):
         model = Decoder(config, dtype=run_dtype, device=device, max_positions=max_positions)
-    _load_weights(model, _find_tensors(folder, path_or_id), path_or_id)
+    destinations, tensors = _destinations(model), _find_tensors(folder, path_or_id)
+    _check_weights(destinations, tensors, config, path_or_id)
+    _load_weights(model, destinations, tensors, pack)
     model.prepare(pack=pack)
     return model
 
@@ -116,9 +119,9 @@ def load_model(
 def _locate(path_or_id: str, patterns: list[str]) -> Path:
     """Return the folder of a model, downloading the files that match ``patterns`` if it is a hub id."""
     folder = Path(path_or_id).expanduser()
-    if folder.is_dir():
+    if path_or_id and folder.is_dir():
         return folder
-    if path_or_id.startswith((".", "/", "~")) or not 0 <= path_or_id.count("/") <= 1 or not path_or_id:
+    if not path_or_id or path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") > 1:
         raise ValueError(f"model {path_or_id!r} does not exist: it must be {DEMO!r}, a folder or a Hugging Face hub id")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -252,20 +255,17 @@ def _destinations(model: Decoder) -> dict[str, _Destination]:
     return destinations
 
 
-def _load_weights(model: Decoder, tensors: dict[str, _StoredTensor], name: str) -> None:
-    """Fill the parameters of an empty-initialised decoder.
-
-    Raises:
-        ValueError: missing, unexpected or wrongly shaped tensors; nothing was read then.
-    """
-    destinations = _destinations(model)
-    is_tied = model.config.tie_word_embeddings
+def _check_weights(
+    destinations: dict[str, _Destination], tensors: dict[str, _StoredTensor], config: ModelConfig, name: str
+) -> None:
+    """Raise a `ValueError` for missing, unexpected or wrongly shaped tensors."""
+    is_tied = config.tie_word_embeddings
     ignored = {key for key in tensors if key.endswith("rotary_emb.inv_freq") or (is_tied and key == "lm_head.weight")}
     missing = sorted(destinations.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - destinations.keys() - ignored)
     if missing or unexpected:
         raise ValueError(
-            f"model {name!r} has weights that do not fit {model.config.architecture}: "
+            f"model {name!r} has weights that do not fit {config.architecture}: "
             f"missing {_some(missing)}; unexpected {_some(unexpected)}"
         )
     for key, destination in destinations.items():
@@ -274,14 +274,28 @@ def _load_weights(model: Decoder, tensors: dict[str, _StoredTensor], name: str) 
                 f"model {name!r} has weight {key!r} of shape {list(tensors[key].shape)}: "
                 f"its config asks for {list(destination.shape)}"
             )
-    # File after file, so that a shard on a slow disk is read once.
-    for key, destination in sorted(destinations.items(), key=lambda item: (tensors[item[0]].file, item[0])):
-        target = _materialised(destination.owner, destination.parameter, model.device)[destination.rows]
-        if target.dim() > len(destination.shape):
-            target.copy_(_read_rows(tensors[key], key, slice(None)))
-            continue
-        for rows in _chunks(tensors[key]):
-            target[rows].copy_(_read_rows(tensors[key], key, rows))
+
+
+def _load_weights(model: Decoder, destinations: dict[str, _Destination], tensors: dict[str, _StoredTensor], pack: bool) -> None:
+    """Fill the parameters of an empty-initialised decoder one by one, packing those that can be on the way."""
+    parts: dict[tuple[nn.Module, str], list[str]] = {}
+    for key, destination in destinations.items():
+        parts.setdefault((destination.owner, destination.parameter), []).append(key)
+
+    def empty(num_elements: int) -> Tensor:
+        return torch.empty(num_elements, dtype=model.dtype, device=model.device)
+
+    packed = {part for part in parts if pack and is_linear_weight(part[1]) and can_pack(empty(0))}
+    # Plain weights that are to be packed share one buffer: freed one by one, they would leave holes in the heap that the
+    # packed ones do not fit, which adds up to a third of the model.
+    buffer = empty(max((owner.get_parameter(parameter).numel() for owner, parameter in packed), default=0))
+    for (owner, parameter), keys in parts.items():
+        shape = owner.get_parameter(parameter).shape
+        is_packed = (owner, parameter) in packed
+        value = (buffer[: shape.numel()] if is_packed else empty(shape.numel())).view(shape)
+        for key in keys:
+            _copy_tensor(value[destinations[key].rows], tensors[key], key)
+        setattr(owner, parameter, nn.Parameter(pack_weight(value) if is_packed else value, requires_grad=False))
 
 
 def _some(names: list[str], limit: int = 5) -> str:
@@ -289,22 +303,14 @@ def _some(names: list[str], limit: int = 5) -> str:
     return f"{listed} and {len(names) - limit} more" if len(names) > limit else listed
 
 
-def _materialised(owner: nn.Module, parameter: str, device: torch.device) -> Tensor:
-    """Give a parameter memory, unless it has it."""
-    value = owner.get_parameter(parameter)
-    if value.is_meta:
-        value = nn.Parameter(torch.empty_like(value, device=device), requires_grad=False)
-        setattr(owner, parameter, value)
-    return value
-
-
-def _chunks(tensor: _StoredTensor) -> Iterator[slice]:
-    """Ranges of rows of about `CHUNK_BYTES` in float32."""
-    num_rows = tensor.shape[0]
-    row_bytes = 4 * max(1, torch.Size(tensor.shape[1:]).numel())
-    step = max(1, CHUNK_BYTES // row_bytes)
-    for first in range(0, num_rows, step):
-        yield slice(first, min(first + step, num_rows))
+def _copy_tensor(target: Tensor, tensor: _StoredTensor, key: str) -> None:
+    """Copy a stored tensor piece by piece; one that lacks the first dimension of the target is repeated along it."""
+    if target.dim() > len(tensor.shape):
+        target.copy_(_read_rows(tensor, key, slice(None)))
+        return
+    step = max(1, CHUNK_BYTES // max(1, target[:1].nbytes))
+    for first in range(0, len(target), step):
+        target[first : first + step].copy_(_read_rows(tensor, key, slice(first, first + step)))
 
 
 def _read_rows(tensor: _StoredTensor, key: str, rows: slice) -> Tensor:

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig
+
+from titan.bench.make_pair import LATE_LAYER_SCALE, greedy_agreement, make_pair, pair_config, save_pair
+from titan.models.loader import load_model
+
+
+def small_config(num_layers: int = 4) -> LlamaConfig:
+    return pair_config(vocab_size=131, hidden_size=32, intermediate_size=64, num_layers=num_layers, num_heads=2)
+
+
+def test_draft_is_the_first_two_layers() -> None:
+    target, draft = make_pair(small_config())
+    weights = target.state_dict()
+    assert draft.config.num_hidden_layers == 2 and target.config.num_hidden_layers == 4
+    assert all(torch.equal(weight, weights[name]) for name, weight in draft.state_dict().items())
+    assert {"lm_head.weight", "model.norm.weight", "model.embed_tokens.weight"} <= draft.state_dict().keys()
+
+
+def test_late_layers_are_scaled_down() -> None:
+    weights = make_pair(small_config(), weight_scale=1.0).target.state_dict()
+    for name, size in [("self_attn.o_proj", 32), ("mlp.down_proj", 64)]:
+        early, late = (weights[f"model.layers.{layer}.{name}.weight"].float().std() * size**0.5 for layer in (1, 2))
+        assert abs(early - 1.0) < 0.15
+        assert abs(late - LATE_LAYER_SCALE) < 0.15 * LATE_LAYER_SCALE
+
+
+def test_agreement_is_total_without_late_layers_and_partial_with_them() -> None:
+    sizes = {"num_prompts": 4, "prompt_len": 8, "output_len": 16}
+    assert greedy_agreement(make_pair(small_config(num_layers=2)), **sizes) == 1.0
+    assert 0.2 < greedy_agreement(make_pair(small_config(num_layers=16)), **sizes) < 1.0
+
+
+def test_same_seed_makes_the_same_pair_and_titan_loads_it(tmp_path: Path) -> None:
+    save_pair(make_pair(small_config(), seed=3), tmp_path)
+    again = make_pair(small_config(), seed=3).target
+    for role in ("target", "draft"):
+        assert sorted(path.suffix for path in (tmp_path / role).iterdir()) == [".json", ".json", ".safetensors"]
+        model = load_model(str(tmp_path / role), dtype="auto", device=torch.device("cpu"), pack=False)
+        assert model.dtype == torch.bfloat16
+        assert torch.equal(model.embedding, again.model.embed_tokens.weight)

@@ -1,0 +1,185 @@
+"""Coverage is what it claims: the KV behind the counters is that of a fresh pass over the same tokens.
+
+`num_computed_tokens` speaks for the target's cache, `num_drafted_context` for the draft's; transformers makes the fresh pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from stepping import AMPLE, SCARCE, greedy, kv_of, make_engine, reference_kv, submit
+from zoo import VOCAB_SIZE, Zoo, random_prompts
+
+from titan.draft.registry import DraftSpec
+from titan.draft.replay import ReplayDrafter
+from titan.engine import Engine
+from titan.kv_cache import Role
+from titan.request import Request
+from titan.sampling_params import SamplingParams
+
+PROMPTS = random_prompts(14, seed=1, max_len=45)
+
+
+class Auditor:
+    """Holds the KV of an engine's running requests against transformers' after every step."""
+
+    def __init__(self, zoo: Zoo, engine: Engine, target: str) -> None:
+        self.zoo = zoo
+        self.engine = engine
+        self.target = target
+        self.num_checked = {"target": 0, "draft": 0}
+        self._references: dict[tuple[str, str], tuple[list[int], torch.Tensor]] = {}
+
+    def check(self, draft: str | None) -> None:
+        for request in self.engine.scheduler.running:
+            assert request.num_drafted_context <= request.num_computed_tokens < request.num_tokens
+            self._check(request, "target", self.target, request.num_computed_tokens)
+            if draft is None:
+                assert "draft" not in self.engine.kv.tensors and request.num_drafted_context == 0
+            else:
+                self._check(request, "draft", draft, request.num_drafted_context)
+
+    def _check(self, request: Request, role: Role, model: str, length: int) -> None:
+        if length == 0:
+            return
+        expected = self._reference(request, model)[:, :, :, :length]
+        error = (kv_of(self.engine, role, request, length) - expected).abs().amax((0, 1, 2, 4))
+        wrong = (error > 2e-3).nonzero()[:, 0].tolist()
+        assert not wrong, f"{role}'s KV of request {request.request_id} is wrong at {wrong} of {length} tokens"
+        self.num_checked[role] += length
+
+    def _reference(self, request: Request, model: str) -> torch.Tensor:
+        token_ids, kv = self._references.get((request.request_id, model), ([], torch.empty(0)))
+        if token_ids != request.token_ids:
+            token_ids, kv = list(request.token_ids), reference_kv(self.zoo.model(model), request.token_ids)
+            self._references[request.request_id, model] = token_ids, kv
+        return kv
+
+
+def mixed_params(i: int) -> SamplingParams:
+    """Requests that draft, draft less, draft nothing, or must not draft; one in three samples."""
+    options: dict[str, Any] = [{}, {}, {"max_draft_tokens": 2}, {"max_draft_tokens": 0}, {"use_speculative": False}, {}][i % 6]
+    temperature = 0.7 if i % 3 == 1 else 0.0
+    return SamplingParams(temperature=temperature, seed=i, max_tokens=5 + 3 * i % 20, ignore_eos=True, **options)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("target", ["llama", "qwen3"])
+def test_coverage_through_drafting_pauses_prefix_hits_and_preemption(zoo: Zoo, target: str, caching: bool) -> None:
+    draft = f"{target}~"
+    engine = make_engine(zoo.path(target), zoo.path(draft), enable_prefix_caching=caching, **SCARCE)
+    auditor = Auditor(zoo, engine, target)
+    requests = submit(engine, PROMPTS, map(mixed_params, range(len(PROMPTS))))
+    while engine.scheduler.has_unfinished:
+        engine.step()
+        auditor.check(draft)
+    assert engine.counters.num_preemptions > 0
+    assert (engine.counters.num_cached_tokens > 0) == caching
+    assert auditor.num_checked["draft"] > auditor.num_checked["target"] / 4
+    assert sum(request.metrics.num_accepted_tokens for request in requests) > 10
+
+
+def test_coverage_through_swaps_in_flight(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **SCARCE)
+    auditor = Auditor(zoo, engine, "llama")
+    submit(engine, PROMPTS, map(mixed_params, range(len(PROMPTS))))
+    first = engine.drafter
+    swaps: dict[int, tuple[DraftSpec, str | None]] = {
+        4: ("ngram", None), 7: (zoo.path("other"), "other"), 12: (zoo.path("llama"), "llama"), 17: (None, None),
+        20: (first, "llama~"), 26: (zoo.path("useless"), "useless"), 33: (first, "llama~"),
+    }  # fmt: skip
+    draft: str | None = "llama~"
+    step = 0
+    while engine.scheduler.has_unfinished:
+        if step in swaps:
+            spec, draft = swaps.pop(step)
+            engine.swap_draft(spec)
+            assert all(request.num_drafted_context == 0 for request in engine.scheduler.running)
+        engine.step()
+        auditor.check(draft)
+        step += 1
+    assert not swaps
+    assert engine.counters.num_preemptions > 0 and engine.counters.num_cached_tokens > 0
+
+
+def test_a_steady_request_lacks_one_or_two_tokens_and_a_paused_one_catches_up_at_once(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE)
+    [request] = submit(engine, PROMPTS[1:2], [greedy(60, ignore_eos=True)])
+    engine.step()
+    for _ in range(5):
+        assert 1 <= request.num_tokens - request.num_drafted_context <= 2
+        engine.step()
+    paused_at = request.num_drafted_context
+    request.params = greedy(60, ignore_eos=True, use_speculative=False)
+    for _ in range(5):
+        engine.step()
+    assert request.num_drafted_context == paused_at, "nothing is fed while the request does not draft"
+    assert engine.metrics().draft_coverage == paused_at / request.num_computed_tokens < 1
+    request.params = greedy(60, ignore_eos=True)
+    engine.step()
+    assert 1 <= request.num_tokens - request.num_drafted_context <= 2
+    auditor = Auditor(zoo, engine, "llama")
+    auditor.check("llama~")
+    assert auditor.num_checked["draft"] == request.num_drafted_context > paused_at
+
+
+def test_a_prefix_hit_that_the_present_draft_has_not_seen_is_a_hit_of_the_target_only(zoo: Zoo) -> None:
+    prompt = random_prompts(2, seed=3, max_len=40)[1]
+    engine = make_engine(zoo.path("llama"), zoo.path("llama"), **(AMPLE | {"block_size": 8}))
+    auditor = Auditor(zoo, engine, "llama")
+
+    def admit(max_tokens: int = 20, **options: Any) -> tuple[int, int, int]:
+        """Cached tokens of a new request with this prompt; those its draft lacked after the step that admitted it; accepted - proposed."""
+        [request] = submit(engine, [prompt], [greedy(max_tokens, ignore_eos=True, **options)])
+        plan = engine.scheduler.schedule(0)
+        drafted = request.num_drafted_context
+        engine.scheduler._preempt(request)  # back to the queue, as if it had not been looked at
+        assert plan.requests == [request]
+        while engine.scheduler.has_unfinished:
+            engine.step()
+            auditor.check("llama")
+        metrics = request.metrics
+        return metrics.num_cached_tokens, drafted, metrics.num_draft_tokens - metrics.num_accepted_tokens
+
+    assert admit() == (0, 0, 0)
+    assert admit() == (32, 32, 0)
+    engine.swap_draft(zoo.path("useless"))
+    engine.swap_draft(zoo.path("llama"))
+    assert admit() == (32, 0, 0), "known to the target alone; yet the draft, once it has caught up, is never wrong"
+    assert admit() == (32, 32, 0)
+    engine.swap_draft(zoo.path("llama"))
+    assert admit(use_speculative=False) == (32, 0, 0)
+    assert admit() == (32, 0, 0), "the request before did not draft"
+
+
+def test_a_long_context_is_caught_up_over_several_steps_within_the_token_budget(zoo: Zoo) -> None:
+    """A swap leaves every request's whole context to be fed; the draft's pass stays within max_num_batched_tokens."""
+    engine = make_engine(zoo.path("llama"), "ngram", **(AMPLE | {"max_num_batched_tokens": 32}))
+    prompts = random_prompts(9, seed=4, max_len=60)[1::4]
+    requests = submit(engine, prompts, [greedy(60, ignore_eos=True)] * len(prompts))
+    while not all(request.num_output_tokens > 3 for request in requests):
+        engine.step()
+    engine.swap_draft(zoo.path("llama"))
+    auditor = Auditor(zoo, engine, "llama")
+    fed = []
+    for _ in range(8):
+        before = sum(request.num_drafted_context for request in requests)
+        engine.step()
+        auditor.check("llama")
+        fed.append(sum(request.num_drafted_context for request in requests) - before)
+    assert max(fed) <= 32 + 6 * len(requests)
+    assert all(1 <= request.num_tokens - request.num_drafted_context <= 2 for request in requests if not request.is_finished)
+
+
+def test_drafters_without_kv_leave_the_coverage_alone(zoo: Zoo) -> None:
+    recordings = {tuple(prompt): zoo.greedy("llama", prompt, 20, ignore_eos=True) for prompt in PROMPTS[:3]}
+    drafter = ReplayDrafter(recordings, acceptance=1.0, vocab_size=VOCAB_SIZE, max_draft_tokens=4)
+    engine = make_engine(zoo.path("llama"), drafter, **AMPLE)
+    auditor = Auditor(zoo, engine, "llama")
+    submit(engine, PROMPTS[:3], [greedy(20, ignore_eos=True)] * 3)
+    while engine.scheduler.has_unfinished:
+        engine.step()
+        auditor.check(None)
+    assert engine.metrics().acceptance_rate == 1.0

@@ -1,0 +1,239 @@
+"""The attention kernel against its slow twin in float64, on ragged mixes of everything a step can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from titan.batch import Segment, build_batch, build_chain_batches
+from titan.kernels.reference import reference_tree_attention
+from titan.kernels.torch_attention import tree_attention
+from titan.tree import DraftTree
+
+CPU = torch.device("cpu")
+HEAD_DIM = 16
+SCALE = 0.3
+KINDS = ("decode", "chain", "tree", "late_nodes", "chunk", "prompt", "long_chunk", "long_prompt")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+@dataclass
+class Case:
+    """Segments, the layout of their blocks, and per query token the slots it must see."""
+
+    segments: list[Segment]
+    num_blocks: int
+    block_size: int
+    visible_slots: list[list[int]]
+
+    @property
+    def block_table(self) -> list[list[int]]:
+        return [segment.block_ids for segment in self.segments]
+
+    @property
+    def query_start_loc(self) -> list[int]:
+        lengths = [len(segment.token_ids) + segment.tree.num_nodes - segment.first_node for segment in self.segments]
+        return [0, *np.cumsum(lengths).tolist()]
+
+
+def random_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
+    """At most 5 deep, the shortest window: among themselves the nodes of a tree are seen by ancestry alone."""
+    parents: list[int] = []
+    depths: list[int] = []
+    for node in range(num_nodes):
+        parent = int(rng.integers(-1, node))
+        parent = -1 if parent >= 0 and depths[parent] == 5 else parent
+        parents.append(parent)
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return DraftTree(np.zeros(num_nodes, np.int64), np.array(parents, np.int32))
+
+
+def random_segment(rng: np.random.Generator, kind: str) -> Segment:
+    """A segment whose ``block_ids`` are still to be given."""
+    context = int(rng.integers(0, 70))
+    tree, first_node, num_tokens = DraftTree.chain([]), 0, 1
+    match kind:
+        case "chain":
+            tree, num_tokens = DraftTree.chain([0] * int(rng.integers(1, 7))), int(rng.integers(1, 3))
+        case "tree":
+            tree, num_tokens = random_tree(rng, int(rng.integers(2, 64))), int(rng.integers(1, 4))
+        case "late_nodes":
+            tree, num_tokens = random_tree(rng, int(rng.integers(4, 20))), 0
+            first_node = int(rng.integers(1, tree.num_nodes))
+            context += 1  # the root is there already
+        case "chunk":
+            num_tokens = int(rng.integers(2, 20))
+        case "prompt":
+            context, num_tokens = 0, int(rng.integers(1, 60))
+        case "long_chunk":
+            num_tokens = int(rng.integers(65, 90))
+        case "long_prompt":
+            context, num_tokens = 0, int(rng.integers(65, 90))
+    root = context + num_tokens - 1
+    return Segment([], context, [0] * num_tokens, tree, first_node, root)
+
+
+def must_see(segment: Segment, window: int | None) -> list[list[int]]:
+    """Per query token of the segment, the slots it must see: said without bits, lengths or masks."""
+
+    def in_window(position: int, slots: range) -> list[int]:
+        return [slot for slot in slots if window is None or position - slot < window]
+
+    positions = range(segment.start, segment.start + len(segment.token_ids))
+    rows = [in_window(position, range(position + 1)) for position in positions]
+    root = segment.root_position
+    for node in range(segment.first_node, segment.tree.num_nodes):
+        path, ancestor = [], node  # upwards
+        while ancestor >= 0:
+            path.append(ancestor)
+            ancestor = int(segment.tree.parents[ancestor])
+        rows.append(in_window(root + len(path), range(root + 1)))
+        rows[-1] += [root + 1 + ancestor for distance, ancestor in enumerate(path) if window is None or distance < window]
+    return rows
+
+
+def random_case(seed: int, kinds: list[str], layout: str, block_size: int, window: int | None) -> Case:
+    rng = np.random.default_rng(seed)
+    segments = [random_segment(rng, kind) for kind in kinds]
+    sizes = [-(-(max(s.start + len(s.token_ids), s.root_position + 1 + s.tree.num_nodes)) // block_size) for s in segments]
+    num_blocks = sum(sizes) + (7 if layout == "scattered" else 0)
+    order = rng.permutation(num_blocks) if layout == "scattered" else np.arange(num_blocks)
+    starts = np.cumsum([0, *sizes])
+    placed = []
+    for i, segment in enumerate(segments):
+        block_ids = order[starts[i] : starts[i + 1]].tolist()
+        if layout == "shared" and placed:  # a common prefix: the full blocks that neither of the two writes
+            num_shared = min(segment.start, placed[0].start) // block_size
+            block_ids[:num_shared] = placed[0].block_ids[:num_shared]
+        placed.append(replace(segment, block_ids=block_ids))
+    return Case(placed, num_blocks, block_size, [row for segment in placed for row in must_see(segment, window)])
+
+
+def random_kv(rng: torch.Generator, case: Case, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """NaN in blocks that nobody owns, and large values in slots that are owned, but that nobody may see."""
+    kv = torch.randn(2, num_kv_heads, case.num_blocks, case.block_size, HEAD_DIM, generator=rng).to(dtype)
+    seen = torch.zeros(case.num_blocks, case.block_size, dtype=torch.bool)
+    owners = np.repeat(np.arange(len(case.segments)), np.diff(case.query_start_loc))
+    for owner, slots in zip(owners, case.visible_slots, strict=True):
+        for slot in slots:
+            seen[case.block_table[owner][slot // case.block_size], slot % case.block_size] = True
+    kv[:, :, ~seen] = 300.0
+    free = sorted(set(range(case.num_blocks)) - {block for table in case.block_table for block in table})
+    kv[:, :, free] = torch.nan
+    return kv
+
+
+def check(case: Case, num_heads: int, num_kv_heads: int, window: int | None, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    kv = random_kv(generator, case, num_kv_heads, dtype)
+    q = torch.randn(case.query_start_loc[-1], num_heads, HEAD_DIM, generator=generator).to(dtype)
+    windows = (None, window) if window is not None else (None,)
+    plan = build_batch(case.segments, block_size=case.block_size, windows=windows, device=CPU).attention
+    output = tree_attention(q, kv, plan, scale=SCALE, window=window)
+    expected = reference_tree_attention(
+        q, kv, query_start_loc=case.query_start_loc, block_table=case.block_table, visible_slots=case.visible_slots, scale=SCALE
+    )
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=5),
+    layout=st.sampled_from(("dense", "scattered", "shared")),
+    heads=st.sampled_from(((4, 4), (4, 2), (4, 1), (1, 1))),
+    block_size=st.sampled_from((8, 16)),
+    window=st.sampled_from((None, None, 5, 24)),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+)
+def test_any_mix_of_queries(
+    seed: int, kinds: list[str], layout: str, heads: tuple[int, int], block_size: int, window: int | None, dtype: torch.dtype
+) -> None:
+    check(random_case(seed, kinds, layout, block_size, window), *heads, window, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_query_alone(kind: str, window: int | None, dtype: torch.dtype) -> None:
+    check(random_case(3, [kind], "scattered", 16, window), 4, 2, window, dtype)
+
+
+@pytest.mark.parametrize("layout", ["dense", "scattered", "shared"])
+def test_many_decodes_of_very_different_length(layout: str) -> None:
+    check(random_case(4, ["decode"] * 12 + ["chain"] * 6, layout, 8, None), 4, 2, None, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["decode", "chain"])
+def test_queries_of_equal_length_need_no_padding(kind: str) -> None:
+    case = random_case(0, [kind], "dense", 16, None)
+    segments = [case.segments[0], *(shifted(case.segments[0], i * 9) for i in range(1, 4))]
+    rows = [row for segment in segments for row in must_see(segment, None)]
+    check(Case(segments, 40, 16, rows), 4, 2, None, torch.float32)
+
+
+def shifted(segment: Segment, offset: int) -> Segment:
+    return replace(segment, block_ids=[block + offset for block in segment.block_ids])
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32),
+    num_requests=st.integers(1, 6),
+    depths=st.sampled_from(((1, 1), (1, 5), (3, 6))),
+    heads=st.sampled_from(((4, 4), (4, 2), (4, 1))),
+    window=st.sampled_from((None, 5, 24)),
+    block_size=st.sampled_from((8, 16)),
+)
+def test_passes_of_a_chain_see_what_was_written_before_and_nothing_later(
+    seed: int, num_requests: int, depths: tuple[int, int], heads: tuple[int, int], window: int | None, block_size: int
+) -> None:
+    """`build_chain_batches`, which plans several passes at once: every pass is a decode at its own position."""
+    rng = np.random.default_rng(seed)
+    roots = rng.integers(0, 70, num_requests)
+    sizes = (roots + depths[1]) // block_size + 1
+    order = rng.permutation(int(sizes.sum()) + 3)
+    tables = [table.tolist() for table in np.split(order[: sizes.sum()], np.cumsum(sizes)[:-1])]
+    windows = (None,) if window is None else (window, None)
+    batches = build_chain_batches(
+        tables, roots, first_depth=depths[0], last_depth=depths[1], block_size=block_size, windows=windows, device=CPU
+    )
+    assert len(batches) == depths[1] - depths[0] + 1
+    for depth, batch in enumerate(batches, start=depths[0]):
+        segments = [Segment(table, int(root) + depth, [0]) for table, root in zip(tables, roots, strict=True)]
+        case = Case(segments, len(order), block_size, [row for s in segments for row in must_see(s, window)])
+        assert batch.positions.tolist() == (roots + depth).tolist()
+        slots = [t[p // block_size] * block_size + p % block_size for t, p in zip(tables, (roots + depth).tolist(), strict=True)]
+        assert batch.slot_mapping.tolist() == slots
+        generator = torch.Generator().manual_seed(depth)
+        kv = random_kv(generator, case, heads[1], torch.float32)
+        q = torch.randn(num_requests, heads[0], HEAD_DIM, generator=generator)
+        output = tree_attention(q, kv, batch.attention, scale=SCALE, window=window)
+        expected = reference_tree_attention(
+            q, kv, query_start_loc=case.query_start_loc, block_table=tables, visible_slots=case.visible_slots, scale=SCALE
+        )
+        torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_request_whose_own_kv_is_nan_does_not_touch_its_neighbours() -> None:
+    case = random_case(5, ["decode", "tree", "long_chunk", "decode", "chunk"], "dense", 8, None)
+    generator = torch.Generator().manual_seed(0)
+    kv = random_kv(generator, case, 2, torch.float32)
+    q = torch.randn(case.query_start_loc[-1], 4, HEAD_DIM, generator=generator)
+    plan = build_batch(case.segments, block_size=8, windows=(None,), device=CPU).attention
+    clean = tree_attention(q, kv, plan, scale=SCALE, window=None)
+    for broken in range(len(case.segments)):
+        broken_kv = kv.clone()
+        broken_kv[:, :, case.block_table[broken]] = torch.nan
+        output = tree_attention(q, broken_kv, plan, scale=SCALE, window=None)
+        rows = torch.zeros(len(q), dtype=torch.bool)
+        rows[case.query_start_loc[broken] : case.query_start_loc[broken + 1]] = True
+        assert output[rows].isnan().all()
+        torch.testing.assert_close(output[~rows], clean[~rows], rtol=0, atol=0)

@@ -1,0 +1,264 @@
+"""Reading models: what is found, what is refused, and how much memory it takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, call
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from titan.models.decoder import Decoder
+from titan.models.loader import load_config, load_model, load_tokenizer, resolve_dtype, resolve_model
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path | str, dtype: str | torch.dtype = "float32", **options: Any) -> Decoder:
+    return load_model(str(folder), dtype=dtype, device=CPU, **options)
+
+
+def edit_config(folder: Path, **entries: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    edit(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def assert_same_weights(a: Decoder, b: Decoder) -> None:
+    ours, others = dict(a.named_parameters()), dict(b.named_parameters())
+    assert ours.keys() == others.keys()
+    assert all(torch.equal(ours[name], others[name]) for name in ours)
+
+
+def test_sharded_weights_are_those_of_one_file(tmp_path: Path) -> None:
+    make_model(tmp_path / "one")
+    make_model(tmp_path / "many", max_shard_size="30KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    assert_same_weights(load(tmp_path / "one", pack=False), load(tmp_path / "many", pack=False))
+
+
+def test_tied_weights_may_be_stored_twice(tmp_path: Path) -> None:
+    model = make_model(tmp_path, tie_word_embeddings=True)
+    once = load(tmp_path, pack=False)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    edit_weights(tmp_path, lambda weights: weights.update({"lm_head.weight": model.lm_head.weight.detach().clone()}))
+    assert_same_weights(once, load(tmp_path, pack=False))
+
+
+def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    edit_weights(tmp_path, lambda weights: weights.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    load(tmp_path)
+
+
+def test_chunked_reads_give_the_whole_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path, "qwen3")
+    whole = load(tmp_path, pack=False)
+    monkeypatch.setattr("titan.models.loader.CHUNK_BYTES", 4 * 48 * 7)
+    assert_same_weights(whole, load(tmp_path, pack=False))
+
+
+def test_weights_of_the_wrong_number_are_named(tmp_path: Path) -> None:
+    make_model(tmp_path)
+
+    def rename(weights: dict[str, Tensor]) -> None:
+        weights["model.layers.1.mlp.gate.weight"] = weights.pop("model.layers.1.mlp.gate_proj.weight")
+
+    edit_weights(tmp_path, rename)
+    with pytest.raises(ValueError, match=r"missing model\.layers\.1\.mlp\.gate_proj\.weight; unexpected .*mlp\.gate\.weight"):
+        load(tmp_path)
+
+
+def test_an_untied_model_needs_its_head(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    edit_weights(tmp_path, lambda weights: weights.pop("lm_head.weight"))
+    with pytest.raises(ValueError, match=r"missing lm_head\.weight; unexpected none"):
+        load(tmp_path)
+
+
+def test_many_missing_weights_are_counted(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    edit_config(tmp_path, num_hidden_layers=5)
+    with pytest.raises(ValueError, match=r"missing model\.layers\.3\..* and 13 more"):
+        load(tmp_path)
+
+
+def test_a_weight_of_the_wrong_shape_is_named(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    edit_weights(tmp_path, lambda weights: weights.update({"model.norm.weight": torch.ones(7)}))
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' of shape \[7\]: its config asks for \[48\]"):
+        load(tmp_path)
+
+
+def test_a_weight_of_an_unsupported_dtype_is_named(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    edit_weights(tmp_path, lambda weights: weights.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' of dtype I8, which is not supported.* BF16, F16, F32"):
+        load(tmp_path)
+
+
+def test_a_damaged_weight_file_is_named(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)
+    with pytest.raises(ValueError, match=r"damaged weight file model\.safetensors"):
+        load(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    make_model(tmp_path, max_shard_size="30KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"no weight file {shard.name}"):
+        load(tmp_path)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"weights must be in model\.safetensors .*found pytorch_model\.bin"):
+        load(tmp_path)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not JSON"), ("[]", "not a JSON object")])
+def test_a_damaged_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./none", "a/b/c", ""])
+def test_a_name_that_is_no_hub_id_must_be_a_folder(name: str) -> None:
+    with pytest.raises(ValueError, match=r"does not exist: it must be 'demo', a folder or a Hugging Face hub id"):
+        load(name)
+
+
+class Response:
+    """What the hub client's errors ask of an HTTP response."""
+
+    headers: dict[str, str] = {}  # noqa: RUF012
+    request = None
+    status_code = 404
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (GatedRepoError("gated", response=Response()), "'some/model' is gated: ask for access"),  # type: ignore[arg-type]
+        (RepositoryNotFoundError("none", response=Response()), "'some/model' does not exist"),  # type: ignore[arg-type]
+        (LocalEntryNotFoundError("offline"), "'some/model' is no folder, and it cannot be had .*: offline"),
+    ],
+)
+def test_hub_errors_name_the_model(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error))
+    with pytest.raises(ValueError, match=message):
+        load("some/model")
+
+
+def test_a_hub_id_downloads_only_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path)
+    download = Mock(return_value=str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    load("some/model")
+    load_config("some/model")
+    assert download.call_args_list == [
+        call("some/model", allow_patterns=["*.json", "*.safetensors"]),
+        call("some/model", allow_patterns=["*.json"]),
+    ]
+
+
+def test_demo_names_are_folders_of_the_package() -> None:
+    assert resolve_model("demo", "target").endswith("titan/demo/target")
+    assert resolve_model("demo", "draft").endswith("titan/demo/draft")
+    assert resolve_model("some/model", "draft") == "some/model"
+
+
+def test_the_tokenizer_is_read_and_its_absence_named(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    with pytest.raises(ValueError, match="has no tokenizer that can be read"):
+        load_tokenizer(str(tmp_path))
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))).save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).convert_tokens_to_ids("b") == 1
+
+
+@pytest.mark.parametrize("has_instructions", [False, True])
+def test_auto_dtype_avoids_emulated_half_precision(monkeypatch: pytest.MonkeyPatch, has_instructions: bool) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
+    expected = torch.bfloat16 if has_instructions else torch.float32
+    assert resolve_dtype("auto", torch.bfloat16, CPU) == expected
+    assert resolve_dtype("auto", torch.float32, CPU) == torch.float32
+    assert resolve_dtype("auto", torch.bfloat16, torch.device("cuda")) == torch.bfloat16
+    assert resolve_dtype("bfloat16", torch.float32, CPU) == torch.bfloat16
+    assert resolve_dtype(torch.float16, torch.float32, CPU) == torch.float16
+
+
+@pytest.mark.parametrize("dtype", ["float64", "half", torch.int8, torch.float64])
+def test_other_dtypes_are_refused(tmp_path: Path, dtype: str | torch.dtype) -> None:
+    make_model(tmp_path)
+    with pytest.raises(ValueError, match="is not allowed: it must be one of auto, float32, bfloat16, float16"):
+        load(tmp_path, dtype)
+
+
+def test_importing_the_decoder_loads_neither_transformers_nor_accelerate() -> None:
+    script = (
+        "import sys, titan.models.decoder, titan.models.loader; "
+        "assert not {'transformers', 'accelerate', 'huggingface_hub'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
+
+
+MEASURE_PEAK = """
+import sys, torch
+from titan.models.loader import load_model
+def status(field):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
+tiny, folder, dtype = sys.argv[1:]
+load_model(tiny, dtype=dtype, device=torch.device("cpu"))  # imports and code pages are not the weights'
+before = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # resets the high-water mark
+load_model(folder, dtype=dtype, device=torch.device("cpu"))
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A model of some 200 MB in float32, and its number of parameters."""
+    folder = tmp_path_factory.mktemp("large")
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    model = make_model(folder, **sizes, num_hidden_layers=12, vocab_size=8000)
+    return folder, model.num_parameters()
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark is read from Linux's /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_peaks_at_little_more_than_the_weights(tmp_path: Path, large: tuple[Path, int], dtype: str) -> None:
+    make_model(tmp_path)
+    folder, num_parameters = large
+    num_bytes = num_parameters * getattr(torch, dtype).itemsize
+    assert num_bytes > 100e6
+    arguments = [sys.executable, "-c", MEASURE_PEAK, str(tmp_path), str(folder), dtype]
+    run = subprocess.run(arguments, check=True, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert int(run.stdout) <= 1.2 * num_bytes

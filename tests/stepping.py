@@ -1,0 +1,84 @@
+"""Driving an engine by hand: requests, steps, and looking into its KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from titan.config import EngineConfig
+from titan.draft.registry import DraftSpec
+from titan.engine import Engine
+from titan.kv_cache import Role
+from titan.request import Request
+from titan.sampling_params import SamplingParams
+
+SCARCE: dict[str, Any] = {"max_batch_size": 4, "prefill_chunk_size": 7, "block_size": 8, "num_kv_blocks": 14}
+AMPLE: dict[str, Any] = {"max_batch_size": 32, "block_size": 16, "num_kv_blocks": 400}
+
+
+def make_engine(model: str, draft: DraftSpec = None, **options: Any) -> Engine:
+    return Engine(EngineConfig(**({"dtype": "float32", "device": "cpu"} | options)), model, draft)
+
+
+def greedy(max_tokens: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
+
+
+def submit(engine: Engine, prompts: Iterable[Sequence[int]], params: Iterable[SamplingParams]) -> list[Request]:
+    requests = [engine.make_request(None, list(prompt), p) for prompt, p in zip(prompts, params, strict=True)]
+    for request in requests:
+        engine.scheduler.add(request)
+    return requests
+
+
+def check_blocks(engine: Engine) -> None:
+    engine.kv.pool.check([request.block_ids for request in engine.scheduler.running])
+
+
+def run_all(
+    engine: Engine,
+    prompts: Iterable[Sequence[int]],
+    params: Iterable[SamplingParams],
+    *,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> list[list[int]]:
+    """Output tokens of each prompt; the block pool is checked after every step, and no block is left in use."""
+    requests = submit(engine, prompts, params)
+    step = 0
+    while engine.scheduler.has_unfinished:
+        before_step(step)
+        engine.step()
+        check_blocks(engine)
+        step += 1
+        assert step < 10_000, "the engine does not get on"
+    assert engine.kv.pool.num_free == engine.kv.pool.num_blocks
+    assert [request.error for request in requests] == [None] * len(requests)
+    return [request.output_token_ids for request in requests]
+
+
+def by_slot(kv: Tensor) -> Tensor:
+    """A view of a cache, [num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim]."""
+    return kv.flatten(3, 4)
+
+
+def slots_of(engine: Engine, request: Request) -> Tensor:
+    """The physical slots of a request's table, int64 [blocks * block_size]."""
+    block_size = engine.config.block_size
+    block_ids = torch.tensor(request.block_ids, dtype=torch.int64)
+    return (block_ids[:, None] * block_size + torch.arange(block_size)).flatten()
+
+
+def kv_of(engine: Engine, role: Role, request: Request, num_tokens: int) -> Tensor:
+    """The first tokens' KV of a request: [num_layers, 2, num_kv_heads, num_tokens, head_dim]."""
+    return by_slot(engine.kv.tensors[role])[:, :, :, slots_of(engine, request)[:num_tokens]]
+
+
+@torch.no_grad()
+def reference_kv(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
+    """The KV of one pass of transformers over the tokens, shaped as `kv_of`."""
+    layers = model(torch.tensor([list(token_ids)]), use_cache=True).past_key_values.layers
+    return torch.stack([torch.stack((layer.keys[0], layer.values[0])) for layer in layers])

@@ -1,0 +1,236 @@
+"""What the engine writes is what transformers writes, whatever drafts, whoever runs beside it, however blocks are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from stepping import AMPLE, SCARCE, by_slot, greedy, make_engine, run_all, slots_of, submit
+from zoo import FAMILIES, VOCAB_SIZE, Zoo, random_prompts
+
+from titan.draft.base import NoDrafter
+from titan.draft.ngram import NgramDrafter
+from titan.draft.registry import DraftSpec
+from titan.draft.replay import ReplayDrafter
+from titan.engine import Engine
+from titan.sampling_params import SamplingParams
+
+PROMPTS = random_prompts(18)
+LIMITS = [1 + (i * 7) % 29 for i in range(len(PROMPTS))]
+IGNORE_EOS = [i % 3 > 0 for i in range(len(PROMPTS))]
+DRAFTS = ("none", "useless", "itself", "perturbed", "ngram", "replay")
+GREEDY = [greedy(limit, ignore_eos=ignore) for limit, ignore in zip(LIMITS, IGNORE_EOS, strict=True)]
+SAMPLED = [
+    SamplingParams(
+        temperature=(0.5, 1.0, 2.0)[i % 3],
+        top_k=(0, 5, 0)[i % 3],
+        top_p=(1.0, 1.0, 0.9)[i % 3],
+        min_p=(0.0, 0.0, 0.02)[i % 3],
+        seed=i // 2,
+        max_tokens=limit,
+        ignore_eos=i % 2 == 0,
+    )
+    for i, limit in enumerate(LIMITS)
+]
+
+
+def expected(zoo: Zoo, family: str) -> list[list[int]]:
+    return [
+        zoo.greedy(family, prompt, limit, ignore_eos=ignore)
+        for prompt, limit, ignore in zip(PROMPTS, LIMITS, IGNORE_EOS, strict=True)
+    ]
+
+
+def draft_spec(zoo: Zoo, family: str, draft: str) -> DraftSpec:
+    match draft:
+        case "none":
+            return None
+        case "ngram":
+            return "ngram"
+        case "replay":
+            recordings = {tuple(prompt): zoo.greedy(family, prompt, 29, ignore_eos=True) for prompt in PROMPTS}
+            return ReplayDrafter(recordings, acceptance=0.7, vocab_size=VOCAB_SIZE, max_draft_tokens=6)
+        case _:
+            return zoo.path({"itself": family, "perturbed": f"{family}~", "useless": "useless"}[draft])
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_output_is_that_of_transformers(zoo: Zoo, family: str, draft: str) -> None:
+    engine = make_engine(zoo.path(family), draft_spec(zoo, family, draft), max_num_batched_tokens=40, **SCARCE)
+    outputs = run_all(engine, PROMPTS, GREEDY)
+    assert outputs == expected(zoo, family)
+    metrics = engine.metrics()
+    assert metrics.num_preemptions > 0
+    assert metrics.prefix_cache_hit_rate > 0
+    assert metrics.num_emitted_tokens == sum(map(len, outputs))
+    low, high = {
+        "none": (1.0, 1.0), "useless": (1.0, 1.2), "itself": (3.0, 7.0), "perturbed": (1.3, 7.0), "ngram": (1.0, 3.0), "replay": (1.8, 4.0)
+    }[draft]  # fmt: skip
+    assert low <= metrics.mean_acceptance_length <= high
+    assert (sum(metrics.proposed_per_depth) > 0) == (draft != "none")
+
+
+@pytest.fixture(scope="module")
+def alone(zoo: Zoo) -> dict[str, list[list[int]]]:
+    """Every request by itself, in an engine that neither drafts, nor caches, nor cuts prompts."""
+    outputs = {}
+    for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
+        engine = make_engine(zoo.path("llama"), enable_prefix_caching=False, **AMPLE)
+        outputs[name] = [run_all(engine, [prompt], [p])[0] for prompt, p in zip(PROMPTS, params, strict=True)]
+    return outputs
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "together": AMPLE,
+    "chunks_of_1": AMPLE | {"prefill_chunk_size": 1},
+    "chunks_of_16": AMPLE | {"prefill_chunk_size": 16, "max_num_batched_tokens": 33},
+    "scarce_blocks": SCARCE,
+    "no_prefix_cache": SCARCE | {"enable_prefix_caching": False},
+    "one_by_one": AMPLE | {"max_batch_size": 1, "max_num_batched_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("draft", ["none", "perturbed"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_output_of_a_request_is_its_own(
+    zoo: Zoo, alone: dict[str, list[list[int]]], kind: str, setting: str, draft: str
+) -> None:
+    """Whatever the neighbours, the chunks, the preemptions and the draft: seeded sampling is as reproducible as greedy."""
+    params = GREEDY if kind == "greedy" else SAMPLED
+    engine = make_engine(zoo.path("llama"), draft_spec(zoo, "llama", draft), **SETTINGS[setting])
+    assert run_all(engine, PROMPTS, params) == alone[kind]
+    assert (engine.counters.num_preemptions > 0) == (SETTINGS[setting]["num_kv_blocks"] == SCARCE["num_kv_blocks"])
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_order_of_arrival_changes_nothing(zoo: Zoo, alone: dict[str, list[list[int]]], kind: str) -> None:
+    params = GREEDY if kind == "greedy" else SAMPLED
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **SCARCE)
+    assert run_all(engine, PROMPTS[::-1], params[::-1]) == alone[kind][::-1]
+
+
+def test_sampled_requests_of_other_seeds_differ(zoo: Zoo, alone: dict[str, list[list[int]]]) -> None:
+    engine = make_engine(zoo.path("llama"), **AMPLE)
+    params = [SamplingParams(seed=seed, max_tokens=20, ignore_eos=True) for seed in range(6)]
+    outputs = run_all(engine, [PROMPTS[1]] * 6, params)
+    assert len(set(map(tuple, outputs))) == 6
+    assert alone["sampled"] != alone["greedy"]
+
+
+@pytest.mark.parametrize("draft", ["none", "perturbed", "ngram"])
+def test_requests_without_a_seed_depend_on_the_engines_seed_and_their_number_alone(zoo: Zoo, draft: str) -> None:
+    params = [SamplingParams(max_tokens=12, ignore_eos=True)] * 6
+    prompts = [PROMPTS[1]] * 6
+    plain = run_all(make_engine(zoo.path("llama"), seed=3, **AMPLE), prompts, params)
+    drafted = run_all(make_engine(zoo.path("llama"), draft_spec(zoo, "llama", draft), seed=3, **SCARCE), prompts, params)
+    assert drafted == plain
+    assert len(set(map(tuple, plain))) == 6
+    assert run_all(make_engine(zoo.path("llama"), seed=4, **AMPLE), prompts, params) != plain
+
+
+def poison(engine: Engine) -> None:
+    """NaN where nothing valid is: free blocks that are not cached. Garbage where it may be read, but must not be seen."""
+    pool, block_size = engine.kv.pool, engine.config.block_size
+    free = [block for block in range(pool.num_blocks) if pool.is_free(block) and block not in pool._hash_of]
+    free_slots = (torch.tensor(free, dtype=torch.int64)[:, None] * block_size + torch.arange(block_size)).flatten()
+    shared = [block for block in range(pool.num_blocks) if pool._ref_counts[block] > 1]  # another's draft may know them
+    for role, kv in engine.kv.tensors.items():
+        by_slot(kv)[:, :, :, free_slots] = torch.nan
+        for request in engine.scheduler.running:
+            length = request.num_computed_tokens if role == "target" else request.num_drafted_context
+            stale = slots_of(engine, request)[length:]
+            stale = stale[~torch.isin(stale // block_size, torch.tensor(shared, dtype=torch.int64))]
+            by_slot(kv)[:, :, :, stale] = 1e4
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("draft", ["none", "itself", "perturbed"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_what_is_in_slots_without_valid_kv_never_reaches_an_output(zoo: Zoo, family: str, draft: str, caching: bool) -> None:
+    engine = make_engine(zoo.path(family), draft_spec(zoo, family, draft), enable_prefix_caching=caching, **SCARCE)
+    drafts = run_drafts(engine)
+    clean = make_engine(zoo.path(family), draft_spec(zoo, family, draft), enable_prefix_caching=caching, **SCARCE)
+    clean_drafts = run_drafts(clean)
+    assert run_all(engine, PROMPTS, GREEDY, before_step=lambda _: poison(engine)) == expected(zoo, family)
+    assert engine.counters.num_preemptions > 0
+    run_all(clean, PROMPTS, GREEDY)
+    assert drafts == clean_drafts
+
+
+def run_drafts(engine: Engine) -> list[list[int]]:
+    """A list that receives every proposal of the engine's drafter."""
+    drafts: list[list[int]] = []
+    propose = engine.drafter.propose
+
+    def recorded(plan: Any) -> Any:
+        trees = propose(plan)
+        drafts.extend(tree.token_ids.tolist() for tree in trees)
+        return trees
+
+    engine.drafter.propose = recorded  # type: ignore[method-assign]
+    return drafts
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_swapping_the_draft_in_flight_changes_no_output(
+    zoo: Zoo, alone: dict[str, list[list[int]]], params: list[SamplingParams]
+) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **SCARCE)
+    swaps: dict[int, DraftSpec] = {
+        3: "ngram", 7: None, 11: zoo.path("llama"), 16: draft_spec(zoo, "llama", "replay"), 20: zoo.path("useless"),
+        22: zoo.path("useless"), 25: NgramDrafter(3, min_ngram=1), 30: zoo.path("llama~"), 34: NoDrafter(),
+        36: zoo.path("other"), 40: zoo.path("llama"),
+    }  # fmt: skip
+    names = []
+
+    def swap(step: int) -> None:
+        if step in swaps:
+            assert engine.scheduler.running, "nothing is in flight"
+            engine.swap_draft(swaps.pop(step))
+        names.append(engine.metrics().draft)
+
+    assert run_all(engine, PROMPTS, params, before_step=swap) == alone["greedy" if params is GREEDY else "sampled"]
+    assert not swaps
+    assert len(set(names)) >= 7
+    assert engine.counters.num_preemptions > 0
+
+
+def test_a_swapped_in_draft_is_as_good_as_one_that_was_there_from_the_start(zoo: Zoo) -> None:
+    """The target as its own draft: after the swap every draft token is accepted, so its KV is that of the context."""
+    engine = make_engine(zoo.path("llama"), zoo.path("useless"), **AMPLE)
+    requests = submit(engine, PROMPTS, [greedy(40, ignore_eos=True)] * len(PROMPTS))
+    for _ in range(4):
+        engine.step()
+    engine.swap_draft(zoo.path("llama"))
+    proposed, accepted = (sum(counts) for counts in (engine.counters.proposed_per_depth, engine.counters.accepted_per_depth))
+    while engine.scheduler.has_unfinished:
+        engine.step()
+    metrics = engine.metrics()
+    assert sum(metrics.accepted_per_depth) - accepted == sum(metrics.proposed_per_depth) - proposed > 0
+    assert all(request.num_output_tokens == 40 for request in requests)
+
+
+class WrongShape(NoDrafter):
+    """A drafter made for another engine."""
+
+    name = "wrong"
+    kv = torch.zeros(1, 2, 3, 1, 8, 4)
+
+
+def test_a_failing_swap_leaves_the_old_draft_in_place(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama"), **SCARCE)
+    drafter, kv, epoch = engine.drafter, engine.kv.tensors["draft"], engine.kv.draft_epoch
+    failing: list[Any] = [zoo.path("eight"), "/no/such/folder", 5, WrongShape()]
+
+    def swap(step: int) -> None:
+        if step % 4 == 3 and failing:
+            with pytest.raises(ValueError, match="draft"):
+                engine.swap_draft(failing.pop(0))
+            assert engine.drafter is drafter and engine.kv.tensors["draft"] is kv and engine.kv.draft_epoch == epoch
+
+    assert run_all(engine, PROMPTS, GREEDY, before_step=swap) == expected(zoo, "llama")
+    assert not failing
+    assert engine.metrics().mean_acceptance_length > 3
