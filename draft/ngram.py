@@ -46,5 +46,6 @@ class NgramDrafter:
             places = np.flatnonzero((windows == suffix).all(axis=1))
             if len(places):
                 first = int(places[-1]) + length
-                return tokens[first : first + budget].tolist()
+                continuation: list[int] = tokens[first : first + budget].tolist()
+                return continuation
         return []

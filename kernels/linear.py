@@ -27,19 +27,22 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """Return ``weight`` [out_features, in_features] in the packed layout, which only `packed_linear` can read."""
+    """Return ``weight`` [out_features, in_features] in the packed layout, which only the products of this file can read."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKING_ROWS)
     return packed
 
 
-def packed_linear(x: Tensor, packed_weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias``: x [rows, in_features] -> [rows, out_features]."""
-    output: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")
-    return output
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` with a packed or a plain weight."""
+    """``x @ weight.T + bias`` with a packed or a plain weight: [rows, in_features] -> [rows, out_features]."""
     if weight.is_mkldnn:
-        return packed_linear(x, weight, bias)
+        output: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+        return output
     return F.linear(x, weight, bias)
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """``residual + x @ weight.T + bias``, the sum fused into the product where the weight is packed."""
+    if weight.is_mkldnn:
+        output: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
+        return output
+    return F.linear(x, weight, bias).add_(residual)

@@ -178,26 +178,30 @@ def plan_decode_passes(
         windows=windows,
         device=device,
     )
-    plans = []
-    for row in positions:
-        rows = QueryRows(row[:, None], row[:, None] + 1, none[:, None])
-        groups = []
-        for group in last.groups:
-            members = rows if group.token_rows is None else rows.take(group.token_rows.cpu().numpy())
-            hidden = _hidden(members, none[: group.num_requests], group.num_blocks * block_size, windows, device)
-            groups.append(replace(group, hidden=hidden))
-        plans.append(replace(last, groups=tuple(groups)))
-    return plans
+    groups = []  # [groups][passes]
+    for group in last.groups:
+        members = positions if group.token_rows is None else positions[:, group.token_rows.cpu().numpy()]
+        rows = QueryRows(members.reshape(-1, 1), members.reshape(-1, 1) + 1, np.zeros((members.size, 1), np.int64))
+        hidden = _hidden(rows, none[:1], group.num_blocks * block_size, windows, device)
+        by_pass = {window: mask.split(group.num_requests) for window, mask in hidden.items()}
+        groups.append(
+            [replace(group, hidden={window: masks[i] for window, masks in by_pass.items()}) for i in range(len(positions))]
+        )
+    return [replace(last, groups=pass_groups) for pass_groups in zip(*groups, strict=True)]
 
 
 def _group_requests(query_lens: Int, num_blocks: Int) -> Iterator[Int]:
     """Sort requests with short queries into groups of similar query and context length; yields their indices."""
-    classes = np.maximum(2 ** np.ceil(np.log2(np.maximum(query_lens, 1))), MIN_QUERY_CLASS).astype(np.int64)
-    for query_class in np.unique(classes[query_lens <= MAX_SHORT_QUERY]).tolist():
+    classes = np.full(len(query_lens), MIN_QUERY_CLASS)
+    if query_lens.max() > MIN_QUERY_CLASS:
+        classes = np.maximum(2 ** np.ceil(np.log2(query_lens)), MIN_QUERY_CLASS).astype(np.int64)
+    for query_class in sorted(set(classes.tolist())):
+        if query_class > MAX_SHORT_QUERY:
+            break
         ids = np.flatnonzero(classes == query_class)
         while len(ids):
-            longest = num_blocks[ids].max()
-            is_member = num_blocks[ids] * MAX_CONTEXT_RATIO + FREE_BLOCKS >= longest
+            blocks = num_blocks[ids]
+            is_member = blocks * MAX_CONTEXT_RATIO + FREE_BLOCKS >= blocks.max()
             yield ids[is_member]
             ids = ids[~is_member]
 
@@ -243,9 +247,7 @@ def _plan_group(
 def _hidden(
     rows: QueryRows, tree_starts: Int, num_slots: int, windows: Sequence[Window], device: torch.device
 ) -> dict[Window, Tensor]:
-    return {
-        window: torch.from_numpy(~rows.visible(tree_starts, num_slots, window)[:, None]).to(device) for window in windows
-    }
+    return {window: torch.from_numpy(~rows.visible(tree_starts, num_slots, window)[:, None]).to(device) for window in windows}
 
 
 def tree_attention(q: Tensor, kv_layer: Tensor, plan: AttentionPlan, *, scale: float, window: Window) -> Tensor:

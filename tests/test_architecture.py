@@ -19,7 +19,7 @@ ORDER = [
     {"titan.tree", "titan.sampling_params", "titan.outputs", "titan.detokenizer"},
     {"titan.config", "titan.request"},
     {"titan.step"},
-    {"titan.batch", "titan.block_pool", "titan.sampling", "titan.stopping", "titan.metrics"},
+    {"titan.batch", "titan.block_pool", "titan.admission", "titan.sampling", "titan.stopping", "titan.metrics"},
     {"titan.kv_cache"},
     {"titan.models"},
     {"titan.draft", "titan.verify"},

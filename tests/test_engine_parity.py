@@ -95,9 +95,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("draft", ["none", "perturbed"])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
-def test_output_of_a_request_is_its_own(
-    zoo: Zoo, alone: dict[str, list[list[int]]], kind: str, setting: str, draft: str
-) -> None:
+def test_output_of_a_request_is_its_own(zoo: Zoo, alone: dict[str, list[list[int]]], kind: str, setting: str, draft: str) -> None:
     """Whatever the neighbours, the chunks, the preemptions and the draft: seeded sampling is as reproducible as greedy."""
     params = GREEDY if kind == "greedy" else SAMPLED
     engine = make_engine(zoo.path("llama"), draft_spec(zoo, "llama", draft), **SETTINGS[setting])

@@ -72,7 +72,9 @@ def test_philox_gives_the_published_answers() -> None:
 
 def test_uniform_numbers_are_the_words_of_seed_position_and_purpose() -> None:
     seed, position = 0x299F31D0A4093822, 12345
-    word0, word1 = philox(np.array([[position], [1], [0], [0]], np.uint64), np.array([[0xA4093822], [0x299F31D0]], np.uint64))[:2, 0]
+    word0, word1 = philox(np.array([[position], [1], [0], [0]], np.uint64), np.array([[0xA4093822], [0x299F31D0]], np.uint64))[
+        :2, 0
+    ]
     expected = ((int(word0) << 20 | int(word1) >> 12) + 0.5) / 2**52
     assert philox_uniform(np.array([seed], np.uint64), np.array([position]), Purpose.CORRUPT) == [expected]
 

@@ -2,28 +2,62 @@
 
 from __future__ import annotations
 
+from functools import cache
 from string import ascii_letters, digits, punctuation
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and then the other dog jumps over the quick fox",
     "in the morning there is another thing in the house, and the thing is in the house in the evening",
 ] * 3
+WORLD_CORPUS = ["naïve café, façade; größer als Äpfel", "привет мир, как дела", "日本語の文字列と漢字", "😀😃 fine 👍🏽👩‍👩‍👧 ok 😀", *CORPUS] * 2
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
 
 
+@cache
 def make_tokenizer(vocab_size: int = 131) -> PreTrainedTokenizerFast:
-    """A byte-level BPE over ASCII whose special tokens are 0, 1 and 2."""
+    """A byte-level BPE over ASCII, whose special tokens are 0, 1 and 2."""
+    alphabet = [*ascii_letters, *digits, *punctuation, "Ġ", "Ċ"]
+    return _byte_level(vocab_size, alphabet, CORPUS)
+
+
+@cache
+def make_byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE over all bytes, some of whose merges end within a character."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return _byte_level(len(alphabet) + 80, alphabet, WORLD_CORPUS)
+
+
+@cache
+def make_piece_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2 has it: spaces are pieces, a space is put before the text, and unknown characters fall back to bytes."""
+    pieces = ["<pad>", "<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *ascii_letters, "é", "語"]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "c"), ("a", "f")]
+    pieces += [left + right for left, right in merges]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    return _wrap(tokenizer)
+
+
+def _byte_level(vocab_size: int, alphabet: list[str], corpus: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = [*ascii_letters, *digits, *punctuation, "Ġ", "Ċ"]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(corpus, trainer)
     assert tokenizer.get_vocab_size() == vocab_size
     return _wrap(tokenizer)
 

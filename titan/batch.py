@@ -47,7 +47,9 @@ class RaggedBatch:
     attention: AttentionPlan
 
 
-def build_batch(segments: Sequence[Segment], *, block_size: int, windows: Sequence[int | None], device: torch.device) -> RaggedBatch:
+def build_batch(
+    segments: Sequence[Segment], *, block_size: int, windows: Sequence[int | None], device: torch.device
+) -> RaggedBatch:
     """Lay the segments out one after another.
 
     Args:
@@ -57,56 +59,49 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, windows: Sequen
         device: where the model runs.
     """
     num_requests = len(segments)
-    num_committed = np.fromiter((len(s.token_ids) for s in segments), np.int64, num_requests)
-    num_nodes = np.fromiter((s.tree.num_nodes - s.first_node for s in segments), np.int64, num_requests)
+    num_committed = np.array([len(segment.token_ids) for segment in segments])
+    num_nodes = np.array([segment.tree.num_nodes - segment.first_node for segment in segments])
+    origins = np.array([s.start if len(s.token_ids) else s.root_position + 1 + s.first_node for s in segments])
     query_lens = num_committed + num_nodes
-    query_start_loc = np.zeros(num_requests + 1, np.int64)
-    np.cumsum(query_lens, out=query_start_loc[1:])
+    query_start_loc = _prefix_sums(query_lens)
     num_tokens = int(query_start_loc[-1])
+    owners = np.repeat(np.arange(num_requests), query_lens)
 
-    token_ids = np.empty(num_tokens, np.int64)
-    positions = np.empty(num_tokens, np.int64)
-    slots = np.empty(num_tokens, np.int64)  # within the request
-    visible_lens = np.empty(num_tokens, np.int64)
+    # committed tokens and nodes lie in consecutive slots, and but for branching trees the slot is the position
+    slots = origins[owners] + np.arange(num_tokens) - query_start_loc[owners]
+    positions, visible_lens = slots.copy(), slots + 1
     ancestor_bits = np.zeros(num_tokens, np.int64)
     tree_starts = np.zeros(num_requests, np.int64)
-    logits_lens = np.zeros(num_requests, np.int64)
-    logits_rows: list[NDArray[np.int64]] = []
     for i, segment in enumerate(segments):
-        first = int(query_start_loc[i])
-        middle = first + int(num_committed[i])
-        last = int(query_start_loc[i + 1])
-        committed = np.arange(segment.start, segment.start + middle - first)
-        token_ids[first:middle] = segment.token_ids
-        positions[first:middle] = committed
-        slots[first:middle] = committed
-        visible_lens[first:middle] = committed + 1
-        if last > middle:
-            _lay_out_nodes(segment, slice(middle, last), token_ids, positions, slots, visible_lens, ancestor_bits)
+        if num_nodes[i] and not segment.tree.is_chain:
+            rows = slice(int(query_start_loc[i + 1] - num_nodes[i]), int(query_start_loc[i + 1]))
             tree_starts[i] = segment.root_position + 1
-        if segment.needs_logits:
-            rows = np.arange(middle - 1 if middle > first else middle, last)
-            logits_rows.append(rows)
-            logits_lens[i] = len(rows)
-    table = pad_block_tables([segment.block_ids for segment in segments])
-    owners = np.repeat(np.arange(num_requests), query_lens)
-    slot_mapping = table[owners, slots // block_size].astype(np.int64) * block_size + slots % block_size
-    seq_lens = np.maximum.reduceat(slots, query_start_loc[:-1]) + 1
-    logits_start_loc = np.zeros(num_requests + 1, np.int64)
-    np.cumsum(logits_lens, out=logits_start_loc[1:])
+            positions[rows] = segment.root_position + segment.tree.depths[segment.first_node :]
+            visible_lens[rows] = segment.root_position + 1
+            ancestor_bits[rows] = segment.tree.ancestor_bits[segment.first_node :]
 
-    def to_device(array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(device)
+    needs_logits = np.array([segment.needs_logits for segment in segments])
+    logits_lens = np.where(needs_logits, num_nodes + (num_committed > 0), 0)
+    logits_start_loc = _prefix_sums(logits_lens)
+    logits_rows = np.arange(logits_start_loc[-1]) + np.repeat(
+        query_start_loc[1:] - logits_lens - logits_start_loc[:-1], logits_lens
+    )
+    table = pad_block_tables([segment.block_ids for segment in segments])
+    slot_mapping = table[owners, slots // block_size] * block_size + slots % block_size
+    token_ids: list[int] = []
+    for segment in segments:
+        token_ids += segment.token_ids
+        token_ids += segment.tree.token_ids[segment.first_node :].tolist()
 
     return RaggedBatch(
-        token_ids=to_device(token_ids),
-        positions=to_device(positions),
-        slot_mapping=to_device(slot_mapping),
-        logits_rows=to_device(np.concatenate(logits_rows) if logits_rows else np.empty(0, np.int64)),
+        token_ids=torch.tensor(token_ids, device=device),
+        positions=torch.from_numpy(positions).to(device),
+        slot_mapping=torch.from_numpy(slot_mapping).to(device),
+        logits_rows=torch.from_numpy(logits_rows).to(device),
         logits_start_loc=logits_start_loc,
         attention=plan_attention(
             query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
+            seq_lens=origins + query_lens,
             block_table=table,
             rows=QueryRows(positions, visible_lens, ancestor_bits),
             tree_starts=tree_starts,
@@ -117,25 +112,11 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, windows: Sequen
     )
 
 
-def _lay_out_nodes(
-    segment: Segment,
-    rows: slice,
-    token_ids: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    slots: NDArray[np.int64],
-    visible_lens: NDArray[np.int64],
-    ancestor_bits: NDArray[np.int64],
-) -> None:
-    """Fill the rows of a segment's tree nodes: slots by node, positions by depth, visibility by ancestors."""
-    tree, first_node, root = segment.tree, segment.first_node, segment.root_position
-    token_ids[rows] = tree.token_ids[first_node:]
-    positions[rows] = root + tree.depths[first_node:]
-    slots[rows] = root + 1 + np.arange(first_node, tree.num_nodes)
-    if tree.is_chain:
-        visible_lens[rows] = slots[rows] + 1
-    else:
-        visible_lens[rows] = root + 1
-        ancestor_bits[rows] = tree.ancestor_bits[first_node:]
+def _prefix_sums(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0 and the running sums of ``counts``: [n] -> [n + 1]."""
+    sums = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=sums[1:])
+    return sums
 
 
 def pad_block_tables(block_tables: Sequence[list[int]]) -> NDArray[np.int64]:
@@ -158,9 +139,7 @@ class ChainBatch:
 
     def with_tokens(self, token_ids: Tensor) -> RaggedBatch:
         """The batch with its tokens, int64 [R]."""
-        return RaggedBatch(
-            token_ids, self.positions, self.slot_mapping, self.logits_rows, self.logits_start_loc, self.attention
-        )
+        return RaggedBatch(token_ids, self.positions, self.slot_mapping, self.logits_rows, self.logits_start_loc, self.attention)
 
 
 def build_chain_batches(
@@ -194,6 +173,4 @@ def build_chain_batches(
     slots_tensor = torch.from_numpy(slots).to(device)
     rows = torch.arange(num_requests, device=device)
     start_loc = np.arange(num_requests + 1)
-    return [
-        ChainBatch(positions_tensor[i], slots_tensor[i], rows, start_loc, plan) for i, plan in enumerate(plans)
-    ]
+    return [ChainBatch(positions_tensor[i], slots_tensor[i], rows, start_loc, plan) for i, plan in enumerate(plans)]

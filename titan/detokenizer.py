@@ -8,6 +8,7 @@ from typing import Any
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 6
 """Tokens decoded ahead of the new ones, so that the tokenizer joins words as it would in the whole text."""
+MAX_CHARACTER_TOKENS = 4
 MAX_HELD_TOKENS = 8
 """A UTF-8 character has at most 4 bytes; a tail that stays undecodable for longer is not a character."""
 
@@ -15,10 +16,12 @@ MAX_HELD_TOKENS = 8
 class IncrementalDetokenizer:
     """The text of one request's output, grown token by token.
 
-    A tail that decodes to an incomplete character is held back until the bytes that complete it arrive.
+    A tail that decodes to an incomplete character is held back until the bytes that complete it arrive. What the tokens
+    are decoded with never begins within a character: where tokens are single bytes, a part of one would spoil all of them.
 
     Args:
         tokenizer: a transformers tokenizer.
+        prompt_token_ids: what the output continues.
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -26,28 +29,39 @@ class IncrementalDetokenizer:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
         self.text = ""
-        self._token_ids = list(prompt_token_ids[-CONTEXT_TOKENS:])  # context, then what is not yet in the text
-        self._num_context = len(self._token_ids)
-        self._context_text = self._decode(self._token_ids)
+        num_prompt_tokens = len(prompt_token_ids)
+        num_context = min(CONTEXT_TOKENS, num_prompt_tokens)
+        while self._decode(prompt_token_ids[num_prompt_tokens - num_context :]).startswith(REPLACEMENT):
+            num_context += 1
+            if num_context > min(CONTEXT_TOKENS + MAX_CHARACTER_TOKENS, num_prompt_tokens):
+                num_context = min(CONTEXT_TOKENS, num_prompt_tokens)  # these bytes are no text
+                break
+        self._token_ids = list(prompt_token_ids[num_prompt_tokens - num_context :])  # context, then what is not yet in the text
+        self._ends = [num_context]  # lengths of the context at which characters were complete
+        # a character that begins in the prompt counts as output
+        self._num_shown = len(self._decode(self._token_ids).rstrip(REPLACEMENT))
 
     def append(self, token_id: int) -> None:
         """Take one more output token; ``text`` grows by what is complete."""
         self._token_ids.append(token_id)
-        self._release(hold_incomplete=len(self._token_ids) - self._num_context <= MAX_HELD_TOKENS)
+        self._release(hold_incomplete=len(self._token_ids) - self._ends[-1] <= MAX_HELD_TOKENS)
 
-    def finish(self) -> None:
-        """Release what is still held back: no more tokens come."""
+    def finish(self, token_ids: Sequence[int] = ()) -> None:
+        """Take the last output tokens and release what is held back: no more come."""
+        self._token_ids.extend(token_ids)
         self._release(hold_incomplete=False)
 
     def _release(self, *, hold_incomplete: bool) -> None:
         text = self._decode(self._token_ids)
-        if len(self._token_ids) == self._num_context or (hold_incomplete and text.endswith(REPLACEMENT)):
+        if len(self._token_ids) == self._ends[-1] or (hold_incomplete and text.endswith(REPLACEMENT)):
             return
-        self.text += text[len(self._context_text) :]
-        self._token_ids = self._token_ids[-CONTEXT_TOKENS:]
-        self._num_context = len(self._token_ids)
-        self._context_text = self._decode(self._token_ids)
+        self.text += text[self._num_shown :]
+        self._ends.append(len(self._token_ids))
+        start = max((end for end in self._ends if end <= len(self._token_ids) - CONTEXT_TOKENS), default=0)
+        self._token_ids = self._token_ids[start:]
+        self._ends = [end - start for end in self._ends if end > start]
+        self._num_shown = len(self._decode(self._token_ids))
 
-    def _decode(self, token_ids: list[int]) -> str:
+    def _decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
         return text

@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import torch
 
+from titan.admission import Limits, check_request
 from titan.batch import RaggedBatch, Segment, build_batch
 from titan.config import EngineConfig
 from titan.detokenizer import IncrementalDetokenizer
@@ -75,6 +76,8 @@ class Engine:
         """Run one step; returns the requests whose output changed."""
         with torch.inference_mode():
             plan = self.scheduler.schedule(min(self.drafter.max_draft_tokens, self.config.max_draft_tokens))
+            if not plan.requests:
+                return []
             trees = self.drafter.propose(plan)
             batch = self.build_batch(plan, trees)
             logits = self.runner.forward(batch)
@@ -87,6 +90,11 @@ class Engine:
         """The target's pass of a step: prefill chunks, decodes and root+tree segments side by side."""
         segments = []
         for i, (request, tree) in enumerate(zip(plan.requests, trees, strict=True)):
+            if tree.num_nodes > plan.draft_budgets[i]:
+                raise ValueError(
+                    f"the drafter {self.drafter.name!r} proposed {tree.num_nodes} nodes for request {request.request_id}: "
+                    f"at most {plan.draft_budgets[i]} were allowed"
+                )
             start = request.num_computed_tokens
             end = start + plan.num_tokens[i]
             segments.append(
@@ -99,9 +107,7 @@ class Engine:
                     needs_logits=end == request.num_tokens,
                 )
             )
-        return build_batch(
-            segments, block_size=self.config.block_size, windows=self.model_config.windows, device=self.device
-        )
+        return build_batch(segments, block_size=self.config.block_size, windows=self.model_config.windows, device=self.device)
 
     def make_request(
         self, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, *, needs_text: bool = False
@@ -117,43 +123,11 @@ class Engine:
         Raises:
             ValueError: the prompt is empty, too long, has tokens outside the vocabulary, or could never fit the KV cache.
         """
-        num_tokens = len(prompt_token_ids)
-        if num_tokens == 0:
-            raise ValueError(f"prompt={prompt!r} is empty: it must have at least one token")
-        outside = [token_id for token_id in prompt_token_ids if not 0 <= token_id < self.model_config.vocab_size]
-        if outside:
-            raise ValueError(
-                f"prompt has token id {outside[0]}, which is outside the vocabulary: allowed are 0 to "
-                f"{self.model_config.vocab_size - 1}"
-            )
-        if num_tokens >= self.max_model_len:
-            raise ValueError(
-                f"prompt has {num_tokens} tokens, which leaves no room to generate: at most {self.max_model_len - 1} are "
-                f"allowed (max_model_len={self.max_model_len})"
-            )
-        for token_id in params.stop_token_ids or ():
-            if token_id >= self.model_config.vocab_size:
-                raise ValueError(
-                    f"stop_token_ids has {token_id}, which is outside the vocabulary: allowed are 0 to "
-                    f"{self.model_config.vocab_size - 1}"
-                )
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop!r} needs a tokenizer, and the model has none: allowed is None")
-        max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - num_tokens)
-        num_slots = num_tokens + max_tokens
-        num_kv_tokens = self.kv.pool.num_blocks * self.config.block_size
-        if num_slots > num_kv_tokens:
-            raise ValueError(
-                f"prompt of {num_tokens} tokens with max_tokens={max_tokens} could never fit: the KV cache holds "
-                f"{num_kv_tokens} tokens (num_kv_blocks={self.kv.pool.num_blocks})"
-            )
+        max_tokens = check_request(prompt, prompt_token_ids, params, self._limits())
         number = self._num_requests
         self._num_requests += 1
-        detokenizer = None
-        if self.tokenizer is not None and (needs_text or params.stop_strings):
-            detokenizer = IncrementalDetokenizer(
-                self.tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
-            )
+        is_text_needed = self.tokenizer is not None and (needs_text or params.stop_strings)
+        detokenizer = self._make_detokenizer(prompt_token_ids, params) if is_text_needed else None
         eos_token_ids = () if params.ignore_eos else self.model_config.eos_token_ids
         seed = params.seed
         if seed is None:
@@ -174,12 +148,11 @@ class Engine:
         """What a user sees of a request, now."""
         reason = request.finish_reason
         token_ids = request.output_token_ids
-        if request.detokenizer is not None:
-            text = request.detokenizer.text
-        elif self.tokenizer is not None:
-            text = self.tokenizer.decode(token_ids, skip_special_tokens=request.params.skip_special_tokens)
-        else:
-            text = ""
+        detokenizer = request.detokenizer
+        if detokenizer is None and self.tokenizer is not None:
+            detokenizer = self._make_detokenizer(request.prompt_token_ids, request.params)
+            detokenizer.finish(token_ids)
+        text = "" if detokenizer is None else detokenizer.text
         completion = CompletionOutput(0, text, token_ids, None if reason is None else reason.value, request.stop_reason)
         return RequestOutput(
             request.request_id,
@@ -224,6 +197,18 @@ class Engine:
             num_kv_blocks=pool.num_blocks,
             draft_coverage=ratio(num_drafted, num_committed) if scheduler.running else None,
             draft=self.drafter.name,
+        )
+
+    def _make_detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self.tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+
+    def _limits(self) -> Limits:
+        return Limits(
+            vocab_size=self.model_config.vocab_size,
+            max_model_len=self.max_model_len,
+            num_kv_blocks=self.kv.pool.num_blocks,
+            block_size=self.config.block_size,
+            has_tokenizer=self.tokenizer is not None,
         )
 
     def _use_drafter(self, drafter: Drafter) -> None:

@@ -121,25 +121,17 @@ class LLM:
         """
         prompt_list = _as_prompt_list(prompts)
         params_list = _as_params_list(sampling_params, len(prompt_list))
-        requests: list[Request | None] = []
-        errors: list[ValueError | None] = []
-        for prompt, params in zip(prompt_list, params_list, strict=True):
-            try:
-                requests.append(self._make_request(prompt, params))
-                errors.append(None)
-            except ValueError as error:
-                requests.append(None)
-                errors.append(error)
-        first_error = next((error for error in errors if error is not None), None)
-        if first_error is not None and not any(requests):
-            raise first_error
-        for i, error in enumerate(errors):
-            if error is not None:
-                warnings.warn(f"prompt {i} was not run: {error}", stacklevel=2)
-        self._run([request for request in requests if request is not None], use_tqdm)
+        made = [self._try_request(prompt, params) for prompt, params in zip(prompt_list, params_list, strict=True)]
+        requests = [request for request in made if isinstance(request, Request)]
+        for i, refusal in enumerate(made):
+            if isinstance(refusal, ValueError):
+                if not requests:
+                    raise refusal
+                warnings.warn(f"prompt {i} was not run: {refusal}", stacklevel=2)
+        self._run(requests, use_tqdm)
         return [
-            self.engine.output(request) if request is not None else _refused_output(i, prompt_list[i], error)
-            for i, (request, error) in enumerate(zip(requests, errors, strict=True))
+            self.engine.output(request) if isinstance(request, Request) else _refused_output(i, prompt_list[i], request)
+            for i, request in enumerate(made)
         ]
 
     def chat(
@@ -173,14 +165,13 @@ class LLM:
     def stream(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output as it grows: whole text and tokens so far, complete characters only.
 
-        Other requests in flight go on beside it. Leaving the loop early ends the request.
+        Other requests in flight go on beside it. It starts when the first output is asked for; leaving the loop early ends it.
 
         Raises:
             ValueError: the prompt is not allowed.
         """
         params = sampling_params or SamplingParams()
         request = self._make_request(prompt, params, needs_text=True)
-        self.engine.scheduler.add(request)
         return self._stream(request)
 
     def swap_draft(self, draft_model: DraftSpec) -> None:
@@ -231,6 +222,13 @@ class LLM:
             raise ValueError(f"prompt={token_ids!r} is not allowed: a prompt is a str or a list of int")
         return self.engine.make_request(None, token_ids, params, needs_text=needs_text)
 
+    def _try_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request | ValueError:
+        """A request, or why the prompt is refused: one bad prompt must not cost the others their output."""
+        try:
+            return self._make_request(prompt, params)
+        except ValueError as error:
+            return error
+
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
         """Run requests to their end, queueing them as the waiting line has room; on an exception none stays behind."""
         scheduler = self.engine.scheduler
@@ -258,14 +256,16 @@ class LLM:
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
         # what could be the beginning of a stop string is held back until it is decided
         num_held = max((len(stop) for stop in request.params.stop_strings), default=1) - 1
+        num_shown, is_last = 0, False
+        self.engine.scheduler.add(request)
         try:
-            while not request.is_finished:
-                if request not in self.engine.step():
-                    continue
+            while not is_last:
+                # steps that others have made in the meantime count
+                while not request.is_finished and request.num_output_tokens == num_shown:
+                    self.engine.step()
+                num_shown, is_last = request.num_output_tokens, request.is_finished
                 output = self.engine.output(request)
-                if num_held and not request.is_finished:
-                    output = _hold_back(output, num_held)
-                yield output
+                yield _hold_back(output, num_held) if num_held and not is_last else output
         finally:
             if not request.is_finished:
                 self.engine.scheduler.abort(request)
@@ -296,7 +296,7 @@ def _as_params_list(params: SamplingParams | Sequence[SamplingParams] | None, nu
     return list(params)
 
 
-def _refused_output(index: int, prompt: str | Sequence[int], error: ValueError | None) -> RequestOutput:
+def _refused_output(index: int, prompt: str | Sequence[int], error: ValueError) -> RequestOutput:
     """The output of a prompt that was not run."""
     now = time.monotonic()
     text = prompt if isinstance(prompt, str) else None
@@ -309,6 +309,4 @@ def _refused_output(index: int, prompt: str | Sequence[int], error: ValueError |
 def _hold_back(output: RequestOutput, num_characters: int) -> RequestOutput:
     completion = output.outputs[0]
     shorter = CompletionOutput(0, completion.text[:-num_characters], completion.token_ids)
-    return RequestOutput(
-        output.request_id, output.prompt, output.prompt_token_ids, [shorter], False, output.metrics, output.error
-    )
+    return RequestOutput(output.request_id, output.prompt, output.prompt_token_ids, [shorter], False, output.metrics, output.error)

@@ -22,4 +22,5 @@ class ModelRunner:
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         """One pass over the ragged batch: logits [L, vocab] of the rows that need them."""
-        return self.model(batch, self.kv)
+        logits: Tensor = self.model(batch, self.kv)
+        return logits

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from titan.detokenizer import IncrementalDetokenizer
 from titan.outputs import RequestMetrics
 from titan.sampling_params import SamplingParams
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a request ended; the names follow vLLM."""
 
     STOP = "stop"

@@ -59,7 +59,8 @@ def philox_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64], purp
     words = philox(counters, np.stack((seeds & WORD, seeds >> WORD_BITS)))
     # 52 bits and a half step: never 0 or 1
     bits = (words[0] << np.uint64(20)) | (words[1] >> np.uint64(12))
-    return (bits.astype(np.float64) + 0.5) * 2.0**-52
+    uniform: NDArray[np.float64] = (bits.astype(np.float64) + 0.5) * 2.0**-52
+    return uniform
 
 
 def philox(counters: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -65,8 +65,7 @@ class SamplingParams:
             _check_integer("max_tokens", self.max_tokens, low=1)
             if self.min_tokens > self.max_tokens:
                 raise ValueError(
-                    f"min_tokens={self.min_tokens} contradicts max_tokens={self.max_tokens}: "
-                    f"min_tokens must be at most max_tokens"
+                    f"min_tokens={self.min_tokens} contradicts max_tokens={self.max_tokens}: min_tokens must be at most max_tokens"
                 )
         if self.seed is not None:
             _check_integer("seed", self.seed, low=0, high=2**63 - 1)
@@ -74,8 +73,7 @@ class SamplingParams:
             _check_integer("max_draft_tokens", self.max_draft_tokens, low=0, high=63)
             if self.max_draft_tokens > 0 and not self.use_speculative:
                 raise ValueError(
-                    f"max_draft_tokens={self.max_draft_tokens} contradicts use_speculative=False: "
-                    f"allowed with it are None and 0"
+                    f"max_draft_tokens={self.max_draft_tokens} contradicts use_speculative=False: allowed with it are None and 0"
                 )
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:

@@ -131,7 +131,7 @@ class Scheduler:
         params = request.params
         if not params.use_speculative or request.num_computed_tokens + num_tokens < request.num_tokens:
             return num_tokens, 0
-        limits = [max_draft_tokens, budget - num_tokens, request.num_remaining_tokens - 1]
+        limits = [max_draft_tokens, self.config.max_draft_tokens, budget - num_tokens, request.num_remaining_tokens - 1]
         if params.max_draft_tokens is not None:
             limits.append(params.max_draft_tokens)
         return num_tokens, max(0, min(limits))

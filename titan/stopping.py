@@ -17,9 +17,11 @@ def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
     """
     for count, token_id in enumerate(token_ids, start=1):
         request.token_ids.append(token_id)
+        num_old_characters = 0
         if request.detokenizer is not None:
+            num_old_characters = len(request.detokenizer.text)
             request.detokenizer.append(token_id)
-        if _is_stopped(request, token_id):
+        if _is_stopped(request, token_id, num_old_characters):
             request.finish_reason = FinishReason.STOP
         elif request.num_remaining_tokens == 0:
             request.finish_reason = FinishReason.LENGTH
@@ -28,8 +30,11 @@ def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
     return len(token_ids)
 
 
-def _is_stopped(request: Request, token_id: int) -> bool:
-    """Whether the token just appended stops the request; cuts the text at a stop string."""
+def _is_stopped(request: Request, token_id: int, num_old_characters: int) -> bool:
+    """Whether the token just appended stops the request; cuts the text at a stop string that the token completes.
+
+    A stop string that was complete before, which only ``min_tokens`` can have let pass, stays in the text.
+    """
     params = request.params
     if request.num_output_tokens < params.min_tokens:
         return False
@@ -39,7 +44,7 @@ def _is_stopped(request: Request, token_id: int) -> bool:
     if request.detokenizer is None or not params.stop_strings:
         return False
     text = request.detokenizer.text
-    places = [(text.find(stop), stop) for stop in params.stop_strings]
+    places = [(text.find(stop, max(0, num_old_characters - len(stop) + 1)), stop) for stop in params.stop_strings]
     found = [(place, stop) for place, stop in places if place >= 0]
     if not found:
         return False

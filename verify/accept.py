@@ -44,7 +44,9 @@ def accept(plan: StepPlan, trees: list[DraftTree], batch: RaggedBatch, logits: T
     return Acceptance(paths, token_ids, errors)
 
 
-def walk(trees: list[DraftTree], start_loc: NDArray[np.int64], tokens: NDArray[np.int64]) -> tuple[list[list[int]], NDArray[np.int64]]:
+def walk(
+    trees: list[DraftTree], start_loc: NDArray[np.int64], tokens: NDArray[np.int64]
+) -> tuple[list[list[int]], NDArray[np.int64]]:
     """Follow the drawn tokens down all trees at once, one depth at a time.
 
     Args:

@@ -23,9 +23,7 @@ def reference_walk(tree: DraftTree, draw: Callable[[Sequence[int]], int]) -> lis
         token = draw(emitted)
         emitted.append(token)
         children = [
-            child
-            for child, parent in enumerate(tree.parents.tolist())
-            if parent == node and int(tree.token_ids[child]) == token
+            child for child, parent in enumerate(tree.parents.tolist()) if parent == node and int(tree.token_ids[child]) == token
         ]
         if not children:
             return emitted

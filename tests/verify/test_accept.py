@@ -64,7 +64,9 @@ def test_the_walk_is_that_of_the_slow_twin_for_every_request_of_a_batch(rows: li
             continue
         expected = reference_walk(tree, lambda prefix, seed=seed: pseudo_random_token(seed, prefix))  # type: ignore[misc]
         assert [*tree.token_ids[paths[i]].tolist(), tokens[last_rows[i]]] == expected
-        assert [int(tree.parents[node]) for node in paths[i]] == [-1, *paths[i]][: len(paths[i])], "a path goes from parent to child"
+        assert [int(tree.parents[node]) for node in paths[i]] == [-1, *paths[i]][: len(paths[i])], (
+            "a path goes from parent to child"
+        )
 
 
 def test_of_equal_siblings_the_first_is_taken() -> None:
@@ -113,7 +115,7 @@ PARAMS = [
     )
 )
 def test_accepted_tokens_are_those_that_token_by_token_decoding_draws(
-    rows: list[tuple[DraftTree, bool, SamplingParams, int, int, int]]
+    rows: list[tuple[DraftTree, bool, SamplingParams, int, int, int]],
 ) -> None:
     """Each row by itself: the options of its request, the position that its token will have, and its prefix' stops."""
     requests = [make_request(params, seed, num_prompt, num_output) for _, _, params, seed, num_prompt, num_output in rows]
@@ -146,6 +148,17 @@ def test_accepted_tokens_are_those_that_token_by_token_decoding_draws(
         assert acceptance.token_ids[i] == reference_walk(tree, decode)
         assert acceptance.errors[i] is None
         assert acceptance.token_ids[i][:-1] == tree.token_ids[acceptance.paths[i]].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-3])
+@pytest.mark.parametrize("num_output", range(5))
+def test_an_end_is_held_back_up_to_min_tokens_within_a_run(num_output: int, temperature: float) -> None:
+    """A target that always wants to end: it may after three tokens, wherever in the run they are reached."""
+    logits = torch.zeros(6, VOCAB_SIZE)
+    logits[:, 2], logits[:, EOS] = 1.0, 2.0
+    request = make_request(SamplingParams(temperature=temperature, min_tokens=3), num_output=num_output)
+    acceptance = run_accept([request], [DraftTree.chain([2] * 5)], [True], logits)
+    assert acceptance.token_ids == [[2] * max(3 - num_output, 0) + [EOS]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

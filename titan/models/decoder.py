@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.batch import RaggedBatch
-from titan.kernels.linear import can_pack, linear, pack_weight
+from titan.kernels.linear import can_pack, linear, linear_add, pack_weight
 from titan.models.config import ModelConfig
 from titan.models.layers import LayerWeights, attention, layer_shapes, mlp
 from titan.models.rope import rope_table
@@ -102,8 +102,8 @@ class Decoder(nn.Module):
             attended = attention(x, weights, self.config, layer, (cos, sin), batch, kv[layer])
             if layer == last and is_partial:  # the other rows have written their KV, nobody reads on
                 x, attended = x.index_select(0, batch.logits_rows), attended.index_select(0, batch.logits_rows)
-            x = x.add_(linear(attended, weights.output_weight, weights.output_bias))
-            x = x.add_(mlp(x, weights, self.config))
+            x = linear_add(attended, weights.output_weight, weights.output_bias, residual=x)
+            x = mlp(x, weights, self.config)
         x = F.rms_norm(x, (self.config.hidden_size,), self.final_norm, self.config.rms_norm_eps)
         return linear(x, self._head, None)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titan.batch import RaggedBatch
 from titan.kernels.kv_ops import write_kv
-from titan.kernels.linear import linear
+from titan.kernels.linear import linear, linear_add
 from titan.kernels.torch_attention import tree_attention
 from titan.models.config import ModelConfig
 
@@ -98,7 +98,7 @@ def attention(
 
 
 def mlp(x: Tensor, weights: LayerWeights, config: ModelConfig) -> Tensor:
-    """The gated feed-forward part without its residual: [T, hidden_size] -> [T, hidden_size]."""
+    """The gated feed-forward part with its residual: [T, hidden_size] -> [T, hidden_size]."""
     normed = F.rms_norm(x, (config.hidden_size,), weights.post_norm, config.rms_norm_eps)
     gate, up = linear(normed, weights.gate_up_weight, weights.gate_up_bias).chunk(2, -1)
-    return linear(F.silu(gate).mul_(up), weights.down_weight, weights.down_bias)
+    return linear_add(F.silu(gate).mul_(up), weights.down_weight, weights.down_bias, residual=x)

@@ -1,0 +1,28 @@
+"""A drafter of one's own: it proposes the last token once more, twice.
+
+python examples/custom_drafter.py
+"""
+
+from titan import LLM, SamplingParams
+from titan.draft.base import NoDrafter
+from titan.step import StepPlan
+from titan.tree import DraftTree
+
+
+class EchoDrafter(NoDrafter):
+    """Inherits an empty ``commit`` and ``kv = None``: it keeps nothing."""
+
+    name = "echo"
+    max_draft_tokens = 2
+
+    def propose(self, plan: StepPlan) -> list[DraftTree]:
+        return [
+            DraftTree.chain([request.token_ids[-1]] * budget)
+            for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)
+        ]
+
+
+llm = LLM("demo", draft_model=EchoDrafter())
+output = llm.generate("def quicksort(", SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)[0]
+print(output.outputs[0].text)
+print(f"accepted per depth: {output.metrics.accepted_per_depth} of {output.metrics.proposed_per_depth}")

@@ -1,0 +1,125 @@
+"""Text grows token by token to what decoding all tokens at once gives, and never shows half a character."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from text_tools import WORLD_CORPUS, make_byte_tokenizer, make_piece_tokenizer, make_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from titan.detokenizer import REPLACEMENT, IncrementalDetokenizer
+
+TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {"byte_level": make_byte_tokenizer, "pieces": make_piece_tokenizer}
+TEXTS = st.one_of(
+    st.text(max_size=60),
+    st.text(alphabet="é語😀👩‍👧 a", max_size=60),
+    st.lists(st.sampled_from(WORLD_CORPUS), max_size=2).map(" ".join),
+)
+
+
+def grow(
+    tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], token_ids: Sequence[int], *, skip_special_tokens: bool = True
+) -> list[str]:
+    """The text after each token and after the end."""
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
+    texts = []
+    for token_id in token_ids:
+        detokenizer.append(token_id)
+        texts.append(detokenizer.text)
+    detokenizer.finish()
+    return [*texts, detokenizer.text]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(prompt=TEXTS, text=TEXTS)
+@example(prompt="", text="👩‍👩‍👧 語é")
+def test_the_text_of_a_continuation_grows_to_the_whole_without_half_characters(name: str, prompt: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    prompt_ids, token_ids = tokenizer.encode(prompt), tokenizer.encode(prompt + "|" + text)
+    token_ids = token_ids[len(prompt_ids) :]
+    whole = tokenizer.decode([*prompt_ids, *token_ids])
+    start = tokenizer.decode(prompt_ids)
+    if not whole.startswith(start) or REPLACEMENT in whole:
+        return  # the prompt's last token is another one within the longer text
+    texts = grow(tokenizer, prompt_ids, token_ids)
+    assert start + texts[-1] == whole
+    for shorter, longer in zip(texts, texts[1:], strict=False):
+        assert longer.startswith(shorter)
+        assert REPLACEMENT not in longer
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(data=st.binary(max_size=40), prompt=st.binary(max_size=8))
+def test_bytes_that_are_no_text_still_grow_and_end(name: str, data: bytes, prompt: bytes) -> None:
+    """Whatever a model writes: nothing shown is taken back."""
+    tokenizer = TOKENIZERS[name]()
+    texts = grow(tokenizer, byte_tokens(tokenizer, prompt), byte_tokens(tokenizer, data))
+    assert all(longer.startswith(shorter) for shorter, longer in zip(texts, texts[1:], strict=False))
+
+
+def byte_tokens(tokenizer: PreTrainedTokenizerFast, data: bytes | str) -> list[int]:
+    """The data as one token for every byte."""
+    data = data.encode() if isinstance(data, str) else data
+    vocab = tokenizer.get_vocab()
+    if "<0x00>" in vocab:
+        return [vocab[f"<0x{byte:02X}>"] for byte in data]
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [vocab[names[byte]] for byte in data]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(pieces=st.lists(st.one_of(st.text(max_size=3), st.sampled_from([b"\xff", b"\xc3", b"\xe2\x82"])), max_size=8))
+def test_stray_bytes_do_not_swallow_the_text_around_them(pieces: list[str | bytes]) -> None:
+    """Fewer stray bytes in a row than are held back: the text is that of decoding everything at once."""
+    tokenizer = make_byte_tokenizer()
+    data = b"".join(piece.encode("utf-8") + b"." if isinstance(piece, str) else piece + b"." for piece in pieces)
+    token_ids = byte_tokens(tokenizer, data)
+    assert grow(tokenizer, [], token_ids)[-1] == tokenizer.decode(token_ids) == data.decode(errors="replace")
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_special_tokens_are_left_out_on_request(skip_special_tokens: bool) -> None:
+    tokenizer = make_tokenizer()
+    token_ids = [*tokenizer.encode("the dog"), 1, *tokenizer.encode("is in"), 2]
+    texts = grow(tokenizer, tokenizer.encode("Fox "), token_ids, skip_special_tokens=skip_special_tokens)
+    assert texts[-1] == ("the dogis in" if skip_special_tokens else "the dog<s>is in</s>")
+
+
+def test_a_space_between_prompt_and_output_is_kept() -> None:
+    """Decoded by themselves, pieces lose the space before the first word."""
+    tokenizer = make_piece_tokenizer()
+    prompt, output = tokenizer.encode("the"), tokenizer.encode("the café")
+    assert tokenizer.decode(output) == "the café"
+    assert grow(tokenizer, prompt, output)[-1] == " the café"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_character_begun_in_the_prompt_belongs_to_the_output(name: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    smile = byte_tokens(tokenizer, "😀!")
+    assert grow(tokenizer, smile[:2], smile[2:])[-1] == "😀!"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_run_of_characters_of_many_bytes_may_begin_in_the_prompt(name: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    tokens = byte_tokens(tokenizer, "😀" * 9)
+    assert grow(tokenizer, tokens[:16], tokens[16:])[-1] == "😀" * 5
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(prompt=TEXTS, text=TEXTS)
+def test_all_tokens_at_once_give_the_same_text(name: str, prompt: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    prompt_ids, token_ids = byte_tokens(tokenizer, "x" + prompt), byte_tokens(tokenizer, text)
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens=True)
+    detokenizer.finish(token_ids)
+    assert detokenizer.text == grow(tokenizer, prompt_ids, token_ids)[-1] == text
