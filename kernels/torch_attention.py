@@ -2,7 +2,7 @@
 
 Requests with short queries (decodes, verifications, small chunks) are grouped by query and context length; a group gathers
 its blocks once and is one pair of batched products. KV heads are the outer dimension of the cache, so that what is gathered
-by blocks is contiguous per (head, request) and a single request whose blocks follow one another is read in place. Long
+by blocks is contiguous per (head, request). Long
 queries (prefill chunks) go one request at a time through `scaled_dot_product_attention`, which in bfloat16 on a CPU is
 several times slower than batched products for a few rows, and faster for many.
 
@@ -34,6 +34,10 @@ MAX_CONTEXT_RATIO = 2
 """Within a group the longest context has at most this many times the blocks of the shortest, plus `FREE_BLOCKS`."""
 FREE_BLOCKS = 4
 
+SMALL_GROUP = 64
+BLOCK_MULTIPLE = 4
+"""Contexts of groups of few blocks are padded to a multiple: a product of a new shape costs a set-up in oneDNN."""
+
 Window = int | None
 Bool = NDArray[np.bool_]
 Int = NDArray[np.int64]
@@ -48,8 +52,7 @@ class QueryGroup:
     query_rows: Tensor | None  # int64 [S * M], rows of T padded to M per request; None: all of T as it is
     kept_rows: Tensor | None  # int64, the rows of S * M that are queries; None: all
     token_rows: Tensor | None  # int64, where in T they belong; None: all of T
-    block_ids: Tensor | None  # int64 [S * blocks]; None: one request whose blocks follow one another
-    first_block: int  # the first of these
+    block_ids: Tensor  # int64 [S * blocks]
     num_blocks: int  # per request
     hidden: Mapping[Window, Tensor]  # bool [S, 1, M, N]
 
@@ -219,14 +222,16 @@ def _plan_group(
 ) -> QueryGroup:
     first_rows = query_start_loc[ids]
     query_lens = query_start_loc[ids + 1] - first_rows
-    query_len, max_blocks = int(query_lens.max()), int(num_blocks[ids].max())
+    query_len = int(query_lens.max())
+    max_blocks = int(num_blocks[ids].max())
+    if len(ids) * max_blocks <= SMALL_GROUP:
+        max_blocks = -(-max_blocks // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
     is_whole_batch = len(ids) * query_len == query_start_loc[-1]
     in_query = np.arange(query_len) < query_lens[:, None]
     padded_rows = first_rows[:, None] + np.where(in_query, np.arange(query_len), 0)
     # where a table ends its first block is read again: it is the request's own, hence finite, and it is hidden
-    in_table = np.arange(max_blocks) < num_blocks[ids, None]
-    blocks = np.where(in_table, block_table[ids, :max_blocks], block_table[ids, :1])
-    is_run = len(ids) == 1 and bool((np.diff(blocks[0]) == 1).all())
+    places = np.arange(max_blocks)
+    blocks = block_table[ids[:, None], np.where(places < num_blocks[ids, None], places, 0)]
 
     def to_device(array: Int) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -237,8 +242,7 @@ def _plan_group(
         query_rows=None if is_whole_batch else to_device(padded_rows.reshape(-1)),
         kept_rows=None if is_whole_batch else to_device(np.flatnonzero(in_query)),
         token_rows=None if is_whole_batch else to_device(padded_rows[in_query]),
-        block_ids=None if is_run else to_device(blocks.reshape(-1)),
-        first_block=int(blocks[0, 0]),
+        block_ids=to_device(blocks.reshape(-1)),
         num_blocks=max_blocks,
         hidden=_hidden(rows.take(padded_rows), tree_starts[ids], max_blocks * block_size, windows, device),
     )
@@ -279,8 +283,6 @@ def _gather(kv_layer: Tensor, plan: AttentionPlan, i: int) -> Tensor:
     group = plan.groups[i]
     _, num_kv_heads, _, block_size, head_dim = kv_layer.shape
     shape = (2, num_kv_heads * group.num_requests, group.num_blocks * block_size, head_dim)
-    if group.block_ids is None:
-        return kv_layer[:, :, group.first_block : group.first_block + group.num_blocks].view(shape)
     if i not in plan.scratch:
         plan.scratch[i] = kv_layer.new_empty(2, num_kv_heads, len(group.block_ids), block_size, head_dim)
     return torch.index_select(kv_layer, 2, group.block_ids, out=plan.scratch[i]).view(shape)

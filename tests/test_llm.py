@@ -89,7 +89,9 @@ def test_generate_takes_one_prompt_or_many_as_text_or_as_tokens(llm: LLM, zoo: Z
 
 
 def test_generate_takes_one_set_of_options_or_one_per_prompt_or_none(llm: LLM) -> None:
-    several = llm.generate(PROMPTS, [greedy(3, ignore_eos=True), greedy(5, ignore_eos=True), greedy(1), greedy(2, ignore_eos=True)], False)
+    several = llm.generate(
+        PROMPTS, [greedy(3, ignore_eos=True), greedy(5, ignore_eos=True), greedy(1), greedy(2, ignore_eos=True)], False
+    )
     assert [len(output.outputs[0].token_ids) for output in several] == [3, 5, 1, 2]
     default = llm.generate("the", SamplingParams(ignore_eos=True), use_tqdm=False)
     assert len(default[0].outputs[0].token_ids) == 16
@@ -170,7 +172,9 @@ def test_a_stop_string_never_shows_in_a_stream_not_even_partly(llm: LLM) -> None
 def test_what_was_held_back_for_a_stop_string_that_does_not_come_is_shown_at_the_end(llm: LLM) -> None:
     [free] = llm.generate("the dog", greedy(10, ignore_eos=True), use_tqdm=False)
     stop = free.outputs[0].text[-1] + "~never~"
-    assert [piece.outputs[0].text for piece in llm.stream("the dog", greedy(10, ignore_eos=True, stop=stop))][-1] == free.outputs[0].text
+    assert [piece.outputs[0].text for piece in llm.stream("the dog", greedy(10, ignore_eos=True, stop=stop))][-1] == free.outputs[
+        0
+    ].text
 
 
 def test_leaving_a_stream_ends_its_request_and_frees_its_blocks(llm: LLM) -> None:
@@ -257,9 +261,7 @@ def test_chat_generates_after_the_template(llm: LLM, monkeypatch: pytest.MonkeyP
     both = llm.chat([ASK, longer], [greedy(10), greedy(6, ignore_eos=True)], use_tqdm=False)
     assert both[0].outputs[0] == expected.outputs[0]
     tokenizer = make_tokenizer()
-    assert both[1].prompt_token_ids == tokenizer.encode(
-        "user: the dog?\nassistant: is lazy\nuser: and the fox?\nassistant:"
-    )
+    assert both[1].prompt_token_ids == tokenizer.encode("user: the dog?\nassistant: is lazy\nuser: and the fox?\nassistant:")
     assert len(both[1].outputs[0].token_ids) == 6
 
 
@@ -301,7 +303,9 @@ def test_diagnose_names_what_is_slow(zoo: Zoo) -> None:
     healthy = LLM(zoo.path("llama"), zoo.path("llama"), dtype="float32", device="cpu", num_kv_blocks=64)
     healthy.generate(random_prompts(4), greedy(10), use_tqdm=False)
     assert healthy.diagnose() == []
-    sick = LLM(zoo.path("llama"), zoo.path("useless"), dtype="float32", device="cpu", num_kv_blocks=10, block_size=8, max_batch_size=4)
+    sick = LLM(
+        zoo.path("llama"), zoo.path("useless"), dtype="float32", device="cpu", num_kv_blocks=10, block_size=8, max_batch_size=4
+    )
     sick.generate(random_prompts(8, max_len=40), greedy(20, ignore_eos=True), use_tqdm=False)
     findings = sick.diagnose()
     assert any("preemptions" in finding and "kv_cache_memory" in finding for finding in findings)

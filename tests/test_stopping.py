@@ -132,7 +132,9 @@ def check_metrics(output: RequestOutput) -> None:
     metrics, completion = output.metrics, output.outputs[0]
     assert metrics.num_emitted_tokens == len(completion.token_ids)
     extra = metrics.num_accepted_tokens + metrics.num_sequence_steps - metrics.num_emitted_tokens
-    assert extra in ((0, 1) if completion.finish_reason == "stop" else (0,)), "1: the end was a draft token, and no final token followed"
+    assert extra in ((0, 1) if completion.finish_reason == "stop" else (0,)), (
+        "1: the end was a draft token, and no final token followed"
+    )
     assert metrics.num_accepted_tokens <= metrics.num_draft_tokens
     assert sorted(metrics.accepted_per_depth, reverse=True) == metrics.accepted_per_depth
     assert sorted(metrics.proposed_per_depth, reverse=True) == metrics.proposed_per_depth
@@ -216,7 +218,9 @@ def test_end_of_sequence_min_tokens_and_ignore_eos(zoo: Zoo, draft: str) -> None
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("max_tokens", [None, 1000, 12])
-def test_nothing_is_written_past_the_models_length(make_llm: Make, free_running: RequestOutput, draft: str, max_tokens: int | None) -> None:
+def test_nothing_is_written_past_the_models_length(
+    make_llm: Make, free_running: RequestOutput, draft: str, max_tokens: int | None
+) -> None:
     llm = make_llm(draft, max_model_len=len(PROMPT) + 12)
     completion = run(llm, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)).outputs[0]
     assert (completion.token_ids, completion.finish_reason) == (free_running.outputs[0].token_ids[:12], "length")

@@ -12,7 +12,13 @@ CORPUS = [
     "the quick brown fox jumps over the lazy dog and then the other dog jumps over the quick fox",
     "in the morning there is another thing in the house, and the thing is in the house in the evening",
 ] * 3
-WORLD_CORPUS = ["naïve café, façade; größer als Äpfel", "привет мир, как дела", "日本語の文字列と漢字", "😀😃 fine 👍🏽👩‍👩‍👧 ok 😀", *CORPUS] * 2
+WORLD_CORPUS = [
+    "naïve café, façade; größer als Äpfel",
+    "привет мир, как дела",
+    "日本語の文字列と漢字",
+    "😀😃 fine 👍🏽👩‍👩‍👧 ok 😀",
+    *CORPUS,
+] * 2
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
 
 

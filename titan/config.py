@@ -45,6 +45,9 @@ class EngineConfig:
         _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         _check_choice("swap_space", self.swap_space, (0,))
+        for name in ("use_speculative", "enable_prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: it must be True or False")
         _check_range("seed", self.seed, 0, 2**63 - 1)
         _check_range("max_draft_tokens", self.max_draft_tokens, 0, MAX_NODES)
         for name in ("max_batch_size", "max_num_batched_tokens", "prefill_chunk_size", "max_waiting_requests"):

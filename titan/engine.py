@@ -240,7 +240,10 @@ class Engine:
             bytes_per_token += draft_config.kv_bytes_per_token(self.dtype)
         bytes_per_block = bytes_per_token * config.block_size
         if config.kv_cache_memory is not None:
-            return num_blocks_for(config.kv_cache_memory, bytes_per_block)
+            try:
+                return num_blocks_for(config.kv_cache_memory, bytes_per_block)
+            except ValueError as error:
+                raise ValueError(f"kv_cache_memory={config.kv_cache_memory} is not enough: {error}") from error
         useful = config.max_batch_size * -(-self.max_model_len // config.block_size)
         return min(useful, num_blocks_for(int(free_memory(self.device) * KV_MEMORY_SHARE), bytes_per_block))
 
@@ -274,7 +277,10 @@ def free_memory(device: torch.device) -> int:
 def _load_tokenizer(folder: str, tokenizer: str | None) -> Any | None:
     """The tokenizer asked for, else the model's own, else ``None``."""
     if tokenizer is not None:
-        return load_tokenizer(resolve_model(tokenizer, "target"))
+        try:
+            return load_tokenizer(resolve_model(tokenizer, "target"))
+        except ValueError as error:
+            raise ValueError(f"tokenizer={tokenizer!r} cannot be used: {error}") from error
     try:
         return load_tokenizer(folder)
     except ValueError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from os import PathLike, fspath
 from typing import Any
 
 from tqdm import tqdm
@@ -55,8 +56,8 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
-        draft_model: DraftSpec = None,
+        model: str | PathLike[str],
+        draft_model: DraftSpec | PathLike[str] = None,
         *,
         tokenizer: str | None = None,
         dtype: str = "auto",
@@ -98,7 +99,10 @@ class LLM:
             preemption_mode=preemption_mode,
             swap_space=swap_space,
         )
-        self.engine = Engine(config, model, draft_model, tokenizer)
+        if not isinstance(model, str | PathLike):
+            raise ValueError(f"model={model!r} is not allowed: it must be 'demo', a folder or a Hugging Face hub id")
+        draft = fspath(draft_model) if isinstance(draft_model, PathLike) else draft_model
+        self.engine = Engine(config, fspath(model), draft, tokenizer)
 
     def generate(
         self,
@@ -153,9 +157,11 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
-        if not messages:
-            raise ValueError("messages=[] is empty: give at least one message")
+        if not isinstance(messages, Sequence) or not messages:
+            raise ValueError(f"messages={messages!r} is not allowed: give at least one message")
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], dict) else messages
+        for conversation in conversations:
+            _check_conversation(conversation)
         prompts = [
             tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=True, return_dict=False)
             for conversation in conversations
@@ -170,11 +176,11 @@ class LLM:
         Raises:
             ValueError: the prompt is not allowed.
         """
-        params = sampling_params or SamplingParams()
+        [params] = _as_params_list(sampling_params, 1)
         request = self._make_request(prompt, params, needs_text=True)
         return self._stream(request)
 
-    def swap_draft(self, draft_model: DraftSpec) -> None:
+    def swap_draft(self, draft_model: DraftSpec | PathLike[str]) -> None:
         """Change the drafter between steps; requests in flight go on.
 
         Args:
@@ -183,7 +189,7 @@ class LLM:
         Raises:
             ValueError: the draft cannot be used; the present one then stays.
         """
-        self.engine.swap_draft(draft_model)
+        self.engine.swap_draft(fspath(draft_model) if isinstance(draft_model, PathLike) else draft_model)
 
     def metrics(self) -> EngineMetrics:
         """Totals since the engine started, and its present state."""
@@ -216,10 +222,16 @@ class LLM:
         if isinstance(prompt, str):
             if self.engine.tokenizer is None:
                 raise ValueError(f"prompt={prompt!r} is text, and the model has no tokenizer: allowed are token ids")
+            if any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise ValueError(f"prompt={prompt!r} has a surrogate, which is half a character: allowed is what UTF-8 can hold")
             return self.engine.make_request(prompt, self.engine.tokenizer.encode(prompt), params, needs_text=needs_text)
-        token_ids = list(prompt)
-        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in token_ids):
-            raise ValueError(f"prompt={token_ids!r} is not allowed: a prompt is a str or a list of int")
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise ValueError(f"prompt={prompt!r} is not allowed: a prompt is a str or a list of int")
+        token_ids = []
+        for token_id in prompt:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise ValueError(f"prompt has {token_id!r}, which is not a token id: a prompt is a str or a list of int")
+            token_ids.append(token_id)
         return self.engine.make_request(None, token_ids, params, needs_text=needs_text)
 
     def _try_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request | ValueError:
@@ -274,7 +286,7 @@ class LLM:
 def _as_prompt_list(prompts: Prompts) -> list[str | Sequence[int]]:
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise ValueError(f"prompts={prompts!r} is not allowed: give a str, a list of str, a list of int or a list of such lists")
     if len(prompts) == 0:
         raise ValueError("prompts=[] is empty: give at least one prompt")
@@ -291,9 +303,20 @@ def _as_params_list(params: SamplingParams | Sequence[SamplingParams] | None, nu
         return [SamplingParams()] * num_prompts
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise ValueError(f"sampling_params={params!r} is not allowed: it must be a SamplingParams, a list of them, or None")
     if len(params) != num_prompts:
         raise ValueError(f"sampling_params has {len(params)} entries for {num_prompts} prompts: give one, or one per prompt")
     return list(params)
+
+
+def _check_conversation(conversation: object) -> None:
+    is_list = isinstance(conversation, list | tuple) and len(conversation) > 0
+    if not is_list or not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in conversation):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"messages has {conversation!r}, which is not a conversation: it must be a list of messages, "
+            f'{{"role": "...", "content": "..."}} each'
+        )
 
 
 def _refused_output(index: int, prompt: str | Sequence[int], error: ValueError) -> RequestOutput:

@@ -75,11 +75,15 @@ class SamplingParams:
                 raise ValueError(
                     f"max_draft_tokens={self.max_draft_tokens} contradicts use_speculative=False: allowed with it are None and 0"
                 )
-        for text in self.stop_strings:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop={self.stop!r}: every stop string must be a non-empty str")
+        if not isinstance(self.stop, str | list | tuple | None) or not all(isinstance(s, str) and s for s in self.stop_strings):
+            raise ValueError(f"stop={self.stop!r} is not allowed: it must be a non-empty str, a list of such, or None")
+        if not isinstance(self.stop_token_ids, list | tuple | None):
+            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} is not allowed: it must be a list of token ids or None")
         for token_id in self.stop_token_ids or ():
             _check_integer("stop_token_ids", token_id, low=0)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "use_speculative"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: it must be True or False")
         self._refuse_unsupported()
 
     def _refuse_unsupported(self) -> None:

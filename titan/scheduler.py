@@ -82,8 +82,7 @@ class Scheduler:
             return plan  # no room for those that run: none joins
         while budget > 0 and self.waiting and len(self.running) < self.config.max_batch_size:
             request = self.waiting[0]
-            # one joins only if all its tokens and drafts fit beside the others, or it would soon be preempted
-            if self.kv.num_missing_blocks(request, request.num_tokens + max_draft_tokens) > self.kv.pool.num_free and self.running:
+            if self.running and not self._has_room(request, max_draft_tokens):
                 break
             self._start(self.waiting.popleft())
             num_tokens, num_drafts = self._row(request, budget, max_draft_tokens)
@@ -121,6 +120,11 @@ class Scheduler:
                 self._finish(request, request.finish_reason)
         self.counters.num_steps += 1
         return changed
+
+    def _has_room(self, request: Request, max_draft_tokens: int) -> bool:
+        """Whether all tokens and drafts of a waiting request fit beside those of the running ones; if not, one would soon be preempted."""
+        num_missing = sum(self.kv.num_missing_blocks(each, each.num_tokens + max_draft_tokens) for each in (*self.running, request))
+        return num_missing <= self.kv.pool.num_free
 
     def _row(self, request: Request, budget: int, max_draft_tokens: int) -> tuple[int, int]:
         """Committed tokens and draft tokens of a request's row.

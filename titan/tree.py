@@ -53,6 +53,14 @@ class DraftTree:
         """Number of draft tokens, the root not counted."""
         return len(self.token_ids)
 
+    def path_to(self, node: int) -> list[int]:
+        """The nodes from the root's child down to ``node``; none for the root itself, -1."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = int(self.parents[node])
+        return path[::-1]
+
     @property
     def depths(self) -> NDArray[np.int32]:
         """Depth of each node, int32 [num_nodes]; children of the root have depth 1."""

@@ -58,22 +58,19 @@ def walk(
         The accepted nodes of each request, root downwards, and the row of the last node reached, int64 [R].
     """
     last_rows = start_loc[:-1].copy()
-    num_nodes = np.fromiter((tree.num_nodes for tree in trees), np.int64, len(trees))
-    paths: list[list[int]] = [[] for _ in trees]
+    num_nodes = np.array([tree.num_nodes for tree in trees])
     if not num_nodes.any():
-        return paths, last_rows
+        return [[] for _ in trees], last_rows
     owners = np.repeat(np.arange(len(trees)), num_nodes)
-    node_rows = np.concatenate([start_loc[i] + 1 + np.arange(tree.num_nodes) for i, tree in enumerate(trees)])
-    parent_rows = np.concatenate([start_loc[i] + 1 + tree.parents for i, tree in enumerate(trees)])
-    depths = np.concatenate([tree.depths for tree in trees])
+    first_rows = start_loc[owners] + 1  # of the owners' nodes
+    node_rows = first_rows + np.concatenate([np.arange(count) for count in num_nodes])
+    parent_rows = first_rows + np.concatenate([tree.parents for tree in trees])
     is_match = np.concatenate([tree.token_ids for tree in trees]) == tokens[parent_rows]
-    for depth in range(1, int(depths.max()) + 1):
-        hits = np.flatnonzero(is_match & (depths == depth) & (parent_rows == last_rows[owners]))
+    while len(hits := np.flatnonzero(is_match & (parent_rows == last_rows[owners]))):
         # reversed, so that the first of two equal siblings is the one that stays
         last_rows[owners[hits[::-1]]] = node_rows[hits[::-1]]
-        for owner in np.unique(owners[hits]).tolist():
-            paths[owner].append(int(last_rows[owner] - start_loc[owner] - 1))
-    return paths, last_rows
+    last_nodes = (last_rows - start_loc[:-1] - 1).tolist()
+    return [tree.path_to(node) for tree, node in zip(trees, last_nodes, strict=True)], last_rows
 
 
 def sampling_rows(requests: list[Request], trees: list[DraftTree], start_loc: NDArray[np.int64]) -> SamplingRows:

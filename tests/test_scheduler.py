@@ -1,0 +1,293 @@
+"""The scheduler under random arrivals and aborts, with a model that is a function of the tokens: no tensors, many steps."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from titan.config import EngineConfig
+from titan.kv_cache import KVCache
+from titan.metrics import EngineCounters
+from titan.outputs import RequestMetrics
+from titan.request import Request
+from titan.sampling_params import SamplingParams
+from titan.scheduler import Scheduler
+from titan.step import Acceptance, StepPlan
+from titan.tree import EMPTY_TREE, DraftTree
+from titan.verify.reference import reference_walk
+
+MAX_MODEL_LEN = 60
+BLOCK_SIZE = 8
+EOS = 0
+
+
+def next_token(token_ids: list[int]) -> int:
+    """The target: any function of all tokens will do. One token in 13 is the end."""
+    return Random(str(token_ids)).randrange(13)
+
+
+class World:
+    """A scheduler whose steps are carried out by `next_token`."""
+
+    def __init__(self, **options: Any) -> None:
+        self.config = EngineConfig(block_size=BLOCK_SIZE, **options)
+        assert self.config.num_kv_blocks is not None
+        self.kv = KVCache(self.config.num_kv_blocks, BLOCK_SIZE, self.config.enable_prefix_caching)
+        self.counters = EngineCounters()
+        self.scheduler = Scheduler(self.config, self.kv, MAX_MODEL_LEN, self.counters)
+        self.requests: list[Request] = []
+        self.limit = MAX_MODEL_LEN
+
+    def add(self, prompt: list[int], max_tokens: int, **options: Any) -> Request:
+        """Queue a request, its limit lowered to what fits, as the engine does it."""
+        room = min(MAX_MODEL_LEN, self.kv.num_blocks * BLOCK_SIZE) - len(prompt)
+        params = SamplingParams(max_tokens=max_tokens, **options)
+        request = Request(
+            str(len(self.requests)), None, prompt, params, 0, min(max_tokens, room),
+            frozenset() if params.ignore_eos else frozenset({EOS}), RequestMetrics(0.0), None,
+        )  # fmt: skip
+        self.scheduler.add(request)
+        self.requests.append(request)
+        return request
+
+    def step(self, max_draft_tokens: int, random: Random) -> StepPlan:
+        plan = self.scheduler.schedule(max_draft_tokens)
+        self.check_plan(plan, max_draft_tokens)
+        trees = [self.draft(request, budget, random) for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)]
+        acceptance = Acceptance([], [], [])
+        for i, (request, tree) in enumerate(zip(plan.requests, trees, strict=True)):
+            tokens: list[int] = []
+            if plan.reaches_root(i):
+                tokens = reference_walk(tree, lambda emitted, request=request: next_token(request.token_ids + list(emitted)))  # type: ignore[misc]
+            acceptance.token_ids.append(tokens)
+            acceptance.paths.append(self.path_of(tree, tokens[:-1]))
+            acceptance.errors.append(None)
+            if random.random() < 0.7:  # the draft's cache keeps up with some
+                request.num_drafted_context = request.num_computed_tokens + plan.num_tokens[i]
+        self.kv.commit(plan, trees, acceptance)
+        before = {request.request_id: request.num_computed_tokens for request in plan.requests}
+        changed = self.scheduler.update(plan, trees, acceptance)
+        assert {r.request_id for r in changed} == {
+            r.request_id for r, t in zip(plan.requests, acceptance.token_ids, strict=True) if t
+        }
+        for request in plan.requests:
+            assert request.is_finished or request.num_computed_tokens > before[request.request_id]
+        return plan
+
+    def draft(self, request: Request, budget: int, random: Random) -> DraftTree:
+        """A chain or a tree, right now and then."""
+        num_nodes = random.randint(0, budget)
+        if num_nodes == 0:
+            return EMPTY_TREE
+        parents = [node - 1 if random.random() < 0.6 else random.randint(-1, node - 1) for node in range(num_nodes)]
+        paths: list[list[int]] = []
+        for parent in parents:
+            above = paths[parent] if parent >= 0 else []
+            right = next_token(request.token_ids + above)
+            paths.append([*above, right if random.random() < 0.7 else random.randrange(13)])
+        return DraftTree(np.array([path[-1] for path in paths]), np.array(parents, np.int32))
+
+    def path_of(self, tree: DraftTree, tokens: list[int]) -> list[int]:
+        path: list[int] = []
+        for token in tokens:
+            parent = path[-1] if path else -1
+            path.append(next(n for n in range(tree.num_nodes) if tree.parents[n] == parent and tree.token_ids[n] == token))
+        return path
+
+    def check_plan(self, plan: StepPlan, max_draft_tokens: int) -> None:
+        config = self.config
+        assert bool(plan.requests) == self.scheduler.has_unfinished, "there is always one that gets on"
+        assert sum(plan.num_tokens) + sum(plan.draft_budgets) <= config.max_num_batched_tokens
+        assert len(set(map(id, plan.requests))) == len(plan.requests) <= config.max_batch_size
+        if self.scheduler.running:
+            assert plan.requests[0] is self.scheduler.running[0], "the first come is never passed over"
+        for i, request in enumerate(plan.requests):
+            num_tokens, budget = plan.num_tokens[i], plan.draft_budgets[i]
+            end = request.num_computed_tokens + num_tokens
+            assert 1 <= num_tokens <= config.prefill_chunk_size and end <= request.num_tokens
+            assert 0 <= budget <= max_draft_tokens
+            if budget:
+                assert plan.reaches_root(i) and request.params.use_speculative
+                assert request.params.max_draft_tokens is None or budget <= request.params.max_draft_tokens
+                assert budget < request.num_remaining_tokens, "the final token needs no draft"
+            assert len(request.block_ids) * BLOCK_SIZE >= end + budget, "a slot for every token and node"
+            assert request in self.scheduler.running
+
+    def check(self) -> None:
+        running, waiting = self.scheduler.running, list(self.scheduler.waiting)
+        self.kv.pool.check([request.block_ids for request in running])
+        assert len(running) <= self.config.max_batch_size
+        assert len(waiting) <= self.config.max_waiting_requests + self.config.max_batch_size, "only preempted ones come on top"
+        assert not any(request.is_finished for request in (*running, *waiting))
+        order = [int(request.request_id) for request in (*running, *waiting)]
+        assert order == sorted(set(order)), "first come, first served: who came later neither runs nor waits ahead"
+        for request in waiting:
+            assert (request.block_ids, request.num_computed_tokens, request.num_drafted_context) == ([], 0, 0)
+        for request in self.requests:
+            assert request.num_output_tokens <= request.max_tokens
+            assert request.num_tokens <= MAX_MODEL_LEN
+            metrics = request.metrics
+            assert metrics.num_emitted_tokens == request.num_output_tokens
+            extra = metrics.num_accepted_tokens + metrics.num_sequence_steps - metrics.num_emitted_tokens
+            assert extra in ((0, 1) if request.finish_reason == "stop" else (0,))
+        counters = self.counters
+        assert counters.num_finished_requests == sum(request.is_finished for request in self.requests)
+        for name in ("num_sequence_steps", "num_emitted_tokens", "num_preemptions"):
+            assert getattr(counters, name) == sum(getattr(request.metrics, name) for request in self.requests)
+        assert sum(counters.accepted_per_depth) == sum(request.metrics.num_accepted_tokens for request in self.requests)
+
+    def drain(self, random: Random, max_draft_tokens: int = 4) -> None:
+        steps = 0
+        while self.scheduler.has_unfinished:
+            self.step(max_draft_tokens, random)
+            self.check()
+            steps += 1
+            assert steps < 5000
+        assert self.kv.pool.num_free == self.kv.num_blocks
+        for request in self.requests:
+            assert request.is_finished
+            self.check_output(request)
+
+    def check_output(self, request: Request) -> None:
+        """Whatever happened in between, the tokens are those of the target alone."""
+        tokens = list(request.prompt_token_ids)
+        while len(tokens) < request.num_tokens:
+            tokens.append(next_token(tokens))
+        assert request.token_ids == tokens
+        ended = request.output_token_ids[-1:] == [EOS] and not request.params.ignore_eos
+        if request.finish_reason != "abort":
+            assert request.finish_reason == ("stop" if ended else "length")
+            assert ended or request.num_output_tokens == request.max_tokens
+        assert request.params.ignore_eos or EOS not in request.output_token_ids[:-1]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        seed=st.integers(0, 2**32), batch=st.integers(1, 5), budget=st.integers(0, 40), chunk=st.integers(1, 20),
+        blocks=st.integers(3, 14), caching=st.booleans(), drafts=st.integers(0, 6),
+    )  # fmt: skip
+    def create(self, seed: int, batch: int, budget: int, chunk: int, blocks: int, caching: bool, drafts: int) -> None:
+        self.world = World(
+            max_batch_size=batch, max_num_batched_tokens=batch + budget, prefill_chunk_size=chunk, num_kv_blocks=blocks,
+            enable_prefix_caching=caching, max_waiting_requests=6,
+        )  # fmt: skip
+        self.random = Random(seed)
+        self.max_draft_tokens = drafts
+
+    @rule(seed=st.integers(0, 2**32))
+    def add(self, seed: int) -> None:
+        random = Random(seed)
+        room = min(MAX_MODEL_LEN, self.world.kv.num_blocks * BLOCK_SIZE)
+        prompt = ([5, 6, 7] * 20)[: random.randint(1, room - 1)]
+        if random.random() < 0.6:
+            prompt[random.randrange(len(prompt)) :] = [random.randrange(1, 13)]
+        options: dict[str, Any] = random.choice([{}, {}, {"use_speculative": False}, {"max_draft_tokens": 2}, {"ignore_eos": True}])
+        max_tokens = random.randint(1, 30)
+        if len(self.world.scheduler.waiting) >= self.world.config.max_waiting_requests:
+            with pytest.raises(ValueError, match="max_waiting_requests=6"):
+                self.world.add(prompt, max_tokens, **options)
+        else:
+            self.world.add(prompt, max_tokens, **options)
+
+    @rule(steps=st.integers(1, 6))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.world.step(self.max_draft_tokens, self.random)
+            self.world.check()
+
+    @rule(seed=st.integers(0, 2**32))
+    def abort(self, seed: int) -> None:
+        present = [*self.world.scheduler.running, *self.world.scheduler.waiting]
+        if present:
+            request = Random(seed).choice(present)
+            self.world.scheduler.abort(request, "not wanted any more")
+            assert (request.finish_reason, request.error, request.block_ids) == ("abort", "not wanted any more", [])
+
+    @rule(drafts=st.integers(0, 6))
+    def swap_draft(self, drafts: int) -> None:
+        self.max_draft_tokens = drafts
+        self.world.kv.new_draft_epoch(self.world.scheduler.running)
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.drain(self.random, self.max_draft_tokens)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
+
+
+def test_scarce_blocks_preempt_the_latest_and_change_no_output() -> None:
+    world = World(max_batch_size=4, num_kv_blocks=9, max_num_batched_tokens=64)
+    for i in range(6):
+        world.add([i + 1] * 10, 30, ignore_eos=True)
+    world.drain(Random(0))
+    assert world.counters.num_preemptions > 0
+    assert world.requests[0].metrics.num_preemptions == 0, "the first come keeps its blocks"
+
+
+def test_a_running_request_is_never_starved_by_others_prompts() -> None:
+    world = World(max_batch_size=4, num_kv_blocks=40, max_num_batched_tokens=12, prefill_chunk_size=12)
+    first = world.add([1] * 5, 25, ignore_eos=True)
+    world.step(0, Random(0))
+    for token in (2, 3, 4):
+        world.add([token] * 50, 4)
+    for _ in range(10):
+        before = first.num_output_tokens
+        plan = world.step(0, Random(0))
+        assert first.num_output_tokens == before + 1
+        assert sum(plan.num_tokens) == 12, "what is left of the budget goes to the prompts"
+
+
+def test_a_prompt_is_computed_in_chunks_beside_decodes() -> None:
+    world = World(max_batch_size=4, num_kv_blocks=40, max_num_batched_tokens=64, prefill_chunk_size=7)
+    world.add([1] * 3, 20, ignore_eos=True)
+    world.step(0, Random(0))
+    late = world.add([2] * 30, 5, ignore_eos=True)
+    chunks = []
+    while late.num_output_tokens == 0:
+        plan = world.step(0, Random(0))
+        assert plan.num_tokens[0] == 1
+        chunks.append(plan.num_tokens[1])
+    assert chunks == [7, 7, 7, 7, 2]
+
+
+def test_finished_requests_leave_and_waiting_ones_join_at_the_next_step() -> None:
+    world = World(max_batch_size=2, num_kv_blocks=40)
+    short, long, late = (world.add([i], length, ignore_eos=True) for i, length in ((1, 2), (2, 6), (3, 2)))
+    running = []
+    while world.scheduler.has_unfinished:
+        running.append([request.request_id for request in world.step(0, Random(0)).requests])
+    names = [request.request_id for request in (short, long, late)]
+    assert running == [names[:2]] * 2 + [names[1:]] * 2 + [names[1:2]] * 2
+
+
+def test_a_request_that_would_soon_be_preempted_does_not_join() -> None:
+    world = World(max_batch_size=4, num_kv_blocks=5, prefill_chunk_size=4)
+    world.add([1] * 20, 10, ignore_eos=True)
+    world.add([2] * 17, 4, ignore_eos=True)
+    plan = world.step(4, Random(0))
+    assert [request.request_id for request in plan.requests] == ["0"], "its first chunk would fit, its prompt would not"
+    world.drain(Random(0))
+    assert world.counters.num_preemptions == 0
+
+
+def test_an_aborted_request_leaves_at_once_whether_it_runs_or_waits() -> None:
+    world = World(max_batch_size=1, num_kv_blocks=40)
+    running, waiting, last = (world.add([i], 5) for i in (1, 2, 3))
+    world.step(0, Random(0))
+    world.scheduler.abort(running)
+    world.scheduler.abort(waiting)
+    assert world.kv.pool.num_free == 40
+    assert [request.request_id for request in world.step(0, Random(0)).requests] == [last.request_id]
