@@ -243,25 +243,26 @@ class LLM:
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
         """Run requests to their end, queueing them as the waiting line has room; on an exception none stays behind."""
-        scheduler = self.engine.scheduler
-        pending = iter(requests)
-        start = time.monotonic()
-        num_queued = num_tokens = 0
+        scheduler, counters = self.engine.scheduler, self.engine.counters
+        queued: set[Request] = set()
+        unfinished = set(requests)
+        start, num_tokens, num_rows = time.monotonic(), counters.num_emitted_tokens, counters.num_sequence_steps
         with tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar:
             try:
-                while num_queued < len(requests) or not all(request.is_finished for request in requests):
-                    while num_queued < len(requests) and len(scheduler.waiting) < self.engine.config.max_waiting_requests:
-                        scheduler.add(next(pending))
-                        num_queued += 1
-                    for request in self.engine.step():
-                        bar.update(request.is_finished)
-                    if use_tqdm:
-                        num_tokens = sum(request.metrics.num_emitted_tokens for request in requests)
-                        num_steps = sum(request.metrics.num_sequence_steps for request in requests)
-                        rate = num_tokens / (time.monotonic() - start)
-                        bar.set_postfix_str(f"{rate:.0f} tokens/s, {ratio(num_tokens, num_steps):.2f} tokens/step", refresh=False)
+                while unfinished:
+                    while len(queued) < len(requests) and len(scheduler.waiting) < self.engine.config.max_waiting_requests:
+                        request = requests[len(queued)]
+                        scheduler.add(request)
+                        queued.add(request)
+                    finished = unfinished.intersection(request for request in self.engine.step() if request.is_finished)
+                    unfinished -= finished
+                    emitted = counters.num_emitted_tokens - num_tokens
+                    rate = emitted / (time.monotonic() - start)
+                    per_row = ratio(emitted, counters.num_sequence_steps - num_rows)
+                    bar.set_postfix_str(f"{rate:.0f} tokens/s, {per_row:.2f} tokens/step", refresh=False)
+                    bar.update(len(finished))
             finally:
-                for request in requests[:num_queued]:
+                for request in queued:
                     if not request.is_finished:
                         scheduler.abort(request)
 
