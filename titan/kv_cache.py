@@ -109,8 +109,8 @@ class KVCache:
         block_ids = self.pool.allocate(num_new)
         request.block_ids.extend(block_ids)
         for tensor in self._tensors.values():
-            if tensor.device.type == "cpu":  # its attention multiplies zero weights with what is there: it must be finite
-                clear_blocks(tensor, torch.tensor(block_ids))
+            # the attention multiplies zero weights with what is there: it must be finite
+            clear_blocks(tensor, torch.tensor(block_ids, device=tensor.device))
         return True
 
     def commit(self, plan: StepPlan, trees: Sequence[DraftTree], acceptance: Acceptance) -> None:
