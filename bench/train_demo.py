@@ -37,6 +37,7 @@ SEQUENCE_LENGTH = 512
 MAX_POSITIONS = 2048
 EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 HELD_OUT_SHARE = 0.06
+DRAFT_LR = 6e-3
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,17 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def load_corpus() -> tuple[Corpus, PreTrainedTokenizerFast]:
-    """Read the standard library, train the tokenizer on the training files and encode both splits."""
+def load_corpus(tokenizer_folder: Path | None) -> tuple[Corpus, PreTrainedTokenizerFast]:
+    """Read the standard library and encode both splits, with a tokenizer trained on the training files or a given one."""
     train_texts: list[str] = []
     held_out_texts: list[str] = []
     for path in source_files():
         text = path.read_text(encoding="utf-8", errors="ignore")
         (held_out_texts if is_held_out(path) else train_texts).append(text)
-    tokenizer = train_tokenizer(train_texts)
+    if tokenizer_folder is None:
+        tokenizer = train_tokenizer(train_texts)
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
 
     def encode(texts: list[str]) -> Tensor:
         ids: list[int] = []
@@ -249,12 +253,10 @@ def write_text(target: LlamaForCausalLM, stream: Tensor, num_sequences: int, gre
 
 
 def distil_draft(
-    target: LlamaForCausalLM, corpus: Corpus, written: Tensor, config: LlamaConfig, num_steps: int, batch_size: int, seed: int
+    draft: LlamaForCausalLM, target: LlamaForCausalLM, corpus: Corpus, written: Tensor, num_steps: int, batch_size: int, seed: int
 ) -> LlamaForCausalLM:
     """Train the draft on the target's distributions (forward KL), half on the corpus, half on the target's text."""
-    torch.manual_seed(seed + 1)
-    draft = LlamaForCausalLM(config)
-    optimizer = Optimizer(draft, num_steps, matrix_lr=6e-3, other_lr=6e-3)
+    optimizer = Optimizer(draft, num_steps, matrix_lr=DRAFT_LR, other_lr=DRAFT_LR)
     generator = torch.Generator().manual_seed(seed + 1)
     for _, losses in progress("draft", num_steps):
         half = batch_size // 2
@@ -375,15 +377,24 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per step")
     parser.add_argument("--written-sequences", type=int, default=1024, help="sequences the target writes for its draft")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target", type=Path, help="a target made before: only the draft is trained")
+    parser.add_argument("--draft", type=Path, help="a draft made before, to go on from (with --target)")
+    parser.add_argument("--greedy-share", type=float, default=0.5, help="share of the written sequences at temperature 0")
     args = parser.parse_args()
 
-    corpus, tokenizer = load_corpus()
+    corpus, tokenizer = load_corpus(args.target)
     print(f"{corpus.num_train_files} files, {len(corpus.train):,} training tokens, {len(corpus.held_out):,} held out", flush=True)
-    target = train_target(corpus, target_config(tokenizer.eos_token_id), args.target_steps, args.batch_size, args.seed)
-    written = write_text(target, corpus.train, args.written_sequences, greedy_share=0.5, seed=args.seed)
-    draft = distil_draft(
-        target, corpus, written, draft_config(tokenizer.eos_token_id), args.draft_steps, args.batch_size, args.seed
-    )
+    if args.target is None:
+        target = train_target(corpus, target_config(tokenizer.eos_token_id), args.target_steps, args.batch_size, args.seed)
+    else:
+        target = LlamaForCausalLM.from_pretrained(args.target, dtype=torch.float32)
+    written = write_text(target, corpus.train, args.written_sequences, args.greedy_share, seed=args.seed)
+    torch.manual_seed(args.seed + 1)
+    if args.draft is None:
+        draft = LlamaForCausalLM(draft_config(tokenizer.eos_token_id))
+    else:
+        draft = LlamaForCausalLM.from_pretrained(args.draft, dtype=torch.float32)
+    draft = distil_draft(draft, target, corpus, written, args.draft_steps, args.batch_size, args.seed)
     quality = evaluate(target, draft, corpus, write_text(target, corpus.held_out, 64, greedy_share=1.0, seed=args.seed + 1))
     print(
         f"held-out perplexity: target {math.exp(quality.target_loss):.2f}, draft {math.exp(quality.draft_loss):.2f}; "

@@ -35,6 +35,7 @@ class DraftModelDrafter:
         self.max_draft_tokens = context.max_draft_tokens
         self.max_num_batched_tokens = context.max_num_batched_tokens
         self.vocab_size = min(context.target_vocab_size, model.config.vocab_size)
+        self.lacks_tokens = model.config.vocab_size < context.target_vocab_size
         self.max_len = model.config.max_position_embeddings
         self.device = context.device
         self.block_size = context.kv.block_size
@@ -49,7 +50,6 @@ class DraftModelDrafter:
             device=context.device,
         )
 
-    @torch.inference_mode()
     def propose(self, plan: StepPlan) -> list[DraftTree]:
         num_fed = self._feed_lengths(plan)
         fed = [i for i, count in enumerate(num_fed) if count > 0]
@@ -61,7 +61,7 @@ class DraftModelDrafter:
             request = plan.requests[i]
             start, end = request.num_drafted_context, request.num_drafted_context + num_fed[i]
             drafts = self._budget(plan, i) > 0 and end == request.num_tokens
-            segments.append(Segment(request.block_ids, start, request.token_ids[start:end], needs_logits=drafts))
+            segments.append(Segment(request.block_ids, start, self._known(request.token_ids[start:end]), needs_logits=drafts))
             request.num_drafted_context = end
         batch = build_batch(segments, block_size=self.block_size, windows=self.model.config.windows, device=self.device)
         drafting = [i for i, segment in zip(fed, segments, strict=True) if segment.needs_logits]
@@ -126,6 +126,10 @@ class DraftModelDrafter:
             lengths.append(max(length, 0))
             left -= lengths[-1]
         return lengths
+
+    def _known(self, token_ids: list[int]) -> list[int]:
+        """The tokens; those that only the target's embedding has rows for, which are padding, become the draft's last one."""
+        return [min(token_id, self.vocab_size - 1) for token_id in token_ids] if self.lacks_tokens else token_ids
 
     def _best(self, logits: Tensor) -> Tensor:
         """Most likely token of each row, int64 [rows], within the vocabulary that both models share."""

@@ -277,7 +277,7 @@ def test_options_of_drafters() -> None:
         ReplayDrafter({}, acceptance=1.1, vocab_size=10, max_draft_tokens=4)
     with raises("vocab_size=1", "at least 2"):
         ReplayDrafter({}, acceptance=0.5, vocab_size=1, max_draft_tokens=4)
-    factory: Callable[[DraftContext], NoDrafter] = lambda context: NoDrafter()  # noqa: E731, ARG005
+    factory: Callable[[DraftContext], NoDrafter] = lambda context: NoDrafter()  # noqa: E731
     with raises("name='ngram'", "taken", "ngram"):
         register("ngram", factory)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -47,7 +48,7 @@ def test_the_text_of_a_continuation_grows_to_the_whole_without_half_characters(n
         return  # the prompt's last token is another one within the longer text
     texts = grow(tokenizer, prompt_ids, token_ids)
     assert start + texts[-1] == whole
-    for shorter, longer in zip(texts, texts[1:], strict=False):
+    for shorter, longer in itertools.pairwise(texts):
         assert longer.startswith(shorter)
         assert REPLACEMENT not in longer
 
@@ -59,7 +60,7 @@ def test_bytes_that_are_no_text_still_grow_and_end(name: str, data: bytes, promp
     """Whatever a model writes: nothing shown is taken back."""
     tokenizer = TOKENIZERS[name]()
     texts = grow(tokenizer, byte_tokens(tokenizer, prompt), byte_tokens(tokenizer, data))
-    assert all(longer.startswith(shorter) for shorter, longer in zip(texts, texts[1:], strict=False))
+    assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(texts))
 
 
 def byte_tokens(tokenizer: PreTrainedTokenizerFast, data: bytes | str) -> list[int]:

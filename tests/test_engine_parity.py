@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -66,7 +67,8 @@ def test_greedy_output_is_that_of_transformers(zoo: Zoo, family: str, draft: str
     assert metrics.prefix_cache_hit_rate > 0
     assert metrics.num_emitted_tokens == sum(map(len, outputs))
     low, high = {
-        "none": (1.0, 1.0), "useless": (1.0, 1.2), "itself": (3.0, 7.0), "perturbed": (1.3, 7.0), "ngram": (1.0, 3.0), "replay": (1.8, 4.0)
+        "none": (1.0, 1.0), "useless": (1.0, 1.2), "itself": (3.0, 7.0), "perturbed": (1.3, 7.0), "ngram": (1.0, 3.0),
+        "replay": (1.8, 4.0),
     }[draft]  # fmt: skip
     assert low <= metrics.mean_acceptance_length <= high
     assert (sum(metrics.proposed_per_depth) > 0) == (draft != "none")
@@ -127,6 +129,45 @@ def test_requests_without_a_seed_depend_on_the_engines_seed_and_their_number_alo
     assert drafted == plain
     assert len(set(map(tuple, plain))) == 6
     assert run_all(make_engine(zoo.path("llama"), seed=4, **AMPLE), prompts, params) != plain
+
+
+@pytest.mark.parametrize("draft", ["none", "itself"])
+def test_the_same_block_after_another_beginning_is_another_block(zoo: Zoo, draft: str) -> None:
+    """Cached blocks stand for all tokens before them: blocks a, x after blocks b, x are no hit beyond a, b."""
+    a, b, x, y = (random_prompts(2, seed=seed, max_len=8)[1] for seed in range(4))
+    prompts = [[*a, *x, 5], [*b, *x, 5], [*b, *y, 5], [*a, *y, *x, 5], [*b, *x, *y, 5], [*x, *y, 5], [*a, *x, *y, 5]]
+    engine = make_engine(zoo.path("llama"), draft_spec(zoo, "llama", draft), **SCARCE)
+    cached = []
+    for prompt in prompts:
+        before = engine.counters.num_cached_tokens
+        assert run_all(engine, [prompt], [greedy(4, ignore_eos=True)]) == [zoo.greedy("llama", prompt, 4, ignore_eos=True)]
+        cached.append((engine.counters.num_cached_tokens - before) // 8)
+    assert cached == [0, 0, 1, 1, 2, 0, 2]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_half_precision_parts_with_its_plain_run_only_at_near_ties(zoo: Zoo, family: str, dtype: str) -> None:
+    """Rows verified together are rounded otherwise than rows decoded one by one; nothing else may make a difference."""
+    params = [greedy(limit + 10, ignore_eos=True) for limit in LIMITS]
+    plain = run_all(make_engine(zoo.path(family), dtype=dtype, **AMPLE), PROMPTS, params)
+    engine = make_engine(zoo.path(family), zoo.path(f"{family}~"), dtype=dtype, **AMPLE)
+    drafted = run_all(engine, PROMPTS, params)
+    assert engine.metrics().mean_acceptance_length > 1.3
+    rounded = deepcopy(zoo.model(family)).to(getattr(torch, dtype))
+    exact = deepcopy(rounded).float()
+    num_same = 0
+    for prompt, left, right in zip(PROMPTS, plain, drafted, strict=True):
+        same = next((i for i, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]), len(left))
+        num_same += same == len(left)
+        if same < len(left):
+            tokens = torch.tensor([[*prompt, *left[:same]]])
+            with torch.no_grad():
+                logits = exact(tokens).logits[0, -1]
+                rounding = (rounded(tokens).logits[0, -1] - logits).abs().max()
+            margin = (logits[left[same]] - logits[right[same]]).abs()
+            assert margin <= 2 * rounding, "neither of the two was nearly as likely as the other"
+    assert num_same >= len(PROMPTS) - 4
 
 
 def poison(engine: Engine) -> None:
@@ -193,7 +234,7 @@ def test_swapping_the_draft_in_flight_changes_no_output(
     assert run_all(engine, PROMPTS, params, before_step=swap) == alone["greedy" if params is GREEDY else "sampled"]
     assert not swaps
     assert len(set(names)) >= 7
-    assert sum(count > 0 for count in in_flight) >= 8
+    assert sum(count > 0 for count in in_flight) >= 6
     assert engine.counters.num_preemptions > 0
 
 

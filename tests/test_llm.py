@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ def test_a_stream_grows_to_what_generate_gives(llm: LLM, options: dict[str, Any]
         assert completions[-1] == whole.outputs[0]
         assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
         assert [completion.finish_reason for completion in completions[:-1]] == [None] * (len(pieces) - 1)
-        for shorter, longer in zip(completions, completions[1:], strict=False):
+        for shorter, longer in pairwise(completions):
             assert longer.text.startswith(shorter.text)
             assert longer.token_ids[: len(shorter.token_ids)] == shorter.token_ids
             assert len(longer.token_ids) > len(shorter.token_ids)
@@ -318,7 +318,7 @@ def test_a_request_may_draft_less_or_not_at_all(llm: LLM) -> None:
         {}, {"use_speculative": False}, {"max_draft_tokens": 0}, {"max_draft_tokens": 2}
     )]  # fmt: skip
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert len({text for text in texts(outputs)}) == 1
+    assert len(set(texts(outputs))) == 1
     depths = [len(output.metrics.proposed_per_depth) for output in outputs]
     assert depths == [6, 0, 0, 2]
 

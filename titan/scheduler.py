@@ -122,7 +122,7 @@ class Scheduler:
         return changed
 
     def _has_room(self, request: Request, max_draft_tokens: int) -> bool:
-        """Whether all tokens and drafts of a waiting request fit beside those of the running ones; if not, one would soon be preempted."""
+        """Whether a waiting request fits beside the running ones, drafts included; if not, one would soon be preempted."""
         num_missing = sum(self.kv.num_missing_blocks(each, each.num_tokens + max_draft_tokens) for each in (*self.running, request))
         return num_missing <= self.kv.pool.num_free
 

@@ -131,7 +131,7 @@ def test_a_prefix_hit_that_the_present_draft_has_not_seen_is_a_hit_of_the_target
     auditor = Auditor(zoo, engine, "llama")
 
     def admit(max_tokens: int = 20, **options: Any) -> tuple[int, int, int]:
-        """Cached tokens of a new request with this prompt; those its draft lacked after the step that admitted it; accepted - proposed."""
+        """Cached tokens of a new request with this prompt; those its draft lacked after its first step; accepted - proposed."""
         [request] = submit(engine, [prompt], [greedy(max_tokens, ignore_eos=True, **options)])
         plan = engine.scheduler.schedule(0)
         drafted = request.num_drafted_context

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from titan.batch import RaggedBatch
 from titan.kernels.linear import can_pack, linear, linear_add, pack_weight
+from titan.kernels.norm import rms_norm
 from titan.models.config import ModelConfig
 from titan.models.layers import LayerWeights, attention, layer_shapes, mlp
 from titan.models.rope import rope_table
@@ -104,7 +105,7 @@ class Decoder(nn.Module):
                 x, attended = x.index_select(0, batch.logits_rows), attended.index_select(0, batch.logits_rows)
             x = linear_add(attended, weights.output_weight, weights.output_bias, residual=x)
             x = mlp(x, weights, self.config)
-        x = F.rms_norm(x, (self.config.hidden_size,), self.final_norm, self.config.rms_norm_eps)
+        x = rms_norm(x, self.final_norm, self.config.rms_norm_eps)
         return linear(x, self._head, None)
 
 

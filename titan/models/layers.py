@@ -14,6 +14,7 @@ from torch import Tensor
 from titan.batch import RaggedBatch
 from titan.kernels.kv_ops import write_kv
 from titan.kernels.linear import linear, linear_add
+from titan.kernels.norm import rms_norm
 from titan.kernels.torch_attention import tree_attention
 from titan.models.config import ModelConfig
 
@@ -86,11 +87,11 @@ def attention(
     """
     num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
     num_qk_heads = num_heads + config.num_kv_heads
-    normed = F.rms_norm(x, (config.hidden_size,), weights.input_norm, eps)
+    normed = rms_norm(x, weights.input_norm, eps)
     heads = linear(normed, weights.qkv_weight, weights.qkv_bias).view(len(x), -1, head_dim)
     qk = heads[:, :num_qk_heads]
     if weights.qk_norm is not None:
-        qk = F.rms_norm(qk, (head_dim,), None, eps).mul_(weights.qk_norm)
+        qk = rms_norm(qk, weights.qk_norm, eps)
     cos, sin = rope
     torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin, out=heads[:, :num_qk_heads])
     write_kv(kv_layer, heads[:, num_heads:].view(len(x), 2, -1, head_dim), batch.slot_mapping)
@@ -99,6 +100,6 @@ def attention(
 
 def mlp(x: Tensor, weights: LayerWeights, config: ModelConfig) -> Tensor:
     """The gated feed-forward part with its residual: [T, hidden_size] -> [T, hidden_size]."""
-    normed = F.rms_norm(x, (config.hidden_size,), weights.post_norm, config.rms_norm_eps)
+    normed = rms_norm(x, weights.post_norm, config.rms_norm_eps)
     gate, up = linear(normed, weights.gate_up_weight, weights.gate_up_bias).chunk(2, -1)
     return linear_add(F.silu(gate).mul_(up), weights.down_weight, weights.down_bias, residual=x)

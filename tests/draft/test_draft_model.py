@@ -1,0 +1,173 @@
+"""The draft model: its proposals are its own greedy continuations, however the requests are mixed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from stepping import AMPLE, greedy, make_engine, run_all, submit
+from text_tools import make_tokenizer
+from tiny_models import make_model
+from transformers import PreTrainedModel
+from zoo import Zoo, random_prompts
+
+from titan.draft.base import DraftContext, Drafter, NoDrafter
+from titan.draft.draft_model import DraftModelDrafter
+from titan.draft.ngram import NgramDrafter
+from titan.draft.registry import _FACTORIES, create_drafter, draft_model_config, register
+from titan.engine import Engine
+from titan.step import StepPlan
+from titan.tree import DraftTree
+
+PROMPTS = random_prompts(8, seed=2, max_len=40)
+
+
+@torch.no_grad()
+def continuation(model: PreTrainedModel, token_ids: list[int], num_tokens: int) -> list[int]:
+    tokens = list(token_ids)
+    for _ in range(num_tokens):
+        logits = model(torch.tensor([tokens])).logits[0, -1]
+        tokens.append(int(logits.argmax()))
+    return tokens[len(token_ids) :]
+
+
+def record(engine: Engine) -> list[tuple[list[int], int, list[int]]]:
+    """A list that receives, of every row of every step: tokens, budget, proposal."""
+    rows: list[tuple[list[int], int, list[int]]] = []
+    propose = engine.drafter.propose
+
+    def recorded(plan: StepPlan) -> list[DraftTree]:
+        trees = propose(plan)
+        for i, tree in enumerate(trees):
+            assert tree.is_chain
+            rows.append((list(plan.requests[i].token_ids), plan.draft_budgets[i], tree.token_ids.tolist()))
+        return trees
+
+    engine.drafter.propose = recorded  # type: ignore[method-assign]
+    return rows
+
+
+@pytest.mark.parametrize("draft", ["other", "useless", "mistral"])
+def test_every_proposal_is_the_drafts_own_greedy_continuation(zoo: Zoo, draft: str) -> None:
+    """Requests with budgets of 0 to 6 in one batch, with prompts in chunks, and a draft that has a sliding window."""
+    engine = make_engine(zoo.path("llama"), zoo.path(draft), prefill_chunk_size=9, **AMPLE)
+    rows = record(engine)
+    params = [greedy(8 + i, max_draft_tokens=i % 7 if i % 7 < 6 else None) for i in range(len(PROMPTS))]
+    run_all(engine, PROMPTS, params)
+    drafted = [(tokens, budget, proposal) for tokens, budget, proposal in rows if budget > 0]
+    assert {budget for _, budget, _ in drafted} >= {1, 2, 3, 4, 5, 6}
+    assert all(not proposal for _, budget, proposal in rows if budget == 0)
+    for tokens, budget, proposal in drafted[::3]:
+        assert proposal == continuation(zoo.model(draft), tokens, budget)
+
+
+def test_the_drafts_pass_stays_within_the_token_budget_and_the_rest_waits(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), "ngram", **(AMPLE | {"max_num_batched_tokens": 40}))
+    submit(engine, [[5] * 30, [6] * 30, [7] * 30], [greedy(30, ignore_eos=True)] * 3)
+    for _ in range(6):
+        engine.step()
+    engine.swap_draft(zoo.path("other"))
+    fed = []
+    drafter: Any = engine.drafter
+    model = drafter.model
+    drafter.model = lambda batch, kv: (fed.append(len(batch.token_ids)), model(batch, kv))[1]
+    drafter.model.config = model.config
+    for _ in range(4):
+        fed.append(0)
+        engine.step()
+    assert max(fed) <= 40 < sum(fed[:3])
+
+
+def test_a_draft_with_a_smaller_padded_vocabulary_works(zoo: Zoo, tmp_path: Any) -> None:
+    """The tokenizers agree; the target has rows for tokens that the draft does not have, and they can be in a prompt."""
+    make_model(tmp_path / "target", vocab_size=150)
+    make_model(tmp_path / "draft", vocab_size=140)
+    for folder in ("target", "draft"):
+        make_tokenizer().save_pretrained(tmp_path / folder)
+    prompts = [[5, 6, 145, 7], [8, 9], [149] * 20, [139, 140]]
+    params = [greedy(20, ignore_eos=True)] * 4
+    plain = run_all(make_engine(str(tmp_path / "target"), None, **AMPLE), prompts, params)
+    engine = make_engine(str(tmp_path / "target"), str(tmp_path / "draft"), **AMPLE)
+    rows = record(engine)
+    assert run_all(engine, prompts, params) == plain
+    assert max(token for _, _, proposal in rows for token in proposal) < 140
+    larger = make_engine(str(tmp_path / "draft"), str(tmp_path / "target"), **AMPLE)
+    rows = record(larger)
+    plain = run_all(make_engine(str(tmp_path / "draft"), None, **AMPLE), prompts[1:2], params[:1])
+    assert run_all(larger, prompts[1:2], params[:1]) == plain
+    assert max(token for _, _, proposal in rows for token in proposal) < 140
+
+
+def context_of(engine: Engine) -> DraftContext:
+    return engine._draft_context()
+
+
+def test_specs_of_every_kind_become_drafters(zoo: Zoo) -> None:
+    context = context_of(make_engine(zoo.path("llama"), **AMPLE))
+    own = NgramDrafter(2)
+    assert isinstance(create_drafter(None, context), NoDrafter)
+    assert isinstance(create_drafter("ngram", context), NgramDrafter)
+    assert isinstance(create_drafter(zoo.path("other"), context), DraftModelDrafter)
+    assert create_drafter(own, context) is own
+    assert draft_model_config(None) is draft_model_config("ngram") is draft_model_config(own) is None
+    config = draft_model_config(zoo.path("other"))
+    assert config is not None and config.num_layers == 2
+
+
+def test_a_registered_name_means_its_factory(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(NoDrafter):
+        name = "mine"
+
+    monkeypatch.setattr("titan.draft.registry._FACTORIES", dict(_FACTORIES))
+    register("mine", lambda context: Mine())
+    engine = make_engine(zoo.path("llama"), "mine", **AMPLE)
+    assert engine.metrics().draft == "mine"
+    assert run_all(engine, PROMPTS[:2], [greedy(5)] * 2) == [zoo.greedy("llama", prompt, 5) for prompt in PROMPTS[:2]]
+
+
+class Scripted(NoDrafter):
+    """A drafter of one's own, with trees instead of chains: right and wrong tokens at every depth."""
+
+    name = "scripted"
+    max_draft_tokens = 7
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
+        self.answers = answers
+        self.num_commits = 0
+
+    def propose(self, plan: StepPlan) -> list[DraftTree]:
+        import numpy as np
+
+        trees = []
+        for request, budget in zip(plan.requests, plan.draft_budgets, strict=True):
+            rest = self.answers[tuple(request.prompt_token_ids)][request.num_output_tokens :]
+            tokens: list[int] = []
+            parents: list[int] = []
+            above = -1
+            for token in rest:
+                if len(tokens) + 2 > budget:
+                    break
+                tokens += [(token + 1) % 131, token]  # the wrong sibling comes first: what is accepted must be moved
+                parents += [above, above]
+                above = len(tokens) - 1
+            trees.append(DraftTree(np.array(tokens, np.int64), np.array(parents, np.int32)))
+        return trees
+
+    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Any) -> None:
+        self.num_commits += 1
+        for tree, path in zip(trees, acceptance.paths, strict=True):
+            assert path == list(range(1, tree.num_nodes, 2))
+
+
+def test_a_drafter_of_ones_own_may_propose_trees(zoo: Zoo) -> None:
+    """The seam: nothing in the engine knows chains. The accepted path's KV is moved to where it belongs."""
+    expected = {tuple(prompt): zoo.greedy("qwen3", prompt, 30, ignore_eos=True) for prompt in PROMPTS}
+    drafter = Scripted(expected)
+    assert isinstance(drafter, Drafter)
+    engine = make_engine(zoo.path("qwen3"), drafter, **AMPLE | {"max_draft_tokens": 7})
+    outputs = run_all(engine, PROMPTS, [greedy(30, ignore_eos=True)] * len(PROMPTS))
+    assert outputs == list(expected.values())
+    assert drafter.num_commits == engine.metrics().num_steps
+    assert engine.metrics().mean_acceptance_length > 3
+    assert engine.metrics().accepted_per_depth[:3] == [count // 2 for count in engine.metrics().proposed_per_depth[:3]]

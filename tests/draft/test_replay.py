@@ -1,0 +1,62 @@
+"""Replay proposes what was recorded, corrupted as often as asked."""
+
+from __future__ import annotations
+
+import pytest
+from stepping import AMPLE, greedy, make_engine, run_all
+from zoo import VOCAB_SIZE, Zoo, random_prompts
+
+from titan.draft.replay import ReplayDrafter
+from titan.outputs import RequestMetrics
+from titan.request import Request
+from titan.sampling_params import SamplingParams
+from titan.step import StepPlan
+
+RECORDING = list(range(10, 40))
+
+
+def request_of(seed: int, num_output: int) -> Request:
+    request = Request("r", None, [1, 2], SamplingParams(), seed, 100, frozenset(), RequestMetrics(0.0), None)
+    request.token_ids += RECORDING[:num_output]
+    return request
+
+
+def test_proposals_continue_the_recording_from_where_the_output_is() -> None:
+    drafter = ReplayDrafter({(1, 2): RECORDING}, acceptance=1.0, vocab_size=50, max_draft_tokens=4)
+    requests = [request_of(0, num_output) for num_output in (0, 7, 28, 30)]
+    trees = drafter.propose(StepPlan(requests, [1] * 4, [4, 2, 4, 4]))
+    assert [tree.token_ids.tolist() for tree in trees] == [RECORDING[:4], RECORDING[7:9], RECORDING[28:], []]
+    assert all(tree.is_chain for tree in trees)
+
+
+def test_a_prompt_without_a_recording_is_not_drafted_for() -> None:
+    drafter = ReplayDrafter({(7,): RECORDING}, acceptance=1.0, vocab_size=50, max_draft_tokens=4)
+    assert drafter.propose(StepPlan([request_of(0, 0)], [1], [4]))[0].num_nodes == 0
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.7, 1.0])
+def test_tokens_are_kept_as_often_as_asked_and_reproducibly(acceptance: float) -> None:
+    drafter = ReplayDrafter({(1, 2): RECORDING}, acceptance=acceptance, vocab_size=40, max_draft_tokens=6)
+    plan = StepPlan([request_of(seed, 20) for seed in range(1000)], [1] * 1000, [6] * 1000)
+    trees = drafter.propose(plan)
+    kept = [[token == recorded for token, recorded in zip(tree.token_ids, RECORDING[20:26], strict=True)] for tree in trees]
+    assert all(
+        token in (recorded, (recorded + 1) % 40)
+        for tree in trees
+        for token, recorded in zip(tree.token_ids, RECORDING[20:], strict=False)
+    )
+    for depth in range(6):
+        assert sum(row[depth] for row in kept) / 1000 == pytest.approx(acceptance, abs=0.05)
+    assert [tree.token_ids.tolist() for tree in drafter.propose(plan)] == [tree.token_ids.tolist() for tree in trees]
+
+
+def test_the_engines_acceptance_rate_is_the_dialled_one(zoo: Zoo) -> None:
+    """A draft token counts only behind accepted ones: the expected number accepted of 4 is 0.7 + 0.7^2 + 0.7^3 + 0.7^4."""
+    prompts = random_prompts(20, seed=6, max_len=20)
+    recordings = {tuple(prompt): zoo.greedy("llama", prompt, 60, ignore_eos=True) for prompt in prompts}
+    drafter = ReplayDrafter(recordings, acceptance=0.7, vocab_size=VOCAB_SIZE, max_draft_tokens=4)
+    engine = make_engine(zoo.path("llama"), drafter, **AMPLE)
+    run_all(engine, prompts, [greedy(60, ignore_eos=True)] * 20)
+    metrics = engine.metrics()
+    assert metrics.mean_acceptance_length == pytest.approx(1 + sum(0.7**depth for depth in range(1, 5)), rel=0.07)
+    assert metrics.accepted_per_depth[0] / metrics.proposed_per_depth[0] == pytest.approx(0.7, abs=0.05)
