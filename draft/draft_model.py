@@ -62,10 +62,11 @@ class DraftModelDrafter:
             start, end = request.num_drafted_context, request.num_drafted_context + num_fed[i]
             drafts = self._budget(plan, i) > 0 and end == request.num_tokens
             segments.append(Segment(request.block_ids, start, self._known(request.token_ids[start:end]), needs_logits=drafts))
-            request.num_drafted_context = end
         batch = build_batch(segments, block_size=self.block_size, windows=self.model.config.windows, device=self.device)
         drafting = [i for i, segment in zip(fed, segments, strict=True) if segment.needs_logits]
         logits = self.model(batch, self.kv)
+        for i in fed:  # now that it is written
+            plan.requests[i].num_drafted_context += num_fed[i]
         if drafting:
             budgets = np.array([self._budget(plan, i) for i in drafting])
             tokens = self._draft_chains(plan, drafting, budgets, self._best(logits))

@@ -145,6 +145,17 @@ def test_the_same_block_after_another_beginning_is_another_block(zoo: Zoo, draft
     assert cached == [0, 0, 1, 1, 2, 0, 2]
 
 
+@pytest.mark.parametrize("draft", ["none", "itself", "perturbed"])
+def test_a_request_may_fill_the_pool_to_the_last_slot(zoo: Zoo, draft: str) -> None:
+    engine = make_engine(zoo.path("llama"), draft_spec(zoo, "llama", draft), block_size=8, num_kv_blocks=3)
+    prompts = [PROMPTS[1][:10], PROMPTS[1][:20], PROMPTS[1][:23]]
+    params = [greedy(24 - len(prompt), ignore_eos=True) for prompt in prompts]
+    outputs = run_all(engine, prompts, params)
+    assert outputs == [zoo.greedy("llama", prompt, 24 - len(prompt), ignore_eos=True) for prompt in prompts]
+    with pytest.raises(ValueError, match="could never fit: the KV cache holds 24 tokens"):
+        engine.make_request(None, prompts[0], greedy(15))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_half_precision_parts_with_its_plain_run_only_at_near_ties(zoo: Zoo, family: str, dtype: str) -> None:

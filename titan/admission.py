@@ -23,7 +23,8 @@ def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: S
     """Check a prompt and its options against an engine's limits.
 
     Returns:
-        The most tokens that the request may emit: the params' limit, lowered to what ``max_model_len`` leaves.
+        The most tokens that the request may emit: the params' limit, lowered to what ``max_model_len`` leaves; without a
+        limit, what the KV cache leaves as well.
 
     Raises:
         ValueError: the prompt is empty, too long, has tokens outside the vocabulary, or could never fit the KV cache; or the
@@ -41,8 +42,12 @@ def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: S
         )
     if params.stop_strings and not limits.has_tokenizer:
         raise ValueError(f"stop={params.stop!r} needs a tokenizer, and the model has none: allowed is None")
-    max_tokens = min(params.max_tokens or limits.max_model_len, limits.max_model_len - num_tokens)
     num_kv_tokens = limits.num_kv_blocks * limits.block_size
+    max_tokens = limits.max_model_len - num_tokens
+    if params.max_tokens is not None:
+        max_tokens = min(max_tokens, params.max_tokens)
+    elif num_tokens < num_kv_tokens:
+        max_tokens = min(max_tokens, num_kv_tokens - num_tokens)
     if num_tokens + max_tokens > num_kv_tokens:
         raise ValueError(
             f"prompt of {num_tokens} tokens with max_tokens={max_tokens} could never fit: the KV cache holds "

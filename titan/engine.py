@@ -90,11 +90,7 @@ class Engine:
         """The target's pass of a step: prefill chunks, decodes and root+tree segments side by side."""
         segments = []
         for i, (request, tree) in enumerate(zip(plan.requests, trees, strict=True)):
-            if tree.num_nodes > plan.draft_budgets[i]:
-                raise ValueError(
-                    f"the drafter {self.drafter.name!r} proposed {tree.num_nodes} nodes for request {request.request_id}: "
-                    f"at most {plan.draft_budgets[i]} were allowed"
-                )
+            self._check_tree(tree, plan.draft_budgets[i])
             start = request.num_computed_tokens
             end = start + plan.num_tokens[i]
             segments.append(
@@ -108,6 +104,16 @@ class Engine:
                 )
             )
         return build_batch(segments, block_size=self.config.block_size, windows=self.model_config.windows, device=self.device)
+
+    def _check_tree(self, tree: DraftTree, budget: int) -> None:
+        """Refuse what a drafter must not propose, before it reaches slots or embeddings that are not the request's."""
+        if tree.num_nodes > budget:
+            raise ValueError(f"the drafter {self.drafter.name!r} proposed {tree.num_nodes} nodes: at most {budget} were allowed")
+        vocab_size = self.model_config.vocab_size
+        if tree.num_nodes and not 0 <= tree.token_ids.min() <= tree.token_ids.max() < vocab_size:
+            raise ValueError(
+                f"the drafter {self.drafter.name!r} proposed token ids {tree.token_ids.tolist()}: allowed are 0 to {vocab_size - 1}"
+            )
 
     def make_request(
         self, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, *, needs_text: bool = False

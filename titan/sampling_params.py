@@ -24,7 +24,7 @@ class SamplingParams:
         stop: string(s) that end the text; not part of the output unless ``include_stop_str_in_output``.
         stop_token_ids: tokens that end the output, as the model's end-of-sequence tokens do.
         min_tokens: stop tokens, end of sequence and stop strings are held back before that many tokens.
-        max_tokens: most tokens to generate; ``None`` = up to ``max_model_len``.
+        max_tokens: most tokens to generate; ``None`` = up to ``max_model_len`` and what the KV cache holds.
         ignore_eos: go on after an end-of-sequence token.
         skip_special_tokens: leave special tokens out of the text.
         use_speculative: draft for this request (when the engine has a drafter).

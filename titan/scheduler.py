@@ -110,7 +110,7 @@ class Scheduler:
                 self._count(request, trees[i], acceptance.paths[i], num_emitted, now)
                 changed.append(request)
             request.num_computed_tokens = min(num_computed, request.num_tokens - 1 if acceptance.token_ids[i] else num_computed)
-            request.num_drafted_context = min(request.num_drafted_context, request.num_tokens)
+            request.num_drafted_context = min(request.num_drafted_context, request.num_computed_tokens)
             self.kv.seal(request)
         finished = [request for request in changed if request.is_finished and request.finish_reason is not FinishReason.ABORT]
         if finished:
@@ -135,7 +135,7 @@ class Scheduler:
         params = request.params
         if not params.use_speculative or request.num_computed_tokens + num_tokens < request.num_tokens:
             return num_tokens, 0
-        limits = [max_draft_tokens, self.config.max_draft_tokens, budget - num_tokens, request.num_remaining_tokens - 1]
+        limits = [max_draft_tokens, budget - num_tokens, request.num_remaining_tokens - 1]
         if params.max_draft_tokens is not None:
             limits.append(params.max_draft_tokens)
         return num_tokens, max(0, min(limits))

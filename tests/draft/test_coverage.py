@@ -32,9 +32,11 @@ class Auditor:
         self.num_checked = {"target": 0, "draft": 0}
         self._references: dict[tuple[str, str], tuple[list[int], torch.Tensor]] = {}
 
-    def check(self, draft: str | None) -> None:
+    def check(self, draft: str | None, *, has_failed: bool = False) -> None:
         for request in self.engine.scheduler.running:
-            assert request.num_drafted_context <= request.num_computed_tokens < request.num_tokens
+            assert request.num_computed_tokens < request.num_tokens
+            # a step that failed behind its draft has drafted for nothing
+            assert request.num_drafted_context <= (request.num_tokens if has_failed else request.num_computed_tokens)
             self._check(request, "target", self.target, request.num_computed_tokens)
             if draft is None:
                 assert "draft" not in self.engine.kv.tensors and request.num_drafted_context == 0
@@ -183,3 +185,37 @@ def test_drafters_without_kv_leave_the_coverage_alone(zoo: Zoo) -> None:
         engine.step()
         auditor.check(None)
     assert engine.metrics().acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("broken", ["target", "draft"])
+def test_a_step_that_failed_can_be_repeated(zoo: Zoo, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out in every third pass, say: nothing is counted as computed that is not, and no output changes."""
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **SCARCE)
+    auditor = Auditor(zoo, engine, "llama")
+    owner: Any = engine.runner if broken == "target" else engine.drafter
+    model = owner.model
+    num_passes = 0
+
+    def failing(batch: Any, kv: torch.Tensor) -> torch.Tensor:
+        nonlocal num_passes
+        num_passes += 1
+        if num_passes % 3 == 0:
+            raise RuntimeError("out of memory")
+        logits: torch.Tensor = model(batch, kv)
+        return logits
+
+    failing.config = model.config  # type: ignore[attr-defined]
+    monkeypatch.setattr(owner, "model", failing)
+    requests = submit(engine, PROMPTS, [greedy(12, ignore_eos=True)] * len(PROMPTS))
+    num_failures = 0
+    while engine.scheduler.has_unfinished:
+        has_failed = False
+        try:
+            engine.step()
+        except RuntimeError:
+            has_failed = True
+        auditor.check("llama~", has_failed=has_failed)
+        num_failures += has_failed
+    assert num_failures > 10
+    outputs = [request.output_token_ids for request in requests]
+    assert outputs == [zoo.greedy("llama", prompt, 12, ignore_eos=True) for prompt in PROMPTS]
