@@ -76,33 +76,25 @@ class DraftModelDrafter:
 
     def _draft_chains(self, plan: StepPlan, drafting: list[int], budgets: NDArray[np.int64], first: Tensor) -> NDArray[np.int64]:
         """Run the passes after the first one: int64 [drafting, largest budget], entries past a row's budget unset."""
-        depth = 1
-        columns = torch.zeros(int(budgets.max()), len(drafting), dtype=torch.int64, device=self.device)
-        columns[0] = first
-        while depth < budgets.max():
-            rows = np.flatnonzero(budgets > depth)
-            last_depth = int(budgets[rows].min()) - 1
+        depths = [first]  # tokens by depth, int64 [drafting] each
+        while len(depths) < budgets.max():
+            rows = np.flatnonzero(budgets > len(depths))
             requests = [plan.requests[drafting[row]] for row in rows]
             batches = build_chain_batches(
                 [request.block_ids for request in requests],
                 np.array([request.num_tokens - 1 for request in requests]),
-                first_depth=depth,
-                last_depth=last_depth,
+                first_depth=len(depths),
+                last_depth=int(budgets[rows].min()) - 1,
                 block_size=self.block_size,
                 windows=self.model.config.windows,
                 device=self.device,
             )
-            is_all = len(rows) == len(drafting)
             index = torch.from_numpy(rows).to(self.device)
             for chain_batch in batches:
-                tokens = columns[depth - 1] if is_all else columns[depth - 1].index_select(0, index)
+                tokens = depths[-1] if len(rows) == len(drafting) else depths[-1].index_select(0, index)
                 best = self._best(self.model(chain_batch.with_tokens(tokens), self.kv))
-                if is_all:
-                    columns[depth] = best
-                else:
-                    columns[depth].index_copy_(0, index, best)
-                depth += 1
-        result: NDArray[np.int64] = columns.T.cpu().numpy()
+                depths.append(best if len(rows) == len(drafting) else depths[-1].index_copy(0, index, best))
+        result: NDArray[np.int64] = torch.stack(depths, dim=1).cpu().numpy()
         return result
 
     def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:

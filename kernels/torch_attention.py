@@ -18,7 +18,7 @@ KV head, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -38,6 +38,9 @@ SMALL_GROUP = 64
 BLOCK_MULTIPLE = 4
 """Contexts of groups of few blocks are padded to a multiple: a product of a new shape costs a set-up in oneDNN."""
 
+MAX_FLOAT32_ELEMENTS = 2**18
+"""Up to this many keys and values a CPU is faster in float32: its products in bfloat16 cost a set-up each."""
+
 Window = int | None
 Bool = NDArray[np.bool_]
 Int = NDArray[np.int64]
@@ -54,7 +57,6 @@ class QueryGroup:
     token_rows: Tensor | None  # int64, where in T they belong; None: all of T
     block_ids: Tensor  # int64 [S * blocks]
     num_blocks: int  # per request
-    hidden: Mapping[Window, Tensor]  # bool [S, 1, M, N]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,8 +73,9 @@ class LongQuery:
 class AttentionPlan:
     """Made once per step, used by every layer."""
 
-    groups: tuple[QueryGroup, ...]
-    long: tuple[LongQuery, ...]
+    groups: Sequence[QueryGroup]
+    hidden: Sequence[Mapping[Window, Tensor]]  # per group, bool [S, 1, M, N]
+    long: Sequence[LongQuery]
     # gathered KV by group, reused by every layer: fresh memory for each would cost a page fault per 4 KiB
     scratch: dict[int, Tensor] = field(default_factory=dict)
 
@@ -135,10 +138,11 @@ def plan_attention(
     """
     query_lens = np.diff(query_start_loc)
     num_blocks = -(-seq_lens // block_size)
-    groups = [
-        _plan_group(ids, query_start_loc, num_blocks, block_table, rows, tree_starts, block_size, windows, device)
-        for ids in _group_requests(query_lens, num_blocks)
-    ]
+    groups, hidden = [], []
+    for ids in _group_requests(query_lens, num_blocks):
+        padded_rows = _padded_rows(ids, query_start_loc)
+        groups.append(_plan_group(ids, query_start_loc, padded_rows, num_blocks, block_table, device))
+        hidden.append(_hidden(rows.take(padded_rows), tree_starts[ids], groups[-1].num_blocks * block_size, windows, device))
     long = []
     for i in np.flatnonzero(query_lens > MAX_SHORT_QUERY).tolist():
         first, last, seq_len = int(query_start_loc[i]), int(query_start_loc[i + 1]), int(seq_lens[i])
@@ -152,7 +156,7 @@ def plan_attention(
                 visible[window] = torch.from_numpy(chunk.visible(tree_starts[i : i + 1], seq_len, window)[0]).to(device)
         block_ids = torch.from_numpy(block_table[i, : num_blocks[i]]).to(device)
         long.append(LongQuery(slice(first, last), block_ids, seq_len, visible))
-    return AttentionPlan(tuple(groups), tuple(long))
+    return AttentionPlan(groups, hidden, long)
 
 
 def plan_decode_passes(
@@ -169,28 +173,22 @@ def plan_decode_passes(
         windows: distinct sliding windows of the layers.
         device: where the attention runs.
     """
-    num_requests = positions.shape[1]
-    none = np.zeros(num_requests, np.int64)
-    last = plan_attention(
-        query_start_loc=np.arange(num_requests + 1),
-        seq_lens=positions[-1] + 1,
-        block_table=block_table,
-        rows=QueryRows(positions[-1], positions[-1] + 1, none),
-        tree_starts=none,
-        block_size=block_size,
-        windows=windows,
-        device=device,
-    )
-    groups = []  # [groups][passes]
-    for group in last.groups:
-        members = positions if group.token_rows is None else positions[:, group.token_rows.cpu().numpy()]
-        rows = QueryRows(members.reshape(-1, 1), members.reshape(-1, 1) + 1, np.zeros((members.size, 1), np.int64))
-        hidden = _hidden(rows, none[:1], group.num_blocks * block_size, windows, device)
-        by_pass = {window: mask.split(group.num_requests) for window, mask in hidden.items()}
-        groups.append(
-            [replace(group, hidden={window: masks[i] for window, masks in by_pass.items()}) for i in range(len(positions))]
-        )
-    return [replace(last, groups=pass_groups) for pass_groups in zip(*groups, strict=True)]
+    num_passes, num_requests = positions.shape
+    start_loc = np.arange(num_requests + 1)
+    num_blocks = positions[-1] // block_size + 1
+    groups = []
+    hidden: list[list[Mapping[Window, Tensor]]] = [[] for _ in range(num_passes)]  # [passes][groups]
+    for ids in _group_requests(np.ones(num_requests, np.int64), num_blocks):
+        group = _plan_group(ids, start_loc, ids[:, None], num_blocks, block_table, device)
+        groups.append(group)
+        last_seen = positions[:, ids].reshape(-1, 1)
+        rows = QueryRows(last_seen, last_seen + 1, np.zeros_like(last_seen))
+        masks = _hidden(rows, last_seen[:1, 0], group.num_blocks * block_size, windows, device)
+        for i in range(num_passes):
+            members = slice(i * len(ids), (i + 1) * len(ids))
+            hidden[i].append({window: mask[members] for window, mask in masks.items()})
+    scratch: dict[int, Tensor] = {}
+    return [AttentionPlan(groups, hidden_by_group, (), scratch) for hidden_by_group in hidden]
 
 
 def _group_requests(query_lens: Int, num_blocks: Int) -> Iterator[Int]:
@@ -209,43 +207,32 @@ def _group_requests(query_lens: Int, num_blocks: Int) -> Iterator[Int]:
             ids = ids[~is_member]
 
 
+def _padded_rows(ids: Int, query_start_loc: Int) -> Int:
+    """Rows of T of each request's query, int64 [S, M]; shorter queries repeat their first row."""
+    first_rows = query_start_loc[ids, None]
+    query_lens = query_start_loc[ids + 1, None] - first_rows
+    offsets = np.arange(query_lens.max())
+    return first_rows + np.where(offsets < query_lens, offsets, 0)
+
+
 def _plan_group(
-    ids: Int,
-    query_start_loc: Int,
-    num_blocks: Int,
-    block_table: Int,
-    rows: QueryRows,
-    tree_starts: Int,
-    block_size: int,
-    windows: Sequence[Window],
-    device: torch.device,
+    ids: Int, query_start_loc: Int, padded_rows: Int, num_blocks: Int, block_table: Int, device: torch.device
 ) -> QueryGroup:
-    first_rows = query_start_loc[ids]
-    query_lens = query_start_loc[ids + 1] - first_rows
-    query_len = int(query_lens.max())
     max_blocks = int(num_blocks[ids].max())
     if len(ids) * max_blocks <= SMALL_GROUP:
         max_blocks = -(-max_blocks // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
-    is_whole_batch = len(ids) * query_len == query_start_loc[-1]
-    in_query = np.arange(query_len) < query_lens[:, None]
-    padded_rows = first_rows[:, None] + np.where(in_query, np.arange(query_len), 0)
     # where a table ends its first block is read again: it is the request's own, hence finite, and it is hidden
     places = np.arange(max_blocks)
     blocks = block_table[ids[:, None], np.where(places < num_blocks[ids, None], places, 0)]
-
-    def to_device(array: Int) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    return QueryGroup(
-        num_requests=len(ids),
-        query_len=query_len,
-        query_rows=None if is_whole_batch else to_device(padded_rows.reshape(-1)),
-        kept_rows=None if is_whole_batch else to_device(np.flatnonzero(in_query)),
-        token_rows=None if is_whole_batch else to_device(padded_rows[in_query]),
-        block_ids=to_device(blocks.reshape(-1)),
-        num_blocks=max_blocks,
-        hidden=_hidden(rows.take(padded_rows), tree_starts[ids], max_blocks * block_size, windows, device),
-    )
+    query_rows = kept_rows = token_rows = None
+    is_whole_batch = len(ids) == len(query_start_loc) - 1 and padded_rows.size == query_start_loc[-1]
+    if not is_whole_batch:
+        is_query = np.arange(padded_rows.shape[1]) < np.diff(query_start_loc)[ids, None]
+        query_rows = torch.from_numpy(padded_rows.reshape(-1)).to(device)
+        kept_rows = torch.from_numpy(np.flatnonzero(is_query)).to(device)
+        token_rows = torch.from_numpy(padded_rows[is_query]).to(device)
+    block_ids = torch.from_numpy(blocks.reshape(-1)).to(device)
+    return QueryGroup(len(ids), padded_rows.shape[1], query_rows, kept_rows, token_rows, block_ids, max_blocks)
 
 
 def _hidden(
@@ -269,10 +256,10 @@ def tree_attention(q: Tensor, kv_layer: Tensor, plan: AttentionPlan, *, scale: f
     """
     num_tokens, num_heads, head_dim = q.shape
     if len(plan.groups) == 1 and plan.groups[0].token_rows is None:
-        return _group_attention(q, _gather(kv_layer, plan, 0), plan.groups[0], scale, window)
+        return _group_attention(q, _gather(kv_layer, plan, 0), plan.groups[0], plan.hidden[0][window], scale)
     output = q.new_empty(num_tokens, num_heads * head_dim)
     for i, group in enumerate(plan.groups):
-        output[group.token_rows] = _group_attention(q, _gather(kv_layer, plan, i), group, scale, window)
+        output[group.token_rows] = _group_attention(q, _gather(kv_layer, plan, i), group, plan.hidden[i][window], scale)
     for query in plan.long:
         output[query.rows] = _long_attention(q[query.rows], kv_layer, query, scale, window)
     return output
@@ -288,18 +275,21 @@ def _gather(kv_layer: Tensor, plan: AttentionPlan, i: int) -> Tensor:
     return torch.index_select(kv_layer, 2, group.block_ids, out=plan.scratch[i]).view(shape)
 
 
-def _group_attention(q: Tensor, kv: Tensor, group: QueryGroup, scale: float, window: Window) -> Tensor:
+def _group_attention(q: Tensor, kv: Tensor, group: QueryGroup, hidden: Tensor, scale: float) -> Tensor:
+    dtype = q.dtype
     num_heads, head_dim = q.shape[1:]
+    if kv.device.type == "cpu" and kv.numel() <= MAX_FLOAT32_ELEMENTS:
+        kv = kv.float()
     num_requests, query_len = group.num_requests, group.query_len
     num_kv_heads = kv.shape[1] // num_requests
     if group.query_rows is not None:
         q = q.index_select(0, group.query_rows)
     q = q.reshape(num_requests, query_len, num_kv_heads, -1, head_dim).permute(2, 0, 3, 1, 4)  # [K, S, G, M, D]
-    rows = torch.mul(q, scale, out=q.new_empty(q.shape)).view(kv.shape[1], -1, head_dim)
+    rows = torch.mul(q, scale, out=kv.new_empty(q.shape)).view(kv.shape[1], -1, head_dim)
     scores = torch.bmm(rows, kv[0].transpose(1, 2))
-    scores.view(num_kv_heads, num_requests, -1, query_len, kv.shape[2]).masked_fill_(group.hidden[window], float("-inf"))
+    scores.view(num_kv_heads, num_requests, -1, query_len, kv.shape[2]).masked_fill_(hidden, float("-inf"))
     output = torch.bmm(scores.softmax(-1), kv[1]).view(num_kv_heads, num_requests, -1, query_len, head_dim)
-    output = output.permute(1, 3, 0, 2, 4).reshape(num_requests * query_len, num_heads * head_dim)
+    output = output.permute(1, 3, 0, 2, 4).reshape(num_requests * query_len, num_heads * head_dim).to(dtype)
     return output if group.kept_rows is None else output.index_select(0, group.kept_rows)
 
 
