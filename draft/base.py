@@ -50,7 +50,6 @@ class DraftContext:
     target_vocab_size: int
     max_draft_tokens: int
     max_num_batched_tokens: int
-    max_model_len: int
     dtype: str
     device: torch.device
     kv: KVCache

@@ -40,7 +40,7 @@ class World:
         assert self.config.num_kv_blocks is not None
         self.kv = KVCache(self.config.num_kv_blocks, BLOCK_SIZE, self.config.enable_prefix_caching)
         self.counters = EngineCounters()
-        self.scheduler = Scheduler(self.config, self.kv, MAX_MODEL_LEN, self.counters)
+        self.scheduler = Scheduler(self.config, self.kv, self.counters)
         self.requests: list[Request] = []
         self.limit = MAX_MODEL_LEN
 

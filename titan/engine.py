@@ -68,7 +68,7 @@ class Engine:
         self.kv.attach("target", target_kv)
         self.runner = ModelRunner(target, target_kv)
         self.counters = EngineCounters()
-        self.scheduler = Scheduler(config, self.kv, self.max_model_len, self.counters)
+        self.scheduler = Scheduler(config, self.kv, self.counters)
         self._num_requests = 0
         self._use_drafter(create_drafter(draft, self._draft_context()))
 
@@ -229,7 +229,6 @@ class Engine:
             target_vocab_size=self.model_config.vocab_size,
             max_draft_tokens=self.config.max_draft_tokens,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
             dtype=str(self.dtype).removeprefix("torch."),
             device=self.device,
             kv=self.kv,

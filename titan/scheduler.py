@@ -24,14 +24,12 @@ class Scheduler:
     Args:
         config: engine options.
         kv: block tables and KV of all requests.
-        max_model_len: most tokens of a request, prompt and output.
         counters: totals to count in.
     """
 
-    def __init__(self, config: EngineConfig, kv: KVCache, max_model_len: int, counters: EngineCounters) -> None:
+    def __init__(self, config: EngineConfig, kv: KVCache, counters: EngineCounters) -> None:
         self.config = config
         self.kv = kv
-        self.max_model_len = max_model_len
         self.counters = counters
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_models import MODEL_TYPES, make_model, reference_logits
 from torch import Tensor
+from zoo import LLAMA3_ROPE
 
 from titan.batch import Segment, build_batch
 from titan.models.decoder import Decoder
@@ -25,14 +26,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500.0},
     "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "rope_theta": 1000.0,
-    },
+    "llama3": LLAMA3_ROPE,
     "yarn": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 1000.0},
 }
 
