@@ -31,6 +31,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from titan import LLM, SamplingParams
+
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
 SEQUENCE_LENGTH = 512
@@ -38,6 +40,9 @@ MAX_POSITIONS = 2048
 EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 HELD_OUT_SHARE = 0.06
 DRAFT_LR = 6e-3
+WRITTEN_SHARE = 0.75
+"""Share of the draft's training windows that come from the target's own text."""
+WRITTEN_LENGTH = 256
 
 
 @dataclass(frozen=True)
@@ -137,14 +142,14 @@ def target_config(eos_token_id: int) -> LlamaConfig:
 
 
 def draft_config(eos_token_id: int) -> LlamaConfig:
-    """One thin layer: a draft pass costs little more than its handful of operations."""
+    """Two thin layers: a draft pass costs little more than its few dozen operations."""
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=1,
+        intermediate_size=512,
+        num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=4,
+        num_key_value_heads=2,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -224,44 +229,56 @@ def train_target(corpus: Corpus, config: LlamaConfig, num_steps: int, batch_size
     return model
 
 
-@torch.inference_mode()
-def write_text(target: LlamaForCausalLM, stream: Tensor, num_sequences: int, greedy_share: float, seed: int) -> Tensor:
-    """Let the target continue prompts from ``stream``: int64 [num_sequences, SEQUENCE_LENGTH]."""
+@dataclass(frozen=True)
+class Written:
+    """A prompt from the corpus and what the target made of it."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+
+
+def write_text(target_folder: Path, stream: Tensor, num_sequences: int, greedy_share: float, seed: int) -> list[Written]:
+    """Let the target continue random pieces of ``stream``, ``greedy_share`` of them at temperature 0, the others at 0.8."""
+    llm = LLM(
+        str(target_folder),
+        max_batch_size=128,
+        max_num_batched_tokens=8192,
+        max_model_len=SEQUENCE_LENGTH,
+        enable_prefix_caching=False,
+    )
     generator = torch.Generator().manual_seed(seed)
-    torch.manual_seed(seed)
-    parts = []
-    model = LlamaForCausalLM(target.config).eval()
-    model.load_state_dict(target.state_dict())
-    model = model.bfloat16()
-    model.generation_config.eos_token_id = None
-    for first in range(0, num_sequences, 128):
-        size = min(128, num_sequences - first)
-        prompts = sample_batch(stream, size, generator)[:, :64]
-        greedy = first < greedy_share * num_sequences
-        sampling = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 0.8, "top_k": 0}
-        parts.append(
-            model.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                max_new_tokens=SEQUENCE_LENGTH - 64,
-                pad_token_id=0,
-                **sampling,
-            )
-        )
-        print(f"target wrote {first + size}/{num_sequences} sequences", flush=True)
-    return torch.cat(parts).clone()
+    lengths = torch.randint(8, 96, (num_sequences,), generator=generator).tolist()
+    starts = torch.randint(len(stream) - SEQUENCE_LENGTH, (num_sequences,), generator=generator).tolist()
+    prompts = [stream[start : start + length].tolist() for start, length in zip(starts, lengths, strict=True)]
+    params = [
+        SamplingParams(temperature=0 if i < greedy_share * num_sequences else 0.8, seed=seed + i, max_tokens=WRITTEN_LENGTH)
+        for i in range(num_sequences)
+    ]
+    outputs = llm.generate(prompts, params)
+    return [Written(prompt, output.outputs[0].token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
 
 
 def distil_draft(
-    draft: LlamaForCausalLM, target: LlamaForCausalLM, corpus: Corpus, written: Tensor, num_steps: int, batch_size: int, seed: int
+    draft: LlamaForCausalLM,
+    target: LlamaForCausalLM,
+    corpus: Corpus,
+    written: list[Written],
+    num_steps: int,
+    batch_size: int,
+    seed: int,
 ) -> LlamaForCausalLM:
-    """Train the draft on the target's distributions (forward KL), half on the corpus, half on the target's text."""
+    """Train the draft on the target's distributions (forward KL), on the target's text and on the corpus."""
     optimizer = Optimizer(draft, num_steps, matrix_lr=DRAFT_LR, other_lr=DRAFT_LR)
     generator = torch.Generator().manual_seed(seed + 1)
+    order = torch.randperm(len(written), generator=generator).tolist()
+    written_stream = torch.tensor([token_id for i in order for token_id in written[i].prompt_ids + written[i].token_ids])
+    num_written = round(batch_size * WRITTEN_SHARE)
     for _, losses in progress("draft", num_steps):
-        half = batch_size // 2
-        rows = torch.randint(len(written), (half,), generator=generator)
-        ids = torch.cat([sample_batch(corpus.train, half, generator)[:, :-1], written[rows]])
+        parts = [
+            sample_batch(written_stream, num_written, generator),
+            sample_batch(corpus.train, batch_size - num_written, generator),
+        ]
+        ids = torch.cat(parts)[:, :-1]
         with torch.no_grad():
             target_logprobs = forward(target, ids).log_softmax(-1)
         draft_logprobs = forward(draft, ids).log_softmax(-1)
@@ -273,8 +290,8 @@ def distil_draft(
 
 
 @torch.inference_mode()
-def evaluate(target: LlamaForCausalLM, draft: LlamaForCausalLM, corpus: Corpus, written: Tensor) -> Quality:
-    """Measure both models, as stored (bfloat16), on the held-out files and on ``written``."""
+def evaluate(target: LlamaForCausalLM, draft: LlamaForCausalLM, corpus: Corpus, written: list[Written]) -> Quality:
+    """Measure both models, as stored (bfloat16), on the held-out files, and the draft on ``written``, the target's greedy text."""
     target, draft = target.bfloat16(), draft.bfloat16()
     num_windows = (len(corpus.held_out) - 1) // SEQUENCE_LENGTH
     inputs = corpus.held_out[: num_windows * SEQUENCE_LENGTH].view(num_windows, SEQUENCE_LENGTH)
@@ -286,12 +303,17 @@ def evaluate(target: LlamaForCausalLM, draft: LlamaForCausalLM, corpus: Corpus, 
         losses += torch.tensor([F.cross_entropy(x.flatten(0, 1), label.flatten(), reduction="sum").item() for x in logits])
         equal += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())
     losses /= labels.numel()
-    best = [model(input_ids=written, use_cache=False).logits[:, 63:].argmax(-1) for model in (target, draft)]
+    num_predicted = num_tokens = 0
+    for text in written:
+        ids = torch.tensor([text.prompt_ids + text.token_ids])
+        best = draft(input_ids=ids[:, :-1], use_cache=False).logits[0].argmax(-1)
+        num_predicted += int((best == ids[0, 1:])[len(text.prompt_ids) - 1 :].sum())
+        num_tokens += len(text.token_ids)
     return Quality(
         target_loss=losses[0].item(),
         draft_loss=losses[1].item(),
         agreement=equal / labels.numel(),
-        generated_agreement=(best[0] == best[1]).double().mean().item(),
+        generated_agreement=num_predicted / num_tokens,
     )
 
 
@@ -335,7 +357,7 @@ def save(
     config = model.config
     model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    is_target = config.num_hidden_layers > 1
+    is_target = config.hidden_size == target_config(0).hidden_size
     loss = quality.target_loss if is_target else quality.draft_loss
     (folder / "README.md").write_text(
         CARD.format(
@@ -373,29 +395,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder that gets target/ and draft/")
     parser.add_argument("--target-steps", type=int, default=1000)
-    parser.add_argument("--draft-steps", type=int, default=700)
+    parser.add_argument("--draft-steps", type=int, default=1600)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per step")
-    parser.add_argument("--written-sequences", type=int, default=1024, help="sequences the target writes for its draft")
+    parser.add_argument("--written-sequences", type=int, default=8000, help="sequences the target writes for its draft")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=Path, help="a target made before: only the draft is trained")
     parser.add_argument("--draft", type=Path, help="a draft made before, to go on from (with --target)")
-    parser.add_argument("--greedy-share", type=float, default=0.5, help="share of the written sequences at temperature 0")
+    parser.add_argument("--greedy-share", type=float, default=0.8, help="share of the written sequences at temperature 0")
     args = parser.parse_args()
 
     corpus, tokenizer = load_corpus(args.target)
     print(f"{corpus.num_train_files} files, {len(corpus.train):,} training tokens, {len(corpus.held_out):,} held out", flush=True)
-    if args.target is None:
+    target_folder = args.target
+    if target_folder is None:
+        target_folder = args.output / "target"
         target = train_target(corpus, target_config(tokenizer.eos_token_id), args.target_steps, args.batch_size, args.seed)
-    else:
-        target = LlamaForCausalLM.from_pretrained(args.target, dtype=torch.float32)
-    written = write_text(target, corpus.train, args.written_sequences, args.greedy_share, seed=args.seed)
+        target.bfloat16().save_pretrained(target_folder)
+        tokenizer.save_pretrained(target_folder)
+    target = LlamaForCausalLM.from_pretrained(target_folder, dtype=torch.float32)  # as stored, rounded to bfloat16
+    written = write_text(target_folder, corpus.train, args.written_sequences, args.greedy_share, seed=args.seed)
     torch.manual_seed(args.seed + 1)
     if args.draft is None:
         draft = LlamaForCausalLM(draft_config(tokenizer.eos_token_id))
     else:
         draft = LlamaForCausalLM.from_pretrained(args.draft, dtype=torch.float32)
     draft = distil_draft(draft, target, corpus, written, args.draft_steps, args.batch_size, args.seed)
-    quality = evaluate(target, draft, corpus, write_text(target, corpus.held_out, 64, greedy_share=1.0, seed=args.seed + 1))
+    quality = evaluate(target, draft, corpus, write_text(target_folder, corpus.held_out, 128, greedy_share=1.0, seed=args.seed + 1))
     print(
         f"held-out perplexity: target {math.exp(quality.target_loss):.2f}, draft {math.exp(quality.draft_loss):.2f}; "
         f"draft agreement {quality.agreement:.1%} held out, {quality.generated_agreement:.1%} on the target's greedy text"

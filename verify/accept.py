@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.batch import RaggedBatch
-from titan.request import Request
-from titan.sampling import SamplingRows, sample_rows
+from titan.sampling import sample_rows
 from titan.step import Acceptance, StepPlan
 from titan.tree import DraftTree
+from titan.verify.rows import sampling_rows
 
 
 def accept(plan: StepPlan, trees: list[DraftTree], batch: RaggedBatch, logits: Tensor) -> Acceptance:
@@ -71,42 +71,3 @@ def walk(
         last_rows[owners[hits[::-1]]] = node_rows[hits[::-1]]
     last_nodes = (last_rows - start_loc[:-1] - 1).tolist()
     return [tree.path_to(node) for tree, node in zip(trees, last_nodes, strict=True)], last_rows
-
-
-def sampling_rows(requests: list[Request], trees: list[DraftTree], start_loc: NDArray[np.int64]) -> SamplingRows:
-    """Spread the requests' options over the logits rows: root, then nodes, each with the position of its next token."""
-    counts = np.diff(start_loc)
-    params = [request.params for request in requests]
-    if all(p.is_greedy and p.min_tokens == 0 for p in params):
-        return _greedy_rows(int(start_loc[-1]))
-
-    def spread(values: list[float], dtype: type[np.generic]) -> NDArray[np.generic]:
-        return np.repeat(np.asarray(values, dtype), counts)
-
-    positions = np.empty(int(start_loc[-1]), np.int64)
-    forbidden = []
-    for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
-        first, last = int(start_loc[i]), int(start_loc[i + 1])
-        if first == last:
-            continue
-        positions[first] = request.num_tokens
-        positions[first + 1 : last] = request.num_tokens + tree.depths
-        if request.num_output_tokens < request.params.min_tokens and request.stop_token_ids:
-            is_early = positions[first:last] - request.num_prompt_tokens < request.params.min_tokens
-            stop_ids = sorted(request.stop_token_ids)
-            forbidden += [(first + row, stop_ids) for row in np.flatnonzero(is_early).tolist()]
-    return SamplingRows(
-        temperature=spread([p.temperature for p in params], np.float32),  # type: ignore[arg-type]
-        top_k=spread([p.top_k for p in params], np.int64),  # type: ignore[arg-type]
-        top_p=spread([p.top_p for p in params], np.float32),  # type: ignore[arg-type]
-        min_p=spread([p.min_p for p in params], np.float32),  # type: ignore[arg-type]
-        seeds=np.repeat(np.asarray([request.seed for request in requests], np.uint64), counts),
-        positions=positions,
-        forbidden=forbidden,
-    )
-
-
-def _greedy_rows(num_rows: int) -> SamplingRows:
-    zeros = np.zeros(num_rows, np.float32)
-    integers = np.zeros(num_rows, np.int64)
-    return SamplingRows(zeros, integers, zeros, zeros, integers.astype(np.uint64), integers, ())

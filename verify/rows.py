@@ -1,0 +1,49 @@
+"""The requests' sampling options, spread over the rows of logits that one verification looks at."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan.request import Request
+from titan.sampling import SamplingRows
+from titan.tree import DraftTree
+
+
+def sampling_rows(requests: list[Request], trees: list[DraftTree], start_loc: NDArray[np.int64]) -> SamplingRows:
+    """Spread the requests' options over the logits rows: root, then nodes, each with the position of its next token."""
+    counts = np.diff(start_loc)
+    params = [request.params for request in requests]
+    if all(p.is_greedy and p.min_tokens == 0 for p in params):
+        return _greedy_rows(int(start_loc[-1]))
+
+    def spread(values: list[float], dtype: type[np.generic]) -> NDArray[np.generic]:
+        return np.repeat(np.asarray(values, dtype), counts)
+
+    positions = np.empty(int(start_loc[-1]), np.int64)
+    forbidden = []
+    for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
+        first, last = int(start_loc[i]), int(start_loc[i + 1])
+        if first == last:
+            continue
+        positions[first] = request.num_tokens
+        positions[first + 1 : last] = request.num_tokens + tree.depths
+        if request.num_output_tokens < request.params.min_tokens and request.stop_token_ids:
+            is_early = positions[first:last] - request.num_prompt_tokens < request.params.min_tokens
+            stop_ids = sorted(request.stop_token_ids)
+            forbidden += [(first + row, stop_ids) for row in np.flatnonzero(is_early).tolist()]
+    return SamplingRows(
+        temperature=spread([p.temperature for p in params], np.float32),  # type: ignore[arg-type]
+        top_k=spread([p.top_k for p in params], np.int64),  # type: ignore[arg-type]
+        top_p=spread([p.top_p for p in params], np.float32),  # type: ignore[arg-type]
+        min_p=spread([p.min_p for p in params], np.float32),  # type: ignore[arg-type]
+        seeds=np.repeat(np.asarray([request.seed for request in requests], np.uint64), counts),
+        positions=positions,
+        forbidden=forbidden,
+    )
+
+
+def _greedy_rows(num_rows: int) -> SamplingRows:
+    zeros = np.zeros(num_rows, np.float32)
+    integers = np.zeros(num_rows, np.int64)
+    return SamplingRows(zeros, integers, zeros, zeros, integers.astype(np.uint64), integers, ())
