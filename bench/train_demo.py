@@ -1,9 +1,9 @@
 """Train the demo pair: a small code model and the draft distilled from it.
 
-The corpus is the Python standard library that this interpreter carries (test suites and code-page tables left
-out), so nothing is downloaded. The target is a wide, shallow Llama; the draft is one thin layer with the same
-vocabulary, trained on the target's own distributions (forward KL), half of the time over text that the target
-wrote itself, because that is the text it will have to predict.
+The corpus is the Python standard library that this interpreter carries (test suites and code-page tables left out), so nothing is
+downloaded. The target is a wide, shallow Llama; the draft is one thin layer with the same vocabulary, trained on the target's own
+distributions (forward KL), mostly over text that the target wrote itself, because that is the text it will have to predict. (Two
+layers agree more, 56 % against 52 % held out, but at one request their passes cost more than that brings.)
 
     python -m titan.bench.train_demo --output titan/demo
 
@@ -142,14 +142,14 @@ def target_config(eos_token_id: int) -> LlamaConfig:
 
 
 def draft_config(eos_token_id: int) -> LlamaConfig:
-    """Two thin layers: a draft pass costs little more than its few dozen operations."""
+    """One thin layer: a draft pass costs little more than its handful of operations."""
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
+        intermediate_size=768,
+        num_hidden_layers=1,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=4,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -395,9 +395,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder that gets target/ and draft/")
     parser.add_argument("--target-steps", type=int, default=1000)
-    parser.add_argument("--draft-steps", type=int, default=1600)
+    parser.add_argument("--draft-steps", type=int, default=1300)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per step")
-    parser.add_argument("--written-sequences", type=int, default=8000, help="sequences the target writes for its draft")
+    parser.add_argument("--written-sequences", type=int, default=6000, help="sequences the target writes for its draft")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=Path, help="a target made before: only the draft is trained")
     parser.add_argument("--draft", type=Path, help="a draft made before, to go on from (with --target)")

@@ -6,6 +6,7 @@ To add a drafter, write a class with the members of `Drafter`; pass an instance,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -49,6 +50,8 @@ class DraftContext:
 
     target_vocab_size: int
     max_draft_tokens: int
+    draft_tree: str | Sequence[int]
+    draft_sampling: str
     max_num_batched_tokens: int
     dtype: str
     device: torch.device

@@ -2,26 +2,33 @@
 
 The first pass of a step feeds each request the committed tokens that its draft cache lacks (`num_drafted_context` says
 how many it has: 1 or 2 are missing after a normal step, a chunk in prefill, everything after a swap or a pause). Each
-further depth is one small pass over the newest node of every request. Tokens stay on the device until the loop ends.
+further depth is one small pass over the frontier nodes of every request's tree. Tokens stay on the device until the loop ends.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.batch import Segment, build_batch, build_chain_batches
+from titan.batch import DraftPass, RaggedBatch, Segment, build_batch, build_chain_passes, build_frontier_pass
 from titan.draft.base import DraftContext
+from titan.draft.policy import DraftPolicy
+from titan.draft.tree_builder import Growth
+from titan.draft_history import DraftHistory
 from titan.kv_cache import allocate_kv
 from titan.models.decoder import Decoder
+from titan.request import Request
 from titan.step import Acceptance, StepPlan
 from titan.tree import EMPTY_TREE, DraftTree
 
 
 class DraftModelDrafter:
-    """Drafts greedy chains with a causal language model.
+    """Drafts trees with a causal language model.
 
     Args:
         name: for people.
@@ -39,6 +46,8 @@ class DraftModelDrafter:
         self.max_len = model.config.max_position_embeddings
         self.device = context.device
         self.block_size = context.kv.block_size
+        self.reserve = context.kv.reserve
+        self.policy = DraftPolicy(context.draft_tree, context.draft_sampling, context.max_draft_tokens)
         config = model.config
         self.kv = allocate_kv(
             config.num_layers,
@@ -64,45 +73,85 @@ class DraftModelDrafter:
             segments.append(Segment(request.block_ids, start, self._known(request.token_ids[start:end]), needs_logits=drafts))
         batch = build_batch(segments, block_size=self.block_size, windows=self.model.config.windows, device=self.device)
         drafting = [i for i, segment in zip(fed, segments, strict=True) if segment.needs_logits]
-        logits = self.model(batch, self.kv)
+        logits = self._forward(batch)
         for i in fed:  # now that it is written
             plan.requests[i].num_drafted_context += num_fed[i]
         if drafting:
-            budgets = np.array([self._budget(plan, i) for i in drafting])
-            tokens = self._draft_chains(plan, drafting, budgets, self._best(logits))
-            for row, i in enumerate(drafting):
-                trees[i] = DraftTree.chain(tokens[row, : budgets[row]])
+            requests, budgets = [plan.requests[i] for i in drafting], [self._budget(plan, i) for i in drafting]
+            growths = self.policy.growths(requests, budgets, self._reserve, self.device)
+            for row, tree in self._grow(requests, growths, logits):
+                trees[drafting[row]] = tree
+                requests[row].draft_history.note_draft(int(tree.depths.max(initial=0)))
         return trees
 
-    def _draft_chains(self, plan: StepPlan, drafting: list[int], budgets: NDArray[np.int64], first: Tensor) -> NDArray[np.int64]:
-        """Run the passes after the first one: int64 [drafting, largest budget], entries past a row's budget unset."""
-        depths = [first]  # tokens by depth, int64 [drafting] each
-        while len(depths) < budgets.max():
-            rows = np.flatnonzero(budgets > len(depths))
-            requests = [plan.requests[drafting[row]] for row in rows]
-            batches = build_chain_batches(
-                [request.block_ids for request in requests],
-                np.array([request.num_tokens - 1 for request in requests]),
-                first_depth=len(depths),
-                last_depth=int(budgets[rows].min()) - 1,
+    def _grow(
+        self, requests: list[Request], growths: list[tuple[list[int], Growth]], root_logits: Tensor
+    ) -> Iterator[tuple[int, DraftTree]]:
+        """Grow the requests' trees, each depth one pass over the frontier of them all; yields the trees with their requests."""
+        for rows, growth in growths:
+            is_all = len(rows) == len(requests)
+            growth.plant(root_logits if is_all else root_logits[torch.tensor(rows, device=self.device)])
+        in_order = [requests[row] for rows, _ in growths for row in rows]
+        feeds = [feed for _, growth in growths for feed in growth.feeds]
+        are_chains = all(len(slots) == 1 and slots[0] == depth for feed in feeds for depth, slots in enumerate(feed))
+        passes = self._chain_passes(in_order, feeds) if are_chains else self._frontier_passes(in_order, feeds)
+        for depth, draft_pass in enumerate(passes, start=1):
+            growing = [growth for _, growth in growths if any(len(feed) >= depth for feed in growth.feeds)]
+            frontiers = [growth.frontier(depth) for growth in growing]
+            token_ids = _cat([frontier.token_ids for frontier in frontiers])
+            if are_chains:
+                batch = draft_pass.with_tokens(token_ids)
+            else:
+                batch = draft_pass.with_nodes(token_ids, _cat([frontier.ancestor_bits for frontier in frontiers]), depth)
+            logits = self._forward(batch).split([len(frontier.token_ids) for frontier in frontiers])
+            for growth, rows_logits in zip(growing, logits, strict=True):
+                growth.grow(depth, rows_logits)
+        for rows, growth in growths:
+            yield from zip(rows, growth.harvest(), strict=True)
+
+    def _chain_passes(self, requests: list[Request], feeds: list[Sequence[NDArray[np.int64]]]) -> Iterator[DraftPass]:
+        """One pass per depth, of one node per request; those of the same requests are laid out together."""
+        depth = 1
+        while going := [i for i, feed in enumerate(feeds) if len(feed) >= depth]:
+            last_depth = min(len(feeds[i]) for i in going)
+            yield from build_chain_passes(
+                [requests[i].block_ids for i in going],
+                np.array([requests[i].num_tokens - 1 for i in going]),
+                first_depth=depth,
+                last_depth=last_depth,
                 block_size=self.block_size,
                 windows=self.model.config.windows,
                 device=self.device,
             )
-            index = torch.from_numpy(rows).to(self.device)
-            for chain_batch in batches:
-                tokens = depths[-1] if len(rows) == len(drafting) else depths[-1].index_select(0, index)
-                best = self._best(self.model(chain_batch.with_tokens(tokens), self.kv))
-                depths.append(best if len(rows) == len(drafting) else depths[-1].index_copy(0, index, best))
-        result: NDArray[np.int64] = torch.stack(depths, dim=1).cpu().numpy()
-        return result
+            depth = last_depth + 1
+
+    def _frontier_passes(self, requests: list[Request], feeds: list[Sequence[NDArray[np.int64]]]) -> Iterator[DraftPass]:
+        """One pass per depth, of any nodes."""
+        for depth in range(1, max(map(len, feeds)) + 1):
+            going = [i for i, feed in enumerate(feeds) if len(feed) >= depth]
+            yield build_frontier_pass(
+                [requests[i].block_ids for i in going],
+                np.array([requests[i].num_tokens - 1 for i in going]),
+                [feeds[i][depth - 1] for i in going],
+                depth,
+                block_size=self.block_size,
+                windows=self.model.config.windows,
+                device=self.device,
+            )
+
+    def _forward(self, batch: RaggedBatch) -> Tensor:
+        """Logits of one pass, within the vocabulary that both models share: [L, vocab_size]."""
+        logits: Tensor = self.model(batch, self.kv)
+        return logits[:, : self.vocab_size]
+
+    def _reserve(self, request: Request, num_nodes: int) -> bool:
+        return self.reserve(request, request.num_tokens + num_nodes)
 
     def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
-        for request, tree, path in zip(plan.requests, trees, acceptance.paths, strict=True):
-            # the last node of a chain is proposed but never fed, so its KV is missing
-            num_written = max(tree.num_nodes - 1, 0)
-            if request.num_drafted_context == request.num_tokens:
-                request.num_drafted_context += min(len(path), num_written)
+        for i, match in acceptance.matches.items():
+            history = plan.requests[i].draft_history
+            history.note_match(*match)
+            _note_children(history, trees[i], acceptance.paths[i])
 
     def _budget(self, plan: StepPlan, i: int) -> int:
         """Draft tokens for row ``i``, lowered to what the draft's own context length leaves."""
@@ -124,6 +173,14 @@ class DraftModelDrafter:
         """The tokens; those that only the target's embedding has rows for, which are padding, become the draft's last one."""
         return [min(token_id, self.vocab_size - 1) for token_id in token_ids] if self.lacks_tokens else token_ids
 
-    def _best(self, logits: Tensor) -> Tensor:
-        """Most likely token of each row, int64 [rows], within the vocabulary that both models share."""
-        return logits[:, : self.vocab_size].max(-1).indices  # on a CPU five times as fast as argmax in bfloat16
+
+def _note_children(history: DraftHistory, tree: DraftTree, path: list[int]) -> None:
+    """Tell what became of the children of the nodes that verification reached."""
+    num_children = Counter(tree.parents.tolist())
+    for node, child in zip([-1, *path], [*path, None], strict=True):
+        if num_children[node]:
+            history.note_children(num_children[node], None if child is None else int(tree.topology.child_ranks[child]))
+
+
+def _cat(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

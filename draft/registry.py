@@ -15,7 +15,13 @@ from titan.models.loader import load_config, load_model, load_tokenizer, resolve
 DrafterFactory = Callable[[DraftContext], Drafter]
 DraftSpec = str | Drafter | None
 
-_FACTORIES: dict[str, DrafterFactory] = {"ngram": lambda context: NgramDrafter(context.max_draft_tokens)}
+
+def _make_ngram(context: DraftContext) -> Drafter:
+    _check_deterministic(NgramDrafter.name, context)
+    return NgramDrafter(context.max_draft_tokens)
+
+
+_FACTORIES: dict[str, DrafterFactory] = {"ngram": _make_ngram}
 
 
 def register(name: str, factory: DrafterFactory) -> None:
@@ -48,6 +54,7 @@ def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
     if not isinstance(spec, str):
         if not isinstance(spec, Drafter):
             raise ValueError(f"draft_model={spec!r} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter")
+        _check_deterministic(spec.name, context)
         return spec
     factory = _FACTORIES.get(spec)
     if factory is not None:
@@ -59,6 +66,20 @@ def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
     with _naming_the_draft(spec):
         model = load_model(folder, dtype=context.dtype, device=context.device)
     return DraftModelDrafter(spec, model, context)
+
+
+def _check_deterministic(name: str, context: DraftContext) -> None:
+    """Refuse options that speak to a draft model where there is none to follow them."""
+    if context.draft_tree not in ("auto", "chain"):
+        raise ValueError(
+            f"draft_tree={context.draft_tree!r} needs a draft model: the drafter {name!r} shapes its own trees; allowed with it "
+            f"are 'auto' and 'chain'"
+        )
+    if context.draft_sampling == "sampled":
+        raise ValueError(
+            f"draft_sampling='sampled' needs a draft model: the proposals of the drafter {name!r} are deterministic; allowed "
+            f"with it are 'auto' and 'greedy'"
+        )
 
 
 @contextmanager

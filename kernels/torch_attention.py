@@ -18,7 +18,7 @@ KV head, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ BLOCK_MULTIPLE = 4
 
 MAX_FLOAT32_ELEMENTS = 2**18
 """Up to this many keys and values a CPU is faster in float32: its products in bfloat16 cost a set-up each."""
+
+NO_NODE = 63
+"""Trees have nodes 0 to 62, so this bit is never set."""
 
 Window = int | None
 Bool = NDArray[np.bool_]
@@ -76,8 +79,24 @@ class AttentionPlan:
     groups: Sequence[QueryGroup]
     hidden: Sequence[Mapping[Window, Tensor]]  # per group, bool [S, 1, M, N]
     long: Sequence[LongQuery]
+    nodes: Sequence[Tensor] = ()  # per group, where ancestors come later: int64 [S, 1, 1, N], node in each slot, 63 for none
     # gathered KV by group, reused by every layer: fresh memory for each would cost a page fault per 4 KiB
     scratch: dict[int, Tensor] = field(default_factory=dict)
+
+    def with_ancestors(self, ancestor_bits: Tensor, depth: int) -> AttentionPlan:
+        """The plan with what it was made without: the ancestor bits of its rows, int64 [T], which are nodes of that depth."""
+        hidden = []
+        for group, masks, nodes in zip(self.groups, self.hidden, self.nodes, strict=True):
+            bits = ancestor_bits if group.query_rows is None else ancestor_bits.index_select(0, group.query_rows)
+            bits = bits.view(group.num_requests, 1, group.query_len, 1)
+            hidden.append({window: mask & ~_is_ancestor(bits, nodes, depth, window) for window, mask in masks.items()})
+        return replace(self, hidden=hidden)
+
+
+def _is_ancestor(bits: Tensor, nodes: Tensor, depth: int, window: Window) -> Tensor:
+    for _ in range(0 if window is None else depth - window):
+        bits = bits & (bits - 1)  # the farthest ancestor is out of the window
+    return (bits >> nodes) & 1 == 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,17 +119,31 @@ class QueryRows:
     def visible(self, tree_starts: Int, num_slots: int, window: Window) -> Bool:
         """Which slots each row sees: bool [requests, rows, num_slots].
 
-        A window hides slots at or below ``position - window``; slots of tree nodes are seen by ancestry alone.
+        A window goes by position: it hides slots before the tree at or below ``position - window``, and all but the nearest
+        ``window`` of a node's ancestors, itself among them.
         """
         slots = np.arange(num_slots)
         visible: Bool = slots < self.visible_lens[..., None]
         if window is not None:
             visible &= slots > self.positions[..., None] - window
         if self.ancestor_bits.any():
-            node = slots - tree_starts[:, None, None]
-            bits = self.ancestor_bits[..., None] >> np.clip(node, 0, 62)
-            visible |= (node >= 0) & (node <= 62) & ((bits & 1) == 1)
+            bits = self.ancestor_bits if window is None else nearest_ancestors(self.ancestor_bits, window)
+            visible |= (bits[..., None] >> node_of_slot(tree_starts, num_slots)[:, None]) & 1 == 1
         return visible
+
+
+def node_of_slot(tree_starts: Int, num_slots: int) -> Int:
+    """The tree node in each slot, 63 where there is none: [requests] -> [requests, num_slots]."""
+    node = np.arange(num_slots) - tree_starts[:, None]
+    return np.where((node >= 0) & (node < NO_NODE), node, NO_NODE)
+
+
+def nearest_ancestors(ancestor_bits: Int, count: int) -> Int:
+    """Keep the highest ``count`` bits that are set, which are the nearest ancestors, since parents come before children."""
+    bits = ancestor_bits.view(np.uint64)
+    while (is_over := np.bitwise_count(bits) > count).any():
+        bits = np.where(is_over, bits & (bits - np.uint64(1)), bits)
+    return bits.view(np.int64)
 
 
 def plan_attention(
@@ -123,6 +156,7 @@ def plan_attention(
     block_size: int,
     windows: Sequence[Window],
     device: torch.device,
+    has_later_ancestors: bool = False,
 ) -> AttentionPlan:
     """Plan the attention of one ragged batch on the host.
 
@@ -135,14 +169,19 @@ def plan_attention(
         block_size: tokens per block.
         windows: distinct sliding windows of the layers.
         device: where the attention runs.
+        has_later_ancestors: the rows' ancestor bits are not known yet, `AttentionPlan.with_ancestors` will bring them; queries
+            must then be short.
     """
     query_lens = np.diff(query_start_loc)
     num_blocks = -(-seq_lens // block_size)
-    groups, hidden = [], []
+    groups, hidden, nodes = [], [], []
     for ids in _group_requests(query_lens, num_blocks):
         padded_rows = _padded_rows(ids, query_start_loc)
         groups.append(_plan_group(ids, query_start_loc, padded_rows, num_blocks, block_table, device))
-        hidden.append(_hidden(rows.take(padded_rows), tree_starts[ids], groups[-1].num_blocks * block_size, windows, device))
+        num_slots = groups[-1].num_blocks * block_size
+        hidden.append(_hidden(rows.take(padded_rows), tree_starts[ids], num_slots, windows, device))
+        if has_later_ancestors:
+            nodes.append(torch.from_numpy(node_of_slot(tree_starts[ids], num_slots)[:, None, None]).to(device))
     long = []
     for i in np.flatnonzero(query_lens > MAX_SHORT_QUERY).tolist():
         first, last, seq_len = int(query_start_loc[i]), int(query_start_loc[i + 1]), int(seq_lens[i])
@@ -156,7 +195,7 @@ def plan_attention(
                 visible[window] = torch.from_numpy(chunk.visible(tree_starts[i : i + 1], seq_len, window)[0]).to(device)
         block_ids = torch.from_numpy(block_table[i, : num_blocks[i]]).to(device)
         long.append(LongQuery(slice(first, last), block_ids, seq_len, visible))
-    return AttentionPlan(groups, hidden, long)
+    return AttentionPlan(groups, hidden, long, nodes)
 
 
 def plan_decode_passes(
@@ -188,7 +227,7 @@ def plan_decode_passes(
             members = slice(i * len(ids), (i + 1) * len(ids))
             hidden[i].append({window: mask[members] for window, mask in masks.items()})
     scratch: dict[int, Tensor] = {}
-    return [AttentionPlan(groups, hidden_by_group, (), scratch) for hidden_by_group in hidden]
+    return [AttentionPlan(groups, hidden_by_group, (), scratch=scratch) for hidden_by_group in hidden]
 
 
 def _group_requests(query_lens: Int, num_blocks: Int) -> Iterator[Int]:

@@ -20,8 +20,12 @@ SCARCE: dict[str, Any] = {"max_batch_size": 4, "prefill_chunk_size": 7, "block_s
 AMPLE: dict[str, Any] = {"max_batch_size": 32, "block_size": 16, "num_kv_blocks": 400}
 
 
+# a proposal of the most likely tokens, so that a seed gives the same tokens with and without speculation
+DEFAULTS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "draft_tree": "chain", "draft_sampling": "greedy"}
+
+
 def make_engine(model: str, draft: DraftSpec = None, **options: Any) -> Engine:
-    return Engine(EngineConfig(**({"dtype": "float32", "device": "cpu"} | options)), model, draft)
+    return Engine(EngineConfig(**(DEFAULTS | options)), model, draft)
 
 
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:

@@ -16,8 +16,8 @@ ROOMS = ["draft", "verify", "kernels", "bench"]  # top-level folders, imported a
 # A module imports from earlier entries only, and from its own package; modules of one entry are siblings.
 ORDER = [
     {"titan.kernels"},
-    {"titan.tree", "titan.sampling_params", "titan.outputs", "titan.detokenizer"},
-    {"titan.config", "titan.request"},
+    {"titan.tree", "titan.sampling_params", "titan.outputs", "titan.detokenizer", "titan.draft_history"},
+    {"titan.config", "titan.request", "titan.logits"},
     {"titan.step"},
     {"titan.batch", "titan.block_pool", "titan.admission", "titan.sampling", "titan.stopping", "titan.metrics"},
     {"titan.kv_cache"},

@@ -67,12 +67,25 @@ def raises(*parts: object) -> Any:
         ({"use_speculative": "no"}, ["use_speculative='no'", "True or False"]),
         ({"skip_special_tokens": None}, ["skip_special_tokens=None", "True or False"]),
         ({"include_stop_str_in_output": 0}, ["include_stop_str_in_output=0", "True or False"]),
-        ({"n": 2}, ["n=2", "not supported", "1"]),
-        ({"repetition_penalty": 1.1}, ["repetition_penalty=1.1", "not supported", "1.0"]),
-        ({"presence_penalty": 0.5}, ["presence_penalty=0.5", "not supported", "0.0"]),
-        ({"frequency_penalty": 0.5}, ["frequency_penalty=0.5", "not supported", "0.0"]),
-        ({"logit_bias": {1: 2.0}}, ["logit_bias={1: 2.0}", "not supported", "None"]),
-        ({"logprobs": 1}, ["logprobs=1", "not supported", "None"]),
+        ({"n": 0}, ["n=0", "an integer >= 1"]),
+        ({"n": 2.0}, ["n=2.0", "an integer >= 1"]),
+        ({"repetition_penalty": 0}, ["repetition_penalty=0", "(0, inf)"]),
+        ({"repetition_penalty": float("inf")}, ["repetition_penalty=inf", "(0, inf)"]),
+        ({"presence_penalty": 2.1}, ["presence_penalty=2.1", "[-2, 2]"]),
+        ({"presence_penalty": None}, ["presence_penalty=None", "[-2, 2]"]),
+        ({"frequency_penalty": -2.5}, ["frequency_penalty=-2.5", "[-2, 2]"]),
+        ({"logit_bias": [1, 2.0]}, ["logit_bias=[1, 2.0]", "a dict of token ids to numbers, or None"]),
+        ({"logit_bias": {"1": 2.0}}, ["logit_bias='1'", "an integer >= 0"]),
+        ({"logit_bias": {-1: 2.0}}, ["logit_bias=-1", "an integer >= 0"]),
+        ({"logit_bias": {1: 100.5}}, ["logit_bias[1]=100.5", "[-100, 100]"]),
+        ({"logit_bias": {1: float("nan")}}, ["logit_bias[1]=nan", "[-100, 100]"]),
+        ({"logit_bias": {1: "a"}}, ["logit_bias[1]='a'", "[-100, 100]"]),
+        ({"logits_processors": print}, ["logits_processors=<built-in function print>", "a sequence of callables, or None"]),
+        ({"logits_processors": [print, 5]}, ["logits_processors=[<built-in function print>, 5]", "a sequence of callables"]),
+        ({"logits_processors": "ab"}, ["logits_processors='ab'", "a sequence of callables, or None"]),
+        ({"logprobs": -1}, ["logprobs=-1", "an integer from 0 to 20"]),
+        ({"logprobs": 21}, ["logprobs=21", "an integer from 0 to 20"]),
+        ({"logprobs": True}, ["logprobs=True", "an integer from 0 to 20"]),
     ],
 )
 def test_sampling_options(options: dict[str, Any], parts: list[str]) -> None:
@@ -84,7 +97,15 @@ def test_sampling_options(options: dict[str, Any], parts: list[str]) -> None:
     ("options", "parts"),
     [
         ({"dtype": "int8"}, ["dtype='int8'", "'auto', 'float32', 'bfloat16', 'float16'"]),
-        ({"draft_tree": "dynamic"}, ["draft_tree='dynamic'", "'chain'"]),
+        ({"draft_tree": "bush"}, ["draft_tree='bush'", "'auto', 'dynamic', 'chain'"]),
+        ({"draft_tree": 3}, ["draft_tree=3", "'auto', 'dynamic', 'chain' or a list of parents"]),
+        ({"draft_tree": []}, ["draft_tree=[]", "a list of parents"]),
+        ({"draft_tree": [-1, 0.5]}, ["draft_tree=[-1, 0.5]", "a list of parents"]),
+        ({"draft_tree": [-1, 1]}, ["draft_tree=[-1, 1] is not topological", "node 1 is 1", "-1 (the root) to 0"]),
+        ({"draft_tree": [-2]}, ["draft_tree=[-2] is not topological", "node 0 is -2"]),
+        ({"draft_tree": [-1] * 7}, ["has 7 nodes", "at most max_draft_tokens=6"]),
+        ({"draft_tree": [-1] * 64, "max_draft_tokens": 64}, ["max_draft_tokens=64", "from 0 to 63"]),
+        ({"draft_sampling": "random"}, ["draft_sampling='random'", "'auto', 'greedy', 'sampled'"]),
         ({"scheduling_policy": "lifo"}, ["scheduling_policy='lifo'", "'fcfs'"]),
         ({"preemption_mode": "swap"}, ["preemption_mode='swap'", "'recompute'"]),
         ({"swap_space": 4}, ["swap_space=4", "0"]),
@@ -123,6 +144,9 @@ def test_engine_options(options: dict[str, Any], parts: list[str]) -> None:
         ({"draft_model": "/no/such/folder"}, ["draft_model='/no/such/folder'", "'ngram'", "does not exist"]),
         ({"draft_model": 5}, ["draft_model=5", "None, a name, a folder, a hub id, or a Drafter"]),
         ({"use_speculative": 0}, ["use_speculative=0", "True or False"]),
+        ({"draft_model": "ngram", "draft_sampling": "sampled"}, ["draft_sampling='sampled'", "'ngram'", "'auto' and 'greedy'"]),
+        ({"draft_model": "ngram", "draft_tree": [-1, -1]}, ["draft_tree=", "'ngram'", "'auto' and 'chain'"]),
+        ({"draft_model": NgramDrafter(3), "draft_tree": "dynamic"}, ["draft_tree='dynamic'", "'ngram'", "'auto' and 'chain'"]),
     ],
 )
 def test_options_that_the_model_and_the_machine_decide_on(zoo: Zoo, options: dict[str, Any], parts: list[str]) -> None:
@@ -186,11 +210,13 @@ def test_one_bad_prompt_is_refused_and_the_others_keep_their_outputs(llm: LLM, n
 
 
 def test_bad_options_of_one_prompt_do_not_cost_the_others(llm: LLM) -> None:
-    params = [greedy(4), greedy(4, stop_token_ids=[5, 131]), greedy(4, ignore_eos=True)]
-    with pytest.warns(UserWarning, match="prompt 1 was not run: stop_token_ids has token id 131.* 0 to 130"):
-        outputs = llm.generate(["the"] * 3, params, use_tqdm=False)
-    assert [output.error is None for output in outputs] == [True, False, True]
-    assert len(outputs[2].outputs[0].token_ids) == 4
+    for name, bad in (("stop_token_ids", greedy(4, stop_token_ids=[5, 131])), ("logit_bias", greedy(4, n=3, logit_bias={131: 1}))):
+        params = [greedy(4), bad, greedy(4, ignore_eos=True)]
+        with pytest.warns(UserWarning, match=f"prompt 1 was not run: {name} has token id 131.* 0 to 130"):
+            outputs = llm.generate(["the"] * 3, params, use_tqdm=False)
+        assert [output.error is None for output in outputs] == [True, False, True]
+        assert [completion.finish_reason for completion in outputs[1].outputs] == ["abort"] * bad.n
+        assert len(outputs[2].outputs[0].token_ids) == 4
 
 
 @pytest.mark.parametrize("prompts", [None, 5, {"prompt": "a"}, {"a"}, b"abc", iter(["a"])])
@@ -302,6 +328,48 @@ def test_a_model_whose_logits_are_not_finite_aborts_the_request_that_met_them(zo
             assert broken.error == "the target's logits are not finite"
         assert [output.outputs[0].token_ids for output in outputs] == expected
         assert llm.diagnose() == []
+
+
+def test_a_logits_processor_that_fails_aborts_the_request_that_has_it(zoo: Zoo) -> None:
+    """With and without drafts after the same token, though the draft's run would have gone on."""
+    prompts = random_prompts(4, seed=9, max_len=30)
+    expected = [zoo.greedy("llama", prompt, 12, ignore_eos=True) for prompt in prompts]
+
+    def failing(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits if len(token_ids) < len(prompts[2]) + 5 else logits[:5]
+
+    params = [greedy(12, ignore_eos=True)] * 4
+    params[2] = greedy(12, ignore_eos=True, logits_processors=[failing], logprobs=0)
+    for draft in (None, zoo.path("llama")):
+        llm = LLM(zoo.path("llama"), draft, num_kv_blocks=40, **CPU)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [output.error for output in outputs] == [
+            None, None, "logits_processors: ValueError: a processor returned shape [5]: it must be a tensor of shape [131]", None
+        ]  # fmt: skip
+        assert outputs[2].outputs[0].finish_reason == "abort" and len(outputs[2].outputs[0].logprobs or ()) == 5
+        expected[2] = expected[2][:5]
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert llm.diagnose() == []
+
+
+def test_a_logits_processor_that_fails_on_drafts_behind_the_end_is_no_error(zoo: Zoo) -> None:
+    """A grammar knows no token after the end; the draft does not know the end."""
+    prompt = next(p for p in random_prompts(30, seed=11) if 2 <= len(zoo.greedy("llama", p, 30)) < 30)
+    expected = zoo.greedy("llama", prompt, 30)
+    seen_end = []
+
+    def grammar(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if token_ids[len(prompt) :][: len(expected)] == expected:
+            seen_end.append(token_ids)
+            raise LookupError("the text has ended")
+        return logits
+
+    llm = LLM(zoo.path("llama"), zoo.path("llama"), draft_tree="chain", num_kv_blocks=40, **CPU)
+    for max_draft_tokens in range(1, 7):
+        params = greedy(30, logits_processors=[grammar], max_draft_tokens=max_draft_tokens)
+        [output] = llm.generate([prompt], params, use_tqdm=False)
+        assert (output.error, output.outputs[0].finish_reason, output.outputs[0].token_ids) == (None, "stop", expected)
+    assert seen_end
 
 
 class Greedy(NoDrafter):

@@ -78,12 +78,15 @@ def chained_hashes(token_ids: Sequence[int]) -> list[bytes]:
 
 def random_tree(random: Random) -> DraftTree:
     token_ids = random.choices((0, 1), k=random.randint(0, 6))
+    slots = random.sample(range(len(token_ids) + NUM_SPARE_SLOTS), len(token_ids))
+    draft_slots = np.array([slot if random.random() < 0.8 else -1 for slot in slots], np.int32)
     if random.random() < 0.3:
-        return DraftTree.chain(token_ids)
+        return DraftTree.chain(token_ids, draft_slots=draft_slots)
     parents = [random.randint(-1, node - 1) for node in range(len(token_ids))]
-    return DraftTree(np.array(token_ids, np.int64), np.array(parents, np.int32))
+    return DraftTree(np.array(token_ids, np.int64), np.array(parents, np.int32), draft_slots=draft_slots)
 
 
+NUM_SPARE_SLOTS = 2  # a draft may feed more nodes than it proposes
 SEEDS = st.integers(0, 2**32)  # the choices inside a rule come from one draw, which keeps examples long and fast
 
 
@@ -149,7 +152,7 @@ class KVMachine(RuleBasedStateMachine):
     def step(self, random: Random) -> None:
         """Draft, verify, commit and seal a random subset of the running requests."""
         plan, step_trees, accepted = StepPlan([], [], []), [], Acceptance([], [], [])
-        num_node_kvs: list[int] = []  # leading nodes of each tree whose draft KV is written; -1 = the draft was not run
+        is_drafted: list[bool] = []  # whether the draft was run
         for request in random.sample(self.running, random.randint(min(1, len(self.running)), len(self.running))):
             num_tokens = request.num_tokens - request.num_computed_tokens
             if random.random() < 0.5:
@@ -157,7 +160,7 @@ class KVMachine(RuleBasedStateMachine):
             reaches_root = request.num_computed_tokens + num_tokens == request.num_tokens
             drafts = "draft" in self.kv.tensors and random.random() < 0.8
             tree = random_tree(random) if reaches_root and drafts else DraftTree.chain([])
-            num_slots = request.num_computed_tokens + num_tokens + tree.num_nodes
+            num_slots = request.num_computed_tokens + num_tokens + tree.num_nodes + NUM_SPARE_SLOTS
             before = list(request.block_ids)
             missing = self.kv.num_missing_blocks(request, num_slots)
             if not self.kv.reserve(request, num_slots):
@@ -168,37 +171,41 @@ class KVMachine(RuleBasedStateMachine):
             plan.num_tokens.append(num_tokens)
             plan.draft_budgets.append(tree.num_nodes)
             step_trees.append(tree)
-            num_node_kvs.append(random.randint(0, tree.num_nodes) if drafts else -1)
+            is_drafted.append(drafts)
             node = random.randint(-1, tree.num_nodes - 1)
             path = node_path(tree, node)
             accepted.paths.append(path)
             accepted.token_ids.append([*tree.token_ids[path].tolist(), random.randint(0, 1)] if reaches_root else [])
             accepted.errors.append(None)
         for i, request in enumerate(plan.requests):
-            self.run_models(request, plan.num_tokens[i], step_trees[i], num_node_kvs[i])
+            self.run_models(request, plan.num_tokens[i], step_trees[i], is_drafted[i])
+        before_commit = [request.num_drafted_context for request in plan.requests]
         self.kv.commit(plan, step_trees, accepted)
         for i, request in enumerate(plan.requests):
             num_full_before = request.num_computed_tokens // BLOCK_SIZE
             request.num_computed_tokens += plan.num_tokens[i] + len(accepted.paths[i])
-            if num_node_kvs[i] >= 0:
-                request.num_drafted_context = request.num_computed_tokens - len(accepted.paths[i])
-                request.num_drafted_context += sum(node < num_node_kvs[i] for node in accepted.paths[i])
+            held = [step_trees[i].draft_slots[node] >= 0 for node in accepted.paths[i]]  # type: ignore[index]
+            assert request.num_drafted_context == before_commit[i] + [*held, False].index(False)
             request.token_ids += accepted.token_ids[i]
             self.know_hashes(request)
             self.kv.seal(request)
             self.check_findable(request, num_full_before)
             assert len(request.block_ids) == -(-request.num_computed_tokens // BLOCK_SIZE)
 
-    def run_models(self, request: Request, num_tokens: int, tree: DraftTree, num_node_kvs: int) -> None:
+    def run_models(self, request: Request, num_tokens: int, tree: DraftTree, is_drafted: bool) -> None:
         end = request.num_computed_tokens + num_tokens
+        node_slots: dict[Role, list[int]] = {"target": list(range(tree.num_nodes))}
         starts: dict[Role, int] = {"target": request.num_computed_tokens, "draft": request.num_drafted_context}
-        num_nodes: dict[Role, int] = {"target": tree.num_nodes, "draft": num_node_kvs}
+        if is_drafted:
+            node_slots["draft"] = [] if tree.draft_slots is None else tree.draft_slots.tolist()
+            request.num_drafted_context = end
         for role, tensor in self.kv.tensors.items():
-            if num_nodes[role] >= 0:
+            if role in node_slots:
                 prefixes = [request.token_ids[: slot + 1] for slot in range(starts[role], end)]
-                paths = [tree.token_ids[node_path(tree, node)].tolist() for node in range(num_nodes[role])]
-                prefixes += [request.token_ids[:end] + path for path in paths]
-                slots = physical(request.block_ids, range(starts[role], end + num_nodes[role]))
+                written = [node for node, slot in enumerate(node_slots[role]) if slot >= 0]
+                prefixes += [request.token_ids[:end] + tree.token_ids[node_path(tree, node)].tolist() for node in written]
+                places = [*range(starts[role], end), *(end + node_slots[role][node] for node in written)]
+                slots = physical(request.block_ids, places)
                 tensor.flatten(3, 4)[:, :, :, slots] = kv_of(tensor, self.model(role), prefixes)
 
     def know_hashes(self, request: Request) -> None:
@@ -354,12 +361,15 @@ def test_commit_moves_the_paths_of_all_requests_at_once(monkeypatch: pytest.Monk
     for request in requests:
         assert kv.reserve(request, request.num_tokens + 5)
     plan = StepPlan(requests, [3, 5], [5, 5])
-    tree = DraftTree(np.arange(5), np.array([-1, -1, 0, 1, 3], np.int32))
-    kv.commit(plan, [tree, DraftTree.chain(range(5))], Acceptance([[0], [0, 1, 2]], [[0, 9], [0, 1, 2, 9]], [None, None]))
+    parents = np.array([-1, -1, 0, 1, 3], np.int32)
+    tree = DraftTree(np.arange(5), parents, draft_slots=np.array([1, 0, 3, 2, -1], np.int32))
+    chain = DraftTree.chain(range(5), draft_slots=np.arange(5, dtype=np.int32))
+    kv.commit(plan, [DraftTree(np.arange(5), parents), chain], Acceptance([[0], [0, 1, 2]], [[0, 9], [0, 1, 2, 9]], [None, None]))
     assert moves == [], "paths of the first nodes stay where they are"
     kv.commit(plan, [tree, tree], Acceptance([[1, 3, 4], [0, 2]], [[1, 3, 4, 9], [0, 2, 9]], [None, None]))
     # request 0 has blocks 0, 1 and its nodes from slot 3 on; request 1 has blocks 2, 3, 4 and its nodes from slot 5 on
-    assert moves == [([4, 6, 7, 13, 15], [3, 4, 5, 13, 14])] * 2, "once per cache"
+    assert moves == [([4, 6, 7, 13, 15], [3, 4, 5, 13, 14]), ([3, 5, 14, 16], [3, 4, 13, 14])], "the target's and the draft's"
+    assert [request.num_drafted_context for request in requests] == [2, 3 + 2], "as far as the draft has the path"
 
 
 def test_nothing_is_hashed_or_matched_without_prefix_caching() -> None:

@@ -49,7 +49,7 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 
 def test_the_public_names() -> None:
     assert sorted(titan.__all__) == [
-        "CompletionOutput", "EngineMetrics", "LLM", "RequestMetrics", "RequestOutput", "SamplingParams", "__version__",
+        "CompletionOutput", "EngineMetrics", "LLM", "Logprob", "RequestMetrics", "RequestOutput", "SamplingParams", "__version__",
     ]  # fmt: skip
     assert all(hasattr(titan, name) for name in titan.__all__)
     with pytest.raises(AttributeError, match="module 'titan' has no attribute 'llama'"):
@@ -320,7 +320,7 @@ def test_a_request_may_draft_less_or_not_at_all(llm: LLM) -> None:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert len(set(texts(outputs))) == 1
     depths = [len(output.metrics.proposed_per_depth) for output in outputs]
-    assert depths == [6, 0, 0, 2]
+    assert 2 < depths[0] <= 6 and depths[1:] == [0, 0, 2]
 
 
 def test_an_engine_without_speculation_never_drafts(zoo: Zoo) -> None:

@@ -45,16 +45,22 @@ class World:
         self.limit = MAX_MODEL_LEN
 
     def add(self, prompt: list[int], max_tokens: int, **options: Any) -> Request:
-        """Queue a request, its limit lowered to what fits, as the engine does it."""
+        """Queue a request and its siblings, its limit lowered to what fits, as the engine does it."""
         room = min(MAX_MODEL_LEN, self.kv.num_blocks * BLOCK_SIZE) - len(prompt)
         params = SamplingParams(max_tokens=max_tokens, **options)
-        request = Request(
-            str(len(self.requests)), None, prompt, params, 0, min(max_tokens, room),
-            frozenset() if params.ignore_eos else frozenset({EOS}), RequestMetrics(0.0), None,
+        family = tuple(
+            Request(
+                str(len(self.requests) + index), None, prompt, params, 0, min(max_tokens, room),
+                frozenset() if params.ignore_eos else frozenset({EOS}), RequestMetrics(0.0), None, index,
+            )
+            for index in range(params.n)
         )  # fmt: skip
-        self.scheduler.add(request)
-        self.requests.append(request)
-        return request
+        for request in family:
+            if params.n > 1:
+                request.siblings = family
+            self.scheduler.add(request)
+            self.requests.append(request)
+        return family[0]
 
     def step(self, max_draft_tokens: int, random: Random) -> StepPlan:
         plan = self.scheduler.schedule(max_draft_tokens)
@@ -117,6 +123,9 @@ class World:
                 assert request.params.max_draft_tokens is None or budget <= request.params.max_draft_tokens
                 assert budget < request.num_remaining_tokens, "the final token needs no draft"
             assert len(request.block_ids) * BLOCK_SIZE >= end + budget, "a slot for every token and node"
+            for sibling in request.siblings:
+                shared = set(request.block_ids) & set(sibling.block_ids) if sibling is not request else set()
+                assert shared <= set(request.block_ids[: request.num_computed_tokens // BLOCK_SIZE]), "what is written is its own"
             assert request in self.scheduler.running
 
     def check(self) -> None:
@@ -187,8 +196,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = ([5, 6, 7] * 20)[: random.randint(1, room - 1)]
         if random.random() < 0.6:
             prompt[random.randrange(len(prompt)) :] = [random.randrange(1, 13)]
-        options: dict[str, Any] = random.choice([{}, {}, {"use_speculative": False}, {"max_draft_tokens": 2}, {"ignore_eos": True}])
+        options: dict[str, Any] = random.choice(
+            [
+                {},
+                {},
+                {"use_speculative": False},
+                {"max_draft_tokens": 2},
+                {"ignore_eos": True},
+                {"n": 2},
+                {"n": 4, "ignore_eos": True},
+            ]
+        )
         max_tokens = random.randint(1, 30)
+        if len(self.world.scheduler.waiting) + options.get("n", 1) > self.world.config.max_waiting_requests:
+            options.pop("n", None)
         if len(self.world.scheduler.waiting) >= self.world.config.max_waiting_requests:
             with pytest.raises(ValueError, match="max_waiting_requests=6"):
                 self.world.add(prompt, max_tokens, **options)

@@ -35,6 +35,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "other": ("llama", {"seed": 7, "num_hidden_layers": 2}),
     "small_vocab": ("llama", {"vocab_size": 120, "num_hidden_layers": 1}),
     "short": ("llama", {"max_position_embeddings": 40, "num_hidden_layers": 1}),
+    "narrow_window": ("mistral", {"sliding_window": 3}),
+    "eight_other": ("llama", {"vocab_size": 8, "num_hidden_layers": 1, "eos_token_id": 2, "seed": 11}),
     "eight": ("llama", {"vocab_size": 8, "num_hidden_layers": 1, "eos_token_id": 2}),
 }
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from titan.metrics import EngineMetrics
-from titan.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from titan.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from titan.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from titan.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "EngineMetrics", "RequestMetrics", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineMetrics",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

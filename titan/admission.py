@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from titan.sampling_params import SamplingParams
@@ -35,6 +35,7 @@ def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: S
         raise ValueError(f"prompt={prompt_token_ids if prompt is None else prompt!r} is empty: it must have at least one token")
     _check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
     _check_token_ids("stop_token_ids", params.stop_token_ids or (), limits.vocab_size)
+    _check_token_ids("logit_bias", params.logit_bias or (), limits.vocab_size)
     if num_tokens >= limits.max_model_len:
         raise ValueError(
             f"prompt has {num_tokens} tokens, which leaves no room to generate: at most {limits.max_model_len - 1} are "
@@ -56,7 +57,7 @@ def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: S
     return max_tokens
 
 
-def _check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     outside = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
     if outside is not None:
         raise ValueError(f"{name} has token id {outside}, which is outside the vocabulary: allowed are 0 to {vocab_size - 1}")

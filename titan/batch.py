@@ -128,21 +128,28 @@ def pad_block_tables(block_tables: Sequence[list[int]]) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChainBatch:
-    """One depth of a batched chain: everything but the tokens, which the depth before it makes on the device."""
+class DraftPass:
+    """One depth of drafting, laid out: everything but the tokens, which the depth before it makes on the device."""
 
-    positions: Tensor  # int64 [R]
-    slot_mapping: Tensor  # int64 [R]
-    logits_rows: Tensor  # int64 [R]
+    positions: Tensor  # int64 [T]
+    slot_mapping: Tensor  # int64 [T]
+    logits_rows: Tensor  # int64 [T]
     logits_start_loc: NDArray[np.int64]  # [R + 1]
     attention: AttentionPlan
 
     def with_tokens(self, token_ids: Tensor) -> RaggedBatch:
-        """The batch with its tokens, int64 [R]."""
-        return RaggedBatch(token_ids, self.positions, self.slot_mapping, self.logits_rows, self.logits_start_loc, self.attention)
+        """The batch with its tokens, int64 [T]."""
+        return self._batch(token_ids, self.attention)
+
+    def with_nodes(self, token_ids: Tensor, ancestor_bits: Tensor, depth: int) -> RaggedBatch:
+        """The batch with the tokens and the ancestor bits of its nodes, int64 [T] each, of that depth."""
+        return self._batch(token_ids, self.attention.with_ancestors(ancestor_bits, depth))
+
+    def _batch(self, token_ids: Tensor, attention: AttentionPlan) -> RaggedBatch:
+        return RaggedBatch(token_ids, self.positions, self.slot_mapping, self.logits_rows, self.logits_start_loc, attention)
 
 
-def build_chain_batches(
+def build_chain_passes(
     block_tables: Sequence[list[int]],
     root_positions: NDArray[np.int64],
     *,
@@ -151,7 +158,7 @@ def build_chain_batches(
     block_size: int,
     windows: Sequence[int | None],
     device: torch.device,
-) -> list[ChainBatch]:
+) -> list[DraftPass]:
     """Lay out the passes that feed the chain nodes of depths ``first_depth .. last_depth``, one node per request and pass.
 
     Args:
@@ -173,4 +180,49 @@ def build_chain_batches(
     slots_tensor = torch.from_numpy(slots).to(device)
     rows = torch.arange(num_requests, device=device)
     start_loc = np.arange(num_requests + 1)
-    return [ChainBatch(positions_tensor[i], slots_tensor[i], rows, start_loc, plan) for i, plan in enumerate(plans)]
+    return [DraftPass(positions_tensor[i], slots_tensor[i], rows, start_loc, plan) for i, plan in enumerate(plans)]
+
+
+def build_frontier_pass(
+    block_tables: Sequence[list[int]],
+    root_positions: NDArray[np.int64],
+    nodes: Sequence[NDArray[np.int64]],
+    depth: int,
+    *,
+    block_size: int,
+    windows: Sequence[int | None],
+    device: torch.device,
+) -> DraftPass:
+    """Lay out the pass that feeds the frontier nodes of one depth; their ancestor bits come with their tokens.
+
+    Args:
+        block_tables: one per request, covering the slots of these nodes and of all before them.
+        root_positions: int64 [R].
+        nodes: per request at least one, ascending; a node ``i`` is written to slot ``root position + 1 + i``.
+        depth: of the nodes.
+        block_size: tokens per KV block.
+        windows: the distinct sliding windows of the model's layers.
+        device: where the model runs.
+    """
+    query_start_loc = _prefix_sums(np.array([len(each) for each in nodes]))
+    owners = np.repeat(np.arange(len(nodes)), np.diff(query_start_loc))
+    table = pad_block_tables(block_tables)
+    slots = root_positions[owners] + 1 + np.concatenate(nodes)
+    positions = root_positions[owners] + depth
+    return DraftPass(
+        torch.from_numpy(positions).to(device),
+        torch.from_numpy(table[owners, slots // block_size] * block_size + slots % block_size).to(device),
+        torch.arange(len(owners), device=device),
+        query_start_loc,
+        plan_attention(
+            query_start_loc=query_start_loc,
+            seq_lens=root_positions + 2 + np.array([each[-1] for each in nodes]),
+            block_table=table,
+            rows=QueryRows(positions, root_positions[owners] + 1, np.zeros_like(positions)),
+            tree_starts=root_positions + 1,
+            block_size=block_size,
+            windows=windows,
+            device=device,
+            has_later_ancestors=True,
+        ),
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan.tree import MAX_NODES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DRAFT_TREES = ("chain",)
+DRAFT_TREES = ("auto", "dynamic", "chain")
+DRAFT_SAMPLINGS = ("auto", "greedy", "sampled")
 SCHEDULING_POLICIES = ("fcfs",)
 PREEMPTION_MODES = ("recompute",)
 
@@ -25,7 +27,8 @@ class EngineConfig:
     seed: int = 0
     use_speculative: bool = True
     max_draft_tokens: int = 6
-    draft_tree: str = "chain"
+    draft_tree: str | Sequence[int] = "auto"
+    draft_sampling: str = "auto"
     max_batch_size: int = 32
     max_num_batched_tokens: int = 2048
     prefill_chunk_size: int = 512
@@ -41,7 +44,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("draft_tree", self.draft_tree, DRAFT_TREES)
+        _check_choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS)
         _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         _check_choice("swap_space", self.swap_space, (0,))
@@ -50,6 +53,7 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: it must be True or False")
         _check_range("seed", self.seed, 0, 2**63 - 1)
         _check_range("max_draft_tokens", self.max_draft_tokens, 0, MAX_NODES)
+        self._check_draft_tree()
         for name in ("max_batch_size", "max_num_batched_tokens", "prefill_chunk_size", "max_waiting_requests"):
             _check_range(name, getattr(self, name), 1)
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory"):
@@ -66,6 +70,28 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_batch_size={self.max_batch_size}: "
                 f"every running request needs at least one token per step"
             )
+
+    def _check_draft_tree(self) -> None:
+        parents = self.draft_tree
+        if isinstance(parents, str):
+            _check_choice("draft_tree", parents, DRAFT_TREES)
+            return
+        is_list = isinstance(parents, Sequence) and all(isinstance(each, int) and not isinstance(each, bool) for each in parents)
+        if not is_list or len(parents) == 0:
+            raise ValueError(
+                f"draft_tree={parents!r} is not allowed: it must be {', '.join(map(repr, DRAFT_TREES))} or a list of parents, "
+                f"such as [-1, 0, -1]"
+            )
+        if len(parents) > self.max_draft_tokens:
+            raise ValueError(
+                f"draft_tree={list(parents)} has {len(parents)} nodes: at most max_draft_tokens={self.max_draft_tokens} are allowed"
+            )
+        for node, parent in enumerate(parents):
+            if not -1 <= parent < node:
+                raise ValueError(
+                    f"draft_tree={list(parents)} is not topological: the parent of node {node} is {parent}, allowed are -1 (the "
+                    f"root) to {node - 1}"
+                )
 
 
 def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -15,12 +15,13 @@ from titan.config import EngineConfig
 from titan.detokenizer import IncrementalDetokenizer
 from titan.draft.base import DraftContext, Drafter
 from titan.draft.registry import DraftSpec, create_drafter, draft_model_config
+from titan.draft_history import DraftHistory
 from titan.kv_cache import KVCache, allocate_kv, num_blocks_for
 from titan.metrics import EngineCounters, EngineMetrics, ratio
 from titan.model_runner import ModelRunner
 from titan.models.config import ModelConfig
 from titan.models.loader import load_model, load_tokenizer, resolve_model
-from titan.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from titan.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, merge_metrics
 from titan.request import Request
 from titan.sampling_params import SamplingParams
 from titan.scheduler import Scheduler
@@ -118,7 +119,7 @@ class Engine:
     def make_request(
         self, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, *, needs_text: bool = False
     ) -> Request:
-        """Check a prompt and make a request of it.
+        """Check a prompt and make a request of it; for ``params.n`` completions, the first of as many siblings.
 
         Args:
             prompt: its text, if it has one.
@@ -133,42 +134,75 @@ class Engine:
         number = self._num_requests
         self._num_requests += 1
         is_text_needed = self.tokenizer is not None and (needs_text or params.stop_strings)
-        detokenizer = self._make_detokenizer(prompt_token_ids, params) if is_text_needed else None
         eos_token_ids = () if params.ignore_eos else self.model_config.eos_token_ids
+        stop_token_ids = frozenset((*eos_token_ids, *(params.stop_token_ids or ())))
         seed = params.seed
         if seed is None:
-            seed = int(np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)[0])
-        return Request(
-            request_id=str(number),
-            prompt=prompt,
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            seed=seed,
-            max_tokens=max_tokens,
-            stop_token_ids=frozenset((*eos_token_ids, *(params.stop_token_ids or ()))),
-            metrics=RequestMetrics(arrival_time=time.monotonic()),
-            detokenizer=detokenizer,
+            seed = _draw_seed(np.random.SeedSequence([self.config.seed, number]))
+        family = tuple(
+            Request(
+                request_id=f"{number}-{index}" if index else str(number),
+                prompt=prompt,
+                prompt_token_ids=prompt_token_ids,
+                params=params,
+                seed=_draw_seed(np.random.SeedSequence(seed, spawn_key=(index,))) if index else seed,
+                max_tokens=max_tokens,
+                stop_token_ids=stop_token_ids,
+                metrics=RequestMetrics(arrival_time=time.monotonic()),
+                detokenizer=self._make_detokenizer(prompt_token_ids, params) if is_text_needed else None,
+                index=index,
+            )
+            for index in range(params.n)
         )
+        if len(family) > 1:
+            for request in family:
+                request.siblings = family
+        return family[0]
 
     def output(self, request: Request) -> RequestOutput:
-        """What a user sees of a request, now."""
+        """What a user sees of a request and its siblings, now."""
+        family = request.family
+        return RequestOutput(
+            family[0].request_id,
+            request.prompt,
+            request.prompt_token_ids,
+            [self._completion(each) for each in family],
+            all(each.is_finished for each in family),
+            merge_metrics([each.metrics for each in family]) if request.siblings else request.metrics,
+            next((each.error for each in family if each.error is not None), None),
+        )
+
+    def _completion(self, request: Request) -> CompletionOutput:
         reason = request.finish_reason
         token_ids = request.output_token_ids
         detokenizer = request.detokenizer
         if detokenizer is None and self.tokenizer is not None:
             detokenizer = self._make_detokenizer(request.prompt_token_ids, request.params)
             detokenizer.finish(token_ids)
-        text = "" if detokenizer is None else detokenizer.text
-        completion = CompletionOutput(0, text, token_ids, None if reason is None else reason.value, request.stop_reason)
-        return RequestOutput(
-            request.request_id,
-            request.prompt,
-            request.prompt_token_ids,
-            [completion],
-            request.is_finished,
-            request.metrics,
-            request.error,
+        logprobs, cumulative_logprob = request.logprobs, None
+        if logprobs is not None:
+            self._decode_logprobs(logprobs)
+            logprobs = logprobs.copy()  # the request's own grows
+            cumulative_logprob = sum(entry[token_id].logprob for token_id, entry in zip(token_ids, logprobs, strict=True))
+        return CompletionOutput(
+            request.index,
+            "" if detokenizer is None else detokenizer.text,
+            token_ids,
+            cumulative_logprob,
+            logprobs,
+            None if reason is None else reason.value,
+            request.stop_reason,
         )
+
+    def _decode_logprobs(self, logprobs: list[dict[int, Logprob]]) -> None:
+        """Give the entries that have come since the last time the text of their tokens."""
+        if self.tokenizer is None:
+            return
+        for entry in reversed(logprobs):
+            if next(iter(entry.values())).decoded_token is not None:
+                break
+            for token_id, logprob in entry.items():
+                logprob.decoded_token = self.tokenizer.decode([token_id])
 
     def swap_draft(self, draft: DraftSpec) -> None:
         """Change what drafts, between steps; requests in flight go on, and the new draft catches up with them.
@@ -180,6 +214,8 @@ class Engine:
             raise ValueError("swap_draft() contradicts use_speculative=False: allowed with use_speculative=True only")
         self._use_drafter(create_drafter(draft, self._draft_context()))
         self.kv.new_draft_epoch(self.scheduler.running)
+        for request in (*self.scheduler.running, *self.scheduler.waiting):
+            request.draft_history = DraftHistory()
 
     def metrics(self) -> EngineMetrics:
         """A snapshot of the engine's totals and state."""
@@ -228,6 +264,8 @@ class Engine:
         return DraftContext(
             target_vocab_size=self.model_config.vocab_size,
             max_draft_tokens=self.config.max_draft_tokens,
+            draft_tree=self.config.draft_tree,
+            draft_sampling=self.config.draft_sampling,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             dtype=str(self.dtype).removeprefix("torch."),
             device=self.device,
@@ -277,6 +315,10 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return int(psutil.virtual_memory().available)
+
+
+def _draw_seed(source: np.random.SeedSequence) -> int:
+    return int(source.generate_state(1, np.uint64)[0])
 
 
 def _load_tokenizer(folder: str, tokenizer: str | None) -> Any | None:

@@ -8,7 +8,8 @@ nodes of its tree moves KV.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from itertools import takewhile
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,14 @@ from titan.tree import DraftTree
 Role = Literal["target", "draft"]
 
 HASH_SALT = b"titan"
+
+
+class Prefix(NamedTuple):
+    """Full blocks that hold the beginning of a request's committed tokens, computed by others."""
+
+    block_ids: list[int]
+    block_hashes: list[bytes]  # as many, or none without prefix caching
+    num_drafted_blocks: int  # the leading ones that the present draft covers
 
 
 class KVCache:
@@ -72,28 +81,27 @@ class KVCache:
 
         Cached blocks that nobody references count too, since a match takes them out of the free queue.
         """
-        held = request.block_ids or [block for block in self._find_prefix(request).values() if not self.pool.is_free(block)]
+        held = request.block_ids or [block for block in self._find_prefix(request).block_ids if not self.pool.is_free(block)]
         return max(self._num_blocks_of(num_slots) - len(held), 0)
 
     def match_prefix(self, request: Request) -> None:
-        """Give a request without blocks the longest run of cached full blocks that begins its committed tokens.
+        """Give a request without blocks the longest run of computed full blocks that begins its committed tokens.
 
-        The root is never part of it, so that there is always something to compute. Sets the block table and its hashes,
-        the counters of both caches and ``metrics.num_cached_tokens``.
+        These are cached blocks; without prefix caching, blocks of the prompt that a sibling holds. The root is never part of
+        them, so that there is always something to compute. Sets the block table and its hashes, the counters of both caches
+        and ``metrics.num_cached_tokens``.
         """
         prefix = self._find_prefix(request)
-        block_ids = list(prefix.values())
-        self.pool.acquire(block_ids)
-        request.block_ids, request.block_hashes = block_ids, list(prefix)
-        request.num_computed_tokens = len(block_ids) * self.block_size
-        request.metrics.num_cached_tokens = request.num_computed_tokens
-        num_drafted_blocks = 0
-        for block_id in block_ids:
-            if self.pool.draft_epochs[block_id] != self.draft_epoch:
-                break
-            num_drafted_blocks += 1
-        request.num_draft_marked_blocks = num_drafted_blocks
-        request.num_drafted_context = num_drafted_blocks * self.block_size
+        self.pool.acquire(prefix.block_ids)
+        request.block_ids, request.block_hashes, request.num_draft_marked_blocks = prefix
+        request.num_computed_tokens = len(prefix.block_ids) * self.block_size
+        request.num_drafted_context = prefix.num_drafted_blocks * self.block_size
+        request.metrics.num_cached_tokens = len(prefix.block_hashes) * self.block_size
+
+    def awaits_sibling(self, request: Request) -> bool:
+        """Whether a sibling is computing the prompt's full blocks, which a request without blocks then need not compute."""
+        num_computed = [sibling.num_computed_tokens for sibling in request.siblings if sibling.block_ids]
+        return bool(num_computed) and max(num_computed) // self.block_size < self._num_prompt_blocks(request)
 
     def reserve(self, request: Request, num_slots: int) -> bool:
         """Make the block table cover ``num_slots`` slots, committed tokens and lookahead slots together.
@@ -116,21 +124,28 @@ class KVCache:
     def commit(self, plan: StepPlan, trees: Sequence[DraftTree], acceptance: Acceptance) -> None:
         """Move the accepted paths to the slots right after their roots, in every attached cache.
 
-        Called before the requests' counters advance. Node ``i`` is in slot ``root slot + 1 + i``; node ``k`` of the path
-        goes to ``root slot + 1 + k``. A path of the first nodes, as every path of a chain is, moves nothing.
+        Called before the requests' counters advance. The target's KV of node ``i`` is in slot ``root slot + 1 + i``, the
+        draft's in ``root slot + 1 + draft_slots[i]`` as far as it has it; that of the path's node ``k`` goes to ``root slot + 1
+        + k``. A path of the first slots, as every path of a chain is, moves nothing. The draft's coverage grows by what it has.
         """
-        sources: list[NDArray[np.int64]] = []
-        targets: list[NDArray[np.int64]] = []
+        moves: dict[Role, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {"target": [], "draft": []}
         for request, num_tokens, tree, path in zip(plan.requests, plan.num_tokens, trees, acceptance.paths, strict=True):
-            if tree.is_chain or path == list(range(len(path))):
-                continue
-            first_node_slot = request.num_computed_tokens + num_tokens
-            sources.append(self._physical_slots(request, first_node_slot + np.array(path)))
-            targets.append(self._physical_slots(request, first_node_slot + np.arange(len(path))))
-        if sources:
-            source, target = torch.from_numpy(np.concatenate(sources)), torch.from_numpy(np.concatenate(targets))
-            for tensor in self._tensors.values():
-                move_kv(tensor, source.to(tensor.device), target.to(tensor.device))
+            held: list[tuple[Role, list[int]]] = [("target", path)]
+            if tree.draft_slots is not None:
+                draft_slots = list(takewhile(lambda slot: slot >= 0, tree.draft_slots[path].tolist()))
+                held.append(("draft", draft_slots))
+                request.num_drafted_context += len(draft_slots)
+            first_slot = request.num_computed_tokens + num_tokens  # of the nodes
+            for role, slots in held:
+                places = list(range(len(slots)))
+                if slots != places:
+                    source, target = (self._physical_slots(request, first_slot + np.array(each)) for each in (slots, places))
+                    moves[role].append((source, target))
+        for role, pairs in moves.items():
+            if pairs and role in self._tensors:
+                tensor = self._tensors[role]
+                sources, targets = (torch.from_numpy(np.concatenate(slots)).to(tensor.device) for slots in zip(*pairs, strict=True))
+                move_kv(tensor, sources, targets)
 
     def seal(self, request: Request) -> None:
         """Roll back to the committed tokens, and let others find them.
@@ -173,17 +188,34 @@ class KVCache:
         block_ids = np.array(request.block_ids, np.int64)
         return block_ids[slots // self.block_size] * self.block_size + slots % self.block_size
 
-    def _find_prefix(self, request: Request) -> dict[bytes, int]:
-        """The cached blocks, by hash, that begin the tokens of a request without blocks, its root left out."""
+    def _find_prefix(self, request: Request) -> Prefix:
+        """The computed blocks that begin the tokens of a request without blocks, its root left out."""
+        return self._cached_prefix(request) if self.pool.enable_caching else self._siblings_prefix(request)
+
+    def _cached_prefix(self, request: Request) -> Prefix:
         prefix: dict[bytes, int] = {}
         block_hash = b""
-        for i in range((request.num_tokens - 1) // self.block_size if self.pool.enable_caching else 0):
+        for i in range((request.num_tokens - 1) // self.block_size):
             block_hash = self._hash_block(request, i, block_hash)
             block_id = self.pool.lookup(block_hash)
             if block_id is None:
                 break
             prefix[block_hash] = block_id
-        return prefix
+        num_drafted_blocks = 0
+        for block_id in prefix.values():
+            if self.pool.draft_epochs[block_id] != self.draft_epoch:
+                break
+            num_drafted_blocks += 1
+        return Prefix(list(prefix.values()), list(prefix), num_drafted_blocks)
+
+    def _siblings_prefix(self, request: Request) -> Prefix:
+        sibling = max(request.family, key=lambda each: each.num_computed_tokens)
+        num_shared = min(sibling.num_computed_tokens // self.block_size, self._num_prompt_blocks(request))
+        return Prefix(sibling.block_ids[:num_shared], [], min(sibling.num_drafted_context // self.block_size, num_shared))
+
+    def _num_prompt_blocks(self, request: Request) -> int:
+        """Full blocks of the prompt, the root's left out."""
+        return min(request.num_prompt_tokens, request.num_tokens - 1) // self.block_size
 
     def _hash_block(self, request: Request, i: int, parent: bytes) -> bytes:
         """Hash of the request's logical block ``i``, all of whose tokens are committed."""

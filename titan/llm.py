@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from os import PathLike, fspath
 from typing import Any
 
@@ -34,7 +35,10 @@ class LLM:
         seed: of the requests that have none.
         use_speculative: ``False`` never drafts, whatever ``draft_model`` says.
         max_draft_tokens: most draft tokens per request and step, 0 to 63.
-        draft_tree: "chain".
+        draft_tree: shape of the draft tree: "chain"; "dynamic", grown by the draft's cumulative probability; a list of parents
+            (-1 = the root); or "auto", chosen per request and step.
+        draft_sampling: "greedy" proposes the draft's most likely tokens, "sampled" draws them at the request's temperature, "auto"
+            takes what the target has matched better at the request's roots so far. At temperature 0 all three are greedy.
         max_batch_size: most requests that run at once.
         max_num_batched_tokens: most tokens of the target in one step, draft tokens included.
         prefill_chunk_size: most prompt tokens of one request in one step.
@@ -65,7 +69,8 @@ class LLM:
         seed: int = 0,
         use_speculative: bool = True,
         max_draft_tokens: int = 6,
-        draft_tree: str = "chain",
+        draft_tree: str | Sequence[int] = "auto",
+        draft_sampling: str = "auto",
         max_batch_size: int = 32,
         max_num_batched_tokens: int = 2048,
         prefill_chunk_size: int = 512,
@@ -86,6 +91,7 @@ class LLM:
             use_speculative=use_speculative,
             max_draft_tokens=max_draft_tokens,
             draft_tree=draft_tree,
+            draft_sampling=draft_sampling,
             max_batch_size=max_batch_size,
             max_num_batched_tokens=max_num_batched_tokens,
             prefill_chunk_size=prefill_chunk_size,
@@ -112,8 +118,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; outputs come in the order of the prompts.
 
-        A prompt is text or a list of token ids. If some prompts of a call are not allowed, the others run, and the bad ones
-        come back with finish_reason "abort" and ``error`` set, with a warning each; if none is allowed, the error is raised.
+        A prompt is text or a list of token ids; its output has ``SamplingParams.n`` completions. If some prompts of a call are
+        not allowed, the others run, and the bad ones come back with finish_reason "abort" and ``error`` set, with a warning
+        each; if none is allowed, the error is raised.
 
         Args:
             prompts: one prompt or a sequence of them.
@@ -132,9 +139,11 @@ class LLM:
                 if not requests:
                     raise refusal
                 warnings.warn(f"prompt {i} was not run: {refusal}", stacklevel=2)
-        self._run(requests, use_tqdm)
+        self._run([each for request in requests for each in request.family], use_tqdm)
         return [
-            self.engine.output(request) if isinstance(request, Request) else _refused_output(i, prompt_list[i], request)
+            self.engine.output(request)
+            if isinstance(request, Request)
+            else _refused_output(i, prompt_list[i], params_list[i], request)
             for i, request in enumerate(made)
         ]
 
@@ -169,7 +178,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Generate for one prompt and yield its output as it grows: whole text and tokens so far, complete characters only.
+        """Generate for one prompt and yield its output as any completion grows: text and tokens so far, complete characters only.
 
         Other requests in flight go on beside it. It starts when the first output is asked for; leaving the loop early ends it.
 
@@ -270,18 +279,24 @@ class LLM:
         # what could be the beginning of a stop string is held back until it is decided
         num_held = max((len(stop) for stop in request.params.stop_strings), default=1) - 1
         num_shown, is_last = 0, False
-        self.engine.scheduler.add(request)
+        queued: list[Request] = []
         try:
+            for each in request.family:
+                self.engine.scheduler.add(each)
+                queued.append(each)
             while not is_last:
                 # steps that others have made in the meantime count
-                while not request.is_finished and request.num_output_tokens == num_shown:
+                while (num_tokens := sum(each.num_output_tokens for each in queued)) == num_shown:
+                    if all(each.is_finished for each in queued):
+                        break
                     self.engine.step()
-                num_shown, is_last = request.num_output_tokens, request.is_finished
                 output = self.engine.output(request)
-                yield _hold_back(output, num_held) if num_held and not is_last else output
+                num_shown, is_last = num_tokens, output.finished
+                yield _hold_back(output, num_held) if num_held else output
         finally:
-            if not request.is_finished:
-                self.engine.scheduler.abort(request)
+            for each in queued:
+                if not each.is_finished:
+                    self.engine.scheduler.abort(each)
 
 
 def _as_prompt_list(prompts: Prompts) -> list[str | Sequence[int]]:
@@ -320,17 +335,20 @@ def _check_conversation(conversation: object) -> None:
         )
 
 
-def _refused_output(index: int, prompt: str | Sequence[int], error: ValueError) -> RequestOutput:
+def _refused_output(index: int, prompt: str | Sequence[int], params: SamplingParams, error: ValueError) -> RequestOutput:
     """The output of a prompt that was not run."""
     now = time.monotonic()
     text = prompt if isinstance(prompt, str) else None
     token_ids = [] if isinstance(prompt, str) else list(prompt)
-    completion = CompletionOutput(0, "", [], FinishReason.ABORT.value)
+    completions = [CompletionOutput(i, "", [], finish_reason=FinishReason.ABORT.value) for i in range(params.n)]
     metrics = RequestMetrics(arrival_time=now, finished_time=now)
-    return RequestOutput(f"refused-{index}", text, token_ids, [completion], True, metrics, str(error))
+    return RequestOutput(f"refused-{index}", text, token_ids, completions, True, metrics, str(error))
 
 
 def _hold_back(output: RequestOutput, num_characters: int) -> RequestOutput:
-    completion = output.outputs[0]
-    shorter = CompletionOutput(0, completion.text[:-num_characters], completion.token_ids)
-    return RequestOutput(output.request_id, output.prompt, output.prompt_token_ids, [shorter], False, output.metrics, output.error)
+    """The output with less text where more is to come."""
+    completions = [
+        replace(completion, text=completion.text[:-num_characters]) if completion.finish_reason is None else completion
+        for completion in output.outputs
+    ]
+    return replace(output, outputs=completions)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times (seconds, monotonic clock) and counts of one request."""
+    """Times (seconds, monotonic clock) and counts of one request, all its completions together."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -36,10 +38,48 @@ class RequestMetrics:
         return self.num_emitted_tokens / self.num_sequence_steps if self.num_sequence_steps else 0.0
 
 
+def merge_metrics(parts: Sequence[RequestMetrics]) -> RequestMetrics:
+    """Metrics of one request from those of its completions, at least one: counts are summed, times span them all."""
+
+    def first(times: Iterable[float | None]) -> float | None:
+        return min((time for time in times if time is not None), default=None)
+
+    def total(counts: Iterable[list[int]]) -> list[int]:
+        return [sum(depth) for depth in zip_longest(*counts, fillvalue=0)]
+
+    finished_times = [part.finished_time for part in parts if part.finished_time is not None]
+    return RequestMetrics(
+        arrival_time=min(part.arrival_time for part in parts),
+        first_scheduled_time=first(part.first_scheduled_time for part in parts),
+        first_token_time=first(part.first_token_time for part in parts),
+        finished_time=max(finished_times) if len(finished_times) == len(parts) else None,
+        num_cached_tokens=sum(part.num_cached_tokens for part in parts),
+        num_preemptions=sum(part.num_preemptions for part in parts),
+        num_sequence_steps=sum(part.num_sequence_steps for part in parts),
+        proposed_per_depth=total(part.proposed_per_depth for part in parts),
+        accepted_per_depth=total(part.accepted_per_depth for part in parts),
+        num_emitted_tokens=sum(part.num_emitted_tokens for part in parts),
+    )
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Log-probability of one token under the model itself, before any sampling option.
+
+    ``rank`` 1 is the most likely token; ``decoded_token`` is the token's text, ``None`` without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One generated sequence.
+    """One generated sequence, the ``index``-th of its request.
 
+    ``logprobs`` has, if asked for, an entry per token: by token id, first the token, then the most likely ones.
+    ``cumulative_logprob`` is the sum over the tokens themselves.
     ``finish_reason`` is "stop", "length" or "abort" once finished; ``stop_reason`` is the stop token id or stop
     string that ended it, ``None`` for end of sequence.
     """
@@ -47,13 +87,15 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The output of one request; ``error`` says why it was aborted, when it was."""
+    """The output of one request, ``n`` completions of one prompt; ``error`` says why one of them was aborted, when it was."""
 
     request_id: str
     prompt: str | None

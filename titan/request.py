@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from titan.detokenizer import IncrementalDetokenizer
-from titan.outputs import RequestMetrics
+from titan.draft_history import DraftHistory
+from titan.outputs import Logprob, RequestMetrics
 from titan.sampling_params import SamplingParams
 
 
@@ -20,7 +21,7 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request inside the engine.
+    """A request inside the engine: one completion of one prompt. Where a user asks for several, they are **siblings**.
 
     There are no phases: ``num_computed_tokens`` chases ``num_tokens``. A prefill chunk is many tokens, a decode is
     one (the root), a verification is the root and the draft tree behind it.
@@ -35,19 +36,32 @@ class Request:
     stop_token_ids: frozenset[int]  # the params' and, unless ignored, the model's end-of-sequence tokens
     metrics: RequestMetrics
     detokenizer: IncrementalDetokenizer | None  # where text is needed while the request runs
+    index: int = 0  # among its siblings
+    siblings: tuple[Request, ...] = ()  # all completions of the prompt, itself included; none if it is the only one
 
+    takes_argmax: bool = field(init=False)  # whether its tokens are the most likely ones of the logits as they are
     token_ids: list[int] = field(init=False)  # prompt and output
     block_ids: list[int] = field(default_factory=list)  # block table, for the target's and the draft's cache
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of committed tokens, chained
     num_computed_tokens: int = 0  # tokens whose committed KV is valid in the target's cache
     num_drafted_context: int = 0  # the same for the draft's cache
     num_draft_marked_blocks: int = 0  # leading blocks known to the prefix cache as covered by the present draft
+    draft_history: DraftHistory = field(default_factory=DraftHistory)  # with the present draft
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended the request
     error: str | None = None  # why the request was aborted
+    logprobs: list[dict[int, Logprob]] | None = field(init=False)  # of each output token, if asked for
 
     def __post_init__(self) -> None:
+        params = self.params
+        self.takes_argmax = params.is_greedy and params.min_tokens == 0 and not params.has_transforms
         self.token_ids = list(self.prompt_token_ids)
+        self.logprobs = None if params.logprobs is None else []
+
+    @property
+    def family(self) -> tuple[Request, ...]:
+        """The completions of the prompt, in order."""
+        return self.siblings or (self,)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -7,13 +7,15 @@ results do not depend on batch neighbours, batch order, preemption or speculatio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from titan.logits import TransformedRows, transform_logits
 
 WORD = np.uint64(0xFFFFFFFF)
 WORD_BITS = np.uint64(32)
@@ -27,6 +29,9 @@ class Purpose(IntEnum):
 
     SAMPLE = 0
     CORRUPT = 1
+    DRAFT = 2
+    ACCEPT = 3
+    RESIDUAL = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,22 +45,28 @@ class SamplingRows:
     seeds: NDArray[np.uint64]
     positions: NDArray[np.int64]  # absolute position of the token to be sampled
     forbidden: Sequence[tuple[int, list[int]]]  # (row, token ids) that must not come out
+    transforms: Sequence[TransformedRows] = ()  # of the requests whose options change their logits
+    errors: dict[int, str] = field(default_factory=dict)  # why a row cannot be sampled from; noted when its transforms run
 
 
-def philox_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64], purpose: Purpose) -> NDArray[np.float64]:
+def philox_uniform(
+    seeds: NDArray[np.uint64], positions: NDArray[np.int64], purpose: Purpose, *, sibling: int = 0
+) -> NDArray[np.float64]:
     """Uniform numbers in (0, 1), one per (seed, position), by Philox 4x32-10.
 
-    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Key = seed, counter = (position, purpose, 0, 0).
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Key = seed, counter = (position, purpose and sibling,
+    0, 0).
 
     Args:
         seeds: [n].
         positions: [n], below 2**32.
         purpose: the stream.
+        sibling: which of the children of one node the number is for.
     """
     seeds = seeds.astype(np.uint64)
     counters = np.zeros((4, len(seeds)), np.uint64)
     counters[0] = positions.astype(np.uint64) & WORD
-    counters[1] = int(purpose)
+    counters[1] = int(purpose) | sibling << 8
     words = philox(counters, np.stack((seeds & WORD, seeds >> WORD_BITS)))
     # 52 bits and a half step: never 0 or 1
     bits = (words[0] << np.uint64(20)) | (words[1] >> np.uint64(12))
@@ -89,35 +100,51 @@ def sample_rows(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Draw one token per row.
 
     Args:
-        logits: [L, vocab], any float dtype; rows with ``forbidden`` tokens are changed in place.
+        logits: [L, vocab], any float dtype.
         rows: options of each row.
 
     Returns:
         int64 [L]; -1 where the row's largest logit is not finite, so that no token can be drawn.
     """
-    for row, token_ids in rows.forbidden:
-        logits[row, token_ids] = float("-inf")
+    logits = _transformed(logits, rows, np.arange(len(logits)))
     best, tokens = logits.max(-1)
     sampled = np.flatnonzero(rows.temperature > 0)
     if len(sampled):
         index = torch.from_numpy(sampled).to(logits.device)
-        probs = target_probs(logits.index_select(0, index), rows, sampled)
+        probs = _filtered_probs(logits.index_select(0, index), rows, sampled)
         uniform = philox_uniform(rows.seeds[sampled], rows.positions[sampled], Purpose.SAMPLE)
         tokens[index] = draw(probs, torch.from_numpy(uniform).to(logits.device))
     return tokens.masked_fill(~torch.isfinite(best), -1)
 
 
 def target_probs(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -> Tensor:
-    """The distribution that is sampled from: temperature, then top-k, top-p, min-p.
+    """The distribution that is sampled from: the logits' transforms, temperature, then top-k, top-p, min-p.
 
     Args:
-        logits: [n, vocab] of the rows ``index``, all with temperature > 0.
+        logits: [n, vocab] of the rows ``index``, all with temperature > 0, as the model made them; not changed.
         rows: options, of which those of ``index`` are used.
         index: [n].
 
     Returns:
-        float32 [n, vocab], not normalised: what is cut is 0.
+        float32 [n, vocab], not normalised: what is cut is 0. NaN in a row whose largest logit is not finite.
     """
+    return _filtered_probs(_transformed(logits, rows, index), rows, index)
+
+
+def _transformed(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -> Tensor:
+    """The logits of the rows ``index`` after their transforms; where there are none, the logits themselves."""
+    if not rows.transforms and not rows.forbidden:
+        return logits
+    places = {row: place for place, row in enumerate(index.tolist())}
+    requests = [moved for each in rows.transforms if (moved := each.moved(places)).paths]
+    forbidden = [(places[row], token_ids) for row, token_ids in rows.forbidden if row in places]
+    result = transform_logits(logits, requests, forbidden)
+    rows.errors.update({int(index[place]): error for place, error in result.errors.items()})
+    return result.logits
+
+
+def _filtered_probs(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -> Tensor:
+    """Temperature, top-k, top-p and min-p, as `target_probs`."""
 
     def column(values: NDArray[np.float32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values[index]).to(logits.device)[:, None]

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import isfinite
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]
+"""A user's own change of logits: (token ids so far, logits float32 [vocab]) -> logits [vocab]."""
+
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling and speculation options of one request; names and meanings follow vLLM where it has the option.
 
-    Logits are divided by ``temperature`` (0 = greedy), then restricted by ``top_k``, then ``top_p`` (on the
-    renormalised distribution, the token that crosses the threshold is kept), then ``min_p`` (relative to the
-    largest remaining probability).
+    Logits get ``logit_bias``, then go through ``logits_processors``, then stop tokens are taken out for ``min_tokens``, then
+    the penalties apply. They are divided by ``temperature`` (0 = greedy), then restricted by ``top_k``, then ``top_p`` (on
+    the renormalised distribution, the token that crosses the threshold is kept), then ``min_p`` (relative to the largest
+    remaining probability). What looks back at tokens sees drafted ones as if they had been generated.
 
     Args:
+        n: completions of the prompt; the prompt is computed once. With a seed they are drawn from seeds derived from it.
         temperature: 0 is greedy; otherwise > 0.
         top_p: in (0, 1].
         top_k: 0 or -1 keeps every token.
         min_p: in [0, 1].
+        repetition_penalty: > 0; logits of tokens in the prompt or the output are divided by it if positive, else multiplied.
+        presence_penalty: in [-2, 2]; subtracted from logits of tokens in the output.
+        frequency_penalty: in [-2, 2]; the same, times how often they are in it.
+        logit_bias: token id -> what is added to its logit, in [-100, 100].
+        logits_processors: functions of (prompt and output token ids, logits float32 [vocab]) that return logits [vocab]; called
+            in turn, once per token that is drawn and per draft token that is verified. They must depend on their arguments
+            alone. One that raises, or returns another shape, aborts its request.
+        logprobs: how many of the most likely tokens are reported beside each output token, 0 to 20; ``None`` = no logprobs at
+            all. They are the model's own: of the logits before any of these options.
         seed: random streams are keyed by (seed, position), so a seed fixes the output whatever the batch; ``None``
             takes one derived from the engine's seed and the request's number.
         stop: string(s) that end the text; not part of the output unless ``include_stop_str_in_output``.
@@ -43,6 +64,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
     logprobs: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -56,10 +78,20 @@ class SamplingParams:
     max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        _check_integer("n", self.n, low=1)
         _check_number("temperature", self.temperature, low=0.0)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
         _check_integer("top_k", self.top_k, low=-1)
+        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
+        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        self._check_logit_bias()
+        processors = self.logits_processors
+        if processors is not None and not (isinstance(processors, Sequence) and all(map(callable, processors))):
+            raise ValueError(f"logits_processors={processors!r} is not allowed: it must be a sequence of callables, or None")
+        if self.logprobs is not None:
+            _check_integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
         _check_integer("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None:
             _check_integer("max_tokens", self.max_tokens, low=1)
@@ -84,19 +116,28 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "use_speculative"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: it must be True or False")
-        self._refuse_unsupported()
 
-    def _refuse_unsupported(self) -> None:
-        defaults = {field.name: field.default for field in fields(self)}
-        for name in ("n", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs"):
-            value = getattr(self, name)
-            if value != defaults[name]:
-                raise ValueError(f"{name}={value!r} is not supported by this version; allowed: {defaults[name]!r}")
+    def _check_logit_bias(self) -> None:
+        if not isinstance(self.logit_bias, dict | None):
+            raise ValueError(f"logit_bias={self.logit_bias!r} is not allowed: it must be a dict of token ids to numbers, or None")
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_integer("logit_bias", token_id, low=0)
+            _check_number(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken at every position."""
         return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that occurred before have other logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def has_transforms(self) -> bool:
+        """Whether logits are changed beyond holding back stop tokens."""
+        return bool(self.logit_bias or self.logits_processors) or self.has_penalties
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ class Scheduler:
             return plan  # no room for those that run: none joins
         while budget > 0 and self.waiting and len(self.running) < self.config.max_batch_size:
             request = self.waiting[0]
-            if self.running and not self._has_room(request, max_draft_tokens):
+            if self.kv.awaits_sibling(request) or (self.running and not self._has_room(request, max_draft_tokens)):
                 break
             self._start(self.waiting.popleft())
             num_tokens, num_drafts = self._row(request, budget, max_draft_tokens)
@@ -98,15 +98,17 @@ class Scheduler:
         changed = []
         now = time.monotonic()
         for i, request in enumerate(plan.requests):
-            if acceptance.errors[i] is not None:
-                self.abort(request, acceptance.errors[i])
+            if acceptance.token_ids[i] or acceptance.errors[i] is not None:
                 changed.append(request)
-                continue
             num_computed = request.num_computed_tokens + plan.num_tokens[i] + len(acceptance.paths[i])
             if acceptance.token_ids[i]:
                 num_emitted = append_tokens(request, acceptance.token_ids[i])
+                if request.logprobs is not None:
+                    request.logprobs += acceptance.logprobs[i][:num_emitted]
                 self._count(request, trees[i], acceptance.paths[i], num_emitted, now)
-                changed.append(request)
+            if acceptance.errors[i] is not None and not request.is_finished:  # behind a stop it is nobody's
+                self.abort(request, acceptance.errors[i])
+                continue
             request.num_computed_tokens = min(num_computed, request.num_tokens - 1 if acceptance.token_ids[i] else num_computed)
             request.num_drafted_context = min(request.num_drafted_context, request.num_computed_tokens)
             self.kv.seal(request)
@@ -156,7 +158,7 @@ class Scheduler:
         self.counters.num_preemptions += 1
 
     def _start(self, request: Request) -> None:
-        """Let a waiting request run, from the end of its cached prefix."""
+        """Let a waiting request run, from the end of the prefix that is computed already."""
         self.kv.match_prefix(request)
         self.running.append(request)
         metrics = request.metrics

@@ -14,6 +14,9 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
+
+Parents = NDArray[np.int32]
 
 MAX_NODES = 63
 """Most nodes in a tree: the ancestors of a node are the bits of one int64."""
@@ -26,6 +29,10 @@ class DraftTree:
     Args:
         token_ids: int64 [num_nodes].
         parents: int32 [num_nodes], topological: ``-1 <= parents[i] < i``.
+        draft_probs: float32 [num_inner, vocab], the distributions q that the children of the `inner` nodes were drawn from, one
+            after the other without replacement; ``None``: the proposal is deterministic, q is a point mass.
+        draft_slots: int32 [num_nodes], where the drafter's own KV of a node is, counted from the slot behind the root; -1 where
+            it has none; ``None``: it has none at all.
 
     Raises:
         ValueError: lengths differ, too many nodes, or parents that are not topological.
@@ -33,20 +40,26 @@ class DraftTree:
 
     token_ids: NDArray[np.int64]
     parents: NDArray[np.int32]
+    draft_probs: Tensor | None = None
+    draft_slots: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
         num_nodes = len(self.token_ids)
         if num_nodes != len(self.parents):
             raise ValueError(f"token_ids has {num_nodes} nodes but parents has {len(self.parents)}: they must be equal")
-        if num_nodes > MAX_NODES:
-            raise ValueError(f"a draft tree of {num_nodes} nodes is too large: at most {MAX_NODES} are allowed")
-        if num_nodes and not ((self.parents >= -1) & (self.parents < np.arange(num_nodes))).all():
-            raise ValueError(f"parents={self.parents.tolist()} is not topological: -1 <= parents[i] < i must hold")
+        check_parents(self.parents)
+        if self.draft_probs is not None and len(self.draft_probs) != len(self.inner):
+            raise ValueError(f"draft_probs has {len(self.draft_probs)} rows: the tree has {len(self.inner)} nodes with children")
 
     @classmethod
-    def chain(cls, token_ids: Sequence[int] | NDArray[np.int64]) -> DraftTree:
+    def chain(
+        cls,
+        token_ids: Sequence[int] | NDArray[np.int64],
+        draft_probs: Tensor | None = None,
+        draft_slots: NDArray[np.int32] | None = None,
+    ) -> DraftTree:
         """The tree in which each token follows the one before it."""
-        return cls(np.asarray(token_ids, np.int64), chain_parents(len(token_ids)))
+        return cls(np.asarray(token_ids, np.int64), chain_parents(len(token_ids)), draft_probs, draft_slots)
 
     @property
     def num_nodes(self) -> int:
@@ -62,19 +75,29 @@ class DraftTree:
         return path[::-1]
 
     @property
+    def topology(self) -> Topology:
+        """What follows from the parents alone."""
+        return topology(self.parents.tobytes())
+
+    @property
     def depths(self) -> NDArray[np.int32]:
         """Depth of each node, int32 [num_nodes]; children of the root have depth 1."""
-        return topology(self.parents.tobytes()).depths
+        return self.topology.depths
 
     @property
     def ancestor_bits(self) -> NDArray[np.int64]:
         """Bit ``j`` of entry ``i`` says that node ``j`` is ``i`` or one of its ancestors: int64 [num_nodes]."""
-        return topology(self.parents.tobytes()).ancestor_bits
+        return self.topology.ancestor_bits
+
+    @property
+    def inner(self) -> NDArray[np.int32]:
+        """The nodes that have children, ascending, the root (-1) first: int32 [num_inner]."""
+        return self.topology.inner
 
     @property
     def is_chain(self) -> bool:
         """Whether every node has the node before it as its parent."""
-        return topology(self.parents.tobytes()).is_chain
+        return self.topology.is_chain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,20 +106,39 @@ class Topology:
 
     depths: NDArray[np.int32]  # [num_nodes]
     ancestor_bits: NDArray[np.int64]  # [num_nodes]
+    child_ranks: NDArray[np.int32]  # [num_nodes], how many earlier children the node's parent has
+    inner: NDArray[np.int32]  # [num_inner], the distinct parents, ascending
     is_chain: bool
 
 
 @lru_cache(maxsize=4096)
 def topology(parents: bytes) -> Topology:
-    """Derive depths and ancestor bits from int32 parents (given as bytes, so that shapes are computed once)."""
+    """Derive a tree's topology from its int32 parents (given as bytes, so that each shape is looked at once)."""
     parent_of = np.frombuffer(parents, np.int32)
     depths = np.zeros(len(parent_of), np.int32)
     bits = np.zeros(len(parent_of), np.uint64)
+    ranks = np.zeros(len(parent_of), np.int32)
+    num_children: dict[int, int] = {}
     for node, parent in enumerate(parent_of.tolist()):
         depths[node] = 1 if parent < 0 else depths[parent] + 1
         bits[node] = np.uint64(1 << node) | (np.uint64(0) if parent < 0 else bits[parent])
+        ranks[node] = num_children.get(parent, 0)
+        num_children[parent] = int(ranks[node]) + 1
     is_chain = bool((parent_of == np.arange(len(parent_of)) - 1).all())
-    return Topology(depths, bits.view(np.int64), is_chain)
+    return Topology(depths, bits.view(np.int64), ranks, np.unique(parent_of), is_chain)
+
+
+def check_parents(parents: NDArray[np.int32]) -> None:
+    """Refuse what is not the shape of a draft tree.
+
+    Raises:
+        ValueError: too many nodes, or parents that are not topological.
+    """
+    num_nodes = len(parents)
+    if num_nodes > MAX_NODES:
+        raise ValueError(f"a draft tree of {num_nodes} nodes is too large: at most {MAX_NODES} are allowed")
+    if num_nodes and not ((parents >= -1) & (parents < np.arange(num_nodes))).all():
+        raise ValueError(f"parents={parents.tolist()} is not topological: -1 <= parents[i] < i must hold")
 
 
 @lru_cache(maxsize=MAX_NODES + 1)

@@ -1,22 +1,27 @@
 """Verification: which draft tokens are kept, and which token follows them.
 
-Sample-and-match, for deterministic proposals: the target draws its own token at the root and at every node, as it would
-without speculation; the walk starts at the root and descends to the child that carries the drawn token. Where no child
+Deterministic proposals are verified by sample-and-match: the target draws its own token at the root and at every node, as it
+would without speculation; the walk starts at the root and descends to the child that carries the drawn token. Where no child
 does, the drawn token is emitted as the **recovered** token; past a leaf it is the **bonus** token. The output is thus
 distributed exactly as the target's own, and with randomness keyed by position it is the same sequence.
 At temperature 0 the draw is the argmax and the rule is greedy acceptance.
+
+Sampled proposals, trees with ``draft_probs``, are verified by `titan.verify.rejection`.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.batch import RaggedBatch
-from titan.sampling import sample_rows
+from titan.sampling import SamplingRows, sample_rows, target_probs
 from titan.step import Acceptance, StepPlan
-from titan.tree import DraftTree
+from titan.tree import EMPTY_TREE, DraftTree
+from titan.verify.logprobs import emitted_logprobs
+from titan.verify.rejection import reject
 from titan.verify.rows import sampling_rows
 
 
@@ -31,22 +36,31 @@ def accept(plan: StepPlan, trees: list[DraftTree], batch: RaggedBatch, logits: T
     """
     start_loc = batch.logits_start_loc
     rows = sampling_rows(plan.requests, trees, start_loc)
-    tokens: NDArray[np.int64] = sample_rows(logits, rows).cpu().numpy()
-    paths, last_rows = walk(trees, start_loc, tokens)
+    drawn = sample_rows(logits, rows)
+    sampled = [i for i, tree in enumerate(trees) if tree.draft_probs is not None]
+    matches: dict[int, tuple[float, float]] = {}
+    if sampled:
+        tokens, sampled_rows, sampled_matches = _reject(sampled, trees, start_loc, logits, rows, drawn)
+        last_rows = walk([EMPTY_TREE if tree.draft_probs is not None else tree for tree in trees], start_loc, tokens)
+        last_rows[sampled] = sampled_rows
+        matches = {i: (greedy, drawn) for i, (greedy, drawn) in zip(sampled, sampled_matches.tolist(), strict=True)}
+    else:
+        tokens = drawn.cpu().numpy()
+        last_rows = walk(trees, start_loc, tokens)
+    paths = [tree.path_to(int(row - first) - 1) for tree, row, first in zip(trees, last_rows, start_loc[:-1], strict=True)]
     token_ids: list[list[int]] = []
     errors: list[str | None] = []
     for i, (tree, path) in enumerate(zip(trees, paths, strict=True)):
         has_rows = start_loc[i + 1] > start_loc[i]
         final_token = int(tokens[last_rows[i]]) if has_rows else -1
         is_broken = has_rows and final_token < 0
-        errors.append("the target's logits are not finite" if is_broken else None)
-        token_ids.append([*tree.token_ids[path].tolist(), final_token] if has_rows and not is_broken else [])
-    return Acceptance(paths, token_ids, errors)
+        errors.append(rows.errors.get(int(last_rows[i]), "the target's logits are not finite") if is_broken else None)
+        token_ids.append([*tree.token_ids[path].tolist(), *([final_token] if has_rows and not is_broken else [])])
+    logprobs = emitted_logprobs(plan.requests, start_loc, paths, token_ids, logits)
+    return Acceptance(paths, token_ids, errors, logprobs, matches)
 
 
-def walk(
-    trees: list[DraftTree], start_loc: NDArray[np.int64], tokens: NDArray[np.int64]
-) -> tuple[list[list[int]], NDArray[np.int64]]:
+def walk(trees: list[DraftTree], start_loc: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
     """Follow the drawn tokens down all trees at once, one depth at a time.
 
     Args:
@@ -55,12 +69,12 @@ def walk(
         tokens: [L] drawn at the root and the nodes.
 
     Returns:
-        The accepted nodes of each request, root downwards, and the row of the last node reached, int64 [R].
+        The row of the last node reached by each request, or of its root: int64 [R].
     """
     last_rows = start_loc[:-1].copy()
     num_nodes = np.array([tree.num_nodes for tree in trees])
     if not num_nodes.any():
-        return [[] for _ in trees], last_rows
+        return last_rows
     owners = np.repeat(np.arange(len(trees)), num_nodes)
     first_rows = start_loc[owners] + 1  # of the owners' nodes
     node_rows = first_rows + np.concatenate([np.arange(count) for count in num_nodes])
@@ -69,5 +83,25 @@ def walk(
     while len(hits := np.flatnonzero(is_match & (parent_rows == last_rows[owners]))):
         # reversed, so that the first of two equal siblings is the one that stays
         last_rows[owners[hits[::-1]]] = node_rows[hits[::-1]]
-    last_nodes = (last_rows - start_loc[:-1] - 1).tolist()
-    return [tree.path_to(node) for tree, node in zip(trees, last_nodes, strict=True)], last_rows
+    return last_rows
+
+
+def _reject(
+    sampled: list[int], trees: list[DraftTree], start_loc: NDArray[np.int64], logits: Tensor, rows: SamplingRows, drawn: Tensor
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """Verify the sampled trees.
+
+    Returns:
+        ``drawn`` with their final tokens put in, the rows these belong to, int64 [sampled], and the trees' `matches`, float64
+        [sampled, 2]; all in one copy from the device.
+    """
+    index = np.concatenate([np.arange(start_loc[i], start_loc[i + 1]) for i in sampled])
+    logits_rows = torch.from_numpy(index).to(logits.device)
+    probs = target_probs(logits.index_select(0, logits_rows), rows, index)
+    probs /= probs.sum(-1, keepdim=True)
+    result = reject([trees[i] for i in sampled], probs, rows.seeds[index], rows.positions[index])
+    ends = logits_rows[result.last_rows]
+    tokens = drawn.index_copy(0, ends, torch.where(drawn[ends] >= 0, result.final_tokens, -1))
+    host = torch.cat((tokens, ends, result.matches.double().view(torch.int64).flatten())).cpu().numpy()
+    tokens_end, ends_end = len(drawn), len(drawn) + len(sampled)
+    return host[:tokens_end], host[tokens_end:ends_end], host[ends_end:].view(np.float64).reshape(-1, 2)

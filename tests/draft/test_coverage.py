@@ -9,55 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import AMPLE, SCARCE, greedy, kv_of, make_engine, reference_kv, submit
+from auditor import Auditor
+from stepping import AMPLE, SCARCE, greedy, make_engine, submit
 from zoo import VOCAB_SIZE, Zoo, random_prompts
 
 from titan.draft.registry import DraftSpec
 from titan.draft.replay import ReplayDrafter
-from titan.engine import Engine
-from titan.kv_cache import Role
-from titan.request import Request
 from titan.sampling_params import SamplingParams
 
 PROMPTS = random_prompts(14, seed=1, max_len=45)
-
-
-class Auditor:
-    """Holds the KV of an engine's running requests against transformers' after every step."""
-
-    def __init__(self, zoo: Zoo, engine: Engine, target: str) -> None:
-        self.zoo = zoo
-        self.engine = engine
-        self.target = target
-        self.num_checked = {"target": 0, "draft": 0}
-        self._references: dict[tuple[str, str], tuple[list[int], torch.Tensor]] = {}
-
-    def check(self, draft: str | None, *, has_failed: bool = False) -> None:
-        for request in self.engine.scheduler.running:
-            assert request.num_computed_tokens < request.num_tokens
-            # a step that failed behind its draft has drafted for nothing
-            assert request.num_drafted_context <= (request.num_tokens if has_failed else request.num_computed_tokens)
-            self._check(request, "target", self.target, request.num_computed_tokens)
-            if draft is None:
-                assert "draft" not in self.engine.kv.tensors and request.num_drafted_context == 0
-            else:
-                self._check(request, "draft", draft, request.num_drafted_context)
-
-    def _check(self, request: Request, role: Role, model: str, length: int) -> None:
-        if length == 0:
-            return
-        expected = self._reference(request, model)[:, :, :, :length]
-        error = (kv_of(self.engine, role, request, length) - expected).abs().amax((0, 1, 2, 4))
-        wrong = (error > 2e-3).nonzero()[:, 0].tolist()
-        assert not wrong, f"{role}'s KV of request {request.request_id} is wrong at {wrong} of {length} tokens"
-        self.num_checked[role] += length
-
-    def _reference(self, request: Request, model: str) -> torch.Tensor:
-        token_ids, kv = self._references.get((request.request_id, model), ([], torch.empty(0)))
-        if token_ids != request.token_ids:
-            token_ids, kv = list(request.token_ids), reference_kv(self.zoo.model(model), request.token_ids)
-            self._references[request.request_id, model] = token_ids, kv
-        return kv
 
 
 def mixed_params(i: int) -> SamplingParams:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from titan.batch import Segment, build_batch, build_chain_batches
+from titan.batch import Segment, build_batch, build_chain_passes
 from titan.kernels.reference import reference_tree_attention
 from titan.kernels.torch_attention import tree_attention
 from titan.tree import DraftTree
@@ -195,14 +195,14 @@ def shifted(segment: Segment, offset: int) -> Segment:
 def test_passes_of_a_chain_see_what_was_written_before_and_nothing_later(
     seed: int, num_requests: int, depths: tuple[int, int], heads: tuple[int, int], window: int | None, block_size: int
 ) -> None:
-    """`build_chain_batches`, which plans several passes at once: every pass is a decode at its own position."""
+    """`build_chain_passes`, which plans several passes at once: every pass is a decode at its own position."""
     rng = np.random.default_rng(seed)
     roots = rng.integers(0, 70, num_requests)
     sizes = (roots + depths[1]) // block_size + 1
     order = rng.permutation(int(sizes.sum()) + 3)
     tables = [table.tolist() for table in np.split(order[: sizes.sum()], np.cumsum(sizes)[:-1])]
     windows = (None,) if window is None else (window, None)
-    batches = build_chain_batches(
+    batches = build_chain_passes(
         tables, roots, first_depth=depths[0], last_depth=depths[1], block_size=block_size, windows=windows, device=CPU
     )
     assert len(batches) == depths[1] - depths[0] + 1

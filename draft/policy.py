@@ -1,0 +1,136 @@
+"""What to draft: the shape of each request's tree, and whether its tokens are the most likely ones or drawn.
+
+Everything here depends on the request alone, its options and its own history, never on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from titan.draft.shapes import expected_shape, in_main_path_order
+from titan.draft.tree_builder import BeamGrowth, ChainGrowth, Growth, ShapeGrowth
+from titan.request import Request
+from titan.sampling import SamplingRows
+from titan.tree import MAX_NODES, Parents, chain_parents
+
+CHAIN_CHILDREN = 3
+"""Tokens that `auto` looks at behind each node of its chain."""
+
+MAX_NARROW_NODES = 8
+"""Up to so many nodes `auto` grows along one chain; more are better spread."""
+
+GREEDY_TEMPERATURE = 0.5
+"""At which the draft's probabilities are compared for greedy requests: a target that takes its most likely token agrees with the
+draft's more often than the draft's probability says. Measured on the demo pair: 0.35 to 0.7 do alike, 1 does 4 % worse."""
+
+COMPARE_EVERY = 8
+"""With ``draft_sampling="auto"`` one draft in so many is drawn even where greedy ones do better, to see whether they still do."""
+
+MIN_GREEDY_GAIN = 0.05
+"""By so much must greedy proposals have matched better before they are preferred: the averages are noisy."""
+
+Reserve = Callable[[Request, int], bool]
+"""Makes room for so many nodes behind the root of a request, if there are free blocks."""
+
+
+class DraftPolicy:
+    """Chooses how the trees of a step are grown.
+
+    Args:
+        draft_tree: "chain", "dynamic", "auto", or the int32 parents of a fixed shape.
+        draft_sampling: "greedy", "sampled" or "auto".
+        max_draft_tokens: most nodes of a tree.
+    """
+
+    def __init__(self, draft_tree: str | Sequence[int], draft_sampling: str, max_draft_tokens: int) -> None:
+        self.draft_tree = draft_tree
+        self.draft_sampling = draft_sampling
+        self.fixed_shape = None if isinstance(draft_tree, str) else in_main_path_order(np.array(draft_tree, np.int32))
+        self.is_narrow = draft_tree in ("chain", "auto") and max_draft_tokens <= MAX_NARROW_NODES
+        self.width = min(max(2, max_draft_tokens // 8), max_draft_tokens)
+        self.beam_depth = min(max_draft_tokens, 6 + max_draft_tokens // 8, 1 + MAX_NODES // self.width)
+
+    def growths(
+        self, requests: Sequence[Request], budgets: Sequence[int], reserve: Reserve, device: torch.device
+    ) -> list[tuple[list[int], Growth]]:
+        """Sort the requests into growths.
+
+        Args:
+            requests: those that draft.
+            budgets: most nodes of each, at least 1.
+            reserve: asked for the room that a beam needs beyond the budget.
+            device: where the logits are.
+
+        Returns:
+            Growths with the indices of their requests.
+        """
+        members: dict[str, list[int]] = {"chain": [], "beam": [], "shape": [], "drawn": []}
+        for i, request in enumerate(requests):
+            members[self._kind(request, budgets[i], reserve)].append(i)
+        grown: list[tuple[list[int], Growth]] = []
+        for kind, rows in members.items():
+            if rows:
+                grown.append((rows, self._growth(kind, [requests[i] for i in rows], [budgets[i] for i in rows], device)))
+        return grown
+
+    def _kind(self, request: Request, budget: int, reserve: Reserve) -> str:
+        if self._is_drawn(request):
+            return "drawn"
+        if self.fixed_shape is not None:
+            return "shape"
+        if self.draft_tree == "chain" or self.is_narrow or budget == 1:
+            return "chain"
+        return "beam" if reserve(request, self.width * (min(self.beam_depth, budget) - 1)) else "chain"
+
+    def _is_drawn(self, request: Request) -> bool:
+        """Whether to draw the proposal; with "auto", whether drawn ones have matched the target better at this request's roots."""
+        if request.params.is_greedy or self.draft_sampling != "auto":
+            return not request.params.is_greedy and self.draft_sampling == "sampled"
+        history = request.draft_history
+        is_greedy_better = history.greedy_match > history.sampled_match + MIN_GREEDY_GAIN
+        return not is_greedy_better or history.num_drafts % COMPARE_EVERY == 0
+
+    def _growth(self, kind: str, requests: list[Request], budgets: list[int], device: torch.device) -> Growth:
+        temperatures = torch.tensor([request.params.temperature or GREEDY_TEMPERATURE for request in requests], device=device)
+        if kind == "chain":
+            if self.draft_tree == "chain":
+                return ChainGrowth(budgets, budgets, 1, temperatures)
+            depths = [min(budget, _worthwhile_depth(request)) for request, budget in zip(requests, budgets, strict=True)]
+            return ChainGrowth(budgets, depths, CHAIN_CHILDREN, temperatures)
+        if kind == "beam":
+            depths = [min(budget, self.beam_depth) for budget in budgets]
+            return BeamGrowth(budgets, depths, self.width, self.width + 1, temperatures)
+        shapes = [self._shape(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+        return ShapeGrowth(shapes, _drawn_rows(requests) if kind == "drawn" else None)
+
+    def _shape(self, request: Request, budget: int) -> Parents:
+        """The shape of a tree whose tokens do not decide it."""
+        if self.fixed_shape is not None:
+            return self.fixed_shape[:budget]
+        if self.draft_tree == "chain":
+            return chain_parents(budget)
+        acceptance = tuple(round(value, 2) for value in request.draft_history.rank_acceptance)
+        return expected_shape(acceptance, budget, is_caterpillar=self.is_narrow)
+
+
+def _worthwhile_depth(request: Request) -> int:
+    """How deep to draft: a little deeper than the nodes that were worth keeping of late."""
+    depth = request.draft_history.tree_depth
+    return MAX_NODES if depth is None else int(depth + 2)
+
+
+def _drawn_rows(requests: list[Request]) -> SamplingRows:
+    """Sampling options of the requests, at their roots."""
+    params = [request.params for request in requests]
+    return SamplingRows(
+        temperature=np.array([each.temperature for each in params], np.float32),
+        top_k=np.array([each.top_k for each in params], np.int64),
+        top_p=np.array([each.top_p for each in params], np.float32),
+        min_p=np.array([each.min_p for each in params], np.float32),
+        seeds=np.array([request.seed for request in requests], np.uint64),
+        positions=np.array([request.num_tokens for request in requests], np.int64),
+        forbidden=(),
+    )

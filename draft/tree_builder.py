@@ -1,0 +1,345 @@
+"""Growing draft trees, depth by depth, for several requests at once: which nodes are fed, and which tokens become nodes.
+
+Three ways to grow, all fed by the same passes of the draft model. `ChainGrowth` follows the most likely token, and may trade the
+far end of a chain for siblings nearer the root. `BeamGrowth` expands the nodes with the greatest cumulative probability, as Li et
+al., "EAGLE-2", 2024. `ShapeGrowth` fills a shape that is known beforehand, with the most likely tokens or, for a sampled
+proposal, with tokens drawn without replacement.
+
+What a growth feeds at which depth is known on the host before the first pass; tokens and probabilities stay on the device until
+all passes are done.
+
+Legend: n requests of a growth, V vocabulary, W beam width, k children looked at per node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from titan.draft.shapes import chain_slots, inner_by_depth, main_path_first
+from titan.sampling import Purpose, SamplingRows, draw, philox_uniform, target_probs
+from titan.tree import MAX_NODES, DraftTree, Parents, topology
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frontier:
+    """The nodes that a growth feeds at one depth, in the order of its requests."""
+
+    token_ids: Tensor  # int64 [rows]
+    ancestor_bits: Tensor  # int64 [rows], over the slots behind the root
+
+
+class Growth(Protocol):
+    """Trees of some requests while they grow."""
+
+    @property
+    def feeds(self) -> Sequence[Sequence[Ints]]:
+        """Per request and depth, from 1 on: where the nodes of that depth are fed, counted from the slot behind the root."""
+        ...
+
+    def plant(self, logits: Tensor) -> None:
+        """Take the logits of the roots, [n, V]."""
+        ...
+
+    def frontier(self, depth: int) -> Frontier:
+        """The nodes to feed at that depth."""
+        ...
+
+    def grow(self, depth: int, logits: Tensor) -> None:
+        """Take the logits of the nodes fed at that depth, [rows, V]."""
+        ...
+
+    def harvest(self) -> list[DraftTree]:
+        """The trees, one per request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Tokens that may become nodes, of n requests and one depth or several: [n, c] each."""
+
+    token_ids: Tensor  # int64
+    scores: Tensor  # float32, cumulative log-probability under the draft; -inf where there is none
+    parent_slots: Tensor  # int64, where the parent is fed; -1 for the root
+    slots: Tensor  # int64, where the candidate itself is fed; -1 where it is not
+
+
+def children_of(logits: Tensor, num_children: int, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """The most likely tokens behind each row: token ids int64 and log-probabilities float32, [rows, num_children] each.
+
+    Args:
+        logits: [rows, V].
+        num_children: at most V.
+        temperatures: float32 [rows, 1], at which the probabilities are meant.
+    """
+    scaled = logits.float() / temperatures
+    best = scaled.topk(num_children, dim=-1)
+    return best.indices, best.values - scaled.logsumexp(-1, keepdim=True)
+
+
+def best_trees(candidates: Candidates, budgets: Sequence[int]) -> list[DraftTree]:
+    """Of each request's candidates the best ancestor-closed set: those with the greatest cumulative probability.
+
+    A child never scores above its parent, so that the best are ancestor-closed if, of equal ones, the earlier are taken:
+    candidates must come parents first.
+
+    Args:
+        candidates: of n requests, by depth.
+        budgets: most nodes of each request.
+    """
+    scores, order = candidates.scores.sort(dim=-1, descending=True, stable=True)
+    order = order[:, : max(budgets)]
+    columns = [each.gather(1, order) for each in (candidates.token_ids, candidates.parent_slots, candidates.slots)]
+    is_there = torch.isfinite(scores[:, : max(budgets)])
+    table: NDArray[np.int64] = torch.stack([*columns, is_there.long()]).cpu().numpy()
+    trees = []
+    for i, budget in enumerate(budgets):
+        token_ids, parent_slots, slots, exists = (column[i, :budget] for column in table)
+        count = int(exists.sum())
+        node_in_slot = {slot: node for node, slot in enumerate(slots[:count].tolist()) if slot >= 0} | {-1: -1}
+        parents = np.array([node_in_slot[slot] for slot in parent_slots[:count].tolist()], np.int32)
+        trees.append(likeliest_first(token_ids[:count], parents, slots[:count]))
+    return trees
+
+
+def likeliest_first(token_ids: Ints, parents: Parents, slots: Ints) -> DraftTree:
+    """The tree whose first nodes are the path of first children, so that to accept them moves no KV.
+
+    Args:
+        token_ids: int64 [num_nodes], siblings in order of their probability.
+        parents: int32 [num_nodes], topological.
+        slots: int64 [num_nodes], where the nodes' draft KV is.
+    """
+    order = np.array(main_path_first(parents.tobytes()), np.int64)
+    new_index = np.append(np.argsort(order), -1).astype(np.int32)  # the root stays -1
+    return DraftTree(token_ids[order], new_index[parents[order]], draft_slots=slots[order].astype(np.int32))
+
+
+class ChainGrowth:
+    """Follows the most likely token of each request; with siblings, takes the best nodes of the chain and beside it.
+
+    Args:
+        budgets: nodes of each request.
+        depths: longest chain of each request, at most its budget.
+        num_children: tokens looked at behind each node of the chain; 1 grows plain chains.
+        temperatures: float32 [n], at which probabilities are compared.
+    """
+
+    def __init__(self, budgets: Sequence[int], depths: Sequence[int], num_children: int, temperatures: Tensor) -> None:
+        self.feeds: list[list[Ints]] = [list(np.arange(depth - 1)[:, None]) for depth in depths]
+        self.budgets = budgets
+        self.depths = np.array(depths)
+        self.num_children = num_children
+        self.temperatures = temperatures
+        self._logits: list[Tensor] = []  # by depth, of the requests that go on
+        self._token_ids: list[Tensor] = []  # int64 [n] by depth, of all; stale where a chain has ended
+
+    def plant(self, logits: Tensor) -> None:
+        self._logits.append(logits)
+        self._token_ids.append(logits.max(-1).indices)  # on a CPU five times as fast as argmax in bfloat16
+
+    def frontier(self, depth: int) -> Frontier:
+        index = self._going_on(depth)
+        token_ids = self._token_ids[-1] if index is None else self._token_ids[-1][index]
+        return Frontier(token_ids, torch.full_like(token_ids, (1 << depth) - 1))
+
+    def grow(self, depth: int, logits: Tensor) -> None:
+        best, index = logits.max(-1).indices, self._going_on(depth)
+        self._logits.append(logits)
+        self._token_ids.append(best if index is None else self._token_ids[-1].index_copy(0, index, best))
+
+    def harvest(self) -> list[DraftTree]:
+        if self.num_children > 1:
+            return best_trees(self._candidates(), self.budgets)
+        token_ids: NDArray[np.int64] = torch.stack(self._token_ids, 1).cpu().numpy()
+        depths = self.depths.tolist()
+        return [DraftTree.chain(row[:n], draft_slots=chain_slots(n)) for row, n in zip(token_ids, depths, strict=True)]
+
+    def _going_on(self, depth: int) -> Tensor | None:
+        """The requests that feed a node of that depth; ``None`` if all do."""
+        is_going_on = self.depths > depth
+        return None if is_going_on.all() else torch.from_numpy(np.flatnonzero(is_going_on)).to(self.temperatures.device)
+
+    def _candidates(self) -> Candidates:
+        num_depths, device = len(self._logits), self.temperatures.device
+        reached = np.concatenate([np.flatnonzero(self.depths > depth) for depth in range(num_depths)])
+        depth_of = np.repeat(np.arange(num_depths), [len(logits) for logits in self._logits])
+        rows = torch.from_numpy(reached * num_depths + depth_of).to(device)
+        temperatures = self.temperatures[torch.from_numpy(reached).to(device), None]
+        token_ids, logprobs = children_of(torch.cat(self._logits), self.num_children, temperatures)
+        shape = (len(self.budgets), num_depths, self.num_children)
+        all_tokens = token_ids.new_zeros(shape)
+        scores = torch.full(shape, float("-inf"), device=device)
+        all_tokens.view(-1, self.num_children)[rows] = token_ids
+        scores.view(-1, self.num_children)[rows] = logprobs
+        scores[:, 1:] += scores[:, :-1, :1].cumsum(1)  # the chain is the first child of each node
+        slots = torch.full(shape, -1, device=device)
+        places = np.arange(num_depths)
+        slots[:, :, 0] = torch.from_numpy(np.where(places + 1 < self.depths[:, None], places, -1)).to(device)
+        parent_slots = torch.arange(-1, num_depths - 1, device=device)[:, None].expand(shape)
+        return Candidates(all_tokens.flatten(1), scores.flatten(1), parent_slots.flatten(1), slots.flatten(1))
+
+
+class BeamGrowth:
+    """Expands, at each depth, the nodes with the greatest cumulative probability.
+
+    Args:
+        budgets: nodes of each request.
+        depths: greatest depth of each request's nodes.
+        width: nodes expanded per depth, W; a request feeds ``width * (depth - 1)`` nodes.
+        num_children: tokens looked at behind each node, k, at least ``width``.
+        temperatures: float32 [n], at which probabilities are compared.
+    """
+
+    def __init__(self, budgets: Sequence[int], depths: Sequence[int], width: int, num_children: int, temperatures: Tensor) -> None:
+        self.feeds: list[list[Ints]] = [list(np.arange((depth - 1) * width).reshape(-1, width)) for depth in depths]
+        self.budgets = budgets
+        self.depths = np.array(depths)
+        self.width = width
+        self.num_children = num_children
+        self.temperatures = temperatures
+        self._levels: list[Candidates] = []  # by depth, of all requests
+        self._beam: Tensor  # int64 [n, W], the candidates of the last level that are fed
+        self._bits: Tensor  # int64 [n, W], their ancestor bits
+
+    def plant(self, logits: Tensor) -> None:
+        token_ids, scores = children_of(logits, self.num_children, self.temperatures[:, None])
+        self._add_level(token_ids, scores, torch.full_like(token_ids, -1), torch.zeros_like(token_ids), depth=1)
+
+    def frontier(self, depth: int) -> Frontier:
+        index = self._going_on(depth)
+        return Frontier(self._levels[-1].token_ids.gather(1, self._beam)[index].flatten(), self._bits[index].flatten())
+
+    def grow(self, depth: int, logits: Tensor) -> None:
+        index = self._going_on(depth)
+        n, width, k = len(self.budgets), self.width, self.num_children
+        token_ids, logprobs = children_of(logits, k, self.temperatures[index].repeat_interleave(width)[:, None])
+        scores = torch.full((n, width * k), float("-inf"), device=logits.device)
+        parent_scores = self._levels[-1].scores.gather(1, self._beam)[index]
+        scores[index] = (logprobs.view(-1, width, k) + parent_scores[:, :, None]).flatten(1)
+        all_tokens = token_ids.new_zeros(n, width * k)
+        all_tokens[index] = token_ids.view(-1, width * k)
+        parent_slots = torch.arange((depth - 1) * width, depth * width, device=logits.device).repeat_interleave(k).expand(n, -1)
+        self._add_level(all_tokens, scores, parent_slots, self._bits.repeat_interleave(k, dim=1), depth=depth + 1)
+
+    def harvest(self) -> list[DraftTree]:
+        columns = [torch.cat([getattr(level, name) for level in self._levels], 1) for name in Candidates.__slots__]
+        return best_trees(Candidates(*columns), self.budgets)
+
+    def _add_level(self, token_ids: Tensor, scores: Tensor, parent_slots: Tensor, parent_bits: Tensor, depth: int) -> None:
+        """Add the candidates of a depth, [n, c] each, and choose which of them are fed."""
+        self._beam = scores.topk(self.width, dim=-1).indices
+        fed = torch.arange((depth - 1) * self.width, depth * self.width, device=scores.device).expand_as(self._beam)
+        slots = torch.full_like(token_ids, -1).scatter(1, self._beam, fed)
+        # what the deepest level would feed is never fed; its slots are nobody's parents
+        self._bits = parent_bits.gather(1, self._beam) | (1 << fed.clamp(max=MAX_NODES - 1))
+        is_last = torch.from_numpy(self.depths <= depth).to(scores.device)[:, None]
+        self._levels.append(Candidates(token_ids, scores, parent_slots, slots.masked_fill(is_last, -1)))
+
+    def _going_on(self, depth: int) -> Tensor:
+        return torch.from_numpy(np.flatnonzero(self.depths > depth)).to(self.temperatures.device)
+
+
+class ShapeGrowth:
+    """Fills shapes that are given, each node with the next most likely token or with the next one drawn.
+
+    Args:
+        shapes: int32 parents of each request's tree, at least one node, the path of first children first.
+        rows: sampling options of the n requests, for proposals that are drawn; ``None``: the most likely tokens.
+    """
+
+    def __init__(self, shapes: Sequence[Parents], rows: SamplingRows | None) -> None:
+        self.shapes = shapes
+        self.rows = rows
+        self._topologies = [topology(parents.tobytes()) for parents in shapes]
+        self._inner = [set(each.inner.tolist()) for each in self._topologies]
+        self.feeds = [inner_by_depth(parents.tobytes()) for parents in shapes]
+        self._parent_order: list[tuple[int, int]] = []  # (request, inner node) of the rows of _children, _probs
+        self._children: list[Tensor] = []  # int64 [rows, most children]
+        self._probs: list[Tensor] = []  # float32 [rows, V]
+
+    def plant(self, logits: Tensor) -> None:
+        self._fill([(i, -1) for i in range(len(self.shapes))], logits)
+
+    def frontier(self, depth: int) -> Frontier:
+        fed = self._fed(depth)
+        row_of = {parent: row for row, parent in enumerate(self._parent_order[-len(self._children[-1]) :])}
+        rows = [row_of[i, int(self.shapes[i][node])] for i, node in fed]
+        ranks = [int(self._topologies[i].child_ranks[node]) for i, node in fed]
+        bits = [int(self._topologies[i].ancestor_bits[node]) for i, node in fed]
+        children = self._children[-1]
+        token_ids = children[torch.tensor(rows, device=children.device), torch.tensor(ranks, device=children.device)]
+        return Frontier(token_ids.clamp(min=0), torch.tensor(bits, device=children.device))
+
+    def grow(self, depth: int, logits: Tensor) -> None:
+        self._fill(self._fed(depth), logits)
+
+    def harvest(self) -> list[DraftTree]:
+        most = max(children.shape[1] for children in self._children)
+        padded = [torch.nn.functional.pad(children, (0, most - children.shape[1]), value=-1) for children in self._children]
+        table: NDArray[np.int64] = torch.cat(padded).cpu().numpy()
+        row_of = {parent: row for row, parent in enumerate(self._parent_order)}
+        probs = torch.cat(self._probs) if self._probs else None
+        return [self._tree(i, table, row_of, probs) for i in range(len(self.shapes))]
+
+    def _fed(self, depth: int) -> list[tuple[int, int]]:
+        return [(i, node) for i, feed in enumerate(self.feeds) if len(feed) >= depth for node in feed[depth - 1].tolist()]
+
+    def _fill(self, parents: list[tuple[int, int]], logits: Tensor) -> None:
+        """Choose the children of inner nodes, given as (request, node), from their logits."""
+        counts = np.array([int((self.shapes[i] == node).sum()) for i, node in parents])
+        self._parent_order += parents
+        if self.rows is None:
+            self._children.append(logits.topk(int(counts.max()), dim=-1).indices)
+            return
+        index = np.array([i for i, _ in parents])
+        depths = np.array([0 if node < 0 else int(self._topologies[i].depths[node]) for i, node in parents])
+        probs = target_probs(logits, self.rows, index)
+        probs /= probs.sum(-1, keepdim=True)
+        self._probs.append(probs)
+        self._children.append(draw_children(probs, int(counts.max()), self.rows.seeds[index], self.rows.positions[index] + depths))
+
+    def _tree(self, i: int, table: NDArray[np.int64], row_of: dict[tuple[int, int], int], probs: Tensor | None) -> DraftTree:
+        shape, ranks = self.shapes[i], self._topologies[i].child_ranks
+        nodes = range(len(shape))
+        tokens = np.array([table[row_of[i, int(shape[node])], ranks[node]] for node in nodes], np.int64)
+        slots = np.array([node if node in self._inner[i] else -1 for node in nodes], np.int32)
+        kept = np.ones(len(shape), bool)
+        for node in nodes:  # a draft with fewer possible tokens than the shape has children leaves nodes empty
+            kept[node] = tokens[node] >= 0 and (shape[node] < 0 or kept[shape[node]])
+        new_index = np.append(np.cumsum(kept) - 1, -1).astype(np.int32)
+        parents = new_index[shape[kept]]
+        if probs is None:
+            return DraftTree(tokens[kept], parents, draft_slots=slots[kept])
+        inner = [node for node in self._topologies[i].inner.tolist() if new_index[node] in parents and (node < 0 or kept[node])]
+        rows = torch.tensor([row_of[i, node] for node in inner], device=probs.device)
+        return DraftTree(tokens[kept], parents, probs[rows], slots[kept])
+
+
+def draw_children(probs: Tensor, num_children: int, seeds: NDArray[np.uint64], positions: Ints) -> Tensor:
+    """Draw tokens without replacement: int64 [rows, num_children], -1 where no token is left.
+
+    Args:
+        probs: float32 [rows, V], normalised.
+        num_children: how many.
+        seeds: uint64 [rows].
+        positions: int64 [rows], of the tokens to be drawn.
+    """
+    children = []
+    left = probs
+    for sibling in range(num_children):
+        uniform = philox_uniform(seeds, positions, Purpose.DRAFT, sibling=sibling)
+        tokens = draw(left, torch.from_numpy(uniform).to(probs.device))
+        is_possible = left.gather(1, tokens[:, None])[:, 0] > 0
+        children.append(torch.where(is_possible, tokens, -1))
+        if sibling + 1 < num_children:
+            left = left.scatter(1, tokens[:, None], 0.0)
+    return torch.stack(children, 1)

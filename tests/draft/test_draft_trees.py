@@ -1,0 +1,259 @@
+"""Trees of the draft model: each node is what the draft itself says, as transformers computes it path by path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from auditor import Auditor
+from scipy import stats
+from stepping import AMPLE, SCARCE, check_blocks, greedy, make_engine, run_all, submit
+from torch import Tensor
+from zoo import FAMILIES, Zoo, random_prompts
+
+from titan.draft.policy import CHAIN_CHILDREN, GREEDY_TEMPERATURE
+from titan.draft.tree_builder import Candidates, best_trees, draw_children
+from titan.engine import Engine
+from titan.sampling_params import SamplingParams
+from titan.step import StepPlan
+from titan.tree import DraftTree
+
+PROMPTS = random_prompts(10, seed=8, max_len=40)
+BUSHY = [-1, -1, 0, 0, 1, 2, 5]
+SHAPES: dict[str, dict[str, Any]] = {
+    "auto": {"draft_tree": "auto", "max_draft_tokens": 6},
+    "auto_16": {"draft_tree": "auto", "max_draft_tokens": 16},
+    "dynamic": {"draft_tree": "dynamic", "max_draft_tokens": 6},
+    "dynamic_63": {"draft_tree": "dynamic", "max_draft_tokens": 63},
+    "parents": {"draft_tree": BUSHY, "max_draft_tokens": 7},
+}
+LARGE = ("auto_16", "dynamic_63")  # few requests have room beside each other
+ALL_SHAPES = SHAPES | {"chain": {"draft_tree": "chain", "max_draft_tokens": 6}}
+
+Row = tuple[list[int], int, DraftTree]
+
+
+def record(engine: Engine) -> list[Row]:
+    """A list that receives, of every row that drafted: tokens, budget, tree."""
+    rows: list[Row] = []
+    propose = engine.drafter.propose
+
+    def recorded(plan: StepPlan) -> list[DraftTree]:
+        trees = propose(plan)
+        rows.extend(
+            (list(request.token_ids), budget, tree)
+            for request, budget, tree in zip(plan.requests, plan.draft_budgets, trees, strict=True)
+            if tree.num_nodes
+        )
+        return trees
+
+    engine.drafter.propose = recorded  # type: ignore[method-assign]
+    return rows
+
+
+def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
+    """The tokens from the root down to each node."""
+    return [tuple(tree.token_ids[tree.path_to(node)].tolist()) for node in range(tree.num_nodes)]
+
+
+class Draft:
+    """The draft's distributions as transformers computes them."""
+
+    def __init__(self, zoo: Zoo, name: str, context: Sequence[int], temperature: float) -> None:
+        self.model = zoo.model(name)
+        self.context = list(context)
+        self.temperature = temperature
+        self.logprobs = cache(self._logprobs)
+
+    @torch.no_grad()
+    def _logprobs(self, path: tuple[int, ...]) -> Tensor:
+        logits: Tensor = self.model(torch.tensor([[*self.context, *path]])).logits[0, -1]
+        return (logits / self.temperature).log_softmax(-1)
+
+    def best_children(self, path: tuple[int, ...], count: int) -> list[tuple[int, float]]:
+        best = self.logprobs(path).topk(count)
+        return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", [*FAMILIES, "narrow_window"])
+def test_greedy_output_is_that_of_transformers_whatever_the_shape(zoo: Zoo, family: str, shape: str) -> None:
+    engine = make_engine(zoo.path(family), zoo.path(f"{family}~"), max_num_batched_tokens=150, **SCARCE | ALL_SHAPES[shape])
+    outputs = run_all(engine, PROMPTS, [greedy(4 + i % 3 * 9, ignore_eos=True) for i in range(len(PROMPTS))])
+    assert outputs == [zoo.greedy(family, prompt, 4 + i % 3 * 9, ignore_eos=True) for i, prompt in enumerate(PROMPTS)]
+    assert engine.metrics().mean_acceptance_length > 1.5
+    assert engine.counters.num_preemptions > 0 or shape in LARGE
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_both_caches_hold_the_committed_tokens_after_every_step(zoo: Zoo, shape: str, sampling: str) -> None:
+    """Random acceptance, paths off the first nodes, preemption: what is kept is what a fresh pass over the tokens makes."""
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), draft_sampling=sampling, **SCARCE | ALL_SHAPES[shape])
+    auditor = Auditor(zoo, engine, "llama")
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=6 + 5 * i % 22, ignore_eos=True) for i in range(len(PROMPTS))]
+    requests = submit(engine, PROMPTS, params)
+    while engine.scheduler.has_unfinished:
+        engine.step()
+        auditor.check("llama~")
+        check_blocks(engine)
+        for request in engine.scheduler.running:
+            lacking = request.num_tokens - request.num_drafted_context
+            assert lacking <= 2 or request.num_output_tokens == 0 or request.metrics.num_preemptions, (
+                "drafted KV is kept, not recomputed"
+            )
+    assert sum(request.metrics.num_accepted_tokens for request in requests) > 10
+    assert engine.counters.num_preemptions > 0 or shape in LARGE
+
+
+def test_a_fixed_shape_holds_the_drafts_most_likely_tokens_by_rank(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("other"), **AMPLE | SHAPES["parents"])
+    rows = record(engine)
+    run_all(engine, PROMPTS, [greedy(9, ignore_eos=True)] * len(PROMPTS))
+    whole = [(context, tree) for context, budget, tree in rows if budget == 7][::4]
+    assert len(whole) >= 5
+    for context, tree in whole:
+        draft = Draft(zoo, "other", context, 1.0)
+        paths = [(), *paths_of(tree)]
+        expected: list[tuple[int, ...]] = [()]
+        # the shape as it was asked for, node by node
+        ranks = [BUSHY[:node].count(parent) for node, parent in enumerate(BUSHY)]
+        for parent, rank in zip(BUSHY, ranks, strict=True):
+            above = expected[parent + 1]
+            expected.append((*above, draft.best_children(above, rank + 1)[rank][0]))
+        assert sorted(paths) == sorted(expected)
+
+
+def beam_search(draft: Draft, width: int, num_children: int, depth: int, budget: int) -> set[tuple[int, ...]]:
+    """The dynamic tree, slowly: expand the best of each depth, keep the best of all."""
+    beam: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    candidates: list[tuple[tuple[int, ...], float]] = []
+    for _ in range(depth):
+        level = [
+            ((*path, token), score + logprob) for path, score in beam for token, logprob in draft.best_children(path, num_children)
+        ]
+        candidates += level
+        beam = sorted(level, key=lambda each: -each[1])[:width]
+    return {path for path, _ in sorted(candidates, key=lambda each: -each[1])[:budget]}
+
+
+@pytest.mark.parametrize(
+    ("shape", "temperature"), [("dynamic", 0.0), ("dynamic", 1.5), ("auto_16", 0.0), ("auto", 0.0), ("auto", 1.5)]
+)
+def test_a_grown_tree_is_the_best_ancestor_closed_set_of_what_was_expanded(zoo: Zoo, shape: str, temperature: float) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("other"), **AMPLE | ALL_SHAPES[shape])
+    policy: Any = engine.drafter.policy  # type: ignore[attr-defined]
+    rows = record(engine)
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=12, ignore_eos=True) for i in range(len(PROMPTS))]
+    run_all(engine, PROMPTS, params)
+    first_drafts = {tuple(context): (budget, tree) for context, budget, tree in reversed(rows) if budget > 1}
+    num_whole = 0
+    for context, (budget, tree) in list(first_drafts.items())[::7]:
+        draft = Draft(zoo, "other", context, temperature or GREEDY_TEMPERATURE)
+        if shape == "auto":
+            # how deep is up to the request's history
+            options = [beam_search(draft, 1, CHAIN_CHILDREN, depth, budget) for depth in range(1, budget + 1)]
+            assert set(paths_of(tree)) in options
+        else:
+            depth = min(policy.beam_depth, budget)
+            assert set(paths_of(tree)) == beam_search(draft, policy.width, policy.width + 1, depth, budget)
+        num_whole += 1
+    assert num_whole >= 4
+
+
+def test_the_likeliest_path_comes_first_so_that_to_accept_it_moves_nothing(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("other"), **AMPLE | SHAPES["dynamic"])
+    rows = record(engine)
+    run_all(engine, PROMPTS, [greedy(12, ignore_eos=True)] * len(PROMPTS))
+    for context, _, tree in rows[::11]:
+        draft = Draft(zoo, "other", context, 1.0)
+        path: tuple[int, ...] = ()
+        for node in range(tree.num_nodes):
+            children = [child for child in range(tree.num_nodes) if tree.parents[child] == node - 1]
+            if not children:
+                break
+            assert children[0] == node, "the first child follows its parent"
+            best = max(children, key=lambda child: float(draft.logprobs(path)[tree.token_ids[child]]))
+            assert best == node
+            path = (*path, int(tree.token_ids[node]))
+
+
+@pytest.mark.parametrize("shape", ["chain", "auto", "dynamic", "parents"])
+def test_a_sampled_proposal_carries_the_distributions_it_was_drawn_from(zoo: Zoo, shape: str) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("other"), draft_sampling="sampled", **AMPLE | ALL_SHAPES[shape])
+    rows = record(engine)
+    run_all(engine, PROMPTS, [SamplingParams(temperature=1.3, seed=i, max_tokens=9, ignore_eos=True) for i in range(len(PROMPTS))])
+    for context, _, tree in rows[::13]:
+        draft = Draft(zoo, "other", context, 1.3)
+        assert tree.draft_probs is not None
+        for probs, node in zip(tree.draft_probs, tree.inner.tolist(), strict=True):
+            path = () if node < 0 else paths_of(tree)[node]
+            assert torch.allclose(probs, draft.logprobs(path).exp(), atol=2e-5)
+            children = tree.token_ids[tree.parents == node].tolist()
+            assert len(set(children)) == len(children), "without replacement"
+
+
+def test_a_draft_that_has_too_few_possible_tokens_leaves_nodes_out(zoo: Zoo) -> None:
+    """top_k=1 leaves one child where the shape has two; the tree shrinks and the output is the only possible one."""
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), draft_sampling="sampled", **AMPLE | SHAPES["parents"])
+    rows = record(engine)
+    outputs = run_all(engine, PROMPTS, [SamplingParams(top_k=1, seed=1, max_tokens=12, ignore_eos=True)] * len(PROMPTS))
+    assert outputs == [zoo.greedy("llama", prompt, 12, ignore_eos=True) for prompt in PROMPTS]
+    assert {tuple(tree.parents.tolist()) for _, budget, tree in rows if budget == 7} == {(-1, 0, 1, 2)}
+    assert engine.metrics().mean_acceptance_length > 1.5
+
+
+SAMPLED = [
+    SamplingParams(temperature=(0.6, 1.0, 1.4)[i % 3], top_p=(1.0, 0.9)[i % 2], seed=i, max_tokens=5 + 7 * i % 23, ignore_eos=True)
+    for i in range(len(PROMPTS))
+]
+
+
+@pytest.mark.parametrize("shape", ["chain", "auto", "dynamic", "parents"])
+@pytest.mark.parametrize("sampling", ["sampled", "auto"])
+def test_a_sampled_output_is_its_own_whatever_the_neighbours_chunks_and_preemptions(zoo: Zoo, sampling: str, shape: str) -> None:
+    options = {"draft_sampling": sampling} | ALL_SHAPES[shape]
+    models = zoo.path("llama"), zoo.path("llama~")
+    alone = [
+        run_all(make_engine(*models, **AMPLE | options), [prompt], [params])[0]
+        for prompt, params in zip(PROMPTS, SAMPLED, strict=True)
+    ]
+    together = make_engine(*models, **AMPLE | options)
+    assert run_all(together, PROMPTS[::-1], SAMPLED[::-1]) == alone[::-1]
+    scarce = make_engine(*models, **SCARCE | options)
+    assert run_all(scarce, PROMPTS, SAMPLED) == alone
+    assert scarce.counters.num_preemptions > 0
+
+
+def test_children_are_drawn_without_replacement() -> None:
+    """Ordered pairs of draws against their exact probabilities, q(a) q(b) / (1 - q(a))."""
+    q = torch.tensor([0.5, 0.2, 0.0, 0.3])
+    num_draws = 20_000
+    seeds = np.arange(num_draws, dtype=np.uint64)
+    pairs = draw_children(q.expand(num_draws, -1), 2, seeds, np.full(num_draws, 9)).numpy()
+    counts = np.zeros((4, 4))
+    np.add.at(counts, (pairs[:, 0], pairs[:, 1]), 1)
+    expected = q[:, None] * q / (1 - q[:, None]) * (1 - torch.eye(4))
+    possible = expected.numpy() > 0
+    assert counts[~possible].sum() == 0
+    frequencies = expected.double().numpy()[possible]
+    assert stats.chisquare(counts[possible], frequencies / frequencies.sum() * num_draws).pvalue > 1e-3
+    exhausted = draw_children(torch.tensor([[0.0, 1.0]]), 3, seeds[:1], np.array([9]))
+    assert exhausted.tolist() == [[1, -1, -1]]
+
+
+def test_of_equal_scores_the_parent_is_kept() -> None:
+    """A draft that is certain gives a child the score of its parent."""
+    candidates = Candidates(
+        token_ids=torch.tensor([[5, 6, 7, 8]]),
+        scores=torch.tensor([[-1.0, -2.0, -1.0, -1.0]]),
+        parent_slots=torch.tensor([[-1, -1, 0, 1]]),
+        slots=torch.tensor([[0, -1, 1, -1]]),
+    )
+    [tree] = best_trees(candidates, [2])
+    assert (tree.token_ids.tolist(), tree.parents.tolist()) == ([5, 7], [-1, 0])
+    assert tree.draft_slots is not None and tree.draft_slots.tolist() == [0, 1]

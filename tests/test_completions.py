@@ -1,0 +1,294 @@
+"""Several completions of one prompt: the prompt is computed once, and each completion is the request it would be alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from stepping import check_blocks, greedy, make_engine
+from torch import Tensor
+from zoo import Zoo, random_prompts
+
+from titan import LLM, RequestMetrics, SamplingParams
+from titan.engine import Engine
+from titan.outputs import merge_metrics
+from titan.request import Request
+
+PROMPT = random_prompts(2, seed=8, max_len=40)[1]  # 40 tokens
+CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu", "draft_sampling": "greedy"}  # so that a seed fixes the output
+
+
+def sampled(n: int, max_tokens: int = 14, **options: Any) -> SamplingParams:
+    return SamplingParams(n=n, max_tokens=max_tokens, **({"temperature": 1.2, "ignore_eos": True, "seed": 9} | options))
+
+
+def add(engine: Engine, params: SamplingParams, prompt: list[int] = PROMPT) -> tuple[Request, ...]:
+    family = engine.make_request(None, prompt, params).family
+    for request in family:
+        engine.scheduler.add(request)
+    return family
+
+
+def drain(engine: Engine) -> None:
+    steps = 0
+    while engine.scheduler.has_unfinished:
+        engine.step()
+        check_blocks(engine)
+        steps += 1
+        assert steps < 2000
+    assert engine.kv.pool.num_free == engine.kv.pool.num_blocks
+
+
+def outputs_of(family: tuple[Request, ...]) -> list[list[int]]:
+    return [request.output_token_ids for request in family]
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of a completion, as the documentation says."""
+    return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0]) if index else seed
+
+
+@pytest.fixture(scope="module")
+def alone(zoo: Zoo) -> list[list[int]]:
+    """Each completion as a request of its own, without speculation: the oracle."""
+    engine = make_engine(zoo.path("llama"), num_kv_blocks=64, max_batch_size=1, enable_prefix_caching=False)
+    outputs = []
+    for index in range(6):
+        [request] = add(engine, sampled(1))
+        request.seed = seed_of(9, index)
+        drain(engine)
+        outputs.append(request.output_token_ids)
+    assert len(set(map(tuple, outputs))) == 6
+    return outputs
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("draft", [None, "llama~", "ngram"])
+def test_completions_are_those_of_separate_requests_with_derived_seeds(
+    zoo: Zoo, alone: list[list[int]], draft: str | None, caching: bool
+) -> None:
+    draft = zoo.path(draft) if draft == "llama~" else draft
+    engine = make_engine(
+        zoo.path("llama"), draft, num_kv_blocks=80, block_size=8, prefill_chunk_size=16, enable_prefix_caching=caching, **CPU
+    )
+    others = [add(engine, greedy(9, ignore_eos=True), prompt) for prompt in random_prompts(3, seed=5)]
+    family = add(engine, sampled(6))
+    drain(engine)
+    assert outputs_of(family) == alone
+    for prompt, [request] in zip(random_prompts(3, seed=5), others, strict=True):
+        assert request.output_token_ids == zoo.greedy("llama", prompt, 9, ignore_eos=True)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared(zoo: Zoo, caching: bool) -> None:
+    """40 tokens are 4 full blocks of 8 before the root's; each completion has the rest for itself."""
+    engine = make_engine(
+        zoo.path("llama"), zoo.path("llama"), draft_tree="chain",
+        num_kv_blocks=80, block_size=8, prefill_chunk_size=16, enable_prefix_caching=caching,
+    )  # fmt: skip
+    family = add(engine, greedy(16, n=4, ignore_eos=True))
+    num_running = []
+    for _ in range(3):
+        engine.step()
+        num_running.append(len(engine.scheduler.running))
+    assert num_running == [1, 1, 4], "the others wait until the full blocks are computed"
+    shared = family[0].block_ids[:4]
+    assert [request.block_ids[:4] for request in family] == [shared] * 4
+    own = [block_id for request in family for block_id in request.block_ids[4:]]
+    assert len(own) == len(set(own)) and not set(own) & set(shared)
+    assert engine.kv.pool.num_blocks - engine.kv.pool.num_free == 4 + len(own)
+    assert [request.num_computed_tokens for request in family[1:]] == [40 + request.num_output_tokens - 1 for request in family[1:]]
+    drain(engine)
+    assert outputs_of(family) == [zoo.greedy("llama", PROMPT, 16, ignore_eos=True)] * 4
+    for request in family:
+        assert request.metrics.num_accepted_tokens == request.metrics.num_draft_tokens > 0, "the draft's blocks are shared too"
+        assert request.metrics.num_cached_tokens == (32 if caching and request.index else 0)
+    num_fed = engine.counters.num_admitted_tokens - engine.counters.num_cached_tokens
+    assert num_fed == (40 + 3 * 8 if caching else 4 * 40), "a hit of the prefix cache is counted as one, a shared block is not"
+
+
+def test_a_sibling_takes_only_what_is_computed_and_covered_by_the_draft(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama"), num_kv_blocks=80, block_size=8, enable_prefix_caching=False)
+    first, second, third = engine.make_request(None, PROMPT, greedy(8, n=3)).family
+    engine.scheduler.add(first)
+    engine.step()
+    engine.kv.match_prefix(second)
+    assert (second.block_ids, second.num_computed_tokens, second.num_drafted_context) == (first.block_ids[:4], 32, 32)
+    engine.kv.free(second)
+    engine.swap_draft(None)
+    engine.kv.match_prefix(third)
+    assert (third.num_computed_tokens, third.num_drafted_context) == (32, 0), "another draft has not seen it"
+    engine.kv.free(third)
+    drain(engine)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_completions_outlive_preemptions(zoo: Zoo, alone: list[list[int]], caching: bool) -> None:
+    engine = make_engine(
+        zoo.path("llama"),
+        "ngram",
+        num_kv_blocks=11,
+        block_size=8,
+        max_batch_size=6,
+        prefill_chunk_size=16,
+        enable_prefix_caching=caching,
+    )
+    family = add(engine, sampled(6))
+    beside = add(engine, greedy(20, n=2, ignore_eos=True), PROMPT[:9])
+    drain(engine)
+    assert engine.counters.num_preemptions > 0
+    assert outputs_of(family) == alone
+    assert outputs_of(beside) == [zoo.greedy("llama", PROMPT[:9], 20, ignore_eos=True)] * 2
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("max_tokens", [1, 14])
+def test_completions_run_one_after_the_other_if_they_must(zoo: Zoo, alone: list[list[int]], max_tokens: int, caching: bool) -> None:
+    """The first has finished, and with it its blocks are gone, before the second starts."""
+    engine = make_engine(zoo.path("llama"), num_kv_blocks=8, block_size=8, max_batch_size=1, enable_prefix_caching=caching)
+    family = add(engine, sampled(4, max_tokens=max_tokens))
+    drain(engine)
+    assert outputs_of(family) == [output[:max_tokens] for output in alone[:4]]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
+@pytest.mark.parametrize("aborted", [[0], [1, 2], [0, 1], [3]])
+def test_an_aborted_completion_does_not_cost_the_others(
+    zoo: Zoo, alone: list[list[int]], aborted: list[int], num_steps: int, caching: bool
+) -> None:
+    """Before the first step, amid the prompt, when the siblings start, and later."""
+    engine = make_engine(zoo.path("llama"), num_kv_blocks=40, block_size=8, prefill_chunk_size=24, enable_prefix_caching=caching)
+    family = add(engine, sampled(4))
+    for _ in range(num_steps):
+        engine.step()
+    for index in aborted:
+        engine.scheduler.abort(family[index])
+        check_blocks(engine)
+    drain(engine)
+    for request in family:
+        if request.index in aborted:
+            assert request.finish_reason == "abort"
+            assert request.output_token_ids == alone[request.index][: request.num_output_tokens]
+        else:
+            assert request.output_token_ids == alone[request.index]
+
+
+@pytest.fixture(scope="module")
+def llm(zoo: Zoo) -> LLM:
+    return LLM(zoo.path("llama+text"), zoo.path("llama~"), num_kv_blocks=64, max_batch_size=5, max_waiting_requests=6, **CPU)
+
+
+def test_generate_gives_every_prompt_its_completions(llm: LLM, zoo: Zoo) -> None:
+    prompts = random_prompts(4, seed=2, max_len=20)
+    numbers = [3, 1, 8, 2]
+    outputs = llm.generate(prompts, [greedy(6, n=n, ignore_eos=True) for n in numbers], use_tqdm=False)
+    assert [len(output.outputs) for output in outputs] == numbers
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert [completion.index for completion in output.outputs] == list(range(len(output.outputs)))
+        assert {completion.finish_reason for completion in output.outputs} == {"length"}
+        tokens = zoo.greedy("llama+text", prompt, 6, ignore_eos=True)
+        assert [completion.token_ids for completion in output.outputs] == [tokens] * len(output.outputs)
+        assert len({completion.text for completion in output.outputs}) == 1
+        assert output.finished and output.error is None and output.prompt_token_ids == prompt
+        assert output.metrics.num_emitted_tokens == 6 * len(output.outputs)
+    assert len({output.request_id for output in outputs}) == 4
+    llm.diagnose()  # checks the block pool
+    assert not llm.engine.scheduler.has_unfinished
+
+
+def test_the_first_completion_and_the_next_request_are_as_without_siblings(zoo: Zoo) -> None:
+    """Also where seeds come from the engine's."""
+    single, several = (LLM(zoo.path("llama"), num_kv_blocks=64, seed=4, **CPU) for _ in range(2))
+    params = SamplingParams(temperature=1.1, max_tokens=10, ignore_eos=True)
+    expected = [single.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids for _ in range(2)]
+    [first] = several.generate(PROMPT, sampled(3, 10, temperature=1.1, seed=None), use_tqdm=False)
+    [second] = several.generate(PROMPT, params, use_tqdm=False)
+    assert [first.outputs[0].token_ids, second.outputs[0].token_ids] == expected
+    assert len({tuple(completion.token_ids) for completion in first.outputs}) == 3
+
+
+def test_completions_end_each_at_its_own_stop(llm: LLM) -> None:
+    params = SamplingParams(n=5, temperature=2.0, seed=1, max_tokens=25, stop=["a", "e"], min_tokens=1, logprobs=1)
+    [output] = llm.generate("the dog", params, use_tqdm=False)
+    lengths = {len(completion.token_ids) for completion in output.outputs}
+    assert len(lengths) > 1
+    for completion in output.outputs:
+        assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
+        assert completion.finish_reason == ("stop" if len(completion.token_ids) < 25 or completion.stop_reason else "length")
+
+
+def test_a_stream_shows_all_completions_growing(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.5, seed=2, max_tokens=15, stop=["~never~", "og"])
+    [whole] = llm.generate("the dog", params, use_tqdm=False)
+    pieces = list(llm.stream("the dog", params))
+    assert pieces[-1].outputs == whole.outputs and pieces[-1].finished
+    assert not any(piece.finished for piece in pieces[:-1])
+    for index in range(3):
+        texts = [piece.outputs[index].text for piece in pieces]
+        assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
+    lengths = [sum(len(completion.token_ids) for completion in piece.outputs) for piece in pieces]
+    assert all(shorter < longer for shorter, longer in pairwise(lengths))
+
+
+def test_leaving_a_stream_ends_all_its_completions(llm: LLM) -> None:
+    for num_shown in (1, 2, 4):
+        stream = llm.stream("the dog", greedy(40, n=5, ignore_eos=True))
+        for _ in range(num_shown):
+            next(stream)
+        assert llm.engine.scheduler.has_unfinished
+        stream.close()  # type: ignore[attr-defined]
+        assert not llm.engine.scheduler.has_unfinished
+        assert llm.engine.kv.pool.num_free == llm.engine.kv.pool.num_blocks
+
+
+def test_a_stream_of_more_completions_than_may_wait_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="max_waiting_requests=6"):
+        next(llm.stream("the dog", greedy(4, n=9)))
+    assert not llm.engine.scheduler.has_unfinished
+    assert len(llm.generate("the dog", greedy(4, n=9), use_tqdm=False)[0].outputs) == 9
+
+
+def test_an_exception_leaves_no_completion_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(batch: Any) -> Tensor:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "forward", failing)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            llm.generate(["the dog", "the"], greedy(4, n=4), use_tqdm=False)
+    assert not llm.engine.scheduler.has_unfinished
+
+
+def test_an_error_in_one_completion_is_named_and_costs_no_other(llm: LLM) -> None:
+    """A processor that fails behind one completion's first token."""
+    params = SamplingParams(n=4, temperature=1.5, seed=7, max_tokens=8, ignore_eos=True)
+    [good] = llm.generate("the dog", params, use_tqdm=False)
+    tokens = [completion.token_ids for completion in good.outputs]
+    num_prompt_tokens = len(good.prompt_token_ids)
+    assert sum(each[0] == tokens[2][0] for each in tokens) == 1
+
+    def picky(token_ids: list[int], logits: Tensor) -> Tensor:
+        if token_ids[num_prompt_tokens : num_prompt_tokens + 1] == tokens[2][:1]:
+            raise LookupError("not this one")
+        return logits
+
+    picky_params = SamplingParams(n=4, temperature=1.5, seed=7, max_tokens=8, ignore_eos=True, logits_processors=[picky])
+    [bad, beside] = llm.generate(["the dog", "the"], [picky_params, greedy(5, ignore_eos=True)], use_tqdm=False)
+    assert bad.finished and bad.error == "logits_processors: LookupError: not this one"
+    assert [completion.finish_reason for completion in bad.outputs] == ["length", "length", "abort", "length"]
+    assert [completion.token_ids for completion in bad.outputs] == [tokens[0], tokens[1], tokens[2][:1], tokens[3]]
+    assert beside.error is None and len(beside.outputs[0].token_ids) == 5
+
+
+def test_metrics_of_completions_are_summed_and_their_times_spanned() -> None:
+    parts = [
+        RequestMetrics(1.0, 2.0, 5.0, 9.0, 0, 1, 3, [3, 2], [2, 1], 6),
+        RequestMetrics(1.5, 3.0, 4.0, 7.0, 32, 0, 4, [4, 4, 1], [1], 5),
+    ]
+    assert merge_metrics(parts) == RequestMetrics(1.0, 2.0, 4.0, 9.0, 32, 1, 7, [7, 6, 1], [3, 1], 11)
+    waiting = RequestMetrics(0.5)
+    assert merge_metrics([*parts, waiting]) == RequestMetrics(0.5, 2.0, 4.0, None, 32, 1, 7, [7, 6, 1], [3, 1], 11)
+    assert merge_metrics([waiting, waiting]) == waiting

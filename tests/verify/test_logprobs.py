@@ -1,0 +1,118 @@
+"""Logprobs of emitted tokens: those of transformers' own logits, with and without speculation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from stepping import make_engine, run_all, submit
+from tiny_models import reference_logits
+from zoo import VOCAB_SIZE, Zoo, random_prompts
+
+from titan import LLM, CompletionOutput, Logprob, SamplingParams
+from titan.outputs import RequestMetrics
+from titan.request import Request
+from titan.verify.logprobs import emitted_logprobs
+
+PROMPTS = random_prompts(6, seed=4, max_len=20)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.9, "seed": 3},
+    "transformed": {"temperature": 0.6, "top_k": 30, "repetition_penalty": 1.2, "logit_bias": {9: 3.0}, "seed": 1},
+}
+
+
+def check(zoo: Zoo, prompt: list[int], completion: CompletionOutput, num_logprobs: int) -> None:
+    assert completion.logprobs is not None and completion.cumulative_logprob is not None
+    assert len(completion.logprobs) == len(completion.token_ids)
+    logits = reference_logits(zoo.model("llama+text"), prompt + completion.token_ids)[len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    ordered = expected.sort(-1, descending=True)
+    for i, (token_id, entry) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+        best = ordered.indices[i, :num_logprobs].tolist()
+        assert list(entry) == list(dict.fromkeys([token_id, *best])), "the token itself, then the most likely ones"
+        for other_id, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(float(expected[i, other_id]), abs=1e-4)
+            assert logprob.rank == 1 + ordered.indices[i].tolist().index(other_id)
+    total = sum(float(expected[i, token_id]) for i, token_id in enumerate(completion.token_ids))
+    assert completion.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
+@pytest.mark.parametrize("draft", [None, "llama~"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_emitted_token_has_the_models_own_logprobs(zoo: Zoo, name: str, draft: str | None) -> None:
+    """Requests that ask for different numbers, or for none, side by side."""
+    llm = LLM(zoo.path("llama+text"), draft and zoo.path(draft), dtype="float32", device="cpu", num_kv_blocks=64, max_batch_size=4)
+    counts = [0, 1, 5, 20, None, 2]
+    params = [SamplingParams(max_tokens=16, logprobs=count, **OPTIONS[name]) for count in counts]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    for prompt, count, output in zip(PROMPTS, counts, outputs, strict=True):
+        if count is None:
+            assert (output.outputs[0].logprobs, output.outputs[0].cumulative_logprob) == (None, None)
+        else:
+            check(zoo, prompt, output.outputs[0], count)
+    if draft is not None and name == "greedy":
+        assert sum(output.metrics.num_accepted_tokens for output in outputs) > 10
+
+
+def test_tokens_carry_their_text_in_generate_and_stream(zoo: Zoo) -> None:
+    llm = LLM(zoo.path("llama+text"), zoo.path("llama~"), dtype="float32", device="cpu", num_kv_blocks=64)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
+    [whole] = llm.generate("the dog", params, use_tqdm=False)
+    pieces = [piece.outputs[0] for piece in llm.stream("the dog", params)]
+    assert pieces[-1].logprobs == whole.outputs[0].logprobs
+    assert len(pieces) > 1
+    for piece in pieces:
+        assert piece.logprobs is not None and len(piece.logprobs) == len(piece.token_ids)
+        for entry in piece.logprobs:
+            for token_id, logprob in entry.items():
+                assert logprob.decoded_token == llm.engine.tokenizer.decode([token_id])
+
+
+def test_logprobs_are_trimmed_with_the_tokens_at_a_stop_inside_an_accepted_run(zoo: Zoo) -> None:
+    """Drafted by itself the model accepts runs of seven; it stops after each number of tokens in turn."""
+    engine = make_engine(zoo.path("llama"), zoo.path("llama"), num_kv_blocks=64)
+    prompt = PROMPTS[3]
+    output = zoo.greedy("llama", prompt, 8, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=1)
+    for length in range(1, 8):
+        if output[length - 1] in output[: length - 1]:
+            continue
+        stop = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=1, stop_token_ids=[output[length - 1]])
+        [request] = submit(engine, [prompt], [stop])
+        while engine.scheduler.has_unfinished:
+            engine.step()
+        assert request.output_token_ids == output[:length]
+        assert request.logprobs is not None and [next(iter(entry)) for entry in request.logprobs] == output[:length]
+    assert run_all(engine, [prompt], [params])[0][:8] == output
+
+
+def test_logprobs_outlive_a_preemption(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), num_kv_blocks=10, block_size=8, max_batch_size=4)
+    requests = submit(engine, [[i + 3] * 12 for i in range(4)], [SamplingParams(temperature=0.0, max_tokens=30, logprobs=0)] * 4)
+    while engine.scheduler.has_unfinished:
+        engine.step()
+    assert engine.counters.num_preemptions > 0
+    for request in requests:
+        assert request.logprobs is not None
+        assert [list(entry) for entry in request.logprobs] == [[token_id] for token_id in request.output_token_ids]
+
+
+def test_paths_through_branching_trees_and_more_logprobs_than_tokens_in_the_vocabulary() -> None:
+    """By hand: rows 0 to 3 are of a request with a branching tree, row 4 of one that asks for nothing, row 5 of a decode."""
+    params = [SamplingParams(logprobs=2), SamplingParams(), SamplingParams(logprobs=20)]
+    requests = [Request("r", None, [1], each, 0, 9, frozenset(), RequestMetrics(0.0), None) for each in params]
+    probs = np.random.default_rng(0).dirichlet(np.ones(4), size=6)
+    logits = torch.tensor(np.log(probs) + 3.0)
+    result = emitted_logprobs(requests, np.array([0, 4, 5, 6]), [[0, 2], [], []], [[3, 1, 0], [2], [2]], logits)
+    assert sorted(result) == [0, 2]
+    assert [list(entry) for entry in result[0]] == [
+        list(dict.fromkeys([token_id, *probs[row].argsort()[::-1][:2]])) for token_id, row in ((3, 0), (1, 1), (0, 3))
+    ]
+    for row, entry in zip((0, 1, 3, 5), (*result[0], *result[2]), strict=True):
+        for token_id, logprob in entry.items():
+            rank = int((probs[row] > probs[row, token_id]).sum()) + 1
+            assert logprob == Logprob(pytest.approx(np.log(probs[row, token_id]), abs=1e-5), rank)
+    assert len(result[2][0]) == 4 < VOCAB_SIZE
