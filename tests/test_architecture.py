@@ -19,7 +19,7 @@ ORDER = [
     {"titan.tree", "titan.sampling_params", "titan.outputs", "titan.detokenizer", "titan.draft_history"},
     {"titan.config", "titan.request", "titan.logits"},
     {"titan.step"},
-    {"titan.batch", "titan.block_pool", "titan.admission", "titan.sampling", "titan.stopping", "titan.metrics"},
+    {"titan.batch", "titan.block_pool", "titan.admission", "titan.sampling", "titan.stopping", "titan.metrics", "titan.tree_view"},
     {"titan.kv_cache"},
     {"titan.models"},
     {"titan.draft", "titan.verify"},

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -12,10 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from titan import __version__
-from titan.config import DTYPES
+from titan.config import DRAFT_SAMPLINGS, DTYPES
 from titan.llm import LLM
 from titan.outputs import RequestMetrics, RequestOutput
 from titan.sampling_params import SamplingParams
+from titan.step import Acceptance, StepPlan
+from titan.tree import DraftTree
+from titan.tree_view import LEGEND, VerifiedTree, render_tree, verified_trees
 
 WARM_UP_TOKENS = 24
 """Tokens generated before the clock starts, so that one-time set-up is not taken for speed."""
@@ -23,10 +28,11 @@ WARM_UP_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One generation and how long it took."""
+    """One generation, how long it took, and its draft trees, a step each, if they were asked for."""
 
     output: RequestOutput
     seconds: float
+    trees: list[VerifiedTree]
 
     @property
     def num_tokens(self) -> int:
@@ -40,7 +46,7 @@ class Run:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     parser = _parser()
-    args, rest = parser.parse_known_args(argv)
+    args, rest = parser.parse_known_args(_join_parents(sys.argv[1:] if argv is None else argv))
     if args.command == "bench":
         return _bench(args.bench, rest)
     if rest:
@@ -67,6 +73,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _join_parents(argv: Sequence[str]) -> list[str]:
+    """``--draft-tree -1,0`` as ``--draft-tree=-1,0``: argparse takes what begins with a minus for an option."""
+    joined: list[str] = []
+    for argument in argv:
+        if joined and joined[-1] == "--draft-tree" and re.match(r"-\d", argument):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def _parse_draft_tree(text: str) -> str | list[int]:
+    """The parents of a fixed shape, or the name of one; the engine's options say which are allowed."""
+    try:
+        return [int(parent) for parent in text.split(",")]
+    except ValueError:
+        return text
+
+
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompt", help='the text to continue, for example "def quicksort("')
@@ -74,6 +99,22 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--draft-model", help="draft: demo, a folder, a hub id, ngram, or none (default: demo with the demo model, else none)")
     add("--max-tokens", type=int, default=256, help="most tokens to generate (default: 256)")
     add("--max-draft-tokens", type=int, default=6, help="most draft tokens per step (default: 6)")
+    add(
+        "--draft-tree",
+        type=_parse_draft_tree,
+        default="auto",
+        metavar="SHAPE",
+        help='shape of the draft tree: auto, dynamic, chain, or the parent of each node, -1 for the root, such as "-1,-1,0" '
+        "(default: auto)",
+    )
+    add(
+        "--draft-sampling",
+        choices=DRAFT_SAMPLINGS,
+        default="auto",
+        help="propose the draft's most likely tokens, draw them, or what has done better; at temperature 0 all are greedy "
+        "(default: auto)",
+    )
+    add("--show-tree", action="store_true", help="print the draft tree of each step; with --json, add them to the object")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     add("--top-p", type=float, default=1.0, help="keep the most likely tokens of this mass (default: 1)")
     add("--top-k", type=int, default=0, help="keep this many tokens, 0 = all (default: 0)")
@@ -89,6 +130,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     """Continue a prompt, stream the text, and end with the speed, the mean acceptance length and the acceptance per depth."""
+    draft_model = args.draft_model or ("demo" if args.model == "demo" else "none")
+    if args.show_tree and (draft_model == "none" or args.max_draft_tokens == 0):
+        raise ValueError("--show-tree has no trees to show without a draft: give --draft-model, and --max-draft-tokens of 1 or more")
     params = SamplingParams(
         temperature=args.temperature,
         top_p=args.top_p,
@@ -99,24 +143,31 @@ def _generate(args: argparse.Namespace) -> int:
         max_tokens=args.max_tokens,
         ignore_eos=args.ignore_eos,
     )
-    draft_model = args.draft_model or ("demo" if args.model == "demo" else None)
     llm = LLM(
         args.model,
         None if draft_model == "none" else draft_model,
         dtype=args.dtype,
         device=args.device,
         max_draft_tokens=args.max_draft_tokens,
+        draft_tree=args.draft_tree,
+        draft_sampling=args.draft_sampling,
         max_batch_size=1,
         enable_prefix_caching=False,
     )
     plain_params = replace(params, use_speculative=False)
     for warm_up in (params, plain_params) if args.compare else (params,):
         llm.generate(args.prompt, replace(warm_up, max_tokens=WARM_UP_TOKENS, ignore_eos=True, stop=None), use_tqdm=False)
-    run = _run(llm, args.prompt, params, echo=not args.json)
+    run = _run(llm, args.prompt, params, echo=not args.json, keep_trees=args.show_tree)
     plain = _run(llm, args.prompt, plain_params, echo=False) if args.compare else None
     if args.json:
-        print(json.dumps(_as_json(run, plain)))
+        result = _as_json(run, plain)
+        if args.show_tree:
+            result["trees"] = [_tree_as_json(each) for each in run.trees]
+        print(json.dumps(result))
         return 0
+    if args.show_tree:
+        print(f"\n\n{LEGEND}")
+        _print_trees(llm, run.trees)
     print(f"\n\n{_summary(run)}")
     if plain is not None:
         same = "same text" if plain.output.outputs[0].token_ids == run.output.outputs[0].token_ids else "different text"
@@ -127,8 +178,15 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run(llm: LLM, prompt: str, params: SamplingParams, *, echo: bool) -> Run:
+def _run(llm: LLM, prompt: str, params: SamplingParams, *, echo: bool, keep_trees: bool = False) -> Run:
     """Generate once, printing the text as it comes if ``echo``."""
+    kept: list[VerifiedTree] = []
+
+    def keep(plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
+        kept.extend(verified_trees(plan, trees, acceptance))
+
+    if keep_trees:
+        llm.engine.observers.append(keep)
     if echo:
         print(prompt, end="", flush=True)
     start = time.perf_counter()
@@ -138,7 +196,36 @@ def _run(llm: LLM, prompt: str, params: SamplingParams, *, echo: bool) -> Run:
         if echo:
             print(text[num_printed:], end="", flush=True)
         num_printed = len(text)
-    return Run(output, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    if keep_trees:
+        llm.engine.observers.remove(keep)
+    return Run(output, seconds, kept)
+
+
+def _print_trees(llm: LLM, trees: Sequence[VerifiedTree]) -> None:
+    """Print the trees, a step each, in colour on a terminal unless NO_COLOR is set (https://no-color.org)."""
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    tokenizer = llm.engine.tokenizer
+    assert tokenizer is not None, "the prompt is text"
+
+    def decode(token_id: int) -> str:
+        # behind itself, because some tokenizers drop the space that begins a text
+        text: str = tokenizer.decode([token_id, token_id], clean_up_tokenization_spaces=False)
+        return text[len(tokenizer.decode([token_id], clean_up_tokenization_spaces=False)) :]
+
+    for step, each in enumerate(trees, start=1):
+        print(f"\nstep {step}: {len(each.path)} of {each.tree.num_nodes} draft tokens accepted")
+        print(render_tree(each, decode, color=color))
+
+
+def _tree_as_json(verified: VerifiedTree) -> dict[str, object]:
+    return {
+        "root_token_id": verified.root_token_id,
+        "token_ids": verified.tree.token_ids.tolist(),
+        "parents": verified.tree.parents.tolist(),
+        "path": verified.path,
+        "final_token_id": verified.final_token_id,
+    }
 
 
 def _summary(run: Run) -> str:

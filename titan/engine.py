@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,16 +26,19 @@ from titan.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutp
 from titan.request import Request
 from titan.sampling_params import SamplingParams
 from titan.scheduler import Scheduler
-from titan.step import StepPlan
+from titan.step import Acceptance, StepPlan
 from titan.tree import DraftTree
 from titan.verify.accept import accept
 
 KV_MEMORY_SHARE = 0.4
 """Share of the free memory that the KV cache takes at most, unless it is given."""
 
+StepObserver = Callable[[StepPlan, list[DraftTree], Acceptance], None]
+"""Sees a step after its verification, while the requests still end at their roots; must change nothing."""
+
 
 class Engine:
-    """Owns the target, the drafter, the KV and the scheduler.
+    """Owns the target, the drafter, the KV and the scheduler; ``observers`` are called in every step.
 
     Args:
         config: options.
@@ -70,6 +74,7 @@ class Engine:
         self.runner = ModelRunner(target, target_kv)
         self.counters = EngineCounters()
         self.scheduler = Scheduler(config, self.kv, self.counters)
+        self.observers: list[StepObserver] = []
         self._num_requests = 0
         self._use_drafter(create_drafter(draft, self._draft_context()))
 
@@ -83,6 +88,8 @@ class Engine:
             batch = self.build_batch(plan, trees)
             logits = self.runner.forward(batch)
             acceptance = accept(plan, trees, batch, logits)
+            for observe in self.observers:
+                observe(plan, trees, acceptance)
             self.drafter.commit(plan, trees, acceptance)
             self.kv.commit(plan, trees, acceptance)
             return self.scheduler.update(plan, trees, acceptance)

@@ -96,24 +96,26 @@ def philox(counters: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np
     return np.stack((c0, c1, c2, c3))
 
 
-def sample_rows(logits: Tensor, rows: SamplingRows) -> Tensor:
+def sample_rows(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64] | None = None) -> Tensor:
     """Draw one token per row.
 
     Args:
-        logits: [L, vocab], any float dtype.
-        rows: options of each row.
+        logits: [n, vocab] of the rows ``index``, any float dtype, as the model made them; not changed.
+        rows: options, of which those of ``index`` are used.
+        index: [n]; ``None``: all rows.
 
     Returns:
-        int64 [L]; -1 where the row's largest logit is not finite, so that no token can be drawn.
+        int64 [n]; -1 where the row's largest logit is not finite, so that no token can be drawn.
     """
-    logits = _transformed(logits, rows, np.arange(len(logits)))
+    index = np.arange(len(logits)) if index is None else index
+    logits = _transformed(logits, rows, index)
     best, tokens = logits.max(-1)
-    sampled = np.flatnonzero(rows.temperature > 0)
-    if len(sampled):
-        index = torch.from_numpy(sampled).to(logits.device)
-        probs = _filtered_probs(logits.index_select(0, index), rows, sampled)
+    places = np.flatnonzero(rows.temperature[index] > 0)
+    if len(places):
+        sampled, places_tensor = index[places], torch.from_numpy(places).to(logits.device)
+        probs = _filtered_probs(logits.index_select(0, places_tensor), rows, sampled)
         uniform = philox_uniform(rows.seeds[sampled], rows.positions[sampled], Purpose.SAMPLE)
-        tokens[index] = draw(probs, torch.from_numpy(uniform).to(logits.device))
+        tokens[places_tensor] = draw(probs, torch.from_numpy(uniform).to(logits.device))
     return tokens.masked_fill(~torch.isfinite(best), -1)
 
 
@@ -197,7 +199,7 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
         int64 [n]; a token of probability 0 never comes out.
     """
     cdf = probs.double().cumsum(-1)
-    tokens = torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0]
-    # rounding at the very end of the CDF must not step past the last possible token
-    last_possible = (probs > 0).long().cumsum(-1).argmax(-1)
-    return torch.minimum(tokens, last_possible)
+    total = cdf[:, -1]
+    # below the total whatever rounding does, so that the CDF steps over it, which it does at a possible token only
+    height = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, height[:, None], right=True)[:, 0]

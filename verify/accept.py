@@ -36,16 +36,15 @@ def accept(plan: StepPlan, trees: list[DraftTree], batch: RaggedBatch, logits: T
     """
     start_loc = batch.logits_start_loc
     rows = sampling_rows(plan.requests, trees, start_loc)
-    drawn = sample_rows(logits, rows)
     sampled = [i for i, tree in enumerate(trees) if tree.draft_probs is not None]
     matches: dict[int, tuple[float, float]] = {}
     if sampled:
-        tokens, sampled_rows, sampled_matches = _reject(sampled, trees, start_loc, logits, rows, drawn)
+        tokens, sampled_rows, sampled_matches = _match_and_reject(sampled, trees, start_loc, logits, rows)
         last_rows = walk([EMPTY_TREE if tree.draft_probs is not None else tree for tree in trees], start_loc, tokens)
         last_rows[sampled] = sampled_rows
-        matches = {i: (greedy, drawn) for i, (greedy, drawn) in zip(sampled, sampled_matches.tolist(), strict=True)}
+        matches = {i: (match[0], match[1]) for i, match in zip(sampled, sampled_matches.tolist(), strict=True)}
     else:
-        tokens = drawn.cpu().numpy()
+        tokens = sample_rows(logits, rows).cpu().numpy()
         last_rows = walk(trees, start_loc, tokens)
     paths = [tree.path_to(int(row - first) - 1) for tree, row, first in zip(trees, last_rows, start_loc[:-1], strict=True)]
     token_ids: list[list[int]] = []
@@ -86,22 +85,27 @@ def walk(trees: list[DraftTree], start_loc: NDArray[np.int64], tokens: NDArray[n
     return last_rows
 
 
-def _reject(
-    sampled: list[int], trees: list[DraftTree], start_loc: NDArray[np.int64], logits: Tensor, rows: SamplingRows, drawn: Tensor
+def _match_and_reject(
+    sampled: list[int], trees: list[DraftTree], start_loc: NDArray[np.int64], logits: Tensor, rows: SamplingRows
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """Verify the sampled trees.
+    """Draw the tokens of the deterministic trees and verify the sampled ones, with one copy from the device.
 
     Returns:
-        ``drawn`` with their final tokens put in, the rows these belong to, int64 [sampled], and the trees' `matches`, float64
-        [sampled, 2]; all in one copy from the device.
+        Tokens by row, int64 [L], of sampled trees at their last row only; these last rows, int64 [sampled]; and the `matches` of
+        the sampled trees, float64 [sampled, 2].
     """
-    index = np.concatenate([np.arange(start_loc[i], start_loc[i + 1]) for i in sampled])
-    logits_rows = torch.from_numpy(index).to(logits.device)
-    probs = target_probs(logits.index_select(0, logits_rows), rows, index)
-    probs /= probs.sum(-1, keepdim=True)
-    result = reject([trees[i] for i in sampled], probs, rows.seeds[index], rows.positions[index])
-    ends = logits_rows[result.last_rows]
-    tokens = drawn.index_copy(0, ends, torch.where(drawn[ends] >= 0, result.final_tokens, -1))
-    host = torch.cat((tokens, ends, result.matches.double().view(torch.int64).flatten())).cpu().numpy()
-    tokens_end, ends_end = len(drawn), len(drawn) + len(sampled)
-    return host[:tokens_end], host[tokens_end:ends_end], host[ends_end:].view(np.float64).reshape(-1, 2)
+    device = logits.device
+    is_sampled = np.repeat(np.isin(np.arange(len(trees)), sampled), np.diff(start_loc))
+    matched_index, sampled_index = np.flatnonzero(~is_sampled), np.flatnonzero(is_sampled)
+    matched_rows, sampled_rows = torch.from_numpy(matched_index).to(device), torch.from_numpy(sampled_index).to(device)
+    tokens = torch.zeros(len(logits), dtype=torch.int64, device=device)
+    if len(matched_index):
+        tokens[matched_rows] = sample_rows(logits.index_select(0, matched_rows), rows, matched_index)
+    probs = target_probs(logits.index_select(0, sampled_rows), rows, sampled_index)
+    mass = probs.sum(-1, keepdim=True)
+    result = reject([trees[i] for i in sampled], probs / mass, rows.seeds[sampled_index], rows.positions[sampled_index])
+    last_rows = sampled_rows[result.last_rows]
+    tokens[last_rows] = torch.where(torch.isfinite(mass[result.last_rows, 0]), result.final_tokens, -1)
+    host = torch.cat((tokens, last_rows, result.matches.double().view(torch.int64).flatten())).cpu().numpy()
+    tokens_end, rows_end = len(logits), len(logits) + len(sampled)
+    return host[:tokens_end], host[tokens_end:rows_end], host[rows_end:].view(np.float64).reshape(-1, 2)
