@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titan.batch import DraftPass, RaggedBatch, Segment, build_batch, build_chain_passes, build_frontier_pass
 from titan.draft.base import DraftContext
-from titan.draft.policy import DraftPolicy
+from titan.draft.policy import DraftPolicy, score_temperature
 from titan.draft.tree_builder import Growth
 from titan.draft_history import DraftHistory
 from titan.kv_cache import allocate_kv
@@ -148,10 +148,12 @@ class DraftModelDrafter:
         return self.reserve(request, request.num_tokens + num_nodes)
 
     def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
-        for i, match in acceptance.matches.items():
-            history = plan.requests[i].draft_history
-            history.note_match(*match)
-            _note_children(history, trees[i], acceptance.paths[i])
+        for i, (request, tree, path) in enumerate(zip(plan.requests, trees, acceptance.paths, strict=True)):
+            if i in acceptance.matches:
+                request.draft_history.note_match(*acceptance.matches[i])
+                _note_children(request.draft_history, tree, path)
+            elif tree.scores is not None:
+                _note_confidence(request, tree, path)
 
     def _budget(self, plan: StepPlan, i: int) -> int:
         """Draft tokens for row ``i``, lowered to what the draft's own context length leaves."""
@@ -180,6 +182,17 @@ def _note_children(history: DraftHistory, tree: DraftTree, path: list[int]) -> N
     for node, child in zip([-1, *path], [*path, None], strict=True):
         if num_children[node]:
             history.note_children(num_children[node], None if child is None else int(tree.topology.child_ranks[child]))
+
+
+def _note_confidence(request: Request, tree: DraftTree, path: list[int]) -> None:
+    """Tell whether the most likely children of the nodes that verification reached were accepted."""
+    assert tree.scores is not None
+    start, scores, parents = score_temperature(request), tree.scores.tolist(), tree.parents.tolist()
+    for node, child in zip([-1, *path], [*path, -1], strict=True):
+        if node in parents:
+            first = parents.index(node)
+            logprob = scores[first] - (scores[node] if node >= 0 else 0.0)
+            request.draft_history.note_confidence(start, logprob, first == child)
 
 
 def _cat(tensors: list[Tensor]) -> Tensor:

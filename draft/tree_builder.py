@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.draft.shapes import chain_slots, inner_by_depth, main_path_first
+from titan.draft.shapes import chain_slots, in_main_path_order, inner_by_depth, main_path_first
 from titan.sampling import Purpose, SamplingRows, draw, philox_uniform, target_probs
 from titan.tree import MAX_NODES, DraftTree, Parents, topology
 
@@ -80,7 +80,7 @@ def children_of(logits: Tensor, num_children: int, temperatures: Tensor) -> tupl
         num_children: at most V.
         temperatures: float32 [rows, 1], at which the probabilities are meant.
     """
-    scaled = logits.float() / temperatures
+    scaled = logits.to(torch.float32, copy=True).div_(temperatures)
     best = scaled.topk(num_children, dim=-1)
     return best.indices, best.values - scaled.logsumexp(-1, keepdim=True)
 
@@ -97,30 +97,27 @@ def best_trees(candidates: Candidates, budgets: Sequence[int]) -> list[DraftTree
     """
     scores, order = candidates.scores.sort(dim=-1, descending=True, stable=True)
     order = order[:, : max(budgets)]
-    columns = [each.gather(1, order) for each in (candidates.token_ids, candidates.parent_slots, candidates.slots)]
-    is_there = torch.isfinite(scores[:, : max(budgets)])
-    table: NDArray[np.int64] = torch.stack([*columns, is_there.long()]).cpu().numpy()
+    columns: list[Tensor] = [each.gather(1, order) for each in (candidates.token_ids, candidates.parent_slots, candidates.slots)]
+    columns.append(scores[:, : max(budgets)].double().view(torch.int64))
+    table: NDArray[np.int64] = torch.stack(columns).cpu().numpy()
+    all_scores = table[3].view(np.float64)
     trees = []
     for i, budget in enumerate(budgets):
-        token_ids, parent_slots, slots, exists = (column[i, :budget] for column in table)
-        count = int(exists.sum())
-        node_in_slot = {slot: node for node, slot in enumerate(slots[:count].tolist()) if slot >= 0} | {-1: -1}
-        parents = np.array([node_in_slot[slot] for slot in parent_slots[:count].tolist()], np.int32)
-        trees.append(likeliest_first(token_ids[:count], parents, slots[:count]))
+        count = min(budget, int(np.isfinite(all_scores[i]).sum()))
+        token_ids, parent_slots, slots = (table[column, i, :count] for column in range(3))
+        node_in_slot = {slot: node for node, slot in enumerate(slots.tolist()) if slot >= 0} | {-1: -1}
+        parents = np.array([node_in_slot[slot] for slot in parent_slots.tolist()], np.int32)
+        # the path of first children first, so that to accept it moves no KV
+        order = np.array(main_path_first(parents.tobytes()), np.int64)
+        trees.append(
+            DraftTree(
+                token_ids[order],
+                in_main_path_order(parents),
+                draft_slots=slots[order].astype(np.int32),
+                scores=all_scores[i, order].astype(np.float32),
+            )
+        )
     return trees
-
-
-def likeliest_first(token_ids: Ints, parents: Parents, slots: Ints) -> DraftTree:
-    """The tree whose first nodes are the path of first children, so that to accept them moves no KV.
-
-    Args:
-        token_ids: int64 [num_nodes], siblings in order of their probability.
-        parents: int32 [num_nodes], topological.
-        slots: int64 [num_nodes], where the nodes' draft KV is.
-    """
-    order = np.array(main_path_first(parents.tobytes()), np.int64)
-    new_index = np.append(np.argsort(order), -1).astype(np.int32)  # the root stays -1
-    return DraftTree(token_ids[order], new_index[parents[order]], draft_slots=slots[order].astype(np.int32))
 
 
 class ChainGrowth:
@@ -337,7 +334,7 @@ def draw_children(probs: Tensor, num_children: int, seeds: NDArray[np.uint64], p
     left = probs
     for sibling in range(num_children):
         uniform = philox_uniform(seeds, positions, Purpose.DRAFT, sibling=sibling)
-        tokens = draw(left, torch.from_numpy(uniform).to(probs.device))
+        tokens = draw(left, torch.from_numpy(uniform).to(probs.device)).clamp(max=left.shape[1] - 1)  # where nothing is left
         is_possible = left.gather(1, tokens[:, None])[:, 0] > 0
         children.append(torch.where(is_possible, tokens, -1))
         if sibling + 1 < num_children:

@@ -20,7 +20,7 @@ from titan.outputs import RequestMetrics, RequestOutput
 from titan.sampling_params import SamplingParams
 from titan.step import Acceptance, StepPlan
 from titan.tree import DraftTree
-from titan.tree_view import LEGEND, VerifiedTree, render_tree, verified_trees
+from titan.tree_view import LEGEND, VerifiedTree, render_tree, token_text, verified_trees
 
 WARM_UP_TOKENS = 24
 """Tokens generated before the clock starts, so that one-time set-up is not taken for speed."""
@@ -132,7 +132,9 @@ def _generate(args: argparse.Namespace) -> int:
     """Continue a prompt, stream the text, and end with the speed, the mean acceptance length and the acceptance per depth."""
     draft_model = args.draft_model or ("demo" if args.model == "demo" else "none")
     if args.show_tree and (draft_model == "none" or args.max_draft_tokens == 0):
-        raise ValueError("--show-tree has no trees to show without a draft: give --draft-model, and --max-draft-tokens of 1 or more")
+        raise ValueError(
+            "--show-tree has no trees to show without a draft: give --draft-model, and --max-draft-tokens of 1 or more"
+        )
     params = SamplingParams(
         temperature=args.temperature,
         top_p=args.top_p,
@@ -165,10 +167,10 @@ def _generate(args: argparse.Namespace) -> int:
             result["trees"] = [_tree_as_json(each) for each in run.trees]
         print(json.dumps(result))
         return 0
+    print("\n")
     if args.show_tree:
-        print(f"\n\n{LEGEND}")
         _print_trees(llm, run.trees)
-    print(f"\n\n{_summary(run)}")
+    print(_summary(run))
     if plain is not None:
         same = "same text" if plain.output.outputs[0].token_ids == run.output.outputs[0].token_ids else "different text"
         print(
@@ -205,17 +207,10 @@ def _run(llm: LLM, prompt: str, params: SamplingParams, *, echo: bool, keep_tree
 def _print_trees(llm: LLM, trees: Sequence[VerifiedTree]) -> None:
     """Print the trees, a step each, in colour on a terminal unless NO_COLOR is set (https://no-color.org)."""
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    tokenizer = llm.engine.tokenizer
-    assert tokenizer is not None, "the prompt is text"
-
-    def decode(token_id: int) -> str:
-        # behind itself, because some tokenizers drop the space that begins a text
-        text: str = tokenizer.decode([token_id, token_id], clean_up_tokenization_spaces=False)
-        return text[len(tokenizer.decode([token_id], clean_up_tokenization_spaces=False)) :]
-
+    print(f"{LEGEND}\n")
     for step, each in enumerate(trees, start=1):
-        print(f"\nstep {step}: {len(each.path)} of {each.tree.num_nodes} draft tokens accepted")
-        print(render_tree(each, decode, color=color))
+        print(f"step {step}: {len(each.path)} of {each.tree.num_nodes} draft tokens accepted")
+        print(render_tree(each, lambda token_id: token_text(llm.engine.tokenizer, token_id), color=color) + "\n")
 
 
 def _tree_as_json(verified: VerifiedTree) -> dict[str, object]:

@@ -31,6 +31,8 @@ class DraftTree:
         parents: int32 [num_nodes], topological: ``-1 <= parents[i] < i``.
         draft_probs: float32 [num_inner, vocab], the distributions q that the children of the `inner` nodes were drawn from, one
             after the other without replacement; ``None``: the proposal is deterministic, q is a point mass.
+        scores: float32 [num_nodes], cumulative log-probabilities by which the draft chose the nodes; ``None``: they were not chosen
+            by probability.
         draft_slots: int32 [num_nodes], where the drafter's own KV of a node is, counted from the slot behind the root; -1 where
             it has none; ``None``: it has none at all.
 
@@ -42,6 +44,7 @@ class DraftTree:
     parents: NDArray[np.int32]
     draft_probs: Tensor | None = None
     draft_slots: NDArray[np.int32] | None = None
+    scores: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         num_nodes = len(self.token_ids)

@@ -1,0 +1,245 @@
+"""Shapes of draft trees on the same prompts: tokens per step, speed, and what the host does for them.
+
+    python -m titan.bench.trees                                                  the demo pair
+    python -m titan.bench.trees --model DIR/target --draft-model DIR/draft
+
+One engine; the variants take turns in rounds, on prompts that are new in each round and the same for all variants. The end of
+sequence is ignored, and request i has seed i. Ratios are medians over the rounds of the ratio within a round. Nothing else should
+run on the machine. Ctrl-C ends the measurement and reports what there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from titan import LLM, SamplingParams
+from titan.bench.profiling import timed
+from titan.bench.report import (
+    Spread,
+    collect_provenance,
+    format_figure,
+    num_physical_cores,
+    provenance_lines,
+    table_lines,
+    write_json,
+    write_markdown,
+)
+from titan.bench.throughput import log, prompt_stream
+from titan.bench.workloads import take_workload
+from titan.draft.draft_model import DraftModelDrafter
+from titan.draft.policy import DraftPolicy
+from titan.models.loader import DEMO, DTYPES
+
+BASE_NODES = 6
+"""Nodes of the chains that the other shapes are compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to draft; without nodes nothing is drafted."""
+
+    name: str
+    draft_tree: str = "auto"
+    draft_sampling: str = "auto"
+    num_nodes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run of one variant in one round."""
+
+    temperature: float
+    variant: str
+    round_id: int
+    tokens_per_second: float
+    tokens_per_step: float  # per request, final token included
+    step_seconds: float  # mean
+    host_share: float  # of the step: all but the forward passes of target and draft
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One variant at one temperature."""
+
+    temperature: float
+    variant: str
+    tokens_per_step: float  # mean over the rounds
+    tokens_per_second: Spread
+    speed_up: Spread  # over no draft
+    step_seconds: float
+    host_share: float
+
+
+def make_variants(temperature: float, num_nodes: Sequence[int]) -> list[Variant]:
+    """The variants of a temperature; at 0 a sampled proposal is a greedy one."""
+    variants = [Variant("no draft"), Variant(f"chain, greedy, {BASE_NODES}", "chain", "greedy", BASE_NODES)]
+    if temperature > 0:
+        variants.append(Variant(f"chain, sampled, {BASE_NODES}", "chain", "sampled", BASE_NODES))
+    return variants + [Variant(f"{tree}, {count}", tree, "auto", count) for count in num_nodes for tree in ("dynamic", "auto")]
+
+
+class TreeBench:
+    """One engine whose draft policy is changed from run to run."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.llm = LLM(
+            args.model,
+            args.draft_model,
+            dtype=args.dtype,
+            max_draft_tokens=max(args.nodes),
+            max_batch_size=args.concurrency,
+            max_model_len=args.prompt_len + args.output_len,
+            enable_prefix_caching=False,
+        )
+        drafter = self.llm.engine.drafter
+        if not isinstance(drafter, DraftModelDrafter):
+            raise ValueError(f"--draft-model {args.draft_model} is not a draft model: only those have shapes to compare")
+        self.drafter = drafter
+        self.samples: list[Sample] = []
+
+    def run(self) -> None:
+        """Measure all variants at all temperatures, in rounds; the first round warms up and does not count."""
+        prompts = prompt_stream(self.args.model, self.args.prompt_len, self.args.seed)
+        for round_id in range(-1, self.args.repeats):
+            for temperature in self.args.temperature:
+                workload = take_workload(prompts, self.args.concurrency, self.args.output_len)
+                for variant in make_variants(temperature, self.args.nodes):
+                    sample = self._run(variant, workload.prompts, temperature, round_id)
+                    log(f"round {round_id} T={temperature} {variant.name}: {sample.tokens_per_second:.0f} tokens/s")
+                    if round_id >= 0:
+                        self.samples.append(sample)
+
+    def _run(self, variant: Variant, prompts: list[list[int]], temperature: float, round_id: int) -> Sample:
+        if variant.num_nodes:
+            self.drafter.policy = DraftPolicy(variant.draft_tree, variant.draft_sampling, variant.num_nodes)
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                seed=i,
+                max_tokens=self.args.output_len,
+                ignore_eos=True,
+                use_speculative=variant.num_nodes > 0,
+                max_draft_tokens=variant.num_nodes or None,
+            )
+            for i in range(len(prompts))
+        ]
+        engine = self.llm.engine
+        with (
+            timed(engine.runner.model, "forward") as target,
+            timed(self.drafter.model, "forward") as draft,
+            timed(engine, "step") as step,
+        ):
+            start = time.perf_counter()
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - start
+        num_tokens = sum(output.metrics.num_emitted_tokens for output in outputs)
+        num_rows = sum(output.metrics.num_sequence_steps for output in outputs)
+        return Sample(
+            temperature,
+            variant.name,
+            round_id,
+            tokens_per_second=num_tokens / seconds,
+            tokens_per_step=num_tokens / num_rows,
+            step_seconds=step.seconds / step.num_calls,
+            host_share=1 - (target.seconds + draft.seconds) / step.seconds,
+        )
+
+
+def make_rows(samples: Sequence[Sample]) -> list[Row]:
+    """Sum the rounds up, in the order of the samples."""
+    base = {(sample.temperature, sample.round_id): sample for sample in samples if sample.variant == "no draft"}
+    keys = dict.fromkeys((sample.temperature, sample.variant) for sample in samples)
+    rows = []
+    for temperature, variant in sorted(keys, key=lambda key: key[0]):
+        mine = [sample for sample in samples if (sample.temperature, sample.variant) == (temperature, variant)]
+        rows.append(
+            Row(
+                temperature,
+                variant,
+                tokens_per_step=sum(sample.tokens_per_step for sample in mine) / len(mine),
+                tokens_per_second=Spread.of([sample.tokens_per_second for sample in mine]),
+                speed_up=Spread.of(
+                    [each.tokens_per_second / base[each.temperature, each.round_id].tokens_per_second for each in mine]
+                ),
+                step_seconds=Spread.of([sample.step_seconds for sample in mine]).median,
+                host_share=Spread.of([sample.host_share for sample in mine]).median,
+            )
+        )
+    return rows
+
+
+def tree_table(rows: Sequence[Row]) -> list[str]:
+    """Lay the rows out as a Markdown table."""
+    header = ["temperature", "tree", "tokens/step", "tokens/s", "x no draft", "min..max", "ms/step", "host"]
+    cells = [
+        [
+            f"{row.temperature:g}",
+            row.variant,
+            f"{row.tokens_per_step:.2f}",
+            f"{row.tokens_per_second.median:.1f}",
+            f"{row.speed_up.median:.2f}",
+            f"{row.speed_up.minimum:.2f}..{row.speed_up.maximum:.2f}",
+            f"{row.step_seconds * 1e3:.2f}",
+            format_figure(row.host_share, 1, suffix=" %", scale=100),
+        ]
+        for row in rows
+    ]
+    return table_lines(header, cells, num_text_columns=2)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = parse_arguments(argv)
+    torch.set_num_threads(args.threads)
+    provenance = collect_provenance("titan.bench.trees", argv)
+    print("\n".join([*provenance_lines(provenance), ""]), flush=True)
+    bench = TreeBench(args)
+    try:
+        bench.run()
+    except KeyboardInterrupt:
+        log("interrupted: reporting what was measured so far")
+    rows = make_rows(bench.samples)
+    print("\n".join(tree_table(rows)), flush=True)
+    if args.json is not None:
+        options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        write_json(args.json, provenance, options, {"rows": rows, "samples": bench.samples})
+    if args.markdown is not None:
+        workload = (
+            f"{args.model}, draft {args.draft_model}, {args.dtype}; {args.concurrency} requests at once, prompts of "
+            f"{args.prompt_len} tokens, {args.output_len} generated, end of sequence ignored; {args.repeats} interleaved rounds."
+        )
+        write_markdown(args.markdown, "Draft trees", [provenance_lines(provenance), [workload], tree_table(rows)])
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m titan.bench.trees", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=DEMO, help="folder or hub id of the target (default: the demo pair)")
+    parser.add_argument("--draft-model", default=DEMO, help="folder or hub id of the draft (default: the demo's)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--concurrency", type=int, default=8, help="requests at once (default: %(default)s)")
+    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 0.7, 1.0])
+    parser.add_argument("--nodes", nargs="+", type=int, default=[6, 16, 32], help="most draft tokens of dynamic and auto trees")
+    parser.add_argument("--prompt-len", type=int, default=64, help="tokens (default: %(default)s)")
+    parser.add_argument("--output-len", type=int, default=128, help="tokens (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=num_physical_cores(), help="default: the physical cores, %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--markdown", type=Path, help="file for the table")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The command line's `generate`: trees, and the options that shape them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+from zoo import Zoo
+
+from titan.cli import main
+
+ESCAPE = "\x1b["
+
+
+@pytest.fixture
+def models(zoo: Zoo) -> list[str]:
+    return ["--model", zoo.path("llama+text"), "--draft-model", zoo.path("llama~+text"), "--dtype", "float32", "--device", "cpu"]
+
+
+def generate(*args: str) -> int:
+    return main(["generate", "the dog", "--max-tokens", "12", "--ignore-eos", *args])
+
+
+def generate_json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    assert generate("--json", *args) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+@pytest.mark.parametrize("sampling", [["--temperature", "0.8", "--draft-sampling", "sampled"], []], ids=["sampled", "greedy"])
+def test_the_trees_of_a_run_and_of_nothing_else(models: list[str], capsys: pytest.CaptureFixture[str], sampling: list[str]) -> None:
+    result = generate_json(capsys, *models, *sampling, "--show-tree", "--compare")
+    trees = result["trees"]
+    assert len(trees) == result["metrics"]["num_sequence_steps"]
+    assert [len(tree["parents"]) for tree in trees] == [len(tree["token_ids"]) for tree in trees]
+    emitted = [[tree["token_ids"][node] for node in tree["path"]] + [tree["final_token_id"]] for tree in trees]
+    assert [token for tokens in emitted for token in tokens] == result["token_ids"]
+    assert [tree["root_token_id"] for tree in trees[1:]] == [tokens[-1] for tokens in emitted[:-1]]
+
+
+def test_trees_are_not_in_the_object_unless_asked_for(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "trees" not in generate_json(capsys, *models)
+
+
+@pytest.mark.parametrize("parents", [["--draft-tree", "-1,-1,0"], ["--draft-tree=-1,-1,0"]], ids=["with a space", "with ="])
+def test_parents_are_a_shape(models: list[str], capsys: pytest.CaptureFixture[str], parents: list[str]) -> None:
+    trees = generate_json(capsys, *models, *parents, "--show-tree")["trees"]
+    assert trees[0]["parents"] == [-1, 0, -1]  # the same shape with the path of first children first
+
+
+def test_a_chain_is_a_shape(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    trees = generate_json(capsys, *models, "--draft-tree", "chain", "--show-tree")["trees"]
+    assert trees[0]["parents"] == [-1, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ("star", "draft_tree='star' is not supported; allowed: 'auto', 'dynamic', 'chain'"),
+        ("-1,1", "draft_tree=[-1, 1] is not topological"),
+        ("-1,-1,-1,-1,-1,-1,-1", "at most max_draft_tokens=6 are allowed"),
+    ],
+)
+def test_a_shape_that_is_none_is_refused(models: list[str], capsys: pytest.CaptureFixture[str], shape: str, message: str) -> None:
+    assert generate(*models, "--draft-tree", shape) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_trees_are_shown_behind_the_text_and_before_the_speed(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(*models, "--show-tree") == 0
+    out = capsys.readouterr().out
+    steps = [line for line in out.splitlines() if line.startswith("step ")]
+    assert steps and steps[0].endswith(" of 6 draft tokens accepted")
+    assert out.startswith("the dog")
+    assert out.index("+ accepted, - rejected") < out.index("\nstep 1:") < out.index("tokens/s")
+    assert out.count("> '") + out.count('> "') == len(steps)
+    assert ESCAPE not in out
+
+
+@pytest.mark.parametrize(("no_color", "is_colored"), [(None, True), ("", True), ("1", False)])
+def test_a_terminal_has_colours_unless_they_are_unwanted(
+    models: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    no_color: str | None,
+    is_colored: bool,
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    assert generate(*models, "--show-tree") == 0
+    assert (ESCAPE in capsys.readouterr().out) == is_colored
+
+
+@pytest.mark.parametrize("draft", [["--draft-model", "none"], [], ["--draft-model", "ngram", "--max-draft-tokens", "0"]])
+def test_trees_without_a_draft_are_refused(zoo: Zoo, capsys: pytest.CaptureFixture[str], draft: list[str]) -> None:
+    assert generate("--model", zoo.path("llama+text"), "--show-tree", *draft) == 2
+    assert "--show-tree has no trees to show without a draft" in capsys.readouterr().err
+
+
+def test_a_drafter_that_found_nothing_has_an_empty_tree(zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
+    result = generate_json(capsys, "--model", zoo.path("llama+text"), "--draft-model", "ngram", "--show-tree")
+    assert result["trees"][0]["token_ids"] == result["trees"][0]["path"] == []

@@ -1,0 +1,91 @@
+"""Draft trees as text: what a step proposed, what verification kept, and the token that followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titan.step import Acceptance, StepPlan
+from titan.tree import DraftTree
+
+LEGEND = "+ accepted, - rejected, > final token (recovered or bonus)"
+
+_GREEN, _DIM, _BOLD, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VerifiedTree:
+    """A draft tree after its verification.
+
+    ``path`` are the accepted nodes from the root down; ``final_token_id`` is ``None`` where the logits behind the path could not
+    be used. A stop within the path ends the output there: what lies behind it was accepted but is not emitted.
+    """
+
+    root_token_id: int
+    tree: DraftTree  # without draft_probs
+    path: list[int]
+    final_token_id: int | None
+
+
+def verified_trees(plan: StepPlan, trees: Sequence[DraftTree], acceptance: Acceptance) -> list[VerifiedTree]:
+    """The trees of the rows that reached their roots, empty ones included; taken before the requests' tokens grow.
+
+    Args:
+        plan: the step.
+        trees: one per row of the plan.
+        acceptance: what verification found.
+    """
+    return [
+        VerifiedTree(
+            request.token_ids[-1],
+            replace(trees[i], draft_probs=None),  # not kept alive: a row of them is as large as the vocabulary
+            acceptance.paths[i],
+            acceptance.token_ids[i][-1] if acceptance.errors[i] is None else None,
+        )
+        for i, request in enumerate(plan.requests)
+        if plan.reaches_root(i)
+    ]
+
+
+def token_text(tokenizer: Any, token_id: int) -> str:
+    """The text of one token, special tokens and leading spaces included.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        token_id: of its vocabulary.
+    """
+
+    def decode(token_ids: list[int]) -> str:
+        text: str = tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+        return text
+
+    return decode([token_id, token_id])[len(decode([token_id])) :]  # some tokenizers drop the space that begins a text
+
+
+def render_tree(verified: VerifiedTree, decode: Callable[[int], str], *, color: bool = False) -> str:
+    """Indented text, a line per token, children below their parent: the root, marked nodes, and the final token at the path's end.
+
+    Args:
+        verified: the tree.
+        decode: the text of a token; it is shown as a Python string, so that spaces and line ends are visible.
+        color: accepted nodes green, rejected ones dim, the final token bold, with ANSI codes.
+    """
+    tree, path = verified.tree, verified.path
+    end = path[-1] if path else -1
+    lines = [repr(decode(verified.root_token_id))]
+
+    def add(mark: str, token_id: int, depth: int, code: str) -> None:
+        line = f"{mark} {decode(token_id)!r}"
+        lines.append("  " * depth + (f"{code}{line}{_RESET}" if color else line))
+
+    def add_children(parent: int, depth: int) -> None:
+        for node in (tree.parents == parent).nonzero()[0].tolist():
+            is_accepted = node in path
+            add("+" if is_accepted else "-", int(tree.token_ids[node]), depth, _GREEN if is_accepted else _DIM)
+            add_children(node, depth + 1)
+        if parent == end and verified.final_token_id is not None:
+            add(">", verified.final_token_id, depth, _BOLD)
+
+    add_children(-1, 1)
+    return "\n".join(lines)
