@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from titan.batch import DraftPass, RaggedBatch, Segment, build_batch, build_chain_passes, build_frontier_pass
 from titan.draft.base import DraftContext
@@ -41,8 +42,8 @@ class DraftModelDrafter:
         self.model = model
         self.max_draft_tokens = context.max_draft_tokens
         self.max_num_batched_tokens = context.max_num_batched_tokens
-        self.vocab_size = min(context.target_vocab_size, model.config.vocab_size)
-        self.lacks_tokens = model.config.vocab_size < context.target_vocab_size
+        self.vocab_size = model.config.vocab_size
+        self.target_vocab_size = context.target_vocab_size
         self.max_len = model.config.max_position_embeddings
         self.device = context.device
         self.block_size = context.kv.block_size
@@ -140,9 +141,10 @@ class DraftModelDrafter:
             )
 
     def _forward(self, batch: RaggedBatch) -> Tensor:
-        """Logits of one pass, within the vocabulary that both models share: [L, vocab_size]."""
+        """Logits of one pass over the target's vocabulary, -inf where only the target has tokens: [L, target vocabulary]."""
         logits: Tensor = self.model(batch, self.kv)
-        return logits[:, : self.vocab_size]
+        num_missing = self.target_vocab_size - logits.shape[1]
+        return pad(logits, (0, num_missing), value=float("-inf")) if num_missing else logits
 
     def _reserve(self, request: Request, num_nodes: int) -> bool:
         return self.reserve(request, request.num_tokens + num_nodes)
@@ -173,7 +175,9 @@ class DraftModelDrafter:
 
     def _known(self, token_ids: list[int]) -> list[int]:
         """The tokens; those that only the target's embedding has rows for, which are padding, become the draft's last one."""
-        return [min(token_id, self.vocab_size - 1) for token_id in token_ids] if self.lacks_tokens else token_ids
+        if self.vocab_size >= self.target_vocab_size:
+            return token_ids
+        return [min(token_id, self.vocab_size - 1) for token_id in token_ids]
 
 
 def _note_children(history: DraftHistory, tree: DraftTree, path: list[int]) -> None:

@@ -27,9 +27,10 @@ def main_path_first(parents: bytes) -> tuple[int, ...]:
 
 def in_main_path_order(parents: Parents) -> Parents:
     """The same shape with the path of first children first: int32 [num_nodes]."""
-    order = np.array(main_path_first(parents.tobytes()))
+    order = np.array(main_path_first(parents.tobytes()), np.int64)
     new_index = np.append(np.argsort(order), -1).astype(np.int32)  # the root stays -1
     in_order: Parents = new_index[parents[order]]
+    in_order.flags.writeable = False
     return in_order
 
 

@@ -21,12 +21,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from titan.draft.shapes import chain_slots, in_main_path_order, inner_by_depth, main_path_first
 from titan.sampling import Purpose, SamplingRows, draw, philox_uniform, target_probs
-from titan.tree import MAX_NODES, DraftTree, Parents, topology
+from titan.tree import EMPTY_TREE, MAX_NODES, DraftTree, Parents, topology
 
 Ints = NDArray[np.int64]
+
+NUM_COMPARED = 64
+"""Tokens among which the children of a node are scored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,14 +79,17 @@ class Candidates:
 def children_of(logits: Tensor, num_children: int, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """The most likely tokens behind each row: token ids int64 and log-probabilities float32, [rows, num_children] each.
 
+    The probabilities are those among the `NUM_COMPARED` most likely tokens, which spares a pass over the vocabulary.
+
     Args:
         logits: [rows, V].
-        num_children: at most V.
+        num_children: at most `NUM_COMPARED`; where the vocabulary has fewer tokens, the rest has log-probability -inf.
         temperatures: float32 [rows, 1], at which the probabilities are meant.
     """
-    scaled = logits.to(torch.float32, copy=True).div_(temperatures)
-    best = scaled.topk(num_children, dim=-1)
-    return best.indices, best.values - scaled.logsumexp(-1, keepdim=True)
+    best = logits.topk(min(NUM_COMPARED, logits.shape[1]), dim=-1)
+    logprobs = (best.values.float() / temperatures).log_softmax(-1)[:, :num_children]
+    num_missing = num_children - logprobs.shape[1]  # where the vocabulary is smaller
+    return pad(best.indices[:, :num_children], (0, num_missing)), pad(logprobs, (0, num_missing), value=float("-inf"))
 
 
 def best_trees(candidates: Candidates, budgets: Sequence[int]) -> list[DraftTree]:
@@ -95,26 +102,26 @@ def best_trees(candidates: Candidates, budgets: Sequence[int]) -> list[DraftTree
         candidates: of n requests, by depth.
         budgets: most nodes of each request.
     """
-    scores, order = candidates.scores.sort(dim=-1, descending=True, stable=True)
-    order = order[:, : max(budgets)]
-    columns: list[Tensor] = [each.gather(1, order) for each in (candidates.token_ids, candidates.parent_slots, candidates.slots)]
-    columns.append(scores[:, : max(budgets)].double().view(torch.int64))
-    table: NDArray[np.int64] = torch.stack(columns).cpu().numpy()
-    all_scores = table[3].view(np.float64)
+    most = max(budgets)
+    finite = candidates.scores.nan_to_num(nan=float("-inf"))
+    scores, order = (each[:, :most] for each in finite.sort(dim=-1, descending=True, stable=True))
+    columns = [each.gather(1, order) for each in (candidates.token_ids, candidates.parent_slots, candidates.slots)]
+    host = torch.stack([*columns, scores.double().view(torch.int64)]).cpu().numpy()
+    host_scores: NDArray[np.float64] = host[3].view(np.float64)
     trees = []
     for i, budget in enumerate(budgets):
-        count = min(budget, int(np.isfinite(all_scores[i]).sum()))
-        token_ids, parent_slots, slots = (table[column, i, :count] for column in range(3))
+        count = min(budget, int(np.isfinite(host_scores[i]).sum()))
+        token_ids, parent_slots, slots = host[:3, i, :count]
         node_in_slot = {slot: node for node, slot in enumerate(slots.tolist()) if slot >= 0} | {-1: -1}
         parents = np.array([node_in_slot[slot] for slot in parent_slots.tolist()], np.int32)
         # the path of first children first, so that to accept it moves no KV
-        order = np.array(main_path_first(parents.tobytes()), np.int64)
+        order_i = np.array(main_path_first(parents.tobytes()), np.int64)
         trees.append(
             DraftTree(
-                token_ids[order],
+                token_ids[order_i],
                 in_main_path_order(parents),
-                draft_slots=slots[order].astype(np.int32),
-                scores=all_scores[i, order].astype(np.float32),
+                draft_slots=slots[order_i].astype(np.int32),
+                scores=host_scores[i, order_i].astype(np.float32),
             )
         )
     return trees
@@ -172,12 +179,18 @@ class ChainGrowth:
         rows = torch.from_numpy(reached * num_depths + depth_of).to(device)
         temperatures = self.temperatures[torch.from_numpy(reached).to(device), None]
         token_ids, logprobs = children_of(torch.cat(self._logits), self.num_children, temperatures)
+        # where logits tie, the first child is the one that was fed
+        fed = torch.stack(self._token_ids, 1).flatten()[rows, None]
+        token_ids = torch.where(token_ids == fed, token_ids[:, :1], token_ids)
+        token_ids[:, :1] = fed
         shape = (len(self.budgets), num_depths, self.num_children)
         all_tokens = token_ids.new_zeros(shape)
         scores = torch.full(shape, float("-inf"), device=device)
         all_tokens.view(-1, self.num_children)[rows] = token_ids
         scores.view(-1, self.num_children)[rows] = logprobs
-        scores[:, 1:] += scores[:, :-1, :1].cumsum(1)  # the chain is the first child of each node
+        chain = scores[:, :, 0].cumsum(1).cummin(1).values  # a node never scores above its parent, whatever rounding does
+        scores[:, 1:] += chain[:, :-1, None]
+        scores[:, :, 0] = chain
         slots = torch.full(shape, -1, device=device)
         places = np.arange(num_depths)
         slots[:, :, 0] = torch.from_numpy(np.where(places + 1 < self.depths[:, None], places, -1)).to(device)
@@ -221,9 +234,9 @@ class BeamGrowth:
         token_ids, logprobs = children_of(logits, k, self.temperatures[index].repeat_interleave(width)[:, None])
         scores = torch.full((n, width * k), float("-inf"), device=logits.device)
         parent_scores = self._levels[-1].scores.gather(1, self._beam)[index]
-        scores[index] = (logprobs.view(-1, width, k) + parent_scores[:, :, None]).flatten(1)
+        scores[index] = (logprobs.reshape(-1, width, k) + parent_scores[:, :, None]).flatten(1)
         all_tokens = token_ids.new_zeros(n, width * k)
-        all_tokens[index] = token_ids.view(-1, width * k)
+        all_tokens[index] = token_ids.reshape(-1, width * k)
         parent_slots = torch.arange((depth - 1) * width, depth * width, device=logits.device).repeat_interleave(k).expand(n, -1)
         self._add_level(all_tokens, scores, parent_slots, self._bits.repeat_interleave(k, dim=1), depth=depth + 1)
 
@@ -256,69 +269,73 @@ class ShapeGrowth:
     def __init__(self, shapes: Sequence[Parents], rows: SamplingRows | None) -> None:
         self.shapes = shapes
         self.rows = rows
-        self._topologies = [topology(parents.tobytes()) for parents in shapes]
-        self._inner = [set(each.inner.tolist()) for each in self._topologies]
         self.feeds = [inner_by_depth(parents.tobytes()) for parents in shapes]
-        self._parent_order: list[tuple[int, int]] = []  # (request, inner node) of the rows of _children, _probs
-        self._children: list[Tensor] = []  # int64 [rows, most children]
-        self._probs: list[Tensor] = []  # float32 [rows, V]
+        self._topologies = [topology(parents.tobytes()) for parents in shapes]
+        # all inner nodes of all trees, one tree after the other: the rows of _children and _probs
+        inner = [(i, node) for i, each in enumerate(self._topologies) for node in each.inner.tolist()]
+        self._row_of = {parent: row for row, parent in enumerate(inner)}
+        self._num_children = np.concatenate([np.unique(parents, return_counts=True)[1] for parents in shapes])
+        self._children: Tensor  # int64 [inner nodes, most children], -1 where there is none
+        self._probs: Tensor  # float32 [inner nodes, V], for proposals that are drawn
 
     def plant(self, logits: Tensor) -> None:
+        self._children = logits.new_full((len(self._row_of), int(self._num_children.max())), -1, dtype=torch.int64)
+        if self.rows is not None:
+            self._probs = logits.new_empty((len(self._row_of), logits.shape[1]), dtype=torch.float32)
         self._fill([(i, -1) for i in range(len(self.shapes))], logits)
 
     def frontier(self, depth: int) -> Frontier:
         fed = self._fed(depth)
-        row_of = {parent: row for row, parent in enumerate(self._parent_order[-len(self._children[-1]) :])}
-        rows = [row_of[i, int(self.shapes[i][node])] for i, node in fed]
+        rows = [self._row_of[i, int(self.shapes[i][node])] for i, node in fed]
         ranks = [int(self._topologies[i].child_ranks[node]) for i, node in fed]
         bits = [int(self._topologies[i].ancestor_bits[node]) for i, node in fed]
-        children = self._children[-1]
-        token_ids = children[torch.tensor(rows, device=children.device), torch.tensor(ranks, device=children.device)]
-        return Frontier(token_ids.clamp(min=0), torch.tensor(bits, device=children.device))
+        device = self._children.device
+        token_ids = self._children[torch.tensor(rows, device=device), torch.tensor(ranks, device=device)]
+        return Frontier(token_ids.clamp(min=0), torch.tensor(bits, dtype=torch.int64, device=device))
 
     def grow(self, depth: int, logits: Tensor) -> None:
         self._fill(self._fed(depth), logits)
 
     def harvest(self) -> list[DraftTree]:
-        most = max(children.shape[1] for children in self._children)
-        padded = [torch.nn.functional.pad(children, (0, most - children.shape[1]), value=-1) for children in self._children]
-        table: NDArray[np.int64] = torch.cat(padded).cpu().numpy()
-        row_of = {parent: row for row, parent in enumerate(self._parent_order)}
-        probs = torch.cat(self._probs) if self._probs else None
-        return [self._tree(i, table, row_of, probs) for i in range(len(self.shapes))]
+        children: NDArray[np.int64] = self._children.cpu().numpy()
+        return [self._tree(i, children) for i in range(len(self.shapes))]
 
     def _fed(self, depth: int) -> list[tuple[int, int]]:
         return [(i, node) for i, feed in enumerate(self.feeds) if len(feed) >= depth for node in feed[depth - 1].tolist()]
 
     def _fill(self, parents: list[tuple[int, int]], logits: Tensor) -> None:
         """Choose the children of inner nodes, given as (request, node), from their logits."""
-        counts = np.array([int((self.shapes[i] == node).sum()) for i, node in parents])
-        self._parent_order += parents
+        rows = np.array([self._row_of[parent] for parent in parents])
+        index = torch.from_numpy(rows).to(logits.device)
+        count = min(int(self._num_children[rows].max()), logits.shape[1])
         if self.rows is None:
-            self._children.append(logits.topk(int(counts.max()), dim=-1).indices)
+            self._children[index, :count] = logits.topk(count, dim=-1).indices
             return
-        index = np.array([i for i, _ in parents])
+        requests = np.array([i for i, _ in parents])
         depths = np.array([0 if node < 0 else int(self._topologies[i].depths[node]) for i, node in parents])
-        probs = target_probs(logits, self.rows, index)
-        probs /= probs.sum(-1, keepdim=True)
-        self._probs.append(probs)
-        self._children.append(draw_children(probs, int(counts.max()), self.rows.seeds[index], self.rows.positions[index] + depths))
+        probs = target_probs(logits, self.rows, requests)
+        self._probs[index] = probs
+        seeds, positions = self.rows.seeds[requests], self.rows.positions[requests] + depths
+        self._children[index, :count] = draw_children(probs, count, seeds, positions)
 
-    def _tree(self, i: int, table: NDArray[np.int64], row_of: dict[tuple[int, int], int], probs: Tensor | None) -> DraftTree:
-        shape, ranks = self.shapes[i], self._topologies[i].child_ranks
-        nodes = range(len(shape))
-        tokens = np.array([table[row_of[i, int(shape[node])], ranks[node]] for node in nodes], np.int64)
-        slots = np.array([node if node in self._inner[i] else -1 for node in nodes], np.int32)
-        kept = np.ones(len(shape), bool)
-        for node in nodes:  # a draft with fewer possible tokens than the shape has children leaves nodes empty
-            kept[node] = tokens[node] >= 0 and (shape[node] < 0 or kept[shape[node]])
-        new_index = np.append(np.cumsum(kept) - 1, -1).astype(np.int32)
-        parents = new_index[shape[kept]]
-        if probs is None:
-            return DraftTree(tokens[kept], parents, draft_slots=slots[kept])
-        inner = [node for node in self._topologies[i].inner.tolist() if new_index[node] in parents and (node < 0 or kept[node])]
-        rows = torch.tensor([row_of[i, node] for node in inner], device=probs.device)
-        return DraftTree(tokens[kept], parents, probs[rows], slots[kept])
+    def _tree(self, i: int, children: NDArray[np.int64]) -> DraftTree:
+        shape, inner = self.shapes[i], self._topologies[i].inner
+        first_row = self._row_of[i, -1]
+        tokens = children[first_row + np.searchsorted(inner, shape), self._topologies[i].child_ranks]
+        slots = np.where(np.isin(np.arange(len(shape)), inner), np.arange(len(shape)), -1).astype(np.int32)
+        probs = None if self.rows is None else self._probs[first_row : first_row + len(inner)]
+        if (tokens >= 0).all():
+            return DraftTree(tokens, shape, probs, slots)
+        # a draft with fewer possible tokens than the shape has children leaves nodes empty
+        kept = np.zeros(len(shape), bool)
+        for node, parent in enumerate(shape.tolist()):
+            kept[node] = tokens[node] >= 0 and (parent < 0 or kept[parent])
+        if not kept.any():
+            return EMPTY_TREE
+        new_index = np.append(np.cumsum(kept) - 1, -1).astype(np.int32)  # the root stays -1
+        if probs is not None:
+            probs = probs[torch.from_numpy(np.isin(inner, shape[kept])).to(probs.device)]
+        return DraftTree(tokens[kept], new_index[shape[kept]], probs, slots[kept])
 
 
 def draw_children(probs: Tensor, num_children: int, seeds: NDArray[np.uint64], positions: Ints) -> Tensor:

@@ -98,7 +98,7 @@ class Engine:
         """The target's pass of a step: prefill chunks, decodes and root+tree segments side by side."""
         segments = []
         for i, (request, tree) in enumerate(zip(plan.requests, trees, strict=True)):
-            self._check_tree(tree, plan.draft_budgets[i])
+            self._check_tree(tree, request, plan.draft_budgets[i])
             start = request.num_computed_tokens
             end = start + plan.num_tokens[i]
             segments.append(
@@ -113,7 +113,7 @@ class Engine:
             )
         return build_batch(segments, block_size=self.config.block_size, windows=self.model_config.windows, device=self.device)
 
-    def _check_tree(self, tree: DraftTree, budget: int) -> None:
+    def _check_tree(self, tree: DraftTree, request: Request, budget: int) -> None:
         """Refuse what a drafter must not propose, before it reaches slots or embeddings that are not the request's."""
         if tree.num_nodes > budget:
             raise ValueError(f"the drafter {self.drafter.name!r} proposed {tree.num_nodes} nodes: at most {budget} were allowed")
@@ -121,6 +121,11 @@ class Engine:
         if tree.num_nodes and not 0 <= tree.token_ids.min() <= tree.token_ids.max() < vocab_size:
             raise ValueError(
                 f"the drafter {self.drafter.name!r} proposed token ids {tree.token_ids.tolist()}: allowed are 0 to {vocab_size - 1}"
+            )
+        if tree.draft_probs is not None and (request.params.is_greedy or tree.draft_probs.shape[1] != vocab_size):
+            raise ValueError(
+                f"the drafter {self.drafter.name!r} gave draft_probs of shape {list(tree.draft_probs.shape)} at temperature "
+                f"{request.params.temperature:g}: they must be [nodes with children, {vocab_size}], at temperatures above 0 only"
             )
 
     def make_request(
@@ -219,6 +224,8 @@ class Engine:
         """
         if not self.config.use_speculative:
             raise ValueError("swap_draft() contradicts use_speculative=False: allowed with use_speculative=True only")
+        if self.config.max_draft_tokens == 0:
+            raise ValueError("swap_draft() contradicts max_draft_tokens=0: allowed with at least 1")
         self._use_drafter(create_drafter(draft, self._draft_context()))
         self.kv.new_draft_epoch(self.scheduler.running)
         for request in (*self.scheduler.running, *self.scheduler.waiting):

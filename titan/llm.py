@@ -218,9 +218,9 @@ class LLM:
             findings.append(
                 f"{metrics.num_preemptions} preemptions for lack of KV blocks: raise kv_cache_memory or lower max_batch_size"
             )
-        if sum(metrics.proposed_per_depth) >= 100 and metrics.acceptance_rate < 0.3:
+        if sum(metrics.proposed_per_depth) >= 100 and metrics.mean_acceptance_length < 1.3:
             findings.append(
-                f"the draft {metrics.draft!r} has an acceptance rate of {metrics.acceptance_rate:.2f}: "
+                f"with the draft {metrics.draft!r} a step emits {metrics.mean_acceptance_length:.2f} tokens per request: "
                 f"lower max_draft_tokens or use another draft"
             )
         if metrics.draft_coverage is not None and metrics.draft != "none" and metrics.draft_coverage < 0.5:

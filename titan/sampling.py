@@ -1,7 +1,7 @@
 """From logits to tokens: one token per row, each row with its own options and its own random number.
 
 Randomness is counter-based: the uniform number of a row depends on (request seed, absolute position, purpose) alone, so
-results do not depend on batch neighbours, batch order, preemption or speculation.
+results do not depend on batch neighbours, batch order or preemption; nor on speculation, where proposals are deterministic.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from titan.logits import TransformedRows, transform_logits
 
 WORD = np.uint64(0xFFFFFFFF)
 WORD_BITS = np.uint64(32)
+
+TINY_TEMPERATURE = 1e-3
+"""Above it, no logit that a model makes overflows when it is divided."""
 
 TOP_P_CANDIDATES = 512
 """Most likely tokens tried first as the nucleus; rows whose nucleus is larger are sorted in full."""
@@ -128,9 +131,11 @@ def target_probs(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -
         index: [n].
 
     Returns:
-        float32 [n, vocab], not normalised: what is cut is 0. NaN in a row whose largest logit is not finite.
+        float32 [n, vocab], normalised; what is cut is 0. NaN in a row whose largest logit is not finite.
     """
-    return _filtered_probs(_transformed(logits, rows, index), rows, index)
+    probs = _filtered_probs(_transformed(logits, rows, index), rows, index)
+    is_cut = (rows.top_k[index] > 0) | (rows.top_p[index] < 1) | (rows.min_p[index] > 0)
+    return probs.div_(probs.sum(-1, keepdim=True)) if is_cut.any() else probs
 
 
 def _transformed(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -> Tensor:
@@ -146,14 +151,15 @@ def _transformed(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -
 
 
 def _filtered_probs(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -> Tensor:
-    """Temperature, top-k, top-p and min-p, as `target_probs`."""
+    """Temperature, top-k, top-p and min-p, as `target_probs`, but not normalised."""
 
     def column(values: NDArray[np.float32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values[index]).to(logits.device)[:, None]
 
-    # relative to the largest, so that no temperature, however small, leads to infinity minus infinity
-    scaled = logits.float()
-    scaled = (scaled - scaled.amax(-1, keepdim=True)) / column(rows.temperature)
+    scaled = logits.to(torch.float32, copy=True)
+    if (rows.temperature[index] < TINY_TEMPERATURE).any():
+        scaled -= scaled.amax(-1, keepdim=True)  # lest the division leads to infinity minus infinity
+    scaled /= column(rows.temperature)
     top_k, top_p, min_p = rows.top_k[index], rows.top_p[index], rows.min_p[index]
     vocab_size = logits.shape[-1]
     limits = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)

@@ -40,8 +40,8 @@ class SamplingParams:
             alone. One that raises, or returns another shape, aborts its request.
         logprobs: how many of the most likely tokens are reported beside each output token, 0 to 20; ``None`` = no logprobs at
             all. They are the model's own: of the logits before any of these options.
-        seed: random streams are keyed by (seed, position), so a seed fixes the output whatever the batch; ``None``
-            takes one derived from the engine's seed and the request's number.
+        seed: random streams are keyed by (seed, position), so a seed fixes the output whatever the batch, but where sampled drafts
+            are cut short for lack of room in the batch; ``None`` takes one derived from the engine's seed and the request's number.
         stop: string(s) that end the text; not part of the output unless ``include_stop_str_in_output``.
         stop_token_ids: tokens that end the output, as the model's end-of-sequence tokens do.
         min_tokens: stop tokens, end of sequence and stop strings are held back before that many tokens.

@@ -128,7 +128,10 @@ def topology(parents: bytes) -> Topology:
         ranks[node] = num_children.get(parent, 0)
         num_children[parent] = int(ranks[node]) + 1
     is_chain = bool((parent_of == np.arange(len(parent_of)) - 1).all())
-    return Topology(depths, bits.view(np.int64), ranks, np.unique(parent_of), is_chain)
+    arrays = depths, bits.view(np.int64), ranks, np.unique(parent_of)
+    for array in arrays:
+        array.flags.writeable = False  # shared by all trees of the shape
+    return Topology(*arrays, is_chain)
 
 
 def check_parents(parents: NDArray[np.int32]) -> None:

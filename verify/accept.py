@@ -101,11 +101,11 @@ def _match_and_reject(
     tokens = torch.zeros(len(logits), dtype=torch.int64, device=device)
     if len(matched_index):
         tokens[matched_rows] = sample_rows(logits.index_select(0, matched_rows), rows, matched_index)
-    probs = target_probs(logits.index_select(0, sampled_rows), rows, sampled_index)
-    mass = probs.sum(-1, keepdim=True)
-    result = reject([trees[i] for i in sampled], probs / mass, rows.seeds[sampled_index], rows.positions[sampled_index])
+    sampled_logits = logits.index_select(0, sampled_rows) if len(matched_index) else logits
+    probs = target_probs(sampled_logits, rows, sampled_index)
+    result = reject([trees[i] for i in sampled], probs, rows.seeds[sampled_index], rows.positions[sampled_index])
     last_rows = sampled_rows[result.last_rows]
-    tokens[last_rows] = torch.where(torch.isfinite(mass[result.last_rows, 0]), result.final_tokens, -1)
+    tokens[last_rows] = torch.where(torch.isfinite(probs[result.last_rows, 0]), result.final_tokens, -1)
     host = torch.cat((tokens, last_rows, result.matches.double().view(torch.int64).flatten())).cpu().numpy()
     tokens_end, rows_end = len(logits), len(logits) + len(sampled)
     return host[:tokens_end], host[tokens_end:rows_end], host[rows_end:].view(np.float64).reshape(-1, 2)

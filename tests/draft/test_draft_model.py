@@ -17,6 +17,7 @@ from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import _FACTORIES, create_drafter, draft_model_config, register
 from titan.engine import Engine
+from titan.sampling_params import SamplingParams
 from titan.step import StepPlan
 from titan.tree import DraftTree
 
@@ -97,6 +98,60 @@ def test_a_draft_with_a_smaller_padded_vocabulary_works(zoo: Zoo, tmp_path: Any)
     plain = run_all(make_engine(str(tmp_path / "draft"), None, **AMPLE), prompts[1:2], params[:1])
     assert run_all(larger, prompts[1:2], params[:1]) == plain
     assert max(token for _, _, proposal in rows for token in proposal) < 140
+
+
+@pytest.mark.parametrize("draft_tree", ["chain", "auto", "dynamic", [-1, -1, 0]])
+@pytest.mark.parametrize(("target_size", "draft_size"), [(150, 140), (140, 150)])
+def test_sampled_drafts_with_another_padded_vocabulary_work(
+    tmp_path: Any, target_size: int, draft_size: int, draft_tree: Any
+) -> None:
+    """Nothing is drawn that only one of the models has; the target may still emit what only it has."""
+    make_model(tmp_path / "target", vocab_size=target_size)
+    make_model(tmp_path / "draft", vocab_size=draft_size)
+    for folder in ("target", "draft"):
+        make_tokenizer().save_pretrained(tmp_path / folder)
+    engine = make_engine(
+        str(tmp_path / "target"), str(tmp_path / "draft"), draft_sampling="sampled", draft_tree=draft_tree, num_kv_blocks=400
+    )
+    proposed: list[int] = []
+    propose = engine.drafter.propose
+
+    def recorded(plan: StepPlan) -> list[DraftTree]:
+        trees = propose(plan)
+        proposed.extend(token for tree in trees for token in tree.token_ids.tolist())
+        assert all(tree.draft_probs is None or tree.draft_probs.shape[1] == target_size for tree in trees)
+        return trees
+
+    engine.drafter.propose = recorded  # type: ignore[method-assign]
+    params = [SamplingParams(temperature=3.0, seed=i, max_tokens=30, ignore_eos=True) for i in range(12)]
+    outputs = run_all(engine, [[5, 6, 7]] * 12, params)
+    assert proposed and max(proposed) < 140
+    assert max(token for output in outputs for token in output) >= (140 if target_size > draft_size else 0)
+
+
+class Claiming(NoDrafter):
+    """Gives distributions with its proposals."""
+
+    name = "claiming"
+    max_draft_tokens = 1
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def propose(self, plan: StepPlan) -> list[DraftTree]:
+        return [
+            DraftTree.chain([5][:budget], torch.full((min(budget, 1), self.vocab_size), 1 / 131)) for budget in plan.draft_budgets
+        ]
+
+
+@pytest.mark.parametrize(("temperature", "vocab_size"), [(0.0, 131), (1.0, 130)])
+def test_distributions_that_cannot_be_meant_are_refused(zoo: Zoo, temperature: float, vocab_size: int) -> None:
+    engine = make_engine(zoo.path("llama"), Claiming(vocab_size), **AMPLE)
+    submit(engine, PROMPTS[1:2], [SamplingParams(temperature=temperature, max_tokens=9)])
+    with pytest.raises(
+        ValueError, match=r"'claiming' gave draft_probs .* \[nodes with children, 131\], at temperatures above 0 only"
+    ):
+        engine.step()
 
 
 def context_of(engine: Engine) -> DraftContext:
