@@ -68,12 +68,12 @@ class Growth(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """Tokens that may become nodes, of n requests and one depth or several: [n, c] each."""
+    """Tokens that may become nodes, of n requests: [n, c] each, parents before their children."""
 
-    token_ids: Tensor  # int64
-    scores: Tensor  # float32, cumulative log-probability under the draft; -inf where there is none
-    parent_slots: Tensor  # int64, where the parent is fed; -1 for the root
-    slots: Tensor  # int64, where the candidate itself is fed; -1 where it is not
+    token_ids: Ints
+    scores: NDArray[np.float32]  # cumulative log-probability under the draft; not finite where there is none
+    parent_slots: Ints  # where the parent is fed; -1 for the root
+    slots: Ints  # where the candidate itself is fed; -1 where it is not
 
 
 def children_of(logits: Tensor, num_children: int, temperatures: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,9 +87,12 @@ def children_of(logits: Tensor, num_children: int, temperatures: Tensor) -> tupl
         temperatures: float32 [rows, 1], at which the probabilities are meant.
     """
     best = logits.topk(min(NUM_COMPARED, logits.shape[1]), dim=-1)
+    token_ids = best.indices[:, :num_children]
     logprobs = (best.values.float() / temperatures).log_softmax(-1)[:, :num_children]
-    num_missing = num_children - logprobs.shape[1]  # where the vocabulary is smaller
-    return pad(best.indices[:, :num_children], (0, num_missing)), pad(logprobs, (0, num_missing), value=float("-inf"))
+    num_missing = num_children - logprobs.shape[1]
+    if num_missing > 0:
+        return pad(token_ids, (0, num_missing)), pad(logprobs, (0, num_missing), value=float("-inf"))
+    return token_ids, logprobs
 
 
 def best_trees(candidates: Candidates, budgets: Sequence[int]) -> list[DraftTree]:
@@ -102,26 +105,23 @@ def best_trees(candidates: Candidates, budgets: Sequence[int]) -> list[DraftTree
         candidates: of n requests, by depth.
         budgets: most nodes of each request.
     """
-    most = max(budgets)
-    finite = candidates.scores.nan_to_num(nan=float("-inf"))
-    scores, order = (each[:, :most] for each in finite.sort(dim=-1, descending=True, stable=True))
-    columns = [each.gather(1, order) for each in (candidates.token_ids, candidates.parent_slots, candidates.slots)]
-    host = torch.stack([*columns, scores.double().view(torch.int64)]).cpu().numpy()
-    host_scores: NDArray[np.float64] = host[3].view(np.float64)
+    scores = np.where(np.isfinite(candidates.scores), candidates.scores, -np.inf)
+    order = np.argsort(-scores, axis=1, kind="stable")
+    num_candidates = np.isfinite(scores).sum(1).tolist()
     trees = []
     for i, budget in enumerate(budgets):
-        count = min(budget, int(np.isfinite(host_scores[i]).sum()))
-        token_ids, parent_slots, slots = host[:3, i, :count]
-        node_in_slot = {slot: node for node, slot in enumerate(slots.tolist()) if slot >= 0} | {-1: -1}
-        parents = np.array([node_in_slot[slot] for slot in parent_slots.tolist()], np.int32)
+        chosen = order[i, : min(budget, num_candidates[i])]
+        parent_slots, slots = candidates.parent_slots[i, chosen].tolist(), candidates.slots[i, chosen].tolist()
+        node_in_slot = {slot: node for node, slot in enumerate(slots) if slot >= 0} | {-1: -1}
+        parents = np.array([node_in_slot[slot] for slot in parent_slots], np.int32)
         # the path of first children first, so that to accept it moves no KV
-        order_i = np.array(main_path_first(parents.tobytes()), np.int64)
+        chosen = chosen[np.array(main_path_first(parents.tobytes()), np.int64)]
         trees.append(
             DraftTree(
-                token_ids[order_i],
+                candidates.token_ids[i, chosen],
                 in_main_path_order(parents),
-                draft_slots=slots[order_i].astype(np.int32),
-                scores=host_scores[i, order_i].astype(np.float32),
+                draft_slots=candidates.slots[i, chosen].astype(np.int32),
+                scores=scores[i, chosen],
             )
         )
     return trees
@@ -173,29 +173,24 @@ class ChainGrowth:
         return None if is_going_on.all() else torch.from_numpy(np.flatnonzero(is_going_on)).to(self.temperatures.device)
 
     def _candidates(self) -> Candidates:
-        num_depths, device = len(self._logits), self.temperatures.device
-        reached = np.concatenate([np.flatnonzero(self.depths > depth) for depth in range(num_depths)])
-        depth_of = np.repeat(np.arange(num_depths), [len(logits) for logits in self._logits])
-        rows = torch.from_numpy(reached * num_depths + depth_of).to(device)
-        temperatures = self.temperatures[torch.from_numpy(reached).to(device), None]
-        token_ids, logprobs = children_of(torch.cat(self._logits), self.num_children, temperatures)
+        num_depths, n, k = len(self._logits), len(self.budgets), self.num_children
+        reached = np.arange(num_depths)[:, None] < self.depths  # [depths, n]
+        temperatures = self.temperatures[torch.from_numpy(reached.nonzero()[1]).to(self.temperatures.device), None]
+        children, logprobs = (each.cpu().numpy() for each in children_of(torch.cat(self._logits), k, temperatures))
+        token_ids, scores = np.zeros((num_depths, n, k), np.int64), np.full((num_depths, n, k), -np.inf, np.float32)
+        token_ids[reached], scores[reached] = children, logprobs
         # where logits tie, the first child is the one that was fed
-        fed = torch.stack(self._token_ids, 1).flatten()[rows, None]
-        token_ids = torch.where(token_ids == fed, token_ids[:, :1], token_ids)
-        token_ids[:, :1] = fed
-        shape = (len(self.budgets), num_depths, self.num_children)
-        all_tokens = token_ids.new_zeros(shape)
-        scores = torch.full(shape, float("-inf"), device=device)
-        all_tokens.view(-1, self.num_children)[rows] = token_ids
-        scores.view(-1, self.num_children)[rows] = logprobs
-        chain = scores[:, :, 0].cumsum(1).cummin(1).values  # a node never scores above its parent, whatever rounding does
-        scores[:, 1:] += chain[:, :-1, None]
-        scores[:, :, 0] = chain
-        slots = torch.full(shape, -1, device=device)
-        places = np.arange(num_depths)
-        slots[:, :, 0] = torch.from_numpy(np.where(places + 1 < self.depths[:, None], places, -1)).to(device)
-        parent_slots = torch.arange(-1, num_depths - 1, device=device)[:, None].expand(shape)
-        return Candidates(all_tokens.flatten(1), scores.flatten(1), parent_slots.flatten(1), slots.flatten(1))
+        fed = torch.stack(self._token_ids).cpu().numpy()[:, :, None]
+        token_ids = np.where(token_ids == fed, token_ids[:, :, :1], token_ids)
+        token_ids[:, :, :1] = fed
+        for depth in range(1, num_depths):
+            scores[depth] += scores[depth - 1, :, :1]
+        depths = np.arange(num_depths)[:, None, None]
+        slots = np.full((num_depths, n, k), -1)
+        slots[:, :, 0] = np.where(depths[:, :, 0] + 1 < self.depths, depths[:, :, 0], -1)
+        parent_slots = np.broadcast_to(depths - 1, slots.shape)
+        flat_tokens, flat_parents, flat_slots = (each.swapaxes(0, 1).reshape(n, -1) for each in (token_ids, parent_slots, slots))
+        return Candidates(flat_tokens, scores.swapaxes(0, 1).reshape(n, -1), flat_parents, flat_slots)
 
 
 class BeamGrowth:
@@ -216,7 +211,8 @@ class BeamGrowth:
         self.width = width
         self.num_children = num_children
         self.temperatures = temperatures
-        self._levels: list[Candidates] = []  # by depth, of all requests
+        # by depth, of all requests: the columns of Candidates, on the device
+        self._levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._beam: Tensor  # int64 [n, W], the candidates of the last level that are fed
         self._bits: Tensor  # int64 [n, W], their ancestor bits
 
@@ -226,14 +222,15 @@ class BeamGrowth:
 
     def frontier(self, depth: int) -> Frontier:
         index = self._going_on(depth)
-        return Frontier(self._levels[-1].token_ids.gather(1, self._beam)[index].flatten(), self._bits[index].flatten())
+        token_ids = self._levels[-1][0]
+        return Frontier(token_ids.gather(1, self._beam)[index].flatten(), self._bits[index].flatten())
 
     def grow(self, depth: int, logits: Tensor) -> None:
         index = self._going_on(depth)
         n, width, k = len(self.budgets), self.width, self.num_children
         token_ids, logprobs = children_of(logits, k, self.temperatures[index].repeat_interleave(width)[:, None])
         scores = torch.full((n, width * k), float("-inf"), device=logits.device)
-        parent_scores = self._levels[-1].scores.gather(1, self._beam)[index]
+        parent_scores = self._levels[-1][1].gather(1, self._beam)[index]
         scores[index] = (logprobs.reshape(-1, width, k) + parent_scores[:, :, None]).flatten(1)
         all_tokens = token_ids.new_zeros(n, width * k)
         all_tokens[index] = token_ids.reshape(-1, width * k)
@@ -241,8 +238,9 @@ class BeamGrowth:
         self._add_level(all_tokens, scores, parent_slots, self._bits.repeat_interleave(k, dim=1), depth=depth + 1)
 
     def harvest(self) -> list[DraftTree]:
-        columns = [torch.cat([getattr(level, name) for level in self._levels], 1) for name in Candidates.__slots__]
-        return best_trees(Candidates(*columns), self.budgets)
+        token_ids, scores, parent_slots, slots = (torch.cat(column, 1) for column in zip(*self._levels, strict=True))
+        integers = torch.stack((token_ids, parent_slots, slots)).cpu().numpy()
+        return best_trees(Candidates(integers[0], scores.cpu().numpy(), integers[1], integers[2]), self.budgets)
 
     def _add_level(self, token_ids: Tensor, scores: Tensor, parent_slots: Tensor, parent_bits: Tensor, depth: int) -> None:
         """Add the candidates of a depth, [n, c] each, and choose which of them are fed."""
@@ -252,7 +250,7 @@ class BeamGrowth:
         # what the deepest level would feed is never fed; its slots are nobody's parents
         self._bits = parent_bits.gather(1, self._beam) | (1 << fed.clamp(max=MAX_NODES - 1))
         is_last = torch.from_numpy(self.depths <= depth).to(scores.device)[:, None]
-        self._levels.append(Candidates(token_ids, scores, parent_slots, slots.masked_fill(is_last, -1)))
+        self._levels.append((token_ids, scores, parent_slots, slots.masked_fill(is_last, -1)))
 
     def _going_on(self, depth: int) -> Tensor:
         return torch.from_numpy(np.flatnonzero(self.depths > depth)).to(self.temperatures.device)

@@ -110,10 +110,10 @@ def sample_rows(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64] | N
     Returns:
         int64 [n]; -1 where the row's largest logit is not finite, so that no token can be drawn.
     """
-    index = np.arange(len(logits)) if index is None else index
+    index = np.arange(len(rows.temperature)) if index is None else index
     logits = _transformed(logits, rows, index)
     best, tokens = logits.max(-1)
-    places = np.flatnonzero(rows.temperature[index] > 0)
+    places = np.flatnonzero(rows.temperature[index])
     if len(places):
         sampled, places_tensor = index[places], torch.from_numpy(places).to(logits.device)
         probs = _filtered_probs(logits.index_select(0, places_tensor), rows, sampled)

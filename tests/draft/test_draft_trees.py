@@ -333,10 +333,10 @@ def test_auto_draws_unless_the_most_likely_tokens_have_matched_clearly_better(zo
 def test_of_equal_scores_the_parent_is_kept() -> None:
     """A draft that is certain gives a child the score of its parent."""
     candidates = Candidates(
-        token_ids=torch.tensor([[5, 6, 7, 8]]),
-        scores=torch.tensor([[-1.0, -2.0, -1.0, -1.0]]),
-        parent_slots=torch.tensor([[-1, -1, 0, 1]]),
-        slots=torch.tensor([[0, -1, 1, -1]]),
+        token_ids=np.array([[5, 6, 7, 8]]),
+        scores=np.array([[-1.0, -2.0, -1.0, -1.0]], np.float32),
+        parent_slots=np.array([[-1, -1, 0, 1]]),
+        slots=np.array([[0, -1, 1, -1]]),
     )
     [tree] = best_trees(candidates, [2])
     assert (tree.token_ids.tolist(), tree.parents.tolist()) == ([5, 7], [-1, 0])
