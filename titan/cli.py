@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="versions, device and kernels in use", description=_info.__doc__)
     info.add_argument("--json", action="store_true", help="print one JSON object")
     bench = commands.add_parser("bench", help="benchmarks", description=_bench.__doc__, add_help=False)
-    bench.add_argument("bench", choices=("throughput",), help="which benchmark; its own options follow (try --help)")
+    bench.add_argument("bench", choices=("throughput", "trees"), help="which benchmark; its own options follow (try --help)")
     return parser
 
 

@@ -9,8 +9,9 @@ SHORTEST_MEMORY = 1 / 3
 LONGEST_MEMORY = 0.97
 """Weight of the past when something new is seen: it grows with what has been seen, up to about thirty observations."""
 
-PRIOR_ACCEPTANCE = (0.6, 0.25, 0.12, 0.06)
-"""By sibling rank, before anything is known: the share of nodes whose child of that rank is the accepted one."""
+PRIOR_ACCEPTANCE = (0.75, 0.12, 0.06, 0.03)
+"""By sibling rank, before anything is known: the share of nodes whose child of that rank is the accepted one. So few for siblings
+that trees of six nodes begin as chains."""
 
 FIRST_CALIBRATION_RATE, LAST_CALIBRATION_RATE = 2.0, 0.3
 """By so much a surprise of 1 moves the logarithm of the temperature: much at first, little once it is about right."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from titan.batch import Segment, build_batch, build_chain_passes
+from titan.batch import Segment, build_batch, build_chain_passes, build_frontier_pass
 from titan.kernels.reference import reference_tree_attention
 from titan.kernels.torch_attention import tree_attention
 from titan.tree import DraftTree
@@ -43,14 +43,9 @@ class Case:
 
 
 def random_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
-    """At most 5 deep, the shortest window: among themselves the nodes of a tree are seen by ancestry alone."""
-    parents: list[int] = []
-    depths: list[int] = []
-    for node in range(num_nodes):
-        parent = int(rng.integers(-1, node))
-        parent = -1 if parent >= 0 and depths[parent] == 5 else parent
-        parents.append(parent)
-        depths.append(1 if parent < 0 else depths[parent] + 1)
+    """Every second tree is deep, deeper than the shortest window."""
+    is_deep = rng.random() < 0.5
+    parents = [int(rng.integers(max(-1, node - 3) if is_deep else -1, node)) for node in range(num_nodes)]
     return DraftTree(np.zeros(num_nodes, np.int64), np.array(parents, np.int32))
 
 
@@ -220,6 +215,51 @@ def test_passes_of_a_chain_see_what_was_written_before_and_nothing_later(
             q, kv, query_start_loc=case.query_start_loc, block_table=tables, visible_slots=case.visible_slots, scale=SCALE
         )
         torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32),
+    num_requests=st.integers(1, 5),
+    heads=st.sampled_from(((4, 4), (4, 1))),
+    window=st.sampled_from((None, 1, 2, 3, 9)),
+)
+def test_frontier_nodes_see_their_context_and_their_ancestors(
+    seed: int, num_requests: int, heads: tuple[int, int], window: int | None
+) -> None:
+    """`build_frontier_pass`, whose ancestor bits come with the tokens: any nodes of one depth, in trees of any shape."""
+    rng = np.random.default_rng(seed)
+    block_size, depth = 8, int(rng.integers(1, 5))
+    trees, nodes = [], []
+    while len(trees) < num_requests:
+        tree = random_tree(rng, int(rng.integers(1, 20)))
+        at_depth = np.flatnonzero(tree.depths == depth)
+        if len(at_depth):
+            trees.append(tree)
+            nodes.append(np.sort(rng.choice(at_depth, rng.integers(1, len(at_depth) + 1), replace=False)))
+    roots = rng.integers(0, 60, num_requests)
+    sizes = [int(root + 1 + tree.num_nodes) // block_size + 1 for root, tree in zip(roots, trees, strict=True)]
+    order = rng.permutation(sum(sizes) + 3)
+    tables = [table.tolist() for table in np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])]
+    windows = (None,) if window is None else (window, None)
+    layout = build_frontier_pass(tables, roots, nodes, depth, block_size=block_size, windows=windows, device=CPU)
+    bits = np.concatenate([tree.ancestor_bits[chosen] for tree, chosen in zip(trees, nodes, strict=True)])
+    batch = layout.with_nodes(torch.zeros(len(bits), dtype=torch.int64), torch.from_numpy(bits), depth)
+    segments = [
+        Segment(table, int(root), [0], tree=tree, root_position=int(root))
+        for table, root, tree in zip(tables, roots, trees, strict=True)
+    ]
+    visible = []
+    for segment, chosen in zip(segments, nodes, strict=True):
+        rows = must_see(segment, window)
+        visible += [rows[1 + node] for node in chosen]
+    kv = torch.randn(2, heads[1], len(order), block_size, HEAD_DIM, generator=torch.Generator().manual_seed(2))
+    q = torch.randn(len(bits), heads[0], HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    output = tree_attention(q, kv, batch.attention, scale=SCALE, window=window)
+    start_loc = [0, *np.cumsum([len(chosen) for chosen in nodes]).tolist()]
+    expected = reference_tree_attention(q, kv, query_start_loc=start_loc, block_table=tables, visible_slots=visible, scale=SCALE)
+    torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=2e-5)
+    assert batch.positions.tolist() == np.repeat(roots + depth, [len(chosen) for chosen in nodes]).tolist()
 
 
 def test_a_request_whose_own_kv_is_nan_does_not_touch_its_neighbours() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from zoo import EOS_TOKEN_IDS, Zoo, random_prompts
 
 from titan.draft.base import NoDrafter
+from titan.draft.policy import DraftPolicy
 from titan.draft.registry import DraftSpec
 from titan.draft.replay import ReplayDrafter
 from titan.request import Request
@@ -245,6 +246,21 @@ def test_drafts_of_a_poor_model_keep_the_distribution_too(zoo: Zoo, shape: str) 
     )
     assert accepted_per_depth[0] < 6 * NUM_SEQUENCES, "most are rejected, so that residuals are drawn from"
     assert p_value(outputs, exact_distribution(zoo, params_of("plain"))) > 1e-3
+
+
+@pytest.mark.parametrize("shape", DRAWN)
+def test_a_request_may_change_between_drawn_and_most_likely_drafts(zoo: Zoo, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `draft_sampling="auto"` does, here at every step."""
+    kinds: list[bool] = []
+
+    def alternate(_: DraftPolicy, request: Request) -> bool:
+        kinds.append(request.draft_history.num_drafts % 2 == request.seed % 2)
+        return kinds[-1]
+
+    monkeypatch.setattr(DraftPolicy, "_is_drawn", alternate)
+    outputs, _ = sample(zoo, "filtered", zoo.path("eight_other"), 2 * NUM_SEQUENCES, draft_sampling="auto", **DRAWN[shape])
+    assert min(sum(kinds), len(kinds) - sum(kinds)) > NUM_SEQUENCES
+    assert p_value(outputs, exact_distribution(zoo, params_of("filtered"))) > 1e-3
 
 
 @pytest.mark.parametrize("shape", ["chain", "bushy"])

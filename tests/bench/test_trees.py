@@ -1,0 +1,44 @@
+"""The bench of tree shapes: every variant runs, and what it says of a run adds up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from zoo import Zoo
+
+from titan.bench.trees import Sample, main, make_rows, make_variants
+
+
+def test_it_measures_every_variant_and_writes_what_it_found(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([
+        "--model", zoo.path("llama"), "--draft-model", zoo.path("llama~"), "--dtype", "float32", "--concurrency", "2",
+        "--nodes", "6",
+        "--prompt-len", "8", "--output-len", "12", "--repeats", "1", "--temperature", "0", "1", "--threads", "1",
+        "--json", str(tmp_path / "trees.json"), "--markdown", str(tmp_path / "trees.md"),
+    ])  # fmt: skip
+    document = json.loads((tmp_path / "trees.json").read_text())
+    rows = {(row["temperature"], row["variant"]): row for row in document["rows"]}
+    assert list(rows) == [(t, variant.name) for t in (0.0, 1.0) for variant in make_variants(t, [6])]
+    assert all(row["tokens_per_step"] == 1 for (_, variant), row in rows.items() if variant == "no draft")
+    assert all(row["tokens_per_step"] > 1 for (_, variant), row in rows.items() if variant != "no draft")
+    assert all(0 < row["host_share"] < 1 for row in rows.values())
+    assert "| chain, sampled, 6 |" in capsys.readouterr().out
+    assert (tmp_path / "trees.md").read_text().startswith("# Draft trees")
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    samples = [
+        Sample(0.0, variant, round_id, speed * slowness, 1.0, 0.1, 0.1)
+        for round_id, slowness in enumerate((1.0, 0.5, 0.1))
+        for variant, speed in (("no draft", 100.0), ("auto, 6", 150.0))
+    ]
+    _, row = make_rows(samples)
+    assert (row.speed_up.minimum, row.speed_up.maximum) == (1.5, 1.5)
+    assert row.tokens_per_second.median == 75.0
+
+
+def test_a_draft_without_a_model_has_no_shapes_to_compare(zoo: Zoo) -> None:
+    with pytest.raises(ValueError, match="--draft-model ngram is not a draft model"):
+        main(["--model", zoo.path("llama"), "--draft-model", "ngram", "--threads", "1"])
