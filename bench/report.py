@@ -122,12 +122,13 @@ def _write(path: Path, text: str) -> None:
 
 
 def _commit() -> str:
-    """The checkout's commit; "unknown" outside one."""
+    """The checkout's commit, "with changes" if anything but results differs from it; "unknown" outside one."""
     folder = Path(__file__).resolve().parent
     try:
         git = ["git", "-C", str(folder)]
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True).stdout
+        status = [*git, "status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)bench/results"]
+        changes = subprocess.run(status, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{commit} with changes" if changes.strip() else commit

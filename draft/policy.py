@@ -19,6 +19,9 @@ from titan.tree import MAX_NODES, Parents, chain_parents
 CHAIN_CHILDREN = 3
 """Tokens that `auto` looks at behind each node of its chain."""
 
+MAX_CHAIN_NODES = 4
+"""Up to so many nodes `auto` grows plain chains: their far end is not worth the search for something better."""
+
 MAX_NARROW_NODES = 8
 """Up to so many nodes `auto` grows along one chain; more are better spread."""
 
@@ -101,7 +104,7 @@ class DraftPolicy:
     def _growth(self, kind: str, requests: list[Request], budgets: list[int], device: torch.device) -> Growth:
         temperatures = torch.tensor([score_temperature(request) for request in requests], device=device)
         if kind == "chain":
-            if self.draft_tree == "chain":
+            if self.draft_tree == "chain" or max(budgets) <= MAX_CHAIN_NODES:
                 return ChainGrowth(budgets, budgets, 1, temperatures)
             depths = [min(budget, _worthwhile_depth(request)) for request, budget in zip(requests, budgets, strict=True)]
             return ChainGrowth(budgets, depths, CHAIN_CHILDREN, temperatures)
