@@ -6,6 +6,7 @@ Everything here depends on the request alone, its options and its own history, n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 
 import numpy as np
 import torch
@@ -39,6 +40,16 @@ Reserve = Callable[[Request, int], bool]
 """Makes room for so many nodes behind the root of a request, if there are free blocks."""
 
 
+class Kind(Enum):
+    """Ways to grow a tree."""
+
+    CHAIN = auto()
+    CHAIN_WITH_SIBLINGS = auto()
+    BEAM = auto()
+    SHAPE = auto()  # known beforehand, of the most likely tokens
+    DRAWN = auto()  # known beforehand, of tokens that are drawn
+
+
 class DraftPolicy:
     """Chooses how the trees of a step are grown.
 
@@ -69,23 +80,24 @@ class DraftPolicy:
         Returns:
             Growths with the indices of their requests.
         """
-        members: dict[str, list[int]] = {"chain": [], "beam": [], "shape": [], "drawn": []}
+        members: dict[Kind, list[int]] = {}
         for i, request in enumerate(requests):
-            members[self._kind(request, budgets[i], reserve)].append(i)
-        grown: list[tuple[list[int], Growth]] = []
-        for kind, rows in members.items():
-            if rows:
-                grown.append((rows, self._growth(kind, [requests[i] for i in rows], [budgets[i] for i in rows], device)))
-        return grown
+            members.setdefault(self._kind(request, budgets[i], reserve), []).append(i)
+        return [
+            (rows, self._growth(kind, [requests[i] for i in rows], [budgets[i] for i in rows], device))
+            for kind, rows in members.items()
+        ]
 
-    def _kind(self, request: Request, budget: int, reserve: Reserve) -> str:
+    def _kind(self, request: Request, budget: int, reserve: Reserve) -> Kind:
         if self._is_drawn(request):
-            return "drawn"
+            return Kind.DRAWN
         if self.fixed_shape is not None:
-            return "shape"
-        if self.draft_tree == "chain" or self._is_narrow(budget) or budget == 1:
-            return "chain"
-        return "beam" if reserve(request, self.width * (min(self.beam_depth, budget) - 1)) else "chain"
+            return Kind.SHAPE
+        if self.draft_tree == "chain" or budget == 1 or (self.draft_tree == "auto" and budget <= MAX_CHAIN_NODES):
+            return Kind.CHAIN
+        if self._is_narrow(budget) or not reserve(request, self.width * (min(self.beam_depth, budget) - 1)):
+            return Kind.CHAIN_WITH_SIBLINGS
+        return Kind.BEAM
 
     def _is_drawn(self, request: Request) -> bool:
         """Whether to draw the proposal; with "auto", whether drawn ones have matched the target better at this request's roots."""
@@ -101,18 +113,18 @@ class DraftPolicy:
         """Whether one node per depth is expanded."""
         return self.draft_tree == "auto" and budget <= MAX_NARROW_NODES
 
-    def _growth(self, kind: str, requests: list[Request], budgets: list[int], device: torch.device) -> Growth:
+    def _growth(self, kind: Kind, requests: list[Request], budgets: list[int], device: torch.device) -> Growth:
+        if kind in (Kind.SHAPE, Kind.DRAWN):
+            shapes = [self._shape(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+            return ShapeGrowth(shapes, _drawn_rows(requests) if kind is Kind.DRAWN else None)
         temperatures = torch.tensor([score_temperature(request) for request in requests], device=device)
-        if kind == "chain":
-            if self.draft_tree == "chain" or max(budgets) <= MAX_CHAIN_NODES:
-                return ChainGrowth(budgets, budgets, 1, temperatures)
+        if kind is Kind.CHAIN:
+            return ChainGrowth(budgets, budgets, 1, temperatures)
+        if kind is Kind.CHAIN_WITH_SIBLINGS:
             depths = [min(budget, _worthwhile_depth(request)) for request, budget in zip(requests, budgets, strict=True)]
             return ChainGrowth(budgets, depths, CHAIN_CHILDREN, temperatures)
-        if kind == "beam":
-            depths = [min(budget, self.beam_depth) for budget in budgets]
-            return BeamGrowth(budgets, depths, self.width, self.width + 1, temperatures)
-        shapes = [self._shape(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-        return ShapeGrowth(shapes, _drawn_rows(requests) if kind == "drawn" else None)
+        depths = [min(budget, self.beam_depth) for budget in budgets]
+        return BeamGrowth(budgets, depths, self.width, self.width + 1, temperatures)
 
     def _shape(self, request: Request, budget: int) -> Parents:
         """The shape of a tree whose tokens do not decide it."""

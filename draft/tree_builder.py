@@ -312,7 +312,7 @@ class ShapeGrowth:
         requests = np.array([i for i, _ in parents])
         depths = np.array([0 if node < 0 else int(self._topologies[i].depths[node]) for i, node in parents])
         probs = target_probs(logits, self.rows, requests)
-        self._probs[index] = probs
+        self._probs.index_copy_(0, index, probs)
         seeds, positions = self.rows.seeds[requests], self.rows.positions[requests] + depths
         self._children[index, :count] = draw_children(probs, count, seeds, positions)
 

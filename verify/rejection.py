@@ -49,7 +49,7 @@ def reject(trees: Sequence[DraftTree], probs: Tensor, seeds: NDArray[np.uint64],
     """
     device = probs.device
     layout = _layout(trees)
-    draft_probs = torch.cat([tree.draft_probs for tree in trees if tree.draft_probs is not None])
+    draft_probs = _joined([tree.draft_probs for tree in trees if tree.draft_probs is not None])
     inner_rows, child_rows = torch.from_numpy(layout.inner_rows).to(device), torch.from_numpy(layout.child_rows).to(device)
     tokens = torch.from_numpy(layout.child_tokens).to(device)
     accept_probs, scales = sibling_acceptance(probs, inner_rows, draft_probs, tokens, layout.num_children)
@@ -123,6 +123,17 @@ def residual(probs: Tensor, draft_probs: Tensor, scale: Tensor) -> Tensor:
     """``max(p - s q, 0)``, or p where rounding leaves nothing of it: float32 [n, vocab]; ``scale`` is [n]."""
     residual = (probs - scale[:, None].float() * draft_probs).clamp(min=0)
     return torch.where(residual.any(-1, keepdim=True), residual, probs)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts, [n_i, vocab] each, one after the other; no copy is made where they are slices of one table that follow each other."""
+    first, offset = parts[0], parts[0].storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != storage or part.storage_offset() != offset or not part.is_contiguous():
+            return torch.cat(list(parts))
+        offset += part.numel()
+    return first.as_strided((sum(map(len, parts)), first.shape[1]), first.stride())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

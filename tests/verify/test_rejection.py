@@ -142,3 +142,12 @@ def test_chi_square_notices_a_missingresidual(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(rejection, "residual", lambda probs, draft_probs, scale: probs)
     counts = path_counts(PARENTS["chain"], NUM_TREES // 2)
     assert stats.chisquare(counts.ravel(), PAIRS.ravel() * counts.sum()).pvalue < 1e-6
+
+
+def test_slices_that_follow_each_other_are_joined_without_a_copy() -> None:
+    table = torch.arange(40.0).view(10, 4)
+    following = [table[2:5], table[5:5], table[5:9]]
+    assert torch.equal(rejection._joined(following), table[2:9])
+    assert rejection._joined(following).data_ptr() == table[2].data_ptr()
+    for parts in ([table[5:9], table[2:5]], [table[2:4], table[5:9]], [table[2:5].clone(), table[5:9]], [table[0:4:2], table[4:5]]):
+        assert torch.equal(rejection._joined(parts), torch.cat(parts))
