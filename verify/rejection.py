@@ -126,7 +126,7 @@ def residual(probs: Tensor, draft_probs: Tensor, scale: Tensor) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The parts, [n_i, vocab] each, one after the other; no copy is made where they are slices of one table that follow each other."""
+    """The parts, [n_i, vocab] each, in a row; without a copy where they are slices of one table that follow each other."""
     first, offset = parts[0], parts[0].storage_offset()
     storage = first.untyped_storage().data_ptr()
     for part in parts:
