@@ -8,6 +8,8 @@ import os
 import platform
 import shlex
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -100,7 +102,7 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], num_text_c
 
 
 def write_json(path: Path, provenance: Provenance, options: dict[str, Any], results: dict[str, Sequence[Any]]) -> None:
-    """Write a run: ``provenance``, ``options``, and each list of dataclasses under its name."""
+    """Write a run: ``provenance``, ``options`` (paths as text), and each list of dataclasses under its name."""
     document: dict[str, Any] = {"provenance": asdict(provenance), "options": options}
     document |= {name: [asdict(row) for row in rows] for name, rows in results.items()}
     _write(path, json.dumps(document, indent=2, default=str))
@@ -109,6 +111,11 @@ def write_json(path: Path, provenance: Provenance, options: dict[str, Any], resu
 def write_markdown(path: Path, title: str, paragraphs: Sequence[Sequence[str]]) -> None:
     """Write a page: paragraphs are lists of lines."""
     _write(path, "\n\n".join(["# " + title, *("\n".join(lines) for lines in paragraphs if lines)]))
+
+
+def log(message: str) -> None:
+    """Show progress."""
+    print(f"[{time.strftime('%H:%M:%S')}] {message}", file=sys.stderr, flush=True)
 
 
 def format_figure(value: float | None, digits: int, *, suffix: str = "", scale: float = 1.0) -> str:

@@ -17,8 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from titan.bench.report import (
     Spread,
     collect_provenance,
     format_figure,
+    log,
     num_physical_cores,
     provenance_lines,
     table_lines,
@@ -51,8 +51,8 @@ from titan.bench.runners import (
     allowed_modes,
     make_runners,
 )
-from titan.bench.workloads import Workload, random_prompts, source_prompts, take_workload
-from titan.models.loader import DEMO, DTYPES, load_config, load_tokenizer, resolve_model
+from titan.bench.workloads import Workload, prompt_stream, take_workload
+from titan.models.loader import DEMO, DTYPES
 
 NUM_WARM_UP_TOKENS = 16
 """Tokens that each request of a warm-up run generates."""
@@ -100,21 +100,6 @@ class Row:
     num_equal: int | None
     num_outputs: int
     load_average: float  # largest before a run
-
-
-def log(message: str) -> None:
-    """Show progress."""
-    print(f"[{time.strftime('%H:%M:%S')}] {message}", file=sys.stderr, flush=True)
-
-
-def prompt_stream(model: str, prompt_len: int, seed: int) -> Iterator[list[int]]:
-    """Source code if the model has a tokenizer, random tokens otherwise."""
-    folder = resolve_model(model, "target")
-    try:
-        tokenizer = load_tokenizer(folder)
-    except ValueError:
-        return random_prompts(prompt_len, load_config(folder).vocab_size, seed)
-    return source_prompts(tokenizer, prompt_len, seed)
 
 
 class Bench:
@@ -319,8 +304,7 @@ def main(argv: list[str] | None = None) -> None:
     table = profile_table(bench.shares) if args.profile else throughput_table(rows, args.baseline)
     print("\n".join(table), flush=True)
     if args.json is not None:
-        options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-        write_json(args.json, provenance, options, {"rows": rows, "samples": bench.samples, "shares": bench.shares})
+        write_json(args.json, provenance, vars(args), {"rows": rows, "samples": bench.samples, "shares": bench.shares})
     if args.markdown is not None:
         title = "Parts of a decode step" if args.profile else "Throughput"
         modes = [f"- {mode}: {MODES[mode]}" for mode in args.modes]

@@ -25,14 +25,14 @@ from titan.bench.report import (
     Spread,
     collect_provenance,
     format_figure,
+    log,
     num_physical_cores,
     provenance_lines,
     table_lines,
     write_json,
     write_markdown,
 )
-from titan.bench.throughput import log, prompt_stream
-from titan.bench.workloads import take_workload
+from titan.bench.workloads import prompt_stream, take_workload
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import DraftPolicy
 from titan.models.loader import DEMO, DTYPES
@@ -210,8 +210,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = make_rows(bench.samples)
     print("\n".join(tree_table(rows)), flush=True)
     if args.json is not None:
-        options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-        write_json(args.json, provenance, options, {"rows": rows, "samples": bench.samples})
+        write_json(args.json, provenance, vars(args), {"rows": rows, "samples": bench.samples})
     if args.markdown is not None:
         workload = (
             f"{args.model}, draft {args.draft_model}, {args.dtype}; {args.concurrency} requests at once, prompts of "

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from titan.models.loader import load_config, load_tokenizer, resolve_model
+
 DEFINITION = re.compile(r"^ *(?:async def|def|class) ", re.MULTILINE)
 CHARACTERS_PER_TOKEN = 12
 """More than a token of source code has on average, so that a cut text still holds enough tokens."""
@@ -67,3 +69,13 @@ def source_prompts(tokenizer: Any, prompt_len: int, seed: int) -> Iterator[list[
                 num_found += 1
                 yield token_ids
     raise ValueError(f"prompt_len={prompt_len} is more than a held-out file of the standard library has")
+
+
+def prompt_stream(model: str, prompt_len: int, seed: int) -> Iterator[list[int]]:
+    """Source code if the model has a tokenizer, random tokens otherwise."""
+    folder = resolve_model(model, "target")
+    try:
+        tokenizer = load_tokenizer(folder)
+    except ValueError:
+        return random_prompts(prompt_len, load_config(folder).vocab_size, seed)
+    return source_prompts(tokenizer, prompt_len, seed)

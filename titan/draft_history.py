@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import exp, log
 
-SHORTEST_MEMORY = 1 / 3
 LONGEST_MEMORY = 0.97
 """Weight of the past when something new is seen: it grows with what has been seen, up to about thirty observations."""
 
