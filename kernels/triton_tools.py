@@ -1,0 +1,94 @@
+"""What the Triton kernels share: checks of their arguments, and arithmetic that holds in Triton's interpreter too.
+
+The interpreter (``TRITON_INTERPRET=1``, set before triton is imported) multiplies the bit patterns of bfloat16 numbers and
+truncates where hardware rounds to nearest even (triton-lang/triton issue 11584). So kernels compute in float32, and their
+constexpr ``EMU`` makes `dot` and `narrow` do by hand what the interpreter gets wrong. `INTERPRETED` is its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether kernels of this process run in Triton's interpreter, on the CPU."""
+
+
+def require(
+    name: str,
+    tensor: Tensor,
+    *,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    contiguous: bool = True,
+) -> None:
+    """Refuse a tensor that a kernel cannot take, before a launch.
+
+    Args:
+        name: of the argument, for the message.
+        tensor: what was given.
+        shape: expected; ``None`` = any size.
+        dtypes: those allowed.
+        device: where the kernel runs.
+        contiguous: whether all of it must be contiguous; otherwise its last dimension must be.
+
+    Raises:
+        ValueError: names the argument, what it is and what is expected.
+    """
+    fits = tensor.dim() == len(shape) and all(size in (None, got) for size, got in zip(shape, tensor.shape, strict=True))
+    if not fits:
+        expected = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(tensor.shape)}: it must be [{expected}]")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} has dtype {tensor.dtype}: it must be {' or '.join(map(str, dtypes))}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}: it must be on {device}")
+    if contiguous and not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}: it must be contiguous")
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name} has strides {tensor.stride()}: its last dimension must be contiguous")
+
+
+def is_launchable(device: torch.device) -> bool:
+    """Whether Triton kernels of this process run on the device."""
+    return device.type == ("cpu" if INTERPRETED else "cuda")
+
+
+def require_launchable(device: torch.device) -> None:
+    """Refuse a device on which Triton kernels of this process cannot run.
+
+    Raises:
+        ValueError: neither a CUDA device nor, in the interpreter, the CPU.
+    """
+    if not is_launchable(device):
+        where = "the CPU, since TRITON_INTERPRET is set" if INTERPRETED else "a CUDA device"
+        raise ValueError(f"the tensors are on {device}: Triton kernels of this process run on {where}")
+
+
+@triton.jit
+def dot(a, b, EMU: tl.constexpr):
+    """``a @ b`` of two tiles, summed in float32; float32 tiles are multiplied as such, not as TF32."""
+    if EMU:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        product = tl.dot(a, b, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr, EMU: tl.constexpr):
+    """Round float32 ``x`` to nearest even in ``DTYPE``; NaN and infinities stay what they are."""
+    if EMU and DTYPE == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        is_finite = (bits & 0x7F800000) != 0x7F800000
+        bits = tl.where(is_finite, rounded, bits) & 0xFFFF0000
+        result = bits.to(tl.float32, bitcast=True).to(tl.bfloat16)  # exact: what is cut off is 0
+    else:
+        result = x.to(DTYPE)
+    return result
