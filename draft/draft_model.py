@@ -8,15 +8,14 @@ further depth is one small pass over the frontier nodes of every request's tree.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from titan.batch import DraftPass, RaggedBatch, Segment, build_batch, build_chain_passes, build_frontier_pass
+from titan.batch import RaggedBatch, Segment, build_batch, build_draft_passes
 from titan.draft.base import DraftContext
 from titan.draft.policy import DraftPolicy, score_temperature
 from titan.draft.tree_builder import Growth
@@ -72,7 +71,7 @@ class DraftModelDrafter:
             start, end = request.num_drafted_context, request.num_drafted_context + num_fed[i]
             drafts = self._budget(plan, i) > 0 and end == request.num_tokens
             segments.append(Segment(request.block_ids, start, self._known(request.token_ids[start:end]), needs_logits=drafts))
-        batch = build_batch(segments, block_size=self.block_size, windows=self.model.config.windows, device=self.device)
+        batch = build_batch(segments, block_size=self.block_size, device=self.device)
         drafting = [i for i, segment in zip(fed, segments, strict=True) if segment.needs_logits]
         logits = self._forward(batch)
         for i in fed:  # now that it is written
@@ -93,52 +92,24 @@ class DraftModelDrafter:
             is_all = len(rows) == len(requests)
             growth.plant(root_logits if is_all else root_logits[torch.tensor(rows, device=self.device)])
         in_order = [requests[row] for rows, _ in growths for row in rows]
-        feeds = [feed for _, growth in growths for feed in growth.feeds]
-        are_chains = all(len(slots) == 1 and slots[0] == depth for feed in feeds for depth, slots in enumerate(feed))
-        passes = self._chain_passes(in_order, feeds) if are_chains else self._frontier_passes(in_order, feeds)
+        passes = build_draft_passes(
+            [request.block_ids for request in in_order],
+            np.array([request.num_tokens - 1 for request in in_order]),
+            [feed for _, growth in growths for feed in growth.feeds],
+            block_size=self.block_size,
+            device=self.device,
+        )
         for depth, draft_pass in enumerate(passes, start=1):
             growing = [growth for _, growth in growths if any(len(feed) >= depth for feed in growth.feeds)]
             frontiers = [growth.frontier(depth) for growth in growing]
-            token_ids = _cat([frontier.token_ids for frontier in frontiers])
-            if are_chains:
-                batch = draft_pass.with_tokens(token_ids)
-            else:
-                batch = draft_pass.with_nodes(token_ids, _cat([frontier.ancestor_bits for frontier in frontiers]), depth)
+            batch = draft_pass.with_nodes(
+                _cat([frontier.token_ids for frontier in frontiers]), _cat([frontier.ancestor_bits for frontier in frontiers])
+            )
             logits = self._forward(batch).split([len(frontier.token_ids) for frontier in frontiers])
             for growth, rows_logits in zip(growing, logits, strict=True):
                 growth.grow(depth, rows_logits)
         for rows, growth in growths:
             yield from zip(rows, growth.harvest(), strict=True)
-
-    def _chain_passes(self, requests: list[Request], feeds: list[Sequence[NDArray[np.int64]]]) -> Iterator[DraftPass]:
-        """One pass per depth, of one node per request; those of the same requests are laid out together."""
-        depth = 1
-        while going := [i for i, feed in enumerate(feeds) if len(feed) >= depth]:
-            last_depth = min(len(feeds[i]) for i in going)
-            yield from build_chain_passes(
-                [requests[i].block_ids for i in going],
-                np.array([requests[i].num_tokens - 1 for i in going]),
-                first_depth=depth,
-                last_depth=last_depth,
-                block_size=self.block_size,
-                windows=self.model.config.windows,
-                device=self.device,
-            )
-            depth = last_depth + 1
-
-    def _frontier_passes(self, requests: list[Request], feeds: list[Sequence[NDArray[np.int64]]]) -> Iterator[DraftPass]:
-        """One pass per depth, of any nodes."""
-        for depth in range(1, max(map(len, feeds)) + 1):
-            going = [i for i, feed in enumerate(feeds) if len(feed) >= depth]
-            yield build_frontier_pass(
-                [requests[i].block_ids for i in going],
-                np.array([requests[i].num_tokens - 1 for i in going]),
-                [feeds[i][depth - 1] for i in going],
-                depth,
-                block_size=self.block_size,
-                windows=self.model.config.windows,
-                device=self.device,
-            )
 
     def _forward(self, batch: RaggedBatch) -> Tensor:
         """Logits of one pass over the target's vocabulary, -inf where only the target has tokens: [L, target vocabulary]."""

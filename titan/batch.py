@@ -5,15 +5,15 @@ Legend: T = query tokens of the batch, R = requests (segments), L = rows that ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.kernels.torch_attention import AttentionPlan, QueryRows, plan_attention, plan_decode_passes
+from titan.kernels.attention_layout import AttentionLayout
 from titan.tree import EMPTY_TREE, DraftTree
 
 
@@ -44,18 +44,15 @@ class RaggedBatch:
     slot_mapping: Tensor  # int64 [T], block * block_size + offset
     logits_rows: Tensor  # int64 [L], rows of T whose logits are computed
     logits_start_loc: NDArray[np.int64]  # [R + 1], prefix sums of logits rows per request
-    attention: AttentionPlan
+    attention: AttentionLayout
 
 
-def build_batch(
-    segments: Sequence[Segment], *, block_size: int, windows: Sequence[int | None], device: torch.device
-) -> RaggedBatch:
+def build_batch(segments: Sequence[Segment], *, block_size: int, device: torch.device) -> RaggedBatch:
     """Lay the segments out one after another.
 
     Args:
         segments: one per request, each with at least one query token.
         block_size: tokens per KV block.
-        windows: the distinct sliding windows (in positions) of the model's layers; ``None`` = full attention.
         device: where the model runs.
     """
     num_requests = len(segments)
@@ -99,15 +96,15 @@ def build_batch(
         slot_mapping=torch.from_numpy(slot_mapping).to(device),
         logits_rows=torch.from_numpy(logits_rows).to(device),
         logits_start_loc=logits_start_loc,
-        attention=plan_attention(
+        attention=AttentionLayout(
             query_start_loc=query_start_loc,
             seq_lens=origins + query_lens,
             block_table=table,
-            rows=QueryRows(positions, visible_lens, ancestor_bits),
             tree_starts=tree_starts,
+            positions=positions,
+            visible_lens=visible_lens,
+            ancestor_bits=torch.from_numpy(ancestor_bits).to(device),
             block_size=block_size,
-            windows=windows,
-            device=device,
         ),
     )
 
@@ -129,100 +126,61 @@ def pad_block_tables(block_tables: Sequence[list[int]]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftPass:
-    """One depth of drafting, laid out: everything but the tokens, which the depth before it makes on the device."""
+    """One depth of drafting, laid out: everything but the nodes, which the depth before it makes on the device."""
 
     positions: Tensor  # int64 [T]
     slot_mapping: Tensor  # int64 [T]
     logits_rows: Tensor  # int64 [T]
-    logits_start_loc: NDArray[np.int64]  # [R + 1]
-    attention: AttentionPlan
+    attention: AttentionLayout
 
-    def with_tokens(self, token_ids: Tensor) -> RaggedBatch:
-        """The batch with its tokens, int64 [T]."""
-        return self._batch(token_ids, self.attention)
-
-    def with_nodes(self, token_ids: Tensor, ancestor_bits: Tensor, depth: int) -> RaggedBatch:
-        """The batch with the tokens and the ancestor bits of its nodes, int64 [T] each, of that depth."""
-        return self._batch(token_ids, self.attention.with_ancestors(ancestor_bits, depth))
-
-    def _batch(self, token_ids: Tensor, attention: AttentionPlan) -> RaggedBatch:
-        return RaggedBatch(token_ids, self.positions, self.slot_mapping, self.logits_rows, self.logits_start_loc, attention)
+    def with_nodes(self, token_ids: Tensor, ancestor_bits: Tensor) -> RaggedBatch:
+        """The batch with the tokens and the ancestor bits of its nodes, int64 [T] each."""
+        attention = replace(self.attention, ancestor_bits=ancestor_bits)
+        return RaggedBatch(
+            token_ids, self.positions, self.slot_mapping, self.logits_rows, self.attention.query_start_loc, attention
+        )
 
 
-def build_chain_passes(
+def build_draft_passes(
     block_tables: Sequence[list[int]],
     root_positions: NDArray[np.int64],
+    feeds: Sequence[Sequence[NDArray[np.int64]]],
     *,
-    first_depth: int,
-    last_depth: int,
     block_size: int,
-    windows: Sequence[int | None],
     device: torch.device,
-) -> list[DraftPass]:
-    """Lay out the passes that feed the chain nodes of depths ``first_depth .. last_depth``, one node per request and pass.
+) -> Iterator[DraftPass]:
+    """Lay out the passes that feed the frontier nodes of the requests' trees, one per depth from 1 on.
 
     Args:
         block_tables: one per request, covering the slots of all these nodes.
-        root_positions: int64 [R].
-        first_depth: depth of the node that the first pass feeds.
-        last_depth: of the last pass.
+        root_positions: int64 [requests].
+        feeds: per request and depth the nodes, ascending; node ``i`` is written to slot ``root position + 1 + i``. A request is
+            part of the passes down to its last depth.
         block_size: tokens per KV block.
-        windows: the distinct sliding windows of the model's layers.
         device: where the model runs.
     """
-    num_requests = len(block_tables)
-    table = pad_block_tables(block_tables)
-    depths = np.arange(first_depth, last_depth + 1)
-    positions = root_positions + depths[:, None]
-    slots = table[np.arange(num_requests), positions // block_size] * block_size + positions % block_size
-    plans = plan_decode_passes(positions, table, block_size=block_size, windows=windows, device=device)
-    positions_tensor = torch.from_numpy(positions).to(device)
-    slots_tensor = torch.from_numpy(slots).to(device)
-    rows = torch.arange(num_requests, device=device)
-    start_loc = np.arange(num_requests + 1)
-    return [DraftPass(positions_tensor[i], slots_tensor[i], rows, start_loc, plan) for i, plan in enumerate(plans)]
-
-
-def build_frontier_pass(
-    block_tables: Sequence[list[int]],
-    root_positions: NDArray[np.int64],
-    nodes: Sequence[NDArray[np.int64]],
-    depth: int,
-    *,
-    block_size: int,
-    windows: Sequence[int | None],
-    device: torch.device,
-) -> DraftPass:
-    """Lay out the pass that feeds the frontier nodes of one depth; their ancestor bits come with their tokens.
-
-    Args:
-        block_tables: one per request, covering the slots of these nodes and of all before them.
-        root_positions: int64 [R].
-        nodes: per request at least one, ascending; a node ``i`` is written to slot ``root position + 1 + i``.
-        depth: of the nodes.
-        block_size: tokens per KV block.
-        windows: the distinct sliding windows of the model's layers.
-        device: where the model runs.
-    """
-    query_start_loc = _prefix_sums(np.array([len(each) for each in nodes]))
-    owners = np.repeat(np.arange(len(nodes)), np.diff(query_start_loc))
-    table = pad_block_tables(block_tables)
-    slots = root_positions[owners] + 1 + np.concatenate(nodes)
-    positions = root_positions[owners] + depth
-    return DraftPass(
-        torch.from_numpy(positions).to(device),
-        torch.from_numpy(table[owners, slots // block_size] * block_size + slots % block_size).to(device),
-        torch.arange(len(owners), device=device),
-        query_start_loc,
-        plan_attention(
-            query_start_loc=query_start_loc,
-            seq_lens=root_positions + 2 + np.array([each[-1] for each in nodes]),
-            block_table=table,
-            rows=QueryRows(positions, root_positions[owners] + 1, np.zeros_like(positions)),
-            tree_starts=root_positions + 1,
-            block_size=block_size,
-            windows=windows,
-            device=device,
-            has_later_ancestors=True,
-        ),
-    )
+    all_tables = pad_block_tables(block_tables)
+    for depth in range(1, max(map(len, feeds)) + 1):
+        going_on = [i for i, feed in enumerate(feeds) if len(feed) >= depth]
+        is_all = len(going_on) == len(feeds)
+        roots, table = (root_positions, all_tables) if is_all else (root_positions[going_on], all_tables[going_on])
+        nodes = [feeds[i][depth - 1] for i in going_on]
+        query_start_loc = _prefix_sums(np.array([len(each) for each in nodes]))
+        owners = np.repeat(np.arange(len(nodes)), np.diff(query_start_loc))
+        slots = roots[owners] + 1 + np.concatenate(nodes)
+        positions = roots[owners] + depth
+        yield DraftPass(
+            torch.from_numpy(positions).to(device),
+            torch.from_numpy(table[owners, slots // block_size] * block_size + slots % block_size).to(device),
+            torch.arange(len(owners), device=device),
+            AttentionLayout(
+                query_start_loc=query_start_loc,
+                seq_lens=roots + 2 + np.array([each[-1] for each in nodes]),
+                block_table=table,
+                tree_starts=roots + 1,
+                positions=positions,
+                visible_lens=roots[owners] + 1,
+                ancestor_bits=torch.zeros(len(owners), dtype=torch.int64, device=device),
+                block_size=block_size,
+            ),
+        )

@@ -111,7 +111,7 @@ class Engine:
                     needs_logits=end == request.num_tokens,
                 )
             )
-        return build_batch(segments, block_size=self.config.block_size, windows=self.model_config.windows, device=self.device)
+        return build_batch(segments, block_size=self.config.block_size, device=self.device)
 
     def _check_tree(self, tree: DraftTree, request: Request, budget: int) -> None:
         """Refuse what a drafter must not propose, before it reaches slots or embeddings that are not the request's."""

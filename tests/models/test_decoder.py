@@ -66,7 +66,7 @@ class Session:
         self.block_ids = [order[i::num_requests] for i in range(num_requests)]
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
-        batch = build_batch(segments, block_size=BLOCK_SIZE, windows=self.model.config.windows, device=CPU)
+        batch = build_batch(segments, block_size=BLOCK_SIZE, device=CPU)
         logits: Tensor = self.model(batch, self.kv)
         assert logits.dtype == self.model.dtype
         return logits.float()

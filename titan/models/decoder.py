@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.batch import RaggedBatch
+from titan.kernels.layer_ops import choose_layer_ops
 from titan.kernels.linear import can_pack, linear, linear_add, pack_weight
-from titan.kernels.norm import rms_norm
 from titan.models.config import ModelConfig
-from titan.models.layers import LayerWeights, attention, layer_shapes, mlp
+from titan.models.layers import LayerStep, LayerWeights, attention, layer_shapes, mlp
 from titan.models.rope import rope_table
 
 MAX_HEAD_COPY_BYTES = 128 * 2**20
@@ -41,6 +41,7 @@ class Decoder(nn.Module):
         self.config = config
         self.dtype = dtype
         self.device = device
+        self.ops = choose_layer_ops(device, dtype)
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
@@ -84,7 +85,7 @@ class Decoder(nn.Module):
         """Run the query tokens of a batch, and write their KV.
 
         Args:
-            batch: T query tokens, of which L need logits; planned for ``config.windows``.
+            batch: T query tokens, of which L need logits.
             kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim], updated in place.
 
         Returns:
@@ -92,20 +93,23 @@ class Decoder(nn.Module):
 
         Raises:
             RuntimeError: `prepare` was not called.
+            IndexError: a position is beyond ``max_positions``.
         """
         if not self._layer_weights:
             raise RuntimeError("the decoder is not ready: call prepare() after its weights are loaded")
+        if batch.attention.positions.max() >= self.max_positions:
+            raise IndexError(f"position {batch.attention.positions.max()} is not allowed: there are {self.max_positions} positions")
         x = F.embedding(batch.token_ids, self.embedding)
-        cos, sin = self._rope_table.index_select(0, batch.positions).unsqueeze(2).unbind(1)
+        step = LayerStep(self.ops, self._rope_table, self.ops.plan_attention(batch.attention, self.config.windows))
         is_partial = len(batch.logits_rows) < len(x)
         last = self.config.num_layers - 1
         for layer, weights in enumerate(self._layer_weights):
-            attended = attention(x, weights, self.config, layer, (cos, sin), batch, kv[layer])
+            attended = attention(x, weights, self.config, layer, batch, kv[layer], step)
             if layer == last and is_partial:  # the other rows have written their KV, nobody reads on
                 x, attended = x.index_select(0, batch.logits_rows), attended.index_select(0, batch.logits_rows)
             x = linear_add(attended, weights.output_weight, weights.output_bias, residual=x)
-            x = mlp(x, weights, self.config)
-        x = rms_norm(x, self.final_norm, self.config.rms_norm_eps)
+            x = mlp(x, weights, self.config, self.ops)
+        x = self.ops.rms_norm(x, self.final_norm, self.config.rms_norm_eps)
         return linear(x, self._head, None)
 
 

@@ -6,16 +6,13 @@ Legend: T query tokens, H = num_heads, K = num_kv_heads, D = head_dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from titan.batch import RaggedBatch
-from titan.kernels.kv_ops import write_kv
+from titan.kernels.layer_ops import LayerOps
 from titan.kernels.linear import linear, linear_add
-from titan.kernels.norm import rms_norm
-from titan.kernels.torch_attention import tree_attention
 from titan.models.config import ModelConfig
 
 
@@ -37,6 +34,15 @@ class LayerWeights:
     output_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStep:
+    """What the layers have in common in one pass."""
+
+    ops: LayerOps
+    rope_table: Tensor  # [max_positions, 2, D], dtype of the model
+    attention_plan: Any  # of ``ops``
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -67,9 +73,9 @@ def attention(
     weights: LayerWeights,
     config: ModelConfig,
     layer: int,
-    rope: tuple[Tensor, Tensor],
     batch: RaggedBatch,
     kv_layer: Tensor,
+    step: LayerStep,
 ) -> Tensor:
     """Write the tokens' keys and values and attend, up to but without the output projection.
 
@@ -78,28 +84,30 @@ def attention(
         weights: of the layer.
         config: of the model.
         layer: index of the layer.
-        rope: cosines and signed sines of the tokens' positions, [T, 1, D] each, dtype of ``x``.
         batch: the ragged batch.
         kv_layer: [2, K, num_blocks, block_size, D].
+        step: what all layers have in common.
 
     Returns:
         [T, H * D].
     """
-    num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
-    num_qk_heads = num_heads + config.num_kv_heads
-    normed = rms_norm(x, weights.input_norm, eps)
-    heads = linear(normed, weights.qkv_weight, weights.qkv_bias).view(len(x), -1, head_dim)
-    qk = heads[:, :num_qk_heads]
-    if weights.qk_norm is not None:
-        qk = rms_norm(qk, weights.qk_norm, eps)
-    cos, sin = rope
-    torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin, out=heads[:, :num_qk_heads])
-    write_kv(kv_layer, heads[:, num_heads:].view(len(x), 2, -1, head_dim), batch.slot_mapping)
-    return tree_attention(heads[:, :num_heads], kv_layer, batch.attention, scale=head_dim**-0.5, window=config.layer_windows[layer])
+    ops, eps = step.ops, config.rms_norm_eps
+    qkv = linear(ops.rms_norm(x, weights.input_norm, eps), weights.qkv_weight, weights.qkv_bias)
+    q = ops.rope_and_write_kv(
+        qkv,
+        step.rope_table,
+        batch.positions,
+        batch.slot_mapping,
+        kv_layer,
+        num_heads=config.num_heads,
+        qk_norm=weights.qk_norm,
+        eps=eps,
+    )
+    return ops.tree_attention(q, kv_layer, step.attention_plan, scale=config.head_dim**-0.5, window=config.layer_windows[layer])
 
 
-def mlp(x: Tensor, weights: LayerWeights, config: ModelConfig) -> Tensor:
+def mlp(x: Tensor, weights: LayerWeights, config: ModelConfig, ops: LayerOps) -> Tensor:
     """The gated feed-forward part with its residual: [T, hidden_size] -> [T, hidden_size]."""
-    normed = rms_norm(x, weights.post_norm, config.rms_norm_eps)
-    gate, up = linear(normed, weights.gate_up_weight, weights.gate_up_bias).chunk(2, -1)
-    return linear_add(F.silu(gate).mul_(up), weights.down_weight, weights.down_bias, residual=x)
+    normed = ops.rms_norm(x, weights.post_norm, config.rms_norm_eps)
+    activated = ops.silu_mul(linear(normed, weights.gate_up_weight, weights.gate_up_bias))
+    return linear_add(activated, weights.down_weight, weights.down_bias, residual=x)

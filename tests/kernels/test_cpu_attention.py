@@ -1,4 +1,4 @@
-"""The attention kernel against its slow twin in float64, on ragged mixes of everything a step can hold."""
+"""Both implementations of attention on a CPU against its slow twin in float64, on ragged mixes of everything a step can hold."""
 
 from __future__ import annotations
 
@@ -9,18 +9,35 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.batch import Segment, build_batch, build_chain_passes, build_frontier_pass
+from titan.batch import Segment, build_batch, build_draft_passes
+from titan.kernels.compiled_ops import CompiledOps
+from titan.kernels.cpu_library import load_library
 from titan.kernels.reference import reference_tree_attention
-from titan.kernels.torch_attention import tree_attention
+from titan.kernels.torch_ops import TorchOps
 from titan.tree import DraftTree
+
+Ints = NDArray[np.int64]
 
 CPU = torch.device("cpu")
 HEAD_DIM = 16
 SCALE = 0.3
 KINDS = ("decode", "chain", "tree", "late_nodes", "chunk", "prompt", "long_chunk", "long_prompt")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+def make_ops(name: str, dtype: torch.dtype) -> TorchOps | CompiledOps:
+    if name == "torch":
+        return TorchOps()
+    loaded = load_library()
+    if loaded.library is None:
+        pytest.skip(loaded.description)
+    return CompiledOps(loaded.library, dtype)
+
+
+IMPLEMENTATIONS = ("torch", "compiled")
 
 
 @dataclass
@@ -124,13 +141,14 @@ def random_kv(rng: torch.Generator, case: Case, num_kv_heads: int, dtype: torch.
     return kv
 
 
-def check(case: Case, num_heads: int, num_kv_heads: int, window: int | None, dtype: torch.dtype) -> None:
+def check(case: Case, num_heads: int, num_kv_heads: int, window: int | None, dtype: torch.dtype, ops_name: str) -> None:
+    ops = make_ops(ops_name, dtype)
     generator = torch.Generator().manual_seed(0)
     kv = random_kv(generator, case, num_kv_heads, dtype)
     q = torch.randn(case.query_start_loc[-1], num_heads, HEAD_DIM, generator=generator).to(dtype)
     windows = (None, window) if window is not None else (None,)
-    plan = build_batch(case.segments, block_size=case.block_size, windows=windows, device=CPU).attention
-    output = tree_attention(q, kv, plan, scale=SCALE, window=window)
+    plan = ops.plan_attention(build_batch(case.segments, block_size=case.block_size, device=CPU).attention, windows)
+    output = ops.tree_attention(q, kv, plan, scale=SCALE, window=window)
     expected = reference_tree_attention(
         q, kv, query_start_loc=case.query_start_loc, block_table=case.block_table, visible_slots=case.visible_slots, scale=SCALE
     )
@@ -138,7 +156,7 @@ def check(case: Case, num_heads: int, num_kv_heads: int, window: int | None, dty
     torch.testing.assert_close(output.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=5),
@@ -147,74 +165,46 @@ def check(case: Case, num_heads: int, num_kv_heads: int, window: int | None, dty
     block_size=st.sampled_from((8, 16)),
     window=st.sampled_from((None, None, 5, 24)),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    ops_name=st.sampled_from(IMPLEMENTATIONS),
 )
 def test_any_mix_of_queries(
-    seed: int, kinds: list[str], layout: str, heads: tuple[int, int], block_size: int, window: int | None, dtype: torch.dtype
+    seed: int,
+    kinds: list[str],
+    layout: str,
+    heads: tuple[int, int],
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    ops_name: str,
 ) -> None:
-    check(random_case(seed, kinds, layout, block_size, window), *heads, window, dtype)
+    check(random_case(seed, kinds, layout, block_size, window), *heads, window, dtype, ops_name)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_query_alone(kind: str, window: int | None, dtype: torch.dtype) -> None:
-    check(random_case(3, [kind], "scattered", 16, window), 4, 2, window, dtype)
+@pytest.mark.parametrize("ops_name", IMPLEMENTATIONS)
+def test_each_kind_of_query_alone(ops_name: str, kind: str, window: int | None, dtype: torch.dtype) -> None:
+    check(random_case(3, [kind], "scattered", 16, window), 4, 2, window, dtype, ops_name)
 
 
 @pytest.mark.parametrize("layout", ["dense", "scattered", "shared"])
-def test_many_decodes_of_very_different_length(layout: str) -> None:
-    check(random_case(4, ["decode"] * 12 + ["chain"] * 6, layout, 8, None), 4, 2, None, torch.float32)
+@pytest.mark.parametrize("ops_name", IMPLEMENTATIONS)
+def test_many_decodes_of_very_different_length(ops_name: str, layout: str) -> None:
+    check(random_case(4, ["decode"] * 12 + ["chain"] * 6, layout, 8, None), 4, 2, None, torch.float32, ops_name)
 
 
 @pytest.mark.parametrize("kind", ["decode", "chain"])
-def test_queries_of_equal_length_need_no_padding(kind: str) -> None:
+@pytest.mark.parametrize("ops_name", IMPLEMENTATIONS)
+def test_queries_of_equal_length_need_no_padding(ops_name: str, kind: str) -> None:
     case = random_case(0, [kind], "dense", 16, None)
     segments = [case.segments[0], *(shifted(case.segments[0], i * 9) for i in range(1, 4))]
     rows = [row for segment in segments for row in must_see(segment, None)]
-    check(Case(segments, 40, 16, rows), 4, 2, None, torch.float32)
+    check(Case(segments, 40, 16, rows), 4, 2, None, torch.float32, ops_name)
 
 
 def shifted(segment: Segment, offset: int) -> Segment:
     return replace(segment, block_ids=[block + offset for block in segment.block_ids])
-
-
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 2**32),
-    num_requests=st.integers(1, 6),
-    depths=st.sampled_from(((1, 1), (1, 5), (3, 6))),
-    heads=st.sampled_from(((4, 4), (4, 2), (4, 1))),
-    window=st.sampled_from((None, 5, 24)),
-    block_size=st.sampled_from((8, 16)),
-)
-def test_passes_of_a_chain_see_what_was_written_before_and_nothing_later(
-    seed: int, num_requests: int, depths: tuple[int, int], heads: tuple[int, int], window: int | None, block_size: int
-) -> None:
-    """`build_chain_passes`, which plans several passes at once: every pass is a decode at its own position."""
-    rng = np.random.default_rng(seed)
-    roots = rng.integers(0, 70, num_requests)
-    sizes = (roots + depths[1]) // block_size + 1
-    order = rng.permutation(int(sizes.sum()) + 3)
-    tables = [table.tolist() for table in np.split(order[: sizes.sum()], np.cumsum(sizes)[:-1])]
-    windows = (None,) if window is None else (window, None)
-    batches = build_chain_passes(
-        tables, roots, first_depth=depths[0], last_depth=depths[1], block_size=block_size, windows=windows, device=CPU
-    )
-    assert len(batches) == depths[1] - depths[0] + 1
-    for depth, batch in enumerate(batches, start=depths[0]):
-        segments = [Segment(table, int(root) + depth, [0]) for table, root in zip(tables, roots, strict=True)]
-        case = Case(segments, len(order), block_size, [row for s in segments for row in must_see(s, window)])
-        assert batch.positions.tolist() == (roots + depth).tolist()
-        slots = [t[p // block_size] * block_size + p % block_size for t, p in zip(tables, (roots + depth).tolist(), strict=True)]
-        assert batch.slot_mapping.tolist() == slots
-        generator = torch.Generator().manual_seed(depth)
-        kv = random_kv(generator, case, heads[1], torch.float32)
-        q = torch.randn(num_requests, heads[0], HEAD_DIM, generator=generator)
-        output = tree_attention(q, kv, batch.attention, scale=SCALE, window=window)
-        expected = reference_tree_attention(
-            q, kv, query_start_loc=case.query_start_loc, block_table=tables, visible_slots=case.visible_slots, scale=SCALE
-        )
-        torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=2e-5)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -223,56 +213,67 @@ def test_passes_of_a_chain_see_what_was_written_before_and_nothing_later(
     num_requests=st.integers(1, 5),
     heads=st.sampled_from(((4, 4), (4, 1))),
     window=st.sampled_from((None, 1, 2, 3, 9)),
+    ops_name=st.sampled_from(IMPLEMENTATIONS),
 )
 def test_frontier_nodes_see_their_context_and_their_ancestors(
-    seed: int, num_requests: int, heads: tuple[int, int], window: int | None
+    seed: int, num_requests: int, heads: tuple[int, int], window: int | None, ops_name: str
 ) -> None:
-    """`build_frontier_pass`, whose ancestor bits come with the tokens: any nodes of one depth, in trees of any shape."""
+    """`build_draft_passes`, whose ancestor bits come with the tokens: any nodes of each depth, in trees of any shape."""
     rng = np.random.default_rng(seed)
-    block_size, depth = 8, int(rng.integers(1, 5))
-    trees, nodes = [], []
-    while len(trees) < num_requests:
-        tree = random_tree(rng, int(rng.integers(1, 20)))
-        at_depth = np.flatnonzero(tree.depths == depth)
-        if len(at_depth):
-            trees.append(tree)
-            nodes.append(np.sort(rng.choice(at_depth, rng.integers(1, len(at_depth) + 1), replace=False)))
+    ops, block_size = make_ops(ops_name, torch.float32), 8
+    trees = [random_tree(rng, int(rng.integers(1, 20))) for _ in range(num_requests)]
+    feeds: list[list[Ints]] = []
+    for tree in trees:  # some nodes of every depth, down to a random one
+        at_depths = [np.flatnonzero(tree.depths == depth) for depth in range(1, rng.integers(1, tree.depths.max() + 1) + 1)]
+        feeds.append([np.sort(rng.choice(nodes, rng.integers(1, len(nodes) + 1), replace=False)) for nodes in at_depths])
     roots = rng.integers(0, 60, num_requests)
     sizes = [int(root + 1 + tree.num_nodes) // block_size + 1 for root, tree in zip(roots, trees, strict=True)]
     order = rng.permutation(sum(sizes) + 3)
     tables = [table.tolist() for table in np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])]
     windows = (None,) if window is None else (window, None)
-    layout = build_frontier_pass(tables, roots, nodes, depth, block_size=block_size, windows=windows, device=CPU)
-    bits = np.concatenate([tree.ancestor_bits[chosen] for tree, chosen in zip(trees, nodes, strict=True)])
-    batch = layout.with_nodes(torch.zeros(len(bits), dtype=torch.int64), torch.from_numpy(bits), depth)
-    segments = [
-        Segment(table, int(root), [0], tree=tree, root_position=int(root))
-        for table, root, tree in zip(tables, roots, trees, strict=True)
-    ]
-    visible = []
-    for segment, chosen in zip(segments, nodes, strict=True):
-        rows = must_see(segment, window)
-        visible += [rows[1 + node] for node in chosen]
+    passes = list(build_draft_passes(tables, roots, feeds, block_size=block_size, device=CPU))
+    assert len(passes) == max(map(len, feeds))
     kv = torch.randn(2, heads[1], len(order), block_size, HEAD_DIM, generator=torch.Generator().manual_seed(2))
-    q = torch.randn(len(bits), heads[0], HEAD_DIM, generator=torch.Generator().manual_seed(1))
-    output = tree_attention(q, kv, batch.attention, scale=SCALE, window=window)
-    start_loc = [0, *np.cumsum([len(chosen) for chosen in nodes]).tolist()]
-    expected = reference_tree_attention(q, kv, query_start_loc=start_loc, block_table=tables, visible_slots=visible, scale=SCALE)
-    torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=2e-5)
-    assert batch.positions.tolist() == np.repeat(roots + depth, [len(chosen) for chosen in nodes]).tolist()
+    for depth, draft_pass in enumerate(passes, start=1):
+        going_on = [i for i, feed in enumerate(feeds) if len(feed) >= depth]
+        nodes = [feeds[i][depth - 1] for i in going_on]
+        bits = np.concatenate([trees[i].ancestor_bits[chosen] for i, chosen in zip(going_on, nodes, strict=True)])
+        batch = draft_pass.with_nodes(torch.zeros(len(bits), dtype=torch.int64), torch.from_numpy(bits))
+        visible, slots = [], []
+        for i, chosen in zip(going_on, nodes, strict=True):
+            segment = Segment(tables[i], int(roots[i]), [0], tree=trees[i], root_position=int(roots[i]))
+            rows = must_see(segment, window)
+            visible += [rows[1 + node] for node in chosen]
+            slots += [tables[i][slot // block_size] * block_size + slot % block_size for slot in (roots[i] + 1 + chosen).tolist()]
+        q = torch.randn(len(bits), heads[0], HEAD_DIM, generator=torch.Generator().manual_seed(1))
+        output = ops.tree_attention(q, kv, ops.plan_attention(batch.attention, windows), scale=SCALE, window=window)
+        expected = reference_tree_attention(
+            q,
+            kv,
+            query_start_loc=[0, *np.cumsum([len(chosen) for chosen in nodes]).tolist()],
+            block_table=[tables[i] for i in going_on],
+            visible_slots=visible,
+            scale=SCALE,
+        )
+        torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=2e-5)
+        assert batch.positions.tolist() == np.repeat(roots[going_on] + depth, [len(chosen) for chosen in nodes]).tolist()
+        assert batch.slot_mapping.tolist() == slots
+        assert batch.logits_rows.tolist() == list(range(len(bits)))
 
 
-def test_a_request_whose_own_kv_is_nan_does_not_touch_its_neighbours() -> None:
+@pytest.mark.parametrize("ops_name", IMPLEMENTATIONS)
+def test_a_request_whose_own_kv_is_nan_does_not_touch_its_neighbours(ops_name: str) -> None:
+    ops = make_ops(ops_name, torch.float32)
     case = random_case(5, ["decode", "tree", "long_chunk", "decode", "chunk"], "dense", 8, None)
     generator = torch.Generator().manual_seed(0)
     kv = random_kv(generator, case, 2, torch.float32)
     q = torch.randn(case.query_start_loc[-1], 4, HEAD_DIM, generator=generator)
-    plan = build_batch(case.segments, block_size=8, windows=(None,), device=CPU).attention
-    clean = tree_attention(q, kv, plan, scale=SCALE, window=None)
+    plan = ops.plan_attention(build_batch(case.segments, block_size=8, device=CPU).attention, (None,))
+    clean = ops.tree_attention(q, kv, plan, scale=SCALE, window=None)
     for broken in range(len(case.segments)):
         broken_kv = kv.clone()
         broken_kv[:, :, case.block_table[broken]] = torch.nan
-        output = tree_attention(q, broken_kv, plan, scale=SCALE, window=None)
+        output = ops.tree_attention(q, broken_kv, plan, scale=SCALE, window=None)
         rows = torch.zeros(len(q), dtype=torch.bool)
         rows[case.query_start_loc[broken] : case.query_start_loc[broken + 1]] = True
         assert output[rows].isnan().all()

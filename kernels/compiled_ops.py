@@ -1,0 +1,161 @@
+"""The operations of a layer on a CPU, by the functions of `cpu_kernels.cpp`.
+
+They do in one pass over the data what PyTorch does in several operations, and attention reads the blocks where they lie,
+where PyTorch must gather them first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan.kernels.attention_layout import AttentionLayout, Int, Window, nearest_ancestors
+from titan.kernels.long_attention import MAX_SHORT_QUERY, LongQuery, long_attention, plan_long_queries
+
+COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+
+NO_WINDOW = 2**40
+"""A window that hides nothing."""
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "tree_attention": (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _INT),
+    "rms_norm": (_POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT),
+    "rope_and_write_kv": (*[_POINTER] * 5, _INT, _POINTER, _FLOAT, *[_INT] * 4),
+    "silu_mul": (_POINTER, _POINTER, _INT, _INT),
+}
+"""Of the functions of the library, each of which exists for every dtype."""
+
+
+ARRAYS = ("requests", "query_start_loc", "seq_lens", "tree_starts", "block_table", "positions", "visible_lens")
+
+
+class _PlanStruct(ctypes.Structure):
+    """``AttentionPlan`` of the source."""
+
+    _fields_ = [
+        ("num_requests", _INT),
+        ("num_heads", _INT),
+        ("num_kv_heads", _INT),
+        ("head_dim", _INT),
+        ("block_size", _INT),
+        ("table_width", _INT),
+        ("has_trees", _INT),
+        *((name, _POINTER) for name in ARRAYS),
+    ]
+
+
+@dataclass(slots=True, eq=False)
+class CompiledPlan:
+    """Made once per step, used by every layer."""
+
+    struct: _PlanStruct
+    arrays: tuple[Int, ...]  # what the struct points to
+    ancestor_bits: Mapping[Window, Tensor]
+    long: Sequence[LongQuery]
+
+
+class CompiledOps:
+    """See `titan.kernels.layer_ops.LayerOps`.
+
+    Args:
+        library: `cpu_kernels.cpp`, compiled.
+        dtype: of all tensors, one of `COMPILED_DTYPES`.
+    """
+
+    name = "compiled C++"
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        functions: dict[str, Any] = {}
+        for name, arguments in ARGUMENTS.items():
+            function = library[f"{name}_{str(dtype).removeprefix('torch.')}"]
+            function.argtypes = list(arguments)
+            function.restype = None
+            functions[name] = function
+        self._functions = functions
+
+    def plan_attention(self, layout: AttentionLayout, windows: Sequence[Window]) -> CompiledPlan:
+        query_lens = np.diff(layout.query_start_loc)
+        requests = np.flatnonzero(query_lens <= MAX_SHORT_QUERY)
+        arrays = (requests, *(getattr(layout, name) for name in ARRAYS[1:]))
+        bits = layout.ancestor_bits
+        struct = _PlanStruct(
+            num_requests=len(requests),
+            block_size=layout.block_size,
+            table_width=layout.block_table.shape[1],
+            has_trees=bool(bits.any()),
+        )
+        for name, array in zip(ARRAYS, arrays, strict=True):
+            setattr(struct, name, array.ctypes.data)
+        return CompiledPlan(
+            struct,
+            arrays,
+            {window: nearest_ancestors(bits, window) for window in windows},
+            plan_long_queries(layout, windows) if len(requests) < len(query_lens) else (),
+        )
+
+    def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: CompiledPlan, *, scale: float, window: Window) -> Tensor:
+        num_tokens, num_heads, head_dim = q.shape
+        output = q.new_empty(num_tokens, num_heads * head_dim)
+        struct = plan.struct
+        struct.num_heads, struct.num_kv_heads, struct.head_dim = num_heads, kv_layer.shape[1], head_dim
+        self._functions["tree_attention"](
+            ctypes.addressof(struct),
+            q.data_ptr(),
+            q.stride(0),
+            kv_layer.data_ptr(),
+            kv_layer.stride(1),
+            plan.ancestor_bits[window].data_ptr(),
+            output.data_ptr(),
+            scale,
+            NO_WINDOW if window is None else window,
+        )
+        for query in plan.long:
+            output[query.rows] = long_attention(q[query.rows], kv_layer, query, scale=scale, window=window)
+        return output
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        output = torch.empty_like(x)
+        self._functions["rms_norm"](x.data_ptr(), weight.data_ptr(), output.data_ptr(), len(x), x.shape[1], eps)
+        return output
+
+    def rope_and_write_kv(
+        self,
+        qkv: Tensor,
+        rope_table: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        kv_layer: Tensor,
+        *,
+        num_heads: int,
+        qk_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        num_tokens, num_kv_heads, head_dim = len(qkv), kv_layer.shape[1], kv_layer.shape[4]
+        self._functions["rope_and_write_kv"](
+            qkv.data_ptr(),
+            rope_table.data_ptr(),
+            positions.data_ptr(),
+            slot_mapping.data_ptr(),
+            kv_layer.data_ptr(),
+            kv_layer.stride(1),
+            None if qk_norm is None else qk_norm.data_ptr(),
+            eps,
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+        )
+        return qkv.view(num_tokens, -1, head_dim)[:, :num_heads]
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        size = gate_up.shape[1] // 2
+        output = gate_up.new_empty(len(gate_up), size)
+        self._functions["silu_mul"](gate_up.data_ptr(), output.data_ptr(), len(gate_up), size)
+        return output
