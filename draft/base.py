@@ -6,7 +6,7 @@ To add a drafter, write a class with the members of `Drafter`; pass an instance,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from titan.kv_cache import KVCache
+from titan.model_runner import Runner
+from titan.models.decoder import Decoder
 from titan.step import Acceptance, StepPlan
 from titan.tree import EMPTY_TREE, DraftTree
 
@@ -46,7 +48,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What a drafter may need to know of its engine."""
+    """What a drafter may need to know of its engine; ``make_runner`` makes a model with its KV ready to run."""
 
     target_vocab_size: int
     max_draft_tokens: int
@@ -55,6 +57,7 @@ class DraftContext:
     max_num_batched_tokens: int
     dtype: str
     device: torch.device
+    make_runner: Callable[[Decoder, Tensor], Runner]
     kv: KVCache
     tokenizer: Any | None  # the target's, a transformers tokenizer
 

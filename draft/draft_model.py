@@ -20,11 +20,15 @@ from titan.draft.base import DraftContext
 from titan.draft.policy import DraftPolicy, score_temperature
 from titan.draft.tree_builder import Growth
 from titan.draft_history import DraftHistory
+from titan.kernels.upload import to_device
 from titan.kv_cache import allocate_kv
 from titan.models.decoder import Decoder
 from titan.request import Request
 from titan.step import Acceptance, StepPlan
 from titan.tree import EMPTY_TREE, DraftTree
+
+HOST = torch.device("cpu")
+"""Where batches are laid out; the runner brings them to its device."""
 
 
 class DraftModelDrafter:
@@ -46,7 +50,7 @@ class DraftModelDrafter:
         self.max_len = model.config.max_position_embeddings
         self.device = context.device
         self.block_size = context.kv.block_size
-        self.reserve = context.kv.reserve
+        self.cache = context.kv
         self.policy = DraftPolicy(context.draft_tree, context.draft_sampling, context.max_draft_tokens)
         config = model.config
         self.kv = allocate_kv(
@@ -58,6 +62,7 @@ class DraftModelDrafter:
             dtype=model.dtype,
             device=context.device,
         )
+        self.runner = context.make_runner(model, self.kv)
 
     def propose(self, plan: StepPlan) -> list[DraftTree]:
         num_fed = self._feed_lengths(plan)
@@ -71,7 +76,7 @@ class DraftModelDrafter:
             start, end = request.num_drafted_context, request.num_drafted_context + num_fed[i]
             drafts = self._budget(plan, i) > 0 and end == request.num_tokens
             segments.append(Segment(request.block_ids, start, self._known(request.token_ids[start:end]), needs_logits=drafts))
-        batch = build_batch(segments, block_size=self.block_size, device=self.device)
+        batch = build_batch(segments, block_size=self.block_size, device=HOST)
         drafting = [i for i, segment in zip(fed, segments, strict=True) if segment.needs_logits]
         logits = self._forward(batch)
         for i in fed:  # now that it is written
@@ -79,6 +84,7 @@ class DraftModelDrafter:
         if drafting:
             requests, budgets = [plan.requests[i] for i in drafting], [self._budget(plan, i) for i in drafting]
             growths = self.policy.growths(requests, budgets, self._reserve, self.device)
+            self.cache.clear_new_blocks()
             for row, tree in self._grow(requests, growths, logits):
                 trees[drafting[row]] = tree
                 requests[row].draft_history.note_draft(int(tree.depths.max(initial=0)))
@@ -90,14 +96,14 @@ class DraftModelDrafter:
         """Grow the requests' trees, each depth one pass over the frontier of them all; yields the trees with their requests."""
         for rows, growth in growths:
             is_all = len(rows) == len(requests)
-            growth.plant(root_logits if is_all else root_logits[torch.tensor(rows, device=self.device)])
+            growth.plant(root_logits if is_all else root_logits.index_select(0, to_device(np.array(rows), self.device)))
         in_order = [requests[row] for rows, _ in growths for row in rows]
         passes = build_draft_passes(
             [request.block_ids for request in in_order],
             np.array([request.num_tokens - 1 for request in in_order]),
             [feed for _, growth in growths for feed in growth.feeds],
             block_size=self.block_size,
-            device=self.device,
+            device=HOST,
         )
         for depth, draft_pass in enumerate(passes, start=1):
             growing = [growth for _, growth in growths if any(len(feed) >= depth for feed in growth.feeds)]
@@ -113,12 +119,12 @@ class DraftModelDrafter:
 
     def _forward(self, batch: RaggedBatch) -> Tensor:
         """Logits of one pass over the target's vocabulary, -inf where only the target has tokens: [L, target vocabulary]."""
-        logits: Tensor = self.model(batch, self.kv)
+        logits = self.runner.forward(batch)
         num_missing = self.target_vocab_size - logits.shape[1]
         return pad(logits, (0, num_missing), value=float("-inf")) if num_missing else logits
 
     def _reserve(self, request: Request, num_nodes: int) -> bool:
-        return self.reserve(request, request.num_tokens + num_nodes)
+        return self.cache.reserve(request, request.num_tokens + num_nodes)
 
     def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
         for i, (request, tree, path) in enumerate(zip(plan.requests, trees, acceptance.paths, strict=True)):

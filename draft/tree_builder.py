@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from titan.draft.shapes import chain_slots, in_main_path_order, inner_by_depth, main_path_first
-from titan.sampling import Purpose, SamplingRows, draw, philox_uniform, target_probs
+from titan.kernels.row_sampling import draw
+from titan.sampling import Purpose, SamplingRows, philox_uniform, target_probs
 from titan.tree import EMPTY_TREE, MAX_NODES, DraftTree, Parents, topology
 
 Ints = NDArray[np.int64]

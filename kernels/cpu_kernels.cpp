@@ -1,7 +1,8 @@
-// The layer kernels for a CPU: ragged tree attention over paged KV, rotation and KV write, RMSNorm, gated activation.
+// Kernels for a CPU. Of a layer: ragged tree attention over paged KV, rotation and KV write, RMSNorm, gated activation. Of
+// sampling: softmax at a temperature, and a draw.
 //
-// Plain C++ that a compiler vectorises, OpenMP for threads. All arithmetic is float32. `compiled_ops.py` compiles this file
-// and calls the functions at its end; shapes and meanings are told there. T is the type of the tensors.
+// Plain C++ that a compiler vectorises, OpenMP for threads. All arithmetic is float32. `cpu_library.py` compiles this
+// file; `compiled_ops.py` and `row_sampling.py` call the functions at its end, and tell shapes and meanings. T is the type of the tensors.
 
 #include <algorithm>
 #include <cmath>
@@ -12,9 +13,21 @@
 
 namespace {
 
-constexpr int kTile = 64;             // slots looked at together
+constexpr int kTile = 32;             // slots looked at together
+constexpr int kLanes = 16;            // numbers in a vector
+constexpr int kChunk = 512;           // numbers summed before their sum goes to a double
 constexpr int64_t kMaxSerial = 16384; // elements that one thread does faster than several
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
+
+typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
+typedef float LooseLanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float))));
+
+#ifdef __clang__
+#define TITAN_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t LaneIndex __attribute__((vector_size(kLanes * sizeof(int32_t))));
+#define TITAN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, LaneIndex{__VA_ARGS__})
+#endif
 
 struct BFloat16 {
   uint16_t bits;
@@ -88,8 +101,8 @@ namespace {
 
 // Query rows of one request that share a KV head, and what they have gathered so far.
 struct RowState {
-  std::vector<float> queries; // [rows, D], scaled
-  std::vector<float> sums;    // [rows, D], of values by weight
+  std::vector<float> queries; // [rows, width], scaled
+  std::vector<float> sums;    // [rows, width], of values by weight
   std::vector<float> largest; // [rows], largest score
   std::vector<float> totals;  // [rows], of weights
 };
@@ -120,42 +133,52 @@ void prefetch_tile(const Head<T>& head, int64_t begin, int64_t end) {
   }
 }
 
+// Keys and values as float32 [kTile, width], zero beyond the head's dimension.
 template <typename T, int D>
-void load_tile(const Head<T>& head, int64_t begin, int64_t count, float* keys, float* values) {
-  const int64_t head_dim = D ? D : head.plan.head_dim;
+void load_tile(const Head<T>& head, int64_t begin, int64_t count, int64_t width, float* keys, float* values) {
+  const int64_t head_dim = D ? D : head.plan.head_dim, row = D ? D : width;
   for (int64_t j = 0; j < count; ++j) {
     const T* key = head.key(begin + j);
     const T* value = head.value(begin + j);
 #pragma omp simd
     for (int64_t d = 0; d < head_dim; ++d) {
-      keys[j * head_dim + d] = widen(key[d]);
-      values[j * head_dim + d] = widen(value[d]);
+      keys[j * row + d] = widen(key[d]);
+      values[j * row + d] = widen(value[d]);
     }
+    for (int64_t d = head_dim; d < row; ++d) keys[j * row + d] = values[j * row + d] = 0.0f;
   }
 }
 
-template <int D>
-inline void score_tile(const float* query, const float* keys, int64_t count, int64_t size, float* scores) {
-  const int64_t head_dim = D ? D : size;
-  for (int64_t j = 0; j < count; ++j) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t d = 0; d < head_dim; ++d) sum += query[d] * keys[j * head_dim + d];
-    scores[j] = sum;
-  }
+// The sum over the lanes of each of 16 vectors: pairs are added, half of one beside half of the other, until one is left.
+inline Lanes sum_lanes(Lanes* x) {
+  for (int i = 0; i < 8; ++i)
+    x[i] = TITAN_SHUFFLE(x[i], x[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           TITAN_SHUFFLE(x[i], x[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  for (int i = 0; i < 4; ++i)
+    x[i] = TITAN_SHUFFLE(x[i], x[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           TITAN_SHUFFLE(x[i], x[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  for (int i = 0; i < 2; ++i)
+    x[i] = TITAN_SHUFFLE(x[i], x[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           TITAN_SHUFFLE(x[i], x[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  return TITAN_SHUFFLE(x[0], x[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+         TITAN_SHUFFLE(x[0], x[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
-// The same from keys [D, kTile]: no sum across a vector for each score, which pays for several rows.
+// Scores of one query with the keys of a tile; those from `count` on mean nothing.
 template <int D>
-inline void score_transposed(const float* query, const float* transposed, int64_t size, float* scores) {
-  const int64_t head_dim = D ? D : size;
-  float sums[kTile] = {};
-  for (int64_t d = 0; d < head_dim; ++d) {
-    const float factor = query[d];
-#pragma omp simd
-    for (int j = 0; j < kTile; ++j) sums[j] += factor * transposed[d * kTile + j];
+inline void score_tile(const float* query, const float* keys, int64_t count, int64_t width, float* scores) {
+  const int64_t row = D ? D : width;
+  for (int64_t start = 0; start < count; start += kLanes) {
+    Lanes products[kLanes];
+    for (int j = 0; j < kLanes; ++j) {
+      const float* key = keys + (start + j) * row;
+      Lanes sum = {};
+      for (int64_t d = 0; d < row; d += kLanes)
+        sum += *reinterpret_cast<const LooseLanes*>(query + d) * *reinterpret_cast<const LooseLanes*>(key + d);
+      products[j] = sum;
+    }
+    *reinterpret_cast<LooseLanes*>(scores + start) = sum_lanes(products);
   }
-  std::memcpy(scores, sums, sizeof sums);
 }
 
 // Hide what row `token` does not see among slots begin .. begin + count - 1.
@@ -171,9 +194,10 @@ inline void hide(const AttentionPlan& plan, int64_t token, int64_t tree_start, i
   }
 }
 
+// Add a tile to a row's weighted sum of values (online softmax: Milakov and Gimelshein, 2018).
 template <int D>
-inline void add_tile(float* scores, const float* values, int64_t count, int64_t size, float* sums, float* largest, float* total) {
-  const int64_t head_dim = D ? D : size;
+inline void add_tile(float* scores, const float* values, int64_t count, int64_t width, float* sums, float* largest, float* total) {
+  const int64_t row = D ? D : width;
   float tile_largest = *largest;
 #pragma omp simd reduction(max : tile_largest)
   for (int64_t j = 0; j < count; ++j) tile_largest = std::max(tile_largest, scores[j]);
@@ -188,26 +212,14 @@ inline void add_tile(float* scores, const float* values, int64_t count, int64_t 
   const float kept = exponential(*largest - tile_largest);
   *total = *total * kept + tile_total;
   *largest = tile_largest;
-  for (int64_t start = 0; start < head_dim; start += 64) { // 64 sums fit into registers
-    const int64_t width = std::min<int64_t>(64, head_dim - start);
-    float part[64];
-#pragma omp simd
-    for (int64_t d = 0; d < width; ++d) part[d] = sums[start + d] * kept;
-    if (width == 64) {
-      for (int64_t j = 0; j < count; ++j) {
-        const float weight = scores[j];
-        const float* value = values + j * head_dim + start;
-#pragma omp simd
-        for (int d = 0; d < 64; ++d) part[d] += weight * value[d];
-      }
-    } else {
-      for (int64_t j = 0; j < count; ++j) {
-#pragma omp simd
-        for (int64_t d = 0; d < width; ++d) part[d] += scores[j] * values[j * head_dim + start + d];
-      }
-    }
-#pragma omp simd
-    for (int64_t d = 0; d < width; ++d) sums[start + d] = part[d];
+  for (int64_t start = 0; start < row; start += 4 * kLanes) { // so many sums fit into registers
+    const int num_vectors = D ? 4 : static_cast<int>(std::min<int64_t>(4, (row - start) / kLanes));
+    Lanes part[4];
+    for (int i = 0; i < num_vectors; ++i) part[i] = *reinterpret_cast<LooseLanes*>(sums + start + i * kLanes) * kept;
+    for (int64_t j = 0; j < count; ++j)
+      for (int i = 0; i < num_vectors; ++i)
+        part[i] += scores[j] * *reinterpret_cast<const LooseLanes*>(values + j * row + start + i * kLanes);
+    for (int i = 0; i < num_vectors; ++i) *reinterpret_cast<LooseLanes*>(sums + start + i * kLanes) = part[i];
   }
 }
 
@@ -219,22 +231,21 @@ void attend_head(const AttentionPlan& plan, int64_t request, int64_t kv_head, co
   const int64_t head_dim = D ? D : plan.head_dim, group = plan.num_heads / plan.num_kv_heads;
   const int64_t first_token = plan.query_start_loc[request];
   const int64_t num_rows = (plan.query_start_loc[request + 1] - first_token) * group;
-  const bool transposes = num_rows >= 8;
-  state.queries.resize(num_rows * head_dim);
-  state.sums.assign(num_rows * head_dim, 0.0f);
+  const int64_t width = (head_dim + kLanes - 1) / kLanes * kLanes;
+  state.queries.assign(num_rows * width, 0.0f);
+  state.sums.assign(num_rows * width, 0.0f);
   state.largest.assign(num_rows, kHidden);
   state.totals.assign(num_rows, 0.0f);
-  tile.resize(3 * kTile * head_dim);
+  tile.resize(2 * kTile * width);
   float* keys = tile.data();
-  float* values = keys + kTile * head_dim;
-  float* transposed = values + kTile * head_dim;
+  float* values = keys + kTile * width;
 
   int64_t first_slot = std::numeric_limits<int64_t>::max();
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t token = first_token + row / group;
     first_slot = std::min(first_slot, plan.positions[token] - window + 1);
     const T* query = q + token * q_stride + (kv_head * group + row % group) * head_dim;
-    for (int64_t d = 0; d < head_dim; ++d) state.queries[row * head_dim + d] = widen(query[d]) * scale;
+    for (int64_t d = 0; d < head_dim; ++d) state.queries[row * width + d] = widen(query[d]) * scale;
   }
 
   const Head<T> head{plan, kv_layer + kv_head * head_stride, kv_layer + (plan.num_kv_heads + kv_head) * head_stride,
@@ -243,28 +254,20 @@ void attend_head(const AttentionPlan& plan, int64_t request, int64_t kv_head, co
   for (int64_t begin = std::max<int64_t>(first_slot, 0) / kTile * kTile; begin < end; begin += kTile) {
     const int64_t count = std::min<int64_t>(kTile, end - begin);
     prefetch_tile(head, begin + kTile, end);
-    load_tile<T, D>(head, begin, count, keys, values);
-    if (transposes) {
-      for (int64_t j = 0; j < kTile; ++j)
-        for (int64_t d = 0; d < head_dim; ++d) transposed[d * kTile + j] = j < count ? keys[j * head_dim + d] : 0.0f;
-    }
+    load_tile<T, D>(head, begin, count, width, keys, values);
     for (int64_t row = 0; row < num_rows; ++row) {
       const int64_t token = first_token + row / group;
-      const float* query = &state.queries[row * head_dim];
       float scores[kTile];
-      if (transposes)
-        score_transposed<D>(query, transposed, head_dim, scores);
-      else
-        score_tile<D>(query, keys, count, head_dim, scores);
+      score_tile<D>(&state.queries[row * width], keys, count, width, scores);
       hide(plan, token, plan.tree_starts[request], ancestor_bits[token], window, begin, count, scores);
-      add_tile<D>(scores, values, count, head_dim, &state.sums[row * head_dim], &state.largest[row], &state.totals[row]);
+      add_tile<D>(scores, values, count, width, &state.sums[row * width], &state.largest[row], &state.totals[row]);
     }
   }
 
   for (int64_t row = 0; row < num_rows; ++row) {
     T* result = output + (first_token + row / group) * plan.num_heads * head_dim + (kv_head * group + row % group) * head_dim;
     const float factor = 1.0f / state.totals[row];
-    for (int64_t d = 0; d < head_dim; ++d) narrow(state.sums[row * head_dim + d] * factor, &result[d]);
+    for (int64_t d = 0; d < head_dim; ++d) narrow(state.sums[row * width + d] * factor, &result[d]);
   }
 }
 
@@ -365,7 +368,70 @@ void silu_mul(const T* gate_up, T* output, int64_t num_rows, int64_t size) {
   }
 }
 
+template <typename T>
+void softmax(const T* logits, const float* temperatures, float* probs, int64_t num_rows, int64_t size) {
+#pragma omp parallel for if (num_rows * size > kMaxSerial)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const T* input = logits + row * size;
+    float* result = probs + row * size;
+    float largest = kHidden;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < size; ++i) largest = std::max(largest, widen(input[i]));
+    const float temperature = temperatures[row]; // may be so small that its inverse is infinite
+    double total = 0;
+    for (int64_t start = 0; start < size; start += kChunk) {
+      const int64_t end = std::min(start + kChunk, size);
+      float sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = start; i < end; ++i) {
+        result[i] = exponential((widen(input[i]) - largest) / temperature);
+        sum += result[i];
+      }
+      total += sum;
+    }
+    const float scale = static_cast<float>(1.0 / total);
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) result[i] *= scale;
+  }
+}
+
+double sum_chunk(const float* probs, int64_t begin, int64_t end) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = begin; i < end; ++i) sum += static_cast<double>(probs[i]);
+  return sum;
+}
+
+// The first entry behind which the running sum exceeds `uniform` times the total.
+int64_t draw_row(const float* probs, double uniform, int64_t size) {
+  double total = 0;
+  for (int64_t start = 0; start < size; start += kChunk) total += sum_chunk(probs, start, std::min(start + kChunk, size));
+  const double height = std::min(uniform * total, std::nextafter(total, 0.0));
+  double sum = 0;
+  int64_t last = 0; // the last possible entry so far, for what rounding leaves over
+  for (int64_t start = 0; start < size; start += kChunk) {
+    const int64_t end = std::min(start + kChunk, size);
+    const double chunk = sum_chunk(probs, start, end);
+    if (sum + chunk > height) {
+      double inside = 0;
+      for (int64_t i = start; i < end; ++i) {
+        inside += static_cast<double>(probs[i]);
+        if (probs[i] > 0) last = i;
+        if (sum + inside > height) return i;
+      }
+      return last;
+    }
+    sum += chunk;
+  }
+  return last;
+}
+
 } // namespace
+
+extern "C" void draw_float32(const float* probs, const double* uniform, int64_t* tokens, int64_t num_rows, int64_t size) {
+#pragma omp parallel for if (num_rows * size > kMaxSerial)
+  for (int64_t row = 0; row < num_rows; ++row) tokens[row] = draw_row(probs + row * size, uniform[row], size);
+}
 
 #define TITAN_DEFINE(T, NAME)                                                                                                  \
   extern "C" void tree_attention_##NAME(const AttentionPlan* plan, const void* q, int64_t q_stride, const void* kv_layer,      \
@@ -385,6 +451,10 @@ void silu_mul(const T* gate_up, T* output, int64_t num_rows, int64_t size) {
     rope_and_write_kv(static_cast<T*>(qkv), static_cast<const T*>(rope_table), positions, slot_mapping,                        \
                       static_cast<T*>(kv_layer), head_stride, static_cast<const T*>(qk_norm), eps, num_tokens, num_heads,      \
                       num_kv_heads, head_dim);                                                                                 \
+  }                                                                                                                            \
+  extern "C" void softmax_##NAME(const void* logits, const float* temperatures, float* probs, int64_t num_rows,                \
+                                 int64_t size) {                                                                               \
+    softmax(static_cast<const T*>(logits), temperatures, probs, num_rows, size);                                               \
   }                                                                                                                            \
   extern "C" void silu_mul_##NAME(const void* gate_up, void* output, int64_t num_rows, int64_t size) {                         \
     silu_mul(static_cast<const T*>(gate_up), static_cast<T*>(output), num_rows, size);                                         \

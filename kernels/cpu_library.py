@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+CPU_KERNELS = "TITAN_CPU_KERNELS"
+"""Environment variable: "torch" keeps PyTorch's operations in use."""
+
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
@@ -39,6 +42,18 @@ class LoadedLibrary:
 
     library: ctypes.CDLL | None
     description: str  # for people
+
+
+def usable_library() -> ctypes.CDLL | None:
+    """The library, unless there is none or the user wants PyTorch.
+
+    Raises:
+        ValueError: the environment variable `CPU_KERNELS` has an unknown value.
+    """
+    choice = os.environ.get(CPU_KERNELS, "auto")
+    if choice not in ("auto", "torch"):
+        raise ValueError(f"{CPU_KERNELS}={choice} is not allowed: allowed are 'auto' and 'torch'")
+    return None if choice == "torch" else load_library().library
 
 
 @cache

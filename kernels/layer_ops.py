@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from titan.kernels.attention_layout import AttentionLayout, Window
+from titan.kernels import backend
+from titan.kernels.attention_layout import Window
 from titan.kernels.compiled_ops import COMPILED_DTYPES, CompiledOps
-from titan.kernels.cpu_library import load_library
+from titan.kernels.cpu_library import usable_library
 from titan.kernels.torch_ops import TorchOps
-
-CPU_KERNELS = "TITAN_CPU_KERNELS"
-"""Environment variable: "torch" keeps the kernels of a CPU from being compiled."""
 
 
 class LayerOps(Protocol):
@@ -23,8 +20,14 @@ class LayerOps(Protocol):
 
     name: str
 
-    def plan_attention(self, layout: AttentionLayout, windows: Sequence[Window]) -> Any:
-        """Prepare `tree_attention` for a batch, once for all layers; ``windows`` are the distinct ones of the layers."""
+    def plan_attention(self, layout: Any, windows: Sequence[Window]) -> Any:
+        """Prepare `tree_attention` for a batch, once for all layers.
+
+        Args:
+            layout: an `titan.kernels.attention_layout.AttentionLayout`; where `titan.kernels.backend.takes_triton`, a
+                `titan.kernels.triton_ops.DeviceLayout`.
+            windows: the distinct ones of the layers.
+        """
 
     def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, *, scale: float, window: Window) -> Tensor:
         """Attend from every query token to the slots that it sees.
@@ -42,6 +45,23 @@ class LayerOps(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension, in float32: [T, size] -> [T, size]."""
+
+    def linear_add_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """End one part of a layer and begin the next: a linear layer, its addition to the residual stream, and a norm.
+
+        Args:
+            x: [T, in_features].
+            weight: [out_features, in_features], packed or plain.
+            bias: [out_features].
+            residual: [T, out_features]; may be overwritten.
+            norm_weight: [out_features], of `rms_norm`.
+            eps: of that norm.
+
+        Returns:
+            The residual stream ``residual + x @ weight.T + bias``, and its norm, [T, out_features] each.
+        """
 
     def rope_and_write_kv(
         self,
@@ -76,20 +96,18 @@ class LayerOps(Protocol):
 
 
 def choose_layer_ops(device: torch.device, dtype: torch.dtype) -> LayerOps:
-    """The fastest implementation that runs here: compiled ones on a CPU with a C++ compiler, else PyTorch.
+    """The fastest implementation that runs here: Triton on CUDA, compiled C++ on a CPU with a compiler, else PyTorch.
 
     Args:
         device: of the model.
         dtype: of the model.
 
     Raises:
-        ValueError: the environment variable `CPU_KERNELS` has an unknown value.
+        ValueError: a card that Triton does not support, or the environment variable `TITAN_CPU_KERNELS` has an unknown value.
     """
-    choice = os.environ.get(CPU_KERNELS, "auto")
-    if choice not in ("auto", "torch"):
-        raise ValueError(f"{CPU_KERNELS}={choice} is not allowed: allowed are 'auto' and 'torch'")
-    if choice == "auto" and device.type == "cpu" and dtype in COMPILED_DTYPES:
-        loaded = load_library()
-        if loaded.library is not None:
-            return CompiledOps(loaded.library, dtype)
-    return TorchOps()
+    if backend.takes_triton(device):
+        from titan.kernels.triton_ops import TritonOps  # not every platform has triton
+
+        return TritonOps(device)
+    library = usable_library() if device.type == "cpu" and dtype in COMPILED_DTYPES else None
+    return TorchOps() if library is None else CompiledOps(library, dtype)

@@ -9,19 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from titan.kernels import backend
+from titan.kernels.row_sampling import draw, softmax_at
+from titan.kernels.upload import upload
 from titan.logits import TransformedRows, transform_logits
+
+if TYPE_CHECKING:
+    from titan.kernels.row_distribution import RowDistributions
 
 WORD = np.uint64(0xFFFFFFFF)
 WORD_BITS = np.uint64(32)
-
-TINY_TEMPERATURE = 1e-3
-"""Above it, no logit that a model makes overflows when it is divided."""
 
 TOP_P_CANDIDATES = 512
 """Most likely tokens tried first as the nucleus; rows whose nucleus is larger are sorted in full."""
@@ -112,8 +116,13 @@ def sample_rows(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64] | N
     """
     index = np.arange(len(rows.temperature)) if index is None else index
     logits = _transformed(logits, rows, index)
-    best, tokens = logits.max(-1)
     places = np.flatnonzero(rows.temperature[index])
+    if len(places) and backend.takes_triton(logits.device):
+        from titan.kernels.sample_rows import draw_rows  # not every platform has triton
+
+        seeds, positions = upload([rows.seeds[index].view(np.int64), rows.positions[index]], logits.device)
+        return draw_rows(_distributions(logits, rows, index), seeds, positions, purpose=Purpose.SAMPLE)
+    best, tokens = logits.max(-1)
     if len(places):
         sampled, places_tensor = index[places], torch.from_numpy(places).to(logits.device)
         probs = _filtered_probs(logits.index_select(0, places_tensor), rows, sampled)
@@ -133,9 +142,28 @@ def target_probs(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -
     Returns:
         float32 [n, vocab], normalised; what is cut is 0. NaN in a row whose largest logit is not finite.
     """
+    if backend.takes_triton(logits.device):
+        from titan.kernels.row_distribution import normalized_probs  # not every platform has triton
+
+        return normalized_probs(target_distributions(logits, rows, index))
     probs = _filtered_probs(_transformed(logits, rows, index), rows, index)
     is_cut = (rows.top_k[index] > 0) | (rows.top_p[index] < 1) | (rows.min_p[index] > 0)
     return probs.div_(probs.sum(-1, keepdim=True)) if is_cut.any() else probs
+
+
+def target_distributions(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -> RowDistributions:
+    """`target_probs` before they are written out, by the Triton kernels; the arguments are the same."""
+    return _distributions(_transformed(logits, rows, index), rows, index)
+
+
+def _distributions(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -> RowDistributions:
+    """Of logits that have been transformed."""
+    from titan.kernels.row_distribution import row_distributions  # not every platform has triton
+
+    top_k = np.minimum(rows.top_k[index], logits.shape[1]).astype(np.int32)
+    options = [rows.temperature[index], top_k, rows.top_p[index], rows.min_p[index]]
+    temperature, top_k_tensor, top_p, min_p = upload(options, logits.device)
+    return row_distributions(logits, temperature=temperature, top_k=top_k_tensor, top_p=top_p, min_p=min_p)
 
 
 def _transformed(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -> Tensor:
@@ -156,29 +184,28 @@ def _filtered_probs(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]
     def column(values: NDArray[np.float32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values[index]).to(logits.device)[:, None]
 
-    scaled = logits.to(torch.float32, copy=True)
-    if (rows.temperature[index] < TINY_TEMPERATURE).any():
-        scaled -= scaled.amax(-1, keepdim=True)  # lest the division leads to infinity minus infinity
-    scaled /= column(rows.temperature)
     top_k, top_p, min_p = rows.top_k[index], rows.top_p[index], rows.min_p[index]
     vocab_size = logits.shape[-1]
     limits = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
     if (limits < vocab_size).any():
-        # the kth largest value; ties with it are cut by position in the stable order of topk
-        largest = scaled.topk(int(limits[limits < vocab_size].max()), dim=-1)
-        rank = torch.arange(largest.indices.shape[1], device=logits.device)
-        is_kept = rank < torch.from_numpy(limits).to(logits.device)[:, None]
-        cut = torch.full_like(scaled, float("-inf")).scatter_(
-            -1, largest.indices, largest.values.masked_fill(~is_kept, float("-inf"))
-        )
-        has_limit = torch.from_numpy(limits < vocab_size).to(logits.device)[:, None]
-        scaled = torch.where(has_limit, cut, scaled)
-    probs = scaled.softmax(-1)
+        logits = _cut_top_k(logits, limits)
+    probs = softmax_at(logits, column(rows.temperature)[:, 0])
     if (top_p < 1).any():
         probs = _cut_top_p(probs, column(rows.top_p))
     if (min_p > 0).any():
         probs = probs.masked_fill(probs < column(rows.min_p) * probs.amax(-1, keepdim=True), 0.0)
     return probs
+
+
+def _cut_top_k(logits: Tensor, limits: NDArray[np.int64]) -> Tensor:
+    """Keep the ``limits`` [n] largest logits of each row; of those that tie, the first in the stable order of topk."""
+    vocab_size = logits.shape[-1]
+    largest = logits.topk(int(limits[limits < vocab_size].max()), dim=-1)
+    limits_column = torch.from_numpy(limits).to(logits.device)[:, None]
+    is_kept = torch.arange(largest.indices.shape[1], device=logits.device) < limits_column
+    kept = largest.values.masked_fill(~is_kept, float("-inf"))
+    cut = torch.full_like(logits, float("-inf")).scatter_(-1, largest.indices, kept)
+    return torch.where(limits_column < vocab_size, cut, logits)
 
 
 def _cut_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
@@ -192,20 +219,3 @@ def _cut_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
     kept = largest.values.masked_fill(mass_before >= top_p, 0.0)
     nucleus = torch.zeros_like(probs).scatter_(-1, largest.indices, kept)
     return torch.where(top_p < 1, nucleus, probs)
-
-
-def draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse-CDF draw: one token per row.
-
-    Args:
-        probs: [n, vocab], not necessarily normalised, at least one entry > 0 per row.
-        uniform: float64 [n] in (0, 1).
-
-    Returns:
-        int64 [n]; a token of probability 0 never comes out.
-    """
-    cdf = probs.double().cumsum(-1)
-    total = cdf[:, -1]
-    # below the total whatever rounding does, so that the CDF steps over it, which it does at a possible token only
-    height = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, height[:, None], right=True)[:, 0]

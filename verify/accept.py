@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.batch import RaggedBatch
+from titan.kernels import backend
+from titan.kernels.upload import to_device
 from titan.sampling import SamplingRows, sample_rows, target_probs
 from titan.step import Acceptance, StepPlan
 from titan.tree import EMPTY_TREE, DraftTree
 from titan.verify.logprobs import emitted_logprobs
-from titan.verify.rejection import reject
+from titan.verify.rejection import reject, reject_by_kernels
 from titan.verify.rows import sampling_rows
 
 
@@ -97,15 +99,19 @@ def _match_and_reject(
     device = logits.device
     is_sampled = np.repeat(np.isin(np.arange(len(trees)), sampled), np.diff(start_loc))
     matched_index, sampled_index = np.flatnonzero(~is_sampled), np.flatnonzero(is_sampled)
-    matched_rows, sampled_rows = torch.from_numpy(matched_index).to(device), torch.from_numpy(sampled_index).to(device)
+    matched_rows, sampled_rows = to_device(matched_index, device), to_device(sampled_index, device)
     tokens = torch.zeros(len(logits), dtype=torch.int64, device=device)
     if len(matched_index):
         tokens[matched_rows] = sample_rows(logits.index_select(0, matched_rows), rows, matched_index)
     sampled_logits = logits.index_select(0, sampled_rows) if len(matched_index) else logits
-    probs = target_probs(sampled_logits, rows, sampled_index)
-    result = reject([trees[i] for i in sampled], probs, rows.seeds[sampled_index], rows.positions[sampled_index])
+    sampled_trees = [trees[i] for i in sampled]
+    if backend.takes_triton(device):
+        result = reject_by_kernels(sampled_trees, sampled_logits, rows, sampled_index)
+    else:
+        probs = target_probs(sampled_logits, rows, sampled_index)
+        result = reject(sampled_trees, probs, rows.seeds[sampled_index], rows.positions[sampled_index])
     last_rows = sampled_rows[result.last_rows]
-    tokens[last_rows] = torch.where(torch.isfinite(probs[result.last_rows, 0]), result.final_tokens, -1)
+    tokens[last_rows] = result.final_tokens
     host = torch.cat((tokens, last_rows, result.matches.double().view(torch.int64).flatten())).cpu().numpy()
     tokens_end, rows_end = len(logits), len(logits) + len(sampled)
     return host[:tokens_end], host[tokens_end:rows_end], host[rows_end:].view(np.float64).reshape(-1, 2)

@@ -23,7 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.sampling import Purpose, draw, philox_uniform
+from titan.kernels.row_sampling import draw
+from titan.kernels.upload import upload
+from titan.sampling import Purpose, SamplingRows, philox_uniform, target_distributions
 from titan.tree import DraftTree
 
 Int = NDArray[np.int64]
@@ -34,7 +36,7 @@ class RejectionResult:
     """Where the walk through each tree ended, and the token it emits there."""
 
     last_rows: Tensor  # int64 [T], the row of the last accepted node, or of the root
-    final_tokens: Tensor  # int64 [T], recovered or bonus
+    final_tokens: Tensor  # int64 [T], recovered or bonus; -1 where p is NaN
     matches: Tensor  # float32 [T, 2], at the roots: p of q's most likely token, and sum(min(p, q))
 
 
@@ -78,7 +80,43 @@ def reject(trees: Sequence[DraftTree], probs: Tensor, seeds: NDArray[np.uint64],
     inner = inner_of_row[last_rows]
     final_probs = residual(probs[last_rows], draft_probs[inner.clamp(min=0)], torch.where(inner >= 0, scales[inner], 0.0))
     final_tokens = draw(final_probs, torch.from_numpy(uniform).to(device)[last_rows])
+    final_tokens = torch.where(torch.isfinite(probs[last_rows, 0]), final_tokens, -1)
     return RejectionResult(last_rows, final_tokens, _matches(probs[root_rows], draft_probs[inner_of_row[root_rows]]))
+
+
+def reject_by_kernels(trees: Sequence[DraftTree], logits: Tensor, rows: SamplingRows, index: Int) -> RejectionResult:
+    """`reject` by the Triton kernels, from logits in place of probabilities, without waiting for the device.
+
+    Args:
+        trees: T of them, each with ``draft_probs``.
+        logits: [L, vocab] of the rows ``index``, as the model made them.
+        rows: options, of which those of ``index`` are used.
+        index: [L].
+    """
+    from titan.kernels.root_matches import root_matches  # not every platform has triton
+    from titan.kernels.tree_rejection import reject_trees
+
+    layout = _layout(trees)
+    draft_probs = _joined([tree.draft_probs for tree in trees if tree.draft_probs is not None])
+    draft_tokens, parents, node_start_loc, draft_rows, seeds, positions, root_rows = upload(
+        [
+            np.concatenate([tree.token_ids for tree in trees]),
+            np.concatenate([tree.parents for tree in trees]),
+            np.cumsum([0, *(tree.num_nodes for tree in trees)]).astype(np.int32),
+            layout.inner_of_row.astype(np.int32),
+            rows.seeds[index].view(np.int64),
+            rows.positions[index],
+            layout.root_rows,
+        ],
+        logits.device,
+    )
+    distributions = target_distributions(logits, rows, index)
+    kept = reject_trees(
+        distributions, draft_probs, draft_rows, draft_tokens, parents, node_start_loc, seeds, positions, max_depth=layout.max_depth
+    )
+    matches = root_matches(distributions, draft_probs, draft_rows, node_start_loc)
+    last_nodes = kept.paths.gather(1, (kept.num_accepted - 1).clamp(min=0).long()[:, None])[:, 0]  # -1 where none is kept
+    return RejectionResult(root_rows + 1 + last_nodes, kept.final_tokens, matches)
 
 
 def sibling_acceptance(

@@ -1,0 +1,65 @@
+"""Softmax at a temperature and draws, for rows of logits: the parts of sampling that look at the whole vocabulary."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from titan.kernels.cpu_library import usable_library
+
+TINY_TEMPERATURE = 1e-3
+"""Above it, no logit that a model makes overflows when it is divided."""
+
+COMPILED_LOGITS = (torch.float32, torch.bfloat16)
+
+
+def softmax_at(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """The softmax of logits divided by a temperature per row.
+
+    Args:
+        logits: [n, vocab], float32, bfloat16 or float16; not changed.
+        temperatures: float32 [n], above 0.
+
+    Returns:
+        float32 [n, vocab]; NaN in a row whose largest logit is not finite.
+    """
+    if logits.device.type == "cpu" and logits.dtype in COMPILED_LOGITS and (library := usable_library()) is not None:
+        logits, temperatures = logits.contiguous(), temperatures.contiguous()
+        probs = torch.empty(logits.shape, dtype=torch.float32)
+        function = library[f"softmax_{str(logits.dtype).removeprefix('torch.')}"]
+        _call(function, (logits, temperatures, probs), logits.shape)
+        return probs
+    scaled = logits.to(torch.float32, copy=True)
+    if (temperatures < TINY_TEMPERATURE).any():
+        scaled -= scaled.amax(-1, keepdim=True)  # lest the division leads to infinity minus infinity
+    return scaled.div_(temperatures[:, None]).softmax(-1)
+
+
+def draw(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-CDF draw: one token per row.
+
+    Args:
+        probs: float32 [n, vocab], not necessarily normalised, at least one entry > 0 per row.
+        uniform: float64 [n] in (0, 1).
+
+    Returns:
+        int64 [n]; a token of probability 0 never comes out.
+    """
+    if probs.device.type == "cpu" and (library := usable_library()) is not None:
+        probs, uniform = probs.contiguous(), uniform.contiguous()
+        tokens = torch.empty(len(probs), dtype=torch.int64)
+        _call(library["draw_float32"], (probs, uniform, tokens), probs.shape)
+        return tokens
+    cdf = probs.double().cumsum(-1)
+    total = cdf[:, -1]
+    # below the total whatever rounding does, so that the CDF steps over it, which it does at a possible token only
+    height = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, height[:, None], right=True)[:, 0]
+
+
+def _call(function: ctypes._NamedFuncPointer, tensors: tuple[Tensor, ...], shape: torch.Size) -> None:
+    """Call a function of the CPU library that takes tensors and the number and the size of their rows."""
+    function.restype = None
+    function(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors), *map(ctypes.c_int64, shape))

@@ -1,0 +1,73 @@
+"""Softmax at a temperature and draws: the compiled functions and PyTorch's, against each other and their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from titan.kernels.cpu_library import load_library
+from titan.kernels.row_sampling import draw, softmax_at
+
+
+@pytest.fixture(params=["torch", "compiled"], autouse=True)
+def _implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
+    elif load_library().library is None:
+        pytest.skip(load_library().description)
+
+
+def random_logits(num_rows: int, vocab_size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 8).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 5), (3, 700), (40, 1031)])
+def test_softmax_is_its_definition_and_leaves_the_logits(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
+    logits = random_logits(num_rows, vocab_size, dtype)
+    before = logits.clone()
+    temperatures = torch.linspace(0.1, 3, num_rows)
+    probs = softmax_at(logits, temperatures)
+    expected = (logits.double() / temperatures.double()[:, None]).softmax(-1)
+    assert probs.dtype == torch.float32
+    torch.testing.assert_close(probs.double(), expected, rtol=1e-4, atol=1e-30)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-4])
+def test_the_smallest_temperatures_leave_the_largest_logits(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, -2e38]])
+    assert softmax_at(logits, torch.tensor([temperature])).tolist() == [[0, 0.5, 0.5, 0]]
+
+
+def test_rows_of_logits_that_are_not_finite() -> None:
+    inf, nan = torch.inf, torch.nan
+    logits = torch.tensor([[1.0, -inf, 1.0], [1.0, inf, 0.0], [nan, 1.0, 0.0], [-inf, -inf, -inf], [0.0, 0.0, 0.0]])
+    probs = softmax_at(logits, torch.ones(5))
+    assert probs[0].tolist() == [0.5, 0, 0.5]
+    assert probs[1:4].isnan().any(-1).all()
+    torch.testing.assert_close(probs[4], torch.full((3,), 1 / 3))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 3, 512, 513, 1500])
+def test_a_draw_is_the_first_entry_whose_running_sum_exceeds_the_uniform_number(vocab_size: int) -> None:
+    num_rows = 200
+    probs = random_logits(num_rows, vocab_size).exp()
+    probs[:, ::3] *= 0 if vocab_size > 1 else 1
+    uniform = torch.rand(num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    tokens = draw(probs, uniform)
+    sums = torch.cat((torch.zeros(num_rows, 1, dtype=torch.float64), probs.double().cumsum(-1)), 1)
+    heights = uniform * sums[:, -1]
+    rows = torch.arange(num_rows)
+    slack = 1e-12 * sums[:, -1]
+    assert (sums[rows, tokens] <= heights + slack).all() and (heights < sums[rows, tokens + 1] + slack).all()
+    assert (probs[rows, tokens] > 0).all()
+
+
+@pytest.mark.parametrize("uniform", [2.0**-53, 1 - 2.0**-53])
+def test_impossible_entries_never_come_out_at_the_ends(uniform: float) -> None:
+    probs = torch.zeros(1, 1200)
+    probs[0, 300], probs[0, 900] = 1e-30, 3.0
+    assert draw(probs, torch.tensor([uniform], dtype=torch.float64)).tolist() == [900]
+    probs[0, 300] = 1.0
+    assert draw(probs, torch.tensor([uniform], dtype=torch.float64)).tolist() == [300 if uniform < 0.5 else 900]
