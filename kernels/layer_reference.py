@@ -1,0 +1,89 @@
+"""Slow twins of the layer and KV kernels: plain PyTorch, the oracle of their tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def reference_rope_and_write_kv(
+    qkv: Tensor,
+    rope_table: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    kv_layer: Tensor,
+    *,
+    num_heads: int,
+    qk_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """What `rope_and_write_kv` computes, token by token in float64.
+
+    Args:
+        qkv: [T, (H + 2K) * D].
+        rope_table: [max_positions, 2, D].
+        positions: [T].
+        slot_mapping: [T]; -1 = nothing is written.
+        kv_layer: [2, K, num_blocks, block_size, D], updated in place; float64 keeps what is written unrounded.
+        num_heads: H.
+        qk_norm: [H + K, D], or ``None``.
+        eps: added to the mean square of a head.
+
+    Returns:
+        The queries, float64 [T, H, D].
+    """
+    _, num_kv_heads, _, block_size, head_dim = kv_layer.shape
+    q = torch.empty(len(qkv), num_heads, head_dim, dtype=torch.float64, device=qkv.device)
+    for token, row in enumerate(qkv.double()):
+        query_heads, keys, values = row.view(-1, head_dim).split([num_heads, num_kv_heads, num_kv_heads])
+        heads = torch.cat((query_heads, keys))
+        if qk_norm is not None:
+            heads = reference_rms_norm(heads, qk_norm, eps)
+        cos, sin = rope_table[positions[token]].double()
+        heads = heads * cos + heads.roll(head_dim // 2, -1) * sin
+        q[token] = heads[:num_heads]
+        slot = int(slot_mapping[token])
+        if slot >= 0:
+            kv_layer[:, :, slot // block_size, slot % block_size] = torch.stack((heads[num_heads:], values)).to(kv_layer.dtype)
+    return q
+
+
+def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """What `rms_norm` computes, in float64: ``x`` [..., size], ``weight`` broadcast against it."""
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def reference_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """What `add_rms_norm` computes: ``residual`` in its dtype and in place, the norm in float64."""
+    residual.copy_(residual.double() + x.double())
+    return reference_rms_norm(residual, weight, eps)
+
+
+def reference_silu_mul(gate_up: Tensor) -> Tensor:
+    """What `silu_mul` computes, in float64: [T, 2 * intermediate_size] -> [T, intermediate_size]."""
+    gate, up = gate_up.double().chunk(2, -1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def reference_move_paths(kv: Tensor, block_table: Tensor, first_slots: Tensor, paths: Tensor, num_accepted: Tensor) -> None:
+    """What `move_paths` does to ``kv`` for ascending paths: one node after another, in place."""
+    block_size = kv.shape[4]
+    for request, blocks in enumerate(block_table.tolist()):
+        first_slot = int(first_slots[request])
+        for j in range(int(num_accepted[request])):
+            source, target = first_slot + int(paths[request, j]), first_slot + j
+            source_kv = kv[:, :, :, blocks[source // block_size], source % block_size].clone()
+            kv[:, :, :, blocks[target // block_size], target % block_size] = source_kv
+
+
+def reference_copy_blocks(kv: Tensor, pairs: Tensor) -> None:
+    """What `copy_blocks` does to ``kv``: one pair after another, in place."""
+    for source, target in pairs.tolist():
+        kv[:, :, :, target] = kv[:, :, :, source].clone()
+
+
+def reference_clear_blocks(kv: Tensor, block_ids: Tensor) -> None:
+    """What `clear_blocks` does to ``kv``: one block after another, in place."""
+    for block in block_ids.tolist():
+        kv[:, :, :, block] = 0

@@ -1,0 +1,76 @@
+"""What the layer and KV kernels are compiled to for an H100 or H200, at the sizes of shipped models: no spills, few registers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from sm90 import Build, compile_launches
+
+CODE = """
+import torch
+from titan.kernels.fused_norm import add_rms_norm, rms_norm
+from titan.kernels.gate import silu_mul
+from titan.kernels.kv_moves import clear_blocks, copy_blocks, move_paths
+from titan.kernels.rope_kv import rope_and_write_kv
+
+def zeros(*shape, dtype):
+    return torch.zeros(shape, dtype=dtype)
+
+half, single = torch.bfloat16, torch.float32
+slots = torch.zeros(7, dtype=torch.int64)
+accepted = torch.zeros(2, dtype=torch.int32)
+for num_heads, num_kv_heads, head_dim, dtype in ((9, 3, 64, half), (32, 8, 128, half), (32, 8, 128, single)):
+    kv = zeros(2, 2, num_kv_heads, 4, 16, head_dim, dtype=dtype)
+    for qk_norm in (None, zeros(num_heads + num_kv_heads, head_dim, dtype=dtype)):
+        rope_and_write_kv(
+            zeros(7, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
+            zeros(64, 2, head_dim, dtype=dtype), slots, slots, kv[0], num_heads=num_heads, qk_norm=qk_norm, eps=1e-6,
+        )
+    for max_path in (6, 63):
+        move_paths(kv, zeros(2, 3, dtype=torch.int32), slots[:2], zeros(2, max_path, dtype=torch.int32), accepted)
+    copy_blocks(kv, slots[:6].view(3, 2))
+    clear_blocks(kv, slots[:3])
+for hidden_size, dtype in ((768, half), (4096, half), (16384, half), (16384, single)):
+    x, weight = zeros(7, hidden_size, dtype=dtype), zeros(hidden_size, dtype=dtype)
+    rms_norm(x, weight, 1e-6)
+    add_rms_norm(x, x.clone(), weight, 1e-6)
+for intermediate_size, dtype in ((2048, half), (14336, half), (14336, single)):
+    silu_mul(zeros(7, 2 * intermediate_size, dtype=dtype))
+"""
+
+MAX_REGISTERS = {
+    "_rope_and_write_kv_kernel": 64,
+    "_norm_kernel": 96,
+    "_silu_mul_kernel": 64,
+    "_move_paths_kernel": 96,
+    "_copy_blocks_kernel": 64,
+    "_clear_blocks_kernel": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def builds() -> list[Build]:
+    return compile_launches(CODE)
+
+
+def test_every_size_is_built(builds: list[Build]) -> None:
+    assert Counter(build.name for build in builds) == {
+        "_rope_and_write_kv_kernel": 6,
+        "_norm_kernel": 8,
+        "_silu_mul_kernel": 3,
+        "_move_paths_kernel": 6,
+        "_copy_blocks_kernel": 3,
+        "_clear_blocks_kernel": 3,
+    }
+    assert not any(build.constants.get("EMU") == "True" for build in builds)
+
+
+def test_nothing_is_spilled_and_registers_leave_room_for_other_programs(builds: list[Build]) -> None:
+    assert [build for build in builds if build.stack_bytes or build.registers > MAX_REGISTERS[build.name]] == []
+    assert all(32 * build.num_warps * build.registers <= 65536 for build in builds)
+
+
+def test_shared_memory_serves_the_sum_of_a_row_only(builds: list[Build]) -> None:
+    assert {build.name for build in builds if build.shared_bytes} == {"_norm_kernel"}
+    assert max(build.shared_bytes for build in builds) <= 1024
