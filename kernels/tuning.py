@@ -1,0 +1,83 @@
+"""How tree attention is cut into tiles: a checked-in table, and a safe choice where the table has none.
+
+Nothing is tuned while serving.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+INTERPRETED_MULTIPROCESSORS = 4
+"""The interpreter runs one program after the other."""
+SM90 = 90
+"""Compute capability 9.0, that of an H100 or H200."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How one launch of tree attention is cut up."""
+
+    block_m: int  # query rows of a tile: 16, 32, 64 or 128; products of a warp group start at 64
+    block_n: int  # slots looked at per iteration
+    num_warps: int
+    num_stages: int  # block ids are loaded ahead of keys and values, which have (num_stages - 1) // 2 buffers
+    programs_per_multiprocessor: int  # at a time, by registers and shared memory
+
+
+# (capability, padded head_dim, bytes per element) -> ascending by block_m; by what the compiler said, yet to be timed
+TABLE = {
+    (SM90, 64, 2): (
+        TileConfig(16, 64, 4, 5, 4),
+        TileConfig(32, 64, 4, 5, 3),
+        TileConfig(64, 64, 4, 5, 2),
+        TileConfig(128, 64, 8, 5, 1),
+    ),
+    (SM90, 128, 2): (
+        TileConfig(16, 64, 4, 5, 3),
+        TileConfig(32, 64, 4, 5, 2),
+        TileConfig(64, 64, 4, 5, 2),
+        TileConfig(128, 64, 8, 5, 1),
+    ),
+    (SM90, 256, 2): (
+        TileConfig(16, 32, 4, 5, 2),
+        TileConfig(32, 32, 4, 5, 2),
+        TileConfig(64, 32, 8, 5, 1),
+        TileConfig(128, 32, 8, 3, 1),
+    ),
+}
+
+SAFE_CONFIGS = (
+    TileConfig(16, 32, 4, 3, 2),
+    TileConfig(32, 32, 4, 3, 2),
+    TileConfig(64, 32, 8, 3, 1),
+)
+"""For other devices and head sizes: at most 96 KiB of shared memory."""
+
+FLOAT32_CONFIGS = (TileConfig(16, 32, 8, 3, 2),)
+"""Float32 is multiplied without tensor cores; larger tiles do not fit in registers."""
+
+
+def tile_config(max_rows: int | None, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> TileConfig:
+    """The smallest tiles that hold the rows of one request, or else the largest there are.
+
+    Args:
+        max_rows: of a request and KV head; ``None``: any number.
+        head_dim: padded to a power of two.
+        dtype: of queries, keys and values.
+        device: where the kernel runs.
+    """
+    capability = SM90
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = 10 * major + minor
+    configs = FLOAT32_CONFIGS if dtype == torch.float32 else TABLE.get((capability, head_dim, dtype.itemsize), SAFE_CONFIGS)
+    return next((config for config in configs if max_rows is not None and config.block_m >= max_rows), configs[-1])
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors the device has."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return INTERPRETED_MULTIPROCESSORS
