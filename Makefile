@@ -29,7 +29,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 bench: $(INSTALLED)
-	$(BIN)/python -m titan.bench.throughput
+	$(BIN)/titan bench throughput
 
 clean:
 	rm -rf .venv build dist .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -12,7 +12,6 @@ from typing import Any
 from titan import SamplingParams
 from titan.bench.workloads import Workload
 from titan.engine import Engine
-from titan.models import decoder, layers
 
 
 @dataclass(slots=True)
@@ -25,11 +24,13 @@ class Timer:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Parts of the time in `Engine.step`, each between 0 and 1."""
+    """Parts of the time in `Engine.step`, each between 0 and 1; host, draft and target add up to 1."""
 
     num_steps: int
     step_seconds: float  # mean
     host: float  # all but the forward passes of target and draft
+    draft: float  # forward passes of the draft
+    target: float  # forward passes of the target
     attention: float  # attention over paged blocks, of target and draft
 
 
@@ -59,17 +60,20 @@ def timed(owner: Any, name: str) -> Iterator[Timer]:
             delattr(owner, name)
 
 
-def greedy_params(output_len: int) -> SamplingParams:
+def greedy_params(output_len: int, *, use_speculative: bool = True) -> SamplingParams:
     """Return the parameters of every benchmark request: temperature 0, ``output_len`` tokens, whatever they are."""
-    return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, use_speculative=use_speculative)
 
 
-def profile_shares(engine: Engine, workload: Workload, *, skip_prefill: bool = False) -> Shares | None:
+def profile_shares(
+    engine: Engine, workload: Workload, *, use_speculative: bool = True, skip_prefill: bool = False
+) -> Shares | None:
     """Run a workload and say where the time of the steps went.
 
     Args:
         engine: idle.
         workload: its requests arrive together.
+        use_speculative: whether they may have drafts.
         skip_prefill: count only the steps after every request has its first token.
 
     Returns:
@@ -77,23 +81,26 @@ def profile_shares(engine: Engine, workload: Workload, *, skip_prefill: bool = F
     """
     if engine.device.type != "cpu":
         return None
-    params = greedy_params(workload.output_len)
-    requests = [engine.make_request(None, prompt, params) for prompt in workload.prompts]
-    for request in requests:
-        engine.scheduler.add(request)
+    requests = []
+    for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True):
+        requests.append(engine.make_request(None, prompt, greedy_params(output_len, use_speculative=use_speculative)))
+        engine.scheduler.add(requests[-1])
     while skip_prefill and any(request.metrics.first_token_time is None for request in requests):
         engine.step()
+    draft_model = getattr(engine.drafter, "model", None)
     with ExitStack() as stack:
-        models = [engine.runner.model, getattr(engine.drafter, "model", None)]
-        forwards = [stack.enter_context(timed(model, "forward")) for model in models if model is not None]
-        users = [module for module in (layers, decoder) if hasattr(module, "tree_attention")]
-        attention = [stack.enter_context(timed(module, "tree_attention")) for module in users]
+        models = [engine.runner.model] if draft_model is None else [engine.runner.model, draft_model]
+        passes = [stack.enter_context(timed(model, "forward")) for model in models]
+        attention = [stack.enter_context(timed(model.ops, "tree_attention")) for model in models]
         step = stack.enter_context(timed(engine, "step"))
         while not all(request.is_finished for request in requests):
             engine.step()
+    target, draft = passes[0].seconds, sum(timer.seconds for timer in passes[1:])
     return Shares(
         num_steps=step.num_calls,
         step_seconds=step.seconds / step.num_calls,
-        host=1 - sum(timer.seconds for timer in forwards) / step.seconds,
+        host=1 - (target + draft) / step.seconds,
+        draft=draft / step.seconds,
+        target=target / step.seconds,
         attention=sum(timer.seconds for timer in attention) / step.seconds,
     )

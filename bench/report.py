@@ -1,91 +1,124 @@
-"""What the benches write: where the figures come from, tables in Markdown, and JSON."""
+"""What the benches write: tables on the terminal, Markdown, JSON, and a page with plots."""
 
 from __future__ import annotations
 
-import datetime
+import argparse
 import json
-import os
-import platform
-import shlex
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import psutil
 import torch
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
 
-import titan
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Median and range over the rounds."""
-
-    median: float
-    minimum: float
-    maximum: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Sum up at least one value."""
-        return cls(median(values), min(values), max(values))
+from titan.bench.charts import LineChart, StackedBars
+from titan.bench.page import render_page
+from titan.bench.provenance import Provenance, num_physical_cores, provenance_lines
 
 
 @dataclass(frozen=True, slots=True)
-class Provenance:
-    """Where figures come from."""
+class Table:
+    """Text cells under a header; columns after the first ``num_text_columns`` hold figures and are aligned to the right."""
 
-    command: str
-    commit: str
-    date: str  # UTC
-    machine: str
-    num_threads: int
-    load_average: list[float]  # over 1, 5 and 15 minutes, before the run
-    versions: dict[str, str]
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_text_columns: int = 1
 
 
-def collect_provenance(module: str, argv: Sequence[str]) -> Provenance:
-    """Describe this process: ``python -m module argv``, here and now."""
-    return Provenance(
-        command=f"python -m {module} {shlex.join(argv)}".rstrip(),
-        commit=_commit(),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=f"{_cpu_name()}, {num_physical_cores()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB",
-        num_threads=torch.get_num_threads(),
-        load_average=list(psutil.getloadavg()),
-        versions={
-            "titan": titan.__version__,
-            "torch": torch.__version__,
-            "transformers": version("transformers"),
-            "python": platform.python_version(),
-        },
-    )
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One measurement, ready to be shown and written.
+
+    ``notes`` say what was measured and what the columns mean; ``warnings`` what a reader must know before trusting a figure
+    (noise, rows that could not run); ``results`` are lists of dataclasses for the JSON file, by name.
+    """
+
+    title: str
+    provenance: Provenance
+    options: Mapping[str, Any]
+    results: Mapping[str, Sequence[Any]]
+    tables: Sequence[Table]
+    charts: Sequence[LineChart | StackedBars] = ()
+    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    is_complete: bool = True  # False: it was interrupted
 
 
-def num_physical_cores() -> int:
-    """Return the physical cores that this process may use."""
-    num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(psutil.cpu_count(logical=False) or num_usable, num_usable)
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """Add what every benchmark takes: --json, --markdown, --html, --threads, --seed."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, with every sample and their provenance")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with tables and plots, all in one file")
+    default = num_physical_cores()
+    parser.add_argument("--threads", type=positive, default=default, help="default: the physical cores, %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default: %(default)s)")
 
 
-def provenance_lines(provenance: Provenance) -> list[str]:
-    """Describe a run in Markdown."""
-    versions = ", ".join(f"{name} {number}" for name, number in provenance.versions.items())
-    load = ", ".join(f"{value:.2f}" for value in provenance.load_average)
-    return [
-        f"- command: `{provenance.command}`",
-        f"- commit: {provenance.commit}",
-        f"- date: {provenance.date}",
-        f"- machine: {provenance.machine}; {provenance.num_threads} threads",
-        f"- versions: {versions}",
-        f"- load average before the run: {load}",
-    ]
+def use_threads(args: argparse.Namespace) -> None:
+    """Let torch use the threads that ``add_report_options`` asked for."""
+    torch.set_num_threads(args.threads)
+
+
+def publish(report: Report, args: argparse.Namespace) -> None:
+    """Print a report and write the files that ``add_report_options`` asked for."""
+    print_report(report)
+    if args.json is not None:
+        write_json(args.json, report)
+    if args.markdown is not None:
+        _write(args.markdown, markdown(report))
+    if args.html is not None:
+        _write(args.html, html(report))
+    for path in (args.json, args.markdown, args.html):
+        if path is not None:
+            print(f"written: {path}")
+
+
+def print_report(report: Report) -> None:
+    """Print notes, tables and warnings: with rich on a terminal, as Markdown into a pipe."""
+    console = Console()
+    if not console.is_terminal:
+        print(markdown(report), flush=True)
+        return
+    console.print(Text(report.title, style="bold"))
+    for line in (*provenance_lines(report.provenance), *report.notes):
+        console.print(Text(line, style="dim"))
+    for table in report.tables:
+        console.print(_rich_table(table))
+    for line in _warning_lines(report):
+        console.print(Text(line, style="yellow"))
+
+
+def markdown(report: Report) -> str:
+    """Lay the report out as a Markdown page."""
+    paragraphs = [[f"# {report.title}"], provenance_lines(report.provenance), list(report.notes)]
+    for table in report.tables:
+        paragraphs += [[f"## {table.title}"], table_lines(table.header, table.rows, table.num_text_columns)]
+    paragraphs.append([f"- {line}" for line in _warning_lines(report)])
+    return "\n\n".join("\n".join(lines) for lines in paragraphs if lines)
+
+
+def html(report: Report) -> str:
+    """Lay the report out as one self-contained page with its plots."""
+    tables = [(table.title, table.header, table.rows, table.num_text_columns) for table in report.tables]
+    facts = [line.removeprefix("- ") for line in provenance_lines(report.provenance)]
+    return render_page(report.title, facts, report.notes, _warning_lines(report), tables, report.charts)
+
+
+def write_json(path: Path, report: Report) -> None:
+    """Write provenance, options (paths as text), warnings, and each list of dataclasses under its name."""
+    document: dict[str, Any] = {
+        "title": report.title,
+        "is_complete": report.is_complete,
+        "provenance": asdict(report.provenance),
+        "options": dict(report.options),
+        "warnings": list(report.warnings),
+    }
+    document |= {name: [asdict(row) for row in rows] for name, rows in report.results.items()}
+    _write(path, json.dumps(document, indent=2, default=str))
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int) -> list[str]:
@@ -101,50 +134,36 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], num_text_c
     return [line(header), line(rule), *(line(row) for row in rows)]
 
 
-def write_json(path: Path, provenance: Provenance, options: dict[str, Any], results: dict[str, Sequence[Any]]) -> None:
-    """Write a run: ``provenance``, ``options`` (paths as text), and each list of dataclasses under its name."""
-    document: dict[str, Any] = {"provenance": asdict(provenance), "options": options}
-    document |= {name: [asdict(row) for row in rows] for name, rows in results.items()}
-    _write(path, json.dumps(document, indent=2, default=str))
-
-
-def write_markdown(path: Path, title: str, paragraphs: Sequence[Sequence[str]]) -> None:
-    """Write a page: paragraphs are lists of lines."""
-    _write(path, "\n\n".join(["# " + title, *("\n".join(lines) for lines in paragraphs if lines)]))
-
-
-def log(message: str) -> None:
-    """Show progress."""
-    print(f"[{time.strftime('%H:%M:%S')}] {message}", file=sys.stderr, flush=True)
-
-
 def format_figure(value: float | None, digits: int, *, suffix: str = "", scale: float = 1.0) -> str:
     """Write ``value * scale`` with its suffix; "-" if there is none."""
     return "-" if value is None else f"{value * scale:.{digits}f}{suffix}"
 
 
+def positive(text: str) -> int:
+    """Read an integer of at least 1, as a type of `argparse`."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: it must be an integer of at least 1")
+    return value
+
+
+def _warning_lines(report: Report) -> list[str]:
+    interrupted = [] if report.is_complete else ["interrupted: only what was measured until then is shown"]
+    return [f"warning: {line}" for line in (*interrupted, *report.warnings)]
+
+
+def _rich_table(table: Table) -> RichTable:
+    laid_out = RichTable(title=table.title, title_justify="left", header_style="bold")
+    for i, name in enumerate(table.header):
+        laid_out.add_column(name, justify="left" if i < table.num_text_columns else "right")
+    for row in table.rows:
+        laid_out.add_row(*(Text(cell) for cell in row))
+    return laid_out
+
+
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n", encoding="utf-8")
-
-
-def _commit() -> str:
-    """The checkout's commit, "with changes" if anything but results differs from it; "unknown" outside one."""
-    folder = Path(__file__).resolve().parent
-    try:
-        git = ["git", "-C", str(folder)]
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        status = [*git, "status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)bench/results"]
-        changes = subprocess.run(status, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return f"{commit} with changes" if changes.strip() else commit
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -1,44 +1,77 @@
-"""The engines that are compared: Titan, and what transformers offers, behind one small interface."""
+"""The modes that are compared: Titan's ways to batch, and other engines on the same requests."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from logging import ERROR, getLogger
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from titan import LLM
-from titan.bench.profiling import greedy_params, timed
+from titan.bench.engine_run import run_continuous, run_static
+from titan.bench.peers.client import PeerError, PeerProcess
+from titan.bench.runs import Run
 from titan.bench.workloads import Workload
 from titan.draft.registry import draft_model_config
-from titan.models.loader import DTYPES, resolve_model
+from titan.engine import choose_device
+from titan.models.loader import resolve_model
 
 TITAN = "titan"
 TITAN_DRAFT = "titan-draft"
-STATIC = "transformers-static"
-CONTINUOUS = "transformers-continuous"
-ASSISTED = "transformers-assisted"
-
-MODES = {
-    TITAN: "Titan without a draft",
-    TITAN_DRAFT: "Titan with the draft",
-    STATIC: "transformers' generate: one static batch, dynamic cache",
-    CONTINUOUS: "transformers' generate_batch: continuous batching over a paged cache, with its default attention (sdpa on a CPU)",
-    ASSISTED: "transformers' assisted generation: one request at a time, constant number of draft tokens",
-}
-DRAFT_MODES = (TITAN_DRAFT, ASSISTED)
+TITAN_STATIC = "titan-static"
+TITAN_SINGLE = "titan-single"
+PEERS_FOLDER = Path(".peers")
+"""Where `make_env` puts environments, and where they are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One run of a workload."""
+class PeerMode:
+    """A mode of another engine.
 
-    token_ids: list[list[int]]  # generated, in the order of the prompts
-    seconds: float
-    mean_acceptance_length: float | None  # tokens per request and target step; None: not known
+    ``peer`` names the environment ("" = this one), ``adapter`` the file; ``needs_url`` is for a server that runs already.
+    """
+
+    description: str
+    adapter: str
+    peer: str = ""
+    uses_draft: bool = False
+    needs_url: bool = False
+    only_single: bool = False  # one request at a time, so measured at concurrency 1 only
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+TITAN_MODES = {
+    TITAN: "continuous batching: Titan without a draft",
+    TITAN_DRAFT: "the Titan design: continuous batching with the draft",
+    TITAN_STATIC: "static batching: Titan without a draft, in batches that run until their longest request ends",
+    TITAN_SINGLE: "no batching: Titan without a draft, one request at a time",
+}
+PEER_MODES = {
+    "transformers-static": PeerMode(
+        "transformers' generate: static batches, dynamic cache", "transformers_peer", options={"mode": "static"}
+    ),
+    "transformers-continuous": PeerMode(
+        "transformers' continuous batching (generate_batch), paged cache, its default attention (sdpa on a CPU)",
+        "transformers_peer",
+        options={"mode": "continuous"},
+    ),
+    "transformers-assisted": PeerMode(
+        "transformers' assisted generation: one request at a time, constant number of draft tokens",
+        "transformers_peer",
+        uses_draft=True,
+        only_single=True,
+        options={"mode": "assisted"},
+    ),
+    "vllm": PeerMode("vLLM without a draft", "vllm_peer", "vllm"),
+    "vllm-draft": PeerMode("vLLM with the draft model", "vllm_peer", "vllm", uses_draft=True),
+    "openvino": PeerMode("OpenVINO GenAI's continuous batching without a draft", "openvino_peer", "openvino"),
+    "openvino-draft": PeerMode("OpenVINO GenAI's continuous batching with the draft", "openvino_peer", "openvino", uses_draft=True),
+    "llama.cpp": PeerMode("llama.cpp's server, as it was started", "llama_cpp_peer", "llama.cpp", needs_url=True),
+}
+DESCRIPTIONS = TITAN_MODES | {name: mode.description for name, mode in PEER_MODES.items()}
+DRAFT_MODES = (TITAN_DRAFT, *(name for name, mode in PEER_MODES.items() if mode.uses_draft))
+PEERS = ("vllm", "openvino", "llama.cpp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,149 +81,191 @@ class RunnerOptions:
     model: str
     draft_model: str | None
     dtype: str
+    device: str
     max_draft_tokens: int
     max_batch_size: int
     max_model_len: int  # tokens
+    threads: int
+    peers: Mapping[str, str]  # environment folder or URL by peer, where it is not the default
 
 
 class Runner(Protocol):
     """Runs workloads greedily, ignoring the end of sequence."""
 
-    def run(self, workload: Workload) -> Run: ...
+    def run(self, workload: Workload, concurrency: int) -> Run: ...
 
 
 class TitanRunner:
-    """Titan; ``llm`` is open to be profiled."""
+    """One of Titan's modes; all of them share an engine. ``llm`` is open to be profiled."""
 
-    def __init__(self, options: RunnerOptions, draft_model: str | None) -> None:
-        self.llm = LLM(
+    def __init__(self, llm: LLM, mode: str) -> None:
+        self.llm = llm
+        self.uses_draft = mode == TITAN_DRAFT
+        self._mode = mode
+
+    def run(self, workload: Workload, concurrency: int) -> Run:
+        if self._mode == TITAN_STATIC:
+            return run_static(self.llm.engine, workload, concurrency)
+        concurrency = 1 if self._mode == TITAN_SINGLE else concurrency
+        return run_continuous(self.llm.engine, workload, concurrency, use_speculative=self.uses_draft)
+
+
+class Runners:
+    """The runners of one dtype by mode, in order; a context manager that ends the peers' processes.
+
+    A mode that cannot run is left out, and ``problems`` says why, a line each.
+
+    Args:
+        modes: keys of `DESCRIPTIONS`.
+        options: for all of them.
+        note: is told what is being loaded.
+
+    Raises:
+        ValueError: the target cannot be loaded.
+    """
+
+    def __init__(self, modes: Sequence[str], options: RunnerOptions, note: Callable[[str], None]) -> None:
+        self.problems: list[str] = []
+        self.versions: dict[str, str] = {}
+        self.by_mode: dict[str, Runner] = {}
+        self._options = options
+        self._processes: list[PeerProcess] = []
+        self._draft_problem: str | None = None
+        titan_modes = [mode for mode in modes if mode in TITAN_MODES]
+        if titan_modes:
+            note(f"{options.dtype}: loading titan")
+            self._add_titan(titan_modes)
+        try:
+            for mode in modes:
+                if mode in PEER_MODES:
+                    note(f"{options.dtype}: loading {mode}")
+                    self._add_peer(mode)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Runners:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def drop(self, mode: str) -> None:
+        """Leave a mode out from now on, and end its process if it has one."""
+        runner = self.by_mode.pop(mode)
+        if isinstance(runner, PeerProcess):
+            runner.close()
+
+    def close(self) -> None:
+        """End the peers' processes."""
+        for process in self._processes:
+            process.close()
+        self._processes.clear()
+
+    def _add_titan(self, modes: Sequence[str]) -> None:
+        draft = self._options.draft_model if TITAN_DRAFT in modes else None
+        try:
+            llm = self._make_llm(draft)
+        except ValueError as error:
+            if draft is None:
+                raise
+            llm = self._make_llm(None)
+            self._draft_problem = str(error)
+            self.problems.append(f"{TITAN_DRAFT} is left out: {error}")
+            modes = [mode for mode in modes if mode != TITAN_DRAFT]
+        for mode in modes:
+            self.by_mode[mode] = TitanRunner(llm, mode)
+
+    def _make_llm(self, draft_model: str | None) -> LLM:
+        options = self._options
+        return LLM(
             options.model,
             draft_model,
             dtype=options.dtype,
+            device=options.device,
             max_draft_tokens=options.max_draft_tokens,
             max_batch_size=options.max_batch_size,
             max_model_len=options.max_model_len,
+            enable_prefix_caching=False,  # the modes see the same prompts one after the other
         )
 
-    def run(self, workload: Workload) -> Run:
-        start = time.perf_counter()
-        outputs = self.llm.generate(workload.prompts, greedy_params(workload.output_len), use_tqdm=False)
-        seconds = time.perf_counter() - start
-        num_steps = sum(output.metrics.num_sequence_steps for output in outputs)
-        return Run([output.outputs[0].token_ids for output in outputs], seconds, workload.num_output_tokens / num_steps)
+    def _add_peer(self, name: str) -> None:
+        mode, options = PEER_MODES[name], self._options
+        where = options.peers.get(mode.peer, str(PEERS_FOLDER / mode.peer))
+        try:
+            if mode.uses_draft and self._draft_problem is not None:
+                raise ValueError(self._draft_problem)
+            python = peer_python(mode, where)
+            process = PeerProcess(
+                name,
+                mode.adapter,
+                python,
+                {
+                    "model": resolve_model(options.model, "target"),
+                    "draft_model": resolve_model(options.draft_model, "draft") if mode.uses_draft and options.draft_model else None,
+                    "dtype": options.dtype,
+                    "device": str(choose_device(options.device)),
+                    "max_draft_tokens": options.max_draft_tokens,
+                    "max_batch_size": options.max_batch_size,
+                    "max_model_len": options.max_model_len,
+                    "threads": options.threads,
+                    "url": where,
+                }
+                | dict(mode.options),
+            )
+        except (PeerError, ValueError) as error:
+            self.problems.append(f"{name} is left out: {error}")
+            return
+        self._processes.append(process)
+        self.by_mode[name] = process
+        self.versions |= {key: value for key, value in process.versions.items() if key != "torch"}
+        if "torch" in process.versions and mode.peer:
+            self.versions[f"torch of {mode.peer}"] = process.versions["torch"]
 
 
-class StaticRunner:
-    """`generate` over all prompts as one batch; with an assistant, assisted generation (one prompt only)."""
+def peer_python(mode: PeerMode, where: str) -> str:
+    """Return the interpreter that runs a mode's adapter.
 
-    def __init__(self, model: Any, assistant: Any = None) -> None:
-        self.model = model
-        self.assistant = assistant
+    Args:
+        mode: of another engine.
+        where: folder of the peer's environment, or URL of its server.
 
-    def run(self, workload: Workload) -> Run:
-        prompts = torch.tensor(workload.prompts, device=self.model.device)
-        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": workload.output_len, "pad_token_id": 0}
-        if self.assistant is not None:
-            options["assistant_model"] = self.assistant
-        with timed(self.model, "forward") as forward:
-            start = time.perf_counter()
-            output = self.model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
-            seconds = time.perf_counter() - start
-        token_ids = output[:, prompts.shape[1] :].tolist()
-        return Run(token_ids, seconds, None if self.assistant is None else workload.output_len / forward.num_calls)
-
-
-class ContinuousRunner:
-    """`generate_batch`, with a cache that holds every request; its manager lives on while the number of requests stays.
-
-    The clock stops when the last request is finished, before the manager winds down.
+    Raises:
+        ValueError: the environment does not exist, or a URL is missing.
     """
-
-    PAGE_SIZE = 256  # tokens, the default of transformers
-    MAX_BATCH_TOKENS = 512  # per step; a longer step costs more, as each token attends to the whole cache under a mask
-
-    def __init__(self, model: Any, max_model_len: int) -> None:
-        self.model = model
-        self.pages_per_request = -(-max_model_len // self.PAGE_SIZE)
-        self._num_requests = 0
-
-    def run(self, workload: Workload) -> Run:
-        from transformers import GenerationConfig
-
-        config = self._batching_config(len(workload.prompts))
-        generation = GenerationConfig(do_sample=False, max_new_tokens=workload.output_len, eos_token_id=-1)
-        start = time.perf_counter()
-        results = self.model.generate_batch(
-            workload.prompts, generation_config=generation, continuous_batching_config=config, persistent_manager=True
-        )
-        errors = [result.error for result in results.values() if result.error is not None]
-        if errors or len(results) != len(workload.prompts):
-            raise RuntimeError(f"generate_batch failed: {errors or 'outputs are missing'}")
-        seconds = max(result.lifespan[1] for result in results.values()) - start  # the end of its thread takes 0.2 s more
-        return Run([result.generated_tokens for result in results.values()], seconds, None)
-
-    def _batching_config(self, num_requests: int) -> Any:
-        """Return the options for this many requests; a manager made for another number goes."""
-        from transformers import ContinuousBatchingConfig
-
-        if num_requests != self._num_requests:
-            self.model.destroy_cached_continuous_batching_manager()
-            self._num_requests = num_requests
-        return ContinuousBatchingConfig(
-            page_size=self.PAGE_SIZE,
-            num_blocks=num_requests * self.pages_per_request + 1,
-            max_batch_tokens=max(self.MAX_BATCH_TOKENS, num_requests),
-            max_requests_per_batch=num_requests,
-            safety_margin=0.0,  # the cache holds every request to its end
-            allow_block_sharing=False,  # no prompts begin alike
-        )
+    if mode.needs_url:
+        if not where.startswith("http://"):
+            raise ValueError(f"give the address of a running server: --peer {mode.peer}=http://HOST:PORT")
+        return sys.executable
+    if not mode.peer:
+        return sys.executable
+    python = Path(where, "bin", "python")
+    if not python.exists():
+        raise ValueError(f"not installed in {where}: make it with `python -m titan.bench.peers.make_env {mode.peer} {where}`")
+    return str(python)
 
 
-def make_runners(modes: Sequence[str], options: RunnerOptions) -> dict[str, Runner]:
-    """Load the models and make the runners of ``modes``, in their order; transformers' share one target."""
-    needs_transformers = any(mode in (STATIC, CONTINUOUS, ASSISTED) for mode in modes)
-    model = _load_transformers(resolve_model(options.model, "target"), options.dtype) if needs_transformers else None
-    runners: dict[str, Runner] = {}
-    for mode in modes:
-        if mode == TITAN:
-            runners[mode] = TitanRunner(options, None)
-        elif mode == TITAN_DRAFT:
-            runners[mode] = TitanRunner(options, options.draft_model)
-        elif mode == CONTINUOUS:
-            runners[mode] = ContinuousRunner(model, options.max_model_len)
-        elif mode == STATIC:
-            runners[mode] = StaticRunner(model)
-        else:
-            runners[mode] = StaticRunner(model, _load_assistant(options))
-    return runners
+def installed_modes(peers: Mapping[str, str]) -> list[str]:
+    """The modes that need nothing that is missing here.
+
+    Args:
+        peers: environment folder or URL by peer, where it is not the default.
+    """
+    found = []
+    for name, mode in PEER_MODES.items():
+        try:
+            peer_python(mode, peers.get(mode.peer, str(PEERS_FOLDER / mode.peer)))
+        except ValueError:
+            continue
+        found.append(name)
+    return [*TITAN_MODES, *found]
 
 
-def allowed_modes(draft_model: str | None) -> list[str]:
-    """Return the modes that are possible with this draft."""
-    modes = [mode for mode in MODES if mode not in DRAFT_MODES]
-    if draft_model is not None:
-        modes.append(TITAN_DRAFT)
-        if draft_model_config(draft_model) is not None:
-            modes.append(ASSISTED)
-    return [mode for mode in MODES if mode in modes]
+def possible_modes(modes: Sequence[str], draft_model: str | None) -> list[str]:
+    """The modes among ``modes`` that this draft allows: other engines need a model, Titan takes any drafter.
 
-
-def _load_transformers(folder: str, dtype: str) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    getLogger("ContinuousBatchingLogger").setLevel(ERROR)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
-    model.generation_config.eos_token_id = None  # the end of sequence is an ordinary token here, as with ignore_eos
-    return model
-
-
-def _load_assistant(options: RunnerOptions) -> Any:
-    assert options.draft_model is not None
-    assistant = _load_transformers(resolve_model(options.draft_model, "draft"), options.dtype)
-    assistant.generation_config.num_assistant_tokens = options.max_draft_tokens
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    assistant.generation_config.assistant_confidence_threshold = 0.0  # always that many, as Titan's draft
-    return assistant
+    Raises:
+        ValueError: the draft is unknown.
+    """
+    has_model = draft_model is not None and draft_model_config(draft_model) is not None
+    return [mode for mode in modes if mode not in DRAFT_MODES or has_model or (draft_model is not None and mode == TITAN_DRAFT)]

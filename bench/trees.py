@@ -1,7 +1,7 @@
 """Shapes of draft trees on the same prompts: tokens per step, speed, and what the host does for them.
 
-    python -m titan.bench.trees                                                  the demo pair
-    python -m titan.bench.trees --model DIR/target --draft-model DIR/draft
+    titan bench trees                                                  the demo pair
+    titan bench trees --model DIR/target --draft-model DIR/draft
 
 One engine; the variants take turns in rounds, on prompts that are new in each round and the same for all variants. The end of
 sequence is ignored, and request i has seed i. Ratios are medians over the rounds of the ratio within a round. Nothing else should
@@ -15,24 +15,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
+from itertools import repeat
 
 from titan import LLM, SamplingParams
+from titan.bench.noise import Spread, spread_warnings
 from titan.bench.profiling import timed
-from titan.bench.report import (
-    Spread,
-    collect_provenance,
-    format_figure,
-    log,
-    num_physical_cores,
-    provenance_lines,
-    table_lines,
-    write_json,
-    write_markdown,
-)
-from titan.bench.workloads import prompt_stream, take_workload
+from titan.bench.progress import Progress, run_until_interrupted
+from titan.bench.prompts import prompt_stream
+from titan.bench.provenance import collect_provenance
+from titan.bench.report import Report, Table, add_report_options, format_figure, positive, publish, use_threads
+from titan.bench.workloads import Lengths, take_workload
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import DraftPolicy
 from titan.models.loader import DEMO, DTYPES
@@ -107,15 +99,19 @@ class TreeBench:
 
     def run(self) -> None:
         """Measure all variants at all temperatures, in rounds; the first round warms up and does not count."""
-        prompts = prompt_stream(self.args.model, self.args.prompt_len, self.args.seed)
-        for round_id in range(-1, self.args.repeats):
-            for temperature in self.args.temperature:
-                workload = take_workload(prompts, self.args.concurrency, self.args.output_len)
-                for variant in make_variants(temperature, self.args.nodes):
-                    sample = self._run(variant, workload.prompts, temperature, round_id)
-                    log(f"round {round_id} T={temperature} {variant.name}: {sample.tokens_per_second:.0f} tokens/s")
-                    if round_id >= 0:
-                        self.samples.append(sample)
+        args = self.args
+        length = Lengths(args.prompt_len, args.prompt_len)
+        prompts = prompt_stream(args.model, "auto", length, args.seed)
+        num_runs = sum(len(make_variants(temperature, args.nodes)) for temperature in args.temperature) * (args.repeats + 1)
+        with Progress(num_runs) as progress:
+            for round_id in range(-1, args.repeats):
+                for temperature in args.temperature:
+                    workload = take_workload(prompts, args.concurrency, repeat(args.output_len))
+                    for variant in make_variants(temperature, args.nodes):
+                        sample = self._run(variant, workload.prompts, temperature, round_id)
+                        progress.advance(f"T={temperature} {variant.name}: {sample.tokens_per_second:.0f} tokens/s")
+                        if round_id >= 0:
+                            self.samples.append(sample)
 
     def _run(self, variant: Variant, prompts: list[list[int]], temperature: float, round_id: int) -> Sample:
         if variant.num_nodes:
@@ -176,8 +172,8 @@ def make_rows(samples: Sequence[Sample]) -> list[Row]:
     return rows
 
 
-def tree_table(rows: Sequence[Row]) -> list[str]:
-    """Lay the rows out as a Markdown table."""
+def tree_table(rows: Sequence[Row]) -> Table:
+    """Lay the rows out."""
     header = ["temperature", "tree", "tokens/step", "tokens/s", "x no draft", "min..max", "ms/step", "host"]
     cells = [
         [
@@ -192,51 +188,54 @@ def tree_table(rows: Sequence[Row]) -> list[str]:
         ]
         for row in rows
     ]
-    return table_lines(header, cells, num_text_columns=2)
+    return Table("Shapes", header, cells, num_text_columns=2)
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     argv = sys.argv[1:] if argv is None else argv
     args = parse_arguments(argv)
-    torch.set_num_threads(args.threads)
-    provenance = collect_provenance("titan.bench.trees", argv)
-    print("\n".join([*provenance_lines(provenance), ""]), flush=True)
+    use_threads(args)
+    models = {"target": args.model, "draft": args.draft_model}
+    provenance = collect_provenance("trees", argv, models=models, seed=args.seed)
     bench = TreeBench(args)
-    try:
-        bench.run()
-    except KeyboardInterrupt:
-        log("interrupted: reporting what was measured so far")
+    is_complete = run_until_interrupted(bench.run)
     rows = make_rows(bench.samples)
-    print("\n".join(tree_table(rows)), flush=True)
-    if args.json is not None:
-        write_json(args.json, provenance, vars(args), {"rows": rows, "samples": bench.samples})
-    if args.markdown is not None:
-        workload = (
-            f"{args.model}, draft {args.draft_model}, {args.dtype}; {args.concurrency} requests at once, prompts of "
-            f"{args.prompt_len} tokens, {args.output_len} generated, end of sequence ignored; {args.repeats} interleaved rounds."
-        )
-        write_markdown(args.markdown, "Draft trees", [provenance_lines(provenance), [workload], tree_table(rows)])
+    workload = (
+        f"{args.model}, draft {args.draft_model}, {args.dtype}; {args.concurrency} requests at once, prompts of "
+        f"{args.prompt_len} tokens, {args.output_len} generated, end of sequence ignored; {args.repeats} interleaved rounds."
+    )
+    speed_ups = ((f"speed-up of {row.variant} at temperature {row.temperature:g}", row.speed_up) for row in rows)
+    report = Report(
+        "Draft trees",
+        provenance,
+        vars(args),
+        {"rows": rows, "samples": bench.samples},
+        [tree_table(rows)],
+        notes=[workload],
+        warnings=spread_warnings(speed_ups),
+        is_complete=is_complete,
+    )
+    publish(report, args)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m titan.bench.trees", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="titan bench trees", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=DEMO, help="folder or hub id of the target (default: the demo pair)")
     parser.add_argument("--draft-model", default=DEMO, help="folder or hub id of the draft (default: the demo's)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
-    parser.add_argument("--concurrency", type=int, default=8, help="requests at once (default: %(default)s)")
+    parser.add_argument("--concurrency", type=positive, default=8, help="requests at once (default: %(default)s)")
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 0.7, 1.0])
-    parser.add_argument("--nodes", nargs="+", type=int, default=[6, 16, 32], help="most draft tokens of dynamic and auto trees")
-    parser.add_argument("--prompt-len", type=int, default=64, help="tokens (default: %(default)s)")
-    parser.add_argument("--output-len", type=int, default=128, help="tokens (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=num_physical_cores(), help="default: the physical cores, %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--markdown", type=Path, help="file for the table")
+    parser.add_argument(
+        "--nodes", nargs="+", type=positive, default=[6, 16, 32], help="most draft tokens of dynamic and auto trees"
+    )
+    parser.add_argument("--prompt-len", type=positive, default=64, help="tokens (default: %(default)s)")
+    parser.add_argument("--output-len", type=positive, default=128, help="tokens (default: %(default)s)")
+    parser.add_argument("--repeats", type=positive, default=3, help="rounds (default: %(default)s)")
+    add_report_options(parser)
     return parser.parse_args(argv)
 
 

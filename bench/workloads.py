@@ -1,81 +1,72 @@
-"""Prompts for the benches: endless streams of distinct ones, reproducible from a seed."""
+"""Requests for the benches: how long, how many, and taken from endless streams that a seed reproduces."""
 
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
-from titan.models.loader import load_config, load_tokenizer, resolve_model
 
-DEFINITION = re.compile(r"^ *(?:async def|def|class) ", re.MULTILINE)
-CHARACTERS_PER_TOKEN = 12
-"""More than a token of source code has on average, so that a cut text still holds enough tokens."""
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Numbers of tokens, uniform from ``low`` to ``high``.
+
+    Raises:
+        ValueError: ``low`` is below 1 or above ``high``.
+    """
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.low <= self.high:
+            raise ValueError(f"lengths {self.low}-{self.high} are not allowed: from at least 1, up to no less than that")
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Read "128", or "16-512" for a mix.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        low, dash, high = text.partition("-")
+        try:
+            return cls(int(low), int(high if dash else low))
+        except ValueError as error:
+            raise ValueError(f"{text!r} is not a length: allowed are 128, or 16-512 for a mix, of 1 or more tokens") from error
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether lengths differ."""
+        return self.low < self.high
+
+    def stream(self, seed: int) -> Iterator[int]:
+        """Draw lengths without end."""
+        generator = random.Random(seed)
+        while True:
+            yield generator.randint(self.low, self.high)
+
+    def __str__(self) -> str:
+        return f"{self.low}-{self.high}" if self.is_mixed else str(self.low)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that arrive together; all prompts have the same length."""
+    """Requests that arrive together; the end of sequence is ignored, so request i generates ``output_lens[i]`` tokens."""
 
     prompts: list[list[int]]
-    output_len: int  # tokens that each request generates
+    output_lens: list[int]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens that all requests generate together."""
-        return len(self.prompts) * self.output_len
+        return sum(self.output_lens)
 
 
-def take_workload(prompts: Iterator[list[int]], num_prompts: int, output_len: int) -> Workload:
-    """Make a workload of the next prompts of a stream."""
-    return Workload(list(islice(prompts, num_prompts)), output_len)
-
-
-def random_prompts(prompt_len: int, vocab_size: int, seed: int) -> Iterator[list[int]]:
-    """Yield prompts of uniformly random token ids, for models without a tokenizer."""
-    generator = random.Random(seed)
-    while True:
-        yield [generator.randrange(vocab_size) for _ in range(prompt_len)]
-
-
-def source_prompts(tokenizer: Any, prompt_len: int, seed: int) -> Iterator[list[int]]:
-    """Yield the beginnings of functions and classes of the standard library, in the files that the demo pair never saw.
-
-    After the last one it starts again from the first.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        prompt_len: tokens; shorter definitions run on into what follows them in the file.
-        seed: of the order.
-
-    Raises:
-        ValueError: no file is long enough for such a prompt.
-    """
-    from titan.bench.train_demo import is_held_out, source_files
-
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in source_files() if is_held_out(path)]
-    starts = [(text, match.start()) for text in texts for match in DEFINITION.finditer(text)]
-    random.Random(seed).shuffle(starts)
-    num_found = -1
-    while num_found:
-        num_found = 0
-        for text, start in starts:
-            end = start + prompt_len * CHARACTERS_PER_TOKEN
-            token_ids = tokenizer.encode(text[start:end], add_special_tokens=False)[:prompt_len]
-            if len(token_ids) == prompt_len:
-                num_found += 1
-                yield token_ids
-    raise ValueError(f"prompt_len={prompt_len} is more than a held-out file of the standard library has")
-
-
-def prompt_stream(model: str, prompt_len: int, seed: int) -> Iterator[list[int]]:
-    """Source code if the model has a tokenizer, random tokens otherwise."""
-    folder = resolve_model(model, "target")
-    try:
-        tokenizer = load_tokenizer(folder)
-    except ValueError:
-        return random_prompts(prompt_len, load_config(folder).vocab_size, seed)
-    return source_prompts(tokenizer, prompt_len, seed)
+def take_workload(prompts: Iterator[list[int]], num_requests: int, output_lens: Iterator[int]) -> Workload:
+    """Make a workload of the next prompts and lengths of two streams."""
+    return Workload(list(islice(prompts, num_requests)), list(islice(output_lens, num_requests)))

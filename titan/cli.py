@@ -22,6 +22,17 @@ from titan.step import Acceptance, StepPlan
 from titan.tree import DraftTree
 from titan.tree_view import LEGEND, VerifiedTree, render_tree, token_text, verified_trees
 
+BENCHES = {
+    "throughput": "batching modes, speculation and other engines on the same requests",
+    "latency": "latencies of requests that arrive at their own times, at one rate after another",
+    "drafts": "draft models, truncated targets, n-grams and trees against one target",
+    "trees": "shapes of draft trees",
+    "kernels": "every kernel and the host's part of a step, compared with a stored run",
+    "gpu_check": "a CUDA device: every Triton kernel against float64, attention against its bandwidth and others, whole engines",
+    "tune": "tiles of tree attention on this CUDA device, for the checked-in table",
+}
+"""Modules of `titan.bench` with a ``main(arguments)``, and what they measure."""
+
 WARM_UP_TOKENS = 24
 """Tokens generated before the clock starts, so that one-time set-up is not taken for speed."""
 
@@ -47,11 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     parser = _parser()
     args, rest = parser.parse_known_args(_join_parents(sys.argv[1:] if argv is None else argv))
-    if args.command == "bench":
-        return _bench(args.bench, rest)
-    if rest:
+    if rest and args.command != "bench":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        if args.command == "bench":
+            return _bench(args.bench, rest)
         return _generate(args) if args.command == "generate" else _info(args)
     except ValueError as error:
         print(f"titan: {error}", file=sys.stderr)
@@ -68,8 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands.add_parser("generate", help="continue a prompt and show the speed", description=_generate.__doc__))
     info = commands.add_parser("info", help="versions, device and kernels in use", description=_info.__doc__)
     info.add_argument("--json", action="store_true", help="print one JSON object")
-    bench = commands.add_parser("bench", help="benchmarks", description=_bench.__doc__, add_help=False)
-    bench.add_argument("bench", choices=("throughput", "trees"), help="which benchmark; its own options follow (try --help)")
+    bench = commands.add_parser("bench", help=f"benchmarks: {', '.join(BENCHES)}", add_help=False)
+    bench.add_argument("bench", nargs="?", choices=BENCHES, help="which benchmark; its own options follow (try --help)")
     return parser
 
 
@@ -261,20 +272,24 @@ def _info(args: argparse.Namespace) -> int:
     """Print the versions of Titan and what it stands on, the device, and which kernels run."""
     import torch
 
+    from titan.kernels.cpu_library import load_library
+    from titan.kernels.layer_ops import choose_layer_ops
     from titan.kernels.linear import can_pack
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
     facts = {
         "titan": __version__,
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "transformers", "triton", "accelerate", "safetensors", "tokenizers")},
         "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
-        "attention": "PyTorch, batched over KV blocks",
+        **{f"layers, {name}": choose_layer_ops(torch.device(device), dtype).name for name, dtype in dtypes.items()},
+        "CPU kernels": load_library().description,
         **{
-            f"linear, {str(dtype).removeprefix('torch.')}": "oneDNN, packed weights"
+            f"linear, {name}": "oneDNN, packed weights"
             if can_pack(torch.empty(1, 1, dtype=dtype, device=device))
             else "torch.nn.functional.linear"
-            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+            for name, dtype in dtypes.items()
         },
     }
     if args.json:
@@ -292,11 +307,21 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _bench(name: str, arguments: Sequence[str]) -> int:
-    """Run a benchmark of `titan.bench`; its options follow its name."""
+def _bench(name: str | None, arguments: Sequence[str]) -> int:
+    """Run a benchmark of `titan.bench`, or list them; its options follow its name."""
     from importlib import import_module
 
-    return int(import_module(f"titan.bench.{name}").main(arguments) or 0)
+    if name is None:
+        listed = "\n".join(f"  {each:12}{text}" for each, text in BENCHES.items())
+        print(f"usage: titan bench NAME [options], titan bench NAME --help\n\n{listed}")
+        return 0 if {"-h", "--help"} & set(arguments) else 2
+    try:
+        bench = import_module(f"titan.bench.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "rich":
+            raise
+        raise ValueError("the benchmarks need rich: pip install 'titan-spec[bench]'") from error
+    return int(bench.main(arguments) or 0)
 
 
 if __name__ == "__main__":

@@ -1,135 +1,232 @@
+"""The throughput bench: every mode gives a row, rows add up, and bad input gets a clear line."""
+
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from zoo import Zoo
 
-from titan.bench import throughput
-from titan.bench.make_pair import make_pair, pair_config, save_pair
-from titan.bench.profiling import timed
-from titan.bench.report import Spread, table_lines
-from titan.bench.runners import MODES
-from titan.bench.throughput import Bench, Sample, count_equal, make_rows
-from titan.bench.workloads import random_prompts, take_workload
+from titan.bench import runners, throughput
+from titan.bench.charts import LineChart, StackedBars
+from titan.bench.noise import Spread
+from titan.bench.runners import PeerMode
+from titan.bench.runs import Percentiles, RequestRun, Run, StepCounts
+from titan.bench.throughput import Bench, main, modes_at, parse_arguments
+from titan.bench.throughput_report import bound_notes, make_charts, make_claims
+from titan.bench.throughput_rows import Sample, make_rows, make_sample
+from titan.cli import main as titan_main
 
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pair")
-    save_pair(make_pair(pair_config(vocab_size=131, hidden_size=32, intermediate_size=64, num_layers=3, num_heads=2)), folder)
-    return folder
+FAKE = PeerMode("a fake", str(Path(__file__).with_name("fake_peer")))
 
 
-def run(pair: Path, folder: Path, *options: str) -> dict[str, Any]:
-    models = ["--model", str(pair / "target"), "--draft-model", str(pair / "draft"), "--threads", str(torch.get_num_threads())]
-    throughput.main([*models, "--json", str(folder / "run.json"), "--markdown", str(folder / "run.md"), *options])
+@pytest.fixture
+def fake_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines beside Titan: one that answers, one that fails in its second run."""
+    monkeypatch.setitem(runners.PEER_MODES, "fake", FAKE)
+    monkeypatch.setitem(runners.PEER_MODES, "broken", replace(FAKE, options={"fails": "run"}))
+    for name in ("fake", "broken"):
+        monkeypatch.setitem(runners.DESCRIPTIONS, name, "a fake")
+
+
+def run(zoo: Zoo, folder: Path, *options: str) -> dict[str, Any]:
+    models = ["--model", zoo.path("llama"), "--draft-model", zoo.path("llama~"), "--threads", str(torch.get_num_threads())]
+    files = [f"--{kind}={folder / 'run'}.{kind}" for kind in ("json", "markdown", "html")]
+    main([*models, "--dtype", "float32", *files, *options])
     result: dict[str, Any] = json.loads((folder / "run.json").read_text())
     return result
 
 
-def sample(mode: str, round_id: int, tokens_per_second: float) -> Sample:
-    return Sample("float32", 1, mode, round_id, tokens_per_second, None, 1, 0.0)
+SIZES = ["--prompt-len", "4-20", "--output-len", "3-12", "--rounds", "2", "--waves", "2"]
 
 
-def test_every_mode_gives_a_row_and_the_same_outputs_in_float32(pair: Path, tmp_path: Path) -> None:
-    sizes = ["--prompt-len", "20", "--output-len", "12", "--repeats", "1"]
-    result = run(pair, tmp_path, "--dtype", "float32", "--concurrency", "1", "3", *sizes)
+@pytest.mark.usefixtures("fake_peers")
+def test_every_mode_gives_a_row_and_titan_the_same_outputs(zoo: Zoo, tmp_path: Path) -> None:
+    modes = ["titan", "titan-draft", "titan-static", "titan-single", "fake", "broken"]
+    result = run(zoo, tmp_path, *SIZES, "--concurrency", "1", "3", "--modes", *modes)
     rows = {(row["mode"], row["concurrency"]): row for row in result["rows"]}
-    assert set(rows) == {(mode, 1) for mode in MODES} | {(mode, 3) for mode in MODES if mode != "transformers-assisted"}
+    same_at_one = {"titan-static", "titan-single"}
+    assert set(rows) == {(mode, 3) for mode in modes[:5]} | {(mode, 1) for mode in modes[:5] if mode not in same_at_one}
     for (mode, concurrency), row in rows.items():
-        assert row["dtype"] == "float32" and row["num_rounds"] == 1
-        assert row["num_equal"] == row["num_outputs"] == concurrency, mode
-        assert row["tokens_per_second"]["median"] > 0
-        assert row["ratios"].keys() == {"titan", "transformers-static", "transformers-continuous"} - {mode}
-        assert ("titan" in mode) == (row["host_share"] is not None) == (row["attention_share"] is not None)
-    assert rows["titan", 3]["mean_acceptance_length"] == 1
-    assert rows["titan-draft", 3]["mean_acceptance_length"] > 1
-    assert rows["transformers-assisted", 1]["mean_acceptance_length"] > 1
-    assert 0 < rows["titan", 3]["attention_share"] < 1 - rows["titan", 3]["host_share"] < 1
+        assert row["num_rounds"] == 2 and row["num_outputs"] == 4 * concurrency
+        assert row["num_equal"] == (0 if mode == "fake" else row["num_outputs"]), mode
+        assert row["ratios"].keys() == {other for other, at in rows if at == concurrency} - {mode}
+        assert row["latency"]["p50"] <= row["latency"]["p90"] <= row["latency"]["p99"]
+        assert ("p50" in row["latency_ratios"]) == (mode != "titan")
+        assert (row["host_share"] is not None) == (mode in ("titan", "titan-draft"))
+        assert row["cpu_use"] >= 0
+    assert rows["titan", 3]["mean_acceptance_length"] == 1 < rows["titan-draft", 3]["mean_acceptance_length"]
+    assert rows["titan-single", 3]["mean_batch_size"] == 1 < rows["titan", 3]["mean_batch_size"] <= 3
+    assert len(rows["titan-draft", 3]["acceptance_per_depth"]) > 1
+    [problem] = [line for line in result["warnings"] if "broken" in line]
+    assert problem == "broken ended at 1 requests at once in float32: broken failed: RuntimeError: out of memory"
+    assert result["provenance"]["versions"]["fake"] == "1.0"
+    text, page = (tmp_path / "run.markdown").read_text(), (tmp_path / "run.html").read_text()
+    for title in (
+        "Throughput, float32",
+        "Latency of requests, float32, 3 at once",
+        "Acceptance per depth",
+        "Speed-up over acceptance",
+    ):
+        assert title in page
+    assert "time goes" in page and "9.3x" in text and "broken failed" in text
 
 
-def test_provenance_stands_in_both_files(pair: Path, tmp_path: Path) -> None:
-    sizes = ["--prompt-len", "8", "--output-len", "4", "--repeats", "1", "--concurrency", "1"]
-    result = run(pair, tmp_path, "--dtype", "bfloat16", "--modes", "titan", *sizes)
-    provenance, text = result["provenance"], (tmp_path / "run.md").read_text()
-    assert provenance["command"].startswith("python -m titan.bench.throughput --model ")
-    assert provenance["versions"].keys() >= {"titan", "torch", "transformers"}
-    assert result["options"]["prompt_len"] == 8
-    for value in ("command", "commit", "date", "machine"):
-        assert provenance[value] and provenance[value] in text
-    assert "load average" in text and "| bfloat16 | titan |" in text
-
-
-def test_profile_counts_decode_steps_at_the_context_asked_for(pair: Path, tmp_path: Path) -> None:
-    result = run(pair, tmp_path, "--profile", "--dtype", "float32", "--repeats", "1", "--context-len", "48", "--output-len", "8")
+def test_a_profile_counts_decode_steps_at_the_context_asked_for(zoo: Zoo, tmp_path: Path) -> None:
+    sizes = ["--context-len", "24", "--output-len", "8", "--rounds", "1", "--concurrency", "4"]
+    result = run(zoo, tmp_path, "--profile", *sizes)
     assert result["rows"] == []
     assert [entry["mode"] for entry in result["shares"]] == ["titan", "titan-draft"]
     for entry in result["shares"]:
-        assert entry["concurrency"] == 32 and entry["context_len"] == 48
+        assert entry["concurrency"] == 4 and entry["context_len"] == 24
         assert 0 < entry["shares"]["attention"] < 1 - entry["shares"]["host"] < 1
     assert result["shares"][0]["shares"]["num_steps"] == 7  # the first token comes from the prefill
+    assert "| float32 | titan       |" in (tmp_path / "run.markdown").read_text()
 
 
-def test_interrupt_keeps_the_rounds_before_it(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure_round = Bench._measure_round
+def test_an_interrupt_keeps_what_was_measured(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_all = Bench._run_all
 
-    def interrupt_second(self: Bench, dtype: str, round_id: int, *rest: Any) -> None:
+    def interrupt_second(self: Bench, modes: Any, place: Any, round_id: int | None, *rest: Any) -> None:
         if round_id == 1:
             raise KeyboardInterrupt
-        measure_round(self, dtype, round_id, *rest)
+        run_all(self, modes, place, round_id, *rest)
 
-    monkeypatch.setattr(Bench, "_measure_round", interrupt_second)
-    sizes = ["--prompt-len", "8", "--output-len", "4", "--concurrency", "1"]
-    result = run(pair, tmp_path, "--dtype", "float32", "--modes", "titan", *sizes)
-    assert [(row["mode"], row["num_rounds"]) for row in result["rows"]] == [("titan", 1)]
-
-
-def test_ratio_is_the_median_of_the_ratios_within_rounds() -> None:
-    bench = Bench(throughput.parse_arguments(["--draft-model", "ngram"]))
-    for round_id, (slow, fast) in enumerate([(10.0, 20.0), (1.0, 3.0), (100.0, 110.0)]):
-        bench.samples += [sample("titan", round_id, slow), sample("titan-draft", round_id, fast)]
-    row = make_rows(bench, ["titan"])[1]
-    assert row.ratios == {"titan": Spread(2.0, 1.1, 3.0)}
-    assert row.tokens_per_second == Spread(20.0, 3.0, 110.0)
+    monkeypatch.setattr(Bench, "_run_all", interrupt_second)
+    result = run(zoo, tmp_path, *SIZES, "--concurrency", "2", "--modes", "titan", "titan-single")
+    assert [(row["mode"], row["num_rounds"]) for row in result["rows"]] == [("titan", 1), ("titan-single", 1)]
+    assert not result["is_complete"]
+    assert "interrupted: only what was measured until then is shown" in (tmp_path / "run.markdown").read_text()
 
 
-def test_outputs_that_differ_are_not_counted() -> None:
-    assert count_equal([[1, 2], [3], [4]], [[1, 2], [3, 4], [4]]) == 2
+def test_rows_that_a_bad_draft_rules_out_do_not_stop_the_others(zoo: Zoo, tmp_path: Path) -> None:
+    result = run(
+        zoo, tmp_path, *SIZES, "--draft-model", zoo.path("small_vocab"), "--concurrency", "2", "--modes", "titan", "titan-draft"
+    )
+    assert [row["mode"] for row in result["rows"]] == ["titan"]
+    assert any(line.startswith("titan-draft is left out: ") and "another vocabulary" in line for line in result["warnings"])
+
+
+def sample(mode: str, round_id: int, seconds: float, *, length: float = 1.0, num_steps: int = 10) -> Sample:
+    """A run of two requests of 50 tokens each, the second of which ends at ``seconds``."""
+    steps = StepCounts(num_steps, seconds / num_steps, 2.0, 0.25, 0.5, [4, 2], [3, 1])
+    requests = [RequestRun([1] * 50, 0.1, seconds / 2), RequestRun([2] * 50, 0.1, seconds)]
+    run_ = Run(requests, seconds, cpu_seconds=seconds, mean_acceptance_length=length, steps=steps)
+    return make_sample(("float32", 2, mode), round_id, run_, num_threads=2, num_equal=1, load_average=float(round_id))
+
+
+def test_rows_sum_up_rounds() -> None:
+    samples = [sample("titan", 0, 10.0), sample("titan-draft", 0, 5.0), sample("titan", 1, 100.0), sample("titan-draft", 1, 25.0)]
+    plain, draft = make_rows(samples, [])
+    assert draft.tokens_per_second == Spread(12.0, 4.0, 20.0)
+    assert draft.ratios == {"titan": Spread(3.0, 2.0, 4.0)}  # of the ratios within the rounds
+    assert draft.latency_ratios["p50"].median == pytest.approx((0.5 + 0.25) / 2)
+    assert draft.latency == Percentiles.of([2.5, 5.0, 12.5, 25.0])
+    assert draft.requests_per_second == pytest.approx((2 / 5 + 2 / 25) / 2)
+    assert draft.acceptance_per_depth == [0.75, 0.5]
+    assert (draft.cpu_use, draft.mean_batch_size, draft.mean_kv_usage, draft.peak_kv_usage) == (0.5, 2.0, 0.25, 0.5)
+    assert (draft.num_equal, draft.num_outputs, draft.load_average) == (2, 4, 1.0)
+    assert plain.latency_ratios == {} and plain.ratios["titan-draft"].median == pytest.approx((0.5 + 0.25) / 2)
+
+
+def test_each_percentile_of_the_latency_is_compared_with_its_own() -> None:
+    samples = [replace(sample("titan", 0, 4.0), latencies=[1.0, 4.0]), replace(sample("titan-draft", 0, 4.0), latencies=[2.0, 4.0])]
+    ratios = make_rows(samples, [])[1].latency_ratios
+    assert ratios["p50"].median == pytest.approx(3.0 / 2.5)
+    assert ratios["p99"].median == pytest.approx(3.98 / 3.97)
+
+
+def test_the_headline_stands_beside_the_row_with_the_most_requests() -> None:
+    few = [replace(sample(mode, 0, 10.0), concurrency=1) for mode in ("titan", "titan-draft")]
+    many = [sample("titan", 0, 10.0), sample("titan-draft", 0, 8.0), sample("titan-single", 0, 40.0)]
+    claims = make_claims(make_rows([*few, *many], []))
+    assert [claim.headline for claim in claims] == [9.3, 1.5, 0.53, 0.39]
+    assert [claim.measured.median for claim in claims if claim.measured] == pytest.approx([5.0, 1.25, 0.8, 0.8])
+    assert {claim.concurrency for claim in claims} == {2}
+
+
+def test_the_bound_is_the_acceptance_length_over_the_ratio_of_the_steps() -> None:
+    samples = [sample("titan", 0, 10.0), sample("titan-draft", 0, 8.0, length=3.0, num_steps=4)]
+    [note] = bound_notes(make_rows(samples, []))
+    assert note.endswith(
+        "lasts 2.00x as long as one without and emits 3.00 tokens per request, so drafts bring about 3.00 / 2.00 = 1.50x"
+    )
+
+
+def test_charts_show_the_samples() -> None:
+    samples = [sample("titan", 0, 10.0), sample("titan-draft", 0, 8.0, length=3.0)]
+    charts = {chart.title: chart for chart in make_charts(make_rows(samples, []), samples, [])}
+    throughput_chart, speed_up = charts["Throughput, float32"], charts["Speed-up over acceptance"]
+    assert isinstance(throughput_chart, LineChart) and isinstance(speed_up, LineChart)
+    assert {each.name: each.points for each in throughput_chart.series} == {"titan": [(2, 10.0)], "titan-draft": [(2, 12.5)]}
+    assert [each.points for each in speed_up.series] == [[(3.0, 1.25)]]
+    depths = charts["Acceptance per depth"]
+    assert isinstance(depths, LineChart) and depths.series[0].points == [(1, 0.75), (2, 0.5)]
+    assert not any(isinstance(chart, StackedBars) for chart in charts.values())
+
+
+def test_one_request_at_a_time_is_measured_once() -> None:
+    modes = ["titan-static", "titan-single", "transformers-assisted", "titan-draft", "titan"]
+    assert modes_at(modes, 1) == ["titan", "transformers-assisted", "titan-draft"]
+    assert modes_at(modes, 8) == ["titan", "titan-static", "titan-single", "titan-draft"]
+    assert modes_at(["titan-single"], 1) == ["titan-single"]
+
+
+def test_quick_is_a_preset_that_other_options_refine() -> None:
+    quick = parse_arguments(["--quick"])
+    assert (quick.dtype, quick.concurrency, str(quick.output_len), quick.rounds, quick.waves) == (
+        ["float32"],
+        [1, 8],
+        "16-64",
+        2,
+        4,
+    )
+    assert quick.modes == ["titan", "titan-draft", "titan-static", "titan-single", "transformers-static"]
+    assert parse_arguments(["--quick", "--concurrency", "4"]).concurrency == [4]
+    full = parse_arguments([])
+    assert (full.dtype, full.concurrency, str(full.output_len), full.rounds, full.waves) == (
+        ["float32", "bfloat16"], [1, 8, 32], "128", 3, 1,
+    )  # fmt: skip
+    assert parse_arguments(["--output-len", "16-512"]).waves == 4
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--model", "x", "--modes", "titan-draft"], "give --draft-model"),
+        (["--draft-model", "ngram", "--modes", "vllm-draft"], "--modes vllm-draft is not possible here"),
         (["--draft-model", "ngram", "--profile", "--modes", "transformers-static"], "allowed are titan, titan-draft"),
         (["--draft-model", "ngram", "--profile", "--context-len", "64"], "more than half of --output-len 128"),
+        (["--profile", "--output-len", "4-8"], "--output-len 4-8, which --profile takes as one length"),
         (["--draft-model", "./nowhere"], "'./nowhere' does not exist"),
-        (["--repeats", "0"], "at least 1"),
+        (["--rounds", "0"], "at least 1"),
+        (["--output-len", "9-3"], "'9-3' is not a length"),
+        (["--peer", "triton=x"], "'triton=x' is not allowed: give NAME=WHERE, where NAME is one of vllm, openvino, llama.cpp"),
     ],
 )
 def test_bad_options_are_refused(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        throughput.parse_arguments(options)
+        parse_arguments(options)
     assert message in capsys.readouterr().err
 
 
-def test_random_prompts_are_distinct_and_reproducible() -> None:
-    first, second = (take_workload(random_prompts(16, 131, seed=0), 8, output_len=4) for _ in range(2))
-    assert first == second and first.num_output_tokens == 32
-    assert len({tuple(prompt) for prompt in first.prompts}) == 8
+def test_bad_prompts_are_a_line_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput.Bench, "run", lambda self: pytest.fail("it began to work"))
+    (tmp_path / "empty.txt").write_text("\n \n")
+    threads = ["--threads", str(torch.get_num_threads())]
+    for prompts, message in (("poetry", "prompts 'poetry' are unknown"), (str(tmp_path / "empty.txt"), "is empty")):
+        assert titan_main(["bench", "throughput", "--quick", "--prompts", prompts, *threads]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith("titan: ") and message in line
 
 
-def test_timer_counts_calls_and_leaves_no_trace() -> None:
-    model = torch.nn.Linear(2, 2)
-    with timed(model, "forward") as timer:
-        model(torch.zeros(1, 2))
-        model(torch.zeros(1, 2))
-    assert timer.num_calls == 2 and timer.seconds > 0
-    assert "forward" not in vars(model)
-
-
-def test_table_is_aligned() -> None:
-    assert table_lines(["mode", "n"], [["a", "10"]], num_text_columns=1) == ["| mode |  n |", "| ---- | -: |", "| a    | 10 |"]
+def test_the_command_lists_its_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert titan_main(["bench", "--help"]) == 0
+    assert "throughput " in capsys.readouterr().out
+    assert titan_main(["bench"]) == 2

@@ -1,0 +1,133 @@
+"""A peer in a process and an environment of its own, stopped dead while it has nothing to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from titan.bench.runs import RequestRun, Run
+from titan.bench.workloads import Workload
+
+HERE = Path(__file__).resolve().parent
+OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""What would lead another environment's interpreter to this one's packages."""
+NUM_LOG_LINES = 3
+CLOSE_SECONDS = 10
+
+
+class PeerError(Exception):
+    """A peer could not be loaded or failed; the message is one line."""
+
+
+class PeerProcess:
+    """Runs an adapter; between two runs its processes are stopped by a signal, so none of its threads disturbs the others.
+
+    Args:
+        name: for people.
+        adapter: file name in this folder, without its suffix, or a path.
+        python: interpreter of the peer's environment.
+        options: see `serve.py`.
+
+    Raises:
+        PeerError: the process cannot be started, or the adapter cannot load.
+    """
+
+    def __init__(self, name: str, adapter: str | Path, python: str | Path, options: Mapping[str, Any]) -> None:
+        self.name = name
+        path = adapter if isinstance(adapter, Path) else HERE / f"{adapter}.py"
+        environment = {key: value for key, value in os.environ.items() if key not in OWN_VARIABLES}
+        environment["OMP_NUM_THREADS"] = str(options["threads"])
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the process
+        try:
+            self._process = subprocess.Popen(
+                [str(python), "-P", str(HERE / "serve.py"), str(path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                env=environment,
+                process_group=0,  # Ctrl-C is not for it, and a signal reaches its children as well
+            )
+        except OSError as error:
+            self._log.close()
+            raise PeerError(f"{name} cannot be started with {python}: {error}") from error
+        try:
+            self.versions: dict[str, str] = self._ask(options)["versions"]
+        except BaseException:
+            self.close()
+            raise
+        self._pause()
+
+    def run(self, workload: Workload, concurrency: int) -> Run:
+        """Run a workload.
+
+        Raises:
+            PeerError: the peer failed, or did not generate what it was asked for.
+        """
+        requests = [
+            {"prompt": prompt, "output_len": output_len}
+            for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
+        ]
+        os.killpg(self._process.pid, signal.SIGCONT)
+        cpu_start = self._cpu_seconds()
+        answer = self._ask({"requests": requests, "concurrency": concurrency})
+        cpu_seconds = self._cpu_seconds() - cpu_start
+        self._pause()
+        finished = [
+            RequestRun(each["token_ids"], each["first_token_seconds"], each["finished_seconds"]) for each in answer["requests"]
+        ]
+        if [len(each.token_ids) for each in finished] != workload.output_lens:
+            raise PeerError(
+                f"{self.name} generated {[len(each.token_ids) for each in finished]} tokens, not {workload.output_lens}"
+            )
+        return Run(finished, answer["seconds"], cpu_seconds, answer["mean_acceptance_length"])
+
+    def close(self) -> None:
+        """End the process and its children."""
+        if self._process.poll() is None:
+            for number in (signal.SIGTERM, signal.SIGCONT):
+                os.killpg(self._process.pid, number)
+            try:
+                self._process.wait(CLOSE_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._log):
+            assert pipe is not None
+            pipe.close()
+
+    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended: its last words are in the log
+        line = self._process.stdout.readline()
+        if not line:
+            raise PeerError(f"{self.name} ended: {self._last_words()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise PeerError(f"{self.name} failed: {' '.join(answer['error'].split())}")
+        return answer
+
+    def _pause(self) -> None:
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def _cpu_seconds(self) -> float:
+        leader = psutil.Process(self._process.pid)
+        times = [process.cpu_times() for process in (leader, *leader.children(recursive=True))]
+        return float(sum(each.user + each.system for each in times))
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
+        return " | ".join(lines[-NUM_LOG_LINES:]) or "it said nothing"

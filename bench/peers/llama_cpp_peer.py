@@ -1,0 +1,66 @@
+"""llama.cpp's server over HTTP: an address is given, the server runs already, with the same model and enough slots.
+
+Started for example with ``llama-server -m target.gguf -np 32 -c 8192``, and ``-md draft.gguf`` for a draft.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+TIMEOUT = 600  # seconds
+
+
+def load(options: dict[str, Any]) -> LlamaCppPeer:
+    """Reach the server at ``options["url"]``."""
+    return LlamaCppPeer(options["url"])
+
+
+class LlamaCppPeer:
+    """A client that sends requests side by side."""
+
+    def __init__(self, url: str) -> None:
+        self.address = urlsplit(url)
+        connection = self._connect()
+        connection.request("GET", "/props")
+        self.versions = {"llama.cpp": str(json.load(connection.getresponse()).get("build_info", "unknown"))}
+        connection.close()
+
+    def run(self, requests: list[dict[str, Any]], concurrency: int) -> dict[str, Any]:
+        """Run requests, as `serve.py` says."""
+        start = time.perf_counter()
+        with ThreadPoolExecutor(concurrency) as threads:
+            results = list(threads.map(lambda request: self._complete(request, start), requests))
+        return {"seconds": time.perf_counter() - start, "requests": results, "mean_acceptance_length": None}
+
+    def _complete(self, request: dict[str, Any], start: float) -> dict[str, Any]:
+        question = {
+            "prompt": request["prompt"],
+            "n_predict": request["output_len"],
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "cache_prompt": False,
+            "stream": True,
+            "return_tokens": True,
+        }
+        connection = self._connect()
+        connection.request("POST", "/completion", json.dumps(question), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise RuntimeError(f"the server answered {answer.status}: {answer.read().decode(errors='replace')[:200]}")
+        token_ids: list[int] = []
+        first = None
+        for line in answer:
+            if line.startswith(b"data: {"):
+                token_ids += json.loads(line.removeprefix(b"data: ")).get("tokens", [])
+                if first is None:
+                    first = time.perf_counter() - start
+        connection.close()
+        return {"token_ids": token_ids, "first_token_seconds": first, "finished_seconds": time.perf_counter() - start}
+
+    def _connect(self) -> HTTPConnection:
+        return HTTPConnection(self.address.hostname or "localhost", self.address.port or 80, timeout=TIMEOUT)

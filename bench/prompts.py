@@ -1,0 +1,242 @@
+"""Prompts as token ids: endless streams, by the name of their source, reproducible from a seed."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import json
+import mimetypes
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from http import HTTPStatus
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+from titan.bench.workloads import Lengths
+from titan.models.loader import load_config, load_tokenizer, resolve_model
+
+DEFINITION = re.compile(r"^ *(?:async def|def|class) ", re.MULTILINE)
+CHARACTERS_PER_TOKEN = 12
+"""More than a token of source code has on average, so that a cut text still holds enough tokens."""
+MAX_CHARACTERS = 2048 * CHARACTERS_PER_TOKEN
+"""Texts are cut there, which is more than the longest prompt."""
+MAX_RECORDS = 100
+"""Objects in a list of JSON."""
+SYNTHETIC = "synthetic"
+MARK = "<the message>"
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Token ids that stand around the text of every prompt."""
+
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+
+
+NO_FRAME = Frame()
+
+
+def prompt_stream(model: str, source: str, lengths: Lengths, seed: int) -> Iterator[list[int]]:
+    """Yield prompts for a model.
+
+    Args:
+        model: "demo", folder or hub id.
+        source: "auto" (code if the model has a tokenizer, synthetic otherwise), "synthetic" (uniformly random token ids), a name
+            in `SOURCES`, or a file: a prompt per line, or JSON lines with a "prompt".
+        lengths: of the prompts in tokens. Those of a file are cut to at most ``lengths.high`` and may be shorter.
+        seed: of what is drawn: order, lengths, token ids.
+
+    Raises:
+        ValueError: the source is unknown, needs a tokenizer that the model lacks, or holds no prompts.
+    """
+    folder = resolve_model(model, "target")
+    tokenizer = find_tokenizer(folder)
+    if source == "auto":
+        source = SYNTHETIC if tokenizer is None else "code"
+    if source == SYNTHETIC:
+        return random_prompts(lengths, load_config(folder).vocab_size, seed)
+    is_file = source not in SOURCES
+    if is_file and not Path(source).is_file():
+        raise ValueError(f"prompts {source!r} are unknown: allowed are auto, {SYNTHETIC}, {', '.join(SOURCES)}, or a file")
+    if tokenizer is None:
+        raise ValueError(f"prompts {source!r} are text, and {model} has no tokenizer: allowed are auto and {SYNTHETIC}")
+    if is_file:
+        return file_prompts(tokenizer, Path(source), lengths)
+    frame = chat_frame(tokenizer) if source == "chat" else NO_FRAME
+    return text_prompts(tokenizer, SOURCES[source](), lengths, seed, frame)
+
+
+def find_tokenizer(folder: str) -> Any | None:
+    """The tokenizer of a model's folder or hub id; ``None`` if it has none."""
+    try:
+        return load_tokenizer(folder)
+    except ValueError:
+        return None
+
+
+def random_prompts(lengths: Lengths, vocab_size: int, seed: int) -> Iterator[list[int]]:
+    """Yield prompts of uniformly random token ids, for models without a tokenizer."""
+    generator = random.Random(seed)
+    for length in lengths.stream(seed):
+        yield [generator.randrange(vocab_size) for _ in range(length)]
+
+
+def chat_frame(tokenizer: Any) -> Frame:
+    """What a chat template puts around a user's message; for a tokenizer without one, plain "User:" and "Assistant:"."""
+    if tokenizer.chat_template:
+        message = [{"role": "user", "content": MARK}]
+        rendered: str = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    else:
+        rendered = f"User: {MARK}\n\nAssistant:"
+    before, _, after = rendered.partition(MARK)
+    return Frame(*(tokenizer.encode(text, add_special_tokens=False) for text in (before, after)))
+
+
+def text_prompts(tokenizer: Any, texts: Sequence[str], lengths: Lengths, seed: int, frame: Frame = NO_FRAME) -> Iterator[list[int]]:
+    """Yield the beginnings of ``texts`` in random order, from the first again after the last; too short ones are left out.
+
+    Args:
+        tokenizer: of the model.
+        texts: what prompts are made of.
+        lengths: of the prompts in tokens, the frame included.
+        seed: of order and lengths.
+        frame: stands around each text.
+
+    Raises:
+        ValueError: no text is long enough, or the frame alone is too long.
+    """
+    order = list(texts)
+    random.Random(seed).shuffle(order)
+    wanted = lengths.stream(seed)
+    num_framing = len(frame.before) + len(frame.after)
+    length = next(wanted)
+    num_found = -1
+    while num_found:
+        num_found = 0
+        for text in order:
+            if length <= num_framing:
+                raise ValueError(f"a prompt of {length} tokens has no room for the {num_framing} tokens of its frame")
+            num_wanted = length - num_framing
+            token_ids = tokenizer.encode(text[: num_wanted * CHARACTERS_PER_TOKEN], add_special_tokens=False)[:num_wanted]
+            if len(token_ids) == num_wanted:
+                num_found += 1
+                yield [*frame.before, *token_ids, *frame.after]
+                length = next(wanted)
+    raise ValueError(f"a prompt of {length} tokens is longer than any of the {len(order)} texts")
+
+
+def file_prompts(tokenizer: Any, path: Path, lengths: Lengths) -> Iterator[list[int]]:
+    """Return the prompts of a file in order, from the first again after the last, cut to ``lengths.high`` tokens.
+
+    Raises:
+        ValueError: the file holds no prompt, or a line is not what it should be.
+    """
+    texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if path.suffix == ".jsonl":
+        texts = [_prompt_of(line, path) for line in texts]
+    prompts = [token_ids[: lengths.high] for text in texts if (token_ids := tokenizer.encode(text))]
+    if not prompts:
+        raise ValueError(f'prompts {str(path)!r} is empty: it must have a prompt per line, or JSON lines with a "prompt"')
+
+    def cycle() -> Iterator[list[int]]:
+        while True:
+            yield from prompts
+
+    return cycle()
+
+
+@cache
+def code_texts() -> list[str]:
+    """Functions and classes of the standard library, and what follows them in their files."""
+    return [source[match.start() :][:MAX_CHARACTERS] for source in _held_out_sources() for match in DEFINITION.finditer(source)]
+
+
+@cache
+def prose_texts() -> list[str]:
+    """Documentation strings of the standard library, and those that follow them in their files."""
+    return _running_on([[doc for _, doc in _documented(source)] for source in _held_out_sources()])
+
+
+@cache
+def chat_texts() -> list[str]:
+    """Questions about functions, classes and modules of the standard library, with their documentation."""
+    texts = []
+    for source in _held_out_sources():
+        documented = _documented(source)
+        following = _running_on([[doc for _, doc in documented]])
+        texts += [
+            f"What does {name} do, and when would I use it? Its documentation says: {doc}"
+            for (name, _), doc in zip(documented, following, strict=True)
+        ]
+    return texts
+
+
+@cache
+def json_texts() -> list[str]:
+    """Lists of JSON objects that describe functions and tables of the standard library, each beginning at another object."""
+    groups: list[list[dict[str, object]]] = [
+        [_describe_function(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+        for source in _held_out_sources()
+    ]
+    groups.append([{"status": each.value, "reason": each.phrase, "about": each.description} for each in HTTPStatus])
+    groups.append([{"suffix": suffix, "type": kind} for suffix, kind in sorted(mimetypes.types_map.items())])
+    groups.append([{"number": number, "name": name} for number, name in sorted(errno.errorcode.items())])
+    texts = []
+    for group in groups:
+        records = [indent(json.dumps(record, indent=2), "  ") for record in group]
+        texts += ["[\n" + ",\n".join(records[first : first + MAX_RECORDS]) + "\n]" for first in range(len(records))]
+    return texts
+
+
+SOURCES: dict[str, Callable[[], Sequence[str]]] = {
+    "code": code_texts,
+    "prose": prose_texts,
+    "chat": chat_texts,
+    "json": json_texts,
+}
+"""Built-in sources: texts that prompts are the beginnings of. Source files are those that the demo pair never saw."""
+
+
+@cache
+def _held_out_sources() -> list[str]:
+    from titan.bench.train_demo import is_held_out, source_files
+
+    return [path.read_text(encoding="utf-8", errors="replace") for path in source_files() if is_held_out(path)]
+
+
+def _documented(source: str) -> list[tuple[str, str]]:
+    """Name and documentation string of what has one in a source file, in order."""
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED))
+    return [(getattr(node, "name", "this module"), doc) for node in nodes if (doc := ast.get_docstring(node))]
+
+
+def _running_on(groups: Sequence[Sequence[str]]) -> list[str]:
+    """Each text with those that follow it in its group behind it."""
+    return ["\n\n".join(texts[first:])[:MAX_CHARACTERS] for texts in groups for first in range(len(texts))]
+
+
+def _describe_function(node: ast.FunctionDef) -> dict[str, object]:
+    return {
+        "name": node.name,
+        "line": node.lineno,
+        "arguments": [argument.arg for argument in node.args.args],
+        "returns": None if node.returns is None else ast.unparse(node.returns),
+        "is_public": not node.name.startswith("_"),
+        "summary": (ast.get_docstring(node) or "").partition("\n")[0],
+    }
+
+
+def _prompt_of(line: str, path: Path) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, KeyError, TypeError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise ValueError(f'prompts {str(path)!r} has the line {line[:60]!r}: each must be a JSON object with a text "prompt"')
+    return prompt

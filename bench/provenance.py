@@ -1,0 +1,139 @@
+"""Where figures come from: command, commit, machine, versions, models, seed."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import torch
+
+import titan
+from titan.models.loader import resolve_model
+
+FINGERPRINT_BYTES = 1 << 20
+"""Bytes of each weight file that a model's fingerprint covers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where figures come from."""
+
+    command: str
+    commit: str
+    has_changes: bool  # of the checkout against its commit, results left out
+    date: str  # UTC
+    machine: str
+    num_threads: int
+    load_average: list[float]  # over 1, 5 and 15 minutes, before the run
+    versions: dict[str, str]
+    models: dict[str, str]  # by role, with a fingerprint
+    seed: int
+
+
+def collect_provenance(
+    name: str, argv: Sequence[str], *, models: Mapping[str, str | None] | None = None, seed: int = 0
+) -> Provenance:
+    """Describe this process: ``titan bench name argv``, here and now.
+
+    Args:
+        name: of the benchmark.
+        argv: its arguments.
+        models: folder, hub id, "demo" or another draft by role, such as "target"; ``None`` is left out.
+        seed: of prompts and sampling.
+    """
+    commit, has_changes = _commit()
+    return Provenance(
+        command=f"titan bench {name} {shlex.join(argv)}".rstrip(),
+        commit=commit,
+        has_changes=has_changes,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        machine=machine_name(),
+        num_threads=torch.get_num_threads(),
+        load_average=list(psutil.getloadavg()),
+        versions={
+            "titan": titan.__version__,
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+            "python": platform.python_version(),
+        },
+        models={role: describe_model(model, role) for role, model in (models or {}).items() if model is not None},
+        seed=seed,
+    )
+
+
+def provenance_lines(provenance: Provenance) -> list[str]:
+    """Describe a run as a Markdown list."""
+    versions = ", ".join(f"{name} {number}" for name, number in provenance.versions.items())
+    load = ", ".join(f"{value:.2f}" for value in provenance.load_average)
+    return [
+        f"- command: `{provenance.command}`",
+        f"- commit: {provenance.commit}{' with changes' if provenance.has_changes else ''}",
+        f"- date: {provenance.date}",
+        f"- machine: {provenance.machine}; {provenance.num_threads} threads",
+        f"- versions: {versions}",
+        *(f"- {role}: {model}" for role, model in provenance.models.items()),
+        f"- seed: {provenance.seed}",
+        f"- load average before the run: {load}",
+    ]
+
+
+def num_physical_cores() -> int:
+    """Return the physical cores that this process may use."""
+    num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(psutil.cpu_count(logical=False) or num_usable, num_usable)
+
+
+def machine_name() -> str:
+    """Name the processor, its cores, the memory, and the GPU if there is one."""
+    parts = [_cpu_name(), f"{num_physical_cores()} cores", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"]
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name())
+    return ", ".join(parts)
+
+
+def describe_model(model: str, role: str = "target") -> str:
+    """Name a model with a fingerprint of its config and weights; what is no folder of a model is only named.
+
+    Args:
+        model: "demo", a folder, a hub id, or a name such as "ngram".
+        role: "target" or "draft", for "demo".
+    """
+    if not (model == "demo" or Path(model).is_dir()):
+        return model
+    folder = Path(resolve_model(model, "draft" if role == "draft" else "target"))
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(FINGERPRINT_BYTES))
+    return f"{model} (fingerprint {digest.hexdigest()[:12]})"
+
+
+def _commit() -> tuple[str, bool]:
+    """The checkout's commit, and whether anything but results differs from it; "unknown" outside one."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        status = [*git, "status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)bench/results"]
+        changes = subprocess.run(status, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown", False
+    return commit, bool(changes.strip())
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

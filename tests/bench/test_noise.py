@@ -1,0 +1,38 @@
+"""Medians, spreads and warnings of repeated runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from titan.bench.noise import Spread, in_rounds, ratio_spread, spread_warnings
+
+
+def test_a_spread_is_median_and_range() -> None:
+    spread = Spread.of([4.0, 1.0, 2.0])
+    assert spread == Spread(2.0, 1.0, 4.0)
+    assert spread.half_range == 0.75
+    assert spread.format(1) == "2.0 ±75 %"
+
+
+def test_no_rounds_have_no_spread() -> None:
+    with pytest.raises(ValueError, match=r"values=\[\] is empty"):
+        Spread.of([])
+
+
+def test_variants_take_turns() -> None:
+    assert list(in_rounds("AB", 2)) == [(0, "A"), (0, "B"), (1, "A"), (1, "B")]
+
+
+def test_the_ratio_is_the_median_of_the_ratios_within_rounds() -> None:
+    slow, fast = {0: 10.0, 1: 1.0, 2: 100.0}, {0: 20.0, 1: 3.0, 2: 110.0}
+    assert ratio_spread(fast, slow) == Spread(2.0, 1.1, 3.0)  # the ratio of the medians would be 11
+
+
+def test_only_rounds_that_both_have_are_compared() -> None:
+    assert ratio_spread({0: 4.0, 1: 9.0}, {1: 3.0, 2: 1.0}) == Spread(3.0, 3.0, 3.0)
+    assert ratio_spread({0: 4.0}, {1: 3.0}) is None
+
+
+def test_only_wide_spreads_are_warned_of() -> None:
+    [line] = spread_warnings([("calm", Spread(100.0, 91.0, 109.0)), ("noisy", Spread(100.0, 80.0, 110.0))])
+    assert line.startswith("noisy: the rounds differ by ±15% (80 to 110)")

@@ -1,0 +1,129 @@
+"""Reports: the same figures on the terminal, in Markdown, JSON and HTML."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from titan.bench import progress as progress_module
+from titan.bench.charts import LineChart, Series
+from titan.bench.progress import Progress, run_until_interrupted
+from titan.bench.provenance import collect_provenance, describe_model
+from titan.bench.report import Report, Table, add_report_options, html, positive, publish, table_lines
+
+
+@dataclass(frozen=True)
+class Figure:
+    name: str
+    value: float
+
+
+@pytest.fixture
+def report() -> Report:
+    return Report(
+        title="A measurement",
+        provenance=collect_provenance("latency", ["--model", "a b"], models={"target": "demo", "draft": None}, seed=3),
+        options={"path": Path("x")},
+        results={"rows": [Figure("<one>", 1.5)]},
+        tables=[Table("Figures", ["name", "value"], [["<one>", "1.5"]])],
+        charts=[LineChart("Curve", "x", "y", [Series("s", [(1, 2)])])],
+        notes=["What it is."],
+        warnings=["noisy"],
+        is_complete=False,
+    )
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_report_options(parser)
+    return parser.parse_args(argv)
+
+
+def test_all_files_hold_figures_warnings_and_provenance(report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {kind: tmp_path / "new" / f"run.{kind}" for kind in ("json", "markdown", "html")}
+    publish(report, parse(*(part for kind, path in files.items() for part in (f"--{kind}", str(path)))))
+    document = json.loads(files["json"].read_text())
+    assert document["rows"] == [{"name": "<one>", "value": 1.5}]
+    assert document["options"] == {"path": "x"} and document["warnings"] == ["noisy"] and not document["is_complete"]
+    provenance = document["provenance"]
+    assert provenance["command"] == "titan bench latency --model 'a b'" and provenance["seed"] == 3
+    assert re.fullmatch(r"demo \(fingerprint [0-9a-f]{12}\)", provenance["models"]["target"])
+    assert list(provenance["models"]) == ["target"]
+    assert provenance["versions"].keys() >= {"titan", "torch", "transformers", "python"}
+    assert isinstance(provenance["has_changes"], bool)
+    text, page, shown = files["markdown"].read_text(), files["html"].read_text(), capsys.readouterr().out
+    for value in (
+        provenance["commit"],
+        provenance["date"],
+        provenance["machine"],
+        "load average",
+        "noisy",
+        "interrupted",
+        "What it is.",
+    ):
+        assert value in text and value in page and value in shown
+    assert "| <one> |   1.5 |" in text and "| <one> |   1.5 |" in shown
+    assert '<td class="text">&lt;one&gt;</td><td>1.5</td>' in page and "<one>" not in page
+
+
+def test_the_page_loads_nothing_from_elsewhere(report: Report) -> None:
+    page = html(report)
+    assert "<svg" in page
+    assert not re.search(r"(src|href)=|https?://|@import|<script", page)
+
+
+def test_a_terminal_gets_a_drawn_table(report: Report, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    publish(report, parse())
+    out = capsys.readouterr().out
+    assert "┃" in out and "<one>" in out and "| <one>" not in out
+
+
+def test_a_table_is_aligned() -> None:
+    assert table_lines(["mode", "n"], [["a", "10"]], num_text_columns=1) == ["| mode |  n |", "| ---- | -: |", "| a    | 10 |"]
+
+
+def test_a_fingerprint_tells_models_apart(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    first = describe_model(str(tmp_path))
+    assert first == describe_model(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"two")
+    assert describe_model(str(tmp_path)) != first
+    assert describe_model("ngram") == "ngram"
+    assert describe_model("demo", "draft") != describe_model("demo", "target")
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "1.5"])
+def test_what_is_no_positive_integer_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is not allowed"):
+        positive(text)
+
+
+def test_the_time_left_leaves_out_what_came_before_the_first_unit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_module, "log", lambda text: print(text, file=sys.stderr))
+    times = iter([100.0, 104.0, 104.0])  # when the first unit is done, when the third is, and when that is asked again
+    with Progress(5, clock=lambda: next(times)) as progress:
+        progress.advance("a")
+        assert progress.seconds_left is None
+        progress.num_done += 1
+        progress.advance("c")
+        assert progress.seconds_left == 4.0  # two units at two seconds
+    assert capsys.readouterr().err == "1/5 a\n3/5 c; about 4 s left\n"
+
+
+def test_an_interrupt_ends_the_work_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    assert run_until_interrupted(interrupted) is False
+    assert "interrupted" in capsys.readouterr().err
+    assert run_until_interrupted(lambda: None) is True

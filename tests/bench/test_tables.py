@@ -1,0 +1,85 @@
+"""The README's tables come from the files in bench/results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan.bench.tables import ROOT, main, ratios_table, render
+
+
+def spread(median: float) -> dict[str, float]:
+    return {"median": median, "minimum": median * 0.9, "maximum": median * 1.1}
+
+
+def row(mode: str, concurrency: int, rate: float, **ratios: float) -> dict[str, Any]:
+    figures = {"tokens_per_second": spread(rate), "ratios": {name: spread(value) for name, value in ratios.items()}}
+    return {"dtype": "float32", "mode": mode, "concurrency": concurrency} | figures
+
+
+def document(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {"options": {"max_draft_tokens": 3}, "rows": list(rows)}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with a page and one file of results."""
+    results = tmp_path / "bench" / "results"
+    results.mkdir(parents=True)
+    run = document(row("titan", 1, 50.0), row("titan-draft", 1, 75.0, titan=1.5))
+    (results / "run.json").write_text(json.dumps(run))
+    page = "before\n<!-- table: rates run.json -->\nold\n<!-- end of table -->\nafter\n"
+    (tmp_path / "README.md").write_text(page)
+    return tmp_path
+
+
+def test_the_readme_is_up_to_date() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("<!-- table: ") >= 2
+    assert main(["--check"]) == 0
+
+
+def test_a_table_is_written_between_its_comments(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = ["--root", str(checkout)]
+    assert main([*root, "--check"]) == 1
+    assert "out of date" in capsys.readouterr().err
+    assert main(root) == 0 and main([*root, "--check"]) == 0
+    lines = (checkout / "README.md").read_text().splitlines()
+    assert lines[0] == "before" and lines[-1] == "after" and "old" not in lines
+    assert lines[2].split("|")[1:-1] == [" dtype   ", " mode        ", "    1 at once "]
+    assert lines[4:6] == ["| float32 | titan       |         50.0 |", "| float32 | titan-draft | 75.0 (1.50x) |"]
+
+
+def test_a_changed_figure_is_noticed(checkout: Path) -> None:
+    root = ["--root", str(checkout)]
+    main(root)
+    path = checkout / "bench" / "results" / "run.json"
+    path.write_text(path.read_text().replace("75.0", "76.0"))
+    assert main([*root, "--check"]) == 1
+
+
+def test_ratios_are_named_and_the_later_file_wins() -> None:
+    old = document(row("titan", 1, 5.0, **{"transformers-static": 2.0}), row("titan-draft", 8, 9.0, titan=0.9))
+    new = document(row("titan", 1, 5.0, **{"transformers-static": 2.5, "titan-draft": 0.5}))
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ratios_table([old, new])]
+    assert cells[0] == ["tokens/s", "requests", "float32"]
+    assert cells[2:] == [
+        ["Titan without a draft, over `transformers` `generate` (static batch)", "1", "2.50x ±10 %"],
+        ["Titan with 3 draft tokens, over Titan without a draft", "8", "0.90x ±10 %"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("<!-- table: pies run.json -->\n<!-- end of table -->", "table 'pies' is unknown: allowed are ratios, rates, trees"),
+        ("<!-- table: rates no.json -->\n<!-- end of table -->", "names no.json, which .* does not have"),
+        ("<!-- table: rates run.json -->\n", "a table has no end"),
+    ],
+)
+def test_a_comment_that_is_wrong_is_refused(checkout: Path, page: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        render(page, checkout / "bench" / "results")

@@ -1,0 +1,45 @@
+"""Sampling and acceptance kernels as compiled for an H100 or H200, with the vocabularies of Llama 2 and Llama 3."""
+
+from __future__ import annotations
+
+from sm90 import compile_launches
+
+CODE = """
+import torch
+from titan.kernels.root_matches import root_matches
+from titan.kernels.row_distribution import normalized_probs, row_distributions
+from titan.kernels.sample_rows import draw_rows
+from titan.kernels.tree_rejection import reject_trees
+from titan.kernels.tree_walk import walk_matches
+
+floats, ints, longs = (torch.zeros(8, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.int64))
+start_loc = torch.zeros(3, dtype=torch.int32)
+trees = longs[:6], ints[:6], start_loc
+walk_matches(*trees, longs, max_depth=6)
+for vocab_size, dtype in ((32000, torch.float32), (128256, torch.bfloat16)):
+    logits, draft_probs = torch.zeros(8, vocab_size, dtype=dtype), torch.zeros(3, vocab_size)
+    distributions = row_distributions(logits, temperature=floats, top_k=ints, top_p=floats, min_p=floats)
+    normalized_probs(distributions)
+    draw_rows(distributions, longs, longs, purpose=0)
+    reject_trees(distributions, draft_probs, ints, *trees, longs, longs, max_depth=6)
+    root_matches(distributions, draft_probs, ints, start_loc)
+"""
+
+REGISTERS = {
+    "_walk_kernel": 40,
+    "_sum_up_chunks_kernel": 64,
+    "_cut_rows_kernel": 128,
+    "_probs_kernel": 64,
+    "_draw_kernel": 128,
+    "_reject_kernel": 128,
+    "_root_matches_kernel": 96,
+}
+
+
+def test_kernels_compile_without_spills_and_leave_room_for_two_programs_on_a_multiprocessor() -> None:
+    builds = compile_launches(CODE)
+    assert sorted(build.name for build in builds) == sorted([*REGISTERS, *REGISTERS][1:])
+    for build in builds:
+        assert build.stack_bytes == 0, build
+        assert build.registers <= REGISTERS[build.name], build
+        assert build.shared_bytes <= 48 * 1024, build

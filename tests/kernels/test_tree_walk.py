@@ -1,0 +1,85 @@
+"""Greedy and sample-and-match acceptance against a walk in plain Python, and against the engine's own."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from random_trees import DEVICE, accepted, packed, random_parents
+from torch import Tensor
+
+from titan.kernels.acceptance_reference import reference_walk
+from titan.kernels.tree_walk import walk_matches
+from titan.tree import MAX_NODES, DraftTree
+from titan.verify.accept import walk
+
+NUM_TREES = 200
+
+
+def test_random_trees_are_walked_as_in_plain_python() -> None:
+    """Tokens of a small vocabulary, so that siblings are often equal."""
+    rng = np.random.default_rng(1)
+    trees = []
+    for i in range(NUM_TREES):
+        num_nodes = int(rng.integers(0, 13)) if i % 20 else (0, MAX_NODES)[i % 40 == 0]
+        trees.append(DraftTree(rng.integers(0, 3, num_nodes), random_parents(rng, num_nodes)))
+    trees[20] = DraftTree.chain([2] * MAX_NODES)
+    wanted = [rng.integers(-1 if i % 10 == 0 else 0, 3, tree.num_nodes + 1) for i, tree in enumerate(trees)]
+    wanted[20][:-1] = 2
+    result = walk_matches(*packed(trees), torch.from_numpy(np.concatenate(wanted)).to(DEVICE), max_depth=MAX_NODES)
+    paths = accepted(result.paths, result.num_accepted)
+    expected = [
+        reference_walk(tree.token_ids.tolist(), tree.parents.tolist(), want.tolist())
+        for tree, want in zip(trees, wanted, strict=True)
+    ]
+    assert list(zip(paths, result.final_tokens.tolist(), strict=True)) == expected
+    assert len(paths[20]) == MAX_NODES and sum(map(bool, paths)) > NUM_TREES // 3
+
+    start_loc = np.cumsum([0] + [tree.num_nodes + 1 for tree in trees])
+    last_rows = walk(trees, start_loc, np.concatenate(wanted)) - start_loc[:-1]
+    assert last_rows.tolist() == [path[-1] + 1 if path else 0 for path in paths]
+
+
+def test_the_first_of_equal_siblings_is_accepted() -> None:
+    tree = DraftTree(np.array([4, 7, 7, 5, 5]), np.array([-1, -1, -1, 2, 1], np.int32))
+    result = walk_matches(*packed([tree]), torch.tensor([7, 0, 5, 0, 0, 9], device=DEVICE), max_depth=3)
+    assert accepted(result.paths, result.num_accepted) == [[1, 4]] and result.final_tokens.tolist() == [9]
+
+
+def test_rows_behind_the_last_request_are_left_alone() -> None:
+    """Tensors of a fixed size, of which a step uses a part."""
+    token_ids, parents, _ = packed([DraftTree.chain([1, 2]), DraftTree.chain([3, 3, 3])])
+    start_loc = torch.tensor([0, 2, 2, 2], dtype=torch.int32, device=DEVICE)
+    wanted = torch.tensor([1, 2, 8, 3, 6, 3, 3, 3], device=DEVICE)
+    result = walk_matches(token_ids, parents, start_loc, wanted, max_depth=2)
+    assert accepted(result.paths, result.num_accepted) == [[0, 1], [], []] and result.final_tokens.tolist() == [8, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("draft_token_ids", torch.zeros(2, dtype=torch.int32), "draft_token_ids has dtype torch.int32: it must be torch.int64"),
+        ("parents", torch.zeros(3, dtype=torch.int32), "parents has shape [3]: it must be [2]"),
+        ("node_start_loc", torch.zeros(2, dtype=torch.int64), "node_start_loc has dtype torch.int64: it must be torch.int32"),
+        ("node_start_loc", torch.zeros(0, dtype=torch.int32), "node_start_loc is empty: it must have "),
+        ("wanted", torch.zeros(2, dtype=torch.int64), "wanted has shape [2]: it must be [3]"),
+        ("wanted", torch.zeros(3, dtype=torch.int64, device="meta"), "wanted is on meta: it must be on "),
+        ("max_depth", 0, "max_depth=0 is not allowed: it must be 1 to 63"),
+        ("max_depth", 64, "max_depth=64 is not allowed: it must be 1 to 63"),
+    ],
+)
+def test_what_the_kernel_cannot_take_is_refused_by_name(name: str, value: Tensor | int, message: str) -> None:
+    token_ids, parents, start_loc = packed([DraftTree.chain([1, 2])])
+    given = {"draft_token_ids": token_ids, "parents": parents, "node_start_loc": start_loc}
+    given |= {"wanted": torch.zeros(3, dtype=torch.int64, device=DEVICE), "max_depth": 2}
+    given[name] = value.to(DEVICE) if isinstance(value, Tensor) and not value.is_meta else value
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        walk_matches(**given)
+
+
+def test_no_requests_have_no_paths() -> None:
+    none, start_loc = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    result = walk_matches(none, none.int(), start_loc, none, max_depth=4)
+    assert result.paths.shape == (0, 4) and len(result.final_tokens) == len(result.num_accepted) == 0
