@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from titan.kernels.attention_layout import AttentionLayout, Int, Window, nearest_ancestors
+from titan.kernels.linear import linear_add
 from titan.kernels.long_attention import MAX_SHORT_QUERY, LongQuery, long_attention, plan_long_queries
 
 COMPILED_DTYPES = (torch.float32, torch.bfloat16)
@@ -124,6 +125,12 @@ class CompiledOps:
         output = torch.empty_like(x)
         self._functions["rms_norm"](x.data_ptr(), weight.data_ptr(), output.data_ptr(), len(x), x.shape[1], eps)
         return output
+
+    def linear_add_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        residual = linear_add(x, weight, bias, residual)
+        return residual, self.rms_norm(residual, norm_weight, eps)
 
     def rope_and_write_kv(
         self,

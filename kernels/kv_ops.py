@@ -1,4 +1,4 @@
-"""Writes, moves and clearing of paged KV: plain PyTorch.
+"""Writes, moves and clearing of paged KV: plain PyTorch, but for blocks that `titan.kernels.kv_moves` clears.
 
 A cache is one tensor ``[num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]``; a layer of it is
 ``[2, num_kv_heads, num_blocks, block_size, head_dim]``. A slot is ``block * block_size + offset``.
@@ -7,6 +7,8 @@ A cache is one tensor ``[num_layers, 2, num_kv_heads, num_blocks, block_size, he
 from __future__ import annotations
 
 from torch import Tensor
+
+from titan.kernels import backend
 
 
 def write_kv(kv_layer: Tensor, new_kv: Tensor, slot_mapping: Tensor) -> None:
@@ -22,4 +24,9 @@ def move_kv(kv: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
 
 def clear_blocks(kv: Tensor, block_ids: Tensor) -> None:
     """Zero blocks int64 ``[n]`` of all layers: what a former owner left must not reach the new one."""
+    if backend.takes_triton(kv.device):
+        from titan.kernels import kv_moves  # not every platform has triton
+
+        kv_moves.clear_blocks(kv, block_ids)
+        return
     kv.index_fill_(3, block_ids, 0)

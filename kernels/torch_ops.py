@@ -11,6 +11,7 @@ from torch import Tensor
 from titan.kernels import torch_attention
 from titan.kernels.attention_layout import AttentionLayout, Window
 from titan.kernels.kv_ops import write_kv
+from titan.kernels.linear import linear_add
 from titan.kernels.norm import rms_norm
 from titan.kernels.torch_attention import AttentionPlan
 
@@ -28,6 +29,12 @@ class TorchOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
+
+    def linear_add_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        residual = linear_add(x, weight, bias, residual)
+        return residual, self.rms_norm(residual, norm_weight, eps)
 
     def rope_and_write_kv(
         self,

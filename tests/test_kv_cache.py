@@ -127,6 +127,7 @@ class KVMachine(RuleBasedStateMachine):
         assert request.num_drafted_context <= request.num_computed_tokens
         assert (self.kv.num_missing_blocks(request, num_slots) <= self.kv.pool.num_free) == enough
         assert self.kv.reserve(request, num_slots) == enough
+        self.kv.clear_new_blocks()
         if enough:
             self.waiting.remove(request)
             self.running.append(request)
@@ -177,6 +178,7 @@ class KVMachine(RuleBasedStateMachine):
             accepted.paths.append(path)
             accepted.token_ids.append([*tree.token_ids[path].tolist(), random.randint(0, 1)] if reaches_root else [])
             accepted.errors.append(None)
+        self.kv.clear_new_blocks()
         for i, request in enumerate(plan.requests):
             self.run_models(request, plan.num_tokens[i], step_trees[i], is_drafted[i])
         before_commit = [request.num_drafted_context for request in plan.requests]
@@ -349,6 +351,7 @@ def test_new_blocks_are_cleared_in_every_cache() -> None:
         tensor.fill_(torch.nan)
     request = make_request(range(8))
     assert kv.reserve(request, 8)
+    kv.clear_new_blocks()
     for tensor in kv.tensors.values():
         assert (tensor[:, :, :, request.block_ids] == 0).all() and tensor[:, :, :, 2:].isnan().all()
 

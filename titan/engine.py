@@ -9,18 +9,23 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from torch import Tensor
 
 from titan.admission import Limits, check_request
 from titan.batch import RaggedBatch, Segment, build_batch
 from titan.config import EngineConfig
+from titan.cuda_graphs import PassCounts, PassLimits
 from titan.detokenizer import IncrementalDetokenizer
 from titan.draft.base import DraftContext, Drafter
 from titan.draft.registry import DraftSpec, create_drafter, draft_model_config
 from titan.draft_history import DraftHistory
+from titan.kernels import backend
 from titan.kv_cache import KVCache, allocate_kv, num_blocks_for
+from titan.memory_profile import CudaMemory, memory_for_kv
 from titan.metrics import EngineCounters, EngineMetrics, ratio
-from titan.model_runner import ModelRunner
+from titan.model_runner import Runner, make_runner
 from titan.models.config import ModelConfig
+from titan.models.decoder import Decoder
 from titan.models.loader import load_model, load_tokenizer, resolve_model
 from titan.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, merge_metrics
 from titan.request import Request
@@ -31,7 +36,13 @@ from titan.tree import DraftTree
 from titan.verify.accept import accept
 
 KV_MEMORY_SHARE = 0.4
-"""Share of the free memory that the KV cache takes at most, unless it is given."""
+"""Share of a CPU's free memory that the KV cache takes at most, unless it is given."""
+
+CUDA_KV_MEMORY_SHARE = 0.9
+"""The same of what the largest passes leave of a CUDA device's memory; the rest is for graphs, and for drafts to come."""
+
+HOST = torch.device("cpu")
+"""Where batches are laid out; a runner brings them to its device."""
 
 StepObserver = Callable[[StepPlan, list[DraftTree], Acceptance], None]
 """Sees a step after its verification, while the requests still end at their roots; must change nothing."""
@@ -60,7 +71,9 @@ class Engine:
         self.dtype = target.dtype
         self.max_model_len = _max_model_len(config, self.model_config)
         draft = draft if config.use_speculative and config.max_draft_tokens > 0 else None
-        self.kv = KVCache(self._num_kv_blocks(draft_model_config(draft)), config.block_size, config.enable_prefix_caching)
+        self.passes = PassCounts()
+        num_kv_blocks = self._num_kv_blocks(target, draft_model_config(draft))
+        self.kv = KVCache(num_kv_blocks, config.block_size, config.enable_prefix_caching)
         target_kv = allocate_kv(
             self.model_config.num_layers,
             self.kv.pool.num_blocks,
@@ -71,7 +84,7 @@ class Engine:
             device=self.device,
         )
         self.kv.attach("target", target_kv)
-        self.runner = ModelRunner(target, target_kv)
+        self.runner = self._make_runner(target, target_kv)
         self.counters = EngineCounters()
         self.scheduler = Scheduler(config, self.kv, self.counters)
         self.observers: list[StepObserver] = []
@@ -84,6 +97,7 @@ class Engine:
             plan = self.scheduler.schedule(min(self.drafter.max_draft_tokens, self.config.max_draft_tokens))
             if not plan.requests:
                 return []
+            self.kv.clear_new_blocks()
             trees = self.drafter.propose(plan)
             batch = self.build_batch(plan, trees)
             logits = self.runner.forward(batch)
@@ -111,7 +125,7 @@ class Engine:
                     needs_logits=end == request.num_tokens,
                 )
             )
-        return build_batch(segments, block_size=self.config.block_size, device=self.device)
+        return build_batch(segments, block_size=self.config.block_size, device=HOST)
 
     def _check_tree(self, tree: DraftTree, request: Request, budget: int) -> None:
         """Refuse what a drafter must not propose, before it reaches slots or embeddings that are not the request's."""
@@ -253,6 +267,7 @@ class Engine:
             num_kv_blocks=pool.num_blocks,
             draft_coverage=ratio(num_drafted, num_committed) if scheduler.running else None,
             draft=self.drafter.name,
+            graph_hit_rate=self.passes.hit_rate,
         )
 
     def _make_detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer:
@@ -283,11 +298,20 @@ class Engine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             dtype=str(self.dtype).removeprefix("torch."),
             device=self.device,
+            make_runner=self._make_runner,
             kv=self.kv,
             tokenizer=self.tokenizer,
         )
 
-    def _num_kv_blocks(self, draft_config: ModelConfig | None) -> int:
+    def _make_runner(self, model: Decoder, kv: Tensor) -> Runner:
+        return make_runner(model, kv, self._pass_limits(), self.passes)
+
+    def _pass_limits(self) -> PassLimits:
+        config = self.config
+        num_drafts = config.max_draft_tokens if config.use_speculative else 0
+        return PassLimits(config.max_batch_size, 1 + num_drafts, -(-self.max_model_len // config.block_size))
+
+    def _num_kv_blocks(self, target: Decoder, draft_config: ModelConfig | None) -> int:
         """Blocks of the pool: as given, or by memory; each block costs target and draft bytes."""
         config = self.config
         if config.num_kv_blocks is not None:
@@ -302,7 +326,16 @@ class Engine:
             except ValueError as error:
                 raise ValueError(f"kv_cache_memory={config.kv_cache_memory} is not enough: {error}") from error
         useful = config.max_batch_size * -(-self.max_model_len // config.block_size)
-        return min(useful, num_blocks_for(int(free_memory(self.device) * KV_MEMORY_SHARE), bytes_per_block))
+        return min(useful, num_blocks_for(self._kv_memory(target, draft_config), bytes_per_block))
+
+    def _kv_memory(self, target: Decoder, draft_config: ModelConfig | None) -> int:
+        """Bytes that the KV cache takes at most where the user has not said how many."""
+        if not backend.takes_triton(self.device):
+            return int(psutil.virtual_memory().available * KV_MEMORY_SHARE)
+        probe = CudaMemory(self.device)
+        return int(
+            memory_for_kv(target, draft_config, self.config, self._pass_limits(), self.max_model_len, probe) * CUDA_KV_MEMORY_SHARE
+        )
 
 
 def choose_device(name: str) -> torch.device:
@@ -322,13 +355,6 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={name!r} is not here: {torch.cuda.device_count()} CUDA devices were found")
     return device
-
-
-def free_memory(device: torch.device) -> int:
-    """Free bytes of the device's memory."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return int(psutil.virtual_memory().available)
 
 
 def _draw_seed(source: np.random.SeedSequence) -> int:

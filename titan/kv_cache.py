@@ -16,8 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from titan.batch import pad_block_tables
 from titan.block_pool import BlockPool, hash_block
+from titan.kernels import backend
 from titan.kernels.kv_ops import clear_blocks, move_kv
+from titan.kernels.upload import to_device, upload
 from titan.request import Request
 from titan.step import Acceptance, StepPlan
 from titan.tree import DraftTree
@@ -35,6 +38,14 @@ class Prefix(NamedTuple):
     num_drafted_blocks: int  # the leading ones that the present draft covers
 
 
+class PathMove(NamedTuple):
+    """An accepted path whose KV goes to the first slots of its tree."""
+
+    block_ids: list[int]  # of the request
+    first_slot: int  # of the tree, in the request
+    path: list[int]  # slots of the nodes, counted from there
+
+
 class KVCache:
     """Gives requests blocks, keeps what was accepted, and finds what was computed before.
 
@@ -48,6 +59,7 @@ class KVCache:
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self.block_size = block_size
         self.draft_epoch = 0
+        self._new_block_ids: list[int] = []  # not cleared yet
         self._tensors: dict[Role, Tensor] = {}
 
     @property
@@ -106,6 +118,8 @@ class KVCache:
     def reserve(self, request: Request, num_slots: int) -> bool:
         """Make the block table cover ``num_slots`` slots, committed tokens and lookahead slots together.
 
+        New blocks hold anything until `clear_new_blocks`.
+
         Returns:
             Whether it does; if the pool has too few free blocks, nothing has changed.
         """
@@ -116,10 +130,17 @@ class KVCache:
             return False
         block_ids = self.pool.allocate(num_new)
         request.block_ids.extend(block_ids)
-        for tensor in self._tensors.values():
-            # the attention multiplies zero weights with what is there: it must be finite
-            clear_blocks(tensor, torch.tensor(block_ids, device=tensor.device))
+        self._new_block_ids += block_ids
         return True
+
+    def clear_new_blocks(self) -> None:
+        """Zero the blocks reserved since the last time, before a pass: attention multiplies zero weights with what is there."""
+        if not self._new_block_ids:
+            return
+        block_ids = np.array(self._new_block_ids)
+        self._new_block_ids.clear()
+        for tensor in self._tensors.values():
+            clear_blocks(tensor, to_device(block_ids, tensor.device))
 
     def commit(self, plan: StepPlan, trees: Sequence[DraftTree], acceptance: Acceptance) -> None:
         """Move the accepted paths to the slots right after their roots, in every attached cache.
@@ -128,7 +149,7 @@ class KVCache:
         draft's in ``root slot + 1 + draft_slots[i]`` as far as it has it; that of the path's node ``k`` goes to ``root slot + 1
         + k``. A path of the first slots, as every path of a chain is, moves nothing. The draft's coverage grows by what it has.
         """
-        moves: dict[Role, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {"target": [], "draft": []}
+        moves: dict[Role, list[PathMove]] = {"target": [], "draft": []}
         for request, num_tokens, tree, path in zip(plan.requests, plan.num_tokens, trees, acceptance.paths, strict=True):
             held: list[tuple[Role, list[int]]] = [("target", path)]
             if tree.draft_slots is not None:
@@ -137,15 +158,12 @@ class KVCache:
                 request.num_drafted_context += len(draft_slots)
             first_slot = request.num_computed_tokens + num_tokens  # of the nodes
             for role, slots in held:
-                places = list(range(len(slots)))
-                if slots != places:
-                    source, target = (self._physical_slots(request, first_slot + np.array(each)) for each in (slots, places))
-                    moves[role].append((source, target))
-        for role, pairs in moves.items():
-            if pairs and role in self._tensors:
-                tensor = self._tensors[role]
-                sources, targets = (torch.from_numpy(np.concatenate(slots)).to(tensor.device) for slots in zip(*pairs, strict=True))
-                move_kv(tensor, sources, targets)
+                if slots != list(range(len(slots))):
+                    moves[role].append(PathMove(request.block_ids, first_slot, slots))
+        for role, paths in moves.items():
+            if paths and role in self._tensors:
+                move = _move_by_kernel if backend.takes_triton(self._tensors[role].device) else _move_by_slots
+                move(self._tensors[role], paths)
 
     def seal(self, request: Request) -> None:
         """Roll back to the committed tokens, and let others find them.
@@ -182,11 +200,6 @@ class KVCache:
 
     def _num_blocks_of(self, num_slots: int) -> int:
         return -(-num_slots // self.block_size)
-
-    def _physical_slots(self, request: Request, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Slots of a request, int64 [n], as slots of the KV tensors."""
-        block_ids = np.array(request.block_ids, np.int64)
-        return block_ids[slots // self.block_size] * self.block_size + slots % self.block_size
 
     def _find_prefix(self, request: Request) -> Prefix:
         """The computed blocks that begin the tokens of a request without blocks, its root left out."""
@@ -232,6 +245,32 @@ def allocate_kv(
 ) -> Tensor:
     """A cache of zeros, ``[num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]``."""
     return torch.zeros(num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim, dtype=dtype, device=device)
+
+
+def _move_by_slots(kv: Tensor, moves: Sequence[PathMove]) -> None:
+    """Move paths by their physical slots."""
+    block_size = kv.shape[4]
+
+    def physical(move: PathMove, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        slots = move.first_slot + slots
+        return np.array(move.block_ids, np.int64)[slots // block_size] * block_size + slots % block_size
+
+    sources = np.concatenate([physical(move, np.array(move.path)) for move in moves])
+    targets = np.concatenate([physical(move, np.arange(len(move.path))) for move in moves])
+    move_kv(kv, torch.from_numpy(sources), torch.from_numpy(targets))
+
+
+def _move_by_kernel(kv: Tensor, moves: Sequence[PathMove]) -> None:
+    """Move paths in one launch."""
+    from titan.kernels.kv_moves import move_paths  # not every platform has triton
+
+    paths = np.zeros((len(moves), max(len(move.path) for move in moves)), np.int32)
+    for row, move in zip(paths, moves, strict=True):
+        row[: len(move.path)] = move.path
+    block_table = pad_block_tables([move.block_ids for move in moves]).astype(np.int32)
+    first_slots = np.array([move.first_slot for move in moves])
+    num_accepted = np.array([len(move.path) for move in moves], np.int32)
+    move_paths(kv, *upload([block_table, first_slots, paths, num_accepted], kv.device))
 
 
 def num_blocks_for(memory_bytes: int, bytes_per_block: int) -> int:

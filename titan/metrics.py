@@ -40,6 +40,7 @@ class EngineMetrics:
     num_kv_blocks: int
     draft_coverage: float | None  # committed tokens of running requests whose draft KV is valid; None: nothing running
     draft: str  # name of the drafter
+    graph_hit_rate: float | None  # passes replayed as CUDA graphs, of all of target and draft model; None: no such device
 
 
 def ratio(part: float, whole: float) -> float:

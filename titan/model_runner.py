@@ -1,18 +1,31 @@
-"""The target model with its KV: what runs on the device for it, once per step."""
+"""A model with its KV: what runs on the device, once per step for the target and several times for a draft model."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 from torch import Tensor
 
 from titan.batch import RaggedBatch
+from titan.cuda_graphs import PassCounts, PassLimits, cuda_graph_capture
+from titan.kernels import backend
 from titan.models.decoder import Decoder
 
 
+class Runner(Protocol):
+    """Runs a model; batches are laid out on the host, but for tokens and ancestor bits of nodes grown on the device."""
+
+    model: Decoder
+
+    def forward(self, batch: RaggedBatch) -> Tensor:
+        """One pass over the ragged batch: logits [L, vocab] of the rows that need them."""
+
+
 class ModelRunner:
-    """Runs the target.
+    """Runs a model as it is.
 
     Args:
-        model: the target.
+        model: the model.
         kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim].
     """
 
@@ -21,6 +34,24 @@ class ModelRunner:
         self.kv = kv
 
     def forward(self, batch: RaggedBatch) -> Tensor:
-        """One pass over the ragged batch: logits [L, vocab] of the rows that need them."""
         logits: Tensor = self.model(batch, self.kv)
         return logits
+
+
+def make_runner(model: Decoder, kv: Tensor, limits: PassLimits, counts: PassCounts) -> Runner:
+    """The runner for the model's device.
+
+    Args:
+        model: the model.
+        kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim].
+        limits: of the small passes.
+        counts: of passes, counted in where small ones are replayed.
+
+    Raises:
+        ValueError: the device's kernels cannot take the model.
+    """
+    if not backend.takes_triton(model.device):
+        return ModelRunner(model, kv)
+    from titan.triton_runner import TritonRunner  # not every platform has triton
+
+    return TritonRunner(model, kv, limits, counts, cuda_graph_capture())

@@ -70,10 +70,10 @@ def test_the_drafts_pass_stays_within_the_token_budget_and_the_rest_waits(zoo: Z
         engine.step()
     engine.swap_draft(zoo.path("other"))
     fed = []
-    drafter: Any = engine.drafter
-    model = drafter.model
-    drafter.model = lambda batch, kv: (fed.append(len(batch.token_ids)), model(batch, kv))[1]
-    drafter.model.config = model.config
+    runner: Any = engine.drafter.runner  # type: ignore[attr-defined]
+    model = runner.model
+    runner.model = lambda batch, kv: (fed.append(len(batch.token_ids)), model(batch, kv))[1]
+    runner.model.config = model.config
     for _ in range(4):
         fed.append(0)
         engine.step()

@@ -290,8 +290,8 @@ def test_where_logits_tie_the_chain_that_is_proposed_is_the_one_that_was_fed() -
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 def test_a_draft_that_breaks_down_for_one_request_costs_nobody_an_output(zoo: Zoo, sampling: str, shape: str) -> None:
     engine = make_engine(zoo.path("llama"), zoo.path("other"), draft_sampling=sampling, **AMPLE | ALL_SHAPES[shape])
-    drafter: Any = engine.drafter
-    model = drafter.model
+    runner: Any = engine.drafter.runner  # type: ignore[attr-defined]
+    model = runner.model
     passes: list[int] = []
 
     def broken(batch: Any, kv: Tensor) -> Tensor:
@@ -302,9 +302,10 @@ def test_a_draft_that_breaks_down_for_one_request_costs_nobody_an_output(zoo: Zo
         return logits
 
     broken.config = model.config  # type: ignore[attr-defined]
-    drafter.model = broken
+    runner.model = broken
     params = [SamplingParams(temperature=float(sampling == "sampled"), top_k=1, seed=1, max_tokens=8, ignore_eos=True)] * 4
     outputs = run_all(engine, PROMPTS[:4], params)
+    assert passes
     assert outputs == [zoo.greedy("llama", prompt, 8, ignore_eos=True) for prompt in PROMPTS[:4]]
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from titan.batch import RaggedBatch
 from titan.kernels.layer_ops import choose_layer_ops
-from titan.kernels.linear import can_pack, linear, linear_add, pack_weight
+from titan.kernels.linear import can_pack, linear, pack_weight
 from titan.models.config import ModelConfig
-from titan.models.layers import LayerStep, LayerWeights, attention, layer_shapes, mlp
+from titan.models.layers import LayerStep, LayerWeights, PassInputs, attention, gated, layer_shapes
 from titan.models.rope import rope_table
 
 MAX_HEAD_COPY_BYTES = 128 * 2**20
@@ -56,6 +58,7 @@ class Decoder(nn.Module):
         # The table is computed in float32 and rounded once, as transformers rounds its cosines and sines.
         self._rope_table = rope_table(config.rope, self.max_positions).to(device, dtype)
         self._layer_weights: tuple[LayerWeights, ...] = ()
+        self._next_norms: tuple[Tensor, ...] = ()  # of each layer, what its output is normed with
         self._head = torch.empty(0, dtype=dtype, device=device)
 
     def prepare(self, *, pack: bool = True) -> None:
@@ -72,6 +75,7 @@ class Decoder(nn.Module):
                 _pack_parameter(parameters, name)
             layer_weights.append(LayerWeights(**parameters))
         self._layer_weights = tuple(layer_weights)
+        self._next_norms = (*(weights.input_norm for weights in layer_weights[1:]), self.final_norm)
         if self.lm_head is not None:
             if pack:
                 _pack_parameter(self, "lm_head")
@@ -95,22 +99,50 @@ class Decoder(nn.Module):
             RuntimeError: `prepare` was not called.
             IndexError: a position is beyond ``max_positions``.
         """
+        self.check_positions(batch.attention.positions)
+        return self.logits(self.hidden_states(batch, kv))
+
+    def check_positions(self, positions: NDArray[np.int64]) -> None:
+        """Refuse positions that the rope table does not have.
+
+        Raises:
+            IndexError: one is beyond ``max_positions``.
+        """
+        if positions.max() >= self.max_positions:
+            raise IndexError(f"position {positions.max()} is not allowed: there are {self.max_positions} positions")
+
+    def hidden_states(self, inputs: PassInputs, kv: Tensor) -> Tensor:
+        """`forward` up to but without the output head, and without a look at the positions.
+
+        Args:
+            inputs: of the pass; its ``attention`` is a layout of ``ops``.
+            kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim], updated in place.
+
+        Returns:
+            What `logits` takes, of the rows that need logits: [L, hidden_size].
+
+        Raises:
+            RuntimeError: `prepare` was not called.
+        """
         if not self._layer_weights:
             raise RuntimeError("the decoder is not ready: call prepare() after its weights are loaded")
-        if batch.attention.positions.max() >= self.max_positions:
-            raise IndexError(f"position {batch.attention.positions.max()} is not allowed: there are {self.max_positions} positions")
-        x = F.embedding(batch.token_ids, self.embedding)
-        step = LayerStep(self.ops, self._rope_table, self.ops.plan_attention(batch.attention, self.config.windows))
-        is_partial = len(batch.logits_rows) < len(x)
-        last = self.config.num_layers - 1
-        for layer, weights in enumerate(self._layer_weights):
-            attended = attention(x, weights, self.config, layer, batch, kv[layer], step)
-            if layer == last and is_partial:  # the other rows have written their KV, nobody reads on
-                x, attended = x.index_select(0, batch.logits_rows), attended.index_select(0, batch.logits_rows)
-            x = linear_add(attended, weights.output_weight, weights.output_bias, residual=x)
-            x = mlp(x, weights, self.config, self.ops)
-        x = self.ops.rms_norm(x, self.final_norm, self.config.rms_norm_eps)
-        return linear(x, self._head, None)
+        config, ops, eps = self.config, self.ops, self.config.rms_norm_eps
+        plan = ops.plan_attention(inputs.attention, config.windows)
+        step = LayerStep(ops, self._rope_table, plan, inputs.positions, inputs.slot_mapping)
+        x = F.embedding(inputs.token_ids, self.embedding)
+        normed = ops.rms_norm(x, self._layer_weights[0].input_norm, eps)
+        rows, last = inputs.logits_rows, config.num_layers - 1
+        for layer, (weights, next_norm) in enumerate(zip(self._layer_weights, self._next_norms, strict=True)):
+            attended = attention(normed, weights, config, layer, kv[layer], step)
+            if layer == last and rows is not None and len(rows) < len(x):  # the others have written their KV, nobody reads on
+                x, attended = x.index_select(0, rows), attended.index_select(0, rows)
+            x, normed = ops.linear_add_norm(attended, weights.output_weight, weights.output_bias, x, weights.post_norm, eps)
+            x, normed = ops.linear_add_norm(gated(normed, weights, ops), weights.down_weight, weights.down_bias, x, next_norm, eps)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The output head: [L, hidden_size] -> [L, vocab_size]."""
+        return linear(hidden, self._head, None)
 
 
 def is_linear_weight(parameter: str) -> bool:

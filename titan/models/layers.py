@@ -6,13 +6,12 @@ Legend: T query tokens, H = num_heads, K = num_kv_heads, D = head_dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from titan.batch import RaggedBatch
 from titan.kernels.layer_ops import LayerOps
-from titan.kernels.linear import linear, linear_add
+from titan.kernels.linear import linear
 from titan.models.config import ModelConfig
 
 
@@ -36,6 +35,30 @@ class LayerWeights:
     down_bias: Tensor | None = None
 
 
+class PassInputs(Protocol):
+    """What a model reads of the batch of one pass; `titan.batch.RaggedBatch` is one."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Int64 [T]."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Int64 [T], rope positions."""
+
+    @property
+    def slot_mapping(self) -> Tensor:
+        """Int64 [T], where keys and values are written."""
+
+    @property
+    def logits_rows(self) -> Tensor | None:
+        """Int64 [L], rows of T whose logits are wanted; ``None``: all."""
+
+    @property
+    def attention(self) -> Any:
+        """The layout that the model's `LayerOps` plan attention from."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStep:
     """What the layers have in common in one pass."""
@@ -43,6 +66,8 @@ class LayerStep:
     ops: LayerOps
     rope_table: Tensor  # [max_positions, 2, D], dtype of the model
     attention_plan: Any  # of ``ops``
+    positions: Tensor  # int64 [T]
+    slot_mapping: Tensor  # int64 [T]
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -68,46 +93,34 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def attention(
-    x: Tensor,
-    weights: LayerWeights,
-    config: ModelConfig,
-    layer: int,
-    batch: RaggedBatch,
-    kv_layer: Tensor,
-    step: LayerStep,
-) -> Tensor:
+def attention(normed: Tensor, weights: LayerWeights, config: ModelConfig, layer: int, kv_layer: Tensor, step: LayerStep) -> Tensor:
     """Write the tokens' keys and values and attend, up to but without the output projection.
 
     Args:
-        x: [T, hidden_size].
+        normed: [T, hidden_size].
         weights: of the layer.
         config: of the model.
         layer: index of the layer.
-        batch: the ragged batch.
         kv_layer: [2, K, num_blocks, block_size, D].
         step: what all layers have in common.
 
     Returns:
         [T, H * D].
     """
-    ops, eps = step.ops, config.rms_norm_eps
-    qkv = linear(ops.rms_norm(x, weights.input_norm, eps), weights.qkv_weight, weights.qkv_bias)
+    ops = step.ops
     q = ops.rope_and_write_kv(
-        qkv,
+        linear(normed, weights.qkv_weight, weights.qkv_bias),
         step.rope_table,
-        batch.positions,
-        batch.slot_mapping,
+        step.positions,
+        step.slot_mapping,
         kv_layer,
         num_heads=config.num_heads,
         qk_norm=weights.qk_norm,
-        eps=eps,
+        eps=config.rms_norm_eps,
     )
     return ops.tree_attention(q, kv_layer, step.attention_plan, scale=config.head_dim**-0.5, window=config.layer_windows[layer])
 
 
-def mlp(x: Tensor, weights: LayerWeights, config: ModelConfig, ops: LayerOps) -> Tensor:
-    """The gated feed-forward part with its residual: [T, hidden_size] -> [T, hidden_size]."""
-    normed = ops.rms_norm(x, weights.post_norm, config.rms_norm_eps)
-    activated = ops.silu_mul(linear(normed, weights.gate_up_weight, weights.gate_up_bias))
-    return linear_add(activated, weights.down_weight, weights.down_bias, residual=x)
+def gated(normed: Tensor, weights: LayerWeights, ops: LayerOps) -> Tensor:
+    """The gated feed-forward part, up to but without the down projection: [T, hidden_size] -> [T, intermediate_size]."""
+    return ops.silu_mul(linear(normed, weights.gate_up_weight, weights.gate_up_bias))

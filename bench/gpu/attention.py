@@ -1,0 +1,229 @@
+"""Verification attention against the memory's bandwidth and against others, at the shape of Llama 3 8B.
+
+The KV of a row is read from so many layers in turn that little of it is in the device's cache when its turn comes again. A time is
+that of one layer, out of a CUDA graph of them all; planning, once per step, is a row of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from titan.bench.gpu.attention_batches import AttentionBatch, Query, make_batch, num_blocks_of, relative_error
+from titan.bench.gpu.attention_peers import FLEX_PAGE, PEERS, Attend, PeerCase
+from titan.bench.gpu.sections import Figure, Goal, Measurement, Section, Setting, Task
+from titan.bench.gpu.timing import median_seconds
+from titan.kernels.attention_planner import CHUNK_MULTIPLE, AttentionGeometry
+
+LLAMA_3_8B = AttentionGeometry(32, 8, 128, 16, torch.bfloat16)
+TINY = AttentionGeometry(4, 1, 32, 16, torch.bfloat16)
+CHAIN = (-1, 0, 1, 2, 3, 4)
+TREE = (-1, 0, 1, -1, 3, 0)
+"""The nodes behind the root: with it, seven tokens."""
+
+CACHE_BYTES = 180 * 2**20
+"""Distinct KV of a row, at least: three times the second-level cache of an H200."""
+MIN_LAYERS = 4
+MEMORY_SHARE = 0.4
+"""Of the free memory, for the KV of one row; peers copy it."""
+
+SHAPES = [(batch, context) for batch in (1, 8, 32, 128) for context in (1024, 8192, 32768)]
+COMPARED = [(8, 8192), (32, 8192), (1, 32768), (32, 1024), (8, 1024), (128, 1024)]
+"""Rows with peers, the most telling first."""
+
+SHARE_BY_FLOOR = ((200e-6, 0.85), (50e-6, 0.75), (20e-6, 0.65))
+"""From so many seconds at the speed of a copy on, so much of that speed must be reached."""
+RATIO_GOALS = {"gather + SDPA": 4.0, "FlexAttention, compiled": 1.5, "FlashInfer, fa2": 1.0}
+"""How many times Titan's time a peer must take."""
+MIN_BATCH_OF_GOAL = {"FlashInfer, fa2": 8}
+PEER_SECONDS = {"gather + SDPA": 4, "FlexAttention, compiled": 20, "FlashInfer, fa2": 20}
+"""What a row takes, about; most of it is compiling."""
+MAX_DISAGREEMENT = 2e-2
+"""Between two kernels that each round to bfloat16, as the norm of the difference over the norm."""
+
+COLUMNS = {"us": ".1f", "floor us": ".1f", "of bandwidth": ".0%", "x titan": ".2f", "disagreement": ".1e"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One row: contexts of the requests, and what each of them asks."""
+
+    name: str
+    geometry: AttentionGeometry
+    contexts: tuple[int, ...]
+    parents: tuple[int, ...] = TREE
+    num_tokens: int = 1  # committed ones of a query: the root, or a prefill chunk
+    has_goal: bool = True
+
+    @property
+    def queries(self) -> list[Query]:
+        return [Query(context, self.num_tokens, self.parents) for context in self.contexts]
+
+    @property
+    def num_bytes(self) -> int:
+        """Keys, values, queries and output of one layer; each is moved once."""
+        geometry, query_len = self.geometry, self.num_tokens + len(self.parents)
+        kv = sum(context + query_len for context in self.contexts) * 2 * geometry.num_kv_heads
+        return (kv + len(self.contexts) * query_len * 2 * geometry.num_heads) * geometry.head_dim * geometry.dtype.itemsize
+
+
+def uniform_shape(geometry: AttentionGeometry, batch: int, context: int) -> Shape:
+    """All contexts of one length."""
+    return Shape(f"{batch} x {context}", geometry, (context,) * batch)
+
+
+class AttentionBench:
+    """The tasks share one pool of random numbers, which every row reads as its KV."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.titan: dict[str, float] = {}  # seconds by shape
+
+    @cached_property
+    def pool(self) -> Tensor:
+        """Random bfloat16 numbers, as many as the largest row needs and the memory allows."""
+        device = self.setting.device
+        num_bytes = 2**21 if self.setting.is_tiny else 20 * 2**30
+        if device.type == "cuda":
+            num_bytes = min(num_bytes, int(torch.cuda.mem_get_info(device)[0] * MEMORY_SHARE))
+        generator = torch.Generator(device).manual_seed(self.setting.seed)
+        return torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+
+    def make_case(self, shape: Shape, *, blocks_per_page: int = 1) -> PeerCase:
+        """Batch, queries and KV of a row.
+
+        Raises:
+            ValueError: the row needs more memory than the pool has.
+        """
+        geometry = shape.geometry
+        num_blocks = num_blocks_of(shape.queries, geometry.block_size * blocks_per_page) * blocks_per_page
+        layer_shape = (2, geometry.num_kv_heads, num_blocks, geometry.block_size, geometry.head_dim)
+        layer_numel = torch.Size(layer_shape).numel()
+        num_layers = max(MIN_LAYERS, -(-CACHE_BYTES // (layer_numel * 2)))
+        if self.setting.is_tiny:
+            num_layers = 2
+        num_layers = min(num_layers, self.pool.numel() // layer_numel)
+        if num_layers == 0:
+            raise ValueError(f"{layer_numel * 2 / 1e9:.1f} GB of KV are needed, and {self.pool.nbytes / 1e9:.1f} GB are there")
+        kv = self.pool[: num_layers * layer_numel].view(num_layers, *layer_shape)
+        device = self.setting.device
+        batch = make_batch(
+            geometry, shape.queries, num_blocks, seed=self.setting.seed, device=device, blocks_per_page=blocks_per_page
+        )
+        generator = torch.Generator(device).manual_seed(self.setting.seed + 1)
+        return PeerCase(batch, batch.make_q(generator, num_layers), kv)
+
+    def measure_titan(self, shape: Shape) -> Measurement:
+        """The kernel as the engine calls it, against the bandwidth."""
+        case = self.make_case(shape)
+        seconds = self.time_layer(case, titan_attention(case))
+        self.titan[shape.name] = seconds
+        figures, share = self._figures(shape, seconds)
+        if share is None or not shape.has_goal:
+            return Measurement(figures)
+        goals = [Goal("share of copy bandwidth", goal, share) for start, goal in SHARE_BY_FLOOR if share * seconds >= start]
+        return Measurement(figures, goals[:1])
+
+    def measure_unsplit(self, shape: Shape) -> Measurement:
+        """The kernel with one program per tile, whatever the context: what split contexts are worth."""
+        case = self.make_case(shape)
+        longest = max(query.seq_len for query in shape.queries)
+        attend = titan_attention(case, fixed_chunk=-(-longest // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
+        return self._compare(shape, case, attend, None)
+
+    def measure_plan(self, shape: Shape) -> Measurement:
+        """Planning, once per step for all layers."""
+        batch = self.make_case(shape).batch
+        return Measurement({"us": median_seconds(batch.plan, self.setting.device) * 1e6})
+
+    def measure_peer(self, shape: Shape, peer: str) -> Measurement:
+        """Another kernel on the same numbers."""
+        is_paged = peer.startswith("FlexAttention")
+        case = self.make_case(shape, blocks_per_page=FLEX_PAGE // shape.geometry.block_size if is_paged else 1)
+        has_goal = len(shape.contexts) >= MIN_BATCH_OF_GOAL.get(peer, 1)
+        return self._compare(shape, case, PEERS[peer](case), RATIO_GOALS[peer] if has_goal else None)
+
+    def _compare(self, shape: Shape, case: PeerCase, attend: Attend, goal: float | None) -> Measurement:
+        disagreement = relative_error(attend(0), titan_attention(case)(0))
+        seconds = self.time_layer(case, attend)
+        figures, _ = self._figures(shape, seconds)
+        titan = self.titan.get(shape.name)
+        ratio = None if titan is None else seconds / titan
+        figures |= {"x titan": ratio, "disagreement": disagreement}
+        problem = None
+        if not disagreement <= MAX_DISAGREEMENT:
+            problem = f"disagrees with titan by {disagreement:.1e}: at most {MAX_DISAGREEMENT:.0e} is rounding"
+        goals = [] if goal is None or ratio is None else [Goal("time over titan's", goal, ratio)]
+        return Measurement(figures, goals, problem)
+
+    def _figures(self, shape: Shape, seconds: float) -> tuple[dict[str, Figure], float | None]:
+        bandwidth = self.setting.copy_bandwidth
+        floor = None if bandwidth is None else shape.num_bytes / bandwidth
+        share = None if floor is None else floor / seconds
+        return {"us": seconds * 1e6, "floor us": None if floor is None else floor * 1e6, "of bandwidth": share}, share
+
+    def time_layer(self, case: PeerCase, attend: Attend) -> float:
+        """Seconds per layer, of all layers in turn."""
+        num_layers = len(case.kv)
+
+        def all_layers() -> None:
+            for layer in range(num_layers):
+                attend(layer)
+
+        return median_seconds(all_layers, self.setting.device) / num_layers
+
+
+def titan_attention(case: PeerCase, fixed_chunk: int | None = None) -> Attend:
+    """Titan's kernel over one layer of a case, planned."""
+    plan = case.batch.plan(fixed_chunk=fixed_chunk)
+    batch: AttentionBatch = case.batch
+    return lambda layer: batch.attend(case.q[layer], case.kv[layer], plan)
+
+
+def make_tasks(setting: Setting) -> Sequence[Task]:
+    """By shape: Titan, then unsplit and peers where they are compared; Titan's own rows run first."""
+    bench = AttentionBench(setting)
+    geometry = TINY if setting.is_tiny else LLAMA_3_8B
+    compared = [(2, 150)] if setting.is_tiny else COMPARED
+    shapes = {key: uniform_shape(geometry, *key) for key in ([(1, 40), *compared] if setting.is_tiny else SHAPES)}
+    tasks = []
+    for key, shape in shapes.items():
+        tasks.append(Task(f"{shape.name}, titan", partial(bench.measure_titan, shape), 4, rank=0))
+        if key in compared:
+            rank = 2 + compared.index(key)
+            tasks.append(Task(f"{shape.name}, titan, unsplit", partial(bench.measure_unsplit, shape), 4, rank))
+            for peer, seconds in PEER_SECONDS.items():
+                tasks.append(Task(f"{shape.name}, {peer}", partial(bench.measure_peer, shape, peer), seconds, rank, is_peer=True))
+    extra = _extra_shapes(geometry, setting.is_tiny)
+    tasks += [Task(f"{shape.name}, titan", partial(bench.measure_titan, shape), 4, rank=1) for shape in extra]
+    largest = max(shapes.values(), key=lambda shape: len(shape.contexts))
+    tasks.append(Task(f"{largest.name}, plan of a step", partial(bench.measure_plan, largest), 4, rank=1))
+    return tasks
+
+
+def _extra_shapes(geometry: AttentionGeometry, is_tiny: bool) -> list[Shape]:
+    """Unequal contexts, and a chain."""
+    if is_tiny:
+        return [Shape("30 and 90", geometry, (30, 90), CHAIN, has_goal=False)]
+    spread = tuple(1024 + (15 * 1024 * i) // 31 for i in range(32))
+    return [
+        Shape("32 x 1024 to 16384", geometry, spread, has_goal=False),
+        Shape("1 x 65536 + 15 x 2048", geometry, (65536, *(2048,) * 15), has_goal=False),
+        Shape("8 x 8192, chain", geometry, (8192,) * 8, CHAIN, has_goal=False),
+    ]
+
+
+SECTION = Section(
+    "attention",
+    "Verification attention, one layer, 32 query heads, 8 KV heads of 128, trees of 7 tokens, bfloat16",
+    "Attention: requests x context; us is the median of one layer, floor us what its bytes take at the speed of a copy, x titan "
+    "how many times titan's time it is, disagreement the norm of the difference to titan over the norm. Planning and masks are "
+    "made beforehand.",
+    seconds=100,
+    columns=COLUMNS,
+    make_tasks=make_tasks,
+)

@@ -1,0 +1,170 @@
+"""Other ways to verify draft trees over paged KV, on the same tensors: gather + SDPA, FlexAttention, FlashInfer.
+
+Each is a function from a `PeerCase` to its attention over one layer, ready to be captured in a CUDA graph; what it can prepare once
+per step is done beforehand and not timed. All requests of a case have queries of one length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan.bench.gpu.attention_batches import AttentionBatch, scale_of
+
+FLEX_PAGE = 128
+"""Slots per page, the size of FlexAttention's tiles."""
+FLEX_QUERY_BLOCK = 128
+FLASHINFER_WORKSPACE = 256 * 2**20
+"""Bytes; what its examples take is half of it."""
+
+Attend = Callable[[int], Tensor]
+"""Layer -> [T, num_heads * D]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerCase:
+    """One verification step; R requests of Q query tokens each."""
+
+    batch: AttentionBatch
+    q: Tensor  # [num_layers, R * Q, num_heads, D]
+    kv: Tensor  # [num_layers, 2, K, num_blocks, block_size, D]
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.batch.queries)
+
+    def split(self, layer: int) -> Tensor:
+        """Queries of a layer by request, [R, num_heads, Q, D]."""
+        q = self.q[layer]
+        return q.view(self.num_requests, -1, *q.shape[1:]).transpose(1, 2)
+
+
+def join(output: Tensor) -> Tensor:
+    """[R, num_heads, Q, D] -> [R * Q, num_heads * D]."""
+    return output.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def padded_mask(batch: AttentionBatch, num_slots: int) -> Tensor:
+    """What each query sees of its request's slots, bool [R, 1, Q, num_slots]."""
+    device = batch.positions.device
+    masks = [query.visible(None, device) for query in batch.queries]
+    return torch.stack([F.pad(mask, (0, num_slots - mask.shape[1])) for mask in masks])[:, None]
+
+
+def gather_and_sdpa(case: PeerCase) -> Attend:
+    """Gather the blocks of each request to a padded tensor, then PyTorch's attention with a mask."""
+    geometry, table = case.batch.geometry, case.batch.block_table
+    num_slots = table.shape[1] * geometry.block_size
+    mask, block_ids = padded_mask(case.batch, num_slots), table.flatten().long()
+
+    def attend(layer: int) -> Tensor:
+        gathered = case.kv[layer].index_select(2, block_ids)
+        keys, values = gathered.view(2, geometry.num_kv_heads, case.num_requests, num_slots, geometry.head_dim).transpose(1, 2)
+        return join(
+            F.scaled_dot_product_attention(case.split(layer), keys, values, mask, scale=scale_of(geometry), enable_gqa=True)
+        )
+
+    return attend
+
+
+def flex_attention(case: PeerCase) -> Attend:
+    """FlexAttention over pages in place, compiled on a GPU; its block mask is made from the page table beforehand.
+
+    The batch's blocks must come in pages of `FLEX_PAGE` slots, the size of its tiles.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import flex_attention as attention
+
+    batch, geometry, device = case.batch, case.batch.geometry, case.batch.positions.device
+    blocks_per_page = FLEX_PAGE // geometry.block_size
+    num_pages = case.kv.shape[3] // blocks_per_page
+    table = batch.block_table[:, ::blocks_per_page].long() // blocks_per_page  # [R, pages], physical
+    seq_lens, tree_starts = batch.seq_lens.long(), batch.tree_starts.long()
+    query_len = case.q.shape[1] // case.num_requests
+    bits, visible_lens = (each.view(-1, query_len) for each in (batch.ancestor_bits, batch.visible_lens))
+    logical = torch.arange(table.shape[1], device=device)
+    is_used = logical * FLEX_PAGE < seq_lens[:, None]
+    logical_page = torch.full((case.num_requests, num_pages), -1, device=device)  # of others' pages
+    for request, used in enumerate(is_used):
+        logical_page[request, table[request, used]] = logical[used]
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001 (all heads see the same)
+        slot = logical_page[b, kv // FLEX_PAGE] * FLEX_PAGE + kv % FLEX_PAGE
+        node = slot - tree_starts[b]
+        is_ancestor = (bits[b, q] >> node.clamp(0, 63)) & 1 == 1
+        return ((slot >= 0) & (slot < visible_lens[b, q])) | (is_ancestor & (node >= 0) & (node < 64))
+
+    num_full = (visible_lens.min(1).values // FLEX_PAGE)[:, None, None].int()
+    num_all = is_used.sum(1)[:, None, None].int()
+
+    def pages_from(first: Tensor) -> Tensor:
+        """Physical pages, those from logical page ``first`` on first, padded to all pages: int32 [R, 1, 1, pages]."""
+        places = (logical + first[:, 0]).clamp(max=table.shape[1] - 1)
+        return F.pad(table.gather(1, places), (0, num_pages - table.shape[1]))[:, None, None].int()
+
+    mask = BlockMask.from_kv_blocks(
+        num_all - num_full,
+        pages_from(num_full),
+        num_full,
+        pages_from(torch.zeros_like(num_full)),
+        BLOCK_SIZE=(FLEX_QUERY_BLOCK, FLEX_PAGE),
+        mask_mod=sees,
+        seq_lengths=(query_len, num_pages * FLEX_PAGE),
+    )
+    run: Any = torch.compile(attention, dynamic=False) if device.type == "cuda" else attention
+
+    def attend(layer: int) -> Tensor:
+        keys, values = case.kv[layer].flatten(2, 3)[:, None]  # [1, K, slots, D]
+        return join(run(case.split(layer), keys, values, block_mask=mask, scale=scale_of(geometry), enable_gqa=True))
+
+    return attend
+
+
+def flashinfer(case: PeerCase) -> Attend:
+    """FlashInfer's paged prefill kernel, fa2, with the tree as a custom mask; planned beforehand, over KV in its own layout.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    wrapper_class = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+
+    batch, geometry, device = case.batch, case.batch.geometry, case.batch.positions.device
+    num_blocks = -(-batch.seq_lens // geometry.block_size)
+    masks = [query.visible(None, device).flatten() for query in batch.queries]
+    workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
+    wrapper = wrapper_class(workspace, "HND", backend="fa2")
+    wrapper.plan(
+        batch.query_start_loc,
+        F.pad(num_blocks.cumsum(0), (1, 0)).int(),
+        torch.cat([blocks[:count] for blocks, count in zip(batch.block_table, num_blocks.tolist(), strict=True)]),
+        ((batch.seq_lens - 1) % geometry.block_size + 1).int(),
+        geometry.num_heads,
+        geometry.num_kv_heads,
+        geometry.head_dim,
+        geometry.block_size,
+        custom_mask=torch.cat(masks),
+        sm_scale=scale_of(geometry),
+        q_data_type=geometry.dtype,
+        kv_data_type=geometry.dtype,
+    )
+    kv = [layer.transpose(1, 2).contiguous() for layer in case.kv]  # [2, num_blocks, K, block_size, D]
+
+    def attend(layer: int) -> Tensor:
+        output: Tensor = wrapper.run(case.q[layer], (kv[layer][0], kv[layer][1]))
+        return output.flatten(1)
+
+    return attend
+
+
+PEERS: dict[str, Callable[[PeerCase], Attend]] = {
+    "gather + SDPA": gather_and_sdpa,
+    "FlexAttention, compiled": flex_attention,
+    "FlashInfer, fa2": flashinfer,
+}
+"""What is compared, by name."""

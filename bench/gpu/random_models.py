@@ -1,0 +1,143 @@
+"""Models of real shapes, made on the device in seconds, with nothing to download: random weights that write a known text.
+
+The output head is the embedding, moved on by one token, and the layers add less to the residual stream than a token's embedding.
+So whatever the layers compute, and however it is rounded, the most likely token behind ``t`` is ``t + 1``: a long greedy
+continuation is known without running the target, and a recording of it can be replayed as drafts. A token costs what it costs in a
+trained model of the shape.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from titan.models.config import ModelConfig
+from titan.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+LAYER_SCALE = 0.25
+"""Factor on what a layer adds to the residual stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a Llama; the head is not tied."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int = 128_256
+
+    def config(self, max_positions: int) -> LlamaConfig:
+        """As transformers has it."""
+        from transformers import LlamaConfig
+
+        return LlamaConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=max_positions,
+            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+            tie_word_embeddings=False,
+            dtype=torch.bfloat16,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+
+
+LLAMA_8B = Shape("8 B", 4096, 14336, 32, 32, 8, 128)
+"""Llama 3.1 8B."""
+LLAMA_1B = Shape("1 B", 2048, 8192, 16, 32, 8, 64)
+"""Llama 3.2 1B."""
+DRAFT_OF_8B = Shape("0.75 B", 2048, 8192, 8, 32, 8, 64)
+"""Half the layers of Llama 3.2 1B: a pass reads a tenth of what a pass of the 8 B reads."""
+DRAFT_OF_1B = Shape("0.12 B", 768, 3072, 3, 12, 4, 64)
+"""A tenth of the 1 B, most of it the output head."""
+
+
+def make_decoder(shape: Shape, *, max_positions: int, device: torch.device, seed: int) -> Decoder:
+    """A model of the shape in bfloat16, ready to run."""
+    config = ModelConfig.read(shape.config(max_positions), "LlamaForCausalLM")
+    decoder = Decoder(config, dtype=torch.bfloat16, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in decoder.named_parameters():
+            if weight.ndim == 1:
+                weight.fill_(1.0)
+            elif name == "embedding":
+                weight.normal_(generator=generator)
+            elif name != "lm_head":
+                is_last = name.endswith(("output_weight", "down_weight"))
+                weight.normal_(std=(LAYER_SCALE if is_last else 1.0) / math.sqrt(weight.shape[1]), generator=generator)
+        decoder.get_parameter("lm_head").copy_(decoder.embedding.roll(1, 0))
+    decoder.prepare(pack=False)
+    return decoder
+
+
+def continuation(prompt: list[int], length: int, vocab_size: int) -> list[int]:
+    """What such a model writes behind a prompt, greedily."""
+    return [(prompt[-1] + 1 + i) % vocab_size for i in range(length)]
+
+
+def weight_bytes_per_step(decoder: Decoder) -> int:
+    """Bytes of weights that every step reads: all but the embedding, of which it reads a row per token."""
+    return sum(weight.nbytes for name, weight in decoder.named_parameters() if name != "embedding")
+
+
+def as_transformers(decoder: Decoder, shape: Shape) -> Any:
+    """The same model in transformers, on the very same weights: no memory but for a few buffers."""
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = shape.config(decoder.max_positions)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.load_state_dict(_state(decoder), strict=True, assign=True)
+    with decoder.device:  # its buffers are no part of the state
+        model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    model.requires_grad_(False).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def _state(decoder: Decoder) -> dict[str, Tensor]:
+    """Weights by their names in transformers; parts of fused ones are views."""
+    config = decoder.config
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    state: dict[str, Tensor] = {
+        "model.embed_tokens.weight": decoder.embedding,
+        "model.norm.weight": decoder.final_norm,
+        "lm_head.weight": decoder.get_parameter("lm_head"),
+    }
+    for i, layer in enumerate(decoder.layers):
+        assert isinstance(layer, nn.ParameterDict)
+        prefix = f"model.layers.{i}"
+        q, k, v = layer["qkv_weight"].split([q_size, kv_size, kv_size])
+        gate, up = layer["gate_up_weight"].chunk(2)
+        state |= {
+            f"{prefix}.input_layernorm.weight": layer["input_norm"],
+            f"{prefix}.self_attn.q_proj.weight": q,
+            f"{prefix}.self_attn.k_proj.weight": k,
+            f"{prefix}.self_attn.v_proj.weight": v,
+            f"{prefix}.self_attn.o_proj.weight": layer["output_weight"],
+            f"{prefix}.post_attention_layernorm.weight": layer["post_norm"],
+            f"{prefix}.mlp.gate_proj.weight": gate,
+            f"{prefix}.mlp.up_proj.weight": up,
+            f"{prefix}.mlp.down_proj.weight": layer["down_weight"],
+        }
+    return state

@@ -1,0 +1,107 @@
+"""How latency under load is shown: tables and charts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from titan.bench.charts import LineChart, Series, cumulative_points
+from titan.bench.latency_rows import EngineLimits, Row, Sample
+from titan.bench.open_loop import ATTAINED
+from titan.bench.report import Table, format_figure
+from titan.bench.runs import Percentiles
+
+
+def latency_table(rows: Sequence[Row]) -> Table:
+    """Lay the latencies out; milliseconds where not said otherwise."""
+    header = ["engine", "requests/s", "first token P50", "P90", "P99", "between tokens P50", "P90", "P99"]
+    header += ["latency P50", "P90", "P99", "P50 x no draft", "P99 x no draft", "tokens/step"]
+    cells = []
+    for row in rows:
+        percentiles = (row.to_first_token, row.between_tokens, row.latency)
+        cells.append(
+            [
+                row.engine,
+                f"{row.rate:g}",
+                *(cell for each, digits in zip(percentiles, (0, 1, 0), strict=True) for cell in _cells(each, digits)),
+                *("-" if each is None else each.format(2) for each in (row.p50_ratio, row.p99_ratio)),
+                f"{row.mean_acceptance_length:.2f}",
+            ]
+        )
+    return Table("Latency, ms", header, cells)
+
+
+def _cells(percentiles: Percentiles | None, digits: int) -> list[str]:
+    return [
+        format_figure(None if percentiles is None else getattr(percentiles, name), digits, scale=1e3)
+        for name in ("p50", "p90", "p99")
+    ]
+
+
+def load_table(rows: Sequence[Row]) -> Table:
+    """Lay out how the rates were borne."""
+    header = ["engine", "requests/s", "finished/s", "tokens/s", "goodput/s", "within target", "followed", "left at the end"]
+    cells = [
+        [
+            row.engine,
+            f"{row.rate:g}",
+            row.requests_per_second.format(2),
+            row.tokens_per_second.format(0),
+            row.goodput.format(2),
+            f"{row.attainment:.0%}",
+            format_figure(row.following, 0, suffix="%", scale=100),
+            f"{row.num_left:.1f}",
+        ]
+        for row in rows
+    ]
+    return Table("Load", header, cells)
+
+
+def limits_table(limits: Sequence[EngineLimits]) -> Table:
+    """Lay out where the engines saturate, in requests per second."""
+    header = ["engine", "follows up to", "saturated from", f"{ATTAINED:.0%} within target up to", "most finished/s"]
+    cells = [
+        [
+            each.engine,
+            *(format_figure(rate, 2) for rate in (each.limits.followed_up_to, each.limits.saturated_from)),
+            format_figure(each.limits.well_served_up_to, 2),
+            f"{each.peak_requests_per_second:.2f}",
+        ]
+        for each in limits
+    ]
+    return Table("Saturation, requests/s", header, cells)
+
+
+def latency_charts(rows: Sequence[Row], samples: Sequence[Sample]) -> list[LineChart]:
+    """Latencies, throughput and goodput over the rate, and the distribution of the latency at each rate."""
+    engines = dict.fromkeys(row.engine for row in rows)
+
+    def over_rate(value: Callable[[Row], float | None], suffix: str = "") -> list[Series]:
+        return [
+            Series(f"{engine}{suffix}", [(row.rate, y) for row in rows if row.engine == engine and (y := value(row)) is not None])
+            for engine in engines
+        ]
+
+    rate = "requests/s"
+    tails = [
+        *over_rate(lambda row: row.latency.p50, ", P50"),
+        *over_rate(lambda row: row.latency.p99, ", P99"),
+    ]
+    charts = [
+        LineChart("Latency over load", rate, "seconds", tails),
+        LineChart(
+            "Time to first token over load, P99",
+            rate,
+            "seconds",
+            over_rate(lambda row: row.to_first_token.p99),
+        ),
+        LineChart("Requests finished over load", rate, "finished/s", over_rate(lambda row: row.requests_per_second.median)),
+        LineChart("Goodput over load", rate, "requests within the target/s", over_rate(lambda row: row.goodput.median)),
+    ]
+    for each in dict.fromkeys(row.rate for row in rows):
+        latencies: dict[str, list[float]] = {engine: [] for engine in engines}
+        for sample in samples:
+            if sample.rate == each:
+                latencies[sample.engine] += [times.latency for times in sample.times]
+        series = [Series(engine, cumulative_points(values)) for engine, values in latencies.items() if values]
+        charts.append(LineChart(f"Latency at {each:g} requests/s", "seconds", "share of requests", series, style="steps"))
+    return charts

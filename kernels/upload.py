@@ -1,0 +1,64 @@
+"""Small arrays from the host to the device, without waiting for it.
+
+A copy from ordinary memory waits until the device has done all it was asked before; one from pinned memory takes its turn.
+Pinned memory comes from PyTorch's cache, which hands a buffer out again only after the copies from it have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Of every array, in bytes: Triton compiles a kernel anew for pointers that are aligned otherwise."""
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """The array as a tensor of the same dtype and shape; on a CPU it shares the array's memory."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload(arrays: Sequence[NDArray[Any]], device: torch.device, *, into: Tensor | None = None) -> list[Tensor]:
+    """Bring arrays to the device in one copy.
+
+    Args:
+        arrays: of any shapes and of dtypes that PyTorch has.
+        device: where they go.
+        into: uint8 [at least `packed_size`] on the device, whose beginning is overwritten; ``None``: fresh memory. Arrays of the
+            same shapes and dtypes come to the same places in it.
+
+    Returns:
+        Tensors of the same dtypes and shapes, one behind the other in memory.
+    """
+    staging = torch.empty(packed_size(arrays), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host, start = staging.numpy(), 0
+    places = []
+    for array in arrays:
+        host[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
+        places.append(slice(start, start + array.nbytes))
+        start = _aligned(start + array.nbytes)
+    if into is None:
+        packed = staging.to(device, non_blocking=True)
+    else:
+        packed = into[: len(staging)]
+        packed.copy_(staging, non_blocking=True)
+    return [packed[place].view(_torch_dtype(array)).view(array.shape) for place, array in zip(places, arrays, strict=True)]
+
+
+def packed_size(arrays: Sequence[NDArray[Any]]) -> int:
+    """Bytes that `upload` takes for the arrays."""
+    return sum(_aligned(array.nbytes) for array in arrays)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _torch_dtype(array: NDArray[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype

@@ -1,0 +1,218 @@
+"""Passes that are padded and replayed: the same numbers as without, whatever came before.
+
+A capture is replaced by one that keeps the function; a replay runs it again, over whatever lies in the static inputs by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from interpreted import eager_capture, take_triton
+from tiny_models import make_model
+from torch import Tensor
+
+from titan.batch import Segment, build_batch, build_draft_passes
+from titan.cuda_graphs import MAX_GRAPH_TOKENS, GraphSizes, PassCounts, PassLimits, PassSize
+from titan.kernels.upload import ALIGNMENT, packed_size, to_device, upload
+from titan.kv_cache import allocate_kv
+from titan.model_runner import ModelRunner
+from titan.models.decoder import Decoder
+from titan.models.loader import load_model
+from titan.tree import DraftTree
+from titan.triton_runner import TritonRunner
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, NUM_BLOCKS, BLOCKS_PER_REQUEST = 16, 40, 4
+LIMITS = PassLimits(num_requests=6, query_len=7, num_blocks=BLOCKS_PER_REQUEST)
+
+
+# sizes
+
+
+def test_six_requests_of_seven_tokens_find_a_size() -> None:
+    sizes = GraphSizes(PassLimits(num_requests=32, query_len=7, num_blocks=8))
+    assert sizes.find(PassSize(42, 6, 7)) == PassSize(56, 8, 7)
+
+
+@pytest.mark.parametrize(("num_requests", "query_len"), [(1, 1), (6, 7), (32, 7), (33, 4), (128, 7), (200, 64)])
+def test_every_small_pass_finds_a_size_that_holds_it_and_these_are_few(num_requests: int, query_len: int) -> None:
+    sizes = GraphSizes(PassLimits(num_requests, query_len, num_blocks=8))
+    found = set()
+    for requests in range(1, num_requests + 1):
+        for longest in range(1, query_len + 1):
+            for num_tokens in {requests + longest - 1, (requests * longest + requests) // 2, requests * longest}:
+                size = sizes.find(PassSize(num_tokens, requests, longest))
+                if size is None:
+                    assert num_tokens > MAX_GRAPH_TOKENS / 2.5  # what padding may add
+                    continue
+                found.add(size)
+                assert size.num_tokens >= num_tokens and size.num_requests >= requests and size.max_query_len >= longest
+                assert size.num_tokens <= sizes.largest.num_tokens and size.num_requests <= sizes.largest.num_requests
+                assert size.num_requests <= max(requests * 1.25, requests + 7)
+    assert len(found) <= len(sizes.request_counts) * len(sizes.query_lens) ** 2
+
+
+def test_passes_beyond_the_limits_find_none() -> None:
+    sizes = GraphSizes(PassLimits(num_requests=32, query_len=7, num_blocks=8))
+    assert sizes.find(PassSize(32 * 7, 32, 7)) == PassSize(224, 32, 7)
+    assert sizes.find(PassSize(33, 33, 1)) is None
+    assert sizes.find(PassSize(8, 1, 8)) is None
+
+
+# uploading
+
+
+def test_uploaded_arrays_are_aligned_copies_and_come_to_the_same_places() -> None:
+    arrays = [np.arange(5, dtype=np.int64), np.array([[1, 2, 3]], np.int32), np.zeros(0, np.float32), np.array([0.5])]
+    memory = torch.full((packed_size(arrays) + 7,), 255, dtype=torch.uint8)
+    for into in (None, memory):
+        tensors = upload(arrays, CPU, into=into)
+        for array, tensor in zip(arrays, tensors, strict=True):
+            assert np.array_equal(tensor.numpy(), array) and tensor.numpy().dtype == array.dtype
+            assert (tensor.data_ptr() - tensors[0].data_ptr()) % ALIGNMENT == 0
+    before = [tensor.data_ptr() for tensor in tensors]
+    assert before[0] == memory.data_ptr() and (memory[-7:] == 255).all()
+    assert [tensor.data_ptr() for tensor in upload(arrays, CPU, into=memory)] == before
+    array = np.arange(3)
+    assert to_device(array, CPU).data_ptr() == array.ctypes.data
+
+
+# passes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder, "qwen3", num_hidden_layers=1, sliding_window=20, use_sliding_window=True, max_window_layers=0)
+    return folder
+
+
+def random_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
+    parents = [int(rng.integers(-1, node)) if node else -1 for node in range(num_nodes)]
+    return DraftTree(rng.integers(3, 131, num_nodes), np.array(parents, np.int32))
+
+
+class Twins:
+    """The model on PyTorch and on Triton, each with its own KV, run side by side."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        plain = load_model(str(folder), dtype="float32", device=CPU)
+        take_triton(monkeypatch)
+        triton = load_model(str(folder), dtype="float32", device=CPU)
+        self.counts = PassCounts()
+        self.plain = ModelRunner(plain, self.make_kv(plain))
+        self.triton = TritonRunner(triton, self.make_kv(triton), LIMITS, self.counts, eager_capture())
+        self.rng = np.random.default_rng(0)
+
+    def make_kv(self, model: Decoder) -> Tensor:
+        config = model.config
+        kv = allocate_kv(config.num_layers, NUM_BLOCKS, config.num_kv_heads, BLOCK_SIZE, config.head_dim, model.dtype, CPU)
+        kv.normal_(generator=torch.Generator().manual_seed(0))
+        kv[:, :, :, LIMITS.num_requests * BLOCKS_PER_REQUEST :] = torch.nan  # blocks of nobody
+        return kv
+
+    def tables(self) -> list[list[int]]:
+        order = self.rng.permutation(LIMITS.num_requests * BLOCKS_PER_REQUEST).tolist()
+        return [order[i :: LIMITS.num_requests] for i in range(LIMITS.num_requests)]
+
+    def run(self, segments: Sequence[Segment]) -> None:
+        """One pass; logits and KV must agree, and only the slots of this pass change."""
+        batch = build_batch(segments, block_size=BLOCK_SIZE, device=CPU)
+        before = self.triton.kv.clone()
+        with torch.inference_mode():
+            logits, expected = self.triton.forward(batch), self.plain.forward(batch)
+        assert logits.shape == expected.shape
+        assert (logits - expected).norm() <= 1e-5 * expected.norm()
+        untouched = torch.ones(NUM_BLOCKS * BLOCK_SIZE, dtype=torch.bool)
+        untouched[batch.slot_mapping] = False
+        after, before, twin = (kv.flatten(3, 4) for kv in (self.triton.kv, before, self.plain.kv))
+        assert torch.equal(after[:, :, :, untouched].view(torch.int32), before[:, :, :, untouched].view(torch.int32))
+        written = batch.slot_mapping
+        assert (after[:, :, :, written] - twin[:, :, :, written]).norm() <= 1e-5 * twin[:, :, :, written].norm()
+
+    def verification(self, query_lens: Sequence[int]) -> list[Segment]:
+        """Requests with trees, so that the root and its nodes make queries of these lengths, at random contexts."""
+        segments = []
+        for table, query_len in zip(self.tables(), query_lens, strict=False):
+            start = int(self.rng.integers(0, BLOCKS_PER_REQUEST * BLOCK_SIZE - query_len))
+            root = self.rng.integers(3, 131, 1).tolist()
+            segments.append(Segment(table, start, root, random_tree(self.rng, query_len - 1), root_position=start))
+        return segments
+
+
+def test_replayed_passes_are_those_of_pytorch_as_batches_grow_and_shrink(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every border of the sizes from both sides, twice, with other lengths, contexts, tables and trees each time."""
+    twins = Twins(folder, monkeypatch)
+    shapes = [[7] * n for n in (1, 2, 3, 4, 5, 6, 2)] + [[1], [2], [3], [1] * 5, [2] * 4, [1, 7], [4, 1, 1, 5], [5, 4]]
+    for _ in range(2):
+        for shape in shapes:
+            twins.run(twins.verification(shape))
+    sizes = {GraphSizes(LIMITS).find(PassSize(sum(shape), len(shape), max(shape))) for shape in shapes}
+    assert twins.counts == PassCounts(num_replayed=2 * len(shapes) - len(sizes), num_eager=len(sizes)), "captured once each"
+
+
+def test_passes_of_a_draft_are_replayed_with_nodes_and_with_few_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pass feeds one or two tokens and wants the last one's logits; the others feed nodes that hang at the roots."""
+    twins = Twins(folder, monkeypatch)
+    for _ in range(3):
+        tables = twins.tables()
+        starts = twins.rng.integers(0, 40, 5).tolist()
+        fed = [twins.rng.integers(3, 131, 1 + i % 2).tolist() for i in range(5)]
+        twins.run([Segment(table, start, each) for table, start, each in zip(tables[:5], starts, fed, strict=True)])
+        roots = np.array([start + len(each) - 1 for start, each in zip(starts, fed, strict=True)])
+        feeds = [[np.array([0, 1]), np.array([2])], [np.array([0])]]
+        tokens = [torch.tensor([5, 6, 7]), torch.tensor([8])]
+        bits = [torch.tensor([0b1, 0b10, 0b1]), torch.tensor([0b110])]
+        for draft_pass, token_ids, ancestor_bits in zip(
+            build_draft_passes(tables[:2], roots[:2], feeds, block_size=BLOCK_SIZE, device=CPU), tokens, bits, strict=True
+        ):
+            batch = draft_pass.with_nodes(token_ids, ancestor_bits)
+            with torch.inference_mode():
+                logits, expected = twins.triton.forward(batch), twins.plain.forward(batch)
+            assert (logits - expected).norm() <= 1e-5 * expected.norm()
+    assert (twins.counts.num_eager, twins.counts.num_replayed) == (3, 6)
+
+
+def test_a_replay_has_the_very_bits_of_the_run_before_its_capture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(folder, monkeypatch)
+    batch = build_batch(twins.verification([7, 3, 7]), block_size=BLOCK_SIZE, device=CPU)
+    other = build_batch(twins.verification([7, 7, 7, 7]), block_size=BLOCK_SIZE, device=CPU)
+    with torch.inference_mode():
+        first, kv = twins.triton.forward(batch), twins.triton.kv.clone()
+        twins.triton.forward(other)
+        twins.triton.kv.copy_(kv)
+        assert torch.equal(twins.triton.forward(batch), first)
+    assert twins.counts.num_replayed == 1
+
+
+def test_prefill_and_long_tables_run_eagerly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(folder, monkeypatch)
+    table = list(range(BLOCKS_PER_REQUEST))
+    for _ in range(2):
+        twins.run([Segment(table, 3, list(range(3, 12)), needs_logits=False)])
+        twins.run([Segment([*table, 5], 30, [9])])
+    assert (twins.counts.num_eager, twins.counts.num_replayed, twins.counts.hit_rate) == (4, 0, 0.0)
+
+
+def test_padded_tokens_have_no_attention(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(folder, monkeypatch)
+    outputs: list[Tensor] = []
+    attend = twins.triton.model.ops.tree_attention
+
+    def recorded(*args: Any, **options: Any) -> Tensor:
+        outputs.append(attend(*args, **options))
+        return outputs[-1]
+
+    monkeypatch.setattr(twins.triton.model.ops, "tree_attention", recorded)
+    twins.run(twins.verification([5, 5]))
+    assert outputs[0].shape[0] == 14 and outputs[0][:10].any(1).all() and not outputs[0][10:].any()
+
+
+def test_hit_rate_without_passes_is_none() -> None:
+    assert PassCounts().hit_rate is None
+    assert PassCounts(num_replayed=3, num_eager=1).hit_rate == 0.75

@@ -1,0 +1,117 @@
+"""Replaying a small pass as a CUDA graph: one launch in place of hundreds, which otherwise take the host longer than the device.
+
+A graph is captured for fixed shapes, so a batch is padded to the next of a bounded number of sizes. Sizes are captured when they
+first come up, which costs a fraction of a second each: most of them never do.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_GRAPH_TOKENS = 1024
+"""Larger passes keep the device busy for longer than it takes to launch them."""
+
+
+class PassSize(NamedTuple):
+    """Shapes of a pass."""
+
+    num_tokens: int
+    num_requests: int
+    max_query_len: int  # no query is longer
+
+
+@dataclass(frozen=True, slots=True)
+class PassLimits:
+    """Bounds of the small passes of an engine: decodes, verifications and drafting."""
+
+    num_requests: int
+    query_len: int  # of one request: the root and its draft tokens
+    num_blocks: int  # of one request
+
+
+@dataclass(slots=True)
+class PassCounts:
+    """How the passes of a target and its draft ran."""
+
+    num_replayed: int = 0
+    num_eager: int = 0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of those replayed; ``None`` if nothing was counted."""
+        num_passes = self.num_replayed + self.num_eager
+        return self.num_replayed / num_passes if num_passes else None
+
+
+class GraphSizes:
+    """The sizes that passes are padded to.
+
+    Requests are padded by at most a quarter, or to a small number; tokens to so many per request. The number of sizes is at most
+    that of request counts times the square of that of query lengths.
+
+    Args:
+        limits: of the passes.
+    """
+
+    def __init__(self, limits: PassLimits) -> None:
+        self.request_counts = _ladder(limits.num_requests, [1, 2, 4, 8, 16, 24, 32])
+        self.query_lens = _ladder(limits.query_len, [1, 2, 4, 8, 16, 32, 64])
+
+    @property
+    def largest(self) -> PassSize:
+        """As many tokens, requests and tokens per request as any size has."""
+        num_requests, query_len = self.request_counts[-1], self.query_lens[-1]
+        return PassSize(min(num_requests * query_len, MAX_GRAPH_TOKENS), num_requests, query_len)
+
+    def find(self, size: PassSize) -> PassSize | None:
+        """The smallest that holds a pass; ``None`` if none does."""
+        num_tokens, num_requests, max_query_len = size
+        if num_requests > self.request_counts[-1] or max_query_len > self.query_lens[-1]:
+            return None
+        num_requests = _at_least(self.request_counts, num_requests)
+        num_tokens = num_requests * _at_least(self.query_lens, -(-num_tokens // num_requests))
+        if num_tokens > MAX_GRAPH_TOKENS:
+            return None
+        return PassSize(num_tokens, num_requests, _at_least(self.query_lens, max_query_len))
+
+
+class Replay(NamedTuple):
+    """A captured pass."""
+
+    run: Callable[[], None]
+    output: Tensor  # written by `run`
+
+
+Capture = Callable[[Callable[[], Tensor]], Replay]
+"""Records what a function, which must have run before, launches on the device, without running it."""
+
+
+def cuda_graph_capture() -> Capture:
+    """Captures in CUDA graphs, which share the memory of what they compute on the way."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(function: Callable[[], Tensor]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            output = function()
+        return Replay(graph.replay, output)
+
+    return capture
+
+
+def _ladder(largest: int, steps: Sequence[int]) -> list[int]:
+    """The steps up to ``largest``, which is the last; beyond the steps, each is a quarter more than the one before."""
+    ladder = [step for step in steps if step < largest]
+    while ladder and ladder[-1] >= steps[-1] and (step := ladder[-1] + ladder[-1] // 32 * 8) < largest:
+        ladder.append(step)
+    return [*ladder, largest]
+
+
+def _at_least(ladder: list[int], count: int) -> int:
+    return ladder[bisect_left(ladder, count)]

@@ -1,0 +1,98 @@
+"""How much memory a device has left for the KV cache, measured by running the largest passes before there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from titan.batch import Segment, build_batch
+from titan.config import EngineConfig
+from titan.cuda_graphs import PassCounts, PassLimits
+from titan.kernels.row_sampling import draw
+from titan.kv_cache import allocate_kv
+from titan.model_runner import make_runner
+from titan.models.config import ModelConfig
+from titan.models.decoder import Decoder
+from titan.tree import DraftTree
+
+CPU = torch.device("cpu")
+
+
+class MemoryProbe(Protocol):
+    """Memory of a device."""
+
+    def free(self) -> int:
+        """Bytes that could be allocated now."""
+
+    def peak(self, function: Callable[[], None]) -> int:
+        """Bytes that a function takes at most, beyond those taken before."""
+
+
+class CudaMemory:
+    """Memory of a CUDA device, what PyTorch holds in reserve for later allocations counted as free.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def peak(self, function: Callable[[], None]) -> int:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        function()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_reserved(self._device) - before
+
+
+def memory_for_kv(
+    target: Decoder, draft: ModelConfig | None, config: EngineConfig, limits: PassLimits, max_model_len: int, probe: MemoryProbe
+) -> int:
+    """Free bytes that the passes of an engine leave.
+
+    The largest pass of each model runs once, and the heaviest thing that is done with its logits: a draw without kernels. A draft
+    model runs on weights that are not loaded yet, hence anything; what it takes is the same, its weights included.
+
+    Args:
+        target: loaded.
+        draft: config of the draft model, if there is one.
+        config: of the engine.
+        limits: of the small passes.
+        max_model_len: most tokens of a request.
+        probe: of the target's device.
+    """
+    free = probe.free()
+
+    def run_all() -> None:
+        models = [target]
+        if draft is not None:
+            models.append(Decoder(draft, dtype=target.dtype, device=target.device))
+            models[-1].prepare()
+        for model in models:
+            _run_largest_pass(model, config, limits, min(max_model_len, model.max_positions))
+
+    return free - probe.peak(run_all)
+
+
+def _run_largest_pass(model: Decoder, config: EngineConfig, limits: PassLimits, max_len: int) -> None:
+    """As many tokens as a step may have, spread over as many requests, each of which wants the logits of a whole tree."""
+    num_tokens = min(config.max_num_batched_tokens // config.max_batch_size, max_len)
+    tree = DraftTree.chain([0] * min(limits.query_len - 1, num_tokens - 1))
+    block_ids = [0] * -(-num_tokens // config.block_size)
+    segment = Segment(block_ids, 0, [0] * (num_tokens - tree.num_nodes), tree, root_position=num_tokens - tree.num_nodes - 1)
+    model_config = model.config
+    kv = allocate_kv(
+        model_config.num_layers, 1, model_config.num_kv_heads, config.block_size, model_config.head_dim, model.dtype, model.device
+    )
+    with torch.inference_mode():
+        runner = make_runner(model, kv, limits, PassCounts())
+        logits = runner.forward(build_batch([segment] * config.max_batch_size, block_size=config.block_size, device=CPU))
+        draw(logits.float().softmax(-1), torch.full((len(logits),), 0.5, dtype=torch.float64, device=logits.device))
