@@ -13,6 +13,7 @@ import torch
 
 from titan.draft.shapes import expected_shape, in_main_path_order
 from titan.draft.tree_builder import BeamGrowth, ChainGrowth, Growth, ShapeGrowth
+from titan.kernels.upload import to_device
 from titan.request import Request
 from titan.sampling import SamplingRows
 from titan.tree import MAX_NODES, Parents, chain_parents
@@ -117,7 +118,7 @@ class DraftPolicy:
         if kind in (Kind.SHAPE, Kind.DRAWN):
             shapes = [self._shape(request, budget) for request, budget in zip(requests, budgets, strict=True)]
             return ShapeGrowth(shapes, _drawn_rows(requests) if kind is Kind.DRAWN else None)
-        temperatures = torch.tensor([score_temperature(request) for request in requests], device=device)
+        temperatures = to_device(np.array([score_temperature(request) for request in requests], np.float32), device)
         if kind is Kind.CHAIN:
             return ChainGrowth(budgets, budgets, 1, temperatures)
         if kind is Kind.CHAIN_WITH_SIBLINGS:

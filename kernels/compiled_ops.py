@@ -123,7 +123,7 @@ class CompiledOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         output = torch.empty_like(x)
-        self._functions["rms_norm"](x.data_ptr(), weight.data_ptr(), output.data_ptr(), len(x), x.shape[1], eps)
+        self._functions["rms_norm"](x.data_ptr(), weight.data_ptr(), output.data_ptr(), x.shape[0], x.shape[1], eps)
         return output
 
     def linear_add_norm(
@@ -144,7 +144,7 @@ class CompiledOps:
         qk_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        num_tokens, num_kv_heads, head_dim = len(qkv), kv_layer.shape[1], kv_layer.shape[4]
+        num_tokens, num_kv_heads, head_dim = qkv.shape[0], kv_layer.shape[1], kv_layer.shape[4]
         self._functions["rope_and_write_kv"](
             qkv.data_ptr(),
             rope_table.data_ptr(),
@@ -163,6 +163,6 @@ class CompiledOps:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         size = gate_up.shape[1] // 2
-        output = gate_up.new_empty(len(gate_up), size)
-        self._functions["silu_mul"](gate_up.data_ptr(), output.data_ptr(), len(gate_up), size)
+        output = gate_up.new_empty(gate_up.shape[0], size)
+        self._functions["silu_mul"](gate_up.data_ptr(), output.data_ptr(), gate_up.shape[0], size)
         return output

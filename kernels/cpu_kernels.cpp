@@ -1,5 +1,5 @@
 // Kernels for a CPU. Of a layer: ragged tree attention over paged KV, rotation and KV write, RMSNorm, gated activation. Of
-// sampling: softmax at a temperature, and a draw.
+// sampling: the largest logit, softmax at a temperature, and a draw.
 //
 // Plain C++ that a compiler vectorises, OpenMP for threads. All arithmetic is float32. `cpu_library.py` compiles this
 // file; `compiled_ops.py` and `row_sampling.py` call the functions at its end, and tell shapes and meanings. T is the type of the tensors.
@@ -395,6 +395,36 @@ void softmax(const T* logits, const float* temperatures, float* probs, int64_t n
   }
 }
 
+// The first of the largest entries, -1 if the largest is not finite or an entry is NaN.
+template <typename T>
+int64_t argmax_row(const T* logits, int64_t size) {
+  float largest = kHidden;
+  int has_nan = 0;
+#pragma omp simd reduction(max : largest) reduction(| : has_nan)
+  for (int64_t i = 0; i < size; ++i) {
+    const float x = widen(logits[i]);
+    largest = std::max(largest, x);
+    has_nan |= x != x;
+  }
+  if (has_nan || !std::isfinite(largest)) return -1;
+  for (int64_t start = 0; start < size; start += kChunk) {
+    const int64_t end = std::min(start + kChunk, size);
+    int is_here = 0;
+#pragma omp simd reduction(| : is_here)
+    for (int64_t i = start; i < end; ++i) is_here |= widen(logits[i]) == largest;
+    if (is_here)
+      for (int64_t i = start;; ++i)
+        if (widen(logits[i]) == largest) return i;
+  }
+  return -1;
+}
+
+template <typename T>
+void argmax(const T* logits, int64_t* tokens, int64_t num_rows, int64_t size) {
+#pragma omp parallel for if (num_rows * size > 8 * kMaxSerial)
+  for (int64_t row = 0; row < num_rows; ++row) tokens[row] = argmax_row(logits + row * size, size);
+}
+
 double sum_chunk(const float* probs, int64_t begin, int64_t end) {
   double sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -451,6 +481,9 @@ extern "C" void draw_float32(const float* probs, const double* uniform, int64_t*
     rope_and_write_kv(static_cast<T*>(qkv), static_cast<const T*>(rope_table), positions, slot_mapping,                        \
                       static_cast<T*>(kv_layer), head_stride, static_cast<const T*>(qk_norm), eps, num_tokens, num_heads,      \
                       num_kv_heads, head_dim);                                                                                 \
+  }                                                                                                                            \
+  extern "C" void argmax_##NAME(const void* logits, int64_t* tokens, int64_t num_rows, int64_t size) {                         \
+    argmax(static_cast<const T*>(logits), tokens, num_rows, size);                                                             \
   }                                                                                                                            \
   extern "C" void softmax_##NAME(const void* logits, const float* temperatures, float* probs, int64_t num_rows,                \
                                  int64_t size) {                                                                               \

@@ -1,4 +1,4 @@
-"""Softmax at a temperature and draws, for rows of logits: the parts of sampling that look at the whole vocabulary."""
+"""The largest logit, softmax at a temperature and draws: the parts of sampling that look at the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -13,6 +13,24 @@ TINY_TEMPERATURE = 1e-3
 """Above it, no logit that a model makes overflows when it is divided."""
 
 COMPILED_LOGITS = (torch.float32, torch.bfloat16)
+
+
+def argmax_rows(logits: Tensor) -> Tensor:
+    """The first of the most likely tokens of each row.
+
+    Args:
+        logits: [n, vocab], any float dtype.
+
+    Returns:
+        int64 [n]; -1 where the largest logit is not finite.
+    """
+    if logits.device.type == "cpu" and logits.dtype in COMPILED_LOGITS and (library := usable_library()) is not None:
+        logits = logits.contiguous()
+        tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+        _call(library[f"argmax_{str(logits.dtype).removeprefix('torch.')}"], (logits, tokens), logits.shape)
+        return tokens
+    best, tokens = logits.max(-1)  # on a CPU five times as fast as argmax in bfloat16
+    return tokens.masked_fill(~torch.isfinite(best), -1)
 
 
 def softmax_at(logits: Tensor, temperatures: Tensor) -> Tensor:
@@ -49,7 +67,7 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     """
     if probs.device.type == "cpu" and (library := usable_library()) is not None:
         probs, uniform = probs.contiguous(), uniform.contiguous()
-        tokens = torch.empty(len(probs), dtype=torch.int64)
+        tokens = torch.empty(probs.shape[0], dtype=torch.int64)
         _call(library["draw_float32"], (probs, uniform, tokens), probs.shape)
         return tokens
     cdf = probs.double().cumsum(-1)

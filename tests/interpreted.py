@@ -1,4 +1,7 @@
-"""The CUDA path of an engine on a CPU: Triton kernels in the interpreter, and passes that are replayed by running them again."""
+"""The CUDA path of an engine: on a CUDA device where there is one, else on the CPU.
+
+There the Triton kernels run in the interpreter, and a pass is replayed by running it again.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ import torch
 from torch import Tensor
 
 from titan.cuda_graphs import Capture, Replay
+from titan.kernels.triton_tools import INTERPRETED
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def eager_capture() -> Capture:
@@ -26,6 +32,7 @@ def eager_capture() -> Capture:
 
 
 def take_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on, models that are loaded, and KV and logits, are handled as on CUDA."""
-    monkeypatch.setattr("titan.kernels.backend.takes_triton", lambda device: True)
-    monkeypatch.setattr("titan.model_runner.cuda_graph_capture", eager_capture)
+    """From now on, what is on `DEVICE` is handled as on CUDA."""
+    if INTERPRETED:
+        monkeypatch.setattr("titan.kernels.backend.takes_triton", lambda device: True)
+        monkeypatch.setattr("titan.model_runner.cuda_graph_capture", eager_capture)

@@ -1,6 +1,6 @@
 """Passes that are padded and replayed: the same numbers as without, whatever came before.
 
-A capture is replaced by one that keeps the function; a replay runs it again, over whatever lies in the static inputs by then.
+Without a CUDA device a replay runs the pass again, over whatever lies in the static inputs by then.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interpreted import eager_capture, take_triton
+from interpreted import DEVICE, take_triton
 from tiny_models import make_model
 from torch import Tensor
 
-from titan.batch import Segment, build_batch, build_draft_passes
+from titan.batch import RaggedBatch, Segment, build_batch, build_draft_passes
 from titan.cuda_graphs import MAX_GRAPH_TOKENS, GraphSizes, PassCounts, PassLimits, PassSize
 from titan.kernels.upload import ALIGNMENT, packed_size, to_device, upload
 from titan.kv_cache import allocate_kv
-from titan.model_runner import ModelRunner
+from titan.model_runner import ModelRunner, make_runner
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
 from titan.tree import DraftTree
@@ -103,10 +103,11 @@ class Twins:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         plain = load_model(str(folder), dtype="float32", device=CPU)
         take_triton(monkeypatch)
-        triton = load_model(str(folder), dtype="float32", device=CPU)
+        triton = load_model(str(folder), dtype="float32", device=DEVICE)
         self.counts = PassCounts()
         self.plain = ModelRunner(plain, self.make_kv(plain))
-        self.triton = TritonRunner(triton, self.make_kv(triton), LIMITS, self.counts, eager_capture())
+        self.triton = make_runner(triton, self.make_kv(triton), LIMITS, self.counts)
+        assert isinstance(self.triton, TritonRunner)
         self.rng = np.random.default_rng(0)
 
     def make_kv(self, model: Decoder) -> Tensor:
@@ -114,7 +115,7 @@ class Twins:
         kv = allocate_kv(config.num_layers, NUM_BLOCKS, config.num_kv_heads, BLOCK_SIZE, config.head_dim, model.dtype, CPU)
         kv.normal_(generator=torch.Generator().manual_seed(0))
         kv[:, :, :, LIMITS.num_requests * BLOCKS_PER_REQUEST :] = torch.nan  # blocks of nobody
-        return kv
+        return kv.to(model.device)
 
     def tables(self) -> list[list[int]]:
         order = self.rng.permutation(LIMITS.num_requests * BLOCKS_PER_REQUEST).tolist()
@@ -123,17 +124,20 @@ class Twins:
     def run(self, segments: Sequence[Segment]) -> None:
         """One pass; logits and KV must agree, and only the slots of this pass change."""
         batch = build_batch(segments, block_size=BLOCK_SIZE, device=CPU)
-        before = self.triton.kv.clone()
-        with torch.inference_mode():
-            logits, expected = self.triton.forward(batch), self.plain.forward(batch)
-        assert logits.shape == expected.shape
-        assert (logits - expected).norm() <= 1e-5 * expected.norm()
+        before = self.triton.kv.cpu().clone()
+        self.compare(batch)
         untouched = torch.ones(NUM_BLOCKS * BLOCK_SIZE, dtype=torch.bool)
         untouched[batch.slot_mapping] = False
-        after, before, twin = (kv.flatten(3, 4) for kv in (self.triton.kv, before, self.plain.kv))
+        after, before, twin = (kv.flatten(3, 4) for kv in (self.triton.kv.cpu(), before, self.plain.kv))
         assert torch.equal(after[:, :, :, untouched].view(torch.int32), before[:, :, :, untouched].view(torch.int32))
         written = batch.slot_mapping
         assert (after[:, :, :, written] - twin[:, :, :, written]).norm() <= 1e-5 * twin[:, :, :, written].norm()
+
+    def compare(self, batch: RaggedBatch) -> None:
+        with torch.inference_mode():
+            logits, expected = self.triton.forward(batch).cpu(), self.plain.forward(batch)
+        assert logits.shape == expected.shape
+        assert (logits - expected).norm() <= 1e-5 * expected.norm()
 
     def verification(self, query_lens: Sequence[int]) -> list[Segment]:
         """Requests with trees, so that the root and its nodes make queries of these lengths, at random contexts."""
@@ -171,10 +175,7 @@ def test_passes_of_a_draft_are_replayed_with_nodes_and_with_few_rows(folder: Pat
         for draft_pass, token_ids, ancestor_bits in zip(
             build_draft_passes(tables[:2], roots[:2], feeds, block_size=BLOCK_SIZE, device=CPU), tokens, bits, strict=True
         ):
-            batch = draft_pass.with_nodes(token_ids, ancestor_bits)
-            with torch.inference_mode():
-                logits, expected = twins.triton.forward(batch), twins.plain.forward(batch)
-            assert (logits - expected).norm() <= 1e-5 * expected.norm()
+            twins.compare(draft_pass.with_nodes(token_ids, ancestor_bits))
     assert (twins.counts.num_eager, twins.counts.num_replayed) == (3, 6)
 
 
@@ -187,7 +188,7 @@ def test_a_replay_has_the_very_bits_of_the_run_before_its_capture(folder: Path, 
         twins.triton.forward(other)
         twins.triton.kv.copy_(kv)
         assert torch.equal(twins.triton.forward(batch), first)
-    assert twins.counts.num_replayed == 1
+    assert twins.counts == PassCounts(num_replayed=2, num_eager=1), "all of one size"
 
 
 def test_prefill_and_long_tables_run_eagerly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import take_triton
+from interpreted import DEVICE, take_triton
 from stepping import greedy, make_engine, run_all
 from torch import Tensor
 from zoo import Zoo
 
 from titan.models.decoder import Decoder
 
-FREE, PEAK = 3_000_000, 1_000_000
+FREE, PEAK = 1_900_000, 1_000_000
 
 
 class FakeMemory:
@@ -55,10 +55,11 @@ def _fake_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OPTIONS: dict[str, Any] = {"max_batch_size": 3, "max_num_batched_tokens": 70, "max_draft_tokens": 4}
+ON_TRITON = {"device": str(DEVICE)}
 
 
 def test_pool_takes_its_share_of_what_the_largest_passes_leave(zoo: Zoo) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("other"), **OPTIONS)
+    engine = make_engine(zoo.path("llama"), zoo.path("other"), **OPTIONS, **ON_TRITON)
     assert FakeMemory.passes == [(69, 3, 15), (69, 3, 15)], "the target's and the draft's"
     bytes_per_block = 16 * (3 + 2) * 2 * 2 * 16 * 4  # tokens, layers of both, K and V, heads, head_dim, float32
     useful = 3 * 16
@@ -68,16 +69,25 @@ def test_pool_takes_its_share_of_what_the_largest_passes_leave(zoo: Zoo) -> None
 
 def test_given_sizes_are_kept_and_nothing_is_profiled(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan.engine.CudaMemory", None)
-    assert make_engine(zoo.path("llama"), num_kv_blocks=17).kv.num_blocks == 17
-    assert make_engine(zoo.path("llama"), kv_cache_memory=16 * 3 * 2 * 2 * 16 * 4 * 9).kv.num_blocks == 9
+    assert make_engine(zoo.path("llama"), num_kv_blocks=17, **ON_TRITON).kv.num_blocks == 17
+    assert make_engine(zoo.path("llama"), kv_cache_memory=16 * 3 * 2 * 2 * 16 * 4 * 9, **ON_TRITON).kv.num_blocks == 9
 
 
 def test_passes_stay_within_the_models_positions(zoo: Zoo) -> None:
-    make_engine(zoo.path("short"), max_batch_size=2, max_num_batched_tokens=2048, max_draft_tokens=0)
+    make_engine(zoo.path("short"), max_batch_size=2, max_num_batched_tokens=2048, max_draft_tokens=0, **ON_TRITON)
     assert FakeMemory.passes == [(2 * 40, 2, 2)]
+
+
+def test_passes_that_do_not_fit_are_refused_by_what_makes_them_large(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(memory: FakeMemory, function: Callable[[], None]) -> int:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(FakeMemory, "peak", fail)
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=70 and max_batch_size=3 need more memory than .* has: lower them"):
+        make_engine(zoo.path("llama"), **OPTIONS, **ON_TRITON)
 
 
 def test_no_room_is_refused(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeMemory, "free", lambda self: PEAK - 5)
-    with pytest.raises(ValueError, match="-4 bytes of KV cache memory are too few: one block takes 12288 bytes"):
-        make_engine(zoo.path("llama"), **OPTIONS)
+    with pytest.raises(ValueError, match="0 bytes of KV cache memory are too few: one block takes 12288 bytes"):
+        make_engine(zoo.path("llama"), **OPTIONS, **ON_TRITON)

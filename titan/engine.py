@@ -64,6 +64,8 @@ class Engine:
     def __init__(self, config: EngineConfig, model: str, draft: DraftSpec = None, tokenizer: str | None = None) -> None:
         self.config = config
         self.device = choose_device(config.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # which is where Triton launches
         folder = resolve_model(model, "target")
         self.tokenizer = _load_tokenizer(folder, tokenizer)
         target = load_model(folder, dtype=config.dtype, device=self.device)

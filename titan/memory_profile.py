@@ -68,6 +68,9 @@ def memory_for_kv(
         limits: of the small passes.
         max_model_len: most tokens of a request.
         probe: of the target's device.
+
+    Raises:
+        ValueError: not even one pass fits.
     """
     free = probe.free()
 
@@ -79,7 +82,13 @@ def memory_for_kv(
         for model in models:
             _run_largest_pass(model, config, limits, min(max_model_len, model.max_positions))
 
-    return free - probe.peak(run_all)
+    try:
+        return max(0, free - probe.peak(run_all))
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"max_num_batched_tokens={config.max_num_batched_tokens} and max_batch_size={config.max_batch_size} need more memory "
+            f"than {target.device} has: lower them"
+        ) from error
 
 
 def _run_largest_pass(model: Decoder, config: EngineConfig, limits: PassLimits, max_len: int) -> None:

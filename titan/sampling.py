@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.kernels import backend
-from titan.kernels.row_sampling import draw, softmax_at
+from titan.kernels.row_sampling import argmax_rows, draw, softmax_at
 from titan.kernels.upload import upload
 from titan.logits import TransformedRows, transform_logits
 
@@ -122,13 +122,14 @@ def sample_rows(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64] | N
 
         seeds, positions = upload([rows.seeds[index].view(np.int64), rows.positions[index]], logits.device)
         return draw_rows(_distributions(logits, rows, index), seeds, positions, purpose=Purpose.SAMPLE)
-    best, tokens = logits.max(-1)
+    tokens = argmax_rows(logits)
     if len(places):
         sampled, places_tensor = index[places], torch.from_numpy(places).to(logits.device)
         probs = _filtered_probs(logits.index_select(0, places_tensor), rows, sampled)
         uniform = philox_uniform(rows.seeds[sampled], rows.positions[sampled], Purpose.SAMPLE)
-        tokens[places_tensor] = draw(probs, torch.from_numpy(uniform).to(logits.device))
-    return tokens.masked_fill(~torch.isfinite(best), -1)
+        drawn = draw(probs, torch.from_numpy(uniform).to(logits.device))
+        tokens[places_tensor] = torch.where(tokens[places_tensor] < 0, -1, drawn)
+    return tokens
 
 
 def target_probs(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -> Tensor:

@@ -113,7 +113,7 @@ def check_draws(setting: Setting) -> Measurement:
 
 def check_walk(setting: Setting) -> Measurement:
     """Random trees over few tokens, so that paths are long and siblings repeat."""
-    num_requests, max_nodes = (4, 9) if setting.is_tiny else (256, 63)
+    num_requests, max_nodes = (16, 9) if setting.is_tiny else (256, 63)
     rng = np.random.default_rng(setting.seed)
     sizes = rng.integers(0, max_nodes, num_requests, endpoint=True)
     parents = [[int(rng.integers(max(-1, node - 3), node)) for node in range(size)] for size in sizes]
@@ -149,7 +149,7 @@ class Drafts:
 
 def make_drafts(setting: Setting) -> Drafts:
     """Random trees; the mass lies on few tokens, so that no draw is near the border between two."""
-    num_requests, num_tokens, vocab_size = (4, 12, 300) if setting.is_tiny else (48, 32, 128_256)
+    num_requests, num_tokens, vocab_size = (9, 12, 300) if setting.is_tiny else (48, 32, 128_256)
     rng = np.random.default_rng(setting.seed)
     ids = np.sort(rng.permutation(vocab_size)[:num_tokens])
     trees, all_p, all_q = [], [], []
@@ -158,7 +158,7 @@ def make_drafts(setting: Setting) -> Drafts:
         shapes = [list(range(-1, num_nodes - 1)), [-1] * num_nodes, [int(rng.integers(-1, node)) for node in range(num_nodes)]]
         parents = shapes[i % len(shapes)]
         p = rng.dirichlet(np.full(num_tokens, 0.3), num_nodes + 1).astype(np.float32).astype(np.float64) + 1e-4
-        q = 0.5 * p + 0.5 * rng.dirichlet(np.full(num_tokens, 0.5), num_nodes + 1)
+        q = 0.1 * p + 0.9 * rng.dirichlet(np.full(num_tokens, 0.5), num_nodes + 1)
         p, q = (each / each.sum(-1, keepdims=True) for each in (p, q))
         places: list[int] = []
         for node, parent in enumerate(parents):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titan.kernels.cpu_library import load_library
-from titan.kernels.row_sampling import draw, softmax_at
+from titan.kernels.row_sampling import argmax_rows, draw, softmax_at
 
 
 @pytest.fixture(params=["torch", "compiled"], autouse=True)
@@ -32,6 +32,21 @@ def test_softmax_is_its_definition_and_leaves_the_logits(dtype: torch.dtype, num
     assert probs.dtype == torch.float32
     torch.testing.assert_close(probs.double(), expected, rtol=1e-4, atol=1e-30)
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 1), (2, 5), (60, 1031), (9, 20000)])
+def test_argmax_is_the_first_of_the_largest(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
+    logits = random_logits(num_rows, vocab_size, dtype)
+    logits[:, vocab_size // 2 :] = logits[:, : vocab_size - vocab_size // 2].clone()  # every value twice
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert argmax_rows(logits).tolist() == expected
+
+
+def test_argmax_of_rows_that_are_not_finite() -> None:
+    inf, nan = torch.inf, torch.nan
+    rows = [[1.0, -inf, 2.0], [1.0, inf, 0.0], [nan, 1.0, 0.0], [1.0, nan, 2.0], [-inf, -inf, -inf], [-inf, -5.0, -inf]]
+    assert argmax_rows(torch.tensor(rows)).tolist() == [2, -1, -1, -1, -1, 1]
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-4])

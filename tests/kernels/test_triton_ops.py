@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interpreted import take_triton
+from interpreted import DEVICE, take_triton
 from stepping import greedy, make_engine, run_all
 from tiny_models import make_model
 from torch import Tensor
@@ -65,17 +65,17 @@ def mixed_segments() -> list[Segment]:
 def make_runners(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Runner, Runner]:
     """The model on PyTorch and on Triton, each with the same KV of its own."""
 
-    def runner() -> Runner:
-        model = load_model(str(folder), dtype=dtype, device=CPU)
+    def runner(device: torch.device) -> Runner:
+        model = load_model(str(folder), dtype=dtype, device=device)
         config = model.config
         kv = allocate_kv(config.num_layers, NUM_BLOCKS, config.num_kv_heads, BLOCK_SIZE, config.head_dim, model.dtype, device=CPU)
         kv.normal_(generator=torch.Generator().manual_seed(0))
-        return make_runner(model, kv, LIMITS, PassCounts())
+        return make_runner(model, kv.to(device), LIMITS, PassCounts())
 
     monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
-    plain = runner()
+    plain = runner(CPU)
     take_triton(monkeypatch)
-    return plain, runner()
+    return plain, runner(DEVICE)
 
 
 def assert_near(actual: Tensor, expected: Tensor, bound: float) -> None:
@@ -94,18 +94,19 @@ def test_decoder_on_triton_is_the_decoder_on_pytorch(
     assert isinstance(plain, ModelRunner) and isinstance(triton, TritonRunner) and isinstance(triton.model.ops, TritonOps)
     batch = build_batch(mixed_segments(), block_size=BLOCK_SIZE, device=CPU)
     with torch.inference_mode():
-        assert_near(triton.forward(batch), plain.forward(batch), DTYPES[dtype])
-    assert_near(triton.kv, plain.kv, DTYPES[dtype])
+        assert_near(triton.forward(batch).cpu(), plain.forward(batch), DTYPES[dtype])
+    assert_near(triton.kv.cpu(), plain.kv, DTYPES[dtype])
 
 
 SMALL: dict[str, Any] = {"max_batch_size": 4, "prefill_chunk_size": 16, "num_kv_blocks": 40, "max_draft_tokens": 3}
+ON_TRITON = {"device": str(DEVICE)}
 PROMPTS = [tokens(20, 1), tokens(3, 2), tokens(9, 3)]
 
 
 def test_greedy_generation_on_triton_is_that_of_transformers(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     take_triton(monkeypatch)
     parents = [-1, -1, 0]  # accepted paths must move
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), draft_tree=parents, **SMALL)
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), draft_tree=parents, **SMALL, **ON_TRITON)
     assert isinstance(engine.runner, TritonRunner)
     outputs = run_all(engine, PROMPTS, [greedy(8, ignore_eos=True)] * len(PROMPTS))
     assert outputs == [zoo.greedy("llama", prompt, 8, ignore_eos=True) for prompt in PROMPTS]
@@ -124,13 +125,13 @@ def test_sampled_generation_on_triton_is_that_on_pytorch(draft_sampling: str, zo
     ]
     params = [SamplingParams(max_tokens=6, ignore_eos=True, **each) for each in options]
 
-    def generate() -> tuple[list[list[int]], list[int]]:
-        engine = make_engine(zoo.path("short"), zoo.path("short~"), draft_sampling=draft_sampling, **SMALL)
+    def generate(device: torch.device) -> tuple[list[list[int]], list[int]]:
+        engine = make_engine(zoo.path("short"), zoo.path("short~"), draft_sampling=draft_sampling, device=str(device), **SMALL)
         return run_all(engine, PROMPTS, params), engine.counters.accepted_per_depth
 
-    expected = generate()
+    expected = generate(CPU)
     take_triton(monkeypatch)
-    assert generate() == expected
+    assert generate(DEVICE) == expected
     assert expected[1]
 
 
@@ -160,4 +161,4 @@ def test_what_the_kernels_cannot_take_is_refused_by_the_engine(
     make_model(tmp_path, num_hidden_layers=1, **config)
     take_triton(monkeypatch)
     with pytest.raises(ValueError, match=message):
-        make_engine(str(tmp_path), **({"num_kv_blocks": 40} | options))
+        make_engine(str(tmp_path), **({"num_kv_blocks": 40} | options | ON_TRITON))

@@ -1,0 +1,56 @@
+"""What only a CUDA device can show; everything else on the way there is tested without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from stepping import greedy, make_engine, run_all, submit
+from zoo import Zoo, random_prompts
+
+from titan.sampling_params import SamplingParams
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+PROMPTS = random_prompts(6, max_len=40)
+
+
+@pytest.fixture
+def _no_waiting() -> Iterator[None]:
+    """PyTorch raises where it waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("draft_tree", ["chain", "dynamic"])
+def test_greedy_generation_is_that_of_transformers_and_mostly_replayed(zoo: Zoo, draft_tree: str) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), device="cuda", draft_tree=draft_tree, num_kv_blocks=400)
+    for _ in range(2):
+        outputs = run_all(engine, PROMPTS, [greedy(40, ignore_eos=True)] * len(PROMPTS))
+        assert outputs == [zoo.greedy("llama", prompt, 40, ignore_eos=True) for prompt in PROMPTS]
+    hit_rate = engine.metrics().graph_hit_rate
+    assert hit_rate is not None and hit_rate > 0.7
+
+
+def test_bfloat16_with_a_profiled_pool_runs_all_options(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("qwen3"), zoo.path("useless"), device="cuda", dtype="bfloat16", draft_sampling="sampled")
+    params = [SamplingParams(temperature=0.9, top_p=0.9, top_k=30, min_p=0.01, max_tokens=20, seed=i) for i in range(3)]
+    params += [greedy(20), SamplingParams(repetition_penalty=1.2, logprobs=2, max_tokens=20, seed=9), greedy(20)]
+    assert all(run_all(engine, PROMPTS, params))
+
+
+def test_a_replayed_verification_waits_for_nothing(zoo: Zoo, request: pytest.FixtureRequest) -> None:
+    engine = make_engine(zoo.path("llama"), device="cuda", num_kv_blocks=400)
+    submit(engine, PROMPTS, [greedy(40, ignore_eos=True)] * len(PROMPTS))
+    for _ in range(4):
+        engine.step()
+    with torch.inference_mode():
+        plan = engine.scheduler.schedule(0)
+        batch = engine.build_batch(plan, engine.drafter.propose(plan))
+        num_replayed = engine.passes.num_replayed
+        request.getfixturevalue("_no_waiting")
+        engine.kv.clear_new_blocks()
+        engine.runner.forward(batch)
+    assert engine.passes.num_replayed == num_replayed + 1
