@@ -53,7 +53,7 @@ class Engine:
 
     Args:
         config: options.
-        model: "demo", a folder, or a hub id.
+        model: "demo", a folder, a hub id, or a decoder that is ready to run on the device, whatever the dtype asked for.
         draft: what drafts; see `titan.draft.registry`.
         tokenizer: folder or hub id of the tokenizer; ``None`` = the model's. A model without one takes token ids only.
 
@@ -61,14 +61,17 @@ class Engine:
         ValueError: a model cannot be loaded, the draft has another vocabulary, or the KV cache has no room.
     """
 
-    def __init__(self, config: EngineConfig, model: str, draft: DraftSpec = None, tokenizer: str | None = None) -> None:
+    def __init__(self, config: EngineConfig, model: str | Decoder, draft: DraftSpec = None, tokenizer: str | None = None) -> None:
         self.config = config
         self.device = choose_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # which is where Triton launches
-        folder = resolve_model(model, "target")
-        self.tokenizer = _load_tokenizer(folder, tokenizer)
-        target = load_model(folder, dtype=config.dtype, device=self.device)
+        if isinstance(model, Decoder):
+            self.tokenizer, target = _load_tokenizer(None, tokenizer), model
+        else:
+            folder = resolve_model(model, "target")
+            self.tokenizer = _load_tokenizer(folder, tokenizer)
+            target = load_model(folder, dtype=config.dtype, device=self.device)
         self.model_config = target.config
         self.dtype = target.dtype
         self.max_model_len = _max_model_len(config, self.model_config)
@@ -363,13 +366,15 @@ def _draw_seed(source: np.random.SeedSequence) -> int:
     return int(source.generate_state(1, np.uint64)[0])
 
 
-def _load_tokenizer(folder: str, tokenizer: str | None) -> Any | None:
-    """The tokenizer asked for, else the model's own, else ``None``."""
+def _load_tokenizer(folder: str | None, tokenizer: str | None) -> Any | None:
+    """The tokenizer asked for, else the one in the model's folder, else ``None``."""
     if tokenizer is not None:
         try:
             return load_tokenizer(resolve_model(tokenizer, "target"))
         except ValueError as error:
             raise ValueError(f"tokenizer={tokenizer!r} cannot be used: {error}") from error
+    if folder is None:
+        return None
     try:
         return load_tokenizer(folder)
     except ValueError:

@@ -268,7 +268,7 @@ def _move_by_kernel(kv: Tensor, moves: Sequence[PathMove]) -> None:
     for row, move in zip(paths, moves, strict=True):
         row[: len(move.path)] = move.path
     block_table = pad_block_tables([move.block_ids for move in moves]).astype(np.int32)
-    first_slots = np.array([move.first_slot + 1 for move in moves])
+    first_slots = np.array([move.first_slot for move in moves])
     num_accepted = np.array([len(move.path) for move in moves], np.int32)
     move_paths(kv, *upload([block_table, first_slots, paths, num_accepted], kv.device))
 

@@ -122,16 +122,16 @@ class AttentionBatch:
 
     def exact(self, q: Tensor, kv_layer: Tensor, *, window: Window = None, softcap: float | None = None) -> Tensor:
         """The output in float64, on the device, [T, num_heads * D]."""
-        exact = reference_masked_attention(
-            q,
-            kv_layer,
-            query_start_loc=self.query_start_loc.tolist(),
-            block_table=self.block_table.tolist(),
-            visible=[query.visible(window, q.device) for query in self.queries],
-            scale=scale_of(self.geometry),
-            softcap=softcap,
-        )
-        return exact.to(q.device)
+        with q.device:  # where the twin makes its tensors
+            return reference_masked_attention(
+                q,
+                kv_layer,
+                query_start_loc=self.query_start_loc.tolist(),
+                block_table=self.block_table.tolist(),
+                visible=[query.visible(window, q.device) for query in self.queries],
+                scale=scale_of(self.geometry),
+                softcap=softcap,
+            )
 
     def attend(
         self,

@@ -225,7 +225,7 @@ class EndToEnd:
         """Bring ``batch`` requests to their window, measure it, and end them.
 
         Raises:
-            RuntimeError: the model has written something else than its weights say, or a request ended within the window.
+            RuntimeError: the model has written something else than its weights say, or a request ended early.
         """
         engine, lengths, vocab_size = self.engine, self.plan.lengths, self.plan.target.vocab_size
         prompts = self._prompts(batch)
@@ -237,17 +237,17 @@ class EndToEnd:
         with _running(engine, requests):
             while any(request.metrics.first_token_time is None for request in requests):
                 engine.step()
+                _check_running(requests)
             for extreme in EXTREMES:
                 self.replay.acceptance = extreme
                 self._steps(lengths.num_warm_ups)
             self.replay.acceptance = acceptance or 0.0
             window = self._measure(lengths.num_steps(batch), is_profiled=acceptance in (None, GOAL_ACCEPTANCE))
+            _check_running(requests)
             for request in requests:
                 expected = recordings[tuple(request.prompt_token_ids)][: request.num_output_tokens]
                 if request.output_token_ids != expected:
                     raise RuntimeError(f"request {request.request_id} wrote other tokens than its weights say")
-                if request.is_finished:
-                    raise RuntimeError(f"request {request.request_id} ended within the window: {request.error}")
         return window
 
     def _steps(self, num_steps: int) -> None:
@@ -318,6 +318,12 @@ def _running(engine: Engine, requests: Sequence[Request]) -> Iterator[None]:
         for request in requests:
             if not request.is_finished:
                 engine.scheduler.abort(request)
+
+
+def _check_running(requests: Sequence[Request]) -> None:
+    for request in requests:
+        if request.is_finished:
+            raise RuntimeError(f"request {request.request_id} ended early: {request.error or request.finish_reason}")
 
 
 def _generate(model: Any, _: int) -> Any:

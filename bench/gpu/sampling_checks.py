@@ -149,16 +149,16 @@ class Drafts:
 
 def make_drafts(setting: Setting) -> Drafts:
     """Random trees; the mass lies on few tokens, so that no draw is near the border between two."""
-    num_requests, num_tokens, vocab_size = (9, 12, 300) if setting.is_tiny else (48, 32, 128_256)
+    num_requests, num_tokens, vocab_size = (48, 8, 300) if setting.is_tiny else (192, 8, 128_256)
     rng = np.random.default_rng(setting.seed)
     ids = np.sort(rng.permutation(vocab_size)[:num_tokens])
     trees, all_p, all_q = [], [], []
     for i in range(num_requests):
-        num_nodes = int(rng.integers(1, MAX_DEPTH))
+        num_nodes = int(rng.integers(3, MAX_DEPTH))
         shapes = [list(range(-1, num_nodes - 1)), [-1] * num_nodes, [int(rng.integers(-1, node)) for node in range(num_nodes)]]
         parents = shapes[i % len(shapes)]
-        p = rng.dirichlet(np.full(num_tokens, 0.3), num_nodes + 1).astype(np.float32).astype(np.float64) + 1e-4
-        q = 0.1 * p + 0.9 * rng.dirichlet(np.full(num_tokens, 0.5), num_nodes + 1)
+        p = rng.dirichlet(np.full(num_tokens, 2.0), num_nodes + 1).astype(np.float32).astype(np.float64) + 1e-4
+        q = rng.dirichlet(np.full(num_tokens, 0.7), num_nodes + 1) + 1e-4
         p, q = (each / each.sum(-1, keepdims=True) for each in (p, q))
         places: list[int] = []
         for node, parent in enumerate(parents):

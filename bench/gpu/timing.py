@@ -13,7 +13,7 @@ Work = Callable[[], object]
 
 NUM_WARM_UPS = 2
 MIN_REPLAYS, MAX_REPLAYS = 5, 200
-MAX_GRAPH_GAP = 2e-6
+MAX_GRAPH_GAP = 4e-6
 """Seconds between two kernels that count as running: what lies between kernels of one graph is not the host's."""
 
 

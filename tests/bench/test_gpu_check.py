@@ -31,7 +31,7 @@ from titan.kernels.triton_tools import INTERPRETED
 from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
 
-TINY = Setting(torch.device("cpu" if INTERPRETED else "cuda"), is_tiny=True, copy_bandwidth=1e9)
+TINY = Setting(torch.device("cpu" if INTERPRETED else "cuda:0"), is_tiny=True, copy_bandwidth=1e9)
 
 
 def found(**figures: float) -> Measurement:
@@ -384,7 +384,9 @@ def test_flashinfer_is_told_the_same_tree(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_peer_that_sees_other_slots_disagrees(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = attention.Shape("", attention.TINY, (20, 20))
-    monkeypatch.setattr(Query, "visible", lambda query, window, device: torch.ones(query.query_len, query.seq_len) > 0)
+    monkeypatch.setattr(
+        Query, "visible", lambda query, window, device: torch.ones(query.query_len, query.seq_len, device=device) > 0
+    )
     problem = AttentionBench(TINY).measure_peer(shape, "gather + SDPA").problem
     assert problem is not None and problem.startswith("disagrees with titan by")
 
@@ -494,6 +496,13 @@ def test_the_same_weights_write_the_same_in_transformers(bench: EndToEnd) -> Non
 def test_a_text_that_the_weights_do_not_say_is_noticed(bench: EndToEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(end_to_end, "continuation", lambda prompt, length, vocab_size: [0] * length)
     with pytest.raises(RuntimeError, match="wrote other tokens than its weights say"):
+        bench.run_titan(1, None)
+    assert not bench.engine.scheduler.has_unfinished
+
+
+def test_a_request_that_ends_early_is_noticed_and_does_not_hang(bench: EndToEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(end_to_end.Lengths, "max_output_len", lambda lengths, batch: 3)
+    with pytest.raises(RuntimeError, match="ended early: length"):
         bench.run_titan(1, None)
     assert not bench.engine.scheduler.has_unfinished
 

@@ -19,7 +19,7 @@ from titan.kernels import tuning
 from titan.kernels.triton_tools import INTERPRETED
 from titan.kernels.tuning import TileConfig, tile_config
 
-TINY = Setting(torch.device("cpu" if INTERPRETED else "cuda"), is_tiny=True)
+TINY = Setting(torch.device("cpu" if INTERPRETED else "cuda:0"), is_tiny=True)
 SOURCE = Path(tuning.__file__).read_text(encoding="utf-8")
 SPACE = Space(block_ns=(16, 32), num_warps=(4,), num_stages=(3,), programs=(2, 3))
 KEY = (tuning.SM90, 128, 2)

@@ -19,10 +19,13 @@ from titan.batch import Segment, build_batch
 from titan.cuda_graphs import PassCounts, PassLimits
 from titan.kernels.layer_ops import choose_layer_ops
 from titan.kernels.triton_ops import TritonOps
-from titan.kv_cache import allocate_kv
+from titan.kv_cache import KVCache, Role, allocate_kv
 from titan.model_runner import ModelRunner, Runner, make_runner
 from titan.models.loader import load_model
+from titan.outputs import RequestMetrics
+from titan.request import Request
 from titan.sampling_params import SamplingParams
+from titan.step import Acceptance, StepPlan
 from titan.tree import DraftTree
 from titan.triton_runner import TritonRunner
 
@@ -105,8 +108,7 @@ PROMPTS = [tokens(20, 1), tokens(3, 2), tokens(9, 3)]
 
 def test_greedy_generation_on_triton_is_that_of_transformers(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     take_triton(monkeypatch)
-    parents = [-1, -1, 0]  # accepted paths must move
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), draft_tree=parents, **SMALL, **ON_TRITON)
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), draft_tree=[-1, -1, 0], **SMALL, **ON_TRITON)
     assert isinstance(engine.runner, TritonRunner)
     outputs = run_all(engine, PROMPTS, [greedy(8, ignore_eos=True)] * len(PROMPTS))
     assert outputs == [zoo.greedy("llama", prompt, 8, ignore_eos=True) for prompt in PROMPTS]
@@ -133,6 +135,40 @@ def test_sampled_generation_on_triton_is_that_on_pytorch(draft_sampling: str, zo
     take_triton(monkeypatch)
     assert generate(DEVICE) == expected
     assert expected[1]
+
+
+def test_kv_is_cleared_and_moved_as_on_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree_slots = np.array([0, 2, 1, 3, 4, -1], np.int32)
+    trees = [DraftTree(np.arange(6), np.array([-1, -1, 1, 0, 2, 4], np.int32), draft_slots=tree_slots)] * 3
+    paths = [[1, 2, 4], [0, 3], []]
+
+    def commit(device: torch.device) -> list[Tensor]:
+        kv = KVCache(12, BLOCK_SIZE, enable_prefix_caching=False)
+        roles: tuple[Role, ...] = ("target", "draft")
+        for i, role in enumerate(roles):
+            tensor = allocate_kv(2, 12, 2 - i, BLOCK_SIZE, 4, torch.float32, device=CPU)
+            kv.attach(role, tensor.normal_(generator=torch.Generator().manual_seed(i)).to(device))
+        requests = [
+            Request(str(i), None, tokens(10 + i), SamplingParams(), 0, 9, frozenset(), RequestMetrics(0.0), detokenizer=None)
+            for i in range(3)
+        ]
+        for request in requests:
+            assert kv.reserve(request, request.num_tokens + 6)
+        before = [tensor.cpu().clone() for tensor in kv.tensors.values()]
+        kv.clear_new_blocks()
+        for tensor, filled in zip(kv.tensors.values(), before, strict=True):
+            reserved = [block for request in requests for block in request.block_ids]
+            assert (tensor[:, :, :, reserved] == 0).all() and tensor.any()
+            tensor.copy_(filled)
+        plan = StepPlan(requests, [request.num_tokens for request in requests], [6] * 3)
+        kv.commit(plan, trees, Acceptance(paths, [[*path, 9] for path in paths], [None] * 3))
+        assert not any(torch.equal(tensor.cpu(), filled) for tensor, filled in zip(kv.tensors.values(), before, strict=True))
+        return [tensor.cpu() for tensor in kv.tensors.values()]
+
+    expected = commit(CPU)
+    take_triton(monkeypatch)
+    for tensor, wanted in zip(commit(DEVICE), expected, strict=True):
+        assert torch.equal(tensor, wanted)
 
 
 def test_choice_on_cuda_and_the_card_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
