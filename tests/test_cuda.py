@@ -31,7 +31,7 @@ def test_greedy_generation_is_that_of_transformers_and_mostly_replayed(zoo: Zoo,
         outputs = run_all(engine, PROMPTS, [greedy(40, ignore_eos=True)] * len(PROMPTS))
         assert outputs == [zoo.greedy("llama", prompt, 40, ignore_eos=True) for prompt in PROMPTS]
     hit_rate = engine.metrics().graph_hit_rate
-    assert hit_rate is not None and hit_rate > 0.7
+    assert hit_rate is not None and hit_rate > 0.5
 
 
 def test_bfloat16_with_a_profiled_pool_runs_all_options(zoo: Zoo) -> None:

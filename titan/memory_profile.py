@@ -72,7 +72,6 @@ def memory_for_kv(
     Raises:
         ValueError: not even one pass fits.
     """
-    free = probe.free()
 
     def run_all() -> None:
         models = [target]
@@ -83,12 +82,13 @@ def memory_for_kv(
             _run_largest_pass(model, config, limits, min(max_model_len, model.max_positions))
 
     try:
-        return max(0, free - probe.peak(run_all))
+        peak = probe.peak(run_all)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"max_num_batched_tokens={config.max_num_batched_tokens} and max_batch_size={config.max_batch_size} need more memory "
             f"than {target.device} has: lower them"
         ) from error
+    return max(0, probe.free() - peak)  # free now: what was loaded for the first pass stays
 
 
 def _run_largest_pass(model: Decoder, config: EngineConfig, limits: PassLimits, max_len: int) -> None:
