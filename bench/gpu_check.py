@@ -94,13 +94,14 @@ class GpuCheck:
 
     def report(self, provenance: Provenance, options: argparse.Namespace, *, is_complete: bool) -> Report:
         """All that is known so far."""
+        goals = [goal_table(self.rows)] if any(row.goals for row in self.rows) else []
         ran = [section for section in self.sections if any(row.section == section.name for row in self.rows)]
         return Report(
             "GPU check",
             provenance,
             vars(options),
             {"rows": self.rows, "times": self.times},
-            [*(section_table(section, self.rows) for section in ran), goal_table(self.rows), time_table(self.times)],
+            [*(section_table(section, self.rows) for section in ran), *goals, time_table(self.times)],
             notes=[section.notes for section in ran],
             warnings=[f"{row.section}, {row.name}: {row.problem}" for row in self.rows if row.status in ("failed", "wrong")],
             is_complete=is_complete,
