@@ -103,6 +103,8 @@ class CompiledOps:
 
     def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: CompiledPlan, *, scale: float, window: Window) -> Tensor:
         num_tokens, num_heads, head_dim = q.shape
+        if q.stride(1) != head_dim:
+            q = q.contiguous()
         output = q.new_empty(num_tokens, num_heads * head_dim)
         struct = plan.struct
         struct.num_heads, struct.num_kv_heads, struct.head_dim = num_heads, kv_layer.shape[1], head_dim

@@ -63,7 +63,7 @@ inline float exponential(float argument) {
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * r * r + r + 1.0f;
-  const int32_t power = (static_cast<int32_t>(n) + 127) << 23;
+  const uint32_t power = static_cast<uint32_t>(static_cast<int32_t>(std::max(-126.0f, n) + 127.0f)) << 23;
   float scale;
   std::memcpy(&scale, &power, sizeof scale);
   return argument < -87.0f ? 0.0f : y * scale;
@@ -199,8 +199,16 @@ template <int D>
 inline void add_tile(float* scores, const float* values, int64_t count, int64_t width, float* sums, float* largest, float* total) {
   const int64_t row = D ? D : width;
   float tile_largest = *largest;
-#pragma omp simd reduction(max : tile_largest)
-  for (int64_t j = 0; j < count; ++j) tile_largest = std::max(tile_largest, scores[j]);
+  int has_nan = 0; // which the largest score does not show
+#pragma omp simd reduction(max : tile_largest) reduction(| : has_nan)
+  for (int64_t j = 0; j < count; ++j) {
+    tile_largest = std::max(tile_largest, scores[j]);
+    has_nan |= scores[j] != scores[j];
+  }
+  if (has_nan) {
+    *total = std::numeric_limits<float>::quiet_NaN();
+    return;
+  }
   if (tile_largest == kHidden) return;
   float tile_total = 0;
 #pragma omp simd reduction(+ : tile_total)
@@ -329,6 +337,7 @@ void rope_and_write_kv(T* qkv, const T* rope_table, const int64_t* positions, co
     for (int64_t index = 0; index < num_qk_heads; ++index) {
       T* input = qkv + token * token_size + index * head_dim;
       const bool is_key = index >= num_heads;
+      if (is_key && slot_mapping[token] < 0) break; // a token whose KV is not kept
       T* result = is_key ? kv_layer + (index - num_heads) * head_stride + slot_mapping[token] * head_dim : input;
       if (qk_norm) {
         const float factor = inverse_rms(input, head_dim, eps);
@@ -347,7 +356,7 @@ void rope_and_write_kv(T* qkv, const T* rope_table, const int64_t* positions, co
         narrow(head[d + half] * widen(cos[d + half]) + head[d] * widen(sin[d + half]), &result[d + half]);
       }
     }
-    for (int64_t index = 0; index < num_kv_heads; ++index)
+    for (int64_t index = 0; index < num_kv_heads && slot_mapping[token] >= 0; ++index)
       std::memcpy(kv_layer + (num_kv_heads + index) * head_stride + slot_mapping[token] * head_dim,
                   qkv + token * token_size + (num_qk_heads + index) * head_dim, head_dim * sizeof(T));
   }

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -62,25 +64,53 @@ def load_library() -> LoadedLibrary:
     compiler = os.environ.get("CXX") or next((name for name in COMPILERS if shutil.which(name)), None)
     if compiler is None:
         return LoadedLibrary(None, "not compiled: no C++ compiler was found (c++, g++, clang++, or the variable CXX)")
+    command, runtimes = shlex.split(compiler), _openmp_runtimes()
     try:
-        path = _library_path(compiler)
-        if not path.exists():
-            _compile(compiler, path)
-        library = ctypes.CDLL(str(path))
+        path = _library_path(command)
+        library = _open(command, path)
     except (OSError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None) or str(error)
-        return LoadedLibrary(None, f"not compiled: {compiler} failed: {output.strip().splitlines()[-1]}")
-    if len(runtimes := _openmp_runtimes()) > 1:
+        return _without_library(f"not compiled: {compiler}: {_reason(error)}")
+    if runtimes and (added := _openmp_runtimes() - runtimes):
         # threads of two runtimes wait for work actively, and take the cores from one another
-        return LoadedLibrary(None, f"not used: PyTorch has another OpenMP runtime than {compiler} ({', '.join(sorted(runtimes))})")
+        return _without_library(f"not used: it brought another OpenMP runtime than PyTorch's, {', '.join(sorted(added))}")
     return LoadedLibrary(library, f"compiled by {compiler}: {path}")
 
 
-def _library_path(compiler: str) -> Path:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS).stdout
-    identity = "\n".join((SOURCE.read_text(encoding="utf-8"), version, *FLAGS, platform.machine(), _processor()))
-    cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache_folder / "titan" / f"cpu_kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+def _without_library(description: str) -> LoadedLibrary:
+    logging.getLogger(__name__).warning("the kernels of this CPU are PyTorch's, which are slower; %s", description)
+    return LoadedLibrary(None, description)
+
+
+def _open(command: list[str], path: Path) -> ctypes.CDLL:
+    if not path.exists():
+        _compile(command, path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:  # a file that was cut off
+        _compile(command, path)
+        return ctypes.CDLL(str(path))
+
+
+def _reason(error: Exception) -> str:
+    """What a compiler or the system says went wrong, in one line."""
+    lines = [line.strip() for line in str(getattr(error, "stderr", None) or "").splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[-1] if lines else str(error))
+
+
+def _library_path(command: list[str]) -> Path:
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS).stdout
+    identity = "\n".join((SOURCE.read_text(encoding="utf-8"), version, *command, *FLAGS, platform.machine(), _processor()))
+    return _cache_folder() / f"cpu_kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+
+
+def _cache_folder() -> Path:
+    """The user's, or one for this process where the user has none that can be written."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # Path.home() raises the latter for a user without one
+        return Path(tempfile.mkdtemp(prefix="titan-"))
+    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="titan-"))
 
 
 def _processor() -> str:
@@ -92,12 +122,11 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
-def _compile(compiler: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _compile(command: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # others may compile at the same time
         built = Path(folder) / path.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
+        full_command = [*command, *FLAGS, str(SOURCE), "-o", str(built)]
+        subprocess.run(full_command, capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
         built.replace(path)
 
 

@@ -81,7 +81,7 @@ class LayerOps(Protocol):
             qkv: [T, (H + 2 * K) * D]; may be overwritten.
             rope_table: [max_positions, 2, D], see `titan.models.rope.rope_table`.
             positions: int64 [T].
-            slot_mapping: int64 [T].
+            slot_mapping: int64 [T]; where a pass is padded, -1 writes nothing (not in PyTorch, which runs no padded ones).
             kv_layer: [2, K, num_blocks, block_size, D], updated in place.
             num_heads: H.
             qk_norm: [H + K, D], weights of an RMSNorm of each head before its rotation.
@@ -109,5 +109,5 @@ def choose_layer_ops(device: torch.device, dtype: torch.dtype) -> LayerOps:
         from titan.kernels.triton_ops import TritonOps  # not every platform has triton
 
         return TritonOps(device)
-    library = usable_library() if device.type == "cpu" and dtype in COMPILED_DTYPES else None
-    return TorchOps() if library is None else CompiledOps(library, dtype)
+    library = usable_library() if device.type == "cpu" else None
+    return TorchOps() if library is None or dtype not in COMPILED_DTYPES else CompiledOps(library, dtype)

@@ -44,7 +44,7 @@ def softmax_at(logits: Tensor, temperatures: Tensor) -> Tensor:
         float32 [n, vocab]; NaN in a row whose largest logit is not finite.
     """
     if logits.device.type == "cpu" and logits.dtype in COMPILED_LOGITS and (library := usable_library()) is not None:
-        logits, temperatures = logits.contiguous(), temperatures.contiguous()
+        logits, temperatures = logits.contiguous(), temperatures.float().contiguous()
         probs = torch.empty(logits.shape, dtype=torch.float32)
         function = library[f"softmax_{str(logits.dtype).removeprefix('torch.')}"]
         _call(function, (logits, temperatures, probs), logits.shape)
@@ -66,7 +66,7 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
         int64 [n]; a token of probability 0 never comes out.
     """
     if probs.device.type == "cpu" and (library := usable_library()) is not None:
-        probs, uniform = probs.contiguous(), uniform.contiguous()
+        probs, uniform = probs.float().contiguous(), uniform.double().contiguous()
         tokens = torch.empty(probs.shape[0], dtype=torch.int64)
         _call(library["draw_float32"], (probs, uniform, tokens), probs.shape)
         return tokens

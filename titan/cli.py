@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from titan import __version__
 from titan.config import DRAFT_SAMPLINGS, DTYPES
@@ -21,6 +22,9 @@ from titan.sampling_params import SamplingParams
 from titan.step import Acceptance, StepPlan
 from titan.tree import DraftTree
 from titan.tree_view import LEGEND, VerifiedTree, render_tree, token_text, verified_trees
+
+if TYPE_CHECKING:
+    import torch
 
 BENCHES = {
     "throughput": "batching modes, speculation and other engines on the same requests",
@@ -273,7 +277,6 @@ def _info(args: argparse.Namespace) -> int:
     import torch
 
     from titan.kernels.cpu_library import load_library
-    from titan.kernels.layer_ops import choose_layer_ops
     from titan.kernels.linear import can_pack
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -283,7 +286,7 @@ def _info(args: argparse.Namespace) -> int:
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "transformers", "triton", "accelerate", "safetensors", "tokenizers")},
         "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
-        **{f"layers, {name}": choose_layer_ops(torch.device(device), dtype).name for name, dtype in dtypes.items()},
+        **{f"layers, {name}": _layer_kernels(torch.device(device), dtype) for name, dtype in dtypes.items()},
         "CPU kernels": load_library().description,
         **{
             f"linear, {name}": "oneDNN, packed weights"
@@ -298,6 +301,15 @@ def _info(args: argparse.Namespace) -> int:
         width = max(map(len, facts))
         print("\n".join(f"{name:{width}}  {value}" for name, value in facts.items()))
     return 0
+
+
+def _layer_kernels(device: torch.device, dtype: torch.dtype) -> str:
+    from titan.kernels.layer_ops import choose_layer_ops
+
+    try:
+        return choose_layer_ops(device, dtype).name
+    except ValueError as error:  # a card that is not supported
+        return f"none: {error}"
 
 
 def _version(package: str) -> str:

@@ -46,7 +46,7 @@ class LLM:
         block_size: tokens per KV block: 8, 16, 32, 64 or 128.
         num_kv_blocks: blocks in the KV cache; ``None`` = by memory.
         kv_cache_memory: bytes for the KV cache of target and draft together; ``None`` = what ``max_batch_size`` requests of
-            ``max_model_len`` tokens need, within 40 % of the free memory.
+            ``max_model_len`` tokens need, within 40 % of a CPU's free memory, or 90 % of what the largest passes leave on a GPU.
         enable_prefix_caching: reuse the KV of prompts that begin alike.
         scheduling_policy: "fcfs".
         max_waiting_requests: most requests that wait at once; `generate` takes longer lists and queues them in turn.

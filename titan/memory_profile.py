@@ -59,7 +59,7 @@ def memory_for_kv(
     """Free bytes that the passes of an engine leave.
 
     The largest pass of each model runs once, and the heaviest thing that is done with its logits: a draw without kernels. A draft
-    model runs on weights that are not loaded yet, hence anything; what it takes is the same, its weights included.
+    model, which is not loaded yet, runs with weights of 0; what it takes is the same, its weights included.
 
     Args:
         target: loaded.
@@ -76,8 +76,7 @@ def memory_for_kv(
     def run_all() -> None:
         models = [target]
         if draft is not None:
-            models.append(Decoder(draft, dtype=target.dtype, device=target.device))
-            models[-1].prepare()
+            models.append(_blank_model(draft, target))
         for model in models:
             _run_largest_pass(model, config, limits, min(max_model_len, model.max_positions))
 
@@ -89,6 +88,15 @@ def memory_for_kv(
             f"than {target.device} has: lower them"
         ) from error
     return max(0, probe.free() - peak)  # free now: what was loaded for the first pass stays
+
+
+def _blank_model(config: ModelConfig, target: Decoder) -> Decoder:
+    """A model of that config whose weights are 0, where and as the target is."""
+    model = Decoder(config, dtype=target.dtype, device=target.device)
+    for weight in model.parameters():
+        weight.zero_()
+    model.prepare()
+    return model
 
 
 def _run_largest_pass(model: Decoder, config: EngineConfig, limits: PassLimits, max_len: int) -> None:

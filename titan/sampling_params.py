@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite, nan
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -148,10 +149,19 @@ class SamplingParams:
 
 
 def _check_number(name: str, value: float, *, low: float, high: float | None = None, open_low: bool = False) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if not is_number or value < low or (open_low and value == low) or (high is not None and value > high):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    used = _as_float32(value) if is_number else nan
+    if not isfinite(used) or value < low or (open_low and used == low) or (high is not None and value > high):
         bounds = f"{'(' if open_low else '['}{low:g}, {'inf)' if high is None else f'{high:g}]'}"
         raise ValueError(f"{name}={value!r} is outside the allowed range {bounds}")
+
+
+def _as_float32(value: float) -> float:
+    """The number as the engine computes with it."""
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]  # type: ignore[no-any-return]
+    except OverflowError:
+        return inf
 
 
 def _check_integer(name: str, value: int, *, low: int, high: int | None = None) -> None:

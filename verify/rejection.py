@@ -171,7 +171,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
         if part.untyped_storage().data_ptr() != storage or part.storage_offset() != offset or not part.is_contiguous():
             return torch.cat(list(parts))
         offset += part.numel()
-    return first.as_strided((sum(map(len, parts)), first.shape[1]), first.stride())
+    return first.as_strided((sum(map(len, parts)), first.shape[1]), (first.shape[1], 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

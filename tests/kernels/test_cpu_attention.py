@@ -23,6 +23,7 @@ Ints = NDArray[np.int64]
 
 CPU = torch.device("cpu")
 HEAD_DIM = 16
+OTHER_HEAD_DIMS = (40, 64, 80, 128)  # a remainder behind whole vectors, and those that are compiled for their size
 SCALE = 0.3
 KINDS = ("decode", "chain", "tree", "late_nodes", "chunk", "prompt", "long_chunk", "long_prompt")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -127,9 +128,9 @@ def random_case(seed: int, kinds: list[str], layout: str, block_size: int, windo
     return Case(placed, num_blocks, block_size, [row for segment in placed for row in must_see(segment, window)])
 
 
-def random_kv(rng: torch.Generator, case: Case, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
+def random_kv(rng: torch.Generator, case: Case, num_kv_heads: int, dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Tensor:
     """NaN in blocks that nobody owns, and large values in slots that are owned, but that nobody may see."""
-    kv = torch.randn(2, num_kv_heads, case.num_blocks, case.block_size, HEAD_DIM, generator=rng).to(dtype)
+    kv = torch.randn(2, num_kv_heads, case.num_blocks, case.block_size, head_dim, generator=rng).to(dtype)
     seen = torch.zeros(case.num_blocks, case.block_size, dtype=torch.bool)
     owners = np.repeat(np.arange(len(case.segments)), np.diff(case.query_start_loc))
     for owner, slots in zip(owners, case.visible_slots, strict=True):
@@ -141,11 +142,20 @@ def random_kv(rng: torch.Generator, case: Case, num_kv_heads: int, dtype: torch.
     return kv
 
 
-def check(case: Case, num_heads: int, num_kv_heads: int, window: int | None, dtype: torch.dtype, ops_name: str) -> None:
+def check(
+    case: Case,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+    dtype: torch.dtype,
+    ops_name: str,
+    head_dim: int = HEAD_DIM,
+) -> None:
     ops = make_ops(ops_name, dtype)
     generator = torch.Generator().manual_seed(0)
-    kv = random_kv(generator, case, num_kv_heads, dtype)
-    q = torch.randn(case.query_start_loc[-1], num_heads, HEAD_DIM, generator=generator).to(dtype)
+    kv = random_kv(generator, case, num_kv_heads, dtype, head_dim)
+    # as a model hands them over: in one tensor with keys and values
+    q = torch.randn(case.query_start_loc[-1], num_heads + 2, head_dim, generator=generator).to(dtype)[:, :num_heads]
     windows = (None, window) if window is not None else (None,)
     plan = ops.plan_attention(build_batch(case.segments, block_size=case.block_size, device=CPU).attention, windows)
     output = ops.tree_attention(q, kv, plan, scale=SCALE, window=window)
@@ -186,6 +196,42 @@ def test_any_mix_of_queries(
 @pytest.mark.parametrize("ops_name", IMPLEMENTATIONS)
 def test_each_kind_of_query_alone(ops_name: str, kind: str, window: int | None, dtype: torch.dtype) -> None:
     check(random_case(3, [kind], "scattered", 16, window), 4, 2, window, dtype, ops_name)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("head_dim", OTHER_HEAD_DIMS)
+@pytest.mark.parametrize("ops_name", IMPLEMENTATIONS)
+def test_other_sizes_of_heads(ops_name: str, head_dim: int, window: int | None, dtype: torch.dtype) -> None:
+    check(
+        random_case(6, ["decode", "tree", "chunk", "long_chunk"], "scattered", 16, window), 4, 2, window, dtype, ops_name, head_dim
+    )
+
+
+@pytest.mark.parametrize("ops_name", IMPLEMENTATIONS)
+def test_queries_may_lie_in_memory_by_heads(ops_name: str) -> None:
+    ops, case = make_ops(ops_name, torch.float32), random_case(7, ["decode", "chunk"], "dense", 16, None)
+    generator = torch.Generator().manual_seed(0)
+    kv = random_kv(generator, case, 2, torch.float32)
+    q = torch.randn(4, case.query_start_loc[-1], HEAD_DIM, generator=generator).transpose(0, 1)
+    plan = ops.plan_attention(build_batch(case.segments, block_size=16, device=CPU).attention, (None,))
+    expected = ops.tree_attention(q.contiguous(), kv, plan, scale=SCALE, window=None)
+    torch.testing.assert_close(ops.tree_attention(q, kv, plan, scale=SCALE, window=None), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("ops_name", IMPLEMENTATIONS)
+def test_nan_in_one_visible_slot_shows(ops_name: str, window: int | None) -> None:
+    ops = make_ops(ops_name, torch.float32)
+    segment = Segment([0, 1, 2], 47, [0])
+    plan = ops.plan_attention(build_batch([segment], block_size=16, device=CPU).attention, (window,))
+    q = torch.randn(1, 2, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    for broken in (0, 5, 31, 40, 47):
+        kv = torch.randn(2, 1, 3, 16, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+        kv[0, 0, broken // 16, broken % 16] = torch.nan
+        is_visible = window is None or broken > 47 - window
+        if is_visible or ops_name == "compiled":  # PyTorch's wants finite slots wherever a request may look
+            assert bool(ops.tree_attention(q, kv, plan, scale=SCALE, window=window).isnan().all()) == is_visible
 
 
 @pytest.mark.parametrize("layout", ["dense", "scattered", "shared"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,26 +53,65 @@ def test_without_a_compiler_nothing_is_loaded_and_it_says_so(monkeypatch: pytest
 
 
 @needs_compiler
-def test_a_compiler_that_fails_is_told_with_its_last_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_fails_is_told_with_its_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("int main( {", encoding="utf-8")
     monkeypatch.setattr(cpu_library, "SOURCE", broken)
     loaded = load_library()
     assert loaded.library is None
-    assert "failed" in loaded.description and "\n" not in loaded.description
+    assert re.search(r"error: expected .*declar|error: ", loaded.description) and "\n" not in loaded.description
+    assert loaded.description in caplog.text
     assert list((tmp_path / "titan").iterdir()) == []
+
+
+@needs_compiler
+def test_a_library_that_was_cut_off_is_compiled_again(tmp_path: Path) -> None:
+    load_library()
+    (built,) = (tmp_path / "titan").iterdir()
+    built.unlink()
+    built.write_bytes(b"\x7fELF")
+    load_library.cache_clear()
+    assert load_library().library is not None, load_library().description
+
+
+@needs_compiler
+def test_a_user_without_a_home_gets_a_folder_of_his_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    loaded = load_library()
+    assert loaded.library is not None, loaded.description
+    assert str(tmp_path) in loaded.description
+
+
+@needs_compiler
+def test_a_compiler_may_be_named_with_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = next(name for name in cpu_library.COMPILERS if shutil.which(name))
+    monkeypatch.setenv("CXX", f"{compiler} -DNOTHING")
+    assert load_library().library is not None, load_library().description
+
+
+def test_a_compiler_that_fails_without_a_word_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    assert "non-zero exit status" in load_library().description
 
 
 def test_a_compiler_that_does_not_exist_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     loaded = load_library()
     assert loaded.library is None
-    assert "no-such-compiler failed" in loaded.description
+    assert "no-such-compiler: " in loaded.description
 
 
 @needs_compiler
 def test_a_second_openmp_runtime_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_library, "_openmp_runtimes", lambda: {"/a/libgomp.so.1", "/b/libiomp5.so"})
+    seen = [{"/a/libiomp5.so"}, {"/a/libiomp5.so", "/b/libgomp.so.1"}]
+    monkeypatch.setattr(cpu_library, "_openmp_runtimes", lambda: seen.pop(0))
     loaded = load_library()
     assert loaded.library is None
-    assert "another OpenMP runtime" in loaded.description
+    assert "another OpenMP runtime" in loaded.description and "/b/libgomp.so.1" in loaded.description

@@ -126,3 +126,19 @@ def test_choice_by_device_dtype_and_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TITAN_CPU_KERNELS", "fast")
     with pytest.raises(ValueError, match="TITAN_CPU_KERNELS=fast is not allowed: allowed are 'auto' and 'torch'"):
         choose_layer_ops(CPU, torch.float32)
+
+
+def test_compiled_slot_minus_one_writes_nothing() -> None:
+    library = load_library().library
+    if library is None:
+        pytest.skip(load_library().description)
+    qkv = random_tensor(2, 4 * 8, dtype=torch.float32)
+    table = torch.stack((torch.ones(3, 8), torch.zeros(3, 8)), 1)
+    cache = random_tensor(3, 2, 1, 2, 4, 8, dtype=torch.float32, seed=1)
+    before = cache.clone()
+    q = CompiledOps(library, torch.float32).rope_and_write_kv(
+        qkv, table, torch.tensor([0, 2]), torch.tensor([-1, 5]), cache[1], num_heads=2, qk_norm=None, eps=0.0
+    )
+    assert torch.equal(q, qkv.view(2, 4, 8)[:, :2])
+    before[1, :, :, 1, 1] = qkv.view(2, 4, 8)[1, 2:, None]
+    assert torch.equal(cache, before)

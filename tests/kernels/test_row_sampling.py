@@ -86,3 +86,12 @@ def test_impossible_entries_never_come_out_at_the_ends(uniform: float) -> None:
     assert draw(probs, torch.tensor([uniform], dtype=torch.float64)).tolist() == [900]
     probs[0, 300] = 1.0
     assert draw(probs, torch.tensor([uniform], dtype=torch.float64)).tolist() == [300 if uniform < 0.5 else 900]
+
+
+def test_probabilities_of_any_float_dtype_are_drawn_from() -> None:
+    probs = torch.zeros(3, 40)
+    probs[:, 30] = 1.0
+    uniform = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        assert draw(probs.to(dtype), uniform).tolist() == [30, 30, 30]
+        assert draw(probs.to(dtype), uniform.float()).tolist() == [30, 30, 30]

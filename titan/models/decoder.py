@@ -108,8 +108,8 @@ class Decoder(nn.Module):
         Raises:
             IndexError: one is beyond ``max_positions``.
         """
-        if positions.max() >= self.max_positions:
-            raise IndexError(f"position {positions.max()} is not allowed: there are {self.max_positions} positions")
+        if positions.max() >= self.max_positions or positions.min() < 0:
+            raise IndexError(f"positions {positions.min()} to {positions.max()} are not allowed: there are {self.max_positions}")
 
     def hidden_states(self, inputs: PassInputs, kv: Tensor) -> Tensor:
         """`forward` up to but without the output head, and without a look at the positions.

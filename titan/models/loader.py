@@ -44,15 +44,15 @@ def resolve_model(name: str, role: Literal["target", "draft"]) -> str:
 def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype to run in.
 
-    ``"auto"`` is the checkpoint's dtype, but float32 on a CPU that has no bfloat16 instructions, where half precision
-    would be emulated.
+    ``"auto"`` is the checkpoint's dtype, but float32 on a CPU for float16, and for bfloat16 where it has no instructions for
+    it: they would be emulated.
 
     Raises:
         ValueError: a dtype other than auto, float32, bfloat16 and float16.
     """
     if dtype == "auto":
-        is_emulated = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return torch.float32 if is_emulated else checkpoint
+        has_instructions = checkpoint == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return checkpoint if device.type != "cpu" or has_instructions else torch.float32
     if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
     if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
