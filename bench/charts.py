@@ -1,4 +1,7 @@
-"""Plots as SVG text: lines, steps, points, and stacked bars. They take their ink from the page, so they suit light and dark."""
+"""Plots as SVG text: lines, steps, points, and stacked bars. They take their ink from the page, so they suit light and dark.
+
+A chart grows with its legend, and with the number and the names of its bars, so that no text is cut off or covers another.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 760, 360
-LEFT, RIGHT, TOP, BOTTOM = 70, 190, 20, 50  # margins; the legend stands in the right one
+PLOT, HEIGHT = 500, 360  # width without margins; height with them, of a chart without bars at least
+LEFT, TOP, BOTTOM = 70, 20, 50  # margins; the legend stands in a right one
+LINE = 15  # height of a line of text
+CHARACTER = 7.0
+"""Width that a character of the page's 12 px type has at most, on average."""
 NUM_TICKS = 5
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a7f00", "#999999")
 """Told apart by colour-blind readers; Okabe and Ito 2008, the yellow darkened. Series beyond them are dashed and hollow."""
@@ -48,13 +54,13 @@ class LineChart:
 
 @dataclass(frozen=True, slots=True)
 class StackedBars:
-    """One bar per name in ``bars``; each part has a value of 0 or more per bar, the first part at the bottom.
+    """One horizontal bar per name in ``bars``, the first on top; each part has a value of 0 or more per bar, the first at the left.
 
     Names may have two lines.
     """
 
     title: str
-    y_label: str
+    value_label: str
     bars: Sequence[str]
     parts: Mapping[str, Sequence[float]]
 
@@ -73,7 +79,7 @@ def render_chart(chart: LineChart | StackedBars) -> str:
 def _render_lines(chart: LineChart) -> str:
     points = [point for each in chart.series for point in each.points]
     if not points:
-        return _frame(chart.title, ['<text x="70" y="60">nothing was measured</text>'])
+        return _frame(chart.title, [f'<text x="{LEFT}" y="60">nothing was measured</text>'])
     transform: Callable[[float], float] = math.log2 if chart.is_log_x else float
     xs = sorted({x for x, _ in points})
     x_ticks = xs if chart.is_log_x or len(xs) <= NUM_TICKS else _round_values(xs[0], xs[-1])
@@ -82,9 +88,12 @@ def _render_lines(chart: LineChart) -> str:
 
     def place(x: float, y: float) -> Point:
         share = (transform(x) - low) / (high - low) if high > low else 0.5
-        return LEFT + share * (WIDTH - LEFT - RIGHT), _y(y, y_ticks[-1])
+        return LEFT + share * PLOT, _y(y, y_ticks[-1])
 
-    parts = [*_y_axis(y_ticks, chart.y_label), *_x_axis([(place(x, 0)[0], _number(x)) for x in x_ticks], chart.x_label)]
+    parts = [
+        *_y_axis(y_ticks, chart.y_label),
+        *_x_axis([(place(x, 0)[0], _number(x)) for x in x_ticks], chart.x_label, LEFT, HEIGHT - BOTTOM),
+    ]
     for i, each in enumerate(chart.series):
         color, dashes, fill = _ink(i)
         placed = [place(x, y) for x, y in each.points]
@@ -98,33 +107,55 @@ def _render_lines(chart: LineChart) -> str:
             for (x, y), (left, height) in zip(each.points, placed, strict=True):
                 hint = f"<title>{escape(f'{each.name}: {_number(x)}, {_number(y)}')}</title>"
                 parts.append(f'<circle cx="{left:.1f}" cy="{height:.1f}" r="4" fill="{fill}" stroke="{color}">{hint}</circle>')
-    return _frame(chart.title, [*parts, *_legend([each.name for each in chart.series])])
+    return _frame(chart.title, parts, [each.name for each in chart.series])
 
 
 def _render_bars(chart: StackedBars) -> str:
     totals = [sum(values) for values in zip(*chart.parts.values(), strict=True)]
     if not totals:
-        return _frame(chart.title, ['<text x="70" y="60">nothing was measured</text>'])
-    y_ticks = _round_values(0.0, max(totals))
-    pitch = (WIDTH - LEFT - RIGHT) / len(chart.bars)
-    centers = [LEFT + pitch * (i + 0.5) for i in range(len(chart.bars))]
-    parts = [*_y_axis(y_ticks, chart.y_label), *_x_axis(list(zip(centers, chart.bars, strict=True)), "")]
-    for i, center in enumerate(centers):
-        below = 0.0
-        for k, (name, values) in enumerate(chart.parts.items()):
-            start, end = _y(below, y_ticks[-1]), _y(below + values[i], y_ticks[-1])
-            below += values[i]
-            hint = escape(f"{chart.bars[i]}, {name}: {_number(values[i])}")
+        return _frame(chart.title, [f'<text x="{LEFT}" y="60">nothing was measured</text>'])
+    ticks = _round_values(0.0, max(totals))
+    names = [name.split("\n") for name in chart.bars]
+    left = max(LEFT, 16 + _text_width([line for name in names for line in name]))
+    pitch = 10 + LINE * max(map(len, names))
+    base = TOP + pitch * len(names)
+
+    def place(value: float) -> float:
+        return left + value / ticks[-1] * PLOT
+
+    parts = _x_axis([(place(tick), _number(tick)) for tick in ticks], chart.value_label, left, base)
+    for i, name in enumerate(names):
+        top = TOP + pitch * i
+        for k, line in enumerate(name):
+            y = top + pitch / 2 + 4 + LINE * (k - (len(name) - 1) / 2)
+            parts.append(f'<text x="{left - 8:.1f}" y="{y:.1f}" text-anchor="end">{escape(line)}</text>')
+        before = 0.0
+        for k, (part, values) in enumerate(chart.parts.items()):
+            start, end = place(before), place(before + values[i])
+            before += values[i]
+            hint = escape(f"{chart.bars[i]}, {part}: {_number(values[i])}")
             parts.append(
-                f'<rect x="{center - pitch * 0.35:.1f}" y="{end:.1f}" width="{pitch * 0.7:.1f}" height="{start - end:.1f}" '
+                f'<rect x="{start:.1f}" y="{top + 3}" width="{end - start:.1f}" height="{pitch - 6}" '
                 f'fill="{COLORS[k % len(COLORS)]}"><title>{hint}</title></rect>'
             )
-    return _frame(chart.title, [*parts, *_legend(list(chart.parts))])
+    return _frame(chart.title, parts, list(chart.parts), left, base + BOTTOM)
 
 
-def _frame(title: str, parts: Sequence[str]) -> str:
-    body = "\n".join(parts)
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">\n{body}\n</svg>'
+def _frame(title: str, parts: Sequence[str], names: Sequence[str] = (), left: float = LEFT, height: float = 0) -> str:
+    """Put the parts and a legend of ``names`` into a chart that has room for both, ``left`` the margin of the plot."""
+    edge = left + PLOT
+    width = edge + 46 + _text_width(names)
+    height = max(height or HEIGHT, TOP + 20 * len(names))
+    body = "\n".join([*parts, *_legend(names, edge + 16)])
+    return (
+        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" style="max-width: {width:.0f}px" role="img" aria-label="{escape(title)}">\n'
+        f"{body}\n</svg>"
+    )
+
+
+def _text_width(lines: Sequence[str]) -> float:
+    """Estimated width of the longest line."""
+    return CHARACTER * max(map(len, lines), default=0)
 
 
 def _y(value: float, top: float) -> float:
@@ -152,25 +183,22 @@ def _y_axis(ticks: Sequence[float], label: str) -> list[str]:
     parts = []
     for tick in ticks:
         y = _y(tick, ticks[-1])
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" opacity="0.15"/>')
+        parts.append(f'<line x1="{LEFT}" x2="{LEFT + PLOT}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" opacity="0.15"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
     middle = (TOP + HEIGHT - BOTTOM) / 2
     return [*parts, f'<text x="16" y="{middle}" text-anchor="middle" transform="rotate(-90 16 {middle})">{escape(label)}</text>']
 
 
-def _x_axis(ticks: Sequence[tuple[float, str]], label: str) -> list[str]:
-    base = HEIGHT - BOTTOM
-    parts = [f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}" stroke="currentColor" opacity="0.5"/>']
-    for x, text in ticks:
-        for i, line in enumerate(text.split("\n")):
-            parts.append(f'<text x="{x:.1f}" y="{base + 18 + 15 * i}" text-anchor="middle">{escape(line)}</text>')
-    return [*parts, f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{base + 40}" text-anchor="middle">{escape(label)}</text>']
+def _x_axis(ticks: Sequence[tuple[float, str]], label: str, left: float, base: float) -> list[str]:
+    parts = [f'<line x1="{left}" x2="{left + PLOT}" y1="{base}" y2="{base}" stroke="currentColor" opacity="0.5"/>']
+    parts += [f'<text x="{x:.1f}" y="{base + 18}" text-anchor="middle">{escape(text)}</text>' for x, text in ticks]
+    return [*parts, f'<text x="{left + PLOT / 2}" y="{base + 40}" text-anchor="middle">{escape(label)}</text>']
 
 
-def _legend(names: Sequence[str]) -> list[str]:
+def _legend(names: Sequence[str], x: float) -> list[str]:
     parts = []
     for i, name in enumerate(names):
-        x, y = WIDTH - RIGHT + 16, TOP + 10 + 20 * i
+        y = TOP + 10 + 20 * i
         color, _, fill = _ink(i)
         parts.append(f'<rect x="{x}" y="{y - 9}" width="11" height="11" fill="{fill}" stroke="{color}"/>')
         parts.append(f'<text x="{x + 18}" y="{y + 2}">{escape(name)}</text>')

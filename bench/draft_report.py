@@ -105,7 +105,7 @@ def draft_charts(rows: Sequence[Row]) -> list[LineChart | StackedBars]:
     charts.append(LineChart("Speed-up over acceptance", "mean acceptance length", speed_up, over_length, style="points"))
     over_predicted = points(lambda row: row.predicted_speed_up)
     charts.append(LineChart("Speed-up, measured over predicted", "predicted", speed_up, over_predicted, style="points"))
-    steps = {f"{row.draft}, {row.workload}": row.step for row in rows if row.step is not None}
+    steps = {f"{row.draft}, {Setting(row.workload, row.temperature)}": row.step for row in rows if row.step is not None}
     if steps:
         parts = {part: [getattr(step, part) * 1e3 for step in steps.values()] for part in ("target", "draft", "host")}
         charts.append(StackedBars("Parts of a step", "ms", list(steps), parts))

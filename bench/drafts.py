@@ -120,15 +120,16 @@ class DraftBench:
         return prompts
 
     def run(self) -> None:
-        """Warm every draft up, then measure all of them in all settings, in rounds."""
+        """Warm every draft up at every temperature, then measure all of them in all settings, in rounds."""
         args = self.args
         settings = [Setting(workload, temperature) for workload in self.prompts for temperature in args.temperature]
         runs = [(setting, draft) for setting in settings for draft in self.drafters]
         reference: list[list[int]] = []
         with Progress(len(runs) * args.repeats) as progress:
             for draft in self.drafters:
-                progress.note(f"warming up {draft}")
-                self._run(settings[0], draft, 0, min(NUM_WARM_UP_TOKENS, args.output_len))
+                for setting in settings[: len(args.temperature)]:  # one workload at every temperature
+                    progress.note(f"warming up {draft}, {setting}")
+                    self._run(setting, draft, 0, min(NUM_WARM_UP_TOKENS, args.output_len))
             for round_id, (setting, draft) in in_rounds(runs, args.repeats):
                 run = self._run(setting, draft, round_id + 1, args.output_len)
                 if draft == NO_DRAFT:

@@ -6,14 +6,15 @@
 
 Shapes are those of the demo pair with 1 and with 32 requests of 128 tokens. A time is the fastest of many: what else runs on the
 machine can only add to it. It is shown in microseconds and over a reference of the same run, a matrix product for kernels and a
-loop of Python for the host's part; a comparison with a stored run is of these ratios, so that a slower machine alone changes
-little. Ctrl-C ends the measurement and reports what there is.
+loop of Python for the host's part, each run first and last; a comparison with a stored run is of these ratios, so that a slower
+machine alone changes little. Ctrl-C ends the measurement and reports what there is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -28,6 +29,8 @@ from titan.bench.report import Report, Table, add_report_options, format_figure,
 
 MICRO = Path(__file__).resolve().parent / "micro"
 REFERENCE = "reference_"
+LAST = "[last]"
+"""How the names of references end that run behind all others."""
 INTERRUPTED = 2
 """Exit status of pytest after Ctrl-C."""
 
@@ -42,7 +45,7 @@ class Row:
     median: float
     iqr: float  # between the quartiles
     num_rounds: int
-    relative: float | None  # minimum over that of the group's reference; None: it did not run
+    relative: float | None  # minimum over the least of the group's references; None: none ran
     stored_ratio: float | None  # relative over that of the stored run; of a reference, minimum over minimum
 
 
@@ -75,14 +78,17 @@ def make_rows(benchmarks: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[
     Returns:
         Rows by group, references first.
     """
-    references = {each["group"]: each["stats"]["min"] for each in benchmarks if _name(each).startswith(REFERENCE)}
+    references: dict[str, float] = {}
+    for each in benchmarks:
+        if is_reference(_name(each)):
+            references[each["group"]] = min(each["stats"]["min"], references.get(each["group"], math.inf))
     before = {row["name"]: row for row in stored}
     rows = []
     for each in benchmarks:
         name, group, stats = _name(each), each["group"], each["stats"]
         reference = references.get(group)
         relative = stats["min"] / reference if reference else None
-        key = "minimum" if name.startswith(REFERENCE) else "relative"
+        key = "minimum" if is_reference(name) else "relative"
         now, then = {"minimum": stats["min"], "relative": relative}[key], before.get(name, {}).get(key)
         rows.append(
             Row(
@@ -96,14 +102,17 @@ def make_rows(benchmarks: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[
                 now / then if now and then else None,
             )
         )
-    return sorted(rows, key=lambda row: (row.group, not row.name.startswith(REFERENCE), row.name))
+    return sorted(rows, key=lambda row: (row.group, not is_reference(row.name), row.name))
+
+
+def is_reference(name: str) -> bool:
+    """Whether a benchmark is what others are divided by; it says what the machine does, not the code."""
+    return name.startswith(REFERENCE)
 
 
 def slower_rows(rows: Sequence[Row], threshold: float) -> list[Row]:
-    """The rows whose ratio to the stored run is above the threshold; references say what the machine does, not the code."""
-    return [
-        row for row in rows if row.stored_ratio is not None and row.stored_ratio > threshold and not row.name.startswith(REFERENCE)
-    ]
+    """The rows whose ratio to the stored run is above the threshold, references apart."""
+    return [row for row in rows if row.stored_ratio is not None and row.stored_ratio > threshold and not is_reference(row.name)]
 
 
 def kernel_table(rows: Sequence[Row]) -> Table:
@@ -155,6 +164,9 @@ def run_benchmarks(select: str, seconds: float, seed: int) -> tuple[list[dict[st
         def seed(self) -> int:
             return seed
 
+        def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+            items.sort(key=lambda item: (item.name.endswith(LAST), not is_reference(_short(item.nodeid))))
+
         def pytest_collection_finish(self, session: pytest.Session) -> None:
             self.progress = Progress(len(session.items))
             self.progress.__enter__()
@@ -179,14 +191,17 @@ def run_benchmarks(select: str, seconds: float, seed: int) -> tuple[list[dict[st
         options += ["-k", f"reference or ({select})"] if select else []
         status = pytest.main([*options, str(MICRO)], plugins=[watcher])
         found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["benchmarks"] if path.exists() else []
-    is_empty = all(_name(each).startswith(REFERENCE) for each in found) and not watcher.failures and status != INTERRUPTED
+    is_empty = all(is_reference(_name(each)) for each in found) and not watcher.failures and status != INTERRUPTED
     if is_empty:
         raise ValueError(f"--select {select!r} names no benchmark, or pytest could not run (status {int(status)})")
     return found, watcher.failures, status != INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the status is 1 if a benchmark failed, or with ``--fail`` if one is slower than the stored run.
+    """Run the command line; the status is 1 if a benchmark failed.
+
+    With ``--fail`` it is 1 also if one is slower than the stored run, if nothing could be compared, or if one of the stored run is
+    missing although all were selected.
 
     Raises:
         ValueError: an option is not allowed.
@@ -195,13 +210,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     if args.threshold <= 0 or args.seconds <= 0:
         raise ValueError(f"--threshold {args.threshold:g} and --seconds {args.seconds:g} must both be above 0")
+    if args.fail and args.compare is None:
+        raise ValueError("--fail is not allowed without --compare: it needs a stored run")
     stored = [] if args.compare is None else read_stored(args.compare)
     use_threads(args)
     provenance = collect_provenance("kernels", argv, models={"target": "demo", "draft": "demo"}, seed=args.seed)
     benchmarks, failures, is_complete = run_benchmarks(args.select, args.seconds, args.seed)
     rows = make_rows(benchmarks, stored)
     slower = slower_rows(rows, args.threshold)
+    own = [row for row in rows if not is_reference(row.name)]
+    num_compared = sum(row.stored_ratio is not None for row in own)
+    names = {row.name for row in rows}
+    missing = [] if args.select else [row["name"] for row in stored if row["name"] not in names and not is_reference(row["name"])]
     warnings = [f"{row.name}: {row.stored_ratio:.2f} x the stored run, more than {args.threshold:g}" for row in slower]
+    if args.compare is not None and num_compared < len(own):
+        warnings.append(f"{len(own) - num_compared} rows could not be compared: the stored run or a reference lacks them")
+    if missing:
+        warnings.append(f"missing, although the stored run has them: {', '.join(missing)}")
     report = Report(
         "Kernels and host",
         provenance,
@@ -215,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_complete=is_complete,
     )
     publish(report, args)
-    return int(bool(failures) or (args.fail and bool(slower)))
+    return int(bool(failures) or (args.fail and (bool(slower or missing) or not num_compared)))
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -229,7 +254,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.5, help="for each benchmark, about (default: %(default)s)")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="a run that --save wrote")
     parser.add_argument("--threshold", type=float, default=1.25, help="ratio to it from which to warn (default: %(default)s)")
-    parser.add_argument("--fail", action="store_true", help="exit with status 1 if a benchmark is above the threshold")
+    parser.add_argument("--fail", action="store_true", help="exit with status 1 if one is above it, or missing, or none compares")
     add_report_options(parser)
     parser.add_argument("--save", dest="json", type=Path, metavar="FILE", help="the same as --json: what --compare reads")
     return parser.parse_args(argv)

@@ -10,8 +10,8 @@ as it is, or stretched to each --rate. All rates use the same draws, stretched, 
 Temperature 0, and the end of sequence is ignored. Ctrl-C ends the measurement and reports what there is.
 
 Latencies count from a request's arrival. The time between tokens is a request's mean after its first token, because speculation
-emits several at once. An engine follows a rate if, while the second half of the requests arrives, it finishes at least 90 % of as
-many; otherwise its queue grows, and it is saturated.
+emits several at once. An engine is saturated if, while the second half of the requests arrives, its queue grows by more than a
+tenth of them and two standard deviations of the queue's own noise; a stream of few requests shows only large overloads.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from titan.models.loader import DEMO, DTYPES
 
 CAPACITY_SHARES = (0.3, 0.6, 0.8, 1.0, 1.3)
 """Rates of a sweep that names none, over what the engine finishes per second without a draft if all requests come at once."""
+NUM_REQUESTS = 64
+"""Per run, of arrivals that are drawn."""
 NUM_WARM_UP_REQUESTS = 4
 NUM_WARM_UP_TOKENS = 16
 
@@ -70,6 +72,7 @@ class LatencyBench:
         self.problems: list[str] = []
         self.target = Target(args.slo_ttft, args.slo_tbt)
         self.trace = read_trace(Path(args.arrivals))[: args.num_requests] if Path(args.arrivals).is_file() else None
+        self.num_requests = args.num_requests or NUM_REQUESTS
         self.process = ArrivalProcess.parse(POISSON if self.trace is not None else args.arrivals)
         self.rates: list[float] = sorted(set(args.rate or ()))
         if self.trace is not None and not self.rates:
@@ -129,7 +132,7 @@ class LatencyBench:
         """Arrival times of a round; a trace has the same in all."""
         if self.trace is not None:
             return [entry.time for entry in stretch(self.trace, rate)]
-        return list(islice(self.process.times(rate, self.args.seed + round_id), self.args.num_requests))
+        return list(islice(self.process.times(rate, self.args.seed + round_id), self.num_requests))
 
     def _take_bodies(self) -> list[list[Body]]:
         """The requests of each round."""
@@ -137,10 +140,21 @@ class LatencyBench:
         if self.trace is not None:
             longest = max(entry.prompt_len for entry in self.trace)
             stream = prompt_stream(args.model, args.prompts, Lengths(longest, longest), args.seed)
-            return [[Body(next(stream)[: entry.prompt_len], entry.output_len) for entry in self.trace] for _ in range(args.repeats)]
+            bodies = [
+                [Body(next(stream)[: entry.prompt_len], entry.output_len) for entry in self.trace] for _ in range(args.repeats)
+            ]
+            num_short = sum(
+                len(body.prompt) < entry.prompt_len for each in bodies for body, entry in zip(each, self.trace, strict=True)
+            )
+            if num_short:
+                num_prompts = args.repeats * len(self.trace)
+                self.problems.append(
+                    f"{num_short} of {num_prompts} prompts are shorter than the trace asks, for lack of longer ones"
+                )
+            return bodies
         stream = prompt_stream(args.model, args.prompts, Lengths.parse(args.prompt_len), args.seed)
-        output_lens = Lengths.parse(args.output_len).stream(args.seed)
-        return [[Body(next(stream), next(output_lens)) for _ in range(args.num_requests)] for _ in range(args.repeats)]
+        output_lens = Lengths.parse(args.output_len).stream(f"{args.seed}/outputs")
+        return [[Body(next(stream), next(output_lens)) for _ in range(self.num_requests)] for _ in range(args.repeats)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -181,8 +195,9 @@ def _notes(args: argparse.Namespace, bench: LatencyBench) -> list[str]:
         f"at most {args.max_batch_size} at once; {args.repeats} interleaved rounds.",
         f"within target: first token after at most {args.slo_ttft:g} s, then at most {args.slo_tbt:g} s between tokens on "
         "average; goodput: requests within the target per second.",
-        "followed: requests finished while the second half arrives, over that half; below 90 % the queue grows. Latencies count "
-        "from the arrival; P99 of few requests is close to the slowest one.",
+        "followed: requests finished while the second half arrives, over that half; saturated: the queue grew in it by more than a "
+        "tenth of it and two standard deviations of its noise; -: the stream is too short to say. Latencies "
+        "count from the arrival; P99 of few requests is close to the slowest one.",
     ]
 
 
@@ -206,7 +221,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="requests per second (default: the trace's, or shares of what the engine bears: "
         f"{', '.join(f'{share:g}' for share in CAPACITY_SHARES)})",
     )
-    parser.add_argument("--num-requests", type=positive, default=64, help="per run, at most, of a trace (default: %(default)s)")
+    parser.add_argument(
+        "--num-requests", type=positive, help=f"per run; of a trace, at most (default: {NUM_REQUESTS}, or the whole trace)"
+    )
     parser.add_argument("--prompts", default="auto", help="code, prose, chat, json, synthetic or a file (default: auto)")
     parser.add_argument("--prompt-len", default="16-256", help="tokens, or a mix; not of a trace (default: %(default)s)")
     parser.add_argument("--output-len", default="16-128", help="tokens, or a mix; not of a trace (default: %(default)s)")

@@ -39,7 +39,17 @@ def _cells(percentiles: Percentiles | None, digits: int) -> list[str]:
 
 def load_table(rows: Sequence[Row]) -> Table:
     """Lay out how the rates were borne."""
-    header = ["engine", "requests/s", "finished/s", "tokens/s", "goodput/s", "within target", "followed", "left at the end"]
+    header = [
+        "engine",
+        "requests/s",
+        "finished/s",
+        "tokens/s",
+        "goodput/s",
+        "within target",
+        "followed",
+        "left at the end",
+        "saturated",
+    ]
     cells = [
         [
             row.engine,
@@ -50,6 +60,7 @@ def load_table(rows: Sequence[Row]) -> Table:
             f"{row.attainment:.0%}",
             format_figure(row.following, 0, suffix="%", scale=100),
             f"{row.num_left:.1f}",
+            "-" if row.excess is None else "yes" if row.excess > 0 else "no",
         ]
         for row in rows
     ]

@@ -38,6 +38,7 @@ class Row:
     attainment: float  # mean over the rounds
     following: float | None  # mean over the rounds
     num_left: float  # mean over the rounds
+    excess: float | None  # mean over the rounds
     to_first_token: Percentiles
     between_tokens: Percentiles | None  # None: no request has two tokens
     latency: Percentiles
@@ -64,6 +65,7 @@ def make_rows(samples: Sequence[Sample]) -> list[Row]:
     for (rate, engine), mine in sorted(groups.items(), key=lambda group: group[0][0]):
         base = groups[rate, NO_DRAFT]
         times = [each for sample in mine for each in sample.times]
+        excess = [sample.load.excess for sample in mine if sample.load.excess is not None]
         following = [sample.load.following for sample in mine if sample.load.following is not None]
         rows.append(
             Row(
@@ -76,6 +78,7 @@ def make_rows(samples: Sequence[Sample]) -> list[Row]:
                 attainment=mean(sample.load.attainment for sample in mine),
                 following=mean(following) if following else None,
                 num_left=mean(sample.load.num_left for sample in mine),
+                excess=mean(excess) if excess else None,
                 to_first_token=_percentiles([each.to_first_token for each in times]),
                 between_tokens=Percentiles.of([each.between_tokens for each in times if each.between_tokens is not None]),
                 latency=_percentiles([each.latency for each in times]),
@@ -104,7 +107,7 @@ def make_limits(rows: Sequence[Row]) -> list[EngineLimits]:
     return [
         EngineLimits(
             engine,
-            find_limits((row.rate, row.following, row.attainment) for row in rows if row.engine == engine),
+            find_limits((row.rate, row.excess, row.attainment) for row in rows if row.engine == engine),
             max(row.requests_per_second.median for row in rows if row.engine == engine),
         )
         for engine in dict.fromkeys(row.engine for row in rows)

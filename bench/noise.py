@@ -20,6 +20,7 @@ class Spread:
     median: float
     minimum: float
     maximum: float
+    num_rounds: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
@@ -30,7 +31,7 @@ class Spread:
         """
         if not values:
             raise ValueError("values=[] is empty: a spread needs at least one round")
-        return cls(median(values), min(values), max(values))
+        return cls(median(values), min(values), max(values), len(values))
 
     @property
     def half_range(self) -> float:
@@ -43,8 +44,9 @@ class Spread:
         return self.half_range > WIDE
 
     def format(self, digits: int = 1) -> str:
-        """Write median and half range, such as "81.3 ±4 %"."""
-        return f"{self.median:.{digits}f} ±{self.half_range:.0%}".replace("%", " %")
+        """Write median and half range, such as "81.3 ±4 %"; of a single round, which has no range, the median alone."""
+        figure = f"{self.median:.{digits}f}"
+        return figure if self.num_rounds == 1 else f"{figure} ±{self.half_range * 100:.0f} %"
 
 
 def in_rounds(variants: Sequence[T], num_rounds: int) -> Iterator[tuple[int, T]]:

@@ -1,4 +1,10 @@
-"""Serving requests that arrive at their own times, and what that says about load: latencies, goodput, saturation."""
+"""Serving requests that arrive at their own times, and what that says about load: latencies, goodput, saturation.
+
+An engine is saturated where its queue grows by more than chance explains while the second half of the requests arrives: by more
+than a tenth of them and two standard deviations. The numbers in flight at two moments are taken as Poisson distributed, with one
+more than those at the first moment as their mean (one more, so that an engine idle just then has some noise as well); each has
+this mean as its variance, times the gaps' coefficient of variation where that is above 1, because bursts vary more.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +13,19 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import mean, pstdev
 from typing import Protocol
 
 from titan.bench.profiling import greedy_params
 from titan.engine import Engine
 from titan.request import Request
 
-FOLLOWING = 0.9
-"""An engine follows a rate if, while the second half of the requests arrives, it finishes at least this share of as many."""
+TOLERATED_GROWTH = 0.1
+"""Share of the second half of the requests by which the queue may grow, noise apart."""
+
+NUM_DEVIATIONS = 2.0
+"""Standard deviations of the queue's own noise by which it may grow on top."""
 
 ATTAINED = 0.9
 """Share of requests within the service-level target from which a rate counts as served well."""
@@ -101,6 +112,7 @@ class Load:
     attainment: float  # share of requests within the target
     following: float | None  # finished over arrived, while the second half arrives; None for a single request
     num_left: int  # requests in the engine when the last one arrives
+    excess: float | None  # requests by which its queue grew beyond what is tolerated; above 0 it is saturated; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +120,7 @@ class Limits:
     """What a sweep over rates finds; ``None`` where no rate was so."""
 
     followed_up_to: float | None  # rates up to here were all followed
-    saturated_from: float | None  # the first rate that was not
+    saturated_from: float | None  # the first rate at which the queue grew by more than chance explains
     well_served_up_to: float | None  # rates up to here had `ATTAINED` of the requests within the target
 
 
@@ -180,23 +192,46 @@ def measure_load(times: Sequence[RequestTimes], target: Target) -> Load:
         attainment=num_good / len(times),
         following=num_finished / num_late if num_late else None,
         num_left=sum(each.finished > last for each in times),
+        excess=excess_growth(times),
     )
+
+
+def excess_growth(times: Sequence[RequestTimes]) -> float | None:
+    """Requests by which the queue grows, while the second half arrives, beyond a tenth of them and two standard deviations.
+
+    Args:
+        times: of the requests, in the order of their arrivals, at least one.
+
+    Returns:
+        Above 0 if the engine is saturated, by the rule above. ``None`` if the stream is too short to say: the first request is
+        still there when the second half begins, so that the queue would grow in any engine.
+    """
+    num_late = len(times) // 2
+    middle, last = times[-num_late - 1].arrival, times[-1].arrival
+    if times[0].finished > middle:
+        return None
+    before, after = (sum(each.arrival <= moment < each.finished for each in times) for moment in (middle, last))
+    gaps = [right.arrival - left.arrival for left, right in pairwise(times)]
+    variation = max(1.0, pstdev(gaps) / mean(gaps))
+    return after - before - TOLERATED_GROWTH * num_late - NUM_DEVIATIONS * math.sqrt(2 * (before + 1) * variation)
 
 
 def find_limits(loads: Iterable[tuple[float, float | None, float]]) -> Limits:
     """Find where an engine stops following.
 
     Args:
-        loads: rate, share of arrivals that were followed (``None``: not known), and attainment, in any order.
+        loads: rate, growth of the queue beyond what is tolerated (``None``: not known), and attainment, in any order.
     """
     followed: float | None = None
+    is_followed = True
     saturated: float | None = None
     well_served: float | None = None
     is_well_served = True
-    for rate, following, attainment in sorted(loads, key=lambda each: each[0]):
-        is_followed = following is None or following >= FOLLOWING
-        if saturated is None:
-            followed, saturated = (rate, None) if is_followed else (followed, rate)
+    for rate, excess, attainment in sorted(loads, key=lambda each: each[0]):
+        is_followed = is_followed and excess is not None and excess <= 0
+        followed = rate if is_followed else followed
+        if saturated is None and excess is not None and excess > 0:
+            saturated = rate
         is_well_served = is_well_served and attainment >= ATTAINED
         well_served = rate if is_well_served else well_served
     return Limits(followed, saturated, well_served)

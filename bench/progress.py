@@ -62,6 +62,11 @@ class Progress:
             left = self.seconds_left
             log(f"{self.num_done}/{self.num_units} {text}" + ("" if left is None else f"; about {left:.0f} s left"))
 
+    def leave_out(self, num_units: int) -> None:
+        """Expect fewer units, as a variant does not run or has failed."""
+        self.num_units -= num_units
+        self._bar.update(self._task, total=self.num_units)
+
     @property
     def seconds_left(self) -> float | None:
         """Time that the units to come will take at the pace since the first; ``None`` before the second is done."""

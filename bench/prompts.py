@@ -16,6 +16,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
+from titan.bench.progress import log
 from titan.bench.workloads import Lengths
 from titan.models.loader import load_config, load_tokenizer, resolve_model
 
@@ -134,17 +135,30 @@ def text_prompts(tokenizer: Any, texts: Sequence[str], lengths: Lengths, seed: i
 def file_prompts(tokenizer: Any, path: Path, lengths: Lengths) -> Iterator[list[int]]:
     """Return the prompts of a file in order, from the first again after the last, cut to ``lengths.high`` tokens.
 
+    Says on stderr how many are shorter than ``lengths.low``, and, once they repeat, how many different ones there are.
+
     Raises:
-        ValueError: the file holds no prompt, or a line is not what it should be.
+        ValueError: the file is no text, holds no prompt, or a line is not what it should be.
     """
-    texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts {str(path)!r} is not allowed: it must be a file of text in UTF-8, which it is not") from error
+    texts = [line for line in content.splitlines() if line.strip()]
     if path.suffix == ".jsonl":
         texts = [_prompt_of(line, path) for line in texts]
     prompts = [token_ids[: lengths.high] for text in texts if (token_ids := tokenizer.encode(text))]
     if not prompts:
         raise ValueError(f'prompts {str(path)!r} is empty: it must have a prompt per line, or JSON lines with a "prompt"')
 
+    num_short = sum(len(prompt) < lengths.low for prompt in prompts)
+    if num_short:
+        log(f"prompts {str(path)!r}: {num_short} of {len(prompts)} have fewer than the {lengths.low} tokens asked for")
+
     def cycle() -> Iterator[list[int]]:
+        yield from prompts
+        num_different = len(set(map(tuple, prompts)))
+        log(f"prompts {str(path)!r}: it has {num_different} different prompts, fewer than needed, so that they repeat")
         while True:
             yield from prompts
 

@@ -19,9 +19,6 @@ import torch
 import titan
 from titan.models.loader import resolve_model
 
-FINGERPRINT_BYTES = 1 << 20
-"""Bytes of each weight file that a model's fingerprint covers."""
-
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
@@ -29,7 +26,7 @@ class Provenance:
 
     command: str
     commit: str
-    has_changes: bool  # of the checkout against its commit, results left out
+    has_changes: bool  # of the checkout against its commit, new Python files included, results left out
     date: str  # UTC
     machine: str
     num_threads: int
@@ -50,7 +47,7 @@ def collect_provenance(
         models: folder, hub id, "demo" or another draft by role, such as "target"; ``None`` is left out.
         seed: of prompts and sampling.
     """
-    commit, has_changes = _commit()
+    commit, has_changes = describe_checkout(Path(__file__).resolve().parent)
     return Provenance(
         command=f"titan bench {name} {shlex.join(argv)}".rstrip(),
         commit=commit,
@@ -114,17 +111,24 @@ def describe_model(model: str, role: str = "target") -> str:
     for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
         digest.update(f"{path.name} {path.stat().st_size}".encode())
         with path.open("rb") as file:
-            digest.update(file.read(FINGERPRINT_BYTES))
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     return f"{model} (fingerprint {digest.hexdigest()[:12]})"
 
 
-def _commit() -> tuple[str, bool]:
-    """The checkout's commit, and whether anything but results differs from it; "unknown" outside one."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+def describe_checkout(folder: Path) -> tuple[str, bool]:
+    """Return a checkout's commit, and whether anything but results differs from it, new Python files included.
+
+    Args:
+        folder: in the checkout; the commit is "unknown" outside one.
+    """
+    git = ["git", "-C", str(folder)]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        status = [*git, "status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)bench/results"]
-        changes = subprocess.run(status, capture_output=True, text=True, check=True).stdout
+        changed = ["status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)bench/results"]
+        new = ["ls-files", "--others", "--exclude-standard", "--", ":(top)*.py", ":(top,exclude)bench/results"]
+        changes = "".join(
+            subprocess.run([*git, *each], capture_output=True, text=True, check=True).stdout for each in (changed, new)
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown", False
     return commit, bool(changes.strip())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,11 @@ class Report:
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     """Add what every benchmark takes: --json, --markdown, --html, --threads, --seed."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, with every sample and their provenance")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with tables and plots, all in one file")
+    parser.add_argument(
+        "--json", type=_output_file, metavar="FILE", help="write the results, with every sample and their provenance"
+    )
+    parser.add_argument("--markdown", type=_output_file, metavar="FILE", help="write the tables")
+    parser.add_argument("--html", type=_output_file, metavar="FILE", help="write a page with tables and plots, all in one file")
     default = num_physical_cores()
     parser.add_argument("--threads", type=positive, default=default, help="default: the physical cores, %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default: %(default)s)")
@@ -64,17 +67,30 @@ def use_threads(args: argparse.Namespace) -> None:
 
 
 def publish(report: Report, args: argparse.Namespace) -> None:
-    """Print a report and write the files that ``add_report_options`` asked for."""
-    print_report(report)
-    if args.json is not None:
-        write_json(args.json, report)
-    if args.markdown is not None:
-        _write(args.markdown, markdown(report))
-    if args.html is not None:
-        _write(args.html, html(report))
-    for path in (args.json, args.markdown, args.html):
+    """Write the files that ``add_report_options`` asked for, each whatever becomes of the others, and print the report.
+
+    Raises:
+        ValueError: a file could not be written; the others are.
+    """
+    writers: list[tuple[Path | None, Callable[[Path, Report], None]]] = [
+        (args.json, write_json),
+        (args.markdown, lambda path, report: _write(path, markdown(report))),
+        (args.html, lambda path, report: _write(path, html(report))),
+    ]
+    failures, written = [], []
+    for path, write in writers:
         if path is not None:
-            print(f"written: {path}")
+            try:
+                write(path, report)
+            except Exception as error:  # noqa: BLE001 - hours of measurement are in the other files
+                failures.append(f"{path} could not be written: {type(error).__name__}: {error}")
+            else:
+                written.append(path)
+    print_report(report)
+    for path in written:
+        print(f"written: {path}")
+    if failures:
+        raise ValueError("; ".join(failures))
 
 
 def print_report(report: Report) -> None:
@@ -148,6 +164,19 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not allowed: it must be an integer of at least 1")
     return value
+
+
+def _output_file(text: str) -> Path:
+    """Read the name of a file to write, as a type of `argparse`; its folder may be missing."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: it is a folder")
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())  # the root exists
+    if there != path and not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: {there} is no folder")
+    if not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: {there} cannot be written to")
+    return path
 
 
 def _warning_lines(report: Report) -> list[str]:

@@ -72,6 +72,8 @@ PEER_MODES = {
 DESCRIPTIONS = TITAN_MODES | {name: mode.description for name, mode in PEER_MODES.items()}
 DRAFT_MODES = (TITAN_DRAFT, *(name for name, mode in PEER_MODES.items() if mode.uses_draft))
 PEERS = ("vllm", "openvino", "llama.cpp")
+STATIC_MODES = (TITAN_STATIC, "transformers-static")
+"""A request ends with its batch here, so its end does not say how long its tokens took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +153,14 @@ class Runners:
         self.close()
 
     def drop(self, mode: str) -> None:
-        """Leave a mode out from now on, and end its process if it has one."""
+        """Leave a mode that failed out from now on: end its process, or make the engine idle again for Titan's other modes."""
         runner = self.by_mode.pop(mode)
         if isinstance(runner, PeerProcess):
             runner.close()
+        elif isinstance(runner, TitanRunner):
+            scheduler = runner.llm.engine.scheduler
+            for request in (*scheduler.running, *scheduler.waiting):
+                scheduler.abort(request)
 
     def close(self) -> None:
         """End the peers' processes."""

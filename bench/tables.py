@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan.bench.draft_rows import NO_DRAFT, Setting
 from titan.bench.report import table_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,10 +89,40 @@ def rates_table(documents: Sequence[Document]) -> list[str]:
     return table_lines(["dtype", "mode", *(f"{concurrency} at once" for concurrency in concurrencies)], cells, num_text_columns=2)
 
 
+def latency_table(documents: Sequence[Document]) -> list[str]:
+    """Latency under load, in seconds: medians and 99th percentiles, goodput, and whether the engine was saturated."""
+    rows = {(row["engine"], row["rate"]): row for document in documents for row in document["rows"]}
+    cells = [
+        [
+            engine,
+            f"{rate:g}",
+            *(f"{row[name][percentile]:.2f}" for name in ("to_first_token", "latency") for percentile in ("p50", "p99")),
+            f"{row['goodput']['median']:.2f}",
+            "-" if row["excess"] is None else "yes" if row["excess"] > 0 else "no",
+        ]
+        for (engine, rate), row in rows.items()
+    ]
+    header = ["engine", "requests/s", "first token P50, s", "P99", "latency P50, s", "P99", "goodput/s", "saturated"]
+    return table_lines(header, cells, num_text_columns=1)
+
+
+def drafts_table(documents: Sequence[Document]) -> list[str]:
+    """Drafts by workload: tokens per step of the target, and tokens per second over no draft."""
+    rows = {(row["draft"], Setting(row["workload"], row["temperature"])): row for document in documents for row in document["rows"]}
+    settings = list(dict.fromkeys(setting for _, setting in rows))
+    cells = []
+    for draft in dict.fromkeys(draft for draft, _ in rows if draft != NO_DRAFT):
+        found = [rows.get((draft, setting)) for setting in settings]
+        cells.append([draft, *(_steps_and_speed(row) if row else "-" for row in found)])
+    return table_lines(["draft", *map(str, settings)], cells, num_text_columns=1)
+
+
 KINDS: dict[str, Callable[[Sequence[Document]], list[str]]] = {
     "ratios": ratios_table,
     "rates": rates_table,
     "trees": trees_table,
+    "latency": latency_table,
+    "drafts": drafts_table,
 }
 """Tables by the name that a comment gives."""
 
@@ -145,6 +176,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _ratio(spread: dict[str, float]) -> str:
     half_range = (spread["maximum"] - spread["minimum"]) / 2 / spread["median"]
     return f"{spread['median']:.2f}x ±{half_range * 100:.0f} %"
+
+
+def _steps_and_speed(row: dict[str, Any]) -> str:
+    length, speed_up = f"{row['mean_acceptance_length']:.2f}", row["speed_up"]
+    return length if speed_up is None else f"{length} ({speed_up['median']:.2f}x)"
 
 
 def _rate(row: dict[str, Any]) -> str:

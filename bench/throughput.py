@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
@@ -31,7 +32,7 @@ from titan.bench.peers.client import PeerError
 from titan.bench.profiling import profile_shares
 from titan.bench.progress import Progress, run_until_interrupted
 from titan.bench.prompts import prompt_stream
-from titan.bench.provenance import collect_provenance
+from titan.bench.provenance import Provenance, collect_provenance
 from titan.bench.report import Report, Table, add_report_options, positive, publish, use_threads
 from titan.bench.runners import (
     DESCRIPTIONS,
@@ -57,6 +58,7 @@ from titan.bench.throughput_report import (
     machine_table,
     make_charts,
     make_claims,
+    noise_figures,
     profile_table,
     ratio_table,
     throughput_table,
@@ -87,25 +89,26 @@ class Bench:
         self.shares: list[ShareSample] = []
         self.problems: list[str] = []
         self.versions: dict[str, str] = {}
+        self._units_left: Counter[tuple[str, str]] = Counter()  # by dtype and mode, for the progress
         next(self._prompts(args.prompt_len))  # what is wrong with them shows before anything is loaded
 
     def run(self) -> None:
         """Measure all dtypes and concurrencies, or profile them."""
         args = self.args
-        num_profiled = len([mode for mode in args.modes if mode in (TITAN, TITAN_DRAFT)])
-        if args.profile:
-            num_units = len(args.dtype) * len(args.concurrency) * num_profiled * args.rounds
-        else:
-            runs = [len(modes_at(args.modes, concurrency)) * (args.rounds + 1) + num_profiled for concurrency in args.concurrency]
-            num_units = len(args.dtype) * sum(runs)
-        with Progress(num_units) as progress:
+        for concurrency in args.concurrency:
+            for mode in args.modes if args.profile else modes_at(args.modes, concurrency):
+                num_profiles = (args.rounds if args.profile else 1) if mode in (TITAN, TITAN_DRAFT) else 0
+                num_runs = 0 if args.profile else args.rounds + 1
+                for dtype in args.dtype:
+                    self._units_left[dtype, mode] += num_runs + num_profiles
+        with Progress(self._units_left.total()) as progress:
             for dtype in args.dtype:
                 (self._profile_dtype if args.profile else self._measure_dtype)(dtype, progress)
                 gc.collect()  # the models of this dtype go before the next are loaded
 
     def _measure_dtype(self, dtype: str, progress: Progress) -> None:
         args = self.args
-        prompts, output_lens = self._prompts(args.prompt_len), args.output_len.stream(args.seed)
+        prompts, output_lens = self._prompts(args.prompt_len), args.output_len.stream(f"{args.seed}/outputs")
         with self._make_runners(args.modes, dtype, args.prompt_len.high + args.output_len.high, progress) as runners:
             for concurrency in args.concurrency:
                 warm_up = take_workload(prompts, concurrency, repeat(min(NUM_WARM_UP_TOKENS, args.output_len.low)))
@@ -113,10 +116,10 @@ class Bench:
                 for round_id in range(args.rounds):
                     workload = take_workload(prompts, concurrency * args.waves, output_lens)
                     self._run_all(runners, (dtype, concurrency), round_id, workload, progress)
-                for mode, runner in runners.by_mode.items():
-                    if mode in (TITAN, TITAN_DRAFT) and isinstance(runner, TitanRunner):
+                for mode in (TITAN, TITAN_DRAFT):
+                    if mode in runners.by_mode:
                         workload = take_workload(prompts, concurrency, output_lens)
-                        self._measure_shares(dtype, mode, runner, workload, progress)
+                        self._measure_shares(runners, dtype, mode, workload, progress)
 
     def _profile_dtype(self, dtype: str, progress: Progress) -> None:
         args = self.args
@@ -124,12 +127,15 @@ class Bench:
         prompt_len = args.context_len - output_len // 2
         prompts = self._prompts(Lengths(prompt_len, prompt_len))
         with self._make_runners(args.modes, dtype, prompt_len + output_len, progress) as runners:
-            for mode, runner in runners.by_mode.items():
-                assert isinstance(runner, TitanRunner)
+            for mode in args.modes:
                 for concurrency in args.concurrency:
-                    runner.run(take_workload(prompts, concurrency, repeat(min(NUM_WARM_UP_TOKENS, output_len))), concurrency)
-                    for _ in range(args.rounds):
-                        self._measure_shares(dtype, mode, runner, take_workload(prompts, concurrency, repeat(output_len)), progress)
+                    for repetition in range(args.rounds):
+                        if mode in runners.by_mode:
+                            warm_up = None
+                            if repetition == 0:
+                                warm_up = take_workload(prompts, concurrency, repeat(min(NUM_WARM_UP_TOKENS, output_len)))
+                            workload = take_workload(prompts, concurrency, repeat(output_len))
+                            self._measure_shares(runners, dtype, mode, workload, progress, warm_up=warm_up)
 
     def _prompts(self, lengths: Lengths) -> Iterator[list[int]]:
         return prompt_stream(self.args.model, self.args.prompts, lengths, self.args.seed)
@@ -150,7 +156,23 @@ class Bench:
         runners = Runners(modes, options, progress.note)
         self.problems += [problem for problem in runners.problems if problem not in self.problems]
         self.versions |= runners.versions
+        for mode in modes:
+            if mode not in runners.by_mode:
+                progress.leave_out(self._units_left.pop((dtype, mode), 0))
         return runners
+
+    def _drop(self, runners: Runners, place: tuple[str, int, str], error: Exception, progress: Progress) -> None:
+        """Leave a mode that failed out from now on, for this dtype; what it measured before is kept."""
+        dtype, concurrency, mode = place
+        runners.drop(mode)
+        reason = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
+        self.problems.append(f"{mode} ended at {concurrency} requests at once in {dtype}: {' '.join(reason.split())}")
+        progress.note(self.problems[-1])
+        progress.leave_out(self._units_left.pop((dtype, mode), 0))
+
+    def _count(self, dtype: str, mode: str, text: str, progress: Progress) -> None:
+        self._units_left[dtype, mode] -= 1
+        progress.advance(text)
 
     def _run_all(
         self, runners: Runners, place: tuple[str, int], round_id: int | None, workload: Workload, progress: Progress
@@ -158,17 +180,17 @@ class Bench:
         """Run every mode once, Titan without a draft first, as the outputs are compared with its; no round is a warm-up."""
         dtype, concurrency = place
         reference: Run | None = None
-        for mode in modes_at(list(runners.by_mode), concurrency):
+        for mode in modes_at(self.args.modes, concurrency):
+            if mode not in runners.by_mode:
+                continue
             load_average = psutil.getloadavg()[0]
             what = f"{dtype}, {concurrency} at once, {'warming up' if round_id is None else f'round {round_id + 1}'}: {mode}"
             try:
                 run = runners.by_mode[mode].run(workload, concurrency)
-            except PeerError as error:
-                runners.drop(mode)
-                self.problems.append(f"{mode} ended at {concurrency} requests at once in {dtype}: {error}")
-                progress.advance(f"{what} failed")
+            except Exception as error:  # noqa: BLE001 - whatever ends one mode, the others go on
+                self._drop(runners, (dtype, concurrency, mode), error, progress)
                 continue
-            progress.advance(f"{what} {run.tokens_per_second:.1f} tokens/s")
+            self._count(dtype, mode, f"{what} {run.tokens_per_second:.1f} tokens/s", progress)
             if round_id is None:
                 continue
             if mode == TITAN:
@@ -184,13 +206,23 @@ class Bench:
                 )
             )
 
-    def _measure_shares(self, dtype: str, mode: str, runner: TitanRunner, workload: Workload, progress: Progress) -> None:
-        load_average = psutil.getloadavg()[0]
-        shares = profile_shares(runner.llm.engine, workload, use_speculative=runner.uses_draft, skip_prefill=self.args.profile)
+    def _measure_shares(
+        self, runners: Runners, dtype: str, mode: str, workload: Workload, progress: Progress, *, warm_up: Workload | None = None
+    ) -> None:
+        runner = runners.by_mode[mode]
+        assert isinstance(runner, TitanRunner)
+        try:
+            if warm_up is not None:
+                runner.run(warm_up, len(warm_up))
+            load_average = psutil.getloadavg()[0]
+            shares = profile_shares(runner.llm.engine, workload, use_speculative=runner.uses_draft, skip_prefill=self.args.profile)
+        except Exception as error:  # noqa: BLE001 - whatever ends one mode, the others go on
+            self._drop(runners, (dtype, len(workload), mode), error, progress)
+            return
         if shares is not None:
             context_len = (sum(map(len, workload.prompts)) + workload.num_output_tokens / 2) / len(workload)
             self.shares.append(ShareSample(dtype, len(workload), mode, context_len, shares, load_average))
-        progress.advance(f"{dtype}, {len(workload)} at once, profiled: {mode}")
+        self._count(dtype, mode, f"{dtype}, {len(workload)} at once, profiled: {mode}", progress)
 
 
 def modes_at(modes: Sequence[str], concurrency: int) -> list[str]:
@@ -213,10 +245,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     models = {"target": args.model, "draft": args.draft_model}
     provenance = collect_provenance("throughput", argv, models=models, seed=args.seed)
     bench = Bench(args)
-    is_complete = run_until_interrupted(bench.run)
+    try:
+        is_complete = run_until_interrupted(bench.run)
+    except BaseException:
+        if bench.samples or bench.shares:
+            publish(_report(bench, provenance, is_complete=False), args)
+        raise
+    publish(_report(bench, provenance, is_complete=is_complete), args)
+
+
+def _report(bench: Bench, provenance: Provenance, *, is_complete: bool) -> Report:
+    args = bench.args
     rows = make_rows(bench.samples, bench.shares)
-    figures = ((f"tokens/s of {row.mode} in {row.dtype}, {row.concurrency} at once", row.tokens_per_second) for row in rows)
-    report = Report(
+    return Report(
         "Parts of a decode step" if args.profile else "Throughput",
         replace(provenance, versions=provenance.versions | bench.versions),
         vars(args),
@@ -224,10 +265,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         [profile_table(bench.shares)] if args.profile else _tables(rows),
         charts=make_charts(rows, bench.samples, bench.shares),
         notes=[_describe_workload(args), *_describe_modes(args.modes), *bound_notes(rows)],
-        warnings=[*bench.problems, *spread_warnings(figures)],
+        warnings=[*bench.problems, *spread_warnings(noise_figures(rows))],
         is_complete=is_complete,
     )
-    publish(report, args)
 
 
 def _tables(rows: Sequence[Row]) -> list[Table]:
@@ -241,12 +281,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
     Raises:
         SystemExit: an option is not allowed; the message says why.
+        ValueError: the draft or a mode is not possible, or --profile was asked for something that it cannot do.
     """
     parser = argparse.ArgumentParser(
         prog="titan bench throughput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help="a first look: float32, 1 and 8 at once, outputs of 16-64 tokens, 2 rounds")
+    add("--quick", action="store_true", help="a first look: float32, 1 and 8 at once, outputs of 16-64 tokens")
     add("--model", default=DEMO, help="folder or hub id of the target (default: the demo pair)")
     add("--draft-model", help="folder or hub id of the draft, or ngram (default: the demo's, or none)")
     add("--dtype", nargs="+", choices=list(DTYPES), help="default: float32 bfloat16")
@@ -257,7 +298,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--output-len", type=_lengths, help="tokens, or 16-512 for a mix (default: 128)")
     add("--waves", type=positive, help=f"requests per slot (default: 1, with mixed output lengths {WAVES_OF_A_MIX})")
     add("--max-draft-tokens", type=positive, default=4, help="per request and step (default: %(default)s)")
-    add("--rounds", type=positive, help="default: 3")
+    add("--rounds", type=positive, default=3, help="default: %(default)s")
     add(
         "--modes",
         nargs="+",
@@ -283,13 +324,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     args.peer = dict(args.peer)
     args.dtype = args.dtype or (["float32"] if args.quick else ["float32", "bfloat16"])
     args.output_len = args.output_len or (Lengths(16, 64) if args.quick else Lengths(128, 128))
-    args.rounds = args.rounds or (2 if args.quick else 3)
     args.concurrency = args.concurrency or ([32] if args.profile else [1, 8] if args.quick else [1, 8, 32])
     args.waves = args.waves or (WAVES_OF_A_MIX if args.output_len.is_mixed else 1)
-    try:
-        _fill_modes(args)
-    except ValueError as error:
-        parser.error(str(error))
+    _fill_modes(args)
     return args
 
 
@@ -339,8 +376,8 @@ def _describe_workload(args: argparse.Namespace) -> str:
     return (
         f"{models}; prompts ({args.prompts}) of {args.prompt_len} tokens, {args.output_len} generated, {args.waves} requests per "
         f"slot, all there from the start; temperature 0, end of sequence ignored; medians of {args.rounds} interleaved rounds with "
-        f'half their range; "equal outputs" are equal to those of {TITAN}; KV is the share of blocks for {max(args.concurrency)} '
-        f"requests."
+        f'half their range (one round has none); "equal outputs" are equal to those of {TITAN}; KV is the share of blocks for '
+        f"{max(args.concurrency)} requests."
     )
 
 

@@ -143,21 +143,36 @@ def claim_table(claims: Sequence[Claim]) -> Table:
 def bound_notes(rows: Sequence[Row]) -> list[str]:
     """Say what bounds the draft's gain: the speed-up is tokens per step over the ratio of the steps' lengths.
 
-    That is the formula of Leviathan et al. 2023 (arXiv 2211.17192, theorem 3.8) with measured steps in place of its cost ratio.
+    That is the formula of Leviathan et al. 2023 (arXiv 2211.17192, theorem 3.8) with measured steps in place of its cost ratio:
+    the median over the rounds of the ratio within a round, as for the measured gain beside it.
     """
-    plain = {(row.dtype, row.concurrency): row for row in rows if row.mode == TITAN}
     notes = []
     for row in rows:
-        base = plain.get((row.dtype, row.concurrency))
-        if row.mode != TITAN_DRAFT or base is None or not (row.step_seconds and base.step_seconds and row.mean_acceptance_length):
+        if row.mode != TITAN_DRAFT or row.step_ratio is None or not row.mean_acceptance_length:
             continue
-        stretch = row.step_seconds / base.step_seconds
+        stretch = row.step_ratio.median
         notes.append(
             f"- {row.dtype}, {row.concurrency} at once: a step with drafts lasts {stretch:.2f}x as long as one without and emits "
             f"{row.mean_acceptance_length:.2f} tokens per request, so drafts bring about "
-            f"{row.mean_acceptance_length:.2f} / {stretch:.2f} = {row.mean_acceptance_length / stretch:.2f}x"
+            f"{row.mean_acceptance_length:.2f} / {stretch:.2f} = {row.mean_acceptance_length / stretch:.2f}x; "
+            f"measured: {format_ratio(row.ratios.get(TITAN))}"
         )
     return notes
+
+
+def noise_figures(rows: Sequence[Row]) -> list[tuple[str, Spread]]:
+    """The figures of the tables that have a spread, with their names, for `spread_warnings`."""
+    figures = []
+    for row in rows:
+        where = f"{row.mode} in {row.dtype}, {row.concurrency} at once"
+        figures.append((f"tokens/s of {where}", row.tokens_per_second))
+        figures += [(f"tokens/s of {where}, over {other}", ratio) for other, ratio in _shown_ratios(row).items()]
+        figures += [
+            (f"{name.upper()} of {where}, over {TITAN}", row.latency_ratios[name])
+            for name in ("p50", "p99")
+            if name in row.latency_ratios
+        ]
+    return figures
 
 
 def make_charts(rows: Sequence[Row], samples: Sequence[Sample], shares: Sequence[ShareSample]) -> list[LineChart | StackedBars]:
@@ -226,6 +241,11 @@ def _split_chart(dtype: str, samples: Sequence[ShareSample]) -> StackedBars:
     }
     bars = [f"{sample.mode}\n{sample.concurrency} at once" for sample in samples]
     return StackedBars(f"Where a step's time goes, {dtype}", "ms per step", bars, parts)
+
+
+def _shown_ratios(row: Row) -> dict[str, Spread]:
+    """Those that are not another row's turned around."""
+    return row.ratios if row.mode == TITAN_DRAFT else {other: ratio for other, ratio in row.ratios.items() if other == TITAN}
 
 
 def _names(row: Row) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from statistics import median
 
 import numpy as np
 
 from titan.bench.noise import Spread, ratio_spread
 from titan.bench.profiling import Shares
-from titan.bench.runners import DESCRIPTIONS, TITAN
+from titan.bench.runners import DESCRIPTIONS, STATIC_MODES, TITAN
 from titan.bench.runs import Percentiles, Run, StepCounts
 
 Key = tuple[str, int, str]
@@ -29,7 +30,7 @@ class Sample:
     requests_per_second: float
     latencies: list[float]  # seconds from the start of the run, when all requests arrive, to the last token
     first_tokens: list[float]  # seconds to the first token
-    between_tokens: list[float]  # mean seconds between two tokens
+    between_tokens: list[float]  # mean seconds between two tokens; empty where a request ends with its batch
     mean_acceptance_length: float | None
     cpu_use: float | None  # of the threads that it may use, 0 to 1
     gpu_use: float | None
@@ -52,7 +53,7 @@ class ShareSample:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One mode at one dtype and concurrency; means are over the rounds, percentiles over all requests of all rounds."""
+    """One mode at one dtype and concurrency; percentiles are over all requests of all rounds, other means over the rounds."""
 
     dtype: str
     mode: str
@@ -68,7 +69,8 @@ class Row:
     mean_acceptance_length: float | None
     acceptance_per_depth: list[float]
     mean_batch_size: float | None
-    step_seconds: float | None
+    step_seconds: float | None  # median over the rounds
+    step_ratio: Spread | None  # of step_seconds, over continuous batching without a draft
     cpu_use: float | None
     gpu_use: float | None
     mean_kv_usage: float | None
@@ -93,7 +95,11 @@ def make_sample(key: Key, round_id: int, run: Run, *, num_threads: int, num_equa
         requests_per_second=len(requests) / run.seconds,
         latencies=[request.finished_seconds for request in requests],
         first_tokens=[request.first_token_seconds for request in requests if request.first_token_seconds is not None],
-        between_tokens=[request.between_tokens_seconds for request in requests if request.between_tokens_seconds is not None],
+        between_tokens=[
+            request.between_tokens_seconds
+            for request in requests
+            if request.between_tokens_seconds is not None and mode not in STATIC_MODES
+        ],
         mean_acceptance_length=run.mean_acceptance_length,
         cpu_use=None if run.cpu_seconds is None else run.cpu_seconds / run.seconds / num_threads,
         gpu_use=run.gpu_use,
@@ -123,6 +129,7 @@ def _make_row(key: Key, groups: Mapping[Key, Sequence[Sample]], shares: Shares |
         spread = ratio_spread(rates, _by_round(others)) if other_key[:2] == key[:2] and other_key != key else None
         if spread is not None:
             ratios[other_key[2]] = spread
+    baseline = groups.get((dtype, concurrency, TITAN), [])
     latency = Percentiles.of([seconds for sample in samples for seconds in sample.latencies])
     assert latency is not None, "a run has requests"
     steps = [sample.steps for sample in samples if sample.steps is not None]
@@ -136,13 +143,14 @@ def _make_row(key: Key, groups: Mapping[Key, Sequence[Sample]], shares: Shares |
         requests_per_second=_mean([sample.requests_per_second for sample in samples]) or 0.0,
         ratios=ratios,
         latency=latency,
-        latency_ratios=_latency_ratios(samples, groups.get((dtype, concurrency, TITAN), []) if mode != TITAN else []),
+        latency_ratios=_latency_ratios(samples, baseline if mode != TITAN else []),
         first_token=Percentiles.of([seconds for sample in samples for seconds in sample.first_tokens]),
         between_tokens=Percentiles.of([seconds for sample in samples for seconds in sample.between_tokens]),
         mean_acceptance_length=_mean([sample.mean_acceptance_length for sample in samples]),
         acceptance_per_depth=_acceptance_per_depth(steps),
         mean_batch_size=_mean([each.mean_batch_size for each in steps]),
-        step_seconds=_mean([each.step_seconds for each in steps]),
+        step_seconds=median(each.step_seconds for each in steps) if steps else None,
+        step_ratio=None if mode == TITAN else ratio_spread(_step_seconds(samples), _step_seconds(baseline)),
         cpu_use=_mean([sample.cpu_use for sample in samples]),
         gpu_use=_mean([sample.gpu_use for sample in samples]),
         mean_kv_usage=_mean([each.mean_kv_usage for each in steps]),
@@ -157,6 +165,10 @@ def _make_row(key: Key, groups: Mapping[Key, Sequence[Sample]], shares: Shares |
 
 def _by_round(samples: Sequence[Sample]) -> dict[int, float]:
     return {sample.round_id: sample.tokens_per_second for sample in samples}
+
+
+def _step_seconds(samples: Sequence[Sample]) -> dict[int, float]:
+    return {sample.round_id: sample.steps.step_seconds for sample in samples if sample.steps is not None}
 
 
 def _latency_ratios(samples: Sequence[Sample], baseline: Sequence[Sample]) -> dict[str, Spread]:

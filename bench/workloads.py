@@ -41,8 +41,8 @@ class Lengths:
         """Whether lengths differ."""
         return self.low < self.high
 
-    def stream(self, seed: int) -> Iterator[int]:
-        """Draw lengths without end."""
+    def stream(self, seed: int | str) -> Iterator[int]:
+        """Draw lengths without end; streams that must not go together need different seeds, such as "0/outputs"."""
         generator = random.Random(seed)
         while True:
             yield generator.randint(self.low, self.high)

@@ -1,4 +1,4 @@
-"""What the machine itself does: the measures that the other benchmarks are divided by."""
+"""What the machine itself does: the measures that the other benchmarks are divided by, before them and behind them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ import torch
 Measure = Callable[..., Any]
 
 
+@pytest.fixture(params=["first", "last"])
+def moment(request: pytest.FixtureRequest) -> str:
+    """When a reference runs: before all others, or behind them."""
+    name: str = request.param
+    return name
+
+
+@pytest.mark.usefixtures("moment")
 @pytest.mark.benchmark(group="kernel")
 def test_reference_kernel(measure: Measure) -> None:
     """A product of two float32 matrices."""
@@ -19,6 +27,7 @@ def test_reference_kernel(measure: Measure) -> None:
     measure(torch.mm, matrix, matrix)
 
 
+@pytest.mark.usefixtures("moment")
 @pytest.mark.benchmark(group="host")
 def test_reference_host(measure: Measure) -> None:
     """A loop of Python."""

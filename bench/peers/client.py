@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import tempfile
@@ -21,6 +22,8 @@ OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """What would lead another environment's interpreter to this one's packages."""
 NUM_LOG_LINES = 3
 CLOSE_SECONDS = 10
+ANSWER_SECONDS = 3600.0
+"""After this time without an answer a peer is given up; loading, compiling and the longest runs take less."""
 
 
 class PeerError(Exception):
@@ -35,13 +38,23 @@ class PeerProcess:
         adapter: file name in this folder, without its suffix, or a path.
         python: interpreter of the peer's environment.
         options: see `serve.py`.
+        answer_seconds: time that loading and each run may take.
 
     Raises:
-        PeerError: the process cannot be started, or the adapter cannot load.
+        PeerError: the process cannot be started, or the adapter cannot load or does not answer in time.
     """
 
-    def __init__(self, name: str, adapter: str | Path, python: str | Path, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        adapter: str | Path,
+        python: str | Path,
+        options: Mapping[str, Any],
+        *,
+        answer_seconds: float = ANSWER_SECONDS,
+    ) -> None:
         self.name = name
+        self._answer_seconds = answer_seconds
         path = adapter if isinstance(adapter, Path) else HERE / f"{adapter}.py"
         environment = {key: value for key, value in os.environ.items() if key not in OWN_VARIABLES}
         environment["OMP_NUM_THREADS"] = str(options["threads"])
@@ -70,7 +83,7 @@ class PeerProcess:
         """Run a workload.
 
         Raises:
-            PeerError: the peer failed, or did not generate what it was asked for.
+            PeerError: the peer failed, did not answer in time, or did not generate what it was asked for.
         """
         requests = [
             {"prompt": prompt, "output_len": output_len}
@@ -111,6 +124,8 @@ class PeerProcess:
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended: its last words are in the log
+        if not select.select([self._process.stdout], [], [], self._answer_seconds)[0]:
+            raise PeerError(f"{self.name} did not answer within {self._answer_seconds:g} s: {self._last_words()}")
         line = self._process.stdout.readline()
         if not line:
             raise PeerError(f"{self.name} ended: {self._last_words()}")

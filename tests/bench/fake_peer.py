@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ class FakePeer:
         if self.options.get("fails") == "exit":
             print("last words", file=sys.stderr, flush=True)
             os._exit(3)
+        if self.options.get("fails") == "answer":
+            time.sleep(600)
         cut = 1 if self.options.get("fails") == "short" else 0
         results = []
         for request in requests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from itertools import combinations
 
 import pytest
 
@@ -42,9 +43,44 @@ def test_parts_of_a_bar_stand_on_each_other() -> None:
         (each for each in svg.iter("rect") if each.find("title") is not None),
         key=lambda each: each.find("title").text.split(", ")[1].startswith("high"),  # type: ignore[union-attr]
     )
-    assert float(low.attrib["height"]) == pytest.approx(3 * float(low_two.attrib["height"]), abs=0.2)
-    assert float(high.attrib["y"]) + float(high.attrib["height"]) == pytest.approx(float(low.attrib["y"]), abs=0.1)
-    assert float(high_two.attrib["height"]) == 0
+    assert float(low.attrib["width"]) == pytest.approx(3 * float(low_two.attrib["width"]), abs=0.2)
+    assert float(low.attrib["x"]) + float(low.attrib["width"]) == pytest.approx(float(high.attrib["x"]), abs=0.1)
+    assert float(high_two.attrib["width"]) == 0
+    assert low.attrib["y"] == high.attrib["y"] and float(low_two.attrib["y"]) > float(low.attrib["y"])
+
+
+def boxes(svg: ET.Element) -> list[tuple[float, float, float, float]]:
+    """Left, right, top and bottom of each text that is not turned: 6.5 wide per character, 12 high."""
+    found = []
+    for each in svg.iter("text"):
+        if each.text and "transform" not in each.attrib:
+            width, x, y = 6.5 * len(each.text), float(each.attrib["x"]), float(each.attrib["y"])
+            left = x - {"end": width, "middle": width / 2}.get(each.attrib.get("text-anchor", ""), 0)
+            found.append((left, left + width, y - 10, y + 2))
+    return found
+
+
+DRAFTS = ["no draft", "demo", "demo,tree=dynamic,tokens=8", "truncated:1", "organization/a-draft-of-a-long-name,tokens=2", "ngram"]
+WORKLOADS = ["code", "prose", "chat at temperature 0.8", "json"]
+
+
+@pytest.mark.parametrize(
+    "chart",
+    [
+        StackedBars(
+            "t", "ms", [f"{draft}, {each}" for each in WORKLOADS for draft in DRAFTS], {"target": [1] * 24, "x" * 60: [2] * 24}
+        ),
+        StackedBars("t", "ms", ["titan-draft\nfloat32, 8", "titan\nfloat32, 16"], {"attention": [0.1, 0.2]}),
+        LineChart("t", "depth", "y", [Series(f"{draft}, {i}", [(1, i), (4, i)]) for draft in DRAFTS for i in range(5)]),
+    ],
+)
+def test_no_text_is_cut_off_or_covers_another(chart: LineChart | StackedBars) -> None:
+    svg = parse(chart)
+    _, _, width, height = map(float, svg.attrib["viewBox"].split())
+    found = boxes(svg)
+    assert all(left >= 0 and right <= width and top >= 0 and bottom <= height for left, right, top, bottom in found)
+    for a, b in combinations(found, 2):
+        assert a[1] <= b[0] or b[1] <= a[0] or a[3] <= b[2] or b[3] <= a[2], (a, b)
 
 
 def test_a_distribution_rises_to_one() -> None:

@@ -16,9 +16,10 @@ from zoo import Zoo
 
 from titan.batch import Segment, build_batch
 from titan.bench.acceptance import AcceptanceCounts
+from titan.bench.charts import StackedBars
 from titan.bench.draft_ranking import Contender, StepCost, rank
 from titan.bench.draft_recipes import DraftRecipe, rounded, truncate
-from titan.bench.draft_report import draft_table
+from titan.bench.draft_report import draft_charts, draft_table
 from titan.bench.draft_rows import NO_DRAFT, PassTimes, Sample, Setting, make_rows
 from titan.bench.drafts import DraftBench, main
 from titan.draft.draft_model import DraftModelDrafter
@@ -204,6 +205,20 @@ def test_drafts_take_turns_on_the_same_prompts_and_what_cannot_run_is_named(zoo:
     assert "Speed-up over acceptance" in (tmp_path / "run.html").read_text()
 
 
+def test_every_draft_is_warmed_up_at_every_temperature(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = DraftBench._run
+    warmed_up: list[tuple[float, str]] = []
+
+    def record(self: DraftBench, setting: Setting, draft: str, block: int, output_len: int) -> Any:
+        if block == 0:
+            warmed_up.append((setting.temperature, draft))
+        return original(self, setting, draft, block, output_len)
+
+    monkeypatch.setattr(DraftBench, "_run", record)
+    run(zoo, tmp_path, "--draft", "ngram", "--workload", "synthetic", "--temperature", "0", "0.8", "--repeats", "1")
+    assert sorted(warmed_up) == [(0.0, "ngram"), (0.0, NO_DRAFT), (0.8, "ngram"), (0.8, NO_DRAFT)]
+
+
 def test_interrupt_keeps_the_runs_before_it(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = DraftBench._run
 
@@ -256,6 +271,14 @@ def test_speed_ups_are_within_rounds_and_predictions_from_costs() -> None:
     assert row.step == StepCost(draft=2.0, target=9.0, host=2.0)
     [cells, base_cells] = draft_table([row, base]).rows
     assert "1.50 ±0 %" in cells and base_cells.count("-") >= 3
+
+
+def test_bars_of_all_temperatures_are_drawn() -> None:
+    counts = AcceptanceCounts()
+    samples = [Sample("code", temperature, NO_DRAFT, 0, 100.0, 2, 2, PassTimes(10.0, 8.0, 0.0, 0.0)) for temperature in (0.0, 0.8)]
+    rows = make_rows(samples, {(each.setting, NO_DRAFT): counts for each in samples})
+    bars = draft_charts(rows)[-1]
+    assert isinstance(bars, StackedBars) and bars.bars == ["no draft, code", "no draft, code at temperature 0.8"]
 
 
 def contender(name: str, speed_up: float, tokens: float, draft: float, target: float = 1.0, host: float = 0.1) -> Contender:

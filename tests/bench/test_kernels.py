@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,38 @@ def test_limits_that_are_none_are_refused() -> None:
         kernels.main(["--threshold", "0"])
 
 
+def test_the_faster_of_two_references_counts() -> None:
+    found = [benchmark("reference_host[first]", "host", 4.0), benchmark("norm", "host", 6.0)]
+    found.append(benchmark("reference_host[last]", "host", 3.0))
+    assert {row.name: row.relative for row in make_rows(found, [])}["norm"] == 2.0
+    assert make_rows(found[:2], [])[1].relative == 1.5  # interrupted before the last
+
+
+def test_a_comparison_that_compares_less_than_it_should_warns_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, now = tmp_path / "first.json", tmp_path / "now.json"
+    run_main(monkeypatch, path)
+    document = json.loads(path.read_text())
+    rows = document["rows"]
+
+    def compare(kept: list[dict[str, Any]], *options: str) -> int:
+        path.write_text(json.dumps(document | {"rows": kept}))
+        capsys.readouterr()
+        return run_main(monkeypatch, now, "--compare", str(path), "--fail", *options)
+
+    assert compare([row for row in rows if row["name"] != "new"]) == 0
+    assert "1 rows could not be compared" in capsys.readouterr().out
+    assert compare([row for row in rows if row["name"].startswith("reference")]) == 1
+    assert "3 rows could not be compared" in capsys.readouterr().out
+    gone = [*rows, rows[-1] | {"name": "gone"}]
+    assert compare(gone) == 1
+    assert "missing, although the stored run has them: gone" in capsys.readouterr().out
+    assert compare(gone, "--select", "norm") == 0
+    with pytest.raises(ValueError, match="--fail is not allowed without --compare"):
+        kernels.main(["--fail"])
+
+
 def run_main(monkeypatch: pytest.MonkeyPatch, path: Path, *options: str) -> int:
     """Run the command line as if the benchmarks had found ``NOW``."""
     monkeypatch.setattr(kernels, "run_benchmarks", lambda *_: (NOW, [], True))
@@ -109,7 +142,10 @@ def test_it_measures_kernels_and_the_host_and_refuses_a_selection_that_names_not
     )
     assert result.returncode == 0, result.stderr
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
-    assert {"reference_host", "reference_kernel", "build_batch[1]", "rms_norm[1-chosen]"} <= rows.keys()
+    order = re.findall(r"\d/7 ([^;\n]+)", result.stderr)  # as the progress tells
+    assert sorted(order[:2]) == ["reference_host[first]", "reference_kernel[first]"]
+    assert sorted(order[-2:]) == ["reference_host[last]", "reference_kernel[last]"]
+    assert {"reference_host[first]", "reference_kernel[last]", "build_batch[1]", "rms_norm[1-chosen]"} <= rows.keys()
     assert not [name for name in rows if "32" in name]
     assert all(0 < row["minimum"] <= row["median"] and row["relative"] > 0 for row in rows.values())
     assert "refused: --select 'nothing_of_that_name' names no benchmark" in result.stdout

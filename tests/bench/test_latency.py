@@ -120,7 +120,7 @@ def test_a_sweep_finds_the_saturation_of_a_server_of_one_request_per_second() ->
     for rate in (0.4, 0.8, 1.6, 3.2):
         times = list(islice(ArrivalProcess().times(rate, seed=1), 400))
         load = measure_load(serve_fake(times, [1] * 400), Target(3.0, 1.0))
-        loads.append((rate, load.following, load.attainment))
+        loads.append((rate, load.excess, load.attainment))
         served = min(rate, 1.0)
         assert load.requests_per_second == pytest.approx(served, rel=0.1)
         assert load.following == pytest.approx(served / rate, rel=0.1)
@@ -144,11 +144,42 @@ def test_goodput_counts_the_requests_within_both_limits() -> None:
 
 
 def test_limits_end_at_the_first_rate_that_is_not_borne() -> None:
-    limits = find_limits([(3.0, 1.0, 1.0), (1.0, 0.95, 0.9), (2.0, 0.5, 0.1)])
+    limits = find_limits([(3.0, -1.0, 1.0), (1.0, 0.0, 0.9), (2.0, 0.5, 0.1)])
     assert (limits.followed_up_to, limits.saturated_from, limits.well_served_up_to) == (1.0, 2.0, 1.0)
-    nothing = find_limits([(1.0, 0.2, 0.0)])
+    nothing = find_limits([(1.0, 2.0, 0.0)])
     assert (nothing.followed_up_to, nothing.saturated_from, nothing.well_served_up_to) == (None, 1.0, None)
-    assert find_limits([(1.0, None, 1.0)]).saturated_from is None
+    unknown = find_limits([(1.0, None, 1.0), (2.0, -1.0, 1.0), (3.0, 1.0, 1.0)])
+    assert (unknown.followed_up_to, unknown.saturated_from) == (None, 3.0)
+
+
+def share_saturated(variation: float, rate: float, width: int | None, num_trials: int) -> float:
+    """Share of streams at which a server of 1 s per request, ``width`` at once (``None``: no limit), is called saturated."""
+    num_saturated = 0
+    for seed in range(num_trials):
+        arrivals = list(islice(ArrivalProcess(variation).times(rate, seed), 128))
+        finished: list[float] = []
+        for i, arrival in enumerate(arrivals):
+            finished.append(1.0 + (max(arrival, finished[i - width]) if width is not None and i >= width else arrival))
+        excess = measure_load([times(at, end, end) for at, end in zip(arrivals, finished, strict=True)], GOOD).excess
+        num_saturated += excess is not None and excess > 0
+    return num_saturated / num_trials
+
+
+@pytest.mark.parametrize("num_in_flight", [0.3, 1.0, 3.0, 10.0])
+def test_a_server_of_constant_latency_is_hardly_ever_called_saturated(num_in_flight: float) -> None:
+    assert share_saturated(1.0, num_in_flight, None, 200) <= 0.02
+    assert share_saturated(3.0, num_in_flight, None, 200) <= 0.06
+
+
+def test_an_overloaded_server_is_called_saturated_also_if_requests_come_in_bursts() -> None:
+    assert share_saturated(1.0, 2.0, 1, 200) > 0.9
+    assert share_saturated(1.0, 10.0, 4, 200) > 0.95
+    assert share_saturated(3.0, 8.0, 1, 200) > 0.9
+
+
+def test_a_stream_that_ends_before_its_first_requests_do_says_nothing_about_saturation() -> None:
+    assert measure_load([times(i, 50 + i, 100 + i) for i in range(20)], GOOD).excess is None
+    assert measure_load([times(0, 1, 2)], GOOD).excess is None
 
 
 @pytest.mark.parametrize(("rate", "rounded"), [(0.1234, 0.12), (1.0, 1.0), (47.9, 48.0), (1234.0, 1200.0)])
@@ -196,7 +227,14 @@ def test_both_engines_serve_the_same_requests_in_turns_and_limits_are_found(zoo:
     ratio = rows[0.1, draft].p50_ratio
     assert ratio is not None and ratio.median < 1.0
     limits = {each.engine: each.limits for each in make_limits(list(rows.values()))}
-    assert limits["no draft"].followed_up_to == 0.1 and limits["no draft"].saturated_from == 50.0
+    assert limits["no draft"].followed_up_to == 0.1  # at 50 the stream is too short to say
+
+
+def test_the_lengths_of_a_prompt_and_its_output_are_independent(zoo: Zoo) -> None:
+    sizes = ["--prompt-len", "4-40", "--output-len", "4-40", "--num-requests", "200", "--repeats", "2", "--rate", "1"]
+    bench = LatencyBench(parse_arguments(arguments(zoo, *sizes)), ManualClock())
+    lengths = [(len(body.prompt), body.output_len) for bodies in bench.bodies for body in bodies]
+    assert abs(np.corrcoef(np.array(lengths).T)[0, 1]) < 0.15
 
 
 def run(zoo: Zoo, folder: Path, *options: str) -> dict[str, Any]:
@@ -212,6 +250,17 @@ def test_a_trace_is_replayed_with_its_own_lengths(zoo: Zoo, tmp_path: Path) -> N
     assert [[each["num_tokens"] for each in sample["times"]] for sample in result["samples"]] == [[3, 2, 6]] * 4
     assert [each["arrival"] for each in result["samples"][0]["times"]] == [0.0, 0.01, 0.02]
     assert result["is_complete"] and "Goodput over load" in (tmp_path / "run.html").read_text()
+
+
+def test_a_trace_is_cut_only_if_asked_to_and_prompts_that_are_too_short_are_named(zoo: Zoo, tmp_path: Path) -> None:
+    (tmp_path / "trace.txt").write_text("".join(f"{i} 6 2\n" for i in range(80)))
+    (tmp_path / "prompts.txt").write_text("abc\nabcdefghi abcdefghi abcdefghi abcdefghi\n")
+    model = ["--model", zoo.path("llama+text"), "--draft-model", "ngram", "--dtype", "float32", "--repeats", "1"]
+    options = [*model, "--arrivals", str(tmp_path / "trace.txt"), "--prompts", str(tmp_path / "prompts.txt")]
+    bench = LatencyBench(parse_arguments(options), ManualClock())
+    assert len(bench.bodies[0]) == len(bench._times(1.0, 0)) == 80
+    assert any(line.startswith("40 of 80 prompts are shorter than the trace asks") for line in bench.problems)
+    assert len(LatencyBench(parse_arguments([*options, "--num-requests", "5"]), ManualClock()).bodies[0]) == 5
 
 
 def test_without_rates_it_sweeps_around_what_the_engine_bears(zoo: Zoo, tmp_path: Path) -> None:

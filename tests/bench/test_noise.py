@@ -9,9 +9,14 @@ from titan.bench.noise import Spread, in_rounds, ratio_spread, spread_warnings
 
 def test_a_spread_is_median_and_range() -> None:
     spread = Spread.of([4.0, 1.0, 2.0])
-    assert spread == Spread(2.0, 1.0, 4.0)
+    assert spread == Spread(2.0, 1.0, 4.0, 3)
     assert spread.half_range == 0.75
     assert spread.format(1) == "2.0 ±75 %"
+
+
+def test_a_single_round_does_not_claim_to_have_no_noise() -> None:
+    assert Spread.of([81.25]).format(1) == "81.2"
+    assert Spread.of([81.25, 81.25]).format(1) == "81.2 ±0 %"
 
 
 def test_no_rounds_have_no_spread() -> None:
@@ -25,14 +30,14 @@ def test_variants_take_turns() -> None:
 
 def test_the_ratio_is_the_median_of_the_ratios_within_rounds() -> None:
     slow, fast = {0: 10.0, 1: 1.0, 2: 100.0}, {0: 20.0, 1: 3.0, 2: 110.0}
-    assert ratio_spread(fast, slow) == Spread(2.0, 1.1, 3.0)  # the ratio of the medians would be 11
+    assert ratio_spread(fast, slow) == Spread(2.0, 1.1, 3.0, 3)  # the ratio of the medians would be 11
 
 
 def test_only_rounds_that_both_have_are_compared() -> None:
-    assert ratio_spread({0: 4.0, 1: 9.0}, {1: 3.0, 2: 1.0}) == Spread(3.0, 3.0, 3.0)
+    assert ratio_spread({0: 4.0, 1: 9.0}, {1: 3.0, 2: 1.0}) == Spread(3.0, 3.0, 3.0, 1)
     assert ratio_spread({0: 4.0}, {1: 3.0}) is None
 
 
 def test_only_wide_spreads_are_warned_of() -> None:
-    [line] = spread_warnings([("calm", Spread(100.0, 91.0, 109.0)), ("noisy", Spread(100.0, 80.0, 110.0))])
+    [line] = spread_warnings([("calm", Spread(100.0, 91.0, 109.0, 3)), ("noisy", Spread(100.0, 80.0, 110.0, 3))])
     assert line.startswith("noisy: the rounds differ by ±15% (80 to 110)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import psutil
 import pytest
 from zoo import Zoo, random_prompts
 
-from titan.bench.peers import llama_cpp_peer, serve, transformers_peer
+from titan.bench.peers import llama_cpp_peer, make_env, serve, transformers_peer
 from titan.bench.peers.client import PeerError, PeerProcess
 from titan.bench.runners import PEER_MODES, RunnerOptions, Runners, installed_modes, peer_python
 from titan.bench.workloads import Workload
@@ -94,6 +95,35 @@ def test_a_peer_that_cannot_load_says_so_in_one_line() -> None:
         make_process(fails="load")
     with pytest.raises(PeerError, match="fake cannot be started with /nowhere/python"):
         PeerProcess("fake", FAKE, "/nowhere/python", {"threads": 1})
+
+
+def test_a_peer_that_does_not_answer_is_given_up() -> None:
+    peer = make_process(fails="answer")
+    peer._answer_seconds = 0.1
+    try:
+        with pytest.raises(PeerError, match=r"^fake did not answer within 0\.1 s: "):
+            peer.run(WORKLOAD, 1)
+    finally:
+        peer.close()
+
+
+def test_an_environment_does_not_wipe_what_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr(make_env.venv, "create", lambda folder, **_: made.append(folder))
+    monkeypatch.setattr(make_env.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0))
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(SystemExit, match=r"^vllm: folder=.* is not allowed: it holds something else than an environment"):
+        make_env.main(["vllm", str(tmp_path)])
+    with pytest.raises(SystemExit, match="is not allowed"):
+        make_env.main(["vllm", str(tmp_path / "thesis.tex")])
+    assert made == []
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "pyvenv.cfg").touch()  # it is an environment: made anew
+    for folder in (tmp_path / "new", tmp_path / "empty", tmp_path):
+        make_env.main(["vllm", str(folder)])
+        assert made.pop() == folder
 
 
 def test_after_a_failed_load_nothing_is_answered() -> None:

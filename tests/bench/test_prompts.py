@@ -106,6 +106,22 @@ def test_prompts_of_a_file_come_in_order_again_and_again_and_are_cut(tmp_path: P
     assert text(next(file_prompts(Characters(), tmp_path / "prompts.jsonl", SIXTEEN))) == "\0x\ny"
 
 
+def test_prompts_of_a_file_that_repeat_or_are_too_short_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.txt").write_text("abc\ndefghi\nabc\n")
+    stream = file_prompts(Characters(), tmp_path / "prompts.txt", Lengths(5, 9))
+    list(islice(stream, 3))
+    said = capsys.readouterr().err
+    assert "2 of 3 have fewer than the 5 tokens asked for" in said and "repeat" not in said
+    list(islice(stream, 9))
+    assert capsys.readouterr().err.count("it has 2 different prompts, fewer than needed, so that they repeat") == 1
+
+
+def test_a_file_that_is_no_text_is_refused_by_its_option_and_name(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\x7fELF\xff\xfe\x80")
+    with pytest.raises(ValueError, match=r"--prompts '.*binary' is not allowed: it must be a file of text"):
+        prompt_stream(DEMO, str(tmp_path / "binary"), SIXTEEN, seed=0)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [("a.txt", "\n \n", "is empty"), ("a.jsonl", '{"text": "x"}\n', "has the line"), ("b.jsonl", "plain\n", "has the line")],

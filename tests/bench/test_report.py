@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from titan.bench import progress as progress_module
+from titan.bench import report as report_module
 from titan.bench.charts import LineChart, Series
 from titan.bench.progress import Progress, run_until_interrupted
-from titan.bench.provenance import collect_provenance, describe_model
+from titan.bench.provenance import collect_provenance, describe_checkout, describe_model
 from titan.bench.report import Report, Table, add_report_options, html, positive, publish, table_lines
 
 
@@ -98,6 +100,54 @@ def test_a_fingerprint_tells_models_apart(tmp_path: Path) -> None:
     assert describe_model(str(tmp_path)) != first
     assert describe_model("ngram") == "ngram"
     assert describe_model("demo", "draft") != describe_model("demo", "target")
+
+
+def test_a_fingerprint_covers_all_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    names = []
+    for last in (b"a", b"b"):
+        (tmp_path / "model.safetensors").write_bytes(bytes(3 << 20) + last)
+        names.append(describe_model(str(tmp_path)))
+    assert names[0] != names[1]
+
+
+def test_a_new_python_file_is_a_change_and_a_new_result_is_none(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        name = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        return subprocess.run(["git", "-C", str(tmp_path), *name, *words], check=True, capture_output=True, text=True).stdout
+
+    git("init")
+    git("commit", "--allow-empty", "-m", "first")
+    for name in ("bench/results/run.json", "bench/results/plot.py", "notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    folder = tmp_path / "bench"
+    assert describe_checkout(folder) == (git("rev-parse", "HEAD").strip(), False)
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "new.py").touch()
+    assert describe_checkout(folder)[1]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for path, message in ((tmp_path, "it is a folder"), (tmp_path / "file" / "run.json", "is no folder")):
+        with pytest.raises(SystemExit):
+            parse("--json", str(path))
+        assert message in capsys.readouterr().err
+    assert parse("--json", str(tmp_path / "a" / "b.json")).json == tmp_path / "a" / "b.json"
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_file_that_fails_does_not_cost_the_others(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {kind: tmp_path / f"run.{kind}" for kind in ("json", "markdown", "html")}
+    args = parse(*(part for kind, path in files.items() for part in (f"--{kind}", str(path))))
+    files["json"].mkdir()  # since the options were read
+    monkeypatch.setattr(report_module, "print_report", lambda _: None)
+    with pytest.raises(ValueError, match=r"run\.json could not be written"):
+        publish(report, args)
+    assert files["markdown"].exists() and files["html"].exists()
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", "1.5"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from titan.bench.tables import ROOT, main, ratios_table, render
+from titan.bench.tables import ROOT, drafts_table, latency_table, main, ratios_table, render
 
 
 def spread(median: float) -> dict[str, float]:
@@ -72,10 +72,39 @@ def test_ratios_are_named_and_the_later_file_wins() -> None:
     ]
 
 
+def cells_of(lines: list[str]) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_latency_is_laid_out_by_engine_and_rate() -> None:
+    percentiles = {"p50": 0.25, "p90": 0.5, "p99": 1.5}
+    figures = {"to_first_token": percentiles, "latency": percentiles, "goodput": spread(3.0)}
+    rows = [{"engine": "no draft", "rate": rate, "excess": excess} | figures for rate, excess in ((2.0, -1.0), (4.5, 0.5))]
+    cells = cells_of(latency_table([{"rows": rows}]))
+    assert cells[2:] == [
+        ["no draft", "2", "0.25", "1.50", "0.25", "1.50", "3.00", "no"],
+        ["no draft", "4.5", "0.25", "1.50", "0.25", "1.50", "3.00", "yes"],
+    ]
+
+
+def test_drafts_are_laid_out_by_workload_and_temperature() -> None:
+    def found(draft: str, temperature: float, length: float) -> dict[str, Any]:
+        figures = {"mean_acceptance_length": length, "speed_up": spread(length / 2)}
+        return {"draft": draft, "workload": "code", "temperature": temperature} | figures
+
+    rows = [found("no draft", 0.0, 1.0), found("ngram", 0.0, 1.5), found("demo", 0.0, 3.0), found("demo", 0.8, 2.0)]
+    cells = cells_of(drafts_table([{"rows": rows}]))
+    assert cells[0] == ["draft", "code", "code at temperature 0.8"]
+    assert cells[2:] == [["ngram", "1.50 (0.75x)", "-"], ["demo", "3.00 (1.50x)", "2.00 (1.00x)"]]
+
+
 @pytest.mark.parametrize(
     ("page", "message"),
     [
-        ("<!-- table: pies run.json -->\n<!-- end of table -->", "table 'pies' is unknown: allowed are ratios, rates, trees"),
+        (
+            "<!-- table: pies run.json -->\n<!-- end of table -->",
+            "table 'pies' is unknown: allowed are ratios, rates, trees, latency, drafts",
+        ),
         ("<!-- table: rates no.json -->\n<!-- end of table -->", "names no.json, which .* does not have"),
         ("<!-- table: rates run.json -->\n", "a table has no end"),
     ],

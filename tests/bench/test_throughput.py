@@ -14,11 +14,13 @@ from zoo import Zoo
 from titan.bench import runners, throughput
 from titan.bench.charts import LineChart, StackedBars
 from titan.bench.noise import Spread
-from titan.bench.runners import PeerMode
+from titan.bench.profiling import Shares
+from titan.bench.runners import PeerMode, TitanRunner
 from titan.bench.runs import Percentiles, RequestRun, Run, StepCounts
 from titan.bench.throughput import Bench, main, modes_at, parse_arguments
-from titan.bench.throughput_report import bound_notes, make_charts, make_claims
+from titan.bench.throughput_report import bound_notes, latency_table, make_charts, make_claims, noise_figures
 from titan.bench.throughput_rows import Sample, make_rows, make_sample
+from titan.bench.workloads import Workload
 from titan.cli import main as titan_main
 
 FAKE = PeerMode("a fake", str(Path(__file__).with_name("fake_peer")))
@@ -103,6 +105,54 @@ def test_an_interrupt_keeps_what_was_measured(zoo: Zoo, tmp_path: Path, monkeypa
     assert "interrupted: only what was measured until then is shown" in (tmp_path / "run.markdown").read_text()
 
 
+def test_a_mode_that_fails_is_dropped_and_the_others_go_on(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The draft's step fails in the second round, with requests in the engine that the other modes share."""
+    run_titan, calls = TitanRunner.run, []
+
+    def run_or_fail(self: TitanRunner, workload: Workload, concurrency: int) -> Run:
+        calls.append(self.uses_draft)
+        assert not self.llm.engine.scheduler.has_unfinished
+        if calls.count(True) == 3 and self.uses_draft:
+            with monkeypatch.context() as patch:
+                patch.setattr(self.llm.engine.kv, "commit", lambda *_: 1 / 0)
+                return run_titan(self, workload, concurrency)
+        return run_titan(self, workload, concurrency)
+
+    monkeypatch.setattr(TitanRunner, "run", run_or_fail)
+    result = run(zoo, tmp_path, *SIZES, "--concurrency", "2", "--modes", "titan", "titan-draft", "titan-static")
+    rows = {row["mode"]: row for row in result["rows"]}
+    assert {mode: row["num_rounds"] for mode, row in rows.items()} == {"titan": 2, "titan-draft": 1, "titan-static": 2}
+    assert all(row["num_equal"] == row["num_outputs"] for row in rows.values())
+    [problem] = [line for line in result["warnings"] if "ended" in line]
+    assert problem == "titan-draft ended at 2 requests at once in float32: ZeroDivisionError: division by zero"
+    assert result["is_complete"]
+    last = [line for line in capsys.readouterr().err.splitlines() if "profiled" in line][-1]
+    assert "] 9/9 " in last  # three runs of titan, three static ones, two with the draft, a profile: nothing that did not run
+
+
+def test_a_mode_whose_profile_fails_is_dropped(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_with_draft(*_: Any, use_speculative: bool, **__: Any) -> Shares:
+        if use_speculative:
+            raise RuntimeError("out\nof memory")
+        return Shares(num_steps=1, step_seconds=1.0, host=0.5, draft=0.0, target=0.5, attention=0.25)
+
+    monkeypatch.setattr(throughput, "profile_shares", fail_with_draft)
+    sizes = ["--context-len", "24", "--output-len", "8", "--rounds", "2", "--concurrency", "2"]
+    result = run(zoo, tmp_path, "--profile", *sizes)
+    assert [entry["mode"] for entry in result["shares"]] == ["titan", "titan"]
+    assert result["warnings"] == ["titan-draft ended at 2 requests at once in float32: RuntimeError: out of memory"]
+
+
+def test_what_was_measured_is_published_before_an_error_goes_on(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "_measure_shares", lambda *_, **__: 1 / 0)  # nothing that a mode does
+    with pytest.raises(ZeroDivisionError):
+        run(zoo, tmp_path, *SIZES, "--concurrency", "2", "--modes", "titan")
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert [row["num_rounds"] for row in result["rows"]] == [2] and not result["is_complete"]
+
+
 def test_rows_that_a_bad_draft_rules_out_do_not_stop_the_others(zoo: Zoo, tmp_path: Path) -> None:
     result = run(
         zoo, tmp_path, *SIZES, "--draft-model", zoo.path("small_vocab"), "--concurrency", "2", "--modes", "titan", "titan-draft"
@@ -122,8 +172,8 @@ def sample(mode: str, round_id: int, seconds: float, *, length: float = 1.0, num
 def test_rows_sum_up_rounds() -> None:
     samples = [sample("titan", 0, 10.0), sample("titan-draft", 0, 5.0), sample("titan", 1, 100.0), sample("titan-draft", 1, 25.0)]
     plain, draft = make_rows(samples, [])
-    assert draft.tokens_per_second == Spread(12.0, 4.0, 20.0)
-    assert draft.ratios == {"titan": Spread(3.0, 2.0, 4.0)}  # of the ratios within the rounds
+    assert draft.tokens_per_second == Spread(12.0, 4.0, 20.0, 2)
+    assert draft.ratios == {"titan": Spread(3.0, 2.0, 4.0, 2)}  # of the ratios within the rounds
     assert draft.latency_ratios["p50"].median == pytest.approx((0.5 + 0.25) / 2)
     assert draft.latency == Percentiles.of([2.5, 5.0, 12.5, 25.0])
     assert draft.requests_per_second == pytest.approx((2 / 5 + 2 / 25) / 2)
@@ -153,8 +203,33 @@ def test_the_bound_is_the_acceptance_length_over_the_ratio_of_the_steps() -> Non
     samples = [sample("titan", 0, 10.0), sample("titan-draft", 0, 8.0, length=3.0, num_steps=4)]
     [note] = bound_notes(make_rows(samples, []))
     assert note.endswith(
-        "lasts 2.00x as long as one without and emits 3.00 tokens per request, so drafts bring about 3.00 / 2.00 = 1.50x"
+        "lasts 2.00x as long as one without and emits 3.00 tokens per request, so drafts bring about 3.00 / 2.00 = 1.50x; "
+        "measured: 1.25"
     )
+
+
+def test_a_round_in_which_the_machine_slept_does_not_move_the_bound() -> None:
+    samples = [sample("titan", i, 10.0) for i in range(3)]
+    samples += [sample("titan-draft", i, seconds, length=3.0, num_steps=4) for i, seconds in enumerate((8.0, 8.0, 4000.0))]
+    [note] = bound_notes(make_rows(samples, []))
+    assert "lasts 2.00x" in note and "= 1.50x; measured: 1.25 ±" in note
+    assert make_rows(samples, [])[1].step_seconds == 2.0
+
+
+def test_the_end_of_a_batch_is_not_taken_for_the_pace_of_its_tokens() -> None:
+    rows = make_rows([sample("titan", 0, 10.0), sample("titan-static", 0, 10.0), sample("transformers-static", 0, 10.0)], [])
+    assert [row.between_tokens is None for row in rows] == [False, True, True]
+    assert latency_table(rows).rows[1][-2:] == ["-", "-"]
+
+
+def test_ratios_and_latencies_are_warned_of_as_well() -> None:
+    """Tokens per second are steady here, and latencies are not."""
+    samples = [sample("titan", i, 10.0) for i in range(3)]
+    samples += [replace(sample("titan-draft", i, 10.0), latencies=[1.0 + i] * 2) for i in range(3)]
+    noisy = [name for name, spread in noise_figures(make_rows(samples, [])) if spread.is_wide]
+    assert noisy == [f"P{percent} of titan-draft in float32, 2 at once, over titan" for percent in (50, 99)]
+    names = [name for name, _ in noise_figures(make_rows(samples, []))]
+    assert "tokens/s of titan-draft in float32, 2 at once, over titan" in names
 
 
 def test_charts_show_the_samples() -> None:
@@ -182,7 +257,7 @@ def test_quick_is_a_preset_that_other_options_refine() -> None:
         ["float32"],
         [1, 8],
         "16-64",
-        2,
+        3,
         4,
     )
     assert quick.modes == ["titan", "titan-draft", "titan-static", "titan-single", "transformers-static"]
@@ -197,12 +272,6 @@ def test_quick_is_a_preset_that_other_options_refine() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "x", "--modes", "titan-draft"], "give --draft-model"),
-        (["--draft-model", "ngram", "--modes", "vllm-draft"], "--modes vllm-draft is not possible here"),
-        (["--draft-model", "ngram", "--profile", "--modes", "transformers-static"], "allowed are titan, titan-draft"),
-        (["--draft-model", "ngram", "--profile", "--context-len", "64"], "more than half of --output-len 128"),
-        (["--profile", "--output-len", "4-8"], "--output-len 4-8, which --profile takes as one length"),
-        (["--draft-model", "./nowhere"], "'./nowhere' does not exist"),
         (["--rounds", "0"], "at least 1"),
         (["--output-len", "9-3"], "'9-3' is not a length"),
         (["--peer", "triton=x"], "'triton=x' is not allowed: give NAME=WHERE, where NAME is one of vllm, openvino, llama.cpp"),
@@ -212,6 +281,25 @@ def test_bad_options_are_refused(options: list[str], message: str, capsys: pytes
     with pytest.raises(SystemExit):
         parse_arguments(options)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "x", "--modes", "titan-draft"], "give --draft-model"),
+        (["--draft-model", "ngram", "--modes", "vllm-draft"], "--modes vllm-draft is not possible here"),
+        (["--draft-model", "ngram", "--profile", "--modes", "transformers-static"], "allowed are titan, titan-draft"),
+        (["--draft-model", "ngram", "--profile", "--context-len", "64"], "more than half of --output-len 128"),
+        (["--profile", "--output-len", "4-8"], "--output-len 4-8, which --profile takes as one length"),
+        (["--draft-model", "./nowhere"], "'./nowhere' does not exist"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line_without_the_usage(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert titan_main(["bench", "throughput", *options]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("titan: ") and message in line
 
 
 def test_bad_prompts_are_a_line_before_anything_is_loaded(
