@@ -14,7 +14,7 @@ INSTALLED := .venv/installed
 .PHONY: demo test check format bench clean
 
 demo: $(INSTALLED)
-	$(BIN)/titan generate "def quicksort(" --compare --max-draft-tokens 4
+	$(BIN)/titan generate "def read_lines(path" --compare --dtype float32 --max-draft-tokens 4
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
