@@ -160,7 +160,7 @@ def _choose_chunk(num_tiles, num_slots, num_running, max_parts, NUM_KV_HEADS: tl
         indices = first_index + tl.arange(0, CHUNKS_AT_A_TIME)
         chunks = _chunk_of(indices)[None, :]
         splits = tl.maximum(tl.cdiv(num_slots, chunks), 1)
-        work = tl.sum((num_tiles * (num_slots + TILE_COST * splits)).to(tl.int64), axis=0) * NUM_KV_HEADS
+        work = tl.sum(num_tiles.to(tl.int64) * (num_slots + TILE_COST * splits), axis=0) * NUM_KV_HEADS
         longest = tl.max(tl.where(num_tiles > 0, tl.minimum(num_slots, chunks), 0), axis=0) + TILE_COST
         parts = tl.sum(tl.where(splits > 1, num_tiles * splits, 0), axis=0)
         score = 2 * tl.maximum(tl.cdiv(work, num_running), longest) + longest

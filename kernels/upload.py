@@ -20,8 +20,9 @@ ALIGNMENT = 16
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """The array as a tensor of the same dtype and shape; on a CPU it shares the array's memory."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return torch.from_numpy(array)
+    return torch.from_numpy(np.ascontiguousarray(array)).pin_memory().to(device, non_blocking=True)
 
 
 def upload(arrays: Sequence[NDArray[Any]], device: torch.device, *, into: Tensor | None = None) -> list[Tensor]:

@@ -18,6 +18,7 @@ from zoo import Zoo, random_prompts
 import titan
 from titan import LLM, RequestOutput, SamplingParams
 from titan.config import EngineConfig
+from titan.engine import choose_device
 
 PROMPTS = ["the quick brown fox", "in the morning", "the", "dog jumps over the lazy dog"]
 ASK = [{"role": "user", "content": "the dog?"}]
@@ -346,3 +347,12 @@ def test_the_size_of_the_pool_follows_from_the_memory(zoo: Zoo) -> None:
     assert LLM(zoo.path("llama"), **options).metrics().num_kv_blocks == 10
     assert LLM(zoo.path("llama"), zoo.path("other"), **options).metrics().num_kv_blocks == 6
     assert LLM(zoo.path("llama"), max_batch_size=5, device="cpu").metrics().num_kv_blocks == 5 * 256 // 16
+
+
+@pytest.mark.parametrize(("name", "expected"), [("auto", "cuda:1"), ("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")])
+def test_a_cuda_device_has_its_index(name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.set_device` refuses one without, and it equals no tensor's device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert str(choose_device(name)) == expected

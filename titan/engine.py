@@ -344,13 +344,13 @@ class Engine:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that ``name`` means; "auto" takes CUDA where there is one.
+    """The device that ``name`` means, a CUDA device with its index; "auto" takes CUDA where there is one.
 
     Raises:
         ValueError: the device is unknown or absent.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -359,6 +359,8 @@ def choose_device(name: str) -> torch.device:
         raise ValueError(f"device={name!r} is not supported: allowed are 'auto', 'cpu', 'cuda', 'cuda:N'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={name!r} is not here: {torch.cuda.device_count()} CUDA devices were found")
+    if name == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
