@@ -21,13 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.triton_tools import require, require_launchable
+from titan.kernels.triton_tools import FLOAT_DTYPES, require, require_launchable
 from titan.kernels.tuning import TileConfig, num_multiprocessors, tile_config
 
 Window = int | None
 
 BLOCK_SIZES = (16, 32)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
 MAX_TREE_NODES = 64
 
@@ -86,8 +85,8 @@ class AttentionGeometry:
             raise ValueError(f"head_dim is {self.head_dim}: it must be from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size is {self.block_size}: it must be one of {BLOCK_SIZES}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype}: it must be one of {', '.join(map(str, DTYPES))}")
+        if self.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"dtype is {self.dtype}: it must be one of {', '.join(map(str, FLOAT_DTYPES))}")
 
     @property
     def group(self) -> int:

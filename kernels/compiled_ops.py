@@ -19,8 +19,6 @@ from titan.kernels.attention_layout import AttentionLayout, Int, Window, nearest
 from titan.kernels.linear import linear_add
 from titan.kernels.long_attention import MAX_SHORT_QUERY, LongQuery, long_attention, plan_long_queries
 
-COMPILED_DTYPES = (torch.float32, torch.bfloat16)
-
 NO_WINDOW = 2**40
 """A window that hides nothing."""
 
@@ -67,7 +65,7 @@ class CompiledOps:
 
     Args:
         library: `cpu_kernels.cpp`, compiled.
-        dtype: of all tensors, one of `COMPILED_DTYPES`.
+        dtype: of all tensors, one of `titan.kernels.cpu_library.COMPILED_DTYPES`.
     """
 
     name = "compiled C++"

@@ -18,8 +18,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
+
 CPU_KERNELS = "TITAN_CPU_KERNELS"
 """Environment variable: "torch" keeps PyTorch's operations in use."""
+
+COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+"""Those that its functions exist for."""
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 COMPILERS = ("c++", "g++", "clang++")

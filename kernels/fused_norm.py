@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.triton_tools import INTERPRETED, narrow, require, require_launchable
+from titan.kernels.triton_tools import FLOAT_DTYPES, INTERPRETED, narrow, require, require_launchable
 
 MAX_HIDDEN_SIZE = 16384
 """One program holds a whole row in its registers."""
@@ -85,8 +85,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     device, dtype = x.device, x.dtype
     require_launchable(device)
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    require("x", x, shape=(None, None), dtypes=dtypes, device=device, contiguous=False)
+    require("x", x, shape=(None, None), dtypes=FLOAT_DTYPES, device=device, contiguous=False)
     num_rows, hidden_size = x.shape
     if not 0 < hidden_size <= MAX_HIDDEN_SIZE:
         raise ValueError(f"x has shape {list(x.shape)}: hidden_size must be 1 to {MAX_HIDDEN_SIZE}")

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.triton_tools import INTERPRETED, narrow, require, require_launchable
+from titan.kernels.triton_tools import FLOAT_DTYPES, INTERPRETED, narrow, require, require_launchable
 
 MAX_COLUMNS_PER_PROGRAM = 1024
 """With four warps, sixteen bytes of bfloat16 per thread and load."""
@@ -50,8 +50,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """
     device, dtype = gate_up.device, gate_up.dtype
     require_launchable(device)
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    require("gate_up", gate_up, shape=(None, None), dtypes=dtypes, device=device, contiguous=False)
+    require("gate_up", gate_up, shape=(None, None), dtypes=FLOAT_DTYPES, device=device, contiguous=False)
     num_rows, num_columns = gate_up.shape
     if num_columns % 2 or not num_columns:
         raise ValueError(f"gate_up has shape {list(gate_up.shape)}: its rows must have two halves")

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.triton_tools import require, require_launchable
+from titan.kernels.triton_tools import FLOAT_DTYPES, require, require_launchable
 
 MAX_PATH = 64
 """One program holds a whole path in its registers; a draft tree has at most 63 nodes."""
@@ -208,8 +208,7 @@ def clear_blocks(kv: Tensor, block_ids: Tensor) -> None:
 
 def _require_cache(kv: Tensor) -> None:
     require_launchable(kv.device)
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    require("kv", kv, shape=(None, 2, None, None, None, None), dtypes=dtypes, device=kv.device, contiguous=False)
+    require("kv", kv, shape=(None, 2, None, None, None, None), dtypes=FLOAT_DTYPES, device=kv.device, contiguous=False)
 
 
 def _launch_over_blocks(kernel: triton.JITFunction, kv: Tensor, blocks: Tensor) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from titan.kernels import backend
 from titan.kernels.attention_layout import Window
-from titan.kernels.compiled_ops import COMPILED_DTYPES, CompiledOps
-from titan.kernels.cpu_library import usable_library
+from titan.kernels.compiled_ops import CompiledOps
+from titan.kernels.cpu_library import COMPILED_DTYPES, usable_library
 from titan.kernels.torch_ops import TorchOps
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.triton_tools import INTERPRETED, narrow, require, require_launchable
+from titan.kernels.triton_tools import FLOAT_DTYPES, INTERPRETED, narrow, require, require_launchable
 
 PAIRS_PER_PROGRAM = 512
 """Rotated pairs, over several heads of one token; with four warps, eight bytes of bfloat16 per thread and load."""
@@ -118,8 +118,7 @@ def rope_and_write_kv(
     """
     device, dtype = qkv.device, qkv.dtype
     require_launchable(device)
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    require("kv_layer", kv_layer, shape=(2, None, None, None, None), dtypes=dtypes, device=device, contiguous=False)
+    require("kv_layer", kv_layer, shape=(2, None, None, None, None), dtypes=FLOAT_DTYPES, device=device, contiguous=False)
     num_kv_heads, _, block_size, head_dim = kv_layer.shape[1:]
     if head_dim % 2:
         raise ValueError(f"kv_layer has shape {list(kv_layer.shape)}: head_dim must be even")

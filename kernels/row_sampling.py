@@ -7,12 +7,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from titan.kernels.cpu_library import usable_library
+from titan.kernels.cpu_library import COMPILED_DTYPES, usable_library
 
 TINY_TEMPERATURE = 1e-3
 """Above it, no logit that a model makes overflows when it is divided."""
-
-COMPILED_LOGITS = (torch.float32, torch.bfloat16)
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
@@ -24,7 +22,7 @@ def argmax_rows(logits: Tensor) -> Tensor:
     Returns:
         int64 [n]; -1 where the largest logit is not finite.
     """
-    if logits.device.type == "cpu" and logits.dtype in COMPILED_LOGITS and (library := usable_library()) is not None:
+    if logits.device.type == "cpu" and logits.dtype in COMPILED_DTYPES and (library := usable_library()) is not None:
         logits = logits.contiguous()
         tokens = torch.empty(logits.shape[0], dtype=torch.int64)
         _call(library[f"argmax_{str(logits.dtype).removeprefix('torch.')}"], (logits, tokens), logits.shape)
@@ -43,7 +41,7 @@ def softmax_at(logits: Tensor, temperatures: Tensor) -> Tensor:
     Returns:
         float32 [n, vocab]; NaN in a row whose largest logit is not finite.
     """
-    if logits.device.type == "cpu" and logits.dtype in COMPILED_LOGITS and (library := usable_library()) is not None:
+    if logits.device.type == "cpu" and logits.dtype in COMPILED_DTYPES and (library := usable_library()) is not None:
         logits, temperatures = logits.contiguous(), temperatures.float().contiguous()
         probs = torch.empty(logits.shape, dtype=torch.float32)
         function = library[f"softmax_{str(logits.dtype).removeprefix('torch.')}"]

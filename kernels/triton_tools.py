@@ -17,6 +17,9 @@ from torch import Tensor
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels of this process run in Triton's interpreter, on the CPU."""
 
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Of models, activations and KV."""
+
 
 def require(
     name: str,
