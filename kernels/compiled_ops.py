@@ -1,4 +1,4 @@
-"""The operations of a layer on a CPU, by the functions of `cpu_kernels.cpp`.
+"""The operations of a layer on a CPU, by the C++ of `cpu/`.
 
 They do in one pass over the data what PyTorch does in several operations, and attention reads the blocks where they lie,
 where PyTorch must gather them first.
@@ -64,7 +64,7 @@ class CompiledOps:
     """See `titan.kernels.layer_ops.LayerOps`.
 
     Args:
-        library: `cpu_kernels.cpp`, compiled.
+        library: the C++ of `cpu/`, compiled.
         dtype: of all tensors, one of `titan.kernels.cpu_library.COMPILED_DTYPES`.
     """
 

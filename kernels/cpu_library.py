@@ -1,4 +1,4 @@
-"""Compiles `cpu_kernels.cpp` for this machine, once, and loads it.
+"""Compiles the C++ of `cpu/` for this machine, once, and loads it.
 
 The library lies in the user's cache folder under a name that changes with the source, the compiler and the processor.
 """
@@ -26,7 +26,7 @@ CPU_KERNELS = "TITAN_CPU_KERNELS"
 COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 """Those that its functions exist for."""
 
-SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+SOURCE = Path(__file__).parent / "cpu" / "library.cpp"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     "-std=c++17",
@@ -104,7 +104,8 @@ def _reason(error: Exception) -> str:
 
 def _library_path(command: list[str]) -> Path:
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS).stdout
-    identity = "\n".join((SOURCE.read_text(encoding="utf-8"), version, *command, *FLAGS, platform.machine(), _processor()))
+    sources = [file.read_text(encoding="utf-8") for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    identity = "\n".join((*sources, version, *command, *FLAGS, platform.machine(), _processor()))
     return _cache_folder() / f"cpu_kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
 
 

@@ -1,0 +1,114 @@
+// Of a layer, beside its attention and its products: RMSNorm, rotation and KV write, gated activation.
+
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "numbers.h"
+
+namespace {
+
+template <typename T>
+float inverse_rms(const T* x, int64_t size, float eps) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < size; ++i) sum += widen(x[i]) * widen(x[i]);
+  return 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
+}
+
+// One element of RMSNorm; rounded before the weight, as in transformers.
+template <typename T>
+inline float normed(T x, float factor, T weight) {
+  T rounded;
+  narrow(widen(x) * factor, &rounded);
+  return widen(rounded) * widen(weight);
+}
+
+template <typename T>
+void rms_norm(const T* x, const T* weight, T* output, int64_t num_rows, int64_t size, float eps) {
+#pragma omp parallel for if (num_rows * size > kMaxSerial)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const T* input = x + row * size;
+    T* result = output + row * size;
+    const float factor = inverse_rms(input, size, eps);
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) narrow(normed(input[i], factor, weight[i]), &result[i]);
+  }
+}
+
+template <typename T>
+void rope_and_write_kv(T* qkv, const T* rope_table, const int64_t* positions, const int64_t* slot_mapping, T* kv_layer,
+                       int64_t head_stride, const T* qk_norm, float eps, int64_t num_tokens, int64_t num_heads,
+                       int64_t num_kv_heads, int64_t head_dim) {
+  const int64_t num_qk_heads = num_heads + num_kv_heads, token_size = (num_qk_heads + num_kv_heads) * head_dim;
+  const int64_t half = head_dim / 2;
+#pragma omp parallel for if (num_tokens * token_size > kMaxSerial)
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    const T* cos = rope_table + positions[token] * 2 * head_dim;
+    const T* sin = cos + head_dim; // its first half is negative
+    static thread_local std::vector<float> buffer;
+    buffer.resize(head_dim);
+    float* head = buffer.data();
+    for (int64_t index = 0; index < num_qk_heads; ++index) {
+      T* input = qkv + token * token_size + index * head_dim;
+      const bool is_key = index >= num_heads;
+      if (is_key && slot_mapping[token] < 0) break; // a token whose KV is not kept
+      T* result = is_key ? kv_layer + (index - num_heads) * head_stride + slot_mapping[token] * head_dim : input;
+      if (qk_norm) {
+        const float factor = inverse_rms(input, head_dim, eps);
+        for (int64_t d = 0; d < head_dim; ++d) {
+          T rounded;
+          narrow(normed(input[d], factor, qk_norm[index * head_dim + d]), &rounded);
+          head[d] = widen(rounded);
+        }
+      } else {
+#pragma omp simd
+        for (int64_t d = 0; d < head_dim; ++d) head[d] = widen(input[d]);
+      }
+#pragma omp simd
+      for (int64_t d = 0; d < half; ++d) {
+        narrow(head[d] * widen(cos[d]) + head[d + half] * widen(sin[d]), &result[d]);
+        narrow(head[d + half] * widen(cos[d + half]) + head[d] * widen(sin[d + half]), &result[d + half]);
+      }
+    }
+    for (int64_t index = 0; index < num_kv_heads && slot_mapping[token] >= 0; ++index)
+      std::memcpy(kv_layer + (num_kv_heads + index) * head_stride + slot_mapping[token] * head_dim,
+                  qkv + token * token_size + (num_qk_heads + index) * head_dim, head_dim * sizeof(T));
+  }
+}
+
+template <typename T>
+void silu_mul(const T* gate_up, T* output, int64_t num_rows, int64_t size) {
+#pragma omp parallel for if (num_rows * size > kMaxSerial)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const T* gate = gate_up + row * 2 * size;
+    const T* up = gate + size;
+    T* result = output + row * size;
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) {
+      const float x = widen(gate[i]);
+      narrow(x * sigmoid(x) * widen(up[i]), &result[i]);
+    }
+  }
+}
+
+} // namespace
+
+#define TITAN_DEFINE_LAYER(T, NAME)                                                                                            \
+  extern "C" void rms_norm_##NAME(const void* x, const void* weight, void* output, int64_t num_rows, int64_t size,             \
+                                  float eps) {                                                                                 \
+    rms_norm(static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<T*>(output), num_rows, size, eps);           \
+  }                                                                                                                            \
+  extern "C" void rope_and_write_kv_##NAME(void* qkv, const void* rope_table, const int64_t* positions,                        \
+                                           const int64_t* slot_mapping, void* kv_layer, int64_t head_stride,                   \
+                                           const void* qk_norm, float eps, int64_t num_tokens, int64_t num_heads,              \
+                                           int64_t num_kv_heads, int64_t head_dim) {                                           \
+    rope_and_write_kv(static_cast<T*>(qkv), static_cast<const T*>(rope_table), positions, slot_mapping,                        \
+                      static_cast<T*>(kv_layer), head_stride, static_cast<const T*>(qk_norm), eps, num_tokens, num_heads,      \
+                      num_kv_heads, head_dim);                                                                                 \
+  }                                                                                                                            \
+  extern "C" void silu_mul_##NAME(const void* gate_up, void* output, int64_t num_rows, int64_t size) {                         \
+    silu_mul(static_cast<const T*>(gate_up), static_cast<T*>(output), num_rows, size);                                         \
+  }

@@ -1,0 +1,16 @@
+// What Python calls: every function for every type of tensor. Plain C++ that a compiler vectorises, OpenMP for threads.
+//
+// `cpu_library.py` compiles this file; `compiled_ops.py` and `row_sampling.py` call it, and tell shapes and meanings.
+
+#include "attention.h"
+#include "layer.h"
+#include "sampling.h"
+
+TITAN_DEFINE_ATTENTION(float, float32)
+TITAN_DEFINE_ATTENTION(BFloat16, bfloat16)
+
+TITAN_DEFINE_LAYER(float, float32)
+TITAN_DEFINE_LAYER(BFloat16, bfloat16)
+
+TITAN_DEFINE_SAMPLING(float, float32)
+TITAN_DEFINE_SAMPLING(BFloat16, bfloat16)
