@@ -7,7 +7,7 @@ where PyTorch must gather them first.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan.kernels.attention_layout import AttentionLayout, Int, Window, nearest_ancestors
+from titan.kernels.attention_layout import AttentionLayout, Int, Window
 from titan.kernels.linear import linear_add
 from titan.kernels.long_attention import MAX_SHORT_QUERY, LongQuery, long_attention, plan_long_queries
 
@@ -35,7 +35,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 ARRAYS = ("requests", "query_start_loc", "seq_lens", "tree_starts", "block_table", "positions", "visible_lens")
 
 
-class _PlanStruct(ctypes.Structure):
+class PlanStruct(ctypes.Structure):
     """``AttentionPlan`` of the source."""
 
     _fields_ = [
@@ -45,18 +45,30 @@ class _PlanStruct(ctypes.Structure):
         ("head_dim", _INT),
         ("block_size", _INT),
         ("table_width", _INT),
-        ("has_trees", _INT),
         *((name, _POINTER) for name in ARRAYS),
     ]
+
+
+def plan_struct(layout: AttentionLayout, requests: Int) -> tuple[PlanStruct, tuple[Int, ...]]:
+    """A batch as the library reads it, and the arrays that must live as long; the numbers of heads are still to be filled in.
+
+    Args:
+        layout: of the batch.
+        requests: int64, those to attend.
+    """
+    arrays = (requests, *(getattr(layout, name) for name in ARRAYS[1:]))
+    addresses = {name: array.ctypes.data for name, array in zip(ARRAYS, arrays, strict=True)}
+    table_width = layout.block_table.shape[1]
+    return PlanStruct(num_requests=len(requests), block_size=layout.block_size, table_width=table_width, **addresses), arrays
 
 
 @dataclass(slots=True, eq=False)
 class CompiledPlan:
     """Made once per step, used by every layer."""
 
-    struct: _PlanStruct
+    struct: PlanStruct
     arrays: tuple[Int, ...]  # what the struct points to
-    ancestor_bits: Mapping[Window, Tensor]
+    ancestor_bits: Tensor
     long: Sequence[LongQuery]
 
 
@@ -82,22 +94,9 @@ class CompiledOps:
     def plan_attention(self, layout: AttentionLayout, windows: Sequence[Window]) -> CompiledPlan:
         query_lens = np.diff(layout.query_start_loc)
         requests = np.flatnonzero(query_lens <= MAX_SHORT_QUERY)
-        arrays = (requests, *(getattr(layout, name) for name in ARRAYS[1:]))
-        bits = layout.ancestor_bits
-        struct = _PlanStruct(
-            num_requests=len(requests),
-            block_size=layout.block_size,
-            table_width=layout.block_table.shape[1],
-            has_trees=bool(bits.any()),
-        )
-        for name, array in zip(ARRAYS, arrays, strict=True):
-            setattr(struct, name, array.ctypes.data)
-        return CompiledPlan(
-            struct,
-            arrays,
-            {window: nearest_ancestors(bits, window) for window in windows},
-            plan_long_queries(layout, windows) if len(requests) < len(query_lens) else (),
-        )
+        struct, arrays = plan_struct(layout, requests)
+        is_any_long = len(requests) < len(query_lens)
+        return CompiledPlan(struct, arrays, layout.ancestor_bits, plan_long_queries(layout, windows) if is_any_long else ())
 
     def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: CompiledPlan, *, scale: float, window: Window) -> Tensor:
         num_tokens, num_heads, head_dim = q.shape
@@ -112,7 +111,7 @@ class CompiledOps:
             q.stride(0),
             kv_layer.data_ptr(),
             kv_layer.stride(1),
-            plan.ancestor_bits[window].data_ptr(),
+            plan.ancestor_bits.data_ptr(),
             output.data_ptr(),
             scale,
             NO_WINDOW if window is None else window,

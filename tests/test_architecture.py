@@ -23,7 +23,7 @@ ORDER = [
     {"titan.kv_cache"},
     {"titan.models", "titan.cuda_graphs"},
     {"titan.pass_inputs"},
-    {"titan.triton_runner"},
+    {"titan.triton_runner", "titan.compiled_runner"},
     {"titan.model_runner"},
     {"titan.draft", "titan.verify"},
     {"titan.scheduler", "titan.memory_profile"},

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from titan.batch import RaggedBatch
+from titan.compiled_runner import make_compiled_runner
 from titan.cuda_graphs import PassCounts, PassLimits, cuda_graph_capture
 from titan.kernels import backend
 from titan.models.decoder import Decoder
@@ -51,7 +52,7 @@ def make_runner(model: Decoder, kv: Tensor, limits: PassLimits, counts: PassCoun
         ValueError: the device's kernels cannot take the model.
     """
     if not backend.takes_triton(model.device):
-        return ModelRunner(model, kv)
+        return make_compiled_runner(model, kv) or ModelRunner(model, kv)
     from titan.triton_runner import TritonRunner  # not every platform has triton
 
     return TritonRunner(model, kv, limits, counts, cuda_graph_capture())

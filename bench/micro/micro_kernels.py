@@ -90,7 +90,7 @@ def test_rope_and_write_kv(measure: Measure, stage: Stage, ops: LayerOps) -> Non
     measure(
         ops.rope_and_write_kv,
         qkv,
-        stage.model._rope_table,
+        stage.model.rope_table,
         batch.positions,
         batch.slot_mapping,
         stage.kv[0],
@@ -109,20 +109,20 @@ def test_silu_mul(measure: Measure, stage: Stage, ops: LayerOps) -> None:
 
 def test_linear(measure: Measure, stage: Stage) -> None:
     """The gate and up projections of a verification's rows."""
-    weights = stage.model._layer_weights[0]
+    weights = stage.model.layer_weights[0]
     measure(linear, hidden(stage), weights.gate_up_weight, None)
 
 
 def test_linear_add(measure: Measure, stage: Stage) -> None:
     """The attention's output projection with its residual."""
-    config, weights = stage.model.config, stage.model._layer_weights[0]
+    config, weights = stage.model.config, stage.model.layer_weights[0]
     attended = heads(stage, len(stage.batch.token_ids), config.num_heads)
     measure(linear_add, attended, weights.output_weight, None, hidden(stage))
 
 
 def test_linear_head(measure: Measure, stage: Stage) -> None:
     """The output head over the rows that need logits."""
-    measure(linear, hidden(stage, len(stage.batch.logits_rows)), stage.model._head, None)
+    measure(linear, hidden(stage, len(stage.batch.logits_rows)), stage.model.head, None)
 
 
 def test_write_kv(measure: Measure, stage: Stage) -> None:

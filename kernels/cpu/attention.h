@@ -18,7 +18,6 @@ struct AttentionPlan {
   int64_t head_dim;
   int64_t block_size;
   int64_t table_width;
-  int64_t has_trees;
   const int64_t* requests;        // [R] those attended here, as rows of the arrays below
   const int64_t* query_start_loc; // [all requests + 1]
   const int64_t* seq_lens;        // [all requests]
@@ -115,6 +114,12 @@ inline void score_tile(const float* query, const float* keys, int64_t count, int
   }
 }
 
+// Keep the highest `window` bits set, which are the nearest ancestors, since parents come before children.
+inline int64_t nearest_ancestors(int64_t bits, int64_t window) {
+  while (__builtin_popcountll(bits) > window) bits &= bits - 1;
+  return bits;
+}
+
 // Hide what row `token` does not see among slots begin .. begin + count - 1.
 inline void hide(const AttentionPlan& plan, int64_t token, int64_t tree_start, int64_t bits, int64_t window, int64_t begin,
                  int64_t count, float* scores) {
@@ -123,7 +128,7 @@ inline void hide(const AttentionPlan& plan, int64_t token, int64_t tree_start, i
   for (int64_t j = 0; j < count; ++j) {
     const int64_t slot = begin + j, node = slot - tree_start;
     const bool is_context = slot < visible_len && slot >= first;
-    const bool is_ancestor = plan.has_trees && node >= 0 && node < 64 && ((static_cast<uint64_t>(bits) >> node) & 1);
+    const bool is_ancestor = node >= 0 && node < 64 && ((static_cast<uint64_t>(bits) >> node) & 1);
     if (!is_context && !is_ancestor) scores[j] = kMinusInfinity;
   }
 }
@@ -201,7 +206,7 @@ void attend_head(const AttentionPlan& plan, int64_t request, int64_t kv_head, co
       const int64_t token = first_token + row / group;
       float scores[kTile];
       score_tile<D>(&state.queries[row * width], keys, count, width, scores);
-      hide(plan, token, plan.tree_starts[request], ancestor_bits[token], window, begin, count, scores);
+      hide(plan, token, plan.tree_starts[request], nearest_ancestors(ancestor_bits[token], window), window, begin, count, scores);
       add_tile<D>(scores, values, count, width, &state.sums[row * width], &state.largest[row], &state.totals[row]);
     }
   }

@@ -3,7 +3,9 @@
 // `cpu_library.py` compiles this file; `compiled_ops.py` and `row_sampling.py` call it, and tell shapes and meanings.
 
 #include "attention.h"
+#include "decoder.h"
 #include "layer.h"
+#include "linear.h"
 #include "sampling.h"
 
 TITAN_DEFINE_ATTENTION(float, float32)
@@ -11,6 +13,12 @@ TITAN_DEFINE_ATTENTION(BFloat16, bfloat16)
 
 TITAN_DEFINE_LAYER(float, float32)
 TITAN_DEFINE_LAYER(BFloat16, bfloat16)
+
+TITAN_DEFINE_LINEAR(float, float32)
+TITAN_DEFINE_LINEAR(BFloat16, bfloat16)
+
+TITAN_DEFINE_DECODER(float, float32)
+TITAN_DEFINE_DECODER(BFloat16, bfloat16)
 
 TITAN_DEFINE_SAMPLING(float, float32)
 TITAN_DEFINE_SAMPLING(BFloat16, bfloat16)

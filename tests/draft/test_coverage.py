@@ -153,19 +153,18 @@ def test_a_step_that_failed_can_be_repeated(zoo: Zoo, broken: str, monkeypatch: 
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **SCARCE)
     auditor = Auditor(zoo, engine, "llama")
     owner: Any = engine.runner if broken == "target" else engine.drafter.runner  # type: ignore[attr-defined]
-    model = owner.model
+    forward = owner.forward
     num_passes = 0
 
-    def failing(batch: Any, kv: torch.Tensor) -> torch.Tensor:
+    def failing(batch: Any) -> torch.Tensor:
         nonlocal num_passes
         num_passes += 1
         if num_passes % 3 == 0:
             raise RuntimeError("out of memory")
-        logits: torch.Tensor = model(batch, kv)
+        logits: torch.Tensor = forward(batch)
         return logits
 
-    failing.config = model.config  # type: ignore[attr-defined]
-    monkeypatch.setattr(owner, "model", failing)
+    monkeypatch.setattr(owner, "forward", failing)
     requests = submit(engine, PROMPTS, [greedy(12, ignore_eos=True)] * len(PROMPTS))
     num_failures = 0
     while engine.scheduler.has_unfinished:

@@ -14,6 +14,8 @@ from torch import Tensor
 from zoo import LLAMA3_ROPE
 
 from titan.batch import Segment, build_batch
+from titan.compiled_runner import make_compiled_runner
+from titan.model_runner import ModelRunner
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
 from titan.tree import DraftTree
@@ -55,19 +57,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Session:
-    """One decoder, its KV, and requests that own blocks in scrambled order."""
+    """One decoder, its KV, and requests that own blocks in scrambled order; passes of few tokens run as the engine runs them."""
 
     def __init__(self, model: Decoder, num_requests: int = 1) -> None:
         config = model.config
         self.model = model
         shape = (config.num_layers, 2, config.num_kv_heads, NUM_BLOCKS, BLOCK_SIZE, config.head_dim)
         self.kv = torch.zeros(shape, dtype=model.dtype)
+        self.runner = make_compiled_runner(model, self.kv) or ModelRunner(model, self.kv)
         order = np.random.default_rng(0).permutation(NUM_BLOCKS).tolist()
         self.block_ids = [order[i::num_requests] for i in range(num_requests)]
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
         batch = build_batch(segments, block_size=BLOCK_SIZE, device=CPU)
-        logits: Tensor = self.model(batch, self.kv)
+        logits = self.runner.forward(batch)
         assert logits.dtype == self.model.dtype
         return logits.float()
 
@@ -213,6 +216,6 @@ def test_positions_beyond_the_trained_length_are_refused(tmp_path: Path, max_pos
 
 def test_a_decoder_that_was_not_prepared_says_so(tmp_path: Path) -> None:
     make_model(tmp_path)
-    session = Session(Decoder(load(tmp_path).config, dtype=torch.float32, device=CPU))
+    decoder = Decoder(load(tmp_path).config, dtype=torch.float32, device=CPU)
     with pytest.raises(RuntimeError, match=r"call prepare\(\)"):
-        session.feed([3], 0)
+        Session(decoder).feed([3], 0)

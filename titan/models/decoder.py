@@ -56,10 +56,10 @@ class Decoder(nn.Module):
         self.final_norm = empty(config.hidden_size)
         self.lm_head = None if config.tie_word_embeddings else empty(config.vocab_size, config.hidden_size)
         # The table is computed in float32 and rounded once, as transformers rounds its cosines and sines.
-        self._rope_table = rope_table(config.rope, self.max_positions).to(device, dtype)
+        self.rope_table = rope_table(config.rope, self.max_positions).to(device, dtype)
         self._layer_weights: tuple[LayerWeights, ...] = ()
         self._next_norms: tuple[Tensor, ...] = ()  # of each layer, what its output is normed with
-        self._head = torch.empty(0, dtype=dtype, device=device)
+        self.head = torch.empty(0, dtype=dtype, device=device)
 
     def prepare(self, *, pack: bool = True) -> None:
         """Make the weights ready to run; call once, after loading.
@@ -79,11 +79,22 @@ class Decoder(nn.Module):
         if self.lm_head is not None:
             if pack:
                 _pack_parameter(self, "lm_head")
-            self._head = self.lm_head.detach()
+            self.head = self.lm_head.detach()
         else:
             embedding = self.embedding.detach()
             is_small = embedding.nbytes <= MAX_HEAD_COPY_BYTES
-            self._head = pack_weight(embedding) if pack and is_small and can_pack(embedding) else embedding
+            self.head = pack_weight(embedding) if pack and is_small and can_pack(embedding) else embedding
+
+    @property
+    def layer_weights(self) -> tuple[LayerWeights, ...]:
+        """The tensors of the layers, packed or plain.
+
+        Raises:
+            RuntimeError: `prepare` was not called.
+        """
+        if not self._layer_weights:
+            raise RuntimeError("the decoder is not ready: call prepare() after its weights are loaded")
+        return self._layer_weights
 
     def forward(self, batch: RaggedBatch, kv: Tensor) -> Tensor:
         """Run the query tokens of a batch, and write their KV.
@@ -124,15 +135,13 @@ class Decoder(nn.Module):
         Raises:
             RuntimeError: `prepare` was not called.
         """
-        if not self._layer_weights:
-            raise RuntimeError("the decoder is not ready: call prepare() after its weights are loaded")
         config, ops, eps = self.config, self.ops, self.config.rms_norm_eps
         plan = ops.plan_attention(inputs.attention, config.windows)
-        step = LayerStep(ops, self._rope_table, plan, inputs.positions, inputs.slot_mapping)
+        step = LayerStep(ops, self.rope_table, plan, inputs.positions, inputs.slot_mapping)
         x = F.embedding(inputs.token_ids, self.embedding)
-        normed = ops.rms_norm(x, self._layer_weights[0].input_norm, eps)
+        normed = ops.rms_norm(x, self.layer_weights[0].input_norm, eps)
         rows, last = inputs.logits_rows, config.num_layers - 1
-        for layer, (weights, next_norm) in enumerate(zip(self._layer_weights, self._next_norms, strict=True)):
+        for layer, (weights, next_norm) in enumerate(zip(self.layer_weights, self._next_norms, strict=True)):
             attended = attention(normed, weights, config, layer, kv[layer], step)
             if layer == last and rows is not None and len(rows) < len(x):  # the others have written their KV, nobody reads on
                 x, attended = x.index_select(0, rows), attended.index_select(0, rows)
@@ -142,7 +151,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The output head: [L, hidden_size] -> [L, vocab_size]."""
-        return linear(hidden, self._head, None)
+        return linear(hidden, self.head, None)
 
 
 def is_linear_weight(parameter: str) -> bool:

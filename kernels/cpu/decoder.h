@@ -1,0 +1,111 @@
+// A whole pass of a decoder over few tokens: what `titan/models/decoder.py` does operation by operation, in one call.
+
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+#include "layer.h"
+#include "linear.h"
+#include "numbers.h"
+
+extern "C" {
+
+struct DecoderLayer {
+  const void* input_norm; // [hidden_size]
+  const void* post_norm;  // [hidden_size]
+  const void* qk_norm;    // [num_heads + num_kv_heads, head_dim], or none
+  PackedWeight qkv;
+  PackedWeight output;
+  PackedWeight gate_up;
+  PackedWeight down;
+  int64_t window;
+};
+
+struct Decoder {
+  int64_t num_layers;
+  int64_t hidden_size;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  float eps;
+  float scale;
+  const void* embedding;  // [vocab_size, hidden_size]
+  const void* rope_table; // [max_positions, 2, head_dim]
+  const void* final_norm; // [hidden_size]
+  const DecoderLayer* layers;
+};
+
+// T tokens, of which L are asked for.
+struct DecoderPass {
+  int64_t num_tokens;
+  int64_t num_rows;
+  const int64_t* token_ids;     // [T]
+  const int64_t* positions;     // [T]
+  const int64_t* slot_mapping;  // [T]
+  const int64_t* rows;          // [L], ascending
+  const int64_t* ancestor_bits; // [T]
+  void* kv;                     // [num_layers, 2, num_kv_heads, num_slots, head_dim]
+  int64_t num_slots;
+};
+}
+
+namespace {
+
+// The rows asked for, moved to the front of [T, size].
+template <typename T>
+void keep_rows(const DecoderPass& pass, int64_t size, T* values) {
+  for (int64_t i = 0; i < pass.num_rows; ++i)
+    if (pass.rows[i] != i) std::memcpy(values + i * size, values + pass.rows[i] * size, size * sizeof(T));
+}
+
+// Normed hidden states of the rows that are asked for: [L, hidden_size].
+template <typename T>
+void hidden_states(const Decoder& decoder, const AttentionPlan& plan, const DecoderPass& pass, T* hidden) {
+  const int64_t num_tokens = pass.num_tokens, size = decoder.hidden_size, head_dim = decoder.head_dim;
+  const int64_t head_stride = pass.num_slots * head_dim, layer_stride = 2 * decoder.num_kv_heads * head_stride;
+  const int64_t q_size = decoder.num_heads * head_dim, qkv_size = q_size + 2 * decoder.num_kv_heads * head_dim;
+  static thread_local std::vector<T> buffer;
+  int64_t widest = 0;
+  for (int64_t i = 0; i < decoder.num_layers; ++i) widest = std::max(widest, decoder.layers[i].gate_up.num_outputs);
+  buffer.resize(num_tokens * (2 * size + qkv_size + q_size + widest + widest / 2));
+  T* stream = buffer.data(); // the residual stream
+  T* normed = stream + num_tokens * size;
+  T* qkv = normed + num_tokens * size;
+  T* attended = qkv + num_tokens * qkv_size;
+  T* gate_up = attended + num_tokens * q_size;
+  T* gated = gate_up + num_tokens * widest;
+
+  for (int64_t i = 0; i < num_tokens; ++i)
+    std::memcpy(stream + i * size, static_cast<const T*>(decoder.embedding) + pass.token_ids[i] * size, size * sizeof(T));
+  int64_t num_rows = num_tokens;
+  for (int64_t i = 0; i < decoder.num_layers; ++i) {
+    const DecoderLayer& layer = decoder.layers[i];
+    T* kv_layer = static_cast<T*>(pass.kv) + i * layer_stride;
+    rms_norm(stream, static_cast<const T*>(layer.input_norm), normed, num_tokens, size, decoder.eps);
+    linear<T>(layer.qkv, normed, num_tokens, nullptr, qkv);
+    rope_and_write_kv(qkv, static_cast<const T*>(decoder.rope_table), pass.positions, pass.slot_mapping, kv_layer, head_stride,
+                      static_cast<const T*>(layer.qk_norm), decoder.eps, num_tokens, decoder.num_heads, decoder.num_kv_heads,
+                      head_dim);
+    tree_attention(plan, qkv, qkv_size, kv_layer, head_stride, pass.ancestor_bits, attended, decoder.scale, layer.window);
+    if (i + 1 == decoder.num_layers) { // the others have written their KV, nobody reads on
+      keep_rows(pass, size, stream);
+      keep_rows(pass, q_size, attended);
+      num_rows = pass.num_rows;
+    }
+    linear(layer.output, attended, num_rows, stream, stream);
+    rms_norm(stream, static_cast<const T*>(layer.post_norm), normed, num_rows, size, decoder.eps);
+    linear<T>(layer.gate_up, normed, num_rows, nullptr, gate_up);
+    silu_mul(gate_up, gated, num_rows, layer.down.num_inputs);
+    linear(layer.down, gated, num_rows, stream, stream);
+  }
+  rms_norm(stream, static_cast<const T*>(decoder.final_norm), hidden, num_rows, size, decoder.eps);
+}
+
+} // namespace
+
+#define TITAN_DEFINE_DECODER(T, NAME)                                                                                          \
+  extern "C" void hidden_states_##NAME(const Decoder* decoder, const AttentionPlan* plan, const DecoderPass* pass,             \
+                                       void* hidden) {                                                                         \
+    hidden_states(*decoder, *plan, *pass, static_cast<T*>(hidden));                                                            \
+  }

@@ -1,0 +1,75 @@
+"""Weights that oneDNN packed, read where they lie by the compiled product for few rows."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from titan.kernels.cpu_library import COMPILED_DTYPES
+from titan.kernels.linear import linear
+
+MAX_ROWS = 8
+"""Most rows that the product of the library takes, ``kMaxRows`` of its source."""
+
+BLOCKS = (64, 48, 32, 16)
+"""Outputs that oneDNN's layouts keep side by side, of those that the library can read."""
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+class PackedWeightStruct(ctypes.Structure):
+    """``PackedWeight`` of the source; all zeros where there is none."""
+
+    _fields_ = [
+        ("data", _POINTER),
+        ("bias", _POINTER),
+        ("num_outputs", _INT),
+        ("num_inputs", _INT),
+        ("block", _INT),
+        ("depth", _INT),
+    ]
+
+
+def multiply_few_rows(library: ctypes.CDLL, weight: PackedWeightStruct, x: Tensor) -> Tensor:
+    """``x @ weight.T + bias``: [rows, num_inputs] -> [rows, num_outputs], of at most `MAX_ROWS` contiguous rows."""
+    function = library[f"linear_{str(x.dtype).removeprefix('torch.')}"]
+    function.argtypes, function.restype = [_POINTER, _POINTER, _INT, _POINTER], None
+    output = x.new_empty(len(x), weight.num_outputs)
+    function(ctypes.addressof(weight), x.data_ptr(), len(x), output.data_ptr())
+    return output
+
+
+def find_packed_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> PackedWeightStruct | None:
+    """How the library can read a weight that `titan.kernels.linear.pack_weight` made; ``None`` if it cannot.
+
+    oneDNN does not tell its layouts, which differ between processors. The one is taken with which the product of random rows is
+    oneDNN's: it follows for these weights that every element is where it is looked for.
+
+    Args:
+        library: the C++ of `cpu/`, compiled.
+        weight: [num_outputs, num_inputs].
+        bias: [num_outputs].
+    """
+    if not weight.is_mkldnn or weight.dtype not in COMPILED_DTYPES or not hasattr(torch.ops.mkldnn, "_nbytes"):
+        return None
+    num_outputs, num_inputs = weight.shape
+    num_elements = torch.ops.mkldnn._nbytes(weight) // weight.dtype.itemsize
+    address = torch.ops.mkldnn.data_ptr(weight)
+    x = torch.randn(MAX_ROWS, num_inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    expected = linear(x, weight, None).float()
+    for block in BLOCKS:
+        depth, rest = divmod(num_elements, -(-num_outputs // block) * block)
+        if rest or depth % 2 or depth < num_inputs:
+            continue
+        found = PackedWeightStruct(address, None, num_outputs, num_inputs, block, depth)
+        if _is_close(multiply_few_rows(library, found, x).float(), expected, torch.finfo(weight.dtype).eps):
+            found.bias = None if bias is None else bias.data_ptr()
+            return found
+    return None
+
+
+def _is_close(output: Tensor, expected: Tensor, eps: float) -> bool:
+    """Whether they differ by rounding alone: of the result, and of the sum, whose terms may be larger than it."""
+    return torch.allclose(output, expected, rtol=2 * eps, atol=1e-4 * float(expected.square().mean().sqrt()))
