@@ -37,7 +37,7 @@ from titan.bench.gpu_check import choose_check_device
 from titan.bench.provenance import collect_provenance
 from titan.bench.report import Report, Table, add_report_options, format_figure, publish, use_threads
 from titan.kernels import tuning
-from titan.kernels.attention_planner import AttentionGeometry
+from titan.kernels.attention_plan import AttentionGeometry
 from titan.kernels.tuning import TileConfig
 
 BLOCK_MS = (16, 32, 64, 128)

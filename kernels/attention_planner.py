@@ -13,21 +13,35 @@ Legend: T query tokens, padded ones included; R requests; G query heads per KV h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.triton_tools import FLOAT_DTYPES, require, require_launchable
+from titan.kernels.attention_layout import Window
+from titan.kernels.attention_plan import (
+    END_SLOT,
+    FIRST_ROW,
+    FIRST_SLOT,
+    MERGE_FIELDS,
+    MERGE_FIRST_PART,
+    MERGE_FIRST_ROW,
+    MERGE_NUM_PARTS,
+    MERGE_NUM_ROWS,
+    NUM_ROWS,
+    PART,
+    REQUEST,
+    TILE_FIELDS,
+    AttentionGeometry,
+    TileLaunch,
+    TreeAttentionPlan,
+)
+from titan.kernels.backend import MAX_TRITON_REQUESTS
+from titan.kernels.triton_tools import require, require_launchable
 from titan.kernels.tuning import TileConfig, num_multiprocessors, tile_config
 
-Window = int | None
-
-BLOCK_SIZES = (16, 32)
-MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
 MAX_TREE_NODES = 64
 
 PARTS_PER_RUNNING_PROGRAM = 4
@@ -38,92 +52,12 @@ MAX_SLOTS = 3 * MIN_CHUNK * 2**14
 """The longest chunk that it can choose, hence the longest context."""
 CHUNK_MULTIPLE = 16
 """Of a fixed chunk."""
-MAX_REQUESTS = 1024
-"""One program plans them all."""
 MAX_WINDOW = 2**30
-
-# a tile is 8 int32: these, and two to keep records aligned
-REQUEST = tl.constexpr(0)
-FIRST_ROW = tl.constexpr(1)  # first token of the tile * G + head within the group
-NUM_ROWS = tl.constexpr(2)
-FIRST_SLOT = tl.constexpr(3)
-END_SLOT = tl.constexpr(4)
-PART = tl.constexpr(5)  # where the part of a split tile is stored; -1: the tile is whole
-TILE_FIELDS = tl.constexpr(8)
-
-# a merge is 4 int32: the rows of a split tile, and its parts
-MERGE_FIRST_ROW = tl.constexpr(0)
-MERGE_NUM_ROWS = tl.constexpr(1)
-MERGE_FIRST_PART = tl.constexpr(2)
-MERGE_NUM_PARTS = tl.constexpr(3)
-MERGE_FIELDS = tl.constexpr(4)
 
 NUM_CHUNKS = tl.constexpr(32)  # lengths to choose from
 CHUNKS_AT_A_TIME = tl.constexpr(8)
 TILE_COST = tl.constexpr(96)  # of starting and ending a program, in slots: a guess until it is measured
 REFUSED = tl.constexpr(2**56)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionGeometry:
-    """What a model's attention layers have in common.
-
-    Raises:
-        ValueError: names the field, what it is and what is allowed.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int  # slots of a KV block
-    dtype: torch.dtype  # of queries, keys, values and output
-
-    def __post_init__(self) -> None:
-        if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads is {self.num_heads}: it must be a multiple of num_kv_heads, {self.num_kv_heads}")
-        if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM:
-            raise ValueError(f"head_dim is {self.head_dim}: it must be from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
-        if self.block_size not in BLOCK_SIZES:
-            raise ValueError(f"block_size is {self.block_size}: it must be one of {BLOCK_SIZES}")
-        if self.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"dtype is {self.dtype}: it must be one of {', '.join(map(str, FLOAT_DTYPES))}")
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def padded_head_dim(self) -> int:
-        """The size of a tile that holds a head."""
-        return max(16, int(triton.next_power_of_2(self.head_dim)))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TileLaunch:
-    """One launch of the attention kernel and its merge."""
-
-    config: TileConfig
-    num_running: int  # programs at a time
-    tiles: Tensor  # int32 [at most, TILE_FIELDS]
-    merges: Tensor  # int32 [at most, MERGE_FIELDS]
-    counts: Tensor  # int32 [2], tiles and merges that there are
-    part_outputs: Tensor  # float32 [parts, num_kv_heads, block_m, head_dim], each normalised by itself
-    part_log_sums: Tensor  # float32 [parts, num_kv_heads, block_m], base 2
-    ancestor_bits: Tensor | None  # int64 [T], cut to the window; None: prefill chunks, without tree nodes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TreeAttentionPlan:
-    """Made once per step, used by every layer."""
-
-    geometry: AttentionGeometry
-    query_start_loc: Tensor  # int32 [R + 1]
-    block_table: Tensor  # int32 [R, blocks]
-    positions: Tensor  # int32 or int64 [T]
-    visible_lens: Tensor  # int32 [T]
-    tree_starts: Tensor  # int32 [R]
-    launches: Mapping[Window, Sequence[TileLaunch]]  # verification tiles, then those of prefill chunks if there are any
 
 
 @triton.jit(do_not_specialize=["num_tokens", "window"])
@@ -311,17 +245,17 @@ def plan_tree_attention(
     Raises:
         ValueError: names the argument, what it is and what is allowed.
     """
-    num_tokens, num_requests, device = positions.shape[0], seq_lens.shape[0], query_start_loc.device
-    int32 = (torch.int32,)
+    device, int32 = query_start_loc.device, (torch.int32,)
+    require_launchable("query_start_loc", device)
+    require("seq_lens", seq_lens, shape=(None,), dtypes=int32, device=device)
+    require("positions", positions, shape=(None,), dtypes=(torch.int32, torch.int64), device=device)
+    num_tokens, num_requests = len(positions), len(seq_lens)
     require("query_start_loc", query_start_loc, shape=(num_requests + 1,), dtypes=int32, device=device)
-    require("seq_lens", seq_lens, shape=(num_requests,), dtypes=int32, device=device)
     require("block_table", block_table, shape=(num_requests, None), dtypes=int32, device=device, contiguous=False)
-    require("positions", positions, shape=(num_tokens,), dtypes=(torch.int32, torch.int64), device=device)
     require("visible_lens", visible_lens, shape=(num_tokens,), dtypes=int32, device=device)
     require("tree_starts", tree_starts, shape=(num_requests,), dtypes=int32, device=device)
     require("ancestor_bits", ancestor_bits, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
     _check_numbers(geometry, num_requests, num_tokens, block_table, short_query_len, max_query_len, windows, fixed_chunk)
-    require_launchable(device)
 
     max_slots = block_table.shape[1] * geometry.block_size
     max_query_len = min(max_query_len, num_tokens)
@@ -353,8 +287,8 @@ def _check_numbers(
     fixed_chunk: int | None,
 ) -> None:
     max_slots = block_table.shape[1] * geometry.block_size
-    if not 1 <= num_requests <= MAX_REQUESTS:
-        raise ValueError(f"seq_lens has {num_requests} requests: there must be 1 to {MAX_REQUESTS}")
+    if not 1 <= num_requests <= MAX_TRITON_REQUESTS:
+        raise ValueError(f"seq_lens has {num_requests} requests: there must be 1 to {MAX_TRITON_REQUESTS}")
     if not 1 <= num_tokens * geometry.num_heads < 2**31:
         raise ValueError(f"positions has {num_tokens} tokens: with {geometry.num_heads} heads there must be 1 to 2**31 rows")
     if not 1 <= max_slots <= MAX_SLOTS:

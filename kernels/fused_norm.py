@@ -84,13 +84,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     device, dtype = x.device, x.dtype
-    require_launchable(device)
+    require_launchable("x", device)
     require("x", x, shape=(None, None), dtypes=FLOAT_DTYPES, device=device, contiguous=False)
     num_rows, hidden_size = x.shape
     if not 0 < hidden_size <= MAX_HIDDEN_SIZE:
         raise ValueError(f"x has shape {list(x.shape)}: hidden_size must be 1 to {MAX_HIDDEN_SIZE}")
     if residual is not None:
-        require("residual", residual, shape=x.shape, dtypes=(dtype,), device=device, contiguous=False)
+        require("residual", residual, shape=x.shape, dtypes=(dtype,), device=device, contiguous=False, is_written=True)
     require("weight", weight, shape=(hidden_size,), dtypes=(dtype,), device=device)
 
     normed = torch.empty(num_rows, hidden_size, dtype=dtype, device=device)

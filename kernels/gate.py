@@ -49,7 +49,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         ValueError: wrong shape, dtype or strides, or no device that Triton kernels run on.
     """
     device, dtype = gate_up.device, gate_up.dtype
-    require_launchable(device)
+    require_launchable("gate_up", device)
     require("gate_up", gate_up, shape=(None, None), dtypes=FLOAT_DTYPES, device=device, contiguous=False)
     num_rows, num_columns = gate_up.shape
     if num_columns % 2 or not num_columns:

@@ -29,7 +29,7 @@ def _find_plane(kv_ptr, plane, stride_layer, stride_kv, stride_head, NUM_KV_HEAD
     return kv_ptr + layer * stride_layer + kv * stride_kv + head * stride_head
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_block_table", "stride_paths"])
 def _move_paths_kernel(
     kv_ptr,  # [num_layers, 2, NUM_KV_HEADS, num_blocks, BLOCK_SIZE, HEAD_DIM]
     block_table_ptr,  # [S, max_blocks]
@@ -207,8 +207,11 @@ def clear_blocks(kv: Tensor, block_ids: Tensor) -> None:
 
 
 def _require_cache(kv: Tensor) -> None:
-    require_launchable(kv.device)
-    require("kv", kv, shape=(None, 2, None, None, None, None), dtypes=FLOAT_DTYPES, device=kv.device, contiguous=False)
+    require_launchable("kv", kv.device)
+    shape = (None, 2, None, None, None, None)
+    require("kv", kv, shape=shape, dtypes=FLOAT_DTYPES, device=kv.device, contiguous=False, is_written=True)
+    if not kv.numel():
+        raise ValueError(f"kv has shape {list(kv.shape)}: none of its dimensions may be 0")
 
 
 def _launch_over_blocks(kernel: triton.JITFunction, kv: Tensor, blocks: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""RMSNorm: Zhang and Sennrich, "Root mean square layer normalization", 2019."""
+"""RMSNorm in plain PyTorch: Zhang and Sennrich, "Root mean square layer normalization", 2019."""
 
 from __future__ import annotations
 
@@ -16,7 +16,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: added to the mean square.
     """
     size = x.shape[-1]
-    if x.device.type != "cpu":
-        return F.rms_norm(x, (size,), None, eps) * weight
-    # on a CPU rms_norm is ten small operations and layer_norm one; (x, -x) has mean 0 and variance mean(x ** 2)
+    # on a CPU F.rms_norm is ten small operations and layer_norm one; (x, -x) has mean 0 and variance mean(x ** 2)
     return F.layer_norm(torch.cat((x, -x), -1), (2 * size,), None, None, eps)[..., :size] * weight

@@ -117,11 +117,12 @@ def rope_and_write_kv(
         ValueError: a tensor of the wrong shape, dtype, strides or device, or D is odd.
     """
     device, dtype = qkv.device, qkv.dtype
-    require_launchable(device)
-    require("kv_layer", kv_layer, shape=(2, None, None, None, None), dtypes=FLOAT_DTYPES, device=device, contiguous=False)
+    require_launchable("qkv", device)
+    shape = (2, None, None, None, None)
+    require("kv_layer", kv_layer, shape=shape, dtypes=FLOAT_DTYPES, device=device, contiguous=False, is_written=True)
     num_kv_heads, _, block_size, head_dim = kv_layer.shape[1:]
-    if head_dim % 2:
-        raise ValueError(f"kv_layer has shape {list(kv_layer.shape)}: head_dim must be even")
+    if head_dim % 2 or not kv_layer.numel():
+        raise ValueError(f"kv_layer has shape {list(kv_layer.shape)}: head_dim must be even, and no dimension may be 0")
     num_all_heads = num_heads + 2 * num_kv_heads
     require("qkv", qkv, shape=(None, num_all_heads * head_dim), dtypes=(kv_layer.dtype,), device=device, contiguous=False)
     num_tokens = len(qkv)

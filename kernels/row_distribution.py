@@ -388,7 +388,7 @@ def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top
         ValueError: a tensor of the wrong shape, dtype, strides or device, or an empty vocabulary.
     """
     device = logits.device
-    require_launchable(device)
+    require_launchable("logits", device)
     require("logits", logits, shape=(None, None), dtypes=LOGITS_DTYPES, device=device, contiguous=False)
     num_rows, vocab_size = logits.shape
     if vocab_size == 0:
@@ -404,7 +404,8 @@ def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top
     chunk_masses = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=device)
     group_peaks = torch.empty(num_rows, num_groups, dtype=torch.float32, device=device)
     candidates = torch.empty(num_rows, MAX_CANDIDATES, dtype=logits.dtype, device=device)
-    peaks, scales, thresholds = torch.empty(3, num_rows, dtype=torch.float32, device=device)
+    # each on its own, so that it is aligned whatever the number of rows: otherwise kernels are compiled anew
+    peaks, scales, thresholds = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(3))
     last_ties = torch.empty(num_rows, dtype=torch.int32, device=device)
     if num_rows == 0:
         return RowDistributions(logits, peaks, scales, thresholds, last_ties, chunk_masses)

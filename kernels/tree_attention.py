@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.attention_planner import (
+from titan.kernels.attention_layout import Window
+from titan.kernels.attention_plan import (
     END_SLOT,
     FIRST_ROW,
     FIRST_SLOT,
@@ -32,7 +33,6 @@ from titan.kernels.attention_planner import (
     TILE_FIELDS,
     TileLaunch,
     TreeAttentionPlan,
-    Window,
 )
 from titan.kernels.triton_tools import INTERPRETED, dot, narrow, require, require_launchable
 
@@ -306,10 +306,10 @@ def tree_attention(
     geometry, num_tokens, device = plan.geometry, plan.positions.shape[0], plan.positions.device
     num_heads, num_kv_heads, head_dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
     dtypes = (geometry.dtype,)
+    require_launchable("plan", device)
     require("q", q, shape=(num_tokens, num_heads, head_dim), dtypes=dtypes, device=device, contiguous=False)
     shape = (2, num_kv_heads, None, geometry.block_size, head_dim)
     require("kv_layer", kv_layer, shape=shape, dtypes=dtypes, device=device, contiguous=False)
-    require_launchable(device)
     if window not in plan.launches:
         raise ValueError(f"window is {window}: the plan was made for {', '.join(map(str, plan.launches))}")
     if not (math.isfinite(scale) and scale > 0):

@@ -33,7 +33,7 @@ def _load_probs(logits_ptr, ids, peak, scale, threshold, last_tie, inverse_total
     return weigh_kept(logits, ids, peak, scale, threshold, last_tie) * inverse_total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_depth"])
 def _reject_kernel(
     paths_ptr,  # [S, max_depth]
     num_accepted_ptr,  # [S]

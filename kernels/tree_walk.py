@@ -52,7 +52,7 @@ def store_path(
     tl.store(final_tokens_ptr + request, final_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_depth"])
 def _walk_kernel(
     paths_ptr,  # [S, max_depth]
     num_accepted_ptr,  # [S]
@@ -106,7 +106,7 @@ def walk_matches(draft_token_ids: Tensor, parents: Tensor, node_start_loc: Tenso
 def allocate_paths(draft_token_ids: Tensor, parents: Tensor, node_start_loc: Tensor, *, max_depth: int) -> TreePaths:
     """Room for the paths of these trees, which are checked first; arguments and errors are those of `walk_matches`."""
     device = draft_token_ids.device
-    require_launchable(device)
+    require_launchable("draft_token_ids", device)
     require("draft_token_ids", draft_token_ids, shape=(None,), dtypes=(torch.int64,), device=device)
     require("parents", parents, shape=(len(draft_token_ids),), dtypes=(torch.int32,), device=device)
     require("node_start_loc", node_start_loc, shape=(None,), dtypes=(torch.int32,), device=device)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from titan.kernels import fused_norm, gate, rope_kv, tree_attention
 from titan.kernels.attention_layout import Window
-from titan.kernels.attention_planner import AttentionGeometry, TreeAttentionPlan, plan_tree_attention
+from titan.kernels.attention_plan import AttentionGeometry, TreeAttentionPlan
+from titan.kernels.attention_planner import plan_tree_attention
 from titan.kernels.linear import linear
 
 MIN_CAPABILITY = (8, 0)

@@ -29,6 +29,7 @@ def require(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
     contiguous: bool = True,
+    is_written: bool = False,
 ) -> None:
     """Refuse a tensor that a kernel cannot take, before a launch.
 
@@ -39,6 +40,7 @@ def require(
         dtypes: those allowed.
         device: where the kernel runs.
         contiguous: whether all of it must be contiguous; otherwise its last dimension must be.
+        is_written: whether the kernel writes to it, so that each of its numbers must have a place of its own.
 
     Raises:
         ValueError: names the argument, what it is and what is expected.
@@ -55,6 +57,8 @@ def require(
         raise ValueError(f"{name} has strides {tensor.stride()}: it must be contiguous")
     if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name} has strides {tensor.stride()}: its last dimension must be contiguous")
+    if is_written and any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"{name} has strides {tensor.stride()}: it is written to, and must not be expanded")
 
 
 def is_launchable(device: torch.device) -> bool:
@@ -62,15 +66,22 @@ def is_launchable(device: torch.device) -> bool:
     return device.type == ("cpu" if INTERPRETED else "cuda")
 
 
-def require_launchable(device: torch.device) -> None:
-    """Refuse a device on which Triton kernels of this process cannot run.
+def require_launchable(name: str, device: torch.device) -> None:
+    """Refuse a device on which Triton kernels of this process cannot run now.
+
+    Args:
+        name: of the argument whose device it is, for the message.
+        device: where the kernel would run.
 
     Raises:
-        ValueError: neither a CUDA device nor, in the interpreter, the CPU.
+        ValueError: neither a CUDA device nor, in the interpreter, the CPU; or a CUDA device that is not the current one, on which
+            Triton launches wherever the tensors are.
     """
     if not is_launchable(device):
         where = "the CPU, since TRITON_INTERPRET is set" if INTERPRETED else "a CUDA device"
-        raise ValueError(f"the tensors are on {device}: Triton kernels of this process run on {where}")
+        raise ValueError(f"{name} is on {device}: Triton kernels of this process run on {where}")
+    if device.type == "cuda" and device.index != (current := torch.cuda.current_device()):
+        raise ValueError(f"{name} is on {device}, but cuda:{current} is current: call torch.cuda.set_device() in this thread first")
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import torch
 from stepping import greedy, make_engine, run_all, submit
 from zoo import Zoo, random_prompts
 
+from titan.cuda_graphs import cuda_graph_capture
 from titan.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -54,3 +55,15 @@ def test_a_replayed_verification_waits_for_nothing(zoo: Zoo, request: pytest.Fix
         engine.kv.clear_new_blocks()
         engine.runner.forward(batch)
     assert engine.passes.num_replayed == num_replayed + 1
+
+
+def test_a_capture_without_memory_leaves_the_device_as_it_was() -> None:
+    capture, x = cuda_graph_capture(), torch.ones(4, device="cuda")
+    stream, doubled = torch.cuda.current_stream(), x * 2
+    assert capture(lambda: torch.empty(2**45, dtype=torch.uint8, device="cuda")) is None
+    assert torch.cuda.current_stream() == stream
+    replay = capture(lambda: torch.mul(x, 2, out=doubled))
+    assert replay is not None
+    x.fill_(3)
+    replay.run()
+    assert replay.output.tolist() == [6.0] * 4

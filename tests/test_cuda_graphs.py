@@ -5,25 +5,36 @@ Without a CUDA device a replay runs the pass again, over whatever lies in the st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from interpreted import DEVICE, take_triton
+from interpreted import DEVICE, eager_capture, take_triton
 from tiny_models import make_model
 from torch import Tensor
 
+from titan import cuda_graphs
 from titan.batch import RaggedBatch, Segment, build_batch, build_draft_passes
-from titan.cuda_graphs import MAX_GRAPH_TOKENS, GraphSizes, PassCounts, PassLimits, PassSize
+from titan.cuda_graphs import (
+    MAX_GRAPH_TOKENS,
+    Capture,
+    GraphSizes,
+    PassCounts,
+    PassLimits,
+    PassSize,
+    Replay,
+    cuda_graph_capture,
+)
 from titan.kernels.upload import ALIGNMENT, packed_size, to_device, upload
 from titan.kv_cache import allocate_kv
 from titan.model_runner import ModelRunner, make_runner
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
-from titan.tree import DraftTree
+from titan.tree import MAX_NODES, DraftTree
 from titan.triton_runner import TritonRunner
 
 CPU = torch.device("cpu")
@@ -82,6 +93,91 @@ def test_uploaded_arrays_are_aligned_copies_and_come_to_the_same_places() -> Non
     assert to_device(array, CPU).data_ptr() == array.ctypes.data
 
 
+# captures
+
+
+class FakeCuda:
+    """As much of `torch.cuda` as a capture asks for; the end of one may fail, and then its stream stays the current one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device = 0
+        self.stream: object = "default"
+        self.end_error: Exception | None = None
+        self.streams: list[object] = []  # of the captures
+        cuda_graphs._capture_stream.cache_clear()
+        fakes: dict[str, Any] = {
+            "graph_pool_handle": lambda: "pool",
+            "CUDAGraph": FakeGraph,
+            "current_device": lambda: self.device,
+            "current_stream": lambda: self.stream,
+            "set_stream": lambda stream: setattr(self, "stream", stream),
+            "Stream": lambda device: ("stream", device, object()),
+            "graph": self.capturing,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    @contextmanager
+    def capturing(self, graph: object, *, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+        assert (pool, capture_error_mode) == ("pool", "thread_local")
+        before, self.stream = self.stream, stream
+        self.streams.append(stream)
+        try:
+            yield
+        finally:
+            if self.end_error is not None:
+                raise self.end_error
+            self.stream = before
+
+
+class FakeGraph:
+    def replay(self) -> None:
+        raise AssertionError("nothing was replayed")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    yield FakeCuda(monkeypatch)
+    cuda_graphs._capture_stream.cache_clear()
+
+
+def test_captures_of_a_device_share_a_stream_which_is_the_device_s(cuda: FakeCuda) -> None:
+    first, second = cuda_graph_capture(), cuda_graph_capture()
+    output = torch.zeros(1)
+    for capture, cuda.device in ((first, 1), (second, 1), (first, 0)):
+        replay = capture(lambda: output)
+        assert replay is not None and replay.output is output and cuda.stream == "default"
+    assert cuda.streams[0] is cuda.streams[1] and [each[1] for each in cuda.streams] == [1, 1, 0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("error", "end_error"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), None),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), RuntimeError("CUDA error: capture was invalidated")),
+        (None, RuntimeError("CUDA error: out of memory")),
+    ],
+)
+def test_a_capture_without_memory_gives_none_and_the_stream_back(
+    cuda: FakeCuda, error: Exception | None, end_error: Exception | None
+) -> None:
+    def function() -> Tensor:
+        if error is not None:
+            raise error
+        return torch.zeros(1)
+
+    cuda.end_error = end_error
+    assert cuda_graph_capture()(function) is None
+    assert cuda.stream == "default"
+
+
+def test_other_errors_of_a_capture_are_raised(cuda: FakeCuda) -> None:
+    cuda.end_error = RuntimeError("CUDA error: operation not permitted when stream is capturing")
+    with pytest.raises(RuntimeError, match="not permitted"):
+        cuda_graph_capture()(lambda: torch.zeros(1))
+    assert cuda.stream == "default"
+
+
 # passes
 
 
@@ -100,9 +196,11 @@ def random_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
 class Twins:
     """The model on PyTorch and on Triton, each with its own KV, run side by side."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capture: Capture | None = None) -> None:
         plain = load_model(str(folder), dtype="float32", device=CPU)
         take_triton(monkeypatch)
+        if capture is not None:
+            monkeypatch.setattr("titan.model_runner.cuda_graph_capture", lambda: capture)
         triton = load_model(str(folder), dtype="float32", device=DEVICE)
         self.counts = PassCounts()
         self.plain = ModelRunner(plain, self.make_kv(plain))
@@ -194,10 +292,43 @@ def test_a_replay_has_the_very_bits_of_the_run_before_its_capture(folder: Path, 
 def test_prefill_and_long_tables_run_eagerly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     twins = Twins(folder, monkeypatch)
     table = list(range(BLOCKS_PER_REQUEST))
+    too_long = list(range(BLOCKS_PER_REQUEST + MAX_NODES // BLOCK_SIZE + 2))
     for _ in range(2):
         twins.run([Segment(table, 3, list(range(3, 12)), needs_logits=False)])
-        twins.run([Segment([*table, 5], 30, [9])])
+        twins.run([Segment(too_long, 30, [9])])
     assert (twins.counts.num_eager, twins.counts.num_replayed, twins.counts.hit_rate) == (4, 0, 0.0)
+
+
+def test_a_beam_behind_the_last_root_of_a_request_is_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes up to 63 nodes where the request itself has no slots any more."""
+    twins = Twins(folder, monkeypatch)
+    blocks = twins.rng.permutation(LIMITS.num_requests * BLOCKS_PER_REQUEST)[: BLOCKS_PER_REQUEST + MAX_NODES // BLOCK_SIZE + 1]
+    root = BLOCKS_PER_REQUEST * BLOCK_SIZE - 1
+    nodes = np.array([MAX_NODES - 2, MAX_NODES - 1])
+    for _ in range(2):
+        [draft_pass] = build_draft_passes([blocks.tolist()], np.array([root]), [[nodes]], block_size=BLOCK_SIZE, device=CPU)
+        twins.compare(draft_pass.with_nodes(torch.tensor([5, 6]), torch.tensor([0b1 << 61, 0b11 << 61])))
+    assert twins.counts == PassCounts(num_replayed=1, num_eager=1)
+
+
+def test_sizes_that_memory_is_too_short_for_run_without_a_graph(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first two captures fail: these sizes are right every time, and not tried again; others are replayed; one line tells."""
+    tried = []
+    succeed = eager_capture()
+
+    def capture(function: Callable[[], Tensor]) -> Replay | None:
+        tried.append(function)
+        return None if len(tried) <= 2 else succeed(function)
+
+    twins = Twins(folder, monkeypatch, capture)
+    for _ in range(3):
+        for shape in ([2], [3, 3], [7] * 3):
+            twins.run(twins.verification(shape))
+    assert len(tried) == 3 and twins.counts == PassCounts(num_replayed=2, num_eager=7)
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and "has no memory for the CUDA graph of a pass of 2 tokens" in record.getMessage()
 
 
 def test_padded_tokens_have_no_attention(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

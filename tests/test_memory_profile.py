@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from interpreted import DEVICE, take_triton
 from stepping import greedy, make_engine, run_all
+from tiny_models import make_model
 from torch import Tensor
 from zoo import Zoo
 
+from titan.kernels import triton_ops
+from titan.kernels.attention_plan import TreeAttentionPlan
+from titan.kernels.attention_planner import plan_tree_attention
 from titan.models.decoder import Decoder
 
 FREE, PEAK = 1_900_000, 1_000_000
@@ -76,6 +81,24 @@ def test_given_sizes_are_kept_and_nothing_is_profiled(zoo: Zoo, monkeypatch: pyt
 def test_passes_stay_within_the_models_positions(zoo: Zoo) -> None:
     make_engine(zoo.path("short"), max_batch_size=2, max_num_batched_tokens=2048, max_draft_tokens=0, **ON_TRITON)
     assert FakeMemory.passes == [(2 * 40, 2, 2)]
+
+
+def test_the_parts_of_split_contexts_have_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pass of a long request takes more memory for parts than the largest pass took."""
+    taken: list[int] = []
+
+    def recorded(*args: Any, **options: Any) -> TreeAttentionPlan:
+        plan = plan_tree_attention(*args, **options)
+        taken.append(sum(launch.part_outputs.nbytes for launches in plan.launches.values() for launch in launches))
+        return plan
+
+    monkeypatch.setattr(triton_ops, "plan_tree_attention", recorded)
+    make_model(tmp_path, num_hidden_layers=1)
+    engine = make_engine(str(tmp_path), **OPTIONS, **ON_TRITON)
+    profiled = max(taken)
+    taken.clear()
+    run_all(engine, [[5 + i % 90 for i in range(130)]], [greedy(1)])
+    assert 0 < max(taken) <= profiled
 
 
 def test_passes_that_do_not_fit_are_refused_by_what_makes_them_large(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from titan.kernels import backend
+from titan.kernels.backend import MAX_TRITON_REQUESTS, TRITON_BLOCK_SIZES
 from titan.tree import MAX_NODES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -69,6 +73,22 @@ class EngineConfig:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_batch_size={self.max_batch_size}: "
                 f"every running request needs at least one token per step"
+            )
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse what the kernels of a device cannot take.
+
+        Raises:
+            ValueError: as in the constructor.
+        """
+        if not backend.takes_triton(device):
+            return
+        if self.block_size not in TRITON_BLOCK_SIZES:
+            allowed = " or ".join(map(str, TRITON_BLOCK_SIZES))
+            raise ValueError(f"block_size={self.block_size} is not supported on {device}: it must be {allowed}")
+        if self.max_batch_size > MAX_TRITON_REQUESTS:
+            raise ValueError(
+                f"max_batch_size={self.max_batch_size} is not supported on {device}: it must be at most {MAX_TRITON_REQUESTS}"
             )
 
     def _check_draft_tree(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ class PassLimits:
 
     num_requests: int
     query_len: int  # of one request: the root and its draft tokens
-    num_blocks: int  # of one request
+    num_blocks: int  # of the tokens of one request
 
 
 @dataclass(slots=True)
@@ -88,21 +89,44 @@ class Replay(NamedTuple):
     output: Tensor  # written by `run`
 
 
-Capture = Callable[[Callable[[], Tensor]], Replay]
-"""Records what a function, which must have run before, launches on the device, without running it."""
+Capture = Callable[[Callable[[], Tensor]], Replay | None]
+"""Records what a function, which must have run before, launches on the device, without running it; ``None`` if the device has no
+memory left for it."""
 
 
 def cuda_graph_capture() -> Capture:
-    """Captures in CUDA graphs, which share the memory of what they compute on the way."""
+    """Captures on the current device, in CUDA graphs that share the memory of what they compute on the way."""
     pool = torch.cuda.graph_pool_handle()
 
-    def capture(function: Callable[[], Tensor]) -> Replay:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            output = function()
+    def capture(function: Callable[[], Tensor]) -> Replay | None:
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        stream = _capture_stream(torch.cuda.current_device())
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # other threads go on
+                output = function()
+        except RuntimeError as error:
+            torch.cuda.set_stream(before)  # torch.cuda.graph stays on its own where it cannot end a capture
+            if not _is_out_of_memory(error):
+                raise
+            return None
         return Replay(graph.replay, output)
 
     return capture
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream of a device's captures, always the same one: matrix products keep memory per stream."""
+    return torch.cuda.Stream(device)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error says so, or one before it: the end of a capture that broke raises an error of its own."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            return True
+        error = error.__context__
+    return False
 
 
 def _ladder(largest: int, steps: Sequence[int]) -> list[int]:

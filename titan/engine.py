@@ -66,6 +66,7 @@ class Engine:
         self.device = choose_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # which is where Triton launches
+        config.check_device(self.device)
         if isinstance(model, Decoder):
             self.tokenizer, target = _load_tokenizer(None, tokenizer), model
         else:
@@ -98,6 +99,8 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Run one step; returns the requests whose output changed."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # another engine, or another thread, may have another one
         with torch.inference_mode():
             plan = self.scheduler.schedule(min(self.drafter.max_draft_tokens, self.config.max_draft_tokens))
             if not plan.requests:

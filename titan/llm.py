@@ -43,7 +43,7 @@ class LLM:
         max_num_batched_tokens: most tokens of the target in one step, draft tokens included.
         prefill_chunk_size: most prompt tokens of one request in one step.
         max_model_len: most tokens of a request, prompt and output; ``None`` = the model's positions.
-        block_size: tokens per KV block: 8, 16, 32, 64 or 128.
+        block_size: tokens per KV block: 8, 16, 32, 64 or 128; on CUDA 16 or 32.
         num_kv_blocks: blocks in the KV cache; ``None`` = by memory.
         kv_cache_memory: bytes for the KV cache of target and draft together; ``None`` = what ``max_batch_size`` requests of
             ``max_model_len`` tokens need, within 40 % of a CPU's free memory, or 90 % of what the largest passes leave on a GPU.

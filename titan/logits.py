@@ -11,9 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from titan.kernels.upload import to_device, upload
 from titan.sampling_params import SamplingParams
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +47,8 @@ def transform_logits(
 ) -> TransformResult:
     """Apply logit bias, the users' processors, forbidden tokens and penalties, in this order.
 
+    Waits for the device only where processors were at work: they may leave rows from which nothing can be drawn.
+
     Args:
         logits: [L, vocab], any float dtype; not changed.
         requests: those whose options change logits, with their rows.
@@ -53,11 +59,11 @@ def transform_logits(
     processed = [each for each in requests if each.params.logits_processors]
     errors = _process(scores, processed)
     if forbidden:
-        scores[_entries(forbidden, scores.device)] = float("-inf")
+        scores[tuple(upload(_entries(forbidden), scores.device))] = float("-inf")
     _penalize(scores, [each for each in requests if each.params.has_penalties])
     if processed:
         rows = [row for each in processed for row in each.paths]
-        is_possible = scores[rows].amax(-1).isfinite().tolist()
+        is_possible = scores.index_select(0, to_device(np.array(rows, np.int64), scores.device)).amax(-1).isfinite().tolist()
         for row, possible in zip(rows, is_possible, strict=True):
             if not possible:
                 errors.setdefault(row, "logits_processors and min_tokens leave no token that can be drawn")
@@ -67,9 +73,9 @@ def transform_logits(
 def _add_bias(scores: Tensor, requests: list[TransformedRows]) -> None:
     biases = [(row, each.params.logit_bias) for each in requests for row in each.paths if each.params.logit_bias]
     if biases:
-        index = _entries([(row, list(bias)) for row, bias in biases], scores.device)
-        values = [value for _, bias in biases for value in bias.values()]
-        scores[index] += torch.tensor(values, dtype=torch.float32, device=scores.device)
+        added = np.array([value for _, bias in biases for value in bias.values()], np.float32)
+        rows, columns, values = upload([*_entries([(row, list(bias)) for row, bias in biases]), added], scores.device)
+        scores[rows, columns] += values
 
 
 def _process(scores: Tensor, requests: list[TransformedRows]) -> dict[int, str]:
@@ -98,40 +104,46 @@ def _penalize(scores: Tensor, requests: list[TransformedRows]) -> None:
     """Repetition penalty over prompt, output and path; presence and frequency penalty over output and path."""
     if not requests:
         return
-    device, vocab_size = scores.device, scores.shape[-1]
+    params = [each.params for each in requests]
+    has_repetition = any(each.repetition_penalty != 1.0 for each in params)
+    strengths = [(each.repetition_penalty, each.frequency_penalty, each.presence_penalty) for each in params]
     num_rows = [len(each.paths) for each in requests]
-    rows = torch.tensor([row for each in requests for row in each.paths], device=device)
-    owners = torch.from_numpy(np.repeat(np.arange(len(requests)), num_rows)).to(device)
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)[owners, None]
+    rows, owners, penalties, *entries = upload(
+        [
+            np.array([row for each in requests for row in each.paths], np.int64),
+            np.repeat(np.arange(len(requests)), num_rows),
+            np.array(strengths, np.float32),
+            *_entries(enumerate(each.output_token_ids for each in requests)),
+            *_entries(enumerate(path for each in requests for path in each.paths.values())),
+            *_entries(enumerate(each.prompt_token_ids if has_repetition else [] for each in requests)),
+        ],
+        scores.device,
+    )
+    outputs, paths, prompts = (entries[i : i + 2] for i in (0, 2, 4))
+    repetition, frequency, presence = penalties[owners].T[:, :, None]
 
     # what the rows of a request have in common is counted once, then each adds its path
-    outputs = _entries(enumerate(each.output_token_ids for each in requests), device)
-    paths = _entries(enumerate(path for each in requests for path in each.paths.values()), device)
-    counts = _count(scores.new_zeros(len(requests), vocab_size), outputs)[owners]
+    shape = len(requests), scores.shape[-1]
+    counts = _count(scores.new_zeros(shape), outputs)[owners]
     counts = _count(counts, paths)
 
     selected = scores[rows]
-    if any(each.params.repetition_penalty != 1.0 for each in requests):
-        prompts = _entries(enumerate(each.prompt_token_ids for each in requests), device)
-        is_seen = _count(scores.new_zeros(len(requests), vocab_size), prompts)[owners] + counts > 0
-        penalty = column([each.params.repetition_penalty for each in requests])
-        penalty = penalty.where(is_seen, 1.0)
+    if has_repetition:
+        is_seen = _count(scores.new_zeros(shape), prompts)[owners] + counts > 0
+        penalty = repetition.where(is_seen, 1.0)
         selected = torch.where(selected > 0, selected / penalty, selected * penalty)
-    selected -= column([each.params.frequency_penalty for each in requests]) * counts
-    selected -= column([each.params.presence_penalty for each in requests]) * (counts > 0)
+    selected -= frequency * counts
+    selected -= presence * (counts > 0)
     scores[rows] = selected
 
 
-def _count(counts: Tensor, entries: tuple[Tensor, Tensor]) -> Tensor:
-    """Add 1 to ``counts`` at each entry, as often as it occurs; in place."""
-    return counts.index_put_(entries, counts.new_ones(()), accumulate=True)
+def _count(counts: Tensor, entries: Sequence[Tensor]) -> Tensor:
+    """Add 1 to ``counts`` at each entry, (row, column), as often as it occurs; in place."""
+    return counts.index_put_(tuple(entries), counts.new_ones(()), accumulate=True)
 
 
-def _entries(token_ids: Iterable[tuple[int, Sequence[int]]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(row, token ids) as an index of a matrix [rows, vocab]: two int64 tensors [entries]."""
+def _entries(token_ids: Iterable[tuple[int, Sequence[int]]]) -> tuple[Ints, Ints]:
+    """(row, token ids) as an index of a matrix [rows, vocab]: two arrays [entries]."""
     rows, ids = zip(*token_ids, strict=True)
     row_of = np.repeat(np.array(rows, np.int64), [len(each) for each in ids])
-    columns = np.concatenate([np.asarray(each, np.int64) for each in ids])
-    return torch.from_numpy(row_of).to(device), torch.from_numpy(columns).to(device)
+    return row_of, np.concatenate([np.asarray(each, np.int64) for each in ids])

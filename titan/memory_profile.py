@@ -6,18 +6,23 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from titan.batch import Segment, build_batch
 from titan.config import EngineConfig
 from titan.cuda_graphs import PassCounts, PassLimits
 from titan.kernels.row_sampling import draw
 from titan.kv_cache import allocate_kv
+from titan.logits import TransformedRows, transform_logits
 from titan.model_runner import make_runner
 from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
+from titan.sampling_params import SamplingParams
 from titan.tree import DraftTree
 
 CPU = torch.device("cpu")
+
+ALL_PENALTIES = SamplingParams(repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1)
 
 
 class MemoryProbe(Protocol):
@@ -58,8 +63,9 @@ def memory_for_kv(
 ) -> int:
     """Free bytes that the passes of an engine leave.
 
-    The largest pass of each model runs once, and the heaviest thing that is done with its logits: a draw without kernels. A draft
-    model, which is not loaded yet, runs with weights of 0; what it takes is the same, its weights included.
+    The largest pass of each model runs once, and the heaviest things that are done with its logits: penalties for all of them, and
+    a draw without kernels. A draft model, which is not loaded yet, runs with weights of 0; what it takes is the same, its weights
+    included.
 
     Args:
         target: loaded.
@@ -100,10 +106,14 @@ def _blank_model(config: ModelConfig, target: Decoder) -> Decoder:
 
 
 def _run_largest_pass(model: Decoder, config: EngineConfig, limits: PassLimits, max_len: int) -> None:
-    """As many tokens as a step may have, spread over as many requests, each of which wants the logits of a whole tree."""
-    num_tokens = min(config.max_num_batched_tokens // config.max_batch_size, max_len)
+    """As many tokens as a step may have, spread over as many requests, each of which wants the logits of a whole tree.
+
+    Block tables are as long as any can be: their length decides how much room the parts of split contexts get.
+    """
+    num_requests = config.max_batch_size
+    num_tokens = min(config.max_num_batched_tokens // num_requests, max_len)
     tree = DraftTree.chain([0] * min(limits.query_len - 1, num_tokens - 1))
-    block_ids = [0] * -(-num_tokens // config.block_size)
+    block_ids = [0] * -(-max_len // config.block_size)
     segment = Segment(block_ids, 0, [0] * (num_tokens - tree.num_nodes), tree, root_position=num_tokens - tree.num_nodes - 1)
     model_config = model.config
     kv = allocate_kv(
@@ -111,5 +121,13 @@ def _run_largest_pass(model: Decoder, config: EngineConfig, limits: PassLimits, 
     )
     with torch.inference_mode():
         runner = make_runner(model, kv, limits, PassCounts())
-        logits = runner.forward(build_batch([segment] * config.max_batch_size, block_size=config.block_size, device=CPU))
-        draw(logits.float().softmax(-1), torch.full((len(logits),), 0.5, dtype=torch.float64, device=logits.device))
+        logits = runner.forward(build_batch([segment] * num_requests, block_size=config.block_size, device=CPU))
+        _use_logits(logits, num_requests)
+
+
+def _use_logits(logits: Tensor, num_requests: int) -> None:
+    """The heaviest things that are done with logits, [L, vocab], of which each request has as many."""
+    rows = torch.arange(len(logits)).chunk(num_requests)
+    penalized = [TransformedRows(ALL_PENALTIES, [0], [0], {row: [] for row in each.tolist()}) for each in rows]
+    scores = transform_logits(logits, penalized, ()).logits
+    draw(scores.softmax(-1), torch.full((len(scores),), 0.5, dtype=torch.float64, device=scores.device))

@@ -17,7 +17,7 @@ from torch import Tensor
 from titan.batch import RaggedBatch
 from titan.cuda_graphs import PassSize
 from titan.kernels.attention_layout import Int
-from titan.kernels.attention_planner import AttentionGeometry
+from titan.kernels.attention_plan import AttentionGeometry
 from titan.kernels.triton_ops import DeviceLayout
 from titan.kernels.upload import to_device, upload
 

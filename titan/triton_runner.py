@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 from torch import Tensor
 
 from titan.batch import RaggedBatch
 from titan.cuda_graphs import Capture, GraphSizes, PassCounts, PassLimits, PassSize, Replay
-from titan.kernels.attention_planner import MAX_REQUESTS, AttentionGeometry
+from titan.kernels.attention_plan import AttentionGeometry
+from titan.kernels.backend import MAX_TRITON_REQUESTS
 from titan.models.decoder import Decoder
 from titan.pass_inputs import DeviceInputs, StaticInputs, size_of, upload_inputs, upload_rows
+from titan.tree import MAX_NODES
 
 
 class TritonRunner:
@@ -16,7 +20,7 @@ class TritonRunner:
 
     Passes without prefill chunks are replayed, up to the final norm; the output head runs for the rows that need logits alone.
     Nothing else depends on whether a pass was replayed, not even the rounding: a size runs padded the first time too, before it is
-    captured.
+    captured, and every time where memory is too short to capture it.
 
     Args:
         model: the model.
@@ -30,16 +34,19 @@ class TritonRunner:
     """
 
     def __init__(self, model: Decoder, kv: Tensor, limits: PassLimits, counts: PassCounts, capture: Capture) -> None:
-        if limits.num_requests > MAX_REQUESTS:
-            raise ValueError(f"max_batch_size={limits.num_requests} is not allowed here: the Triton kernels take {MAX_REQUESTS}")
+        if limits.num_requests > MAX_TRITON_REQUESTS:
+            raise ValueError(
+                f"{limits.num_requests} requests in a batch are too many: the Triton kernels take {MAX_TRITON_REQUESTS}"
+            )
         config = model.config
         self.model = model
         self.kv = kv
         self._geometry = AttentionGeometry(config.num_heads, config.num_kv_heads, config.head_dim, kv.shape[4], model.dtype)
         self._max_query_len = limits.query_len
         self._sizes = GraphSizes(limits)
-        self._static = StaticInputs(self._geometry, model.device, self._sizes.largest, limits.num_blocks)
-        self._replays: dict[PassSize, Replay] = {}
+        num_blocks = limits.num_blocks + -(-MAX_NODES // kv.shape[4])  # a beam writes more nodes than a request may keep
+        self._static = StaticInputs(self._geometry, model.device, self._sizes.largest, num_blocks)
+        self._replays: dict[PassSize, Replay | None] = {}  # None: not to be tried again
         self._capture = capture
         self._counts = counts
 
@@ -64,8 +71,21 @@ class TritonRunner:
             return replay.output
         self._counts.num_eager += 1
         hidden = self._hidden_states(inputs)  # which compiles what a capture must find compiled
-        self._replays[size] = self._capture(lambda: self._hidden_states(inputs))
+        if size not in self._replays:
+            self._replays[size] = self._captured(inputs, size)
         return hidden
+
+    def _captured(self, inputs: DeviceInputs, size: PassSize) -> Replay | None:
+        """The pass over these inputs; ``None``, said once in the log, if memory is too short for it."""
+        replay = self._capture(lambda: self._hidden_states(inputs))
+        if replay is None and None not in self._replays.values():
+            logging.getLogger(__name__).warning(
+                "%s has no memory for the CUDA graph of a pass of %d tokens, which runs without one, as may others: a smaller KV "
+                "cache leaves room for graphs",
+                self.model.device,
+                size.num_tokens,
+            )
+        return replay
 
     def _hidden_states(self, inputs: DeviceInputs) -> Tensor:
         return self.model.hidden_states(inputs, self.kv)

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from titan.kernels.upload import upload
 from titan.outputs import Logprob
 from titan.request import Request
 
@@ -19,6 +20,8 @@ def emitted_logprobs(
     logits: Tensor,
 ) -> dict[int, list[dict[int, Logprob]]]:
     """The model's own log-probabilities: of the logits before any transform, temperature or filter.
+
+    One copy goes to the device and one comes back.
 
     Args:
         requests: R of them.
@@ -34,16 +37,21 @@ def emitted_logprobs(
     if not asking:
         return {}
     emitted = [(i, node, token_id) for i in asking for node, token_id in zip([-1, *paths[i]], token_ids[i], strict=False)]
-    rows = torch.tensor([start_loc[i] + 1 + node for i, node, _ in emitted])
-    logprobs = logits[rows.to(logits.device)].float().log_softmax(-1)
-    own = logprobs.gather(1, torch.tensor([[token_id] for *_, token_id in emitted], device=logits.device))
-    ranks = (logprobs > own).sum(-1) + 1
-    best = logprobs.topk(min(max(requests[i].params.logprobs or 0 for i in asking), logprobs.shape[-1]), dim=-1)
+    rows = np.array([start_loc[i] + 1 + node for i, node, _ in emitted], np.int64)
+    tokens = np.array([[token_id] for *_, token_id in emitted], np.int64)
+    row_index, token_index = upload([rows, tokens], logits.device)
+    logprobs = logits.index_select(0, row_index).float().log_softmax(-1)
+    own = logprobs.gather(1, token_index)
+    ranks = (logprobs > own).sum(-1, keepdim=True) + 1
+    num_best = min(max(requests[i].params.logprobs or 0 for i in asking), logprobs.shape[-1])
+    best = logprobs.topk(num_best, dim=-1)
+    # float64 holds ids, ranks and float32 numbers as they are
+    table = torch.cat([each.double() for each in (own, ranks, best.values, best.indices)], 1).tolist()
 
     result: dict[int, list[dict[int, Logprob]]] = {i: [] for i in asking}
-    columns = (own[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist())
-    for (i, _, token_id), logprob, rank, best_ids, best_logprobs in zip(emitted, *columns, strict=True):
+    for (i, _, token_id), (logprob, rank, *both) in zip(emitted, table, strict=True):
+        best_logprobs, best_ids = both[:num_best], map(int, both[num_best:])
         pairs = list(zip(best_ids, best_logprobs, strict=True))[: requests[i].params.logprobs]
         entries = {best_id: Logprob(best_logprob, k) for k, (best_id, best_logprob) in enumerate(pairs, start=1)}
-        result[i].append({token_id: Logprob(logprob, rank)} | entries)
+        result[i].append({token_id: Logprob(logprob, int(rank))} | entries)
     return result

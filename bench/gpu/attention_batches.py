@@ -14,7 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.kernels.attention_planner import AttentionGeometry, TreeAttentionPlan, Window, plan_tree_attention
+from titan.kernels.attention_layout import Window
+from titan.kernels.attention_plan import AttentionGeometry, TreeAttentionPlan
+from titan.kernels.attention_planner import plan_tree_attention
 from titan.kernels.reference import reference_masked_attention
 from titan.kernels.tree_attention import tree_attention
 from titan.tree import topology

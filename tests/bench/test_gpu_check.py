@@ -27,6 +27,7 @@ from titan.bench.gpu.random_models import DRAFT_OF_1B, DRAFT_OF_8B, LLAMA_1B, LL
 from titan.bench.gpu.sections import Goal, Measurement, Row, Section, Setting, Task, run_section
 from titan.bench.gpu.timing import covered_seconds
 from titan.bench.peers.transformers_peer import StaticPeer
+from titan.bench.profiling import timed_passes
 from titan.kernels.triton_tools import INTERPRETED
 from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
@@ -463,24 +464,14 @@ def test_whole_engines_run_at_tiny_shapes(bench: EndToEnd, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("acceptance", "tokens_per_step"), [(1.0, 7), (0.0, 1)])
-def test_acceptance_is_dialled_and_the_draft_is_paid_for(
-    acceptance: float, tokens_per_step: int, bench: EndToEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_acceptance_is_dialled_and_the_draft_is_paid_for(acceptance: float, tokens_per_step: int, bench: EndToEnd) -> None:
     drafter: Any = bench.engine.drafter
-    num_passes = 0
-    forward = drafter.draft._forward
-
-    def count(batch: Any) -> Tensor:
-        nonlocal num_passes
-        num_passes += 1
-        return forward(batch)
-
     window = bench.run_titan(2, acceptance)
     assert window.num_tokens == 2 * window.num_steps * tokens_per_step
-    monkeypatch.setattr(drafter.draft, "_forward", count)
     num_steps = bench.engine.counters.num_steps
-    bench.run_titan(2, acceptance)
-    assert num_passes == 6 * (bench.engine.counters.num_steps - num_steps)
+    with timed_passes(drafter.draft.runner) as passes:
+        bench.run_titan(2, acceptance)
+    assert passes.num_calls == 6 * (bench.engine.counters.num_steps - num_steps)
     assert not bench.engine.scheduler.has_unfinished
 
 

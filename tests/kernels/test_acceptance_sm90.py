@@ -12,17 +12,20 @@ from titan.kernels.sample_rows import draw_rows
 from titan.kernels.tree_rejection import reject_trees
 from titan.kernels.tree_walk import walk_matches
 
-floats, ints, longs = (torch.zeros(8, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.int64))
+from titan.sampling import Purpose
+
 start_loc = torch.zeros(3, dtype=torch.int32)
-trees = longs[:6], ints[:6], start_loc
-walk_matches(*trees, longs, max_depth=6)
-for vocab_size, dtype in ((32000, torch.float32), (128256, torch.bfloat16)):
-    logits, draft_probs = torch.zeros(8, vocab_size, dtype=dtype), torch.zeros(3, vocab_size)
-    distributions = row_distributions(logits, temperature=floats, top_k=ints, top_p=floats, min_p=floats)
-    normalized_probs(distributions)
-    draw_rows(distributions, longs, longs, purpose=0)
-    reject_trees(distributions, draft_probs, ints, *trees, longs, longs, max_depth=6)
-    root_matches(distributions, draft_probs, ints, start_loc)
+for num_rows, max_depth in ((8, 6), (7, 1), (6, 16)):  # which differ from step to step
+    floats, ints, longs = (torch.zeros(num_rows, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.int64))
+    trees = longs[2:].clone(), ints[2:].clone(), start_loc
+    walk_matches(*trees, longs, max_depth=max_depth)
+    for vocab_size, dtype in ((32000, torch.float32), (128256, torch.bfloat16)):
+        logits, draft_probs = torch.zeros(num_rows, vocab_size, dtype=dtype), torch.zeros(3, vocab_size)
+        distributions = row_distributions(logits, temperature=floats, top_k=ints, top_p=floats, min_p=floats)
+        normalized_probs(distributions)
+        draw_rows(distributions, longs, longs, purpose=Purpose.SAMPLE)
+        reject_trees(distributions, draft_probs, ints, *trees, longs, longs, max_depth=max_depth)
+        root_matches(distributions, draft_probs, ints, start_loc)
 """
 
 REGISTERS = {
@@ -36,7 +39,7 @@ REGISTERS = {
 }
 
 
-def test_kernels_compile_without_spills_and_leave_room_for_two_programs_on_a_multiprocessor() -> None:
+def test_kernels_compile_once_without_spills_and_leave_room_for_two_programs_on_a_multiprocessor() -> None:
     builds = compile_launches(CODE)
     assert sorted(build.name for build in builds) == sorted([*REGISTERS, *REGISTERS][1:])
     for build in builds:

@@ -94,7 +94,7 @@ def test_no_rows_are_no_work() -> None:
         ("weight", torch.zeros(2, 8), "weight has shape [2, 8]: it must be [8]"),
         ("weight", torch.zeros(8).bfloat16(), "weight has dtype torch.bfloat16: it must be torch.float32"),
         ("weight", torch.zeros(8, device="meta"), "weight is on meta: it must be on"),
-        ("x", torch.zeros(2, 8, device="meta"), "the tensors are on meta"),
+        ("x", torch.zeros(2, 8, device="meta"), "is on meta"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(argument: str, value: Tensor, message: str) -> None:

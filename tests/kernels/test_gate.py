@@ -54,7 +54,7 @@ def test_no_rows_are_no_work() -> None:
         (torch.zeros(2, 0), "gate_up has shape [2, 0]: its rows must have two halves"),
         (torch.zeros(2, 8, dtype=torch.int32), "gate_up has dtype torch.int32: it must be torch.bfloat16 or torch.float16 or"),
         (torch.zeros(8, 2).T, "gate_up has strides (1, 2): its last dimension must be contiguous"),
-        (torch.zeros(2, 8, device="meta"), "the tensors are on meta"),
+        (torch.zeros(2, 8, device="meta"), "is on meta"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(gate_up: torch.Tensor, message: str) -> None:

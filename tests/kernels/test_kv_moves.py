@@ -141,7 +141,7 @@ def test_no_blocks_and_no_requests_are_no_work() -> None:
         ("kv", torch.zeros(2, 2, 2, 4, 8), "kv has shape [2, 2, 2, 4, 8]: it must be [any, 2, any, any, any, any]"),
         ("kv", torch.zeros(2, 2, 2, 4, 8, 16).mT, "its last dimension must be contiguous"),
         ("kv", torch.zeros(2, 2, 2, 4, 16, 8, dtype=torch.int8), "kv has dtype torch.int8: it must be torch.bfloat16 or"),
-        ("kv", torch.zeros(2, 2, 2, 4, 16, 8, device="meta"), "the tensors are on meta"),
+        ("kv", torch.zeros(2, 2, 2, 4, 16, 8, device="meta"), "is on meta"),
         ("block_table", torch.zeros(2, 5, dtype=torch.int32), "block_table has shape [2, 5]: it must be [3, any]"),
         ("block_table", torch.zeros(3, 5, dtype=torch.int64), "block_table has dtype torch.int64: it must be torch.int32"),
         ("first_slots", torch.zeros(3), "first_slots has dtype torch.float32: it must be torch.int32 or torch.int64"),
@@ -175,5 +175,5 @@ def test_wrong_block_lists_are_refused_by_name() -> None:
         copy_blocks(kv, torch.zeros(2, 2, dtype=torch.int64, device=DEVICE).T)
     with pytest.raises(ValueError, match=r"block_ids has dtype torch\.int32: it must be torch\.int64"):
         clear_blocks(kv, torch.zeros(2, dtype=torch.int32, device=DEVICE))
-    with pytest.raises(ValueError, match="the tensors are on meta"):
+    with pytest.raises(ValueError, match="is on meta"):
         clear_blocks(kv.to("meta"), torch.zeros(2, dtype=torch.int64, device=DEVICE))

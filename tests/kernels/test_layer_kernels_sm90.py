@@ -27,8 +27,8 @@ for num_heads, num_kv_heads, head_dim, dtype in ((9, 3, 64, half), (32, 8, 128, 
             zeros(7, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
             zeros(64, 2, head_dim, dtype=dtype), slots, slots, kv[0], num_heads=num_heads, qk_norm=qk_norm, eps=1e-6,
         )
-    for max_path in (6, 63):
-        move_paths(kv, zeros(2, 3, dtype=torch.int32), slots[:2], zeros(2, max_path, dtype=torch.int32), accepted)
+    for num_blocks, max_path in ((3, 6), (1, 5), (16, 8), (3, 63), (32, 48)):  # widths of tables differ from step to step
+        move_paths(kv, zeros(2, num_blocks, dtype=torch.int32), slots[:2], zeros(2, max_path, dtype=torch.int32), accepted)
     copy_blocks(kv, slots[:6].view(3, 2))
     clear_blocks(kv, slots[:3])
 for hidden_size, dtype in ((768, half), (4096, half), (16384, half), (16384, single)):

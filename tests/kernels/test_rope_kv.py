@@ -181,7 +181,7 @@ def arguments_of_one_token() -> dict[str, Any]:
         ("kv_layer", torch.zeros(2, 1, 3, 8, 16).mT, "its last dimension must be contiguous"),
         ("qk_norm", torch.zeros(2, 8), "qk_norm has shape [2, 8]: it must be [3, 8]"),
         ("positions", torch.zeros(1, dtype=torch.int64, device="meta"), "positions is on meta: it must be on"),
-        ("qkv", torch.zeros(1, 32, device="meta"), "the tensors are on meta"),
+        ("qkv", torch.zeros(1, 32, device="meta"), "is on meta"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(argument: str, value: Any, message: str) -> None:

@@ -13,7 +13,9 @@ import triton
 from torch import Tensor
 
 from titan.kernels import attention_planner
-from titan.kernels.attention_planner import AttentionGeometry, TreeAttentionPlan, Window, plan_tree_attention
+from titan.kernels.attention_layout import Window
+from titan.kernels.attention_plan import AttentionGeometry, TreeAttentionPlan
+from titan.kernels.attention_planner import plan_tree_attention
 from titan.kernels.reference import reference_masked_attention, reference_tree_attention
 from titan.kernels.tree_attention import tree_attention
 from titan.kernels.triton_tools import INTERPRETED

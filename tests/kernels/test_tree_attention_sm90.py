@@ -18,7 +18,8 @@ GROUP = 4  # query heads per KV head in the launches below
 
 CODE = """
 import torch
-from titan.kernels.attention_planner import AttentionGeometry, plan_tree_attention
+from titan.kernels.attention_plan import AttentionGeometry
+from titan.kernels.attention_planner import plan_tree_attention
 from titan.kernels.tree_attention import tree_attention
 
 def zeros(*shape, dtype=torch.int32):

@@ -18,6 +18,7 @@ from torch import Tensor
 from titan.kernels.acceptance_reference import reference_reject
 from titan.kernels.root_matches import root_matches
 from titan.kernels.row_distribution import CHUNK, RowDistributions, normalized_probs, row_distributions
+from titan.kernels.row_sampling import LazyProbs
 from titan.kernels.tree_rejection import reject_trees
 from titan.kernels.tree_walk import TreePaths
 from titan.sampling import Purpose, philox_uniform, target_probs
@@ -57,7 +58,7 @@ class Verification:
         return reject_trees(*arguments, **self.options.for_draw(), max_depth=MAX_DEPTH)
 
     def by_host(self) -> list[tuple[list[int], int]]:
-        result = reject(self.trees, self.probs, self.options.seeds, self.options.positions)
+        result = reject(self.trees, LazyProbs(self.probs, None), self.options.seeds, self.options.positions)
         last_nodes = result.last_rows.numpy() - self.start_loc[:-1] - 1
         paths = [tree.path_to(int(node)) for tree, node in zip(self.trees, last_nodes, strict=True)]
         return list(zip(paths, result.final_tokens.tolist(), strict=True))
@@ -169,7 +170,7 @@ def test_random_trees_are_verified_as_by_the_engine_and_by_residual_vectors(kind
 def test_matches_at_the_root_are_those_of_the_engine(kind: str) -> None:
     case = verification(kind, **{**CASES[kind], "num_trees": 6})  # type: ignore[arg-type]
     actual = root_matches(case.distributions, case.draft_probs, case.draft_rows, packed(case.trees)[2])
-    expected = reject(case.trees, case.probs, case.options.seeds, case.options.positions).matches
+    expected = reject(case.trees, LazyProbs(case.probs, None), case.options.seeds, case.options.positions).matches
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-7)
 
 

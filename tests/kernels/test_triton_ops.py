@@ -16,6 +16,7 @@ from torch import Tensor
 from zoo import Zoo
 
 from titan.batch import Segment, build_batch
+from titan.config import EngineConfig
 from titan.cuda_graphs import PassCounts, PassLimits
 from titan.kernels.layer_ops import choose_layer_ops
 from titan.kernels.triton_ops import TritonOps
@@ -187,8 +188,8 @@ def test_choice_on_cuda_and_the_card_that_it_refuses(monkeypatch: pytest.MonkeyP
     ("config", "options", "message"),
     [
         ({"head_dim": 258}, {}, "head_dim is 258: it must be from 8 to 256"),
-        ({}, {"block_size": 64}, r"block_size is 64: it must be one of \(16, 32\)"),
-        ({}, {"max_batch_size": 1025}, "max_batch_size=1025 is not allowed here: the Triton kernels take 1024"),
+        ({}, {"block_size": 64}, "block_size.*64.* it must be .*16.*32"),
+        ({}, {"max_batch_size": 1025}, "1025.* 1024"),
     ],
 )
 def test_what_the_kernels_cannot_take_is_refused_by_the_engine(
@@ -198,3 +199,17 @@ def test_what_the_kernels_cannot_take_is_refused_by_the_engine(
     take_triton(monkeypatch)
     with pytest.raises(ValueError, match=message):
         make_engine(str(tmp_path), **({"num_kv_blocks": 40} | options | ON_TRITON))
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_options_that_the_kernels_cannot_take_are_refused_by_name(device: str) -> None:
+    for block_size in (8, 16, 32, 64, 128):
+        config = EngineConfig(block_size=block_size)
+        config.check_device(torch.device("cpu"))
+        if block_size in (16, 32):
+            config.check_device(torch.device(device))
+        else:
+            with pytest.raises(ValueError, match=f"^block_size={block_size} is not supported on {device}: it must be 16 or 32$"):
+                config.check_device(torch.device(device))
+    with pytest.raises(ValueError, match=f"^max_batch_size=1025 is not supported on {device}: it must be at most 1024$"):
+        EngineConfig(max_batch_size=1025).check_device(torch.device(device))

@@ -1,0 +1,129 @@
+"""What a step does on the device between two looks at its results: it reads nothing back, and copies nothing there that waits.
+
+The device is PyTorch's "meta", from which nothing can be read, since nothing is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titan.draft.policy import DraftPolicy
+from titan.logits import TransformedRows, transform_logits
+from titan.outputs import RequestMetrics
+from titan.request import Request
+from titan.sampling_params import SamplingParams
+from titan.verify.logprobs import emitted_logprobs
+
+META = torch.device("meta")
+VOCAB_SIZE = 96
+
+
+class Uploads(TorchDispatchMode):
+    """Counts the copies to the device; refuses those that wait, and operations that read the host's memory besides."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        is_mixed = {"cpu", "meta"} <= {each.device.type for each in tensors if each.dim()}
+        if func is torch.ops.aten._to_copy.default and tensors[0].is_cpu and kwargs.get("device") == META:
+            assert kwargs.get("non_blocking"), "a copy that waits for the device"
+            self.count += 1
+        else:
+            assert not is_mixed, f"{func} reads the host's memory"
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Uploads]:
+    """While a test runs; memory of the host counts as pinned."""
+    make = torch.tensor
+
+    def tensor(*args: Any, device: torch.device | None = None, **options: Any) -> Tensor:
+        assert device != META, "torch.tensor copies from ordinary memory"
+        return make(*args, device=device, **options)
+
+    monkeypatch.setattr(torch, "tensor", tensor)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    with Uploads() as mode:
+        yield mode
+
+
+def make_request(params: SamplingParams) -> Request:
+    return Request("r", None, [1, 2, 3], params, 5, 1000, frozenset(), RequestMetrics(0.0), detokenizer=None)
+
+
+def logits_of(num_rows: int) -> Tensor:
+    return torch.empty(num_rows, VOCAB_SIZE, dtype=torch.bfloat16, device=META)
+
+
+def test_what_is_forbidden_here_is_found(uploads: Uploads) -> None:
+    x = torch.empty(3, 4, device=META)
+    with pytest.raises(AssertionError, match="waits"):
+        torch.from_numpy(np.arange(3)).to(META)
+    with pytest.raises(AssertionError, match=r"torch\.tensor"):
+        torch.tensor([1], device=META)
+    with pytest.raises(AssertionError, match="reads the host's memory"):
+        x[torch.from_numpy(np.arange(2))]
+    for read in (x.tolist, x.cpu, x.any().item, lambda: x[x > 0]):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            read()
+
+
+def test_transforms_of_many_requests_take_three_copies(uploads: Uploads) -> None:
+    """One of the biases, one of what is forbidden, one of the penalties; however many requests there are."""
+    options: list[dict[str, Any]] = [
+        {"logit_bias": {3: 1.0, 4: -100.0}, "presence_penalty": 0.5},
+        {"repetition_penalty": 1.2},
+        {"logit_bias": {5: 2.0}},
+        {"frequency_penalty": 0.1, "repetition_penalty": 0.9},
+    ]
+    requests = [
+        TransformedRows(SamplingParams(**each), [1, 2], [3] * i, {2 * i: [], 2 * i + 1: [4]}) for i, each in enumerate(options)
+    ]
+    result = transform_logits(logits_of(8), requests, [(0, [7, 8]), (3, [7])])
+    assert result.logits.device == META and result.errors == {} and uploads.count == 3
+
+
+def test_logprobs_take_one_copy_there_and_one_back(uploads: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Tensor] = []
+
+    def zeros(tensor: Tensor) -> Any:
+        read.append(tensor)
+        return np.zeros(tensor.shape).tolist()
+
+    monkeypatch.setattr(Tensor, "tolist", zeros)
+    requests = [make_request(SamplingParams(logprobs=count)) for count in (2, None, 0, 20)]
+    start_loc = np.array([0, 3, 4, 6, 7])
+    result = emitted_logprobs(requests, start_loc, [[0, 1], [], [0], []], [[5, 6, 7], [1], [2, 3], [4]], logits_of(7))
+    assert sorted(result) == [0, 2, 3] and [len(each) for each in result.values()] == [3, 2, 1]
+    assert uploads.count == 1 and [each.shape for each in read] == [(6, 2 + 2 * 20)]
+
+
+@pytest.mark.parametrize(
+    ("draft_tree", "max_draft_tokens"), [("chain", 6), ("auto", 6), ("dynamic", 6), ("dynamic", 63), ([-1, -1, 0, 0, 2], 5)]
+)
+def test_trees_grow_on_the_device(uploads: Uploads, draft_tree: str | list[int], max_draft_tokens: int) -> None:
+    """From the logits of the roots to those of the last depth, for requests of different budgets."""
+    policy = DraftPolicy(draft_tree, "greedy", max_draft_tokens)
+    requests = [make_request(SamplingParams(temperature=0.0)) for _ in range(3)]
+    budgets = [max_draft_tokens, max_draft_tokens - 2, max_draft_tokens]
+    num_fed = 0
+    for rows, growth in policy.growths(requests, budgets, lambda request, num_nodes: True, META):
+        growth.plant(logits_of(len(rows)))
+        for depth in range(1, max(map(len, growth.feeds)) + 1):
+            fed = sum(len(feed[depth - 1]) for feed in growth.feeds if len(feed) >= depth)
+            frontier = growth.frontier(depth)
+            assert frontier.token_ids.shape == frontier.ancestor_bits.shape == (fed,) and frontier.token_ids.device == META
+            growth.grow(depth, logits_of(fed))
+            num_fed += fed
+    assert num_fed >= 3
