@@ -82,11 +82,15 @@ def read_trace(path: Path) -> list[TraceEntry]:
     Empty lines and those that begin with # are left out. Times count from the first.
 
     Raises:
-        ValueError: a line is none of this, times go back, or there is no request; the message names the line.
+        ValueError: the file is no text, a line is none of this, times go back, or there is no request; the message names the line.
     """
     entries: list[TraceEntry] = []
     start = 0.0
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"trace {str(path)!r} is not allowed: the file is no text in UTF-8") from error
+    for number, line in enumerate(lines, start=1):
         fields = line.replace(",", " ").split()
         if not fields or fields[0].startswith("#"):
             continue

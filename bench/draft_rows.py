@@ -45,7 +45,7 @@ class Sample:
     round_id: int
     tokens_per_second: float
     num_outputs: int
-    num_equal: int | None  # outputs equal to those without a draft, at temperature 0
+    num_equal: int | None  # outputs equal to those without a draft, at temperature 0; None: that failed, or another temperature
     times: PassTimes | None
 
     @property
@@ -62,7 +62,7 @@ class Row:
     draft: str
     num_rounds: int
     tokens_per_second: Spread
-    speed_up: Spread | None  # over no draft, within the rounds
+    speed_up: Spread | None  # over no draft, within the rounds; None: that failed
     mean_acceptance_length: float
     alpha: float  # acceptance of one more depth, pooled
     depths: list[DepthAcceptance]
@@ -81,7 +81,7 @@ def make_rows(samples: Sequence[Sample], counts: Mapping[tuple[Setting, str], Ac
         groups.setdefault(sample.setting, {}).setdefault(sample.draft, []).append(sample)
     rows = []
     for setting, drafts in groups.items():
-        base = drafts[NO_DRAFT]
+        base = drafts.get(NO_DRAFT, [])  # none if that failed
         mine = [_make_row(setting, draft, each, base, counts[setting, draft]) for draft, each in drafts.items()]
         rows += sorted(mine, key=lambda row: row.speed_up.median if row.speed_up else 0.0, reverse=True)
     return rows
@@ -138,7 +138,7 @@ def make_ranking(rows: Sequence[Row]) -> dict[float, list[Place]]:
 def _contender(draft: str, rows: Sequence[Row], base_steps: Mapping[Setting, StepCost | None]) -> Contender:
     costs = []
     for row in rows:
-        base = base_steps[Setting(row.workload, row.temperature)]
+        base = base_steps.get(Setting(row.workload, row.temperature))
         if row.step is not None and base is not None:
             costs.append(StepCost(*(part / base.total for part in (row.step.draft, row.step.target, row.step.host))))
     return Contender(

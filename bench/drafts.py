@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 from titan import LLM, SamplingParams
@@ -30,17 +31,17 @@ from titan.bench.draft_recipes import DraftRecipe
 from titan.bench.draft_report import NOTES, depth_table, draft_charts, draft_table, ranking_tables
 from titan.bench.draft_rows import NO_DRAFT, PassTimes, Sample, Setting, make_ranking, make_rows
 from titan.bench.noise import in_rounds, spread_warnings
-from titan.bench.profiling import timed
-from titan.bench.progress import Progress, run_until_interrupted
+from titan.bench.profiling import timed, timed_passes
+from titan.bench.progress import Progress
 from titan.bench.prompts import SOURCES, SYNTHETIC, find_tokenizer, prompt_stream
-from titan.bench.provenance import collect_provenance, describe_model
-from titan.bench.report import Report, add_report_options, positive, publish, use_threads
+from titan.bench.provenance import Provenance, collect_provenance, describe_model
+from titan.bench.report import Report, add_report_options, count, measure_and_publish, positive, use_threads
+from titan.bench.survivors import Survivors, error_line
 from titan.bench.workloads import Lengths
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.metrics import ratio
 from titan.models.loader import DEMO, DTYPES, resolve_model
-from titan.request import Request
 from titan.tree import MAX_NODES
 
 DEMO_DRAFTS = ("demo", "demo,tokens=2", "demo,tree=dynamic,tokens=8", "demo,bits=4", "truncated:1", "ngram")
@@ -86,8 +87,8 @@ class DraftBench:
             try:
                 self.drafters[recipe.text] = recipe.make_drafter(self.llm.engine, args.model)
                 self.recipes.append(recipe)
-            except ValueError as error:
-                self.problems.append(f"draft {recipe.text} was left out: {error}")
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with one draft, the others are measured
+                self.problems.append(f"draft {recipe.text} was left out: {error_line(error)}")
         if not self.recipes:
             raise ValueError("; ".join(self.problems))
 
@@ -120,20 +121,28 @@ class DraftBench:
         return prompts
 
     def run(self) -> None:
-        """Warm every draft up at every temperature, then measure all of them in all settings, in rounds."""
+        """Warm every draft up at every temperature, then measure all of them in all settings, in rounds.
+
+        A draft that fails is left out from then on.
+        """
         args = self.args
         settings = [Setting(workload, temperature) for workload in self.prompts for temperature in args.temperature]
         runs = [(setting, draft) for setting in settings for draft in self.drafters]
-        reference: list[list[int]] = []
+        survivors = Survivors(self.llm.engine, self.problems)
+        reference: list[list[int]] | None = None  # None: no draft failed
         with Progress(len(runs) * args.repeats) as progress:
             for draft in self.drafters:
                 for setting in settings[: len(args.temperature)]:  # one workload at every temperature
                     progress.note(f"warming up {draft}, {setting}")
-                    self._run(setting, draft, 0, min(NUM_WARM_UP_TOKENS, args.output_len))
+                    work = partial(self._run, setting, draft, 0, min(NUM_WARM_UP_TOKENS, args.output_len))
+                    survivors.attempt(draft, f"while it warmed up on {setting}", work)
             for round_id, (setting, draft) in in_rounds(runs, args.repeats):
-                run = self._run(setting, draft, round_id + 1, args.output_len)
+                run = survivors.attempt(draft, f"on {setting}", partial(self._run, setting, draft, round_id + 1, args.output_len))
                 if draft == NO_DRAFT:
-                    reference = run.token_ids
+                    reference = None if run is None else run.token_ids
+                if run is None:
+                    progress.leave_out(1)
+                    continue
                 self.samples.append(_make_sample(setting, draft, round_id, run, reference))
                 self.counts.setdefault((setting, draft), AcceptanceCounts()).add(run.counts)
                 progress.advance(f"{setting}, {draft}: {self.samples[-1].tokens_per_second:.0f} tokens/s")
@@ -152,22 +161,23 @@ class DraftBench:
             requests = [engine.make_request(None, prompt, self._params(setting, i, output_len)) for i, prompt in enumerate(prompts)]
             for request in requests:
                 engine.scheduler.add(request)
-            while not _have_begun(requests):
+            while not all(request.num_output_tokens or request.is_finished for request in requests):
                 engine.step()
             with ExitStack() as stack:
-                target = stack.enter_context(timed(engine.runner.model, "forward"))
+                target = stack.enter_context(timed_passes(engine.runner))
                 proposals = stack.enter_context(timed(engine.drafter, "propose"))
                 passes = proposals
                 if isinstance(drafter, DraftModelDrafter):
-                    passes = stack.enter_context(timed(drafter.model, "forward"))
+                    passes = stack.enter_context(timed_passes(drafter.runner))
                 step = stack.enter_context(timed(engine, "step"))
                 while engine.scheduler.has_unfinished:
                     engine.step()
             seconds = time.perf_counter() - start
         finally:
             engine.observers.remove(counts.observe)
-            for request in (*engine.scheduler.running, *engine.scheduler.waiting):
-                engine.scheduler.abort(request)
+        for request in requests:
+            if request.error is not None:
+                raise RuntimeError(f"request {request.request_id} ended early: {request.error}")
         times = None
         if step.num_calls and engine.device.type == "cpu":  # elsewhere a pass returns before its work is done
             num_passes = 0 if drafter is None else passes.num_calls
@@ -183,15 +193,14 @@ class DraftBench:
         return SamplingParams(temperature=setting.temperature, seed=seed, max_tokens=output_len, ignore_eos=True)
 
 
-def _have_begun(requests: Sequence[Request]) -> bool:
-    return all(request.num_output_tokens for request in requests)
-
-
 def _are_equal(output: Sequence[int], reference: Sequence[int]) -> bool:
     return list(output) == list(reference)
 
 
-def _make_sample(setting: Setting, draft: str, round_id: int, run: DraftRun, reference: Sequence[Sequence[int]]) -> Sample:
+def _make_sample(setting: Setting, draft: str, round_id: int, run: DraftRun, reference: Sequence[Sequence[int]] | None) -> Sample:
+    num_equal = None
+    if setting.temperature == 0 and reference is not None:
+        num_equal = sum(map(_are_equal, run.token_ids, reference))
     return Sample(
         setting.workload,
         setting.temperature,
@@ -199,7 +208,7 @@ def _make_sample(setting: Setting, draft: str, round_id: int, run: DraftRun, ref
         round_id,
         tokens_per_second=sum(map(len, run.token_ids)) / run.seconds,
         num_outputs=len(run.token_ids),
-        num_equal=sum(map(_are_equal, run.token_ids, reference)) if setting.temperature == 0 else None,
+        num_equal=num_equal,
         times=run.times,
     )
 
@@ -217,26 +226,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     provenance = collect_provenance("drafts", argv, models={"target": args.model}, seed=args.seed)
     drafts = {recipe.text: describe_model(recipe.model, "draft") for recipe in bench.recipes}
     provenance = replace(provenance, models=provenance.models | drafts)
-    is_complete = run_until_interrupted(bench.run)
+    measure_and_publish(bench.run, lambda is_complete: _report(bench, provenance, is_complete=is_complete), args)
+
+
+def _report(bench: DraftBench, provenance: Provenance, *, is_complete: bool) -> Report:
+    args = bench.args
     rows = make_rows(bench.samples, bench.counts)
     rankings = make_ranking(rows)
     about = (
-        f"{args.model}, {args.dtype}; {args.concurrency} requests at once, prompts of {args.prompt_len} tokens, {args.output_len} "
-        f"generated; {args.repeats} interleaved rounds."
+        f"{args.model}, {args.dtype}; {count(args.concurrency, 'request')} at once, prompts of {args.prompt_len} tokens, "
+        f"{args.output_len} generated; {count(args.repeats, 'interleaved round')}."
     )
     speed_ups = ((f"speed-up of {row.draft} on {row.workload}", row.speed_up) for row in rows if row.speed_up is not None)
-    report = Report(
+    return Report(
         "Drafts",
         provenance,
         vars(args),
         {"rows": rows, "ranking": [place for places in rankings.values() for place in places], "samples": bench.samples},
-        [draft_table(rows), depth_table(rows), *ranking_tables(rankings)] if rows else [],
+        [draft_table(rows), depth_table(rows), *ranking_tables(rankings)],
         charts=draft_charts(rows),
         notes=[about, *NOTES],
         warnings=[*bench.problems, *spread_warnings(speed_ups)],
         is_complete=is_complete,
     )
-    publish(report, args)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -87,6 +87,12 @@ def _drive(
     )
 
 
+def make_idle(engine: Engine) -> None:
+    """Abort all requests of an engine, as after a failure."""
+    for request in (*engine.scheduler.running, *engine.scheduler.waiting):
+        engine.scheduler.abort(request)
+
+
 @contextmanager
 def _observed_usage(engine: Engine) -> Iterator[list[float]]:
     """Collect the share of KV blocks in use in the middle of each step, when those of the step are reserved and none is freed."""

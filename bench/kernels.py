@@ -33,6 +33,8 @@ LAST = "[last]"
 """How the names of references end that run behind all others."""
 INTERRUPTED = 2
 """Exit status of pytest after Ctrl-C."""
+NOTHING_SELECTED = 5
+"""Exit status of pytest without a test to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ def run_benchmarks(select: str, seconds: float, seed: int) -> tuple[list[dict[st
         Benchmarks as in pytest-benchmark's JSON files; a line for each that failed; and whether it came to its end.
 
     Raises:
-        ValueError: pytest or pytest-benchmark is not installed, or nothing has such a name.
+        ValueError: pytest or pytest-benchmark is not installed, pytest cannot run, or nothing has such a name.
     """
     try:
         import pytest
@@ -168,6 +170,8 @@ def run_benchmarks(select: str, seconds: float, seed: int) -> tuple[list[dict[st
             items.sort(key=lambda item: (item.name.endswith(LAST), not is_reference(_short(item.nodeid))))
 
         def pytest_collection_finish(self, session: pytest.Session) -> None:
+            if all(is_reference(_short(item.nodeid)) for item in session.items):
+                session.items.clear()  # nothing to compare with them
             self.progress = Progress(len(session.items))
             self.progress.__enter__()
 
@@ -186,14 +190,15 @@ def run_benchmarks(select: str, seconds: float, seed: int) -> tuple[list[dict[st
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "benchmarks.json"
         options = ["-c", os.devnull, f"--rootdir={MICRO}", "--import-mode=importlib", "--override-ini=python_files=micro_*.py"]
-        options += ["-p", "no:cacheprovider", "-p", "no:terminal", "--capture=no"]
+        options += ["-p", "no:cacheprovider", "-p", "no:terminal", "--capture=no", "-W", "ignore:Not saving anything"]
         options += [f"--benchmark-json={path}", f"--benchmark-max-time={seconds}", "--benchmark-quiet", "--benchmark-disable-gc"]
         options += ["-k", f"reference or ({select})"] if select else []
         status = pytest.main([*options, str(MICRO)], plugins=[watcher])
         found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["benchmarks"] if path.exists() else []
-    is_empty = all(is_reference(_name(each)) for each in found) and not watcher.failures and status != INTERRUPTED
-    if is_empty:
-        raise ValueError(f"--select {select!r} names no benchmark, or pytest could not run (status {int(status)})")
+    if status == NOTHING_SELECTED:
+        raise ValueError(f"--select {select!r} names no benchmark")
+    if not (found or watcher.failures or status == INTERRUPTED):
+        raise ValueError(f"pytest could not run (status {int(status)})")
     return found, watcher.failures, status != INTERRUPTED
 
 
@@ -204,6 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing although all were selected.
 
     Raises:
+        KeyboardInterrupt: Ctrl-C came before anything was measured.
         ValueError: an option is not allowed.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -216,6 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     use_threads(args)
     provenance = collect_provenance("kernels", argv, models={"target": "demo", "draft": "demo"}, seed=args.seed)
     benchmarks, failures, is_complete = run_benchmarks(args.select, args.seconds, args.seed)
+    if not (benchmarks or is_complete):
+        raise KeyboardInterrupt
     rows = make_rows(benchmarks, stored)
     slower = slower_rows(rows, args.threshold)
     own = [row for row in rows if not is_reference(row.name)]

@@ -20,6 +20,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -30,18 +31,19 @@ from titan.bench.latency_report import latency_charts, latency_table, limits_tab
 from titan.bench.latency_rows import NO_DRAFT, Sample, make_limits, make_rows
 from titan.bench.noise import in_rounds, spread_warnings
 from titan.bench.open_loop import Clock, RequestTimes, Target, TimedRequest, WallClock, measure_load, round_rate, serve
-from titan.bench.progress import Progress, run_until_interrupted
+from titan.bench.progress import Progress
 from titan.bench.prompts import prompt_stream
-from titan.bench.provenance import collect_provenance
-from titan.bench.report import Report, add_report_options, positive, publish, use_threads
+from titan.bench.provenance import Provenance, collect_provenance
+from titan.bench.report import Report, add_report_options, count, measure_and_publish, positive, use_threads
+from titan.bench.survivors import Survivors, error_line
 from titan.bench.workloads import Lengths
 from titan.metrics import ratio
 from titan.models.loader import DEMO, DTYPES
 
-CAPACITY_SHARES = (0.3, 0.6, 0.8, 1.0, 1.3)
+CAPACITY_SHARES = (0.3, 0.6, 0.8, 1.0, 1.3, 2.0)
 """Rates of a sweep that names none, over what the engine finishes per second without a draft if all requests come at once."""
-NUM_REQUESTS = 64
-"""Per run, of arrivals that are drawn."""
+NUM_REQUESTS = 128
+"""Per run, of arrivals that are drawn: enough for the queue of twice the bearable rate to stand out from its noise."""
 NUM_WARM_UP_REQUESTS = 4
 NUM_WARM_UP_TOKENS = 16
 
@@ -93,36 +95,43 @@ class LatencyBench:
         if self.draft is not None:
             try:
                 self.llm.swap_draft(self.draft)
-            except ValueError as error:
-                self.problems.append(f"draft {self.draft} was left out: {error}")
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with the draft, no draft is measured
+                self.problems.append(f"draft {self.draft} was left out: {error_line(error)}")
                 self.draft = None
         self.engines = [NO_DRAFT] if self.draft is None else [NO_DRAFT, f"draft {self.draft}"]
 
     def run(self) -> None:
-        """Warm up, find the rates if none are given, and measure all of them in rounds."""
-        args = self.args
+        """Warm up, find the rates if none are given, and measure all of them in rounds; an engine that fails is left out."""
+        survivors = Survivors(self.llm.engine, self.problems)
         warm_up = [Body(body.prompt, min(body.output_len, NUM_WARM_UP_TOKENS)) for body in self.bodies[0][:NUM_WARM_UP_REQUESTS]]
         for engine in self.engines:
-            self._serve(warm_up, [0.0] * len(warm_up), engine)
-        if not self.rates:
-            self.rates = self._choose_rates()
+            survivors.attempt(engine, "while it warmed up", partial(self._serve, warm_up, [0.0] * len(warm_up), engine))
+        for engine in self.engines:
+            if not self.rates:
+                self.rates = survivors.attempt(engine, "with all requests at once", partial(self._choose_rates, engine)) or []
         runs = [(rate, engine) for rate in self.rates for engine in self.engines]
-        with Progress(len(runs) * args.repeats) as progress:
-            for round_id, (rate, engine) in in_rounds(runs, args.repeats):
+        with Progress(len(runs) * self.args.repeats) as progress:
+            for round_id, (rate, engine) in in_rounds(runs, self.args.repeats):
                 progress.note(f"{rate:g} requests/s, {engine}")
-                bodies = self.bodies[round_id]
-                counters = self.llm.engine.counters
-                num_tokens, num_rows = counters.num_emitted_tokens, counters.num_sequence_steps
-                times = self._serve(bodies, self._times(rate, round_id), engine)
-                length = ratio(counters.num_emitted_tokens - num_tokens, counters.num_sequence_steps - num_rows)
-                self.samples.append(Sample(rate, engine, round_id, measure_load(times, self.target), times, length))
-                latency = median(each.latency for each in times)
+                sample = survivors.attempt(engine, f"at {rate:g} requests/s", partial(self._measure, rate, engine, round_id))
+                if sample is None:
+                    progress.leave_out(1)
+                    continue
+                self.samples.append(sample)
+                latency = median(each.latency for each in sample.times)
                 progress.advance(f"{rate:g} requests/s, {engine}: median latency {latency:.2f} s")
 
-    def _choose_rates(self) -> list[float]:
-        times = self._serve(self.bodies[0], [0.0] * len(self.bodies[0]), NO_DRAFT)
+    def _choose_rates(self, engine: str) -> list[float]:
+        times = self._serve(self.bodies[0], [0.0] * len(self.bodies[0]), engine)
         capacity = len(times) / max(each.finished for each in times)
         return sorted({round_rate(capacity * share) for share in CAPACITY_SHARES})
+
+    def _measure(self, rate: float, engine: str, round_id: int) -> Sample:
+        counters = self.llm.engine.counters
+        num_tokens, num_rows = counters.num_emitted_tokens, counters.num_sequence_steps
+        times = self._serve(self.bodies[round_id], self._times(rate, round_id), engine)
+        length = ratio(counters.num_emitted_tokens - num_tokens, counters.num_sequence_steps - num_rows)
+        return Sample(rate, engine, round_id, measure_load(times, self.target), times, length)
 
     def _serve(self, bodies: Sequence[Body], times: Sequence[float], engine: str) -> list[RequestTimes]:
         arrivals = [TimedRequest(time, body.prompt, body.output_len) for time, body in zip(times, bodies, strict=True)]
@@ -169,30 +178,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     bench = LatencyBench(args, WallClock())
     models = {"target": args.model, "draft": bench.draft}
     provenance = collect_provenance("latency", argv, models=models, seed=args.seed)
-    is_complete = run_until_interrupted(bench.run)
+    measure_and_publish(bench.run, lambda is_complete: _report(bench, provenance, is_complete=is_complete), args)
+
+
+def _report(bench: LatencyBench, provenance: Provenance, *, is_complete: bool) -> Report:
     rows = make_rows(bench.samples)
     limits = make_limits(rows)
     noisy = ((f"requests finished per second of {row.engine} at {row.rate:g} requests/s", row.requests_per_second) for row in rows)
-    report = Report(
+    return Report(
         "Latency under load",
         provenance,
-        vars(args),
+        vars(bench.args),
         {"rows": rows, "limits": limits, "samples": bench.samples},
-        [latency_table(rows), load_table(rows), limits_table(limits)] if rows else [],
+        [latency_table(rows), load_table(rows), limits_table(limits)],
         charts=latency_charts(rows, bench.samples),
-        notes=_notes(args, bench),
+        notes=_notes(bench.args, bench),
         warnings=[*bench.problems, *spread_warnings(noisy)],
         is_complete=is_complete,
     )
-    publish(report, args)
 
 
 def _notes(args: argparse.Namespace, bench: LatencyBench) -> list[str]:
     prompt_lens, output_lens = zip(*((len(body.prompt), body.output_len) for body in bench.bodies[0]), strict=True)
     return [
-        f"{args.model}, {args.dtype}; arrivals: {args.arrivals}, {len(prompt_lens)} requests per run, prompts of "
+        f"{args.model}, {args.dtype}; arrivals: {args.arrivals}, {count(len(prompt_lens), 'request')} per run, prompts of "
         f"{min(prompt_lens)} to {max(prompt_lens)} tokens, outputs of {min(output_lens)} to {max(output_lens)}; "
-        f"at most {args.max_batch_size} at once; {args.repeats} interleaved rounds.",
+        f"at most {args.max_batch_size} at once; {count(args.repeats, 'interleaved round')}.",
         f"within target: first token after at most {args.slo_ttft:g} s, then at most {args.slo_tbt:g} s between tokens on "
         "average; goodput: requests within the target per second.",
         "followed: requests finished while the second half arrives, over that half; saturated: the queue grew in it by more than a "

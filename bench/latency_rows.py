@@ -42,7 +42,7 @@ class Row:
     to_first_token: Percentiles
     between_tokens: Percentiles | None  # None: no request has two tokens
     latency: Percentiles
-    p50_ratio: Spread | None  # of the latency, to no draft within the rounds
+    p50_ratio: Spread | None  # of the latency, to no draft within the rounds; None: that failed
     p99_ratio: Spread | None
     mean_acceptance_length: float
 
@@ -63,7 +63,7 @@ def make_rows(samples: Sequence[Sample]) -> list[Row]:
         groups.setdefault((sample.rate, sample.engine), []).append(sample)
     rows = []
     for (rate, engine), mine in sorted(groups.items(), key=lambda group: group[0][0]):
-        base = groups[rate, NO_DRAFT]
+        base = groups.get((rate, NO_DRAFT), [])  # none if that engine failed
         times = [each for sample in mine for each in sample.times]
         excess = [sample.load.excess for sample in mine if sample.load.excess is not None]
         following = [sample.load.following for sample in mine if sample.load.following is not None]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from titan import SamplingParams
 from titan.bench.workloads import Workload
+from titan.compiled_runner import CompiledRunner
+from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
+from titan.model_runner import Runner
 
 
 @dataclass(slots=True)
@@ -31,24 +36,30 @@ class Shares:
     host: float  # all but the forward passes of target and draft
     draft: float  # forward passes of the draft
     target: float  # forward passes of the target
-    attention: float  # attention over paged blocks, of target and draft
+    attention: float | None  # attention over paged blocks, of target and draft; None: inside of passes that are one call
 
 
 @contextmanager
-def timed(owner: Any, name: str) -> Iterator[Timer]:
-    """Time the calls of ``owner.name`` as long as the context lasts."""
-    timer = Timer()
+def timed(owner: Any, name: str, timer: Timer | None = None, *, count: Callable[[Any], int] | None = None) -> Iterator[Timer]:
+    """Time the calls of ``owner.name`` as long as the context lasts.
+
+    Args:
+        owner: has the function.
+        name: of the function.
+        timer: to add to; a new one if it is not given.
+        count: what a call counts for, from its result; 1 if it is not given.
+    """
+    timer = timer or Timer()
     original = getattr(owner, name)
     is_own = name in vars(owner)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            timer.seconds += time.perf_counter() - start
-            timer.num_calls += 1
+        result = original(*args, **kwargs)
+        timer.seconds += time.perf_counter() - start
+        timer.num_calls += 1 if count is None else count(result)
+        return result
 
     setattr(owner, name, wrapper)
     try:
@@ -58,6 +69,22 @@ def timed(owner: Any, name: str) -> Iterator[Timer]:
             setattr(owner, name, original)
         else:
             delattr(owner, name)
+
+
+@contextmanager
+def timed_passes(runner: Runner) -> Iterator[Timer]:
+    """Time the passes of a runner as long as the context lasts; each pass of a chain that is one call counts."""
+    timer = Timer()
+    with ExitStack() as stack:
+        stack.enter_context(timed(runner, "forward", timer))
+        if isinstance(runner, CompiledRunner):
+            stack.enter_context(timed(runner, "follow", timer, count=_num_passes_of_chains))
+        yield timer
+
+
+def _num_passes_of_chains(result: tuple[Tensor, Tensor]) -> int:
+    """A pass gives the logits of one depth."""
+    return len(result[1])
 
 
 def greedy_params(output_len: int, *, use_speculative: bool = True) -> SamplingParams:
@@ -87,14 +114,17 @@ def profile_shares(
         engine.scheduler.add(requests[-1])
     while skip_prefill and any(request.metrics.first_token_time is None for request in requests):
         engine.step()
-    draft_model = getattr(engine.drafter, "model", None)
+    runners = [engine.runner]
+    if isinstance(engine.drafter, DraftModelDrafter):
+        runners.append(engine.drafter.runner)
     with ExitStack() as stack:
-        models = [engine.runner.model] if draft_model is None else [engine.runner.model, draft_model]
-        passes = [stack.enter_context(timed(model, "forward")) for model in models]
-        attention = [stack.enter_context(timed(model.ops, "tree_attention")) for model in models]
+        passes = [stack.enter_context(timed_passes(runner)) for runner in runners]
+        by_operation = [stack.enter_context(timed(runner.model, "forward")) for runner in runners]
+        attention = [stack.enter_context(timed(runner.model.ops, "tree_attention")) for runner in runners]
         step = stack.enter_context(timed(engine, "step"))
         while not all(request.is_finished for request in requests):
             engine.step()
+    is_by_operation = [timer.num_calls for timer in by_operation] == [timer.num_calls for timer in passes]
     target, draft = passes[0].seconds, sum(timer.seconds for timer in passes[1:])
     return Shares(
         num_steps=step.num_calls,
@@ -102,5 +132,5 @@ def profile_shares(
         host=1 - (target + draft) / step.seconds,
         draft=draft / step.seconds,
         target=target / step.seconds,
-        attention=sum(timer.seconds for timer in attention) / step.seconds,
+        attention=sum(timer.seconds for timer in attention) / step.seconds if is_by_operation else None,
     )

@@ -1,4 +1,4 @@
-"""How far a run is and how long it will take; Ctrl-C ends a run early and keeps what it has."""
+"""How far a run is and how long it will take."""
 
 from __future__ import annotations
 
@@ -77,16 +77,6 @@ class Progress:
     @property
     def _is_bar(self) -> bool:
         return self._bar.console.is_terminal
-
-
-def run_until_interrupted(work: Callable[[], None]) -> bool:
-    """Run ``work``, which keeps its own results; returns whether it came to its end and was not ended by Ctrl-C."""
-    try:
-        work()
-    except KeyboardInterrupt:
-        log("interrupted: reporting what was measured so far")
-        return False
-    return True
 
 
 def log(message: str) -> None:

@@ -143,7 +143,9 @@ def file_prompts(tokenizer: Any, path: Path, lengths: Lengths) -> Iterator[list[
     try:
         content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--prompts {str(path)!r} is not allowed: it must be a file of text in UTF-8, which it is not") from error
+        raise ValueError(f"prompts {str(path)!r} are not allowed: the file is no text in UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"prompts {str(path)!r} cannot be read: {error.strerror}") from error
     texts = [line for line in content.splitlines() if line.strip()]
     if path.suffix == ".jsonl":
         texts = [_prompt_of(line, path) for line in texts]

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from titan.bench.charts import LineChart, StackedBars
 from titan.bench.page import render_page
+from titan.bench.progress import log
 from titan.bench.provenance import Provenance, num_physical_cores, provenance_lines
 
 
@@ -64,6 +65,36 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
 def use_threads(args: argparse.Namespace) -> None:
     """Let torch use the threads that ``add_report_options`` asked for."""
     torch.set_num_threads(args.threads)
+
+
+def measure_and_publish(measure: Callable[[], None], make_report: Callable[[bool], Report], args: argparse.Namespace) -> None:
+    """Measure, and publish what was measured, whatever ends it; if that is nothing, no file is touched.
+
+    Args:
+        measure: keeps its own results. Ctrl-C ends it, and what it has is published.
+        make_report: lays the results out; it is told whether the measurement came to its end.
+        args: as for `publish`.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came before anything was measured.
+        ValueError: nothing could be measured, for the reasons that the report warns of; or as `publish`.
+        Exception: what else ended the measurement, after the publication.
+    """
+    failure: BaseException | None = None
+    try:
+        measure()
+    except BaseException as error:  # noqa: BLE001 - raised again below
+        failure = error
+    report = make_report(failure is None)
+    if any(report.results.values()):
+        if isinstance(failure, KeyboardInterrupt):
+            log("interrupted: reporting what was measured so far")
+            failure = None
+        publish(report, args)
+    elif failure is None:
+        raise ValueError("; ".join(["nothing was measured", *report.warnings]))
+    if failure is not None:
+        raise failure
 
 
 def publish(report: Report, args: argparse.Namespace) -> None:
@@ -153,6 +184,11 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], num_text_c
 def format_figure(value: float | None, digits: int, *, suffix: str = "", scale: float = 1.0) -> str:
     """Write ``value * scale`` with its suffix; "-" if there is none."""
     return "-" if value is None else f"{value * scale:.{digits}f}{suffix}"
+
+
+def count(number: int, noun: str) -> str:
+    """Write a number of things, such as "1 request" or "8 requests"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def positive(text: str) -> int:

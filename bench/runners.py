@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titan import LLM
-from titan.bench.engine_run import run_continuous, run_static
+from titan.bench.engine_run import make_idle, run_continuous, run_static
 from titan.bench.peers.client import PeerError, PeerProcess
 from titan.bench.runs import Run
 from titan.bench.workloads import Workload
@@ -158,9 +158,7 @@ class Runners:
         if isinstance(runner, PeerProcess):
             runner.close()
         elif isinstance(runner, TitanRunner):
-            scheduler = runner.llm.engine.scheduler
-            for request in (*scheduler.running, *scheduler.waiting):
-                scheduler.abort(request)
+            make_idle(runner.llm.engine)
 
     def close(self) -> None:
         """End the peers' processes."""

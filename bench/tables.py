@@ -73,7 +73,7 @@ def trees_table(documents: Sequence[Document]) -> list[str]:
     ]
     for variant in dict.fromkeys(variants):  # the highest temperature has them all
         found = [rows.get((variant, temperature)) for temperature in temperatures]
-        figures = [f"{row['tokens_per_step']:.2f} ({row['speed_up']['median']:.2f}x)" if row else "-" for row in found]
+        figures = [_steps_and_speed(row["tokens_per_step"], row["speed_up"]) if row else "-" for row in found]
         cells.append([variant, *figures])
     return table_lines(["draft tree", *(f"temperature {temperature:g}" for temperature in temperatures)], cells, num_text_columns=1)
 
@@ -113,7 +113,7 @@ def drafts_table(documents: Sequence[Document]) -> list[str]:
     cells = []
     for draft in dict.fromkeys(draft for draft, _ in rows if draft != NO_DRAFT):
         found = [rows.get((draft, setting)) for setting in settings]
-        cells.append([draft, *(_steps_and_speed(row) if row else "-" for row in found)])
+        cells.append([draft, *(_steps_and_speed(row["mean_acceptance_length"], row["speed_up"]) if row else "-" for row in found)])
     return table_lines(["draft", *map(str, settings)], cells, num_text_columns=1)
 
 
@@ -178,9 +178,8 @@ def _ratio(spread: dict[str, float]) -> str:
     return f"{spread['median']:.2f}x ±{half_range * 100:.0f} %"
 
 
-def _steps_and_speed(row: dict[str, Any]) -> str:
-    length, speed_up = f"{row['mean_acceptance_length']:.2f}", row["speed_up"]
-    return length if speed_up is None else f"{length} ({speed_up['median']:.2f}x)"
+def _steps_and_speed(length: float, speed_up: dict[str, float] | None) -> str:
+    return f"{length:.2f}" if speed_up is None else f"{length:.2f} ({speed_up['median']:.2f}x)"
 
 
 def _rate(row: dict[str, Any]) -> str:

@@ -28,12 +28,11 @@ from itertools import repeat
 import psutil
 
 from titan.bench.noise import spread_warnings
-from titan.bench.peers.client import PeerError
 from titan.bench.profiling import profile_shares
-from titan.bench.progress import Progress, run_until_interrupted
+from titan.bench.progress import Progress
 from titan.bench.prompts import prompt_stream
 from titan.bench.provenance import Provenance, collect_provenance
-from titan.bench.report import Report, Table, add_report_options, positive, publish, use_threads
+from titan.bench.report import Report, Table, add_report_options, count, measure_and_publish, positive, use_threads
 from titan.bench.runners import (
     DESCRIPTIONS,
     DRAFT_MODES,
@@ -51,8 +50,10 @@ from titan.bench.runners import (
     possible_modes,
 )
 from titan.bench.runs import Run, count_equal
+from titan.bench.survivors import error_line
 from titan.bench.throughput_report import (
     bound_notes,
+    bound_table,
     claim_table,
     latency_table,
     machine_table,
@@ -165,8 +166,7 @@ class Bench:
         """Leave a mode that failed out from now on, for this dtype; what it measured before is kept."""
         dtype, concurrency, mode = place
         runners.drop(mode)
-        reason = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
-        self.problems.append(f"{mode} ended at {concurrency} requests at once in {dtype}: {' '.join(reason.split())}")
+        self.problems.append(f"{mode} ended at {count(concurrency, 'request')} at once in {dtype}: {error_line(error)}")
         progress.note(self.problems[-1])
         progress.leave_out(self._units_left.pop((dtype, mode), 0))
 
@@ -245,13 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     models = {"target": args.model, "draft": args.draft_model}
     provenance = collect_provenance("throughput", argv, models=models, seed=args.seed)
     bench = Bench(args)
-    try:
-        is_complete = run_until_interrupted(bench.run)
-    except BaseException:
-        if bench.samples or bench.shares:
-            publish(_report(bench, provenance, is_complete=False), args)
-        raise
-    publish(_report(bench, provenance, is_complete=is_complete), args)
+    measure_and_publish(bench.run, lambda is_complete: _report(bench, provenance, is_complete=is_complete), args)
 
 
 def _report(bench: Bench, provenance: Provenance, *, is_complete: bool) -> Report:
@@ -262,7 +256,7 @@ def _report(bench: Bench, provenance: Provenance, *, is_complete: bool) -> Repor
         replace(provenance, versions=provenance.versions | bench.versions),
         vars(args),
         {"rows": rows, "samples": bench.samples, "shares": bench.shares},
-        [profile_table(bench.shares)] if args.profile else _tables(rows),
+        [profile_table(bench.shares)] if args.profile else _tables(rows, bench.shares),
         charts=make_charts(rows, bench.samples, bench.shares),
         notes=[_describe_workload(args), *_describe_modes(args.modes), *bound_notes(rows)],
         warnings=[*bench.problems, *spread_warnings(noise_figures(rows))],
@@ -270,10 +264,10 @@ def _report(bench: Bench, provenance: Provenance, *, is_complete: bool) -> Repor
     )
 
 
-def _tables(rows: Sequence[Row]) -> list[Table]:
+def _tables(rows: Sequence[Row], shares: Sequence[ShareSample]) -> list[Table]:
     tables = [throughput_table(rows), ratio_table(rows), latency_table(rows), machine_table(rows)]
     claims = make_claims(rows)
-    return [*tables, claim_table(claims)] if claims else tables
+    return [*tables, claim_table(claims), bound_table(rows, shares)] if claims else tables
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -374,10 +368,11 @@ def _describe_workload(args: argparse.Namespace) -> str:
     if args.profile:
         return f"{models}; decode steps at a mean context of {args.context_len} tokens."
     return (
-        f"{models}; prompts ({args.prompts}) of {args.prompt_len} tokens, {args.output_len} generated, {args.waves} requests per "
-        f"slot, all there from the start; temperature 0, end of sequence ignored; medians of {args.rounds} interleaved rounds with "
-        f'half their range (one round has none); "equal outputs" are equal to those of {TITAN}; KV is the share of blocks for '
-        f"{max(args.concurrency)} requests."
+        f"{models}; prompts ({args.prompts}) of {args.prompt_len} tokens, {args.output_len} generated, "
+        f"{count(args.waves, 'request')} per slot, all there from the start; temperature 0, end of sequence ignored; medians of "
+        f"{count(args.rounds, 'interleaved round')} with half their range (one round has none); "
+        f'"equal outputs" are equal to those of {TITAN}; KV is the share of blocks for '
+        f"{count(max(args.concurrency), 'request')}."
     )
 
 

@@ -15,15 +15,27 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 
 from titan import LLM, SamplingParams
-from titan.bench.noise import Spread, spread_warnings
-from titan.bench.profiling import timed
-from titan.bench.progress import Progress, run_until_interrupted
+from titan.bench.draft_rows import NO_DRAFT
+from titan.bench.noise import Spread, ratio_spread, spread_warnings
+from titan.bench.profiling import timed, timed_passes
+from titan.bench.progress import Progress
 from titan.bench.prompts import prompt_stream
-from titan.bench.provenance import collect_provenance
-from titan.bench.report import Report, Table, add_report_options, format_figure, positive, publish, use_threads
+from titan.bench.provenance import Provenance, collect_provenance
+from titan.bench.report import (
+    Report,
+    Table,
+    add_report_options,
+    count,
+    format_figure,
+    measure_and_publish,
+    positive,
+    use_threads,
+)
+from titan.bench.survivors import Survivors
 from titan.bench.workloads import Lengths, take_workload
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import DraftPolicy
@@ -64,21 +76,28 @@ class Row:
     variant: str
     tokens_per_step: float  # mean over the rounds
     tokens_per_second: Spread
-    speed_up: Spread  # over no draft
+    speed_up: Spread | None  # over no draft, within the rounds; None: that failed
     step_seconds: float
     host_share: float
 
 
 def make_variants(temperature: float, num_nodes: Sequence[int]) -> list[Variant]:
     """The variants of a temperature; at 0 a sampled proposal is a greedy one."""
-    variants = [Variant("no draft"), Variant(f"chain, greedy, {BASE_NODES}", "chain", "greedy", BASE_NODES)]
+    variants = [Variant(NO_DRAFT), Variant(f"chain, greedy, {BASE_NODES}", "chain", "greedy", BASE_NODES)]
     if temperature > 0:
         variants.append(Variant(f"chain, sampled, {BASE_NODES}", "chain", "sampled", BASE_NODES))
     return variants + [Variant(f"{tree}, {count}", tree, "auto", count) for count in num_nodes for tree in ("dynamic", "auto")]
 
 
 class TreeBench:
-    """One engine whose draft policy is changed from run to run."""
+    """One engine whose draft policy is changed from run to run; ``samples`` and ``problems`` grow as it goes.
+
+    Args:
+        args: from `parse_arguments`.
+
+    Raises:
+        ValueError: an option is not allowed, or the models cannot be used.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -96,19 +115,28 @@ class TreeBench:
             raise ValueError(f"--draft-model {args.draft_model} is not a draft model: only those have shapes to compare")
         self.drafter = drafter
         self.samples: list[Sample] = []
+        self.problems: list[str] = []
 
     def run(self) -> None:
-        """Measure all variants at all temperatures, in rounds; the first round warms up and does not count."""
+        """Measure all variants at all temperatures, in rounds; the first round warms up and does not count.
+
+        A variant that fails is left out from then on.
+        """
         args = self.args
         length = Lengths(args.prompt_len, args.prompt_len)
         prompts = prompt_stream(args.model, "auto", length, args.seed)
         num_runs = sum(len(make_variants(temperature, args.nodes)) for temperature in args.temperature) * (args.repeats + 1)
+        survivors = Survivors(self.llm.engine, self.problems)
         with Progress(num_runs) as progress:
             for round_id in range(-1, args.repeats):
                 for temperature in args.temperature:
                     workload = take_workload(prompts, args.concurrency, repeat(args.output_len))
                     for variant in make_variants(temperature, args.nodes):
-                        sample = self._run(variant, workload.prompts, temperature, round_id)
+                        work = partial(self._run, variant, workload.prompts, temperature, round_id)
+                        sample = survivors.attempt(variant.name, f"at temperature {temperature:g}", work)
+                        if sample is None:
+                            progress.leave_out(1)
+                            continue
                         progress.advance(f"T={temperature} {variant.name}: {sample.tokens_per_second:.0f} tokens/s")
                         if round_id >= 0:
                             self.samples.append(sample)
@@ -129,13 +157,16 @@ class TreeBench:
         ]
         engine = self.llm.engine
         with (
-            timed(engine.runner.model, "forward") as target,
-            timed(self.drafter.model, "forward") as draft,
+            timed_passes(engine.runner) as target,
+            timed_passes(self.drafter.runner) as draft,
             timed(engine, "step") as step,
         ):
             start = time.perf_counter()
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - start
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(f"request {output.request_id} ended early: {output.error}")
         num_tokens = sum(output.metrics.num_emitted_tokens for output in outputs)
         num_rows = sum(output.metrics.num_sequence_steps for output in outputs)
         return Sample(
@@ -151,20 +182,20 @@ class TreeBench:
 
 def make_rows(samples: Sequence[Sample]) -> list[Row]:
     """Sum the rounds up, in the order of the samples."""
-    base = {(sample.temperature, sample.round_id): sample for sample in samples if sample.variant == "no draft"}
     keys = dict.fromkeys((sample.temperature, sample.variant) for sample in samples)
     rows = []
     for temperature, variant in sorted(keys, key=lambda key: key[0]):
-        mine = [sample for sample in samples if (sample.temperature, sample.variant) == (temperature, variant)]
+        mine, base = (
+            [sample for sample in samples if (sample.temperature, sample.variant) == (temperature, name)]
+            for name in (variant, NO_DRAFT)
+        )
         rows.append(
             Row(
                 temperature,
                 variant,
                 tokens_per_step=sum(sample.tokens_per_step for sample in mine) / len(mine),
                 tokens_per_second=Spread.of([sample.tokens_per_second for sample in mine]),
-                speed_up=Spread.of(
-                    [each.tokens_per_second / base[each.temperature, each.round_id].tokens_per_second for each in mine]
-                ),
+                speed_up=ratio_spread(_by_round(mine), _by_round(base)),
                 step_seconds=Spread.of([sample.step_seconds for sample in mine]).median,
                 host_share=Spread.of([sample.host_share for sample in mine]).median,
             )
@@ -172,17 +203,20 @@ def make_rows(samples: Sequence[Sample]) -> list[Row]:
     return rows
 
 
+def _by_round(samples: Sequence[Sample]) -> dict[int, float]:
+    return {sample.round_id: sample.tokens_per_second for sample in samples}
+
+
 def tree_table(rows: Sequence[Row]) -> Table:
     """Lay the rows out."""
-    header = ["temperature", "tree", "tokens/step", "tokens/s", "x no draft", "min..max", "ms/step", "host"]
+    header = ["temperature", "tree", "tokens/step", "tokens/s", "x no draft", "ms/step", "host"]
     cells = [
         [
             f"{row.temperature:g}",
             row.variant,
             f"{row.tokens_per_step:.2f}",
-            f"{row.tokens_per_second.median:.1f}",
-            f"{row.speed_up.median:.2f}",
-            f"{row.speed_up.minimum:.2f}..{row.speed_up.maximum:.2f}",
+            row.tokens_per_second.format(1),
+            "-" if row.speed_up is None else row.speed_up.format(2),
             f"{row.step_seconds * 1e3:.2f}",
             format_figure(row.host_share, 1, suffix=" %", scale=100),
         ]
@@ -199,24 +233,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     models = {"target": args.model, "draft": args.draft_model}
     provenance = collect_provenance("trees", argv, models=models, seed=args.seed)
     bench = TreeBench(args)
-    is_complete = run_until_interrupted(bench.run)
+    measure_and_publish(bench.run, lambda is_complete: _report(bench, provenance, is_complete=is_complete), args)
+
+
+def _report(bench: TreeBench, provenance: Provenance, *, is_complete: bool) -> Report:
+    args = bench.args
     rows = make_rows(bench.samples)
     workload = (
-        f"{args.model}, draft {args.draft_model}, {args.dtype}; {args.concurrency} requests at once, prompts of "
-        f"{args.prompt_len} tokens, {args.output_len} generated, end of sequence ignored; {args.repeats} interleaved rounds."
+        f"{args.model}, draft {args.draft_model}, {args.dtype}; {count(args.concurrency, 'request')} at once, prompts of "
+        f"{args.prompt_len} tokens, {args.output_len} generated, end of sequence ignored; "
+        f"{count(args.repeats, 'interleaved round')}; x {NO_DRAFT}: within the rounds, ± is half the range."
     )
-    speed_ups = ((f"speed-up of {row.variant} at temperature {row.temperature:g}", row.speed_up) for row in rows)
-    report = Report(
+    speed_ups = (
+        (f"speed-up of {row.variant} at temperature {row.temperature:g}", row.speed_up) for row in rows if row.speed_up is not None
+    )
+    return Report(
         "Draft trees",
         provenance,
         vars(args),
         {"rows": rows, "samples": bench.samples},
         [tree_table(rows)],
         notes=[workload],
-        warnings=spread_warnings(speed_ups),
+        warnings=[*bench.problems, *spread_warnings(speed_ups)],
         is_complete=is_complete,
     )
-    publish(report, args)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -87,6 +87,12 @@ def test_a_trace_that_is_none_is_refused(tmp_path: Path, text: str, message: str
         read_trace(path)
 
 
+def test_a_trace_that_is_no_text_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "trace.bin").write_bytes(b"\x7fELF\xff\xfe\x80")
+    with pytest.raises(ValueError, match=r"^trace '.*trace\.bin' is not allowed: the file is no text in UTF-8"):
+        read_trace(tmp_path / "trace.bin")
+
+
 def test_requests_that_all_come_at_once_have_no_rate() -> None:
     with pytest.raises(ValueError, match="have no rate"):
         mean_rate([1.0, 1.0])

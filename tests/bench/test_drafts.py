@@ -21,7 +21,7 @@ from titan.bench.draft_ranking import Contender, StepCost, rank
 from titan.bench.draft_recipes import DraftRecipe, rounded, truncate
 from titan.bench.draft_report import draft_charts, draft_table
 from titan.bench.draft_rows import NO_DRAFT, PassTimes, Sample, Setting, make_rows
-from titan.bench.drafts import DraftBench, main
+from titan.bench.drafts import DraftBench, main, parse_arguments
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.kv_cache import allocate_kv
@@ -231,6 +231,57 @@ def test_interrupt_keeps_the_runs_before_it(zoo: Zoo, tmp_path: Path, monkeypatc
     result = run(zoo, tmp_path, "--draft", "ngram", "--workload", "synthetic")
     assert not result["is_complete"]
     assert {row["draft"]: row["num_rounds"] for row in result["rows"]} == {NO_DRAFT: 2, "ngram": 1}
+
+
+def test_a_draft_that_fails_is_left_out_and_the_others_go_on(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, failing = DraftBench._run, zoo.path("llama~+text")
+
+    def fail_in_second_round(self: DraftBench, setting: Setting, draft: str, block: int, output_len: int) -> Any:
+        assert not self.llm.engine.scheduler.has_unfinished
+        if block == 2 and draft == failing:
+            with monkeypatch.context() as patch:
+                patch.setattr(self.llm.engine.kv, "commit", lambda *_: 1 / 0)
+                return original(self, setting, draft, block, output_len)
+        return original(self, setting, draft, block, output_len)
+
+    monkeypatch.setattr(DraftBench, "_run", fail_in_second_round)
+    options = ["--draft", failing, "--draft", "ngram", "--workload", "synthetic", "--repeats", "3"]
+    result = run(zoo, tmp_path, *options)
+    assert {row["draft"]: row["num_rounds"] for row in result["rows"]} == {NO_DRAFT: 3, failing: 1, "ngram": 3}
+    assert all(row["num_equal"] == row["num_outputs"] for row in result["rows"])
+    assert f"{failing} ended on synthetic: ZeroDivisionError: division by zero" in result["warnings"] and result["is_complete"]
+
+
+def test_without_the_figures_of_no_draft_there_are_no_ratios(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = DraftBench._run
+
+    def fail_without_draft(self: DraftBench, setting: Setting, draft: str, block: int, output_len: int) -> Any:
+        if draft == NO_DRAFT and block:
+            raise RuntimeError("out of memory")
+        return original(self, setting, draft, block, output_len)
+
+    monkeypatch.setattr(DraftBench, "_run", fail_without_draft)
+    result = run(zoo, tmp_path, "--draft", "ngram", "--workload", "synthetic")
+    [row] = result["rows"]
+    assert (row["draft"], row["speed_up"], row["num_equal"], row["predicted_speed_up"]) == ("ngram", None, None, None)
+    assert result["ranking"] == [] and "no draft ended on synthetic: RuntimeError: out of memory" in result["warnings"]
+
+
+def test_a_request_that_the_engine_gives_up_is_a_failure_and_no_endless_loop(zoo: Zoo, tmp_path: Path) -> None:
+    """Both requests are given up in their prefill, before they have a token."""
+    options = ["--model", zoo.path("llama+text"), "--dtype", "float32", "--draft", "ngram", "--workload", "synthetic"]
+    bench = DraftBench(parse_arguments([*options, "--prompt-len", "12", "--output-len", "4", "--concurrency", "2"]))
+    engine = bench.llm.engine
+
+    def give_up() -> list[Any]:
+        given_up = [*engine.scheduler.running, *engine.scheduler.waiting]
+        for request in given_up:
+            engine.scheduler.abort(request, "no room")
+        return given_up
+
+    engine.step = give_up  # type: ignore[method-assign, assignment]
+    with pytest.raises(RuntimeError, match="ended early: no room"):
+        bench._run(Setting("synthetic", 0.0), NO_DRAFT, 0, 4)
 
 
 @pytest.mark.parametrize(

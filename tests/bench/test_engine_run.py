@@ -7,11 +7,13 @@ from collections.abc import Callable
 import pytest
 from zoo import Zoo, random_prompts
 
-from titan import LLM
+from titan import LLM, model_runner
 from titan.bench.engine_run import run_continuous, run_static
-from titan.bench.profiling import profile_shares, timed
+from titan.bench.profiling import greedy_params, profile_shares, timed, timed_passes
 from titan.bench.runs import Percentiles, RequestRun, Run, count_equal
 from titan.bench.workloads import Workload
+from titan.compiled_runner import CompiledRunner
+from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
 
 OUTPUT_LENS = [3, 12, 5, 6, 20, 4]
@@ -118,8 +120,39 @@ def test_shares_of_a_step_add_up(engine: Engine, workload: Workload, use_specula
     shares = profile_shares(engine, workload, use_speculative=use_speculative)
     assert shares is not None
     assert shares.host + shares.draft + shares.target == pytest.approx(1)
-    assert 0 < shares.attention < shares.draft + shares.target < 1
+    assert 0 < shares.draft + shares.target < 1
     assert (shares.draft > 0) == use_speculative
+
+
+@pytest.fixture(params=["as it is", "operation by operation"])
+def chain_engine(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Engine:
+    """An engine whose small passes are compiled, where there are compiled ones, and one that has none."""
+    if request.param == "operation by operation":
+        monkeypatch.setattr(model_runner, "make_compiled_runner", lambda *_: None)
+    options = {"max_draft_tokens": 3, "max_model_len": 80, "draft_tree": "chain"}
+    return LLM(zoo.path("llama"), zoo.path("llama~"), dtype="float32", device="cpu", **options).engine  # type: ignore[arg-type]
+
+
+def test_the_share_of_attention_is_told_where_it_can_be_timed(chain_engine: Engine, workload: Workload) -> None:
+    shares = profile_shares(chain_engine, workload)
+    assert shares is not None
+    if isinstance(chain_engine.runner, CompiledRunner):
+        assert shares.attention is None
+    else:
+        assert shares.attention is not None and 0 < shares.attention < shares.draft + shares.target
+
+
+def test_each_pass_of_a_chain_counts_also_if_all_of_them_are_one_call(chain_engine: Engine) -> None:
+    """Three draft tokens take three passes: two follow the one that reads what the step before emitted."""
+    drafter = chain_engine.drafter
+    assert isinstance(drafter, DraftModelDrafter)
+    chain_engine.scheduler.add(chain_engine.make_request(None, [5] * 8, greedy_params(40)))
+    chain_engine.step()  # the prefill
+    with timed_passes(drafter.runner) as draft, timed_passes(chain_engine.runner) as target:
+        for _ in range(4):
+            chain_engine.step()
+    assert (target.num_calls, draft.num_calls) == (4, 4 * 3)
+    assert target.seconds > 0 and draft.seconds > 0
 
 
 def test_a_profile_can_leave_out_the_prefill(engine: Engine) -> None:

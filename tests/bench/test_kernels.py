@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import titan
 from titan.bench import kernels
@@ -46,6 +47,16 @@ def test_times_are_compared_over_the_reference_of_their_part_so_that_a_slower_ma
     assert (rows["norm[1]"].minimum, rows["norm[1]"].median, rows["norm[1]"].num_rounds) == (3.0, 6.0, 7)
     assert [row.name for row in slower_rows(list(rows.values()), 1.25)] == ["schedule[1]"]
     assert slower_rows(list(rows.values()), 2.0) == []
+
+
+def test_an_interrupt_before_anything_was_measured_leaves_the_stored_run_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "run_benchmarks", lambda *_: ([], [], False))
+    (tmp_path / "run.json").write_text("the last run")
+    with pytest.raises(KeyboardInterrupt):
+        kernels.main(["--save", str(tmp_path / "run.json"), "--threads", str(torch.get_num_threads())])
+    assert (tmp_path / "run.json").read_text() == "the last run"
 
 
 def test_without_a_reference_nothing_is_compared() -> None:

@@ -266,13 +266,50 @@ def test_a_trace_is_cut_only_if_asked_to_and_prompts_that_are_too_short_are_name
 def test_without_rates_it_sweeps_around_what_the_engine_bears(zoo: Zoo, tmp_path: Path) -> None:
     result = run(zoo, tmp_path, "--repeats", "1", "--arrivals", "bursty:2")
     rates = sorted({row["rate"] for row in result["rows"]})
-    assert len(rates) == 5 and rates[-1] / rates[0] == pytest.approx(1.3 / 0.3, rel=0.2)
+    assert len(rates) == 6 and rates[-1] / rates[0] == pytest.approx(2.0 / 0.3, rel=0.2)
 
 
 def test_a_draft_of_another_vocabulary_is_left_out_and_the_rest_runs(zoo: Zoo, tmp_path: Path) -> None:
     result = run(zoo, tmp_path, "--draft-model", zoo.path("small_vocab"), "--rate", "100", "--repeats", "1")
     assert [row["engine"] for row in result["rows"]] == ["no draft"]
     assert any("has another vocabulary" in line for line in result["warnings"])
+
+
+def test_an_engine_that_fails_is_left_out_and_the_other_goes_on(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft fails in the second round, in the middle of a stream, with requests in the engine that no draft shares."""
+    serve_stream, draft_rounds = LatencyBench._serve, []
+
+    def serve_or_fail(self: LatencyBench, bodies: Any, at: Any, engine: str) -> Any:
+        assert not self.llm.engine.scheduler.has_unfinished
+        draft_rounds.extend([engine] * (engine != "no draft"))
+        if len(draft_rounds) == 3 and engine != "no draft":  # a warm-up and a round before
+            with monkeypatch.context() as patch:
+                patch.setattr(self.llm.engine.kv, "commit", lambda *_: 1 / 0)
+                return serve_stream(self, bodies, at, engine)
+        return serve_stream(self, bodies, at, engine)
+
+    monkeypatch.setattr(LatencyBench, "_serve", serve_or_fail)
+    result = run(zoo, tmp_path, "--rate", "100", "--repeats", "3")
+    draft = f"draft {zoo.path('llama~')}"
+    assert {row["engine"]: row["num_rounds"] for row in result["rows"]} == {"no draft": 3, draft: 1}
+    assert len(draft_rounds) == 3 and result["is_complete"]
+    [problem] = [line for line in result["warnings"] if "ended" in line]
+    assert problem == f"{draft} ended at 100 requests/s: ZeroDivisionError: division by zero"
+
+
+def test_a_draft_is_measured_even_if_no_draft_fails(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_stream = LatencyBench._serve
+
+    def serve_or_fail(self: LatencyBench, bodies: Any, at: Any, engine: str) -> Any:
+        if engine == "no draft":
+            raise RuntimeError("out\nof memory")
+        return serve_stream(self, bodies, at, engine)
+
+    monkeypatch.setattr(LatencyBench, "_serve", serve_or_fail)
+    result = run(zoo, tmp_path, "--repeats", "1")
+    assert {row["engine"] for row in result["rows"]} == {f"draft {zoo.path('llama~')}"} and len(result["rows"]) == 6
+    assert all(row["p50_ratio"] is None for row in result["rows"])
+    assert "no draft ended while it warmed up: RuntimeError: out of memory" in result["warnings"]
 
 
 def test_interrupt_keeps_the_streams_before_it(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,10 +116,12 @@ def test_prompts_of_a_file_that_repeat_or_are_too_short_are_reported(tmp_path: P
     assert capsys.readouterr().err.count("it has 2 different prompts, fewer than needed, so that they repeat") == 1
 
 
-def test_a_file_that_is_no_text_is_refused_by_its_option_and_name(tmp_path: Path) -> None:
+def test_a_file_that_is_no_text_is_refused_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\x7fELF\xff\xfe\x80")
-    with pytest.raises(ValueError, match=r"--prompts '.*binary' is not allowed: it must be a file of text"):
+    with pytest.raises(ValueError, match=r"^prompts '.*binary' are not allowed: the file is no text in UTF-8"):
         prompt_stream(DEMO, str(tmp_path / "binary"), SIXTEEN, seed=0)
+    with pytest.raises(ValueError, match=r"^prompts '.*' cannot be read: Is a directory"):
+        file_prompts(Characters(), tmp_path, SIXTEEN)
 
 
 @pytest.mark.parametrize(

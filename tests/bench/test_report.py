@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,9 @@ import pytest
 from titan.bench import progress as progress_module
 from titan.bench import report as report_module
 from titan.bench.charts import LineChart, Series
-from titan.bench.progress import Progress, run_until_interrupted
+from titan.bench.progress import Progress
 from titan.bench.provenance import collect_provenance, describe_checkout, describe_model
-from titan.bench.report import Report, Table, add_report_options, html, positive, publish, table_lines
+from titan.bench.report import Report, Table, add_report_options, count, html, measure_and_publish, positive, publish, table_lines
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,47 @@ def test_the_time_left_leaves_out_what_came_before_the_first_unit(
     assert capsys.readouterr().err == "1/5 a\n3/5 c; about 4 s left\n"
 
 
-def test_an_interrupt_ends_the_work_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
+def end_with(error: BaseException | None) -> None:
+    """A measurement."""
+    if error is not None:
+        raise error
 
-    assert run_until_interrupted(interrupted) is False
-    assert "interrupted" in capsys.readouterr().err
-    assert run_until_interrupted(lambda: None) is True
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt(), ZeroDivisionError("a step failed")])
+def test_what_was_measured_is_published_whatever_ends_the_measurement(
+    report: Report, tmp_path: Path, error: BaseException | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.json"
+
+    def work() -> None:
+        measure_and_publish(
+            lambda: end_with(error), lambda is_complete: replace(report, is_complete=is_complete), parse("--json", str(path))
+        )
+
+    if isinstance(error, ZeroDivisionError):
+        with pytest.raises(ZeroDivisionError, match="a step failed"):
+            work()
+    else:
+        work()
+    document = json.loads(path.read_text())
+    assert document["rows"] == [{"name": "<one>", "value": 1.5}] and document["is_complete"] == (error is None)
+    assert ("interrupted: reporting" in capsys.readouterr().err) == isinstance(error, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(None, "^nothing was measured; noisy$"), (KeyboardInterrupt(), None), (ZeroDivisionError("a step failed"), "a step failed")],
+)
+def test_an_earlier_file_stays_as_it_is_if_nothing_was_measured(
+    report: Report, tmp_path: Path, error: BaseException | None, message: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text("the last run")
+    empty = replace(report, results={"rows": []})
+    with pytest.raises(ValueError if error is None else type(error), match=message):
+        measure_and_publish(lambda: end_with(error), lambda _: empty, parse("--json", str(path)))
+    assert path.read_text() == "the last run" and capsys.readouterr().out == ""
+
+
+def test_one_thing_is_singular() -> None:
+    assert [count(number, "request") for number in (1, 2)] == ["1 request", "2 requests"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from titan.bench.tables import ROOT, drafts_table, latency_table, main, ratios_table, render
+from titan.bench.tables import ROOT, drafts_table, latency_table, main, ratios_table, render, trees_table
 
 
 def spread(median: float) -> dict[str, float]:
@@ -112,3 +112,12 @@ def test_drafts_are_laid_out_by_workload_and_temperature() -> None:
 def test_a_comment_that_is_wrong_is_refused(checkout: Path, page: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         render(page, checkout / "bench" / "results")
+
+
+def test_a_tree_without_the_figures_of_no_draft_has_no_ratio() -> None:
+    figures = [
+        {"variant": "auto, 6", "temperature": t, "tokens_per_step": 2.0, "speed_up": ratio}
+        for t, ratio in ((0, None), (1, spread(1.5)))
+    ]
+    [*_, cells] = trees_table([document(*figures)])
+    assert [cell.strip() for cell in cells.split("|")[2:4]] == ["2.00", "2.00 (1.50x)"]

@@ -18,8 +18,16 @@ from titan.bench.profiling import Shares
 from titan.bench.runners import PeerMode, TitanRunner
 from titan.bench.runs import Percentiles, RequestRun, Run, StepCounts
 from titan.bench.throughput import Bench, main, modes_at, parse_arguments
-from titan.bench.throughput_report import bound_notes, latency_table, make_charts, make_claims, noise_figures
-from titan.bench.throughput_rows import Sample, make_rows, make_sample
+from titan.bench.throughput_report import (
+    bound_notes,
+    bound_table,
+    claim_table,
+    latency_table,
+    make_charts,
+    make_claims,
+    noise_figures,
+)
+from titan.bench.throughput_rows import Sample, ShareSample, make_rows, make_sample
 from titan.bench.workloads import Workload
 from titan.cli import main as titan_main
 
@@ -65,7 +73,7 @@ def test_every_mode_gives_a_row_and_titan_the_same_outputs(zoo: Zoo, tmp_path: P
     assert rows["titan-single", 3]["mean_batch_size"] == 1 < rows["titan", 3]["mean_batch_size"] <= 3
     assert len(rows["titan-draft", 3]["acceptance_per_depth"]) > 1
     [problem] = [line for line in result["warnings"] if "broken" in line]
-    assert problem == "broken ended at 1 requests at once in float32: broken failed: RuntimeError: out of memory"
+    assert problem == "broken ended at 1 request at once in float32: broken failed: RuntimeError: out of memory"
     assert result["provenance"]["versions"]["fake"] == "1.0"
     text, page = (tmp_path / "run.markdown").read_text(), (tmp_path / "run.html").read_text()
     for title in (
@@ -75,7 +83,8 @@ def test_every_mode_gives_a_row_and_titan_the_same_outputs(zoo: Zoo, tmp_path: P
         "Speed-up over acceptance",
     ):
         assert title in page
-    assert "time goes" in page and "9.3x" in text and "broken failed" in text
+    assert "time goes" in page and "broken failed" in text
+    assert "tokens/s over no batching" in text and "## What bounds the gain of drafts" in text
 
 
 def test_a_profile_counts_decode_steps_at_the_context_asked_for(zoo: Zoo, tmp_path: Path) -> None:
@@ -85,7 +94,9 @@ def test_a_profile_counts_decode_steps_at_the_context_asked_for(zoo: Zoo, tmp_pa
     assert [entry["mode"] for entry in result["shares"]] == ["titan", "titan-draft"]
     for entry in result["shares"]:
         assert entry["concurrency"] == 4 and entry["context_len"] == 24
-        assert 0 < entry["shares"]["attention"] < 1 - entry["shares"]["host"] < 1
+        parts = [entry["shares"][name] for name in ("host", "draft", "target")]
+        assert sum(parts) == pytest.approx(1) and all(0 < part < 1 for part in parts[::2])
+        assert (parts[1] > 0) == (entry["mode"] == "titan-draft")
     assert result["shares"][0]["shares"]["num_steps"] == 7  # the first token comes from the prefill
     assert "| float32 | titan       |" in (tmp_path / "run.markdown").read_text()
 
@@ -161,6 +172,17 @@ def test_rows_that_a_bad_draft_rules_out_do_not_stop_the_others(zoo: Zoo, tmp_pa
     assert any(line.startswith("titan-draft is left out: ") and "another vocabulary" in line for line in result["warnings"])
 
 
+def test_nothing_that_can_run_is_one_line_and_no_file(
+    zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where there are no environments
+    options = ["--model", zoo.path("llama"), "--modes", "vllm", "--dtype", "float32", "--json", "run.json"]
+    assert titan_main(["bench", "throughput", *options, "--threads", str(torch.get_num_threads())]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("titan: nothing was measured; vllm is left out: not installed in .peers/vllm: make it with")
+    assert not (tmp_path / "run.json").exists()
+
+
 def sample(mode: str, round_id: int, seconds: float, *, length: float = 1.0, num_steps: int = 10) -> Sample:
     """A run of two requests of 50 tokens each, the second of which ends at ``seconds``."""
     steps = StepCounts(num_steps, seconds / num_steps, 2.0, 0.25, 0.5, [4, 2], [3, 1])
@@ -199,20 +221,53 @@ def test_the_headline_stands_beside_the_row_with_the_most_requests() -> None:
     assert {claim.concurrency for claim in claims} == {2}
 
 
+def test_beside_the_headline_stands_what_bounds_each_figure_here() -> None:
+    """Steps: 1 s for two requests, 0.8 s for one, 2 s with drafts."""
+    plain, single = sample("titan", 0, 10.0), sample("titan-single", 0, 40.0, num_steps=50)
+    drafted = sample("titan-draft", 0, 8.0, length=3.0, num_steps=4)
+    table = claim_table(make_claims(make_rows([plain, single, drafted], [])))
+    assert [(row[1], row[2], row[4], row[5]) for row in table.rows] == [
+        (
+            "tokens/s over no batching",
+            "batching: 2.0 requests per step of 1.25x the time of one request's = 1.60x, times the gain of drafts",
+            "9.3",
+            "5.00",
+        ),
+        (
+            "tokens/s over continuous batching",
+            "drafts: 3.00 tokens per step of 2.00x the time of one without = 1.50x",
+            "1.5",
+            "1.25",
+        ),
+        (
+            "P50 latency over continuous batching",
+            "1 over the gain in tokens/s, as all requests are there from the start",
+            "0.53",
+            "0.80",
+        ),
+        ("P99 latency over continuous batching", "the same, for outputs whose drafts are accepted least", "0.39", "0.80"),
+    ]
+    unknown = make_claims(make_rows([replace(drafted, steps=None)], []))
+    assert [claim.bound for claim in unknown][:2] == ["batching, times the gain of drafts", "drafts"]
+
+
 def test_the_bound_is_the_acceptance_length_over_the_ratio_of_the_steps() -> None:
     samples = [sample("titan", 0, 10.0), sample("titan-draft", 0, 8.0, length=3.0, num_steps=4)]
-    [note] = bound_notes(make_rows(samples, []))
-    assert note.endswith(
-        "lasts 2.00x as long as one without and emits 3.00 tokens per request, so drafts bring about 3.00 / 2.00 = 1.50x; "
-        "measured: 1.25"
-    )
+    shares = Shares(num_steps=4, step_seconds=2.0, host=0.2, draft=0.3, target=0.5, attention=0.1)
+    assert len(bound_notes(make_rows(samples, []))) == 1 and bound_notes(make_rows(samples[:1], [])) == []
+    for known, parts in (
+        ([ShareSample("float32", 2, "titan-draft", 9.0, shares, 0.0)], ["0.60", "1.00", "0.40"]),
+        ([], ["-", "-", "-"]),
+    ):
+        [row] = bound_table(make_rows(samples, []), known).rows
+        assert row == ["float32", "2", "3.00", "2.00", *parts, "1.50", "1.25"]
 
 
 def test_a_round_in_which_the_machine_slept_does_not_move_the_bound() -> None:
     samples = [sample("titan", i, 10.0) for i in range(3)]
     samples += [sample("titan-draft", i, seconds, length=3.0, num_steps=4) for i, seconds in enumerate((8.0, 8.0, 4000.0))]
-    [note] = bound_notes(make_rows(samples, []))
-    assert "lasts 2.00x" in note and "= 1.50x; measured: 1.25 ±" in note
+    [row] = bound_table(make_rows(samples, []), []).rows
+    assert row[3].startswith("2.00 ±") and row[-2] == "1.50" and row[-1].startswith("1.25 ±")
     assert make_rows(samples, [])[1].step_seconds == 2.0
 
 
