@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from titan.batch import RaggedBatch, Segment, build_batch, build_draft_passes
+from titan.compiled_runner import CompiledRunner
 from titan.draft.base import DraftContext
 from titan.draft.policy import DraftPolicy, score_temperature
-from titan.draft.tree_builder import Growth
+from titan.draft.tree_builder import ChainGrowth, Growth
 from titan.draft_history import DraftHistory
+from titan.kernels.few_row_linear import MAX_ROWS
 from titan.kernels.upload import to_device
 from titan.kv_cache import allocate_kv
 from titan.models.decoder import Decoder
@@ -93,20 +95,38 @@ class DraftModelDrafter:
     def _grow(
         self, requests: list[Request], growths: list[tuple[list[int], Growth]], root_logits: Tensor
     ) -> Iterator[tuple[int, DraftTree]]:
-        """Grow the requests' trees, each depth one pass over the frontier of them all; yields the trees with their requests."""
+        """Grow the requests' trees; yields them with the indices of their requests."""
         for rows, growth in growths:
             is_all = len(rows) == len(requests)
             growth.plant(root_logits if is_all else root_logits.index_select(0, to_device(np.array(rows), self.device)))
         in_order = [requests[row] for rows, _ in growths for row in rows]
+        (_, growth), *others = growths
+        is_short = len(requests) <= MAX_ROWS
+        if is_short and not others and isinstance(growth, ChainGrowth) and isinstance(self.runner, CompiledRunner):
+            self._follow_chains(self.runner, in_order, growth)
+        else:
+            self._feed_frontiers(in_order, [growth for _, growth in growths])
+        for rows, growth in growths:
+            yield from zip(rows, growth.harvest(), strict=True)
+
+    def _follow_chains(self, runner: CompiledRunner, requests: list[Request], growth: ChainGrowth) -> None:
+        """Grow plain chains, whose passes need nobody between them, in one call."""
+        roots = np.array([request.num_tokens - 1 for request in requests])
+        block_tables = [request.block_ids for request in requests]
+        token_ids, logits = runner.follow(growth.first_tokens, growth.depths, roots, block_tables)
+        growth.take(token_ids, self._padded(logits))
+
+    def _feed_frontiers(self, requests: list[Request], growths: list[Growth]) -> None:
+        """Grow trees of any kind, each depth one pass over the frontier of them all."""
         passes = build_draft_passes(
-            [request.block_ids for request in in_order],
-            np.array([request.num_tokens - 1 for request in in_order]),
-            [feed for _, growth in growths for feed in growth.feeds],
+            [request.block_ids for request in requests],
+            np.array([request.num_tokens - 1 for request in requests]),
+            [feed for growth in growths for feed in growth.feeds],
             block_size=self.block_size,
             device=HOST,
         )
         for depth, draft_pass in enumerate(passes, start=1):
-            growing = [growth for _, growth in growths if any(len(feed) >= depth for feed in growth.feeds)]
+            growing = [growth for growth in growths if any(len(feed) >= depth for feed in growth.feeds)]
             frontiers = [growth.frontier(depth) for growth in growing]
             batch = draft_pass.with_nodes(
                 _cat([frontier.token_ids for frontier in frontiers]), _cat([frontier.ancestor_bits for frontier in frontiers])
@@ -114,13 +134,14 @@ class DraftModelDrafter:
             logits = self._forward(batch).split([len(frontier.token_ids) for frontier in frontiers])
             for growth, rows_logits in zip(growing, logits, strict=True):
                 growth.grow(depth, rows_logits)
-        for rows, growth in growths:
-            yield from zip(rows, growth.harvest(), strict=True)
 
     def _forward(self, batch: RaggedBatch) -> Tensor:
-        """Logits of one pass over the target's vocabulary, -inf where only the target has tokens: [L, target vocabulary]."""
-        logits = self.runner.forward(batch)
-        num_missing = self.target_vocab_size - logits.shape[1]
+        """Logits of one pass over the target's vocabulary: [L, target vocabulary]."""
+        return self._padded(self.runner.forward(batch))
+
+    def _padded(self, logits: Tensor) -> Tensor:
+        """Logits over the target's vocabulary, -inf where only the target has tokens: [..., target vocabulary]."""
+        num_missing = self.target_vocab_size - logits.shape[-1]
         return pad(logits, (0, num_missing), value=float("-inf")) if num_missing else logits
 
     def _reserve(self, request: Request, num_nodes: int) -> bool:

@@ -15,7 +15,7 @@ from titan.draft.shapes import expected_shape, in_main_path_order
 from titan.draft.tree_builder import BeamGrowth, ChainGrowth, Growth, ShapeGrowth
 from titan.kernels.upload import to_device
 from titan.request import Request
-from titan.sampling import SamplingRows
+from titan.sampling import SamplingRows, spread_options
 from titan.tree import MAX_NODES, Parents, chain_parents
 
 CHAIN_CHILDREN = 3
@@ -117,7 +117,7 @@ class DraftPolicy:
     def _growth(self, kind: Kind, requests: list[Request], budgets: list[int], device: torch.device) -> Growth:
         if kind in (Kind.SHAPE, Kind.DRAWN):
             shapes = [self._shape(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-            return ShapeGrowth(shapes, _drawn_rows(requests) if kind is Kind.DRAWN else None)
+            return ShapeGrowth(shapes, _root_rows(requests) if kind is Kind.DRAWN else None, device)
         temperatures = to_device(np.array([score_temperature(request) for request in requests], np.float32), device)
         if kind is Kind.CHAIN:
             return ChainGrowth(budgets, budgets, 1, temperatures)
@@ -148,15 +148,7 @@ def score_temperature(request: Request) -> float:
     return request.draft_history.temperature or request.params.temperature or GREEDY_TEMPERATURE
 
 
-def _drawn_rows(requests: list[Request]) -> SamplingRows:
+def _root_rows(requests: list[Request]) -> SamplingRows:
     """Sampling options of the requests, at their roots."""
-    params = [request.params for request in requests]
-    return SamplingRows(
-        temperature=np.array([each.temperature for each in params], np.float32),
-        top_k=np.array([each.top_k for each in params], np.int64),
-        top_p=np.array([each.top_p for each in params], np.float32),
-        min_p=np.array([each.min_p for each in params], np.float32),
-        seeds=np.array([request.seed for request in requests], np.uint64),
-        positions=np.array([request.num_tokens for request in requests], np.int64),
-        forbidden=(),
-    )
+    num_rows = len(requests)
+    return spread_options(requests, np.ones(num_rows, np.int64), np.zeros(num_rows, np.int64))

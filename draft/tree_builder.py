@@ -15,24 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
-from titan.draft.shapes import chain_slots, in_main_path_order, inner_by_depth, main_path_first
-from titan.kernels.row_sampling import argmax_rows, draw
+from titan.draft.shapes import ShapePlan, chain_slots, main_path_order, shape_plan
+from titan.kernels.row_sampling import LazyProbs, argmax_rows, best_children, draw_children_compiled, draw_siblings
 from titan.kernels.upload import to_device
-from titan.sampling import Purpose, SamplingRows, philox_uniform, target_probs
-from titan.tree import EMPTY_TREE, MAX_NODES, DraftTree, Parents, topology
+from titan.sampling import Purpose, SamplingRows, lazy_probs, philox_uniform
+from titan.tree import EMPTY_TREE, MAX_NODES, DraftTree, Parents
 
 Ints = NDArray[np.int64]
-
-NUM_COMPARED = 64
-"""Tokens among which the children of a node are scored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,25 +75,6 @@ class Candidates:
     slots: Ints  # where the candidate itself is fed; -1 where it is not
 
 
-def children_of(logits: Tensor, num_children: int, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """The most likely tokens behind each row: token ids int64 and log-probabilities float32, [rows, num_children] each.
-
-    The probabilities are those among the `NUM_COMPARED` most likely tokens, which spares a pass over the vocabulary.
-
-    Args:
-        logits: [rows, V].
-        num_children: at most `NUM_COMPARED`; where the vocabulary has fewer tokens, the rest has log-probability -inf.
-        temperatures: float32 [rows, 1], at which the probabilities are meant.
-    """
-    best = logits.topk(min(NUM_COMPARED, logits.shape[1]), dim=-1)
-    token_ids = best.indices[:, :num_children]
-    logprobs = (best.values.float() / temperatures).log_softmax(-1)[:, :num_children]
-    num_missing = num_children - logprobs.shape[1]
-    if num_missing > 0:
-        return pad(token_ids, (0, num_missing)), pad(logprobs, (0, num_missing), value=float("-inf"))
-    return token_ids, logprobs
-
-
 def best_trees(candidates: Candidates, budgets: Sequence[int]) -> list[DraftTree]:
     """Of each request's candidates the best ancestor-closed set: those with the greatest cumulative probability.
 
@@ -108,24 +86,20 @@ def best_trees(candidates: Candidates, budgets: Sequence[int]) -> list[DraftTree
         budgets: most nodes of each request.
     """
     scores = np.where(np.isfinite(candidates.scores), candidates.scores, -np.inf)
-    order = np.argsort(-scores, axis=1, kind="stable")
-    num_candidates = np.isfinite(scores).sum(1).tolist()
+    num_chosen = np.minimum(np.isfinite(scores).sum(1), budgets)
+    order = np.argsort(-scores, axis=1, kind="stable")[:, : num_chosen.max(initial=0)]
+    columns = (candidates.token_ids, candidates.parent_slots, candidates.slots, scores)
+    token_ids, parent_slots, slots, scores = (np.take_along_axis(column, order, 1) for column in columns)
+    # by slot the node that is fed there; the last entry is that of slot -1, the root's
+    node_in_slot = np.zeros((len(order), candidates.slots.max(initial=-1) + 2), np.int32)
+    np.put_along_axis(node_in_slot, slots, np.arange(order.shape[1], dtype=np.int32), 1)
+    node_in_slot[:, -1] = -1
+    parents, slots = np.take_along_axis(node_in_slot, parent_slots, 1), slots.astype(np.int32)
     trees = []
-    for i, budget in enumerate(budgets):
-        chosen = order[i, : min(budget, num_candidates[i])]
-        parent_slots, slots = candidates.parent_slots[i, chosen].tolist(), candidates.slots[i, chosen].tolist()
-        node_in_slot = {slot: node for node, slot in enumerate(slots) if slot >= 0} | {-1: -1}
-        parents = np.array([node_in_slot[slot] for slot in parent_slots], np.int32)
+    for i, count in enumerate(num_chosen.tolist()):
         # the path of first children first, so that to accept it moves no KV
-        chosen = chosen[np.array(main_path_first(parents.tobytes()), np.int64)]
-        trees.append(
-            DraftTree(
-                candidates.token_ids[i, chosen],
-                in_main_path_order(parents),
-                draft_slots=candidates.slots[i, chosen].astype(np.int32),
-                scores=scores[i, chosen],
-            )
-        )
+        nodes, shape = main_path_order(parents[i, :count].tobytes())
+        trees.append(DraftTree(token_ids[i, nodes], shape, draft_slots=slots[i, nodes], scores=scores[i, nodes]))
     return trees
 
 
@@ -145,6 +119,11 @@ class ChainGrowth:
         self.depths = np.array(depths)
         self.num_children = num_children
         self.temperatures = temperatures
+        # by depth, from 1 on: the requests that feed a node of that depth; None if all do
+        self._going_on = [
+            None if depth < min(depths) else to_device(np.flatnonzero(self.depths > depth), temperatures.device)
+            for depth in range(1, max(depths))
+        ]
         self._logits: list[Tensor] = []  # by depth, of the requests that go on
         self._token_ids: list[Tensor] = []  # int64 [n] by depth, of all; stale where a chain has ended
 
@@ -153,46 +132,78 @@ class ChainGrowth:
         self._token_ids.append(_best_tokens(logits))
 
     def frontier(self, depth: int) -> Frontier:
-        index = self._going_on(depth)
+        index = self._going_on[depth - 1]
         token_ids = self._token_ids[-1] if index is None else self._token_ids[-1][index]
         return Frontier(token_ids, torch.full_like(token_ids, (1 << depth) - 1))
 
     def grow(self, depth: int, logits: Tensor) -> None:
-        best, index = _best_tokens(logits), self._going_on(depth)
+        best, index = _best_tokens(logits), self._going_on[depth - 1]
         self._logits.append(logits)
         self._token_ids.append(best if index is None else self._token_ids[-1].index_copy(0, index, best))
 
+    @property
+    def first_tokens(self) -> Tensor:
+        """The tokens that the chains begin with: int64 [n]."""
+        return self._token_ids[0]
+
+    def take(self, token_ids: Tensor, logits: Tensor) -> None:
+        """Take chains that were followed to their ends, in place of growing them depth by depth.
+
+        Args:
+            token_ids: int64 [depths, n], each the most likely one behind the one before it.
+            logits: [depths - 1, n, V], behind all but the last.
+        """
+        for each, index in zip(logits, self._going_on, strict=True):
+            self._logits.append(each if index is None else each[index])
+        self._token_ids = list(token_ids)
+
     def harvest(self) -> list[DraftTree]:
-        if self.num_children > 1:
-            return best_trees(self._candidates(), self.budgets)
-        token_ids: NDArray[np.int64] = torch.stack(self._token_ids, 1).cpu().numpy()
+        fed: NDArray[np.int64] = torch.stack(self._token_ids, 1).cpu().numpy()
         depths = self.depths.tolist()
-        return [DraftTree.chain(row[:n], draft_slots=chain_slots(n)) for row, n in zip(token_ids, depths, strict=True)]
+        if self.num_children == 1:
+            return [DraftTree.chain(row[:n], draft_slots=chain_slots(n)) for row, n in zip(fed, depths, strict=True)]
+        requests = [i for depth in range(len(self._logits)) for i, n in enumerate(depths) if n > depth]
+        temperatures = self.temperatures[to_device(np.array(requests), self.temperatures.device)]
+        rows = zip(
+            *(each.tolist() for each in best_children(torch.cat(self._logits), self.num_children, temperatures)), strict=True
+        )
+        levels: list[list[Level]] = [[] for _ in self.budgets]
+        for i, level in zip(requests, rows, strict=True):
+            levels[i].append(level)
+        return [caterpillar(*each) for each in zip(fed.tolist(), levels, self.budgets, strict=True)]
 
-    def _going_on(self, depth: int) -> Tensor | None:
-        """The requests that feed a node of that depth; ``None`` if all do."""
-        is_going_on = self.depths > depth
-        return None if is_going_on.all() else to_device(np.flatnonzero(is_going_on), self.temperatures.device)
 
-    def _candidates(self) -> Candidates:
-        num_depths, n, k = len(self._logits), len(self.budgets), self.num_children
-        reached = np.arange(num_depths)[:, None] < self.depths  # [depths, n]
-        temperatures = self.temperatures[to_device(reached.nonzero()[1], self.temperatures.device), None]
-        children, logprobs = (each.cpu().numpy() for each in children_of(torch.cat(self._logits), k, temperatures))
-        token_ids, scores = np.zeros((num_depths, n, k), np.int64), np.full((num_depths, n, k), -np.inf, np.float32)
-        token_ids[reached], scores[reached] = children, logprobs
-        # where logits tie, the first child is the one that was fed
-        fed = torch.stack(self._token_ids).cpu().numpy()[:, :, None]
-        token_ids = np.where(token_ids == fed, token_ids[:, :, :1], token_ids)
-        token_ids[:, :, :1] = fed
-        for depth in range(1, num_depths):
-            scores[depth] += scores[depth - 1, :, :1]
-        depths = np.arange(num_depths)[:, None, None]
-        slots = np.full((num_depths, n, k), -1)
-        slots[:, :, 0] = np.where(depths[:, :, 0] + 1 < self.depths, depths[:, :, 0], -1)
-        parent_slots = np.broadcast_to(depths - 1, slots.shape)
-        flat_tokens, flat_parents, flat_slots = (each.swapaxes(0, 1).reshape(n, -1) for each in (token_ids, parent_slots, slots))
-        return Candidates(flat_tokens, scores.swapaxes(0, 1).reshape(n, -1), flat_parents, flat_slots)
+Level = tuple[list[int], list[float]]
+"""Tokens that may follow a node of a chain, the most likely first, and their log-probabilities."""
+
+
+def caterpillar(chain: Sequence[int], levels: Sequence[Level], budget: int) -> DraftTree:
+    """The best ancestor-closed set of the nodes of a chain and of what is beside them, as `best_trees`.
+
+    Args:
+        chain: the tokens that were fed, and the one that follows them; where logits tie, any of the most likely ones.
+        levels: what may follow the root and each node that was fed.
+        budget: most nodes.
+    """
+    candidates: list[tuple[float, int, int]] = []  # (-score, depth, rank): of equal scores the parent comes first
+    score = 0.0
+    for depth, (_, logprobs) in enumerate(levels):
+        candidates += [(-score - each, depth, rank) for rank, each in enumerate(logprobs) if score + each > -np.inf]
+        score += logprobs[0]
+    best = sorted(candidates)[:budget]
+    best.sort(key=lambda candidate: candidate[2] > 0)  # the chain first: its node at a depth has that index
+    token_ids = []
+    for _, depth, rank in best:
+        tokens = levels[depth][0]
+        tied = tokens[0] if tokens[rank] == chain[depth] else tokens[rank]  # the fed one changes places with the first
+        token_ids.append(chain[depth] if rank == 0 else tied)
+    last = len(levels) - 1  # is not fed
+    return DraftTree(
+        np.array(token_ids, np.int64),
+        np.array([depth - 1 for _, depth, _ in best], np.int32),
+        draft_slots=np.array([depth if rank == 0 and depth < last else -1 for _, depth, rank in best], np.int32),
+        scores=np.array([-score for score, _, _ in best], np.float32),
+    )
 
 
 def _best_tokens(logits: Tensor) -> Tensor:
@@ -224,7 +235,7 @@ class BeamGrowth:
         self._bits: Tensor  # int64 [n, W], their ancestor bits
 
     def plant(self, logits: Tensor) -> None:
-        token_ids, scores = children_of(logits, self.num_children, self.temperatures[:, None])
+        token_ids, scores = best_children(logits, self.num_children, self.temperatures)
         self._add_level(token_ids, scores, torch.full_like(token_ids, -1), torch.zeros_like(token_ids), depth=1)
 
     def frontier(self, depth: int) -> Frontier:
@@ -235,7 +246,7 @@ class BeamGrowth:
     def grow(self, depth: int, logits: Tensor) -> None:
         index = self._going_on(depth)
         n, width, k = len(self.budgets), self.width, self.num_children
-        token_ids, logprobs = children_of(logits, k, self.temperatures[index].repeat_interleave(width)[:, None])
+        token_ids, logprobs = best_children(logits, k, self.temperatures[index].repeat_interleave(width))
         scores = torch.full((n, width * k), float("-inf"), device=logits.device)
         parent_scores = self._levels[-1][1].gather(1, self._beam)[index]
         scores[index] = (logprobs.reshape(-1, width, k) + parent_scores[:, :, None]).flatten(1)
@@ -263,74 +274,83 @@ class BeamGrowth:
         return to_device(np.flatnonzero(self.depths > depth), self.temperatures.device)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ShapeLevel:
+    """The inner nodes of one depth of all shapes: [r] each."""
+
+    places: Tensor  # int64, among the I inner nodes of all trees, one tree after the other
+    sources: Tensor  # int64, where their tokens are in the table of children
+    ancestor_bits: Tensor  # int64
+    owners: Ints  # their requests
+    num_children: Ints
+
+
 class ShapeGrowth:
     """Fills shapes that are given, each node with the next most likely token or with the next one drawn.
 
     Args:
         shapes: int32 parents of each request's tree, at least one node, the path of first children first.
         rows: sampling options of the n requests, for proposals that are drawn; ``None``: the most likely tokens.
+        device: where the logits are.
     """
 
-    def __init__(self, shapes: Sequence[Parents], rows: SamplingRows | None) -> None:
-        self.shapes = shapes
+    def __init__(self, shapes: Sequence[Parents], rows: SamplingRows | None, device: torch.device) -> None:
         self.rows = rows
-        self.feeds = [inner_by_depth(parents.tobytes()) for parents in shapes]
-        self._topologies = [topology(parents.tobytes()) for parents in shapes]
-        # all inner nodes of all trees, one tree after the other: the rows of _children and _probs
-        inner = [(i, node) for i, each in enumerate(self._topologies) for node in each.inner.tolist()]
-        self._row_of = {parent: row for row, parent in enumerate(inner)}
-        self._num_children = np.concatenate([np.unique(parents, return_counts=True)[1] for parents in shapes])
-        self._children: Tensor  # int64 [inner nodes, most children], -1 where there is none
-        self._probs: Tensor  # float32 [inner nodes, V], for proposals that are drawn
+        self._plans = [shape_plan(parents.tobytes()) for parents in shapes]
+        self.feeds = [plan.feeds for plan in self._plans]
+        self._starts = [0, *accumulate(plan.inner.shape[1] for plan in self._plans)]
+        self._max_children = max(plan.max_children for plan in self._plans)
+        self._levels = self._make_levels(device)
+        self._children: Tensor  # int64 [I, most children], -1 where there is none
+        self._probs: Tensor  # float32 [I, V], for proposals that are drawn
 
     def plant(self, logits: Tensor) -> None:
-        self._children = logits.new_full((len(self._row_of), int(self._num_children.max())), -1, dtype=torch.int64)
+        self._children = logits.new_full((self._starts[-1], self._max_children), -1, dtype=torch.int64)
         if self.rows is not None:
-            self._probs = logits.new_empty((len(self._row_of), logits.shape[1]), dtype=torch.float32)
-        self._fill([(i, -1) for i in range(len(self.shapes))], logits)
+            self._probs = logits.new_empty((self._starts[-1], logits.shape[1]), dtype=torch.float32)
+        self.grow(0, logits)
 
     def frontier(self, depth: int) -> Frontier:
-        fed = self._fed(depth)
-        rows = [self._row_of[i, int(self.shapes[i][node])] for i, node in fed]
-        ranks = [int(self._topologies[i].child_ranks[node]) for i, node in fed]
-        bits = [int(self._topologies[i].ancestor_bits[node]) for i, node in fed]
-        device = self._children.device
-        token_ids = self._children[to_device(np.array(rows), device), to_device(np.array(ranks), device)]
-        return Frontier(token_ids.clamp(min=0), to_device(np.array(bits, np.int64), device))
+        level = self._levels[depth]
+        return Frontier(self._children.view(-1).index_select(0, level.sources).clamp_(min=0), level.ancestor_bits)
 
     def grow(self, depth: int, logits: Tensor) -> None:
-        self._fill(self._fed(depth), logits)
+        level = self._levels[depth]
+        if self.rows is None:
+            count = min(int(level.num_children.max()), logits.shape[1])
+            self._children[level.places, :count] = logits.topk(count, dim=-1).indices
+            return
+        seeds, positions = self.rows.seeds[level.owners], self.rows.positions[level.owners] + depth
+        probs = lazy_probs(logits, self.rows, level.owners)
+        draw_children(probs, seeds, positions, level.num_children, level.places, self._probs, self._children)
 
     def harvest(self) -> list[DraftTree]:
         children: NDArray[np.int64] = self._children.cpu().numpy()
-        return [self._tree(i, children) for i in range(len(self.shapes))]
+        return [
+            self._tree(plan, start, children[start:end])
+            for plan, (start, end) in zip(self._plans, pairwise(self._starts), strict=True)
+        ]
 
-    def _fed(self, depth: int) -> list[tuple[int, int]]:
-        return [(i, node) for i, feed in enumerate(self.feeds) if len(feed) >= depth for node in feed[depth - 1].tolist()]
+    def _make_levels(self, device: torch.device) -> list[ShapeLevel]:
+        owners = np.repeat(np.arange(len(self._plans)), [plan.inner.shape[1] for plan in self._plans])
+        starts = np.array(self._starts)[owners]
+        depths, parents, ranks, bits, num_children = np.concatenate([plan.inner for plan in self._plans], 1)
+        places = np.argsort(depths, kind="stable")
+        sources = (starts + parents) * self._max_children + ranks
+        table = to_device(np.stack((places, sources[places], bits[places])), device)
+        ends = np.cumsum(np.bincount(depths)).tolist()
+        levels = []
+        for start, end in pairwise([0, *ends]):
+            on_device, on_host = table[:, start:end], places[start:end]
+            levels.append(ShapeLevel(on_device[0], on_device[1], on_device[2], owners[on_host], num_children[on_host]))
+        return levels
 
-    def _fill(self, parents: list[tuple[int, int]], logits: Tensor) -> None:
-        """Choose the children of inner nodes, given as (request, node), from their logits."""
-        rows = np.array([self._row_of[parent] for parent in parents])
-        index = to_device(rows, logits.device)
-        count = min(int(self._num_children[rows].max()), logits.shape[1])
-        if self.rows is None:
-            self._children[index, :count] = logits.topk(count, dim=-1).indices
-            return
-        requests = np.array([i for i, _ in parents])
-        depths = np.array([0 if node < 0 else int(self._topologies[i].depths[node]) for i, node in parents])
-        probs = target_probs(logits, self.rows, requests)
-        self._probs.index_copy_(0, index, probs)
-        seeds, positions = self.rows.seeds[requests], self.rows.positions[requests] + depths
-        self._children[index, :count] = draw_children(probs, count, seeds, positions)
-
-    def _tree(self, i: int, children: NDArray[np.int64]) -> DraftTree:
-        shape, inner = self.shapes[i], self._topologies[i].inner
-        first_row = self._row_of[i, -1]
-        tokens = children[first_row + np.searchsorted(inner, shape), self._topologies[i].child_ranks]
-        slots = np.where(np.isin(np.arange(len(shape)), inner), np.arange(len(shape)), -1).astype(np.int32)
-        probs = None if self.rows is None else self._probs[first_row : first_row + len(inner)]
+    def _tree(self, plan: ShapePlan, start: int, children: Ints) -> DraftTree:
+        """The tree of a request whose inner nodes, from ``start`` on, have these children."""
+        shape, tokens = plan.parents, children[plan.node_parents, plan.ranks]
+        probs = None if self.rows is None else self._probs[start : start + len(children)]
         if (tokens >= 0).all():
-            return DraftTree(tokens, shape, probs, slots)
+            return DraftTree(tokens, shape, probs, plan.slots)
         # a draft with fewer possible tokens than the shape has children leaves nodes empty
         kept = np.zeros(len(shape), bool)
         for node, parent in enumerate(shape.tolist()):
@@ -339,26 +359,34 @@ class ShapeGrowth:
             return EMPTY_TREE
         new_index = np.append(np.cumsum(kept) - 1, -1).astype(np.int32)  # the root stays -1
         if probs is not None:
-            probs = probs[torch.from_numpy(np.isin(inner, shape[kept])).to(probs.device)]
-        return DraftTree(tokens[kept], new_index[shape[kept]], probs, slots[kept])
+            is_inner = np.isin(np.arange(len(children)), plan.node_parents[kept])
+            probs = probs[torch.from_numpy(is_inner).to(probs.device)]
+        return DraftTree(tokens[kept], new_index[shape[kept]], probs, plan.slots[kept])
 
 
-def draw_children(probs: Tensor, num_children: int, seeds: NDArray[np.uint64], positions: Ints) -> Tensor:
-    """Draw tokens without replacement: int64 [rows, num_children], -1 where no token is left.
+def draw_children(
+    rows: LazyProbs,
+    seeds: NDArray[np.uint64],
+    positions: Ints,
+    num_children: Ints,
+    places: Tensor,
+    probs: Tensor,
+    children: Tensor,
+) -> None:
+    """Draw the children of inner nodes without replacement.
 
     Args:
-        probs: float32 [rows, V], normalised.
-        num_children: how many.
-        seeds: uint64 [rows].
-        positions: int64 [rows], of the tokens to be drawn.
+        rows: the distributions of r inner nodes.
+        seeds: uint64 [r].
+        positions: int64 [r], of the tokens to be drawn.
+        num_children: int64 [r].
+        places: int64 [r], rows of the two tables below that belong to the nodes.
+        probs: float32 [I, V], overwritten at ``places``.
+        children: int64 [I, K], likewise, from the left; -1 where no token is left.
     """
-    children = []
-    left = probs
-    for sibling in range(num_children):
-        uniform = philox_uniform(seeds, positions, Purpose.DRAFT, sibling=sibling)
-        tokens = draw(left, to_device(uniform, probs.device)).clamp(max=left.shape[1] - 1)  # where nothing is left
-        is_possible = left.gather(1, tokens[:, None])[:, 0] > 0
-        children.append(torch.where(is_possible, tokens, -1))
-        if sibling + 1 < num_children:
-            left = left.scatter(1, tokens[:, None], 0.0)
-    return torch.stack(children, 1)
+    if draw_children_compiled(rows, seeds, positions, Purpose.DRAFT, num_children, places, probs, children):
+        return
+    written, count = rows.probs(), int(num_children.max())
+    probs.index_copy_(0, places, written)
+    uniform = philox_uniform(seeds[:, None], positions[:, None], Purpose.DRAFT, sibling=np.arange(count))
+    children[places, :count] = draw_siblings(written, to_device(uniform, probs.device), to_device(num_children, probs.device))

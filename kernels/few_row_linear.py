@@ -1,4 +1,4 @@
-"""Weights that oneDNN packed, read where they lie by the compiled product for few rows."""
+"""The compiled product of few rows with a weight, plain or as oneDNN packed it, which it reads where it lies."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ MAX_ROWS = 8
 """Most rows that the product of the library takes, ``kMaxRows`` of its source."""
 
 BLOCKS = (64, 48, 32, 16)
-"""Outputs that oneDNN's layouts keep side by side, of those that the library can read."""
+"""Outputs that oneDNN's layouts keep in a block, of those that the library can read."""
+
+PLAIN = 1
+"""As the size of a block: plain rows."""
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
-class PackedWeightStruct(ctypes.Structure):
-    """``PackedWeight`` of the source; all zeros where there is none."""
+class WeightStruct(ctypes.Structure):
+    """``Weight`` of the source."""
 
     _fields_ = [
         ("data", _POINTER),
@@ -32,7 +35,7 @@ class PackedWeightStruct(ctypes.Structure):
     ]
 
 
-def multiply_few_rows(library: ctypes.CDLL, weight: PackedWeightStruct, x: Tensor) -> Tensor:
+def multiply_few_rows(library: ctypes.CDLL, weight: WeightStruct, x: Tensor) -> Tensor:
     """``x @ weight.T + bias``: [rows, num_inputs] -> [rows, num_outputs], of at most `MAX_ROWS` contiguous rows."""
     function = library[f"linear_{str(x.dtype).removeprefix('torch.')}"]
     function.argtypes, function.restype = [_POINTER, _POINTER, _INT, _POINTER], None
@@ -41,31 +44,34 @@ def multiply_few_rows(library: ctypes.CDLL, weight: PackedWeightStruct, x: Tenso
     return output
 
 
-def find_packed_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> PackedWeightStruct | None:
-    """How the library can read a weight that `titan.kernels.linear.pack_weight` made; ``None`` if it cannot.
+def find_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> WeightStruct | None:
+    """How the library can read a weight; ``None`` if it cannot.
 
     oneDNN does not tell its layouts, which differ between processors. The one is taken with which the product of random rows is
     oneDNN's: it follows for these weights that every element is where it is looked for.
 
     Args:
         library: the C++ of `cpu/`, compiled.
-        weight: [num_outputs, num_inputs].
-        bias: [num_outputs].
+        weight: [num_outputs, num_inputs], plain or made by `titan.kernels.linear.pack_weight`; it must live as long.
+        bias: [num_outputs]; likewise.
     """
-    if not weight.is_mkldnn or weight.dtype not in COMPILED_DTYPES or not hasattr(torch.ops.mkldnn, "_nbytes"):
+    (num_outputs, num_inputs), bias_address = weight.shape, None if bias is None else bias.data_ptr()
+    if weight.dtype not in COMPILED_DTYPES:
         return None
-    num_outputs, num_inputs = weight.shape
+    if not weight.is_mkldnn:
+        is_plain = weight.is_contiguous()
+        return WeightStruct(weight.data_ptr(), bias_address, num_outputs, num_inputs, PLAIN, num_inputs) if is_plain else None
+    if not hasattr(torch.ops.mkldnn, "_nbytes"):
+        return None
     num_elements = torch.ops.mkldnn._nbytes(weight) // weight.dtype.itemsize
-    address = torch.ops.mkldnn.data_ptr(weight)
     x = torch.randn(MAX_ROWS, num_inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    expected = linear(x, weight, None).float()
+    expected = linear(x, weight, bias).float()
     for block in BLOCKS:
         depth, rest = divmod(num_elements, -(-num_outputs // block) * block)
         if rest or depth % 2 or depth < num_inputs:
             continue
-        found = PackedWeightStruct(address, None, num_outputs, num_inputs, block, depth)
+        found = WeightStruct(torch.ops.mkldnn.data_ptr(weight), bias_address, num_outputs, num_inputs, block, depth)
         if _is_close(multiply_few_rows(library, found, x).float(), expected, torch.finfo(weight.dtype).eps):
-            found.bias = None if bias is None else bias.data_ptr()
             return found
     return None
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan.kernels.huge_pages import use_huge_pages
+
 PACKING_ROWS = 8
 """Rows of a typical product; the packed layout hardly depends on it."""
 
@@ -29,6 +31,8 @@ def can_pack(weight: Tensor) -> bool:
 def pack_weight(weight: Tensor) -> Tensor:
     """Return ``weight`` [out_features, in_features] in the packed layout, which only the products of this file can read."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKING_ROWS)
+    if hasattr(torch.ops.mkldnn, "_nbytes"):
+        use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
     return packed
 
 

@@ -1,16 +1,38 @@
-"""The largest logit, softmax at a temperature and draws: the parts of sampling that look at the whole vocabulary."""
+"""The largest logits, softmax at a temperature, draws and rejection: the parts of sampling that look at the whole vocabulary."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from titan.kernels.cpu_library import COMPILED_DTYPES, usable_library
 
+Ints = NDArray[np.int64] | NDArray[np.uint64]
+
 TINY_TEMPERATURE = 1e-3
 """Above it, no logit that a model makes overflows when it is divided."""
+
+
+class LazyProbs(NamedTuple):
+    """Distributions over the vocabulary, one per row, whose softmax may be still to come."""
+
+    values: Tensor  # [n, vocab], logits; without temperatures probabilities, float32
+    temperatures: Tensor | None  # float32 [n], above 0
+
+    def probs(self) -> Tensor:
+        """The probabilities: float32 [n, vocab], normalised; NaN in a row whose largest logit is not finite."""
+        return self.values if self.temperatures is None else softmax_at(self.values, self.temperatures)
+
+    def contiguous(self) -> LazyProbs:
+        """The same, one number after the other in memory."""
+        return LazyProbs(self.values.contiguous(), None if self.temperatures is None else self.temperatures.contiguous())
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
@@ -22,13 +44,37 @@ def argmax_rows(logits: Tensor) -> Tensor:
     Returns:
         int64 [n]; -1 where the largest logit is not finite.
     """
-    if logits.device.type == "cpu" and logits.dtype in COMPILED_DTYPES and (library := usable_library()) is not None:
+    if (library := _library_for(logits)) is not None:
         logits = logits.contiguous()
         tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-        _call(library[f"argmax_{str(logits.dtype).removeprefix('torch.')}"], (logits, tokens), logits.shape)
+        _call(library, f"argmax_{_name(logits.dtype)}", logits, tokens, *logits.shape)
         return tokens
     best, tokens = logits.max(-1)  # on a CPU five times as fast as argmax in bfloat16
     return tokens.masked_fill(~torch.isfinite(best), -1)
+
+
+def best_children(logits: Tensor, count: int, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """The most likely tokens of each row with their log-probabilities: int64 and float32, [n, count] each.
+
+    Args:
+        logits: [n, vocab], any float dtype.
+        count: where the vocabulary has fewer tokens, the rest has log-probability -inf.
+        temperatures: float32 [n], above 0, at which the probabilities are meant.
+
+    Returns:
+        Tokens, the most likely first, and log-probabilities, which are not finite in a row whose largest logit is not.
+    """
+    if (library := _library_for(logits)) is not None:
+        logits, temperatures = logits.contiguous(), temperatures.float().contiguous()
+        tokens = torch.empty((logits.shape[0], count), dtype=torch.int64)
+        logprobs = torch.empty((logits.shape[0], count), dtype=torch.float32)
+        _call(library, f"best_children_{_name(logits.dtype)}", logits, temperatures, tokens, logprobs, *logits.shape, count)
+        return tokens, logprobs
+    best = logits.topk(min(count, logits.shape[1]), dim=-1)
+    largest, column = best.values[:, :1].float(), temperatures[:, None]
+    log_total = ((logits.float() - largest) / column).logsumexp(-1, keepdim=True)
+    padding = (0, count - best.values.shape[1])
+    return pad(best.indices, padding), pad((best.values.float() - largest) / column - log_total, padding, value=float("-inf"))
 
 
 def softmax_at(logits: Tensor, temperatures: Tensor) -> Tensor:
@@ -41,11 +87,10 @@ def softmax_at(logits: Tensor, temperatures: Tensor) -> Tensor:
     Returns:
         float32 [n, vocab]; NaN in a row whose largest logit is not finite.
     """
-    if logits.device.type == "cpu" and logits.dtype in COMPILED_DTYPES and (library := usable_library()) is not None:
+    if (library := _library_for(logits)) is not None:
         logits, temperatures = logits.contiguous(), temperatures.float().contiguous()
         probs = torch.empty(logits.shape, dtype=torch.float32)
-        function = library[f"softmax_{str(logits.dtype).removeprefix('torch.')}"]
-        _call(function, (logits, temperatures, probs), logits.shape)
+        _call(library, f"softmax_{_name(logits.dtype)}", logits, temperatures, probs, *logits.shape)
         return probs
     scaled = logits.to(torch.float32, copy=True)
     if (temperatures < TINY_TEMPERATURE).any():
@@ -63,11 +108,6 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         int64 [n]; a token of probability 0 never comes out.
     """
-    if probs.device.type == "cpu" and (library := usable_library()) is not None:
-        probs, uniform = probs.float().contiguous(), uniform.double().contiguous()
-        tokens = torch.empty(probs.shape[0], dtype=torch.int64)
-        _call(library["draw_float32"], (probs, uniform, tokens), probs.shape)
-        return tokens
     cdf = probs.double().cumsum(-1)
     total = cdf[:, -1]
     # below the total whatever rounding does, so that the CDF steps over it, which it does at a possible token only
@@ -75,7 +115,135 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cdf, height[:, None], right=True)[:, 0]
 
 
-def _call(function: ctypes._NamedFuncPointer, tensors: tuple[Tensor, ...], shape: torch.Size) -> None:
-    """Call a function of the CPU library that takes tensors and the number and the size of their rows."""
+def draw_siblings(probs: Tensor, uniform: Tensor, num_children: Tensor) -> Tensor:
+    """Draws without replacement: int64 [n, K], -1 where no token is left and past a row's children.
+
+    Args:
+        probs: float32 [n, vocab], not necessarily normalised.
+        uniform: float64 [n, K] in (0, 1), one per draw.
+        num_children: int64 [n], draws of each row, at most K.
+    """
+    columns = []
+    left = probs
+    for rank in range(uniform.shape[1]):
+        drawn = draw(left, uniform[:, rank]).clamp(max=left.shape[1] - 1)  # where nothing is left
+        is_possible = (left.gather(1, drawn[:, None])[:, 0] > 0) & (num_children > rank)
+        columns.append(torch.where(is_possible, drawn, -1))
+        if rank + 1 < uniform.shape[1]:
+            left = left.scatter(1, drawn[:, None], 0.0)
+    return torch.stack(columns, 1)
+
+
+def draw_compiled(rows: LazyProbs, seeds: Ints, positions: Ints, purpose: int) -> Tensor | None:
+    """One draw per row by the compiled library, -1 where no token is possible: int64 [n]; ``None`` where there is no library.
+
+    Args:
+        rows: n of them.
+        seeds: uint64 [n].
+        positions: int64 [n].
+        purpose: of the random numbers, see `titan.sampling.philox_uniform`.
+    """
+    values, temperatures = rows.contiguous()
+    if (library := _library_for(values)) is None:
+        return None
+    tokens = torch.empty(len(values), dtype=torch.int64)
+    keys = torch.from_numpy(seeds), torch.from_numpy(positions)
+    _call(library, f"draw_tokens_{_name(values.dtype)}", values, temperatures, *keys, purpose, tokens, *values.shape)
+    return tokens
+
+
+def draw_children_compiled(
+    rows: LazyProbs,
+    seeds: Ints,
+    positions: Ints,
+    purpose: int,
+    num_children: Ints,
+    places: Tensor,
+    probs: Tensor,
+    tokens: Tensor,
+) -> bool:
+    """`draw_siblings` by the compiled library, which makes the random numbers, and writes the probabilities down too.
+
+    Args:
+        rows: n of them.
+        seeds: uint64 [n].
+        positions: int64 [n].
+        purpose: of the random numbers, see `titan.sampling.philox_uniform`; rank k is sibling k.
+        num_children: int64 [n], draws of each row, at most K.
+        places: int64 [n], the row of the two tables below that each row is written to.
+        probs: float32 [any, vocab], overwritten at ``places``.
+        tokens: int64 [any, K], overwritten at ``places``, of each row as many as it has draws.
+
+    Returns:
+        Whether there is a library; if not, nothing has happened.
+    """
+    values, temperatures = rows.contiguous()
+    if (library := _library_for(values)) is None:
+        return False
+    keys = torch.from_numpy(seeds), torch.from_numpy(positions)
+    tensors = (torch.from_numpy(num_children), places, probs, tokens)
+    name = f"draw_children_{_name(values.dtype)}"
+    _call(library, name, values, temperatures, *keys, purpose, *tensors, *values.shape, tokens.shape[1])
+    return True
+
+
+def reject_compiled(
+    rows: LazyProbs,
+    draft_probs: Sequence[Tensor],
+    inner_rows: Ints,
+    token_ids: Ints,
+    parents: NDArray[np.int32],
+    node_start_loc: Ints,
+    seeds: Ints,
+    positions: Ints,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Recursive rejection over the siblings of T trees by the compiled library; ``None`` where there is none.
+
+    Args:
+        rows: p at the L rows of the trees: of each its root, then its nodes.
+        draft_probs: of each tree float32 [inner nodes, vocab], q.
+        inner_rows: [L], which of the tree's q belongs to the row; -1 for a leaf.
+        token_ids: [N], of the nodes.
+        parents: [N], counted from the tree's first node; -1 for its root.
+        node_start_loc: [T + 1], the trees' first nodes.
+        seeds: uint64 [L].
+        positions: [L], of the token that follows the row.
+
+    Returns:
+        The rows at which the paths end, int64 [T]; the tokens behind them, int64 [T], -1 where p is NaN; and float32 [T, 2], at the
+        roots p of q's most likely token and sum(min(p, q)).
+    """
+    values, temperatures = rows.contiguous()
+    if (library := _library_for(values)) is None:
+        return None
+    draft_probs = [each.contiguous() for each in draft_probs]
+    addresses = np.array([each.data_ptr() for each in draft_probs])
+    num_trees = len(draft_probs)
+    arrays = [addresses, inner_rows, token_ids, parents, node_start_loc, seeds, positions]
+    results = [np.empty(num_trees, np.int64), np.empty(num_trees, np.int64), np.full((num_trees, 2), np.nan, np.float32)]
+    tensors = [torch.from_numpy(array) for array in (*arrays, *results)]
+    _call(library, f"reject_trees_{_name(values.dtype)}", values, temperatures, *tensors, num_trees, values.shape[1])
+    last_rows, final_tokens, matches = tensors[len(arrays) :]
+    return last_rows, final_tokens, matches
+
+
+def _library_for(tensor: Tensor) -> ctypes.CDLL | None:
+    """The library, if it can take the tensor."""
+    return usable_library() if tensor.device.type == "cpu" and tensor.dtype in COMPILED_DTYPES else None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _call(library: ctypes.CDLL, name: str, *arguments: Tensor | int | None) -> None:
+    """Call a function of the library with tensors, ``None`` for one that is not there, and numbers."""
+    function = getattr(library, name)
     function.restype = None
-    function(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors), *map(ctypes.c_int64, shape))
+    function(*map(_as_argument, arguments))
+
+
+def _as_argument(value: Tensor | int | None) -> ctypes.c_void_p | ctypes.c_int64:
+    if isinstance(value, int):
+        return ctypes.c_int64(value)
+    return ctypes.c_void_p(None if value is None else value.data_ptr())

@@ -14,7 +14,7 @@ from tiny_models import make_model
 from titan.batch import Segment, build_batch
 from titan.compiled_runner import CompiledRunner, make_compiled_runner
 from titan.kernels.cpu_library import usable_library
-from titan.kernels.packed_weight import MAX_ROWS
+from titan.kernels.few_row_linear import MAX_ROWS
 from titan.kv_cache import allocate_kv
 from titan.model_runner import ModelRunner
 from titan.models.decoder import Decoder
@@ -112,6 +112,49 @@ def test_a_request_does_not_depend_on_its_neighbours(dtype: str, tmp_path: Path,
     assert torch.equal(torch.cat([run([segment]) for segment in segments]), together)
 
 
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_a_chain_is_verified_as_it_would_be_decoded(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit, wherever the context ends."""
+    make_model(tmp_path, "llama")
+    _, compiled = make_runners(tmp_path, dtype, monkeypatch)
+    [table], chain = tables(1), tokens(MAX_ROWS, 9)
+    for root in (0, 5, 29, 31, 60):
+        verification = Segment(table, root, chain[:1], DraftTree.chain(chain[1:]), root_position=root)
+        with torch.inference_mode():
+            decoded = [
+                compiled.forward(build_batch([Segment(table, root + i, [token])], block_size=BLOCK_SIZE, device=CPU))
+                for i, token in enumerate(chain)
+            ]
+            verified = compiled.forward(build_batch([verification], block_size=BLOCK_SIZE, device=CPU))
+        assert torch.equal(verified, torch.cat(decoded))
+
+
+@pytest.mark.parametrize("depths", [[4, 4, 4], [1, 5, 3], [2], [1, 1]], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mistral_window"])
+def test_chains_are_followed_as_token_by_token(
+    name: str, depths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens and the logits behind them are those of decodes that run operation by operation, and so is the KV."""
+    model_type, config = MODELS[name]
+    make_model(tmp_path, model_type, **config)
+    plain, compiled = make_runners(tmp_path, "float32", monkeypatch)
+    roots, block_tables = [30, 3, 17][: len(depths)], tables(3)[: len(depths)]
+    first = torch.tensor(tokens(len(depths), 8))
+    with torch.inference_mode():
+        token_ids, logits = compiled.follow(first, np.array(depths), np.array(roots), block_tables)
+        assert token_ids.shape == (max(depths), len(depths)) and logits.shape[:2] == (max(depths) - 1, len(depths))
+        for i, (depth, root, table) in enumerate(zip(depths, roots, block_tables, strict=True)):
+            token = int(first[i])
+            for d in range(depth):
+                assert int(token_ids[d, i]) == token
+                if d + 1 < depth:
+                    segment = Segment(table, root + 1 + d, [token])
+                    expected = plain.forward(build_batch([segment], block_size=BLOCK_SIZE, device=CPU))
+                    assert_near(logits[d, i : i + 1], expected, 1e-5)
+                    token = int(expected.argmax())
+    assert_near(compiled.kv, plain.kv, 1e-5)
+
+
 def test_longer_passes_are_the_decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path, "llama")
     plain, compiled = make_runners(tmp_path, "float32", monkeypatch)
@@ -125,9 +168,20 @@ def test_positions_without_rotation_are_refused(tmp_path: Path, monkeypatch: pyt
     _, compiled = make_runners(tmp_path, "float32", monkeypatch)
     with pytest.raises(IndexError, match="64"):
         compiled.forward(build_batch([Segment(tables(1)[0], 64, [5])], block_size=BLOCK_SIZE, device=CPU))
+    with pytest.raises(IndexError, match="64"):
+        compiled.follow(torch.tensor([5]), np.array([3]), np.array([62]), tables(1))
 
 
-def test_weights_that_are_not_packed_are_the_decoders(tmp_path: Path) -> None:
-    make_model(tmp_path, "llama")
-    model = load_model(str(tmp_path), dtype="float32", device=CPU, pack=False)
-    assert make_compiled_runner(model, random_kv(model)) is None
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_plain_weights_are_read_too(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the head is that shares a large embedding."""
+    make_model(tmp_path, "qwen2", hidden_size=72)
+    plain, _ = make_runners(tmp_path, dtype, monkeypatch)
+    monkeypatch.undo()
+    model = load_model(str(tmp_path), dtype=dtype, device=CPU, pack=False)
+    compiled = make_compiled_runner(model, random_kv(model))
+    assert compiled is not None
+    for segments in batches().values():
+        batch = build_batch(segments, block_size=BLOCK_SIZE, device=CPU)
+        with torch.inference_mode():
+            assert_near(compiled.forward(batch), plain.forward(batch), BOUNDS[dtype])

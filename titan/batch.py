@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.kernels.attention_layout import AttentionLayout
+from titan.kernels.attention_layout import AttentionLayout, Int
 from titan.tree import EMPTY_TREE, DraftTree
 
 
@@ -43,7 +43,7 @@ class RaggedBatch:
     positions: Tensor  # int64 [T], rope positions: root position + depth for tree nodes
     slot_mapping: Tensor  # int64 [T], block * block_size + offset
     logits_rows: Tensor  # int64 [L], rows of T whose logits are computed
-    logits_start_loc: NDArray[np.int64]  # [R + 1], prefix sums of logits rows per request
+    logits_start_loc: Int  # [R + 1], prefix sums of logits rows per request
     attention: AttentionLayout
 
 
@@ -55,50 +55,53 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, device: torch.d
         block_size: tokens per KV block.
         device: where the model runs.
     """
-    num_requests = len(segments)
-    num_committed = np.array([len(segment.token_ids) for segment in segments])
-    num_nodes = np.array([segment.tree.num_nodes - segment.first_node for segment in segments])
-    origins = np.array([s.start if len(s.token_ids) else s.root_position + 1 + s.first_node for s in segments])
-    query_lens = num_committed + num_nodes
-    query_start_loc = _prefix_sums(query_lens)
-    num_tokens = int(query_start_loc[-1])
-    owners = np.repeat(np.arange(num_requests), query_lens)
+    token_ids: list[int] = []
+    origins, query_lens, logits_lens = [], [], []
+    has_branches = False
+    for segment in segments:
+        num_committed, tree = len(segment.token_ids), segment.tree
+        num_nodes = tree.num_nodes - segment.first_node
+        token_ids += segment.token_ids
+        if num_nodes:
+            token_ids += tree.token_ids[segment.first_node :].tolist()
+            has_branches |= not tree.is_chain
+        origins.append(segment.start if num_committed else segment.root_position + 1 + segment.first_node)
+        query_lens.append(num_committed + num_nodes)
+        logits_lens.append(num_nodes + (num_committed > 0) if segment.needs_logits else 0)
+    query_start_loc, logits_start_loc = prefix_sums(query_lens), prefix_sums(logits_lens)
+    num_tokens, num_rows = len(token_ids), int(logits_start_loc[-1])
+    table = pad_block_tables([segment.block_ids for segment in segments])
+    first_slots = np.array(origins)
+    owners, slots = _place(first_slots, query_lens, query_start_loc)
 
     # committed tokens and nodes lie in consecutive slots, and but for branching trees the slot is the position
-    slots = origins[owners] + np.arange(num_tokens) - query_start_loc[owners]
-    positions, visible_lens = slots.copy(), slots + 1
+    positions, visible_lens = slots, slots + 1
     ancestor_bits = np.zeros(num_tokens, np.int64)
-    tree_starts = np.zeros(num_requests, np.int64)
-    for i, segment in enumerate(segments):
-        if num_nodes[i] and not segment.tree.is_chain:
-            rows = slice(int(query_start_loc[i + 1] - num_nodes[i]), int(query_start_loc[i + 1]))
-            tree_starts[i] = segment.root_position + 1
-            positions[rows] = segment.root_position + segment.tree.depths[segment.first_node :]
-            visible_lens[rows] = segment.root_position + 1
-            ancestor_bits[rows] = segment.tree.ancestor_bits[segment.first_node :]
+    tree_starts = np.zeros(len(segments), np.int64)
+    if has_branches:
+        positions = slots.copy()
+        for i, segment in enumerate(segments):
+            tree, first = segment.tree, segment.first_node
+            if tree.num_nodes > first and not tree.is_chain:
+                rows = slice(int(query_start_loc[i + 1]) - tree.num_nodes + first, int(query_start_loc[i + 1]))
+                tree_starts[i] = visible_lens[rows] = segment.root_position + 1
+                positions[rows] = segment.root_position + tree.depths[first:]
+                ancestor_bits[rows] = tree.ancestor_bits[first:]
 
-    needs_logits = np.array([segment.needs_logits for segment in segments])
-    logits_lens = np.where(needs_logits, num_nodes + (num_committed > 0), 0)
-    logits_start_loc = _prefix_sums(logits_lens)
-    logits_rows = np.arange(logits_start_loc[-1]) + np.repeat(
-        query_start_loc[1:] - logits_lens - logits_start_loc[:-1], logits_lens
-    )
-    table = pad_block_tables([segment.block_ids for segment in segments])
-    slot_mapping = table[owners, slots // block_size] * block_size + slots % block_size
-    token_ids: list[int] = []
-    for segment in segments:
-        token_ids += segment.token_ids
-        token_ids += segment.tree.token_ids[segment.first_node :].tolist()
-
+    if num_rows == num_tokens:
+        logits_rows = np.arange(num_tokens)
+    else:
+        first_rows = query_start_loc[1:] - logits_lens
+        _, logits_rows = _place(first_rows, logits_lens, logits_start_loc)
     return RaggedBatch(
-        token_ids=torch.tensor(token_ids, device=device),
+        token_ids=torch.from_numpy(np.array(token_ids)).to(device),
         positions=torch.from_numpy(positions).to(device),
-        slot_mapping=torch.from_numpy(slot_mapping).to(device),
+        slot_mapping=torch.from_numpy(_physical(table, owners, slots, block_size)).to(device),
         logits_rows=torch.from_numpy(logits_rows).to(device),
         logits_start_loc=logits_start_loc,
         attention=AttentionLayout(
             query_start_loc=query_start_loc,
-            seq_lens=origins + query_lens,
+            seq_lens=first_slots + np.diff(query_start_loc),
             block_table=table,
             tree_starts=tree_starts,
             positions=positions,
@@ -109,14 +112,24 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, device: torch.d
     )
 
 
-def _prefix_sums(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0 and the running sums of ``counts``: [n] -> [n + 1]."""
-    sums = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=sums[1:])
-    return sums
+def prefix_sums(counts: Sequence[int]) -> Int:
+    """0 and the running sums of ``counts``: [n] -> int64 [n + 1]."""
+    return np.array([0, *accumulate(counts)])
 
 
-def pad_block_tables(block_tables: Sequence[list[int]]) -> NDArray[np.int64]:
+def _place(first_places: Int, counts: Sequence[int], start_loc: Int) -> tuple[Int, Int]:
+    """Spread ``counts`` of neighbours from each first place on: their owners and their places, int64 [sum of counts] each."""
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return owners, (first_places - start_loc[:-1])[owners] + np.arange(len(owners))
+
+
+def _physical(table: Int, owners: Int, slots: Int, block_size: int) -> Int:
+    """Where the slots of requests lie in the cache: int64 [n]."""
+    blocks, offsets = np.divmod(slots, block_size)
+    return table[owners, blocks] * block_size + offsets
+
+
+def pad_block_tables(block_tables: Sequence[list[int]]) -> Int:
     """Block tables as rows of one array, int64 [R, longest table]; the tails repeat block 0 and are never read."""
     table = np.zeros((len(block_tables), max(map(len, block_tables))), np.int64)
     for row, block_ids in zip(table, block_tables, strict=True):
@@ -143,8 +156,8 @@ class DraftPass:
 
 def build_draft_passes(
     block_tables: Sequence[list[int]],
-    root_positions: NDArray[np.int64],
-    feeds: Sequence[Sequence[NDArray[np.int64]]],
+    root_positions: Int,
+    feeds: Sequence[Sequence[Int]],
     *,
     block_size: int,
     device: torch.device,
@@ -159,28 +172,40 @@ def build_draft_passes(
         block_size: tokens per KV block.
         device: where the model runs.
     """
-    all_tables = pad_block_tables(block_tables)
-    for depth in range(1, max(map(len, feeds)) + 1):
-        going_on = [i for i, feed in enumerate(feeds) if len(feed) >= depth]
-        is_all = len(going_on) == len(feeds)
-        roots, table = (root_positions, all_tables) if is_all else (root_positions[going_on], all_tables[going_on])
-        nodes = [feeds[i][depth - 1] for i in going_on]
-        query_start_loc = _prefix_sums(np.array([len(each) for each in nodes]))
-        owners = np.repeat(np.arange(len(nodes)), np.diff(query_start_loc))
-        slots = roots[owners] + 1 + np.concatenate(nodes)
-        positions = roots[owners] + depth
+    num_depths = max(map(len, feeds))
+    if not num_depths:
+        return
+    table = pad_block_tables(block_tables)
+    counts = [[len(feed[depth]) if depth < len(feed) else 0 for feed in feeds] for depth in range(num_depths)]
+    # all depths at once, one after the other
+    owners = np.repeat(np.tile(np.arange(len(feeds)), num_depths), np.array(counts).ravel())
+    depths = np.repeat(np.arange(1, num_depths + 1), [sum(of_depth) for of_depth in counts])
+    nodes = np.concatenate([feed[depth] for depth in range(num_depths) for feed in feeds if depth < len(feed)])
+    roots = root_positions[owners]
+    slots = roots + 1 + nodes
+    positions, visible_lens = roots + depths, roots + 1
+    slot_mapping = torch.from_numpy(_physical(table, owners, slots, block_size)).to(device)
+    positions_tensor = torch.from_numpy(positions).to(device)
+    bits = torch.zeros(len(owners), dtype=torch.int64, device=device)
+    end = 0
+    for of_depth in counts:
+        going_on = [i for i, count in enumerate(of_depth) if count]
+        query_start_loc = prefix_sums([of_depth[i] for i in going_on])
+        start, end = end, end + int(query_start_loc[-1])
+        rows = slice(start, end)
+        some = slice(None) if len(going_on) == len(feeds) else going_on
         yield DraftPass(
-            torch.from_numpy(positions).to(device),
-            torch.from_numpy(table[owners, slots // block_size] * block_size + slots % block_size).to(device),
-            torch.arange(len(owners), device=device),
+            positions_tensor[rows],
+            slot_mapping[rows],
+            torch.arange(end - start, device=device),
             AttentionLayout(
                 query_start_loc=query_start_loc,
-                seq_lens=roots + 2 + np.array([each[-1] for each in nodes]),
-                block_table=table,
-                tree_starts=roots + 1,
-                positions=positions,
-                visible_lens=roots[owners] + 1,
-                ancestor_bits=torch.zeros(len(owners), dtype=torch.int64, device=device),
+                seq_lens=slots[rows][query_start_loc[1:] - 1] + 1,
+                block_table=table[some],
+                tree_starts=root_positions[some] + 1,
+                positions=positions[rows],
+                visible_lens=visible_lens[rows],
+                ancestor_bits=bits[rows],
                 block_size=block_size,
             ),
         )

@@ -1,15 +1,17 @@
-"""A model on a CPU whose passes over few tokens are one call of compiled C++ each."""
+"""A model on a CPU whose passes over few tokens are calls of compiled C++."""
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Sequence
 
+import numpy as np
 from torch import Tensor
 
-from titan.batch import RaggedBatch
+from titan.batch import RaggedBatch, pad_block_tables
+from titan.kernels.attention_layout import Int
 from titan.kernels.compiled_decoder import CompiledDecoder, DecoderStruct, layer_struct
 from titan.kernels.cpu_library import COMPILED_DTYPES, usable_library
-from titan.kernels.packed_weight import MAX_ROWS, PackedWeightStruct, find_packed_weight, multiply_few_rows
+from titan.kernels.few_row_linear import MAX_ROWS, find_weight
 from titan.models.decoder import Decoder
 
 
@@ -19,19 +21,13 @@ class CompiledRunner:
     Args:
         model: the model.
         kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim].
-        library: the C++ of `kernels/cpu/`, compiled.
-        decoder: the model's layers, readable by it.
-        head: the model's output head; ``None``: not readable by it.
+        compiled: the model and the KV, for short passes.
     """
 
-    def __init__(
-        self, model: Decoder, kv: Tensor, library: ctypes.CDLL, decoder: CompiledDecoder, head: PackedWeightStruct | None
-    ) -> None:
+    def __init__(self, model: Decoder, kv: Tensor, compiled: CompiledDecoder) -> None:
         self.model = model
         self.kv = kv
-        self._library = library
-        self._decoder = decoder
-        self._head = head
+        self._compiled = compiled
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         """One pass over the ragged batch: logits [L, vocab] of the rows that need them."""
@@ -39,26 +35,46 @@ class CompiledRunner:
             logits: Tensor = self.model(batch, self.kv)
             return logits
         self.model.check_positions(batch.attention.positions)
-        hidden = self._decoder.hidden_states(
-            batch.attention, batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_rows, self.kv
-        )
-        return self.model.logits(hidden) if self._head is None else multiply_few_rows(self._library, self._head, hidden)
+        return self._compiled.forward(batch.attention, batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_rows)
+
+    def follow(self, first_tokens: Tensor, depths: Int, roots: Int, block_tables: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+        """Feed chains of tokens, each the most likely one behind the one before it, in one call.
+
+        Args:
+            first_tokens: int64 [n], the first of each of at most `MAX_ROWS` chains.
+            depths: int64 [n], tokens of each chain, at least 1.
+            roots: int64 [n], positions before the first tokens.
+            block_tables: n of them, covering the slots of all tokens but the last of each chain.
+
+        Returns:
+            The tokens, int64 [depths, n], and the logits behind all but the last, [depths - 1, n, vocab]; where a chain has ended
+            they mean nothing.
+        """
+        self.model.check_positions(roots + depths - 1)
+        order = np.argsort(-depths, kind="stable")
+        table = pad_block_tables(block_tables)
+        if (order[1:] > order[:-1]).all():
+            return self._compiled.follow(first_tokens, depths, roots, table)
+        token_ids, logits = self._compiled.follow(first_tokens[order], depths[order], roots[order], table[order])
+        back = np.argsort(order)
+        return token_ids[:, back], logits[:, back]
 
 
 def make_compiled_runner(model: Decoder, kv: Tensor) -> CompiledRunner | None:
-    """The runner, or ``None`` where there is no library, or the model's weights are not packed in a way that it can read.
+    """The runner, or ``None`` where there is no library, or weights are packed in a way that it cannot read.
 
     Args:
         model: the model.
         kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim].
     """
     library = usable_library() if model.device.type == "cpu" and model.dtype in COMPILED_DTYPES else None
-    if library is None:
+    head = None if library is None else find_weight(library, model.head, None)
+    if library is None or head is None:
         return None
     config, layers = model.config, []
     for weights, window in zip(model.layer_weights, config.layer_windows, strict=True):
-        packed = [
-            find_packed_weight(library, weight, bias)
+        found = [
+            find_weight(library, weight, bias)
             for weight, bias in (
                 (weights.qkv_weight, weights.qkv_bias),
                 (weights.output_weight, weights.output_bias),
@@ -66,8 +82,8 @@ def make_compiled_runner(model: Decoder, kv: Tensor) -> CompiledRunner | None:
                 (weights.down_weight, weights.down_bias),
             )
         ]
-        readable = [each for each in packed if each is not None]
-        if len(readable) < len(packed):
+        readable = [weight for weight in found if weight is not None]
+        if len(readable) < len(found):
             return None
         layers.append(layer_struct((weights.input_norm, weights.post_norm, weights.qk_norm), readable, window))
     decoder = DecoderStruct(
@@ -80,6 +96,6 @@ def make_compiled_runner(model: Decoder, kv: Tensor) -> CompiledRunner | None:
         embedding=model.embedding.data_ptr(),
         rope_table=model.rope_table.data_ptr(),
         final_norm=model.final_norm.data_ptr(),
+        head=head,
     )
-    compiled = CompiledDecoder(library, model.dtype, decoder, layers)
-    return CompiledRunner(model, kv, library, compiled, find_packed_weight(library, model.head, None))
+    return CompiledRunner(model, kv, CompiledDecoder(library, decoder, layers, kv))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.kernels import backend
-from titan.kernels.row_sampling import argmax_rows, draw, softmax_at
+from titan.kernels.row_sampling import LazyProbs, argmax_rows, draw_compiled, draw_siblings, softmax_at
 from titan.kernels.upload import upload
 from titan.logits import TransformedRows, transform_logits
+from titan.request import Request
 
 if TYPE_CHECKING:
     from titan.kernels.row_distribution import RowDistributions
@@ -29,6 +31,10 @@ WORD_BITS = np.uint64(32)
 
 TOP_P_CANDIDATES = 512
 """Most likely tokens tried first as the nucleus; rows whose nucleus is larger are sorted in full."""
+
+
+OPTIONS = np.dtype([("temperature", "f4"), ("top_k", "i8"), ("top_p", "f4"), ("min_p", "f4"), ("seed", "u8"), ("position", "i8")])
+"""Of one row: what `SamplingRows` has of each."""
 
 
 class Purpose(IntEnum):
@@ -41,7 +47,7 @@ class Purpose(IntEnum):
     RESIDUAL = 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class SamplingRows:
     """Options of the L rows of a batch of logits; arrays are [L]."""
 
@@ -55,26 +61,59 @@ class SamplingRows:
     transforms: Sequence[TransformedRows] = ()  # of the requests whose options change their logits
     errors: dict[int, str] = field(default_factory=dict)  # why a row cannot be sampled from; noted when its transforms run
 
+    @cached_property
+    def has_cuts(self) -> bool:
+        """Whether any row leaves tokens out by top-k, top-p or min-p."""
+        return bool(((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)).any())
+
+
+def spread_options(
+    requests: Sequence[Request],
+    counts: NDArray[np.int64],
+    depths: NDArray[np.int64],
+    forbidden: Sequence[tuple[int, list[int]]] = (),
+    transforms: Sequence[TransformedRows] = (),
+) -> SamplingRows:
+    """The rows of requests, each with the options of its request.
+
+    Args:
+        requests: n of them.
+        counts: [n], rows of each.
+        depths: [L], of the rows: 0 for the root, whose next token has the request's `num_tokens` as its position.
+        forbidden: as in `SamplingRows`.
+        transforms: likewise.
+    """
+    params = [request.params for request in requests]
+    roots = [(p.temperature, p.top_k, p.top_p, p.min_p, r.seed, r.num_tokens) for p, r in zip(params, requests, strict=True)]
+    options = np.repeat(np.array(roots, OPTIONS), counts)
+    options["position"] += depths
+    temperature, top_k, top_p, min_p, seeds, positions = (options[name] for name in OPTIONS.names or ())
+    return SamplingRows(temperature, top_k, top_p, min_p, seeds, positions, forbidden, transforms)
+
 
 def philox_uniform(
-    seeds: NDArray[np.uint64], positions: NDArray[np.int64], purpose: Purpose, *, sibling: int = 0
+    seeds: NDArray[np.uint64],
+    positions: NDArray[np.int64],
+    purpose: Purpose | NDArray[np.int64],
+    *,
+    sibling: int | NDArray[np.int64] = 0,
 ) -> NDArray[np.float64]:
-    """Uniform numbers in (0, 1), one per (seed, position), by Philox 4x32-10.
+    """Uniform numbers in (0, 1), one per (seed, position, purpose, sibling), by Philox 4x32-10.
 
     Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Key = seed, counter = (position, purpose and sibling,
     0, 0).
 
     Args:
-        seeds: [n].
-        positions: [n], below 2**32.
+        seeds: the shape of the result, or one that is broadcast to it; so are the others.
+        positions: below 2**32.
         purpose: the stream.
         sibling: which of the children of one node the number is for.
     """
-    seeds = seeds.astype(np.uint64)
-    counters = np.zeros((4, len(seeds)), np.uint64)
-    counters[0] = positions.astype(np.uint64) & WORD
-    counters[1] = int(purpose) | sibling << 8
-    words = philox(counters, np.stack((seeds & WORD, seeds >> WORD_BITS)))
+    streams = np.asarray(purpose, np.int64) | np.asarray(sibling, np.int64) << 8
+    keys, *counter = np.broadcast_arrays(*(array.astype(np.uint64) for array in (seeds, positions, streams)))
+    counters = np.zeros((4, *keys.shape), np.uint64)
+    counters[:2] = np.stack(counter) & WORD
+    words = philox(counters, np.stack((keys & WORD, keys >> WORD_BITS)))
     # 52 bits and a half step: never 0 or 1
     bits = (words[0] << np.uint64(20)) | (words[1] >> np.uint64(12))
     uniform: NDArray[np.float64] = (bits.astype(np.float64) + 0.5) * 2.0**-52
@@ -85,11 +124,11 @@ def philox(counters: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np
     """Philox 4x32-10: random words from counters, the same for the same counter and key.
 
     Args:
-        counters: [4, n], below 2**32.
-        keys: [2, n], below 2**32.
+        counters: [4, ...], below 2**32.
+        keys: [2, ...], below 2**32.
 
     Returns:
-        [4, n], below 2**32.
+        [4, ...], below 2**32.
     """
     c0, c1, c2, c3 = counters
     key0, key1 = keys
@@ -122,13 +161,22 @@ def sample_rows(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64] | N
 
         seeds, positions = upload([rows.seeds[index].view(np.int64), rows.positions[index]], logits.device)
         return draw_rows(_distributions(logits, rows, index), seeds, positions, purpose=Purpose.SAMPLE)
+    if len(places) == len(index):
+        return _draw(logits, rows, index)
     tokens = argmax_rows(logits)
     if len(places):
-        sampled, places_tensor = index[places], torch.from_numpy(places).to(logits.device)
-        probs = _filtered_probs(logits.index_select(0, places_tensor), rows, sampled)
-        uniform = philox_uniform(rows.seeds[sampled], rows.positions[sampled], Purpose.SAMPLE)
-        drawn = draw(probs, torch.from_numpy(uniform).to(logits.device))
-        tokens[places_tensor] = torch.where(tokens[places_tensor] < 0, -1, drawn)
+        places_tensor = torch.from_numpy(places).to(logits.device)
+        tokens[places_tensor] = _draw(logits.index_select(0, places_tensor), rows, index[places])
+    return tokens
+
+
+def _draw(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -> Tensor:
+    """`sample_rows` of logits that have been transformed, all with temperature > 0."""
+    probs, seeds, positions = _lazy_probs(logits, rows, index), rows.seeds[index], rows.positions[index]
+    tokens = draw_compiled(probs, seeds, positions, Purpose.SAMPLE)
+    if tokens is None:
+        uniform = torch.from_numpy(philox_uniform(seeds, positions, Purpose.SAMPLE)).to(logits.device)
+        tokens = draw_siblings(probs.probs(), uniform[:, None], torch.ones_like(uniform))[:, 0]
     return tokens
 
 
@@ -143,13 +191,16 @@ def target_probs(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -
     Returns:
         float32 [n, vocab], normalised; what is cut is 0. NaN in a row whose largest logit is not finite.
     """
+    return lazy_probs(logits, rows, index).probs()
+
+
+def lazy_probs(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -> LazyProbs:
+    """`target_probs` with their softmax still to come where that is all they need; the arguments are the same."""
     if backend.takes_triton(logits.device):
         from titan.kernels.row_distribution import normalized_probs  # not every platform has triton
 
-        return normalized_probs(target_distributions(logits, rows, index))
-    probs = _filtered_probs(_transformed(logits, rows, index), rows, index)
-    is_cut = (rows.top_k[index] > 0) | (rows.top_p[index] < 1) | (rows.min_p[index] > 0)
-    return probs.div_(probs.sum(-1, keepdim=True)) if is_cut.any() else probs
+        return LazyProbs(normalized_probs(target_distributions(logits, rows, index)), None)
+    return _lazy_probs(_transformed(logits, rows, index), rows, index)
 
 
 def target_distributions(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -> RowDistributions:
@@ -179,23 +230,28 @@ def _transformed(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -
     return result.logits
 
 
-def _filtered_probs(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -> Tensor:
-    """Temperature, top-k, top-p and min-p, as `target_probs`, but not normalised."""
+def _lazy_probs(logits: Tensor, rows: SamplingRows, index: NDArray[np.int64]) -> LazyProbs:
+    """Of logits that have been transformed."""
+    temperatures = torch.from_numpy(rows.temperature[index]).to(logits.device)
+    if not rows.has_cuts:
+        return LazyProbs(logits, temperatures)
 
-    def column(values: NDArray[np.float32] | NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values[index]).to(logits.device)[:, None]
+    def column(values: NDArray[np.float32] | NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(values).to(logits.device)[:, None]
 
     top_k, top_p, min_p = rows.top_k[index], rows.top_p[index], rows.min_p[index]
     vocab_size = logits.shape[-1]
     limits = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
     if (limits < vocab_size).any():
         logits = _cut_top_k(logits, limits)
-    probs = softmax_at(logits, column(rows.temperature)[:, 0])
+    probs = softmax_at(logits, temperatures)
     if (top_p < 1).any():
-        probs = _cut_top_p(probs, column(rows.top_p))
+        probs = _cut_top_p(probs, column(top_p))
     if (min_p > 0).any():
-        probs = probs.masked_fill(probs < column(rows.min_p) * probs.amax(-1, keepdim=True), 0.0)
-    return probs
+        probs = probs.masked_fill(probs < column(min_p) * probs.amax(-1, keepdim=True), 0.0)
+    # rows that are whole stay as they are, whatever their neighbours do
+    is_cut = column((limits < vocab_size) | (top_p < 1) | (min_p > 0))
+    return LazyProbs(probs / torch.where(is_cut, probs.sum(-1, keepdim=True), 1.0), None)
 
 
 def _cut_top_k(logits: Tensor, limits: NDArray[np.int64]) -> Tensor:

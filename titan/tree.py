@@ -9,7 +9,7 @@ are ``-1, 0, 1, ...``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -45,12 +45,13 @@ class DraftTree:
     draft_probs: Tensor | None = None
     draft_slots: NDArray[np.int32] | None = None
     scores: NDArray[np.float32] | None = None
+    topology: Topology = field(init=False, repr=False)  # what follows from the parents alone
 
     def __post_init__(self) -> None:
         num_nodes = len(self.token_ids)
         if num_nodes != len(self.parents):
             raise ValueError(f"token_ids has {num_nodes} nodes but parents has {len(self.parents)}: they must be equal")
-        check_parents(self.parents)
+        object.__setattr__(self, "topology", topology(self.parents.tobytes()))
         if self.draft_probs is not None and len(self.draft_probs) != len(self.inner):
             raise ValueError(f"draft_probs has {len(self.draft_probs)} rows: the tree has {len(self.inner)} nodes with children")
 
@@ -76,11 +77,6 @@ class DraftTree:
             path.append(node)
             node = int(self.parents[node])
         return path[::-1]
-
-    @property
-    def topology(self) -> Topology:
-        """What follows from the parents alone."""
-        return topology(self.parents.tobytes())
 
     @property
     def depths(self) -> NDArray[np.int32]:
@@ -109,18 +105,26 @@ class Topology:
 
     depths: NDArray[np.int32]  # [num_nodes]
     ancestor_bits: NDArray[np.int64]  # [num_nodes]
-    child_ranks: NDArray[np.int32]  # [num_nodes], how many earlier children the node's parent has
+    child_ranks: NDArray[np.int64]  # [num_nodes], how many earlier children the node's parent has
     inner: NDArray[np.int32]  # [num_inner], the distinct parents, ascending
+    row_depths: NDArray[np.int64]  # [1 + num_nodes], of the root and the nodes
+    inner_rows: NDArray[np.int64]  # [1 + num_nodes], places of the root and the nodes among the inner ones; -1 for a leaf
+    max_depth: int
     is_chain: bool
 
 
 @lru_cache(maxsize=4096)
 def topology(parents: bytes) -> Topology:
-    """Derive a tree's topology from its int32 parents (given as bytes, so that each shape is looked at once)."""
+    """Derive a tree's topology from its int32 parents (given as bytes, so that each shape is looked at once).
+
+    Raises:
+        ValueError: too many nodes, or parents that are not topological.
+    """
     parent_of = np.frombuffer(parents, np.int32)
+    _check_parents(parent_of)
     depths = np.zeros(len(parent_of), np.int32)
     bits = np.zeros(len(parent_of), np.uint64)
-    ranks = np.zeros(len(parent_of), np.int32)
+    ranks = np.zeros(len(parent_of), np.int64)
     num_children: dict[int, int] = {}
     for node, parent in enumerate(parent_of.tolist()):
         depths[node] = 1 if parent < 0 else depths[parent] + 1
@@ -128,18 +132,16 @@ def topology(parents: bytes) -> Topology:
         ranks[node] = num_children.get(parent, 0)
         num_children[parent] = int(ranks[node]) + 1
     is_chain = bool((parent_of == np.arange(len(parent_of)) - 1).all())
-    arrays = depths, bits.view(np.int64), ranks, np.unique(parent_of)
+    inner = np.unique(parent_of)
+    inner_rows = np.full(1 + len(parent_of), -1)
+    inner_rows[1 + inner] = np.arange(len(inner))
+    arrays = depths, bits.view(np.int64), ranks, inner, np.append(0, depths), inner_rows
     for array in arrays:
         array.flags.writeable = False  # shared by all trees of the shape
-    return Topology(*arrays, is_chain)
+    return Topology(*arrays, int(depths.max(initial=0)), is_chain)
 
 
-def check_parents(parents: NDArray[np.int32]) -> None:
-    """Refuse what is not the shape of a draft tree.
-
-    Raises:
-        ValueError: too many nodes, or parents that are not topological.
-    """
+def _check_parents(parents: Parents) -> None:
     num_nodes = len(parents)
     if num_nodes > MAX_NODES:
         raise ValueError(f"a draft tree of {num_nodes} nodes is too large: at most {MAX_NODES} are allowed")

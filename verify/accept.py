@@ -11,6 +11,10 @@ Sampled proposals, trees with ``draft_probs``, are verified by `titan.verify.rej
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,10 +22,12 @@ from torch import Tensor
 
 from titan.batch import RaggedBatch
 from titan.kernels import backend
+from titan.kernels.row_sampling import argmax_rows
 from titan.kernels.upload import to_device
-from titan.sampling import SamplingRows, sample_rows, target_probs
+from titan.request import Request
+from titan.sampling import lazy_probs, sample_rows
 from titan.step import Acceptance, StepPlan
-from titan.tree import EMPTY_TREE, DraftTree
+from titan.tree import DraftTree
 from titan.verify.logprobs import emitted_logprobs
 from titan.verify.rejection import reject, reject_by_kernels
 from titan.verify.rows import sampling_rows
@@ -36,82 +42,88 @@ def accept(plan: StepPlan, trees: list[DraftTree], batch: RaggedBatch, logits: T
         batch: the pass that made ``logits``.
         logits: [L, vocab], rows of a request in order: root, then nodes.
     """
-    start_loc = batch.logits_start_loc
-    rows = sampling_rows(plan.requests, trees, start_loc)
-    sampled = [i for i, tree in enumerate(trees) if tree.draft_probs is not None]
-    matches: dict[int, tuple[float, float]] = {}
-    if sampled:
-        tokens, sampled_rows, sampled_matches = _match_and_reject(sampled, trees, start_loc, logits, rows)
-        last_rows = walk([EMPTY_TREE if tree.draft_probs is not None else tree for tree in trees], start_loc, tokens)
-        last_rows[sampled] = sampled_rows
-        matches = {i: (match[0], match[1]) for i, match in zip(sampled, sampled_matches.tolist(), strict=True)}
+    if all(request.takes_argmax for request in plan.requests):
+        verified = _Verified(argmax_rows(logits).tolist())
     else:
-        tokens = sample_rows(logits, rows).cpu().numpy()
-        last_rows = walk(trees, start_loc, tokens)
-    paths = [tree.path_to(int(row - first) - 1) for tree, row, first in zip(trees, last_rows, start_loc[:-1], strict=True)]
+        verified = _verify(plan.requests, trees, batch.logits_start_loc, logits)
+    paths: list[list[int]] = []
     token_ids: list[list[int]] = []
     errors: list[str | None] = []
-    for i, (tree, path) in enumerate(zip(trees, paths, strict=True)):
-        has_rows = start_loc[i + 1] > start_loc[i]
-        final_token = int(tokens[last_rows[i]]) if has_rows else -1
-        is_broken = has_rows and final_token < 0
-        errors.append(rows.errors.get(int(last_rows[i]), "the target's logits are not finite") if is_broken else None)
-        token_ids.append([*tree.token_ids[path].tolist(), *([final_token] if has_rows and not is_broken else [])])
-    logprobs = emitted_logprobs(plan.requests, start_loc, paths, token_ids, logits)
-    return Acceptance(paths, token_ids, errors, logprobs, matches)
+    for i, (tree, (first, end)) in enumerate(zip(trees, pairwise(batch.logits_start_loc.tolist()), strict=True)):
+        path, emitted, error = [], [], None
+        if first < end:
+            if i in verified.last_rows:
+                path = tree.path_to(verified.last_rows[i] - first - 1)
+            else:
+                path = walk(tree, verified.tokens[first:end])
+            last_row = first + 1 + path[-1] if path else first
+            emitted = tree.token_ids[path].tolist()
+            if verified.tokens[last_row] >= 0:
+                emitted.append(verified.tokens[last_row])
+            else:
+                error = verified.errors.get(last_row, "the target's logits are not finite")
+        paths.append(path)
+        token_ids.append(emitted)
+        errors.append(error)
+    logprobs = emitted_logprobs(plan.requests, batch.logits_start_loc, paths, token_ids, logits)
+    return Acceptance(paths, token_ids, errors, logprobs, verified.matches)
 
 
-def walk(trees: list[DraftTree], start_loc: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Follow the drawn tokens down all trees at once, one depth at a time.
+def walk(tree: DraftTree, tokens: Sequence[int]) -> list[int]:
+    """Follow the drawn tokens down a tree.
 
     Args:
-        trees: one per request.
-        start_loc: [R + 1], first row of each request in ``tokens``; a request without rows has no nodes.
-        tokens: [L] drawn at the root and the nodes.
+        tree: the draft tokens.
+        tokens: [1 + num_nodes], drawn at the root and the nodes.
 
     Returns:
-        The row of the last node reached by each request, or of its root: int64 [R].
+        The nodes whose tokens were drawn, from the root down.
     """
-    last_rows = start_loc[:-1].copy()
-    num_nodes = np.array([tree.num_nodes for tree in trees])
-    if not num_nodes.any():
-        return last_rows
-    owners = np.repeat(np.arange(len(trees)), num_nodes)
-    first_rows = start_loc[owners] + 1  # of the owners' nodes
-    node_rows = first_rows + np.concatenate([np.arange(count) for count in num_nodes])
-    parent_rows = first_rows + np.concatenate([tree.parents for tree in trees])
-    is_match = np.concatenate([tree.token_ids for tree in trees]) == tokens[parent_rows]
-    while len(hits := np.flatnonzero(is_match & (parent_rows == last_rows[owners]))):
-        # reversed, so that the first of two equal siblings is the one that stays
-        last_rows[owners[hits[::-1]]] = node_rows[hits[::-1]]
-    return last_rows
+    path, node = [], -1
+    # children come after their parents, and of equal siblings the first is taken
+    for child, (parent, token_id) in enumerate(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)):
+        if parent == node and token_id == tokens[1 + node]:
+            path.append(child)
+            node = child
+    return path
 
 
-def _match_and_reject(
-    sampled: list[int], trees: list[DraftTree], start_loc: NDArray[np.int64], logits: Tensor, rows: SamplingRows
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """Draw the tokens of the deterministic trees and verify the sampled ones, with one copy from the device.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Verified:
+    """What is known of the rows of logits, on the host."""
 
-    Returns:
-        Tokens by row, int64 [L], of sampled trees at their last row only; these last rows, int64 [sampled]; and the `matches` of
-        the sampled trees, float64 [sampled, 2].
-    """
-    device = logits.device
-    is_sampled = np.repeat(np.isin(np.arange(len(trees)), sampled), np.diff(start_loc))
+    tokens: list[int]  # by row; of sampled trees at their last row only; -1 where none can be drawn
+    last_rows: dict[int, int] = field(default_factory=dict)  # by the index of a sampled tree: where its path ends
+    matches: dict[int, tuple[float, float]] = field(default_factory=dict)  # of the sampled trees
+    errors: dict[int, str] = field(default_factory=dict)  # by row
+
+
+def _verify(requests: list[Request], trees: list[DraftTree], start_loc: NDArray[np.int64], logits: Tensor) -> _Verified:
+    """Draw the tokens of the deterministic trees and verify the sampled ones, with one copy from the device."""
+    rows = sampling_rows(requests, trees, start_loc)
+    sampled = [i for i, tree in enumerate(trees) if tree.draft_probs is not None]
+    if not sampled:
+        return _Verified(sample_rows(logits, rows).tolist(), errors=rows.errors)
+    is_sampled = np.repeat([tree.draft_probs is not None for tree in trees], start_loc[1:] - start_loc[:-1])
     matched_index, sampled_index = np.flatnonzero(~is_sampled), np.flatnonzero(is_sampled)
-    matched_rows, sampled_rows = to_device(matched_index, device), to_device(sampled_index, device)
-    tokens = torch.zeros(len(logits), dtype=torch.int64, device=device)
+    sampled_trees, sampled_logits, matched_tokens = [trees[i] for i in sampled], logits, []
     if len(matched_index):
-        tokens[matched_rows] = sample_rows(logits.index_select(0, matched_rows), rows, matched_index)
-    sampled_logits = logits.index_select(0, sampled_rows) if len(matched_index) else logits
-    sampled_trees = [trees[i] for i in sampled]
-    if backend.takes_triton(device):
+        matched_tokens.append(sample_rows(logits.index_select(0, to_device(matched_index, logits.device)), rows, matched_index))
+        sampled_logits = logits.index_select(0, to_device(sampled_index, logits.device))
+    if backend.takes_triton(logits.device):
         result = reject_by_kernels(sampled_trees, sampled_logits, rows, sampled_index)
     else:
-        probs = target_probs(sampled_logits, rows, sampled_index)
-        result = reject(sampled_trees, probs, rows.seeds[sampled_index], rows.positions[sampled_index])
-    last_rows = sampled_rows[result.last_rows]
-    tokens[last_rows] = result.final_tokens
-    host = torch.cat((tokens, last_rows, result.matches.double().view(torch.int64).flatten())).cpu().numpy()
-    tokens_end, rows_end = len(logits), len(logits) + len(sampled)
-    return host[:tokens_end], host[tokens_end:rows_end], host[rows_end:].view(np.float64).reshape(-1, 2)
+        target = lazy_probs(sampled_logits, rows, sampled_index)
+        result = reject(sampled_trees, target, rows.seeds[sampled_index], rows.positions[sampled_index])
+    matches = result.matches.double().view(torch.int64).flatten()
+    host = torch.cat((result.last_rows, result.final_tokens, matches, *matched_tokens)).cpu().numpy()
+    n = len(sampled)
+    last_rows, tokens = sampled_index[host[:n]], np.zeros(len(logits), np.int64)
+    tokens[last_rows], tokens[matched_index] = host[n : 2 * n], host[4 * n :]
+    greedy_matches, sampled_matches = host[2 * n : 4 * n].view(np.float64).reshape(n, 2).T.tolist()
+    return _Verified(
+        tokens.tolist(),
+        dict(zip(sampled, last_rows.tolist(), strict=True)),
+        dict(zip(sampled, zip(greedy_matches, sampled_matches, strict=True), strict=True)),
+        rows.errors,
+    )

@@ -7,8 +7,9 @@ is left. One child is the classic rule of Leviathan et al., "Fast inference from
 the recursion is that of Jeon et al., "Recursive speculative decoding", 2024. Either way the token is distributed as p.
 
 No residual is ever stored. With Q_k the q-mass of the first k children, r_k = max(p - s_k q, 0) / m_k, where s_0 = 0, m_0 = 1,
-s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)); tokens rejected before fall out by themselves. None
-of it depends on the coins, so all nodes of all trees are computed side by side, and the walk is looked up afterwards.
+s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)); tokens rejected before fall out by themselves. The
+compiled library computes it for the nodes that a walk reaches. None of it depends on the coins, so PyTorch and the Triton
+kernels compute all nodes of all trees side by side, and look the walk up afterwards.
 
 Legend: T trees, L rows (of each tree the root, then its nodes), I inner nodes (those with children), K most children.
 """
@@ -17,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.kernels.row_sampling import draw
+from titan.kernels.row_sampling import LazyProbs, draw, reject_compiled
 from titan.kernels.upload import upload
 from titan.sampling import Purpose, SamplingRows, philox_uniform, target_distributions
 from titan.tree import DraftTree
@@ -40,15 +42,30 @@ class RejectionResult:
     matches: Tensor  # float32 [T, 2], at the roots: p of q's most likely token, and sum(min(p, q))
 
 
-def reject(trees: Sequence[DraftTree], probs: Tensor, seeds: NDArray[np.uint64], positions: Int) -> RejectionResult:
+def reject(trees: Sequence[DraftTree], target: LazyProbs, seeds: NDArray[np.uint64], positions: Int) -> RejectionResult:
     """Verify trees whose children were drawn from their ``draft_probs``.
 
     Args:
         trees: T of them, each with ``draft_probs``.
-        probs: float32 [L, vocab], the target's distribution at each row, normalised.
+        target: p at the L rows.
         seeds: uint64 [L], of the row's request.
         positions: int64 [L], absolute position of the token that follows the row.
     """
+    result = reject_compiled(
+        target,
+        [tree.draft_probs for tree in trees if tree.draft_probs is not None],
+        np.concatenate([tree.topology.inner_rows for tree in trees]),
+        np.concatenate([tree.token_ids for tree in trees]),
+        np.concatenate([tree.parents for tree in trees]),
+        np.array([0, *accumulate(tree.num_nodes for tree in trees)]),
+        seeds,
+        positions,
+    )
+    return reject_by_torch(trees, target.probs(), seeds, positions) if result is None else RejectionResult(*result)
+
+
+def reject_by_torch(trees: Sequence[DraftTree], probs: Tensor, seeds: NDArray[np.uint64], positions: Int) -> RejectionResult:
+    """`reject` by PyTorch, from probabilities: float32 [L, vocab]."""
     device = probs.device
     layout = _layout(trees)
     draft_probs = _joined([tree.draft_probs for tree in trees if tree.draft_probs is not None])
@@ -56,11 +73,9 @@ def reject(trees: Sequence[DraftTree], probs: Tensor, seeds: NDArray[np.uint64],
     tokens = torch.from_numpy(layout.child_tokens).to(device)
     accept_probs, scales = sibling_acceptance(probs, inner_rows, draft_probs, tokens, layout.num_children)
 
-    coins = [
-        philox_uniform(seeds[layout.inner_rows], positions[layout.inner_rows], Purpose.ACCEPT, sibling=rank)
-        for rank in range(layout.child_rows.shape[1])
-    ]
-    is_accepted = torch.from_numpy(np.stack(coins, 1)).to(device) < accept_probs
+    keys, ranks = (seeds[layout.inner_rows, None], positions[layout.inner_rows, None]), np.arange(tokens.shape[1])
+    coins = philox_uniform(*keys, Purpose.ACCEPT, sibling=ranks)
+    is_accepted = torch.from_numpy(coins).to(device) < accept_probs
     first = is_accepted.to(torch.int8).argmax(1, keepdim=True)  # the first child that is accepted, if one is
     accepted_rows = torch.where(is_accepted.any(1), child_rows.gather(1, first)[:, 0], inner_rows)
 
@@ -71,11 +86,8 @@ def reject(trees: Sequence[DraftTree], probs: Tensor, seeds: NDArray[np.uint64],
     root_rows = torch.from_numpy(layout.root_rows).to(device)
     last_rows = next_rows[root_rows]
 
-    uniform = np.where(
-        layout.inner_of_row >= 0,
-        philox_uniform(seeds, positions, Purpose.RESIDUAL),
-        philox_uniform(seeds, positions, Purpose.SAMPLE),  # past a leaf, as without speculation
-    )
+    # past a leaf as without speculation
+    uniform = philox_uniform(seeds, positions, np.where(layout.inner_of_row >= 0, Purpose.RESIDUAL, Purpose.SAMPLE))
     inner_of_row = torch.from_numpy(layout.inner_of_row).to(device)
     inner = inner_of_row[last_rows]
     final_probs = residual(probs[last_rows], draft_probs[inner.clamp(min=0)], torch.where(inner >= 0, scales[inner], 0.0))
@@ -199,7 +211,7 @@ def _layout(trees: Sequence[DraftTree]) -> _Layout:
     child_rows, child_tokens = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     child_rows[parents, ranks] = np.delete(np.arange(num_rows.sum()), root_rows)
     child_tokens[parents, ranks] = np.concatenate([tree.token_ids for tree in trees])
-    max_depth = max((int(tree.depths.max(initial=0)) for tree in trees), default=0)
+    max_depth = max(tree.topology.max_depth for tree in trees)
     return _Layout(
         root_rows, inner_rows, inner_of_row, np.bincount(parents, minlength=len(inner_rows)), child_rows, child_tokens, max_depth
     )

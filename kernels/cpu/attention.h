@@ -46,33 +46,44 @@ struct Head {
   const T* keys;   // of this KV head: [num_blocks, block_size, D]
   const T* values; // likewise
   const int64_t* blocks;
-
-  const T* key(int64_t slot) const { return keys + offset(slot); }
-  const T* value(int64_t slot) const { return values + offset(slot); }
-  int64_t offset(int64_t slot) const {
-    return (blocks[slot / plan.block_size] * plan.block_size + slot % plan.block_size) * plan.head_dim;
-  }
 };
 
-// Ask for a tile's keys and values while something else is worked on.
+// Where the slots of a tile are, counted in elements of a head.
+struct Tile {
+  int64_t begin;
+  int64_t count;
+  int64_t offsets[kTile];
+};
+
 template <typename T>
-void prefetch_tile(const Head<T>& head, int64_t begin, int64_t end) {
-  const int64_t num_bytes = head.plan.head_dim * static_cast<int64_t>(sizeof(T));
-  for (int64_t slot = begin; slot < std::min(begin + kTile, end); ++slot) {
-    for (int64_t byte = 0; byte < num_bytes; byte += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(head.key(slot)) + byte, 0, 2);
-      __builtin_prefetch(reinterpret_cast<const char*>(head.value(slot)) + byte, 0, 2);
-    }
+Tile find_tile(const Head<T>& head, int64_t begin, int64_t end) {
+  const int64_t block_size = head.plan.block_size, head_dim = head.plan.head_dim;
+  Tile tile;
+  tile.begin = begin;
+  tile.count = std::max<int64_t>(std::min<int64_t>(kTile, end - begin), 0);
+  int64_t block = begin / block_size, rest = begin % block_size;
+  for (int64_t j = 0; j < tile.count; ++j) {
+    tile.offsets[j] = (head.blocks[block] * block_size + rest) * head_dim;
+    if (++rest == block_size) rest = 0, ++block;
   }
+  return tile;
 }
 
-// Keys and values as float32 [kTile, width], zero beyond the head's dimension.
+inline void prefetch_bytes(const void* first, int64_t num_bytes) {
+  for (int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch(static_cast<const char*>(first) + byte, 0, 2);
+}
+
+// Keys and values as float32 [kTile, width], zero beyond the head's dimension; asks for those of the next tile on the way.
 template <typename T, int D>
-void load_tile(const Head<T>& head, int64_t begin, int64_t count, int64_t width, float* keys, float* values) {
+void load_tile(const Head<T>& head, const Tile& tile, const Tile& next, int64_t width, float* keys, float* values) {
   const int64_t head_dim = D ? D : head.plan.head_dim, row = D ? D : width;
-  for (int64_t j = 0; j < count; ++j) {
-    const T* key = head.key(begin + j);
-    const T* value = head.value(begin + j);
+  for (int64_t j = 0; j < tile.count; ++j) {
+    if (j < next.count) {
+      prefetch_bytes(head.keys + next.offsets[j], head_dim * sizeof(T));
+      prefetch_bytes(head.values + next.offsets[j], head_dim * sizeof(T));
+    }
+    const T* key = head.keys + tile.offsets[j];
+    const T* value = head.values + tile.offsets[j];
 #pragma omp simd
     for (int64_t d = 0; d < head_dim; ++d) {
       keys[j * row + d] = widen(key[d]);
@@ -97,7 +108,7 @@ inline Lanes sum_lanes(Lanes* x) {
          TITAN_SHUFFLE(x[0], x[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
-// Scores of one query with the keys of a tile; those from `count` on mean nothing.
+// Scores of one query with the keys of a tile; those from `count` on hide what is not there.
 template <int D>
 inline void score_tile(const float* query, const float* keys, int64_t count, int64_t width, float* scores) {
   const int64_t row = D ? D : width;
@@ -107,11 +118,12 @@ inline void score_tile(const float* query, const float* keys, int64_t count, int
       const float* key = keys + (start + j) * row;
       Lanes sum = {};
       for (int64_t d = 0; d < row; d += kLanes)
-        sum += *reinterpret_cast<const LooseLanes*>(query + d) * *reinterpret_cast<const LooseLanes*>(key + d);
+        sum += load_lanes(query + d) * load_lanes(key + d);
       products[j] = sum;
     }
     *reinterpret_cast<LooseLanes*>(scores + start) = sum_lanes(products);
   }
+  for (int64_t j = count; j < kTile; ++j) scores[j] = kMinusInfinity;
 }
 
 // Keep the highest `window` bits set, which are the nearest ancestors, since parents come before children.
@@ -140,7 +152,7 @@ inline void add_tile(float* scores, const float* values, int64_t count, int64_t 
   float tile_largest = *largest;
   int has_nan = 0; // which the largest score does not show
 #pragma omp simd reduction(max : tile_largest) reduction(| : has_nan)
-  for (int64_t j = 0; j < count; ++j) {
+  for (int64_t j = 0; j < kTile; ++j) { // whole tiles, so that the order of sums does not depend on where the context ends
     tile_largest = std::max(tile_largest, scores[j]);
     has_nan |= scores[j] != scores[j];
   }
@@ -151,7 +163,7 @@ inline void add_tile(float* scores, const float* values, int64_t count, int64_t 
   if (tile_largest == kMinusInfinity) return;
   float tile_total = 0;
 #pragma omp simd reduction(+ : tile_total)
-  for (int64_t j = 0; j < count; ++j) {
+  for (int64_t j = 0; j < kTile; ++j) {
     const float weight = exponential(scores[j] - tile_largest);
     scores[j] = weight;
     tile_total += weight;
@@ -165,7 +177,7 @@ inline void add_tile(float* scores, const float* values, int64_t count, int64_t 
     for (int i = 0; i < num_vectors; ++i) part[i] = *reinterpret_cast<LooseLanes*>(sums + start + i * kLanes) * kept;
     for (int64_t j = 0; j < count; ++j)
       for (int i = 0; i < num_vectors; ++i)
-        part[i] += scores[j] * *reinterpret_cast<const LooseLanes*>(values + j * row + start + i * kLanes);
+        part[i] += scores[j] * load_lanes(values + j * row + start + i * kLanes);
     for (int i = 0; i < num_vectors; ++i) *reinterpret_cast<LooseLanes*>(sums + start + i * kLanes) = part[i];
   }
 }
@@ -198,10 +210,12 @@ void attend_head(const AttentionPlan& plan, int64_t request, int64_t kv_head, co
   const Head<T> head{plan, kv_layer + kv_head * head_stride, kv_layer + (plan.num_kv_heads + kv_head) * head_stride,
                      plan.block_table + request * plan.table_width};
   const int64_t end = plan.seq_lens[request];
-  for (int64_t begin = std::max<int64_t>(first_slot, 0) / kTile * kTile; begin < end; begin += kTile) {
-    const int64_t count = std::min<int64_t>(kTile, end - begin);
-    prefetch_tile(head, begin + kTile, end);
-    load_tile<T, D>(head, begin, count, width, keys, values);
+  Tile next = find_tile(head, std::max<int64_t>(first_slot, 0) / kTile * kTile, end);
+  while (next.count > 0) {
+    const Tile tile = next;
+    const int64_t begin = tile.begin, count = tile.count;
+    next = find_tile(head, begin + kTile, end);
+    load_tile<T, D>(head, tile, next, width, keys, values);
     for (int64_t row = 0; row < num_rows; ++row) {
       const int64_t token = first_token + row / group;
       float scores[kTile];

@@ -37,6 +37,19 @@ inline float widen(BFloat16 x) {
   return result;
 }
 
+inline Lanes load_lanes(const float* values) { return *reinterpret_cast<const LooseLanes*>(values); }
+
+inline Lanes load_lanes(const BFloat16* values) {
+  typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+  typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+  Halves halves;
+  std::memcpy(&halves, values, sizeof halves);
+  const Words words = __builtin_convertvector(halves, Words) << 16;
+  Lanes lanes;
+  std::memcpy(&lanes, &words, sizeof lanes);
+  return lanes;
+}
+
 inline void narrow(float x, float* result) { *result = x; }
 
 inline void narrow(float x, BFloat16* result) {

@@ -12,11 +12,12 @@
 namespace {
 
 constexpr int kChunk = 512; // numbers summed before their sum goes to a double
+constexpr int64_t kSample = 0, kAccept = 3, kResidual = 4; // purposes of random numbers, those of `titan/sampling.py`
 constexpr int kSearched = 64; // numbers that are passed over together if none of them is large enough
 
 // Uniform in (0, 1) by Philox 4x32-10; key = seed, counter = (position, stream, 0, 0).
-inline double uniform_number(uint64_t seed, uint32_t position, uint32_t stream) {
-  uint32_t c0 = position, c1 = stream, c2 = 0, c3 = 0;
+inline double uniform_number(uint64_t seed, int64_t position, int64_t stream) {
+  uint32_t c0 = static_cast<uint32_t>(position), c1 = static_cast<uint32_t>(stream), c2 = 0, c3 = 0;
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
     const uint64_t product0 = static_cast<uint64_t>(c0) * 0xD2511F53u, product1 = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
@@ -32,30 +33,30 @@ inline double uniform_number(uint64_t seed, uint32_t position, uint32_t stream) 
 }
 
 template <typename T>
+void softmax_row(const T* logits, float temperature, float* probs, int64_t size) {
+  float largest = kMinusInfinity;
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < size; ++i) largest = std::max(largest, widen(logits[i]));
+  double total = 0;
+  for (int64_t start = 0; start < size; start += kChunk) {
+    const int64_t end = std::min(start + kChunk, size);
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = start; i < end; ++i) {
+      probs[i] = exponential((widen(logits[i]) - largest) / temperature); // so small it may be that its inverse is infinite
+      sum += probs[i];
+    }
+    total += sum;
+  }
+  const float scale = static_cast<float>(1.0 / total);
+#pragma omp simd
+  for (int64_t i = 0; i < size; ++i) probs[i] *= scale;
+}
+
+template <typename T>
 void softmax(const T* logits, const float* temperatures, float* probs, int64_t num_rows, int64_t size) {
 #pragma omp parallel for if (num_rows * size > kMaxSerial)
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const T* input = logits + row * size;
-    float* result = probs + row * size;
-    float largest = kMinusInfinity;
-#pragma omp simd reduction(max : largest)
-    for (int64_t i = 0; i < size; ++i) largest = std::max(largest, widen(input[i]));
-    const float temperature = temperatures[row]; // may be so small that its inverse is infinite
-    double total = 0;
-    for (int64_t start = 0; start < size; start += kChunk) {
-      const int64_t end = std::min(start + kChunk, size);
-      float sum = 0;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t i = start; i < end; ++i) {
-        result[i] = exponential((widen(input[i]) - largest) / temperature);
-        sum += result[i];
-      }
-      total += sum;
-    }
-    const float scale = static_cast<float>(1.0 / total);
-#pragma omp simd
-    for (int64_t i = 0; i < size; ++i) result[i] *= scale;
-  }
+  for (int64_t row = 0; row < num_rows; ++row) softmax_row(logits + row * size, temperatures[row], probs + row * size, size);
 }
 
 // The first of the largest entries, -1 if the largest is not finite or an entry is NaN.
@@ -163,22 +164,60 @@ int64_t draw_row(const float* probs, double uniform, int64_t size) {
   return last;
 }
 
-// As many draws as the row has children, none of them twice; -1 where no token is left.
-void draw_siblings_row(const float* probs, const double* uniform, int64_t num_children, int64_t* tokens, int64_t count,
-                       int64_t size) {
-  std::fill_n(tokens, count, -1);
-  std::unique_ptr<float[]> left; // the row without the tokens drawn before, once there are any
+// Distributions over the vocabulary: logits with temperatures, or float32 probabilities if there are none.
+template <typename T>
+struct LazyProbs {
+  const T* values; // [rows, size]
+  const float* temperatures; // [rows]
+  int64_t size;
+
+  // The probabilities of a row; room for them is used where they must be computed.
+  const float* row(int64_t index, float* room) const {
+    if (!temperatures) return reinterpret_cast<const float*>(values) + index * size;
+    softmax_row(values + index * size, temperatures[index], room, size);
+    return room;
+  }
+};
+
+// As many draws as there are children, none of them twice; -1 where no token is left.
+void draw_siblings(const float* probs, uint64_t seed, int64_t position, int64_t purpose, int64_t num_children, int64_t* tokens,
+                   int64_t size) {
+  std::unique_ptr<float[]> left; // the probabilities without the tokens drawn before, once there are any
   for (int64_t rank = 0; rank < num_children; ++rank) {
     const float* row = left ? left.get() : probs;
-    const int64_t token = draw_row(row, uniform[rank], size);
-    if (!(row[token] > 0)) return;
-    tokens[rank] = token;
+    const int64_t token = draw_row(row, uniform_number(seed, position, purpose | rank << 8), size);
+    tokens[rank] = row[token] > 0 ? token : -1;
     if (rank + 1 == num_children) return;
     if (!left) {
       left.reset(new float[size]);
       std::copy_n(probs, size, left.get());
     }
     left[token] = 0;
+  }
+}
+
+// One token per row.
+template <typename T>
+void draw_tokens(const LazyProbs<T>& rows, const uint64_t* seeds, const int64_t* positions, int64_t purpose, int64_t* tokens,
+                 int64_t num_rows) {
+#pragma omp parallel for if (num_rows * rows.size > kMaxSerial)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const std::unique_ptr<float[]> room(new float[rows.size]);
+    draw_siblings(rows.row(row, room.get()), seeds[row], positions[row], purpose, 1, tokens + row, rows.size);
+  }
+}
+
+// Row i is written to row places[i] of the two tables, its probabilities to one and the tokens drawn from it to the other.
+template <typename T>
+void draw_children(const LazyProbs<T>& rows, const uint64_t* seeds, const int64_t* positions, int64_t purpose,
+                   const int64_t* num_children, const int64_t* places, float* probs, int64_t* tokens, int64_t num_rows,
+                   int64_t max_children) {
+#pragma omp parallel for if (num_rows * rows.size > kMaxSerial)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    float* target = probs + places[row] * rows.size;
+    const float* source = rows.row(row, target);
+    if (source != target) std::copy_n(source, rows.size, target);
+    draw_siblings(target, seeds[row], positions[row], purpose, num_children[row], tokens + places[row] * max_children, rows.size);
   }
 }
 
@@ -198,53 +237,6 @@ double residual_row(const float* probs, const float* draft_probs, float scale, f
   return total;
 }
 
-// Trees one after the other: the rows of each are its root's, then its nodes'.
-struct SampledTrees {
-  const float* probs; // [rows, size], the target's
-  const float* draft_probs; // [inner nodes, size]
-  const int64_t* draft_rows; // [rows], which of draft_probs; -1 for a leaf
-  const int64_t* token_ids; // [nodes]
-  const int32_t* parents; // [nodes], -1 for the root
-  const int64_t* node_start_loc; // [trees + 1]
-  const double* coins; // [nodes]
-  const double* uniform; // [rows]
-};
-
-// Recursive rejection, see `titan/verify/rejection.py`. Children come after their parents, so that one pass walks the tree.
-void reject_tree(const SampledTrees& trees, int64_t tree, int64_t size, int64_t* last_row, int64_t* final_token) {
-  const int64_t first = trees.node_start_loc[tree], end = trees.node_start_loc[tree + 1];
-  const int64_t root = first + tree;
-  const std::unique_ptr<float[]> rest(new float[size]);
-  int64_t row = root;
-  double scale = 0, mass = 1, drawn = 0; // s, m and Q of the children tried so far
-  for (int64_t node = first; node < end; ++node) {
-    if (root + 1 + trees.parents[node] != row) continue;
-    const float* probs = trees.probs + row * size;
-    const float* draft_probs = trees.draft_probs + trees.draft_rows[row] * size;
-    const int64_t token = trees.token_ids[node];
-    const double p = probs[token], q = draft_probs[token];
-    if (drawn > 0) mass = residual_row(probs, draft_probs, static_cast<float>(scale), rest.get(), size);
-    const double left = std::max(1 - drawn, q); // q is part of it, whatever rounding says
-    if (trees.coins[node] < std::max(p - scale * q, 0.0) * left / (mass * q)) {
-      row = root + 1 + node - first;
-      scale = 0, mass = 1, drawn = 0;
-    } else {
-      scale += mass / left;
-      drawn += q;
-    }
-  }
-  const float* probs = trees.probs + row * size;
-  *last_row = row;
-  if (!std::isfinite(probs[0])) {
-    *final_token = -1;
-    return;
-  }
-  const float* draft_probs = trees.draft_probs + trees.draft_rows[row] * size;
-  const bool is_rest = trees.draft_rows[row] >= 0 &&
-                       residual_row(probs, draft_probs, static_cast<float>(scale), rest.get(), size) > 0; // else rounding left none
-  *final_token = draw_row(is_rest ? rest.get() : probs, trees.uniform[row], size);
-}
-
 // How often the draft's most likely token and one drawn from it would be accepted.
 void match_rows(const float* probs, const float* draft_probs, float* matches, int64_t size) {
   const int64_t best = argmax_row(draft_probs, size);
@@ -260,37 +252,67 @@ void match_rows(const float* probs, const float* draft_probs, float* matches, in
   matches[1] = static_cast<float>(total);
 }
 
-} // namespace
+// Trees one after the other: the rows of each are its root's, then its nodes'.
+struct SampledTrees {
+  const float* const* draft_probs; // [trees], each [inner nodes, size]
+  const int64_t* inner_rows; // [rows], which of the tree's draft_probs; -1 for a leaf
+  const int64_t* token_ids; // [nodes]
+  const int32_t* parents; // [nodes], counted from the tree's first node; -1 for its root
+  const int64_t* node_start_loc; // [trees + 1]
+  const uint64_t* seeds; // [rows]
+  const int64_t* positions; // [rows], of the token that follows
+};
 
-extern "C" void uniform_numbers(const uint64_t* seeds, const int64_t* positions, const int64_t* streams, double* uniform,
-                                int64_t size) {
-  for (int64_t i = 0; i < size; ++i)
-    uniform[i] = uniform_number(seeds[i], static_cast<uint32_t>(positions[i]), static_cast<uint32_t>(streams[i]));
-}
-
-extern "C" void draw_siblings(const float* probs, const double* uniform, const int64_t* num_children, int64_t* tokens,
-                              int64_t num_rows, int64_t size, int64_t count) {
-#pragma omp parallel for if (num_rows * size > kMaxSerial)
-  for (int64_t row = 0; row < num_rows; ++row)
-    draw_siblings_row(probs + row * size, uniform + row * count, num_children[row], tokens + row * count, count, size);
-}
-
-extern "C" void reject_trees(const float* probs, const float* draft_probs, const int64_t* draft_rows, const int64_t* token_ids,
-                             const int32_t* parents, const int64_t* node_start_loc, const double* coins, const double* uniform,
-                             int64_t* last_rows, int64_t* final_tokens, float* matches, int64_t num_trees, int64_t size) {
-  const SampledTrees trees{probs, draft_probs, draft_rows, token_ids, parents, node_start_loc, coins, uniform};
-#pragma omp parallel for if (num_trees * size > kMaxSerial)
-  for (int64_t tree = 0; tree < num_trees; ++tree) {
-    const int64_t root = node_start_loc[tree] + tree;
-    reject_tree(trees, tree, size, last_rows + tree, final_tokens + tree);
-    match_rows(probs + root * size, draft_probs + draft_rows[root] * size, matches + 2 * tree, size);
+// Recursive rejection, see `titan/verify/rejection.py`. Children come after their parents, so that one pass walks the tree.
+template <typename T>
+void reject_tree(const LazyProbs<T>& target, const SampledTrees& trees, int64_t tree, int64_t* last_row, int64_t* final_token,
+                 float* matches) {
+  const int64_t size = target.size, first = trees.node_start_loc[tree], end = trees.node_start_loc[tree + 1];
+  const int64_t root = first + tree;
+  const std::unique_ptr<float[]> room(new float[2 * size]);
+  float* rest = room.get() + size;
+  int64_t row = root, rank = 0;
+  double scale = 0, drawn = 0; // s and Q of the children tried so far
+  const float* probs = target.row(row, room.get());
+  const float* draft_probs = trees.draft_probs[tree] + trees.inner_rows[row] * size;
+  if (first < end) match_rows(probs, draft_probs, matches, size);
+  for (int64_t node = first; node < end; ++node) {
+    if (root + 1 + trees.parents[node] != row) continue;
+    const int64_t token = trees.token_ids[node];
+    const double p = probs[token], q = draft_probs[token];
+    const double mass = rank == 0 ? 1 : residual_row(probs, draft_probs, static_cast<float>(scale), rest, size);
+    const double left = std::max(1 - drawn, q); // q is part of it, whatever rounding says
+    const double coin = uniform_number(trees.seeds[row], trees.positions[row], kAccept | rank << 8);
+    if (coin < std::max(p - scale * q, 0.0) * left / (mass * q)) {
+      row = root + 1 + node - first, rank = 0;
+      scale = 0, drawn = 0;
+      probs = target.row(row, room.get());
+      draft_probs = trees.draft_probs[tree] + trees.inner_rows[row] * size;
+    } else {
+      scale += mass / left, drawn += q, rank += 1;
+    }
   }
+  *last_row = row;
+  if (!std::isfinite(probs[0])) {
+    *final_token = -1;
+    return;
+  }
+  const bool is_leaf = trees.inner_rows[row] < 0;
+  // where rounding leaves nothing of the residual, p itself
+  const bool is_rest = !is_leaf && residual_row(probs, draft_probs, static_cast<float>(scale), rest, size) > 0;
+  const double uniform = uniform_number(trees.seeds[row], trees.positions[row], is_leaf ? kSample : kResidual);
+  *final_token = draw_row(is_rest ? rest : probs, uniform, size);
 }
 
-extern "C" void draw_float32(const float* probs, const double* uniform, int64_t* tokens, int64_t num_rows, int64_t size) {
-#pragma omp parallel for if (num_rows * size > kMaxSerial)
-  for (int64_t row = 0; row < num_rows; ++row) tokens[row] = draw_row(probs + row * size, uniform[row], size);
+template <typename T>
+void reject_trees(const LazyProbs<T>& target, const SampledTrees& trees, int64_t* last_rows, int64_t* final_tokens,
+                  float* matches, int64_t num_trees) {
+#pragma omp parallel for if (num_trees * target.size > kMaxSerial)
+  for (int64_t tree = 0; tree < num_trees; ++tree)
+    reject_tree(target, trees, tree, last_rows + tree, final_tokens + tree, matches + 2 * tree);
 }
+
+} // namespace
 
 #define TITAN_DEFINE_SAMPLING(T, NAME)                                                                                         \
   extern "C" void argmax_##NAME(const void* logits, int64_t* tokens, int64_t num_rows, int64_t size) {                         \
@@ -303,4 +325,25 @@ extern "C" void draw_float32(const float* probs, const double* uniform, int64_t*
   extern "C" void best_children_##NAME(const void* logits, const float* temperatures, int64_t* tokens, float* logprobs,        \
                                        int64_t num_rows, int64_t size, int64_t count) {                                        \
     best_children(static_cast<const T*>(logits), temperatures, tokens, logprobs, num_rows, size, count);                       \
+  }                                                                                                                            \
+  extern "C" void draw_tokens_##NAME(const void* values, const float* temperatures, const uint64_t* seeds,                     \
+                                     const int64_t* positions, int64_t purpose, int64_t* tokens, int64_t num_rows,             \
+                                     int64_t size) {                                                                           \
+    draw_tokens(LazyProbs<T>{static_cast<const T*>(values), temperatures, size}, seeds, positions, purpose, tokens, num_rows); \
+  }                                                                                                                            \
+  extern "C" void draw_children_##NAME(const void* values, const float* temperatures, const uint64_t* seeds,                   \
+                                       const int64_t* positions, int64_t purpose, const int64_t* num_children,                 \
+                                       const int64_t* places, float* probs, int64_t* tokens, int64_t num_rows, int64_t size,   \
+                                       int64_t max_children) {                                                                 \
+    draw_children(LazyProbs<T>{static_cast<const T*>(values), temperatures, size}, seeds, positions, purpose, num_children,    \
+                  places, probs, tokens, num_rows, max_children);                                                              \
+  }                                                                                                                            \
+  extern "C" void reject_trees_##NAME(const void* values, const float* temperatures, const float* const* draft_probs,          \
+                                      const int64_t* inner_rows, const int64_t* token_ids, const int32_t* parents,             \
+                                      const int64_t* node_start_loc, const uint64_t* seeds, const int64_t* positions,          \
+                                      int64_t* last_rows, int64_t* final_tokens, float* matches, int64_t num_trees,            \
+                                      int64_t size) {                                                                          \
+    const LazyProbs<T> target{static_cast<const T*>(values), temperatures, size};                                              \
+    const SampledTrees trees{draft_probs, inner_rows, token_ids, parents, node_start_loc, seeds, positions};                   \
+    reject_trees(target, trees, last_rows, final_tokens, matches, num_trees);                                                  \
   }

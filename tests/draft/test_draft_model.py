@@ -76,7 +76,7 @@ def test_the_drafts_pass_stays_within_the_token_budget_and_the_rest_waits(zoo: Z
     for _ in range(4):
         fed.append(0)
         engine.step()
-    assert max(fed) <= 40 < sum(fed[:3])
+    assert max(fed) <= 40 < sum(fed)
 
 
 def test_a_draft_with_a_smaller_padded_vocabulary_works(zoo: Zoo, tmp_path: Any) -> None:

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 import torch
 from auditor import Auditor
+from numpy.typing import NDArray
 from scipy import stats
 from stepping import AMPLE, SCARCE, check_blocks, greedy, make_engine, run_all, submit
 from torch import Tensor
 from zoo import FAMILIES, Zoo, random_prompts
 
 from titan.draft.policy import CHAIN_CHILDREN, GREEDY_TEMPERATURE, MAX_CHAIN_NODES, MAX_NARROW_NODES
-from titan.draft.tree_builder import NUM_COMPARED, Candidates, ChainGrowth, best_trees, draw_children
+from titan.draft.tree_builder import Candidates, ChainGrowth, best_trees, caterpillar, draw_children
 from titan.draft_history import Average, DraftHistory
 from titan.engine import Engine
+from titan.kernels.row_sampling import LazyProbs
 from titan.sampling_params import SamplingParams
 from titan.step import StepPlan
 from titan.tree import DraftTree
@@ -76,8 +78,8 @@ class Draft:
         return (logits / self.temperature).log_softmax(-1)
 
     def best_children(self, path: tuple[int, ...], count: int) -> list[tuple[int, float]]:
-        best = self.logprobs(path).topk(NUM_COMPARED)
-        return list(zip(best.indices[:count].tolist(), best.values.log_softmax(-1)[:count].tolist(), strict=True))
+        best = self.logprobs(path).topk(count)
+        return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -234,12 +236,24 @@ def test_a_sampled_output_is_its_own_whatever_the_neighbours_chunks_and_preempti
     assert scarce.counters.num_preemptions > 0
 
 
-def test_children_are_drawn_without_replacement() -> None:
+def drawn_children(q: Tensor, counts: list[int], seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Children of rows with the distributions ``q``, written to tables in another order; the rows' q must come out too."""
+    num_rows = len(q)
+    places = torch.arange(num_rows).flip(0)
+    probs, children = torch.full_like(q, torch.nan), torch.full((num_rows, max(counts)), -1)
+    draw_children(LazyProbs(q, None), seeds, positions, np.array(counts), places, probs, children)
+    torch.testing.assert_close(probs[places], q, rtol=0, atol=0, equal_nan=True)
+    return children[places].numpy()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_children_are_drawn_without_replacement(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordered pairs of draws against their exact probabilities, q(a) q(b) / (1 - q(a))."""
+    monkeypatch.setenv("TITAN_CPU_KERNELS", kernels)
     q = torch.tensor([0.5, 0.2, 0.0, 0.3])
     num_draws = 20_000
     seeds = np.arange(num_draws, dtype=np.uint64)
-    pairs = draw_children(q.expand(num_draws, -1), 2, seeds, np.full(num_draws, 9)).numpy()
+    pairs = drawn_children(q.repeat(num_draws, 1), [2] * num_draws, seeds, np.full(num_draws, 9))
     counts = np.zeros((4, 4))
     np.add.at(counts, (pairs[:, 0], pairs[:, 1]), 1)
     expected = q[:, None] * q / (1 - q[:, None]) * (1 - torch.eye(4))
@@ -247,8 +261,30 @@ def test_children_are_drawn_without_replacement() -> None:
     assert counts[~possible].sum() == 0
     frequencies = expected.double().numpy()[possible]
     assert stats.chisquare(counts[possible], frequencies / frequencies.sum() * num_draws).pvalue > 1e-3
-    exhausted = draw_children(torch.tensor([[0.0, 1.0]]), 3, seeds[:1], np.array([9]))
-    assert exhausted.tolist() == [[1, -1, -1]]
+    exhausted = drawn_children(torch.tensor([[0.0, 1.0], [0.5, 0.5], [torch.nan] * 2]), [3, 1, 2], seeds[:3], np.arange(3))
+    assert exhausted[[0, 2]].tolist() == [[1, -1, -1], [-1, -1, -1]]
+    assert exhausted[1, 0] in (0, 1) and exhausted[1, 1:].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_chain_with_siblings_is_grown_as_any_other_candidates(seed: int) -> None:
+    """`caterpillar` against `best_trees`."""
+    rng = np.random.default_rng(seed)
+    for _ in range(60):
+        num_levels, k, budget = int(rng.integers(1, 7)), int(rng.integers(1, 4)), int(rng.integers(1, 8))
+        token_ids = np.stack([rng.permutation(9)[:k] for _ in range(num_levels)])
+        # numbers that add up without rounding, and often tie
+        logprobs = np.sort(-rng.choice([0.0, 0.25, 0.5, 1.0, np.inf], (num_levels, k)).astype(np.float32))[:, ::-1]
+        scores = logprobs.copy()
+        scores[1:] += logprobs[:-1, :1].cumsum(0)
+        depths = np.arange(num_levels)
+        slots = np.where((np.arange(k) == 0) & (depths[:, None] + 1 < num_levels), depths[:, None], -1)
+        parent_slots = np.repeat(depths - 1, k)
+        candidates = Candidates(token_ids.reshape(1, -1), scores.reshape(1, -1), parent_slots[None], slots.reshape(1, -1))
+        [expected] = best_trees(candidates, [budget])
+        actual = caterpillar(token_ids[:, 0].tolist(), list(zip(token_ids.tolist(), logprobs.tolist(), strict=True)), budget)
+        for name in ("token_ids", "parents", "draft_slots", "scores"):
+            assert getattr(actual, name).tolist() == getattr(expected, name).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0])

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from titan.draft.shapes import expected_shape, in_main_path_order, inner_by_depth
+from titan.draft.shapes import expected_shape, in_main_path_order, shape_plan
 from titan.tree import Parents, topology
 
 
@@ -62,7 +62,12 @@ def rank_paths(parents: Parents) -> list[tuple[int, ...]]:
     return paths
 
 
-def test_inner_nodes_by_depth() -> None:
-    parents = np.array([-1, 0, 1, 0, 3, -1, 5], np.int32)
-    assert [nodes.tolist() for nodes in inner_by_depth(parents.tobytes())] == [[0, 5], [1, 3]]
-    assert inner_by_depth(np.array([-1, -1], np.int32).tobytes()) == ()
+def test_what_filling_a_shape_needs_to_know() -> None:
+    plan = shape_plan(np.array([-1, 0, 1, 0, 3, -1, 5], np.int32).tobytes())
+    assert [nodes.tolist() for nodes in plan.feeds] == [[0, 5], [1, 3]]
+    depths, parents, ranks, bits, num_children = plan.inner.tolist()  # of the root and of nodes 0, 1, 3, 5
+    assert (depths, parents, ranks, num_children) == ([0, 1, 2, 2, 1], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1], [2, 2, 1, 1, 1])
+    assert bits == [0, 1, 0b11, 0b1001, 0b100000] and plan.max_children == 2
+    assert (plan.node_parents.tolist(), plan.ranks.tolist()) == ([0, 1, 2, 1, 3, 0, 4], [0, 0, 0, 1, 0, 1, 0])
+    assert plan.slots.tolist() == [0, 1, -1, 3, -1, 5, -1]
+    assert shape_plan(np.array([-1, -1], np.int32).tobytes()).feeds == ()

@@ -1,4 +1,4 @@
-"""The product of few rows with a weight as oneDNN packed it, against the same product in float64."""
+"""The product of few rows with a weight, plain or as oneDNN packed it, against the same product in float64."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.kernels import packed_weight
+from titan.kernels import few_row_linear
 from titan.kernels.cpu_library import usable_library
 from titan.kernels.linear import can_pack, pack_weight
-from titan.kernels.packed_weight import MAX_ROWS, PackedWeightStruct, find_packed_weight, multiply_few_rows
+from titan.kernels.few_row_linear import MAX_ROWS, WeightStruct, find_weight, multiply_few_rows
 
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [(64, 32), (50, 70), (17, 16), (131, 33), (768, 256), (33, 2050)]
@@ -35,19 +35,22 @@ def packed(weight: Tensor) -> Tensor:
     return pack_weight(weight)
 
 
-def find(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> PackedWeightStruct:
-    found = find_packed_weight(library, weight, bias)
+def find(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> WeightStruct:
+    found = find_weight(library, weight, bias)
     if found is None:
         pytest.skip("a layout of this processor that the library does not read")
     return found
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_is_the_product(library: ctypes.CDLL, dtype: torch.dtype, size: tuple[int, int], has_bias: bool) -> None:
+def test_it_is_the_product(
+    library: ctypes.CDLL, dtype: torch.dtype, size: tuple[int, int], has_bias: bool, is_packed: bool
+) -> None:
     weight, bias = random(*size, dtype=dtype), random(size[0], dtype=dtype, seed=1) if has_bias else None
-    kept = packed(weight)
+    kept = packed(weight) if is_packed else weight
     found = find(library, kept, bias)
     for num_rows in range(1, MAX_ROWS + 1):
         x = random(num_rows, size[1], dtype=dtype, seed=2)
@@ -58,9 +61,11 @@ def test_it_is_the_product(library: ctypes.CDLL, dtype: torch.dtype, size: tuple
         )
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_its_neighbours(library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    kept = packed(random(200, 130, dtype=dtype))
+def test_a_row_does_not_depend_on_its_neighbours(library: ctypes.CDLL, dtype: torch.dtype, is_packed: bool) -> None:
+    weight = random(200, 130, dtype=dtype)
+    kept = packed(weight) if is_packed else weight
     found = find(library, kept)
     x = random(MAX_ROWS, 130, dtype=dtype, seed=1)
     alone = torch.cat([multiply_few_rows(library, found, row[None]) for row in x])
@@ -74,12 +79,13 @@ def test_a_layout_that_is_not_the_weights_is_not_taken(
 ) -> None:
     kept = packed(random(192, 64, dtype=dtype))
     block = find(library, kept).block
-    monkeypatch.setattr(packed_weight, "BLOCKS", [each for each in packed_weight.BLOCKS if each != block])
-    assert find_packed_weight(library, kept, None) is None
+    monkeypatch.setattr(few_row_linear, "BLOCKS", [each for each in few_row_linear.BLOCKS if each != block])
+    assert find_weight(library, kept, None) is None
 
 
-def test_what_is_not_packed_is_not_read(library: ctypes.CDLL) -> None:
-    assert find_packed_weight(library, random(64, 32, dtype=torch.float32), None) is None
+def test_other_dtypes_and_strides_are_not_read(library: ctypes.CDLL) -> None:
+    assert find_weight(library, random(64, 32, dtype=torch.float16), None) is None
+    assert find_weight(library, random(64, 32, dtype=torch.float32).T, None) is None
 
 
 def test_a_row_of_nan_stays_in_its_row(library: ctypes.CDLL) -> None:

@@ -1,12 +1,14 @@
-"""Softmax at a temperature and draws: the compiled functions and PyTorch's, against each other and their definitions."""
+"""The parts of sampling: the compiled functions and PyTorch's, against each other and their definitions."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from titan.kernels.cpu_library import load_library
-from titan.kernels.row_sampling import argmax_rows, draw, softmax_at
+from titan.kernels.row_sampling import LazyProbs, argmax_rows, best_children, draw, draw_compiled, softmax_at
+from titan.sampling import Purpose, philox_uniform
 
 
 @pytest.fixture(params=["torch", "compiled"], autouse=True)
@@ -64,19 +66,57 @@ def test_rows_of_logits_that_are_not_finite() -> None:
     torch.testing.assert_close(probs[4], torch.full((3,), 1 / 3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [1, 3, 9])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 5), (7, 64), (12, 700)])
+def test_the_best_children_are_the_most_likely_tokens(num_rows: int, vocab_size: int, count: int, dtype: torch.dtype) -> None:
+    logits = random_logits(num_rows, vocab_size, dtype)
+    temperatures = torch.linspace(0.05, 2, num_rows)
+    tokens, logprobs = best_children(logits, count, temperatures)
+    expected = (logits.double() / temperatures.double()[:, None]).log_softmax(-1)
+    kept = min(count, vocab_size)
+    best = expected.sort(-1, descending=True).values[:, :kept]
+    torch.testing.assert_close(logprobs[:, :kept].double(), best, rtol=1e-4, atol=2e-4)
+    torch.testing.assert_close(expected.gather(1, tokens[:, :kept]), best, rtol=0, atol=0)
+    assert all(len(set(row)) == kept for row in tokens[:, :kept].tolist())
+    assert (logprobs[:, kept:] == -torch.inf).all() and logprobs.max() <= 0
+
+
+def test_best_children_of_rows_that_are_not_finite() -> None:
+    inf, nan = torch.inf, torch.nan
+    rows = [[1.0, -inf, 2.0], [1.0, inf, 0.0], [nan, 1.0, 0.0], [-inf, -inf, -inf]]
+    tokens, logprobs = best_children(torch.tensor(rows), 3, torch.full((4,), 1e-30))
+    assert tokens[0, :2].tolist() == [2, 0] and logprobs[0, 0] == 0 and logprobs[0, 1] < -1e29 and logprobs[0, 2] == -inf
+    assert not logprobs[1:, 0].isfinite().any()
+    assert (tokens >= 0).all() and (tokens < 3).all()
+
+
 @pytest.mark.parametrize("vocab_size", [1, 3, 512, 513, 1500])
 def test_a_draw_is_the_first_entry_whose_running_sum_exceeds_the_uniform_number(vocab_size: int) -> None:
     num_rows = 200
     probs = random_logits(num_rows, vocab_size).exp()
     probs[:, ::3] *= 0 if vocab_size > 1 else 1
-    uniform = torch.rand(num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    tokens = draw(probs, uniform)
+    seeds, positions = np.arange(num_rows, dtype=np.uint64) << np.uint64(57), np.arange(num_rows)
+    uniform = torch.from_numpy(philox_uniform(seeds, positions, Purpose.CORRUPT))
+    tokens = draw_compiled(LazyProbs(probs, None), seeds, positions, Purpose.CORRUPT)
+    tokens = draw(probs, uniform) if tokens is None else tokens
     sums = torch.cat((torch.zeros(num_rows, 1, dtype=torch.float64), probs.double().cumsum(-1)), 1)
     heights = uniform * sums[:, -1]
     rows = torch.arange(num_rows)
     slack = 1e-12 * sums[:, -1]
     assert (sums[rows, tokens] <= heights + slack).all() and (heights < sums[rows, tokens + 1] + slack).all()
     assert (probs[rows, tokens] > 0).all()
+
+
+def test_the_compiled_draw_from_logits_is_that_from_their_probabilities() -> None:
+    logits, temperatures = random_logits(50, 900, torch.bfloat16), torch.linspace(0.5, 3, 50)
+    logits[7] = torch.nan
+    keys = np.arange(50, dtype=np.uint64), np.arange(50)
+    from_logits = draw_compiled(LazyProbs(logits, temperatures), *keys, Purpose.SAMPLE)
+    from_probs = draw_compiled(LazyProbs(softmax_at(logits, temperatures), None), *keys, Purpose.SAMPLE)
+    assert (from_logits is None) == (from_probs is None)
+    if from_logits is not None and from_probs is not None:
+        assert torch.equal(from_logits, from_probs) and from_logits[7] == -1
 
 
 @pytest.mark.parametrize("uniform", [2.0**-53, 1 - 2.0**-53])
