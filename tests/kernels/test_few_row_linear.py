@@ -10,8 +10,8 @@ from torch import Tensor
 
 from titan.kernels import few_row_linear
 from titan.kernels.cpu_library import usable_library
-from titan.kernels.linear import can_pack, pack_weight
 from titan.kernels.few_row_linear import MAX_ROWS, WeightStruct, find_weight, multiply_few_rows
+from titan.kernels.linear import can_pack, pack_weight
 
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [(64, 32), (50, 70), (17, 16), (131, 33), (768, 256), (33, 2050)]
