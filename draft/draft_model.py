@@ -21,7 +21,6 @@ from titan.draft.base import DraftContext
 from titan.draft.policy import DraftPolicy, score_temperature
 from titan.draft.tree_builder import ChainGrowth, Growth
 from titan.draft_history import DraftHistory
-from titan.kernels.few_row_linear import MAX_ROWS
 from titan.kernels.upload import to_device
 from titan.kv_cache import allocate_kv
 from titan.models.decoder import Decoder
@@ -100,10 +99,14 @@ class DraftModelDrafter:
             is_all = len(rows) == len(requests)
             growth.plant(root_logits if is_all else root_logits.index_select(0, to_device(np.array(rows), self.device)))
         in_order = [requests[row] for rows, _ in growths for row in rows]
-        (_, growth), *others = growths
-        is_short = len(requests) <= MAX_ROWS
-        if is_short and not others and isinstance(growth, ChainGrowth) and isinstance(self.runner, CompiledRunner):
-            self._follow_chains(self.runner, in_order, growth)
+        runner, (_, growth), *others = self.runner, *growths
+        if (
+            not others
+            and isinstance(growth, ChainGrowth)
+            and isinstance(runner, CompiledRunner)
+            and len(requests) <= runner.max_rows
+        ):
+            self._follow_chains(runner, in_order, growth)
         else:
             self._feed_frontiers(in_order, [growth for _, growth in growths])
         for rows, growth in growths:

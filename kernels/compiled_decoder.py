@@ -81,7 +81,7 @@ def layer_struct(norms: tuple[Tensor, Tensor, Tensor | None], weights: Sequence[
 
 
 class CompiledDecoder:
-    """A decoder for passes of at most `titan.kernels.few_row_linear.MAX_ROWS` tokens.
+    """A decoder for passes of few tokens: at most `titan.kernels.few_row_linear.max_rows` are fast.
 
     Args:
         library: the C++ of `cpu/`, compiled.

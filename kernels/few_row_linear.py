@@ -10,8 +10,8 @@ from torch import Tensor
 from titan.kernels.cpu_library import COMPILED_DTYPES
 from titan.kernels.linear import linear
 
-MAX_ROWS = 8
-"""Most rows that the product of the library takes, ``kMaxRows`` of its source."""
+NUM_TRIED_ROWS = 8
+"""Random rows whose product tells how a weight lies."""
 
 BLOCKS = (64, 48, 32, 16)
 """Outputs that oneDNN's layouts keep in a block, of those that the library can read."""
@@ -35,8 +35,15 @@ class WeightStruct(ctypes.Structure):
     ]
 
 
+def max_rows(library: ctypes.CDLL, dtype: torch.dtype) -> int:
+    """Most rows that the library multiplies with a weight in little more time than one."""
+    function = library[f"max_rows_{str(dtype).removeprefix('torch.')}"]
+    function.argtypes, function.restype = [], _INT
+    return int(function())
+
+
 def multiply_few_rows(library: ctypes.CDLL, weight: WeightStruct, x: Tensor) -> Tensor:
-    """``x @ weight.T + bias``: [rows, num_inputs] -> [rows, num_outputs], of at most `MAX_ROWS` contiguous rows."""
+    """``x @ weight.T + bias``: [rows, num_inputs] -> [rows, num_outputs], of contiguous rows, best at most `max_rows`."""
     function = library[f"linear_{str(x.dtype).removeprefix('torch.')}"]
     function.argtypes, function.restype = [_POINTER, _POINTER, _INT, _POINTER], None
     output = x.new_empty(len(x), weight.num_outputs)
@@ -64,7 +71,7 @@ def find_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> We
     if not hasattr(torch.ops.mkldnn, "_nbytes"):
         return None
     num_elements = torch.ops.mkldnn._nbytes(weight) // weight.dtype.itemsize
-    x = torch.randn(MAX_ROWS, num_inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    x = torch.randn(NUM_TRIED_ROWS, num_inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     expected = linear(x, weight, bias).float()
     for block in BLOCKS:
         depth, rest = divmod(num_elements, -(-num_outputs // block) * block)

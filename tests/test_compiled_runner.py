@@ -14,7 +14,6 @@ from tiny_models import make_model
 from titan.batch import Segment, build_batch
 from titan.compiled_runner import CompiledRunner, make_compiled_runner
 from titan.kernels.cpu_library import usable_library
-from titan.kernels.few_row_linear import MAX_ROWS
 from titan.kv_cache import allocate_kv
 from titan.model_runner import ModelRunner
 from titan.models.decoder import Decoder
@@ -23,6 +22,7 @@ from titan.tree import DraftTree
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 8, 24
+FEW = 8  # so many tokens make a short pass everywhere
 BOUNDS = {"float32": 1e-5, "bfloat16": 4e-2}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,7 +54,7 @@ def batches() -> dict[str, list[Segment]]:
         "mixed": [Segment(one, 5, tokens(2, 3), needs_logits=False), Segment(two, 20, tokens(1, 4), tree, root_position=20)],
         "chains": [Segment(t, s, tokens(2, s), DraftTree.chain([9]), root_position=s + 1) for t, s in ((one, 3), (three, 9))],
         "nodes": [Segment(three, 0, [], tree, first_node=2, root_position=17), Segment(one, 40, tokens(1, 5))],
-        "nothing asked for": [Segment(two, 0, tokens(MAX_ROWS, 6), needs_logits=False)],
+        "nothing asked for": [Segment(two, 0, tokens(FEW, 6), needs_logits=False)],
     }
 
 
@@ -91,7 +91,7 @@ def test_it_is_the_decoder(name: str, dtype: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(compiled.model, "hidden_states", lambda *_: pytest.fail("the pass was not compiled"))
     for segments in batches().values():
         batch = build_batch(segments, block_size=BLOCK_SIZE, device=CPU)
-        assert len(batch.token_ids) <= MAX_ROWS
+        assert len(batch.token_ids) <= FEW
         with torch.inference_mode():
             assert_near(compiled.forward(batch), plain.forward(batch), BOUNDS[dtype])
         assert_near(compiled.kv, plain.kv, BOUNDS[dtype])
@@ -117,7 +117,7 @@ def test_a_chain_is_verified_as_it_would_be_decoded(dtype: str, tmp_path: Path, 
     """Bit by bit, wherever the context ends."""
     make_model(tmp_path, "llama")
     _, compiled = make_runners(tmp_path, dtype, monkeypatch)
-    [table], chain = tables(1), tokens(MAX_ROWS, 9)
+    [table], chain = tables(1), tokens(FEW, 9)
     for root in (0, 5, 29, 31, 60):
         verification = Segment(table, root, chain[:1], DraftTree.chain(chain[1:]), root_position=root)
         with torch.inference_mode():
@@ -158,7 +158,7 @@ def test_chains_are_followed_as_token_by_token(
 def test_longer_passes_are_the_decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path, "llama")
     plain, compiled = make_runners(tmp_path, "float32", monkeypatch)
-    batch = build_batch([Segment(tables(1)[0], 0, tokens(MAX_ROWS + 1, 0))], block_size=BLOCK_SIZE, device=CPU)
+    batch = build_batch([Segment(tables(1)[0], 0, tokens(compiled.max_rows + 1, 0))], block_size=BLOCK_SIZE, device=CPU)
     with torch.inference_mode():
         assert_near(compiled.forward(batch), plain.forward(batch), 1e-5)
 

@@ -208,6 +208,21 @@ def test_a_row_depends_on_its_own_options_alone() -> None:
     assert together[0] == logits[0].argmax()
 
 
+def test_probabilities_add_up_and_are_a_rows_own_whatever_its_neighbours_cut() -> None:
+    logits = torch.randn(4, 900, generator=torch.Generator().manual_seed(2)) * 2
+    options = [(1.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (1.3, 0, 0.8, 0.1)]
+    temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*options, strict=True))
+    rows = SamplingRows(
+        temperature.astype(np.float32), top_k, top_p.astype(np.float32), min_p.astype(np.float32), np.zeros(4, np.uint64), top_k, ()
+    )
+    probs = target_probs(logits, rows, np.arange(4))
+    torch.testing.assert_close(probs.double().sum(-1), torch.ones(4, dtype=torch.float64), rtol=0, atol=1e-5)
+    for i in range(4):
+        columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.positions)
+        alone = SamplingRows(*(column[i : i + 1] for column in columns), ())
+        assert torch.equal(target_probs(logits[i : i + 1], alone, np.arange(1))[0], probs[i])
+
+
 def test_forbidden_tokens_never_come_out() -> None:
     logits = torch.zeros(2000, 5)
     logits[:, 3] = 10

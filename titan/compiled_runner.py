@@ -11,27 +11,29 @@ from titan.batch import RaggedBatch, pad_block_tables
 from titan.kernels.attention_layout import Int
 from titan.kernels.compiled_decoder import CompiledDecoder, DecoderStruct, layer_struct
 from titan.kernels.cpu_library import COMPILED_DTYPES, usable_library
-from titan.kernels.few_row_linear import MAX_ROWS, find_weight
+from titan.kernels.few_row_linear import find_weight, max_rows
 from titan.models.decoder import Decoder
 
 
 class CompiledRunner:
-    """Runs passes of at most `MAX_ROWS` tokens in C++, longer ones operation by operation.
+    """Runs passes of at most `max_rows` tokens in C++, longer ones operation by operation.
 
     Args:
         model: the model.
         kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim].
         compiled: the model and the KV, for short passes.
+        max_rows: tokens of a short pass, at most.
     """
 
-    def __init__(self, model: Decoder, kv: Tensor, compiled: CompiledDecoder) -> None:
+    def __init__(self, model: Decoder, kv: Tensor, compiled: CompiledDecoder, max_rows: int) -> None:
+        self.max_rows = max_rows
         self.model = model
         self.kv = kv
         self._compiled = compiled
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         """One pass over the ragged batch: logits [L, vocab] of the rows that need them."""
-        if len(batch.token_ids) > MAX_ROWS:
+        if len(batch.token_ids) > self.max_rows:
             logits: Tensor = self.model(batch, self.kv)
             return logits
         self.model.check_positions(batch.attention.positions)
@@ -41,7 +43,7 @@ class CompiledRunner:
         """Feed chains of tokens, each the most likely one behind the one before it, in one call.
 
         Args:
-            first_tokens: int64 [n], the first of each of at most `MAX_ROWS` chains.
+            first_tokens: int64 [n], the first of each of at most `max_rows` chains.
             depths: int64 [n], tokens of each chain, at least 1.
             roots: int64 [n], positions before the first tokens.
             block_tables: n of them, covering the slots of all tokens but the last of each chain.
@@ -98,4 +100,4 @@ def make_compiled_runner(model: Decoder, kv: Tensor) -> CompiledRunner | None:
         final_norm=model.final_norm.data_ptr(),
         head=head,
     )
-    return CompiledRunner(model, kv, CompiledDecoder(library, decoder, layers, kv))
+    return CompiledRunner(model, kv, CompiledDecoder(library, decoder, layers, kv), max_rows(library, model.dtype))

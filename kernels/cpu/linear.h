@@ -5,27 +5,16 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
+#include "amx.h"
 #include "numbers.h"
-
-extern "C" {
-
-// Outputs stand in blocks; of each input, or pair of inputs in bfloat16, the weights of a block's outputs lie side by side.
-struct Weight {
-  const void* data; // [num_outputs / block, depth / pair, block, pair], padded with zeros
-  const void* bias; // [num_outputs], or none
-  int64_t num_outputs;
-  int64_t num_inputs;
-  int64_t block; // a multiple of the lanes, or 1: plain rows
-  int64_t depth; // at least num_inputs; equal for plain rows, even for others
-};
-}
+#include "weight.h"
 
 namespace {
 
-constexpr int kMaxRows = 8;
-constexpr int64_t kMaxSerialWeights = 32768; // that one thread multiplies faster than several
+constexpr int kVectorRows = 8;
 
 typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 typedef uint32_t LooseBits __attribute__((vector_size(kLanes * sizeof(uint32_t)), aligned(sizeof(uint16_t))));
@@ -153,9 +142,8 @@ void multiply(const Weight& weight, const T* x, const T* residual, T* output) {
     multiply_blocks<T, M>(weight, wide, residual, output);
 }
 
-// x [num_rows, num_inputs] times the weight, plus its bias and the residual stream [num_rows, num_outputs] if they are given.
 template <typename T>
-void linear(const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output) {
+void multiply_rows(const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output) {
   switch (num_rows) {
   case 1: return multiply<T, 1>(weight, x, residual, output);
   case 2: return multiply<T, 2>(weight, x, residual, output);
@@ -164,7 +152,31 @@ void linear(const Weight& weight, const T* x, int64_t num_rows, const T* residua
   case 5: return multiply<T, 5>(weight, x, residual, output);
   case 6: return multiply<T, 6>(weight, x, residual, output);
   case 7: return multiply<T, 7>(weight, x, residual, output);
-  case kMaxRows: return multiply<T, kMaxRows>(weight, x, residual, output);
+  case kVectorRows: return multiply<T, kVectorRows>(weight, x, residual, output);
+  }
+}
+
+// Most rows that `linear` takes at the speed of memory.
+template <typename T>
+int64_t max_rows() {
+#ifdef TITAN_HAS_AMX
+  if (std::is_same_v<T, BFloat16> && may_use_amx()) return kAmxRows;
+#endif
+  return kVectorRows;
+}
+
+// x [num_rows, num_inputs] times the weight, plus its bias and the residual stream [num_rows, num_outputs] if they are given.
+template <typename T>
+void linear(const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output) {
+#ifdef TITAN_HAS_AMX
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (takes_tiles(weight) && num_rows > 0 && num_rows <= kAmxRows) return multiply_by_tiles(weight, x, num_rows, residual, output);
+#endif
+  for (; num_rows > 0; num_rows -= kVectorRows) {
+    multiply_rows(weight, x, std::min<int64_t>(num_rows, kVectorRows), residual, output);
+    x += kVectorRows * weight.num_inputs;
+    if (residual) residual += kVectorRows * weight.num_outputs;
+    output += kVectorRows * weight.num_outputs;
   }
 }
 
@@ -173,4 +185,5 @@ void linear(const Weight& weight, const T* x, int64_t num_rows, const T* residua
 #define TITAN_DEFINE_LINEAR(T, NAME)                                                                                           \
   extern "C" void linear_##NAME(const Weight* weight, const void* x, int64_t num_rows, void* output) {                         \
     linear<T>(*weight, static_cast<const T*>(x), num_rows, nullptr, static_cast<T*>(output));                                  \
-  }
+  }                                                                                                                            \
+  extern "C" int64_t max_rows_##NAME() { return max_rows<T>(); }

@@ -1,0 +1,128 @@
+// Products in bfloat16 on the matrix units of Intel processors (AMX), for up to 32 rows at the speed of memory.
+//
+// oneDNN packs for these units, so that 16 pairs of inputs of 16 outputs are a tile as it lies.
+
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "numbers.h"
+#include "weight.h"
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define TITAN_HAS_AMX 1
+#endif
+
+namespace {
+
+constexpr int kTileRows = 16;   // rows of x in a tile, and outputs
+constexpr int kTileInputs = 32; // in pairs
+constexpr int kAmxRows = 2 * kTileRows;
+constexpr int kAmxBlock = 32; // outputs side by side, two tiles
+
+#ifdef TITAN_HAS_AMX
+
+// Whether the system lets this process use the units: it must be asked once.
+inline bool may_use_amx() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18; // of <asm/prctl.h>, and the state component
+  static const bool may = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return may;
+}
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Tiles: 0 to 3 are sums [rows, 16], two beside two; 4 and 5 rows of x; 6 and 7 weights.
+inline void configure_tiles(int64_t num_rows) {
+  TileConfig config;
+  const uint8_t first = static_cast<uint8_t>(std::min<int64_t>(num_rows, kTileRows));
+  const uint8_t second = static_cast<uint8_t>(std::max<int64_t>(num_rows - kTileRows, 1));
+  const uint8_t rows[8] = {first, first, second, second, first, second, kTileRows, kTileRows};
+  for (int tile = 0; tile < 8; ++tile) config.rows[tile] = rows[tile], config.row_bytes[tile] = 64;
+  _tile_loadconfig(&config);
+}
+
+// Sums of a block of outputs: [num_rows, kAmxBlock].
+template <bool IsWide>
+void multiply_tiles(const BFloat16* weights, const BFloat16* x, int64_t depth, float* sums) {
+  constexpr int64_t kPrefetchBytes = 8192;
+  const int64_t x_stride = depth * sizeof(BFloat16), weight_stride = 2 * kAmxBlock * sizeof(BFloat16);
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (IsWide) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t input = 0; input < depth; input += kTileInputs) {
+    const BFloat16* tiles = weights + input * kAmxBlock;
+    for (int line = 0; line < kTileInputs; ++line)
+      __builtin_prefetch(reinterpret_cast<const char*>(tiles) + kPrefetchBytes + line * 64);
+    _tile_loadd(4, x + input, x_stride);
+    _tile_loadd(6, tiles, weight_stride);
+    _tile_loadd(7, tiles + kAmxBlock, weight_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (IsWide) {
+      _tile_loadd(5, x + kTileRows * depth + input, x_stride);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  constexpr int64_t kSumStride = kAmxBlock * sizeof(float);
+  _tile_stored(0, sums, kSumStride);
+  _tile_stored(1, sums + kTileRows, kSumStride);
+  if constexpr (IsWide) {
+    _tile_stored(2, sums + kTileRows * kAmxBlock, kSumStride);
+    _tile_stored(3, sums + kTileRows * kAmxBlock + kTileRows, kSumStride);
+  }
+}
+
+// As `linear` of linear.h, for a weight whose blocks are kAmxBlock outputs and whose depth is whole tiles.
+inline void multiply_by_tiles(const Weight& weight, const BFloat16* x, int64_t num_rows, const BFloat16* residual, BFloat16* output) {
+  static thread_local std::vector<BFloat16> buffer;
+  const BFloat16* rows = x;
+  if (weight.num_inputs < weight.depth) {
+    buffer.assign(num_rows * weight.depth, BFloat16{0});
+    for (int64_t row = 0; row < num_rows; ++row)
+      std::copy_n(x + row * weight.num_inputs, weight.num_inputs, buffer.data() + row * weight.depth);
+    rows = buffer.data();
+  }
+  const BFloat16* data = static_cast<const BFloat16*>(weight.data);
+  const BFloat16* bias = static_cast<const BFloat16*>(weight.bias);
+  const int64_t num_blocks = (weight.num_outputs + kAmxBlock - 1) / kAmxBlock;
+#pragma omp parallel if (weight.num_outputs * weight.depth > kMaxSerialWeights)
+  {
+    configure_tiles(num_rows);
+    alignas(64) float sums[kAmxRows * kAmxBlock];
+#pragma omp for schedule(static)
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      const auto multiply = num_rows > kTileRows ? multiply_tiles<true> : multiply_tiles<false>;
+      multiply(data + block * kAmxBlock * weight.depth, rows, weight.depth, sums);
+      const int64_t first = block * kAmxBlock, count = std::min<int64_t>(kAmxBlock, weight.num_outputs - first);
+      for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t place = row * weight.num_outputs + first;
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) {
+          const float added = (bias ? widen(bias[first + i]) : 0.0f) + (residual ? widen(residual[place + i]) : 0.0f);
+          narrow(sums[row * kAmxBlock + i] + added, &output[place + i]);
+        }
+      }
+    }
+    _tile_release(); // oneDNN configures them its own way
+  }
+}
+
+inline bool takes_tiles(const Weight& weight) {
+  return may_use_amx() && weight.block == kAmxBlock && weight.depth % kTileInputs == 0;
+}
+
+#endif
+
+} // namespace
