@@ -99,7 +99,7 @@ class Bench:
         for concurrency in args.concurrency:
             for mode in args.modes if args.profile else modes_at(args.modes, concurrency):
                 num_profiles = (args.rounds if args.profile else 1) if mode in (TITAN, TITAN_DRAFT) else 0
-                num_runs = 0 if args.profile else args.rounds + 1
+                num_runs = 0 if args.profile else args.rounds
                 for dtype in args.dtype:
                     self._units_left[dtype, mode] += num_runs + num_profiles
         with Progress(self._units_left.total()) as progress:
@@ -113,10 +113,9 @@ class Bench:
         with self._make_runners(args.modes, dtype, args.prompt_len.high + args.output_len.high, progress) as runners:
             for concurrency in args.concurrency:
                 warm_up = take_workload(prompts, concurrency, repeat(min(NUM_WARM_UP_TOKENS, args.output_len.low)))
-                self._run_all(runners, (dtype, concurrency), None, warm_up, progress)
                 for round_id in range(args.rounds):
                     workload = take_workload(prompts, concurrency * args.waves, output_lens)
-                    self._run_all(runners, (dtype, concurrency), round_id, workload, progress)
+                    self._run_all(runners, (dtype, concurrency), round_id, warm_up, workload, progress)
                 for mode in (TITAN, TITAN_DRAFT):
                     if mode in runners.by_mode:
                         workload = take_workload(prompts, concurrency, output_lens)
@@ -175,24 +174,27 @@ class Bench:
         progress.advance(text)
 
     def _run_all(
-        self, runners: Runners, place: tuple[str, int], round_id: int | None, workload: Workload, progress: Progress
+        self, runners: Runners, place: tuple[str, int], round_id: int, warm_up: Workload, workload: Workload, progress: Progress
     ) -> None:
-        """Run every mode once, Titan without a draft first, as the outputs are compared with its; no round is a warm-up."""
+        """Run every mode once, Titan without a draft first, as the outputs are compared with its.
+
+        Each warms up at the beginning of its turn, since the system may have put its memory aside during those of the others.
+        """
         dtype, concurrency = place
         reference: Run | None = None
         for mode in modes_at(self.args.modes, concurrency):
             if mode not in runners.by_mode:
                 continue
             load_average = psutil.getloadavg()[0]
-            what = f"{dtype}, {concurrency} at once, {'warming up' if round_id is None else f'round {round_id + 1}'}: {mode}"
+            runner = runners.by_mode[mode]
             try:
-                run = runners.by_mode[mode].run(workload, concurrency)
+                runner.run(warm_up, concurrency)
+                run = runner.run(workload, concurrency)
             except Exception as error:  # noqa: BLE001 - whatever ends one mode, the others go on
                 self._drop(runners, (dtype, concurrency, mode), error, progress)
                 continue
+            what = f"{dtype}, {concurrency} at once, round {round_id + 1}: {mode}"
             self._count(dtype, mode, f"{what} {run.tokens_per_second:.1f} tokens/s", progress)
-            if round_id is None:
-                continue
             if mode == TITAN:
                 reference = run
             self.samples.append(

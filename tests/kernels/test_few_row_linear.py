@@ -52,7 +52,7 @@ def test_it_is_the_product(
     weight, bias = random(*size, dtype=dtype), random(size[0], dtype=dtype, seed=1) if has_bias else None
     kept = packed(weight) if is_packed else weight
     found = find(library, kept, bias)
-    for num_rows in (*range(1, 10), 15, 16, 17, 31, 32, 33):
+    for num_rows in (*range(1, 10), 15, 16, 17, 31, 32, 33, 48, 64, 65):
         x = random(num_rows, size[1], dtype=dtype, seed=2)
         expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         tolerance = 1e-6 * size[1] ** 0.5 if dtype == torch.float32 else 2**-8
