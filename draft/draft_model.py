@@ -28,6 +28,9 @@ from titan.request import Request
 from titan.step import Acceptance, StepPlan
 from titan.tree import EMPTY_TREE, DraftTree
 
+MAX_FOLLOWED_TOKENS = 256
+"""Tokens of all chains together up to which they are followed in one call, which keeps all their logits."""
+
 HOST = torch.device("cpu")
 """Where batches are laid out; the runner brings them to its device."""
 
@@ -99,24 +102,28 @@ class DraftModelDrafter:
             is_all = len(rows) == len(requests)
             growth.plant(root_logits if is_all else root_logits.index_select(0, to_device(np.array(rows), self.device)))
         in_order = [requests[row] for rows, _ in growths for row in rows]
-        runner, (_, growth), *others = self.runner, *growths
-        if (
-            not others
-            and isinstance(growth, ChainGrowth)
-            and isinstance(runner, CompiledRunner)
-            and len(requests) <= runner.max_rows
-        ):
-            self._follow_chains(runner, in_order, growth)
+        if (chains := self._chains_to_follow([growth for _, growth in growths])) is not None:
+            self._follow_chains(in_order, chains)
         else:
             self._feed_frontiers(in_order, [growth for _, growth in growths])
         for rows, growth in growths:
             yield from zip(rows, growth.harvest(), strict=True)
 
-    def _follow_chains(self, runner: CompiledRunner, requests: list[Request], growth: ChainGrowth) -> None:
+    def _chains_to_follow(self, growths: list[Growth]) -> ChainGrowth | None:
+        """The growth, if it is of chains alone whose passes can be one call; their tokens must be the target's, too."""
+        growth = growths[0]
+        if len(growths) > 1 or not isinstance(growth, ChainGrowth) or not isinstance(self.runner, CompiledRunner):
+            return None
+        num_chains, num_tokens = len(growth.depths), int(growth.depths.sum())
+        is_small = num_chains <= self.runner.max_rows and num_tokens <= MAX_FOLLOWED_TOKENS
+        return growth if is_small and self.vocab_size <= self.target_vocab_size else None
+
+    def _follow_chains(self, requests: list[Request], growth: ChainGrowth) -> None:
         """Grow plain chains, whose passes need nobody between them, in one call."""
+        assert isinstance(self.runner, CompiledRunner)
         roots = np.array([request.num_tokens - 1 for request in requests])
         block_tables = [request.block_ids for request in requests]
-        token_ids, logits = runner.follow(growth.first_tokens, growth.depths, roots, block_tables)
+        token_ids, logits = self.runner.follow(growth.first_tokens, growth.depths, roots, block_tables)
         growth.take(token_ids, self._padded(logits))
 
     def _feed_frontiers(self, requests: list[Request], growths: list[Growth]) -> None:
@@ -131,9 +138,10 @@ class DraftModelDrafter:
         for depth, draft_pass in enumerate(passes, start=1):
             growing = [growth for growth in growths if any(len(feed) >= depth for feed in growth.feeds)]
             frontiers = [growth.frontier(depth) for growth in growing]
-            batch = draft_pass.with_nodes(
-                _cat([frontier.token_ids for frontier in frontiers]), _cat([frontier.ancestor_bits for frontier in frontiers])
-            )
+            token_ids = _cat([frontier.token_ids for frontier in frontiers])
+            if self.vocab_size < self.target_vocab_size:
+                token_ids = token_ids.clamp(max=self.vocab_size - 1)  # a shape may have more children than the draft has tokens
+            batch = draft_pass.with_nodes(token_ids, _cat([frontier.ancestor_bits for frontier in frontiers]))
             logits = self._forward(batch).split([len(frontier.token_ids) for frontier in frontiers])
             for growth, rows_logits in zip(growing, logits, strict=True):
                 growth.grow(depth, rows_logits)

@@ -1,6 +1,6 @@
 """Passes of a decoder over few tokens on a CPU, each or several of them in one call of the C++ of `cpu/`.
 
-A pass of a small draft model takes 50 us of arithmetic, and several times as long operation by operation.
+A pass of a small draft model takes little arithmetic, and several times as long operation by operation.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from titan.kernels.attention_layout import AttentionLayout, Int, Window
 from titan.kernels.compiled_ops import NO_WINDOW, plan_struct
+from titan.kernels.cpu_library import kernel
 from titan.kernels.few_row_linear import WeightStruct
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -91,7 +92,7 @@ class CompiledDecoder:
     """
 
     def __init__(self, library: ctypes.CDLL, decoder: DecoderStruct, layers: Sequence[LayerStruct], kv: Tensor) -> None:
-        self._forward, self._follow = (library[f"{name}_{str(kv.dtype).removeprefix('torch.')}"] for name in ("forward", "follow"))
+        self._forward, self._follow = (kernel(library, name, kv.dtype) for name in ("forward", "follow"))
         self._forward.argtypes, self._follow.argtypes = [_POINTER] * 4, [_POINTER] * 2
         self._forward.restype = self._follow.restype = None
         self._layers = (LayerStruct * len(layers))(*layers)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from titan.kernels.attention_layout import AttentionLayout, Int, Window
+from titan.kernels.cpu_library import kernel
 from titan.kernels.linear import linear_add
 from titan.kernels.long_attention import MAX_SHORT_QUERY, LongQuery, long_attention, plan_long_queries
 
@@ -85,7 +86,7 @@ class CompiledOps:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         functions: dict[str, Any] = {}
         for name, arguments in ARGUMENTS.items():
-            function = library[f"{name}_{str(dtype).removeprefix('torch.')}"]
+            function = kernel(library, name, dtype)
             function.argtypes = list(arguments)
             function.restype = None
             functions[name] = function

@@ -17,6 +17,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,6 +62,11 @@ def usable_library() -> ctypes.CDLL | None:
     if choice not in ("auto", "torch"):
         raise ValueError(f"{CPU_KERNELS}={choice} is not allowed: allowed are 'auto' and 'torch'")
     return None if choice == "torch" else load_library().library
+
+
+def kernel(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> Any:
+    """The function of that name for tensors of that dtype, a new object whose types of arguments are the caller's to set."""
+    return library[f"{name}_{str(dtype).removeprefix('torch.')}"]
 
 
 @cache

@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from titan.kernels.cpu_library import COMPILED_DTYPES
+from titan.kernels.cpu_library import COMPILED_DTYPES, kernel
 from titan.kernels.linear import linear
 
 NUM_TRIED_ROWS = 8
@@ -35,16 +35,16 @@ class WeightStruct(ctypes.Structure):
     ]
 
 
-def max_rows(library: ctypes.CDLL, dtype: torch.dtype) -> int:
-    """Most rows that the library multiplies with a weight in little more time than one."""
-    function = library[f"max_rows_{str(dtype).removeprefix('torch.')}"]
-    function.argtypes, function.restype = [], _INT
-    return int(function())
+def max_rows(library: ctypes.CDLL, dtype: torch.dtype, weight: WeightStruct) -> int:
+    """Most rows for which the library reads a weight from memory once."""
+    function = kernel(library, "max_rows", dtype)
+    function.argtypes, function.restype = [_POINTER], _INT
+    return int(function(ctypes.addressof(weight)))
 
 
 def multiply_few_rows(library: ctypes.CDLL, weight: WeightStruct, x: Tensor) -> Tensor:
     """``x @ weight.T + bias``: [rows, num_inputs] -> [rows, num_outputs], of contiguous rows, best at most `max_rows`."""
-    function = library[f"linear_{str(x.dtype).removeprefix('torch.')}"]
+    function = kernel(library, "linear", x.dtype)
     function.argtypes, function.restype = [_POINTER, _POINTER, _INT, _POINTER], None
     output = x.new_empty(len(x), weight.num_outputs)
     function(ctypes.addressof(weight), x.data_ptr(), len(x), output.data_ptr())
@@ -55,7 +55,7 @@ def find_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> We
     """How the library can read a weight; ``None`` if it cannot.
 
     oneDNN does not tell its layouts, which differ between processors. The one is taken with which the product of random rows is
-    oneDNN's: it follows for these weights that every element is where it is looked for.
+    oneDNN's: it follows for these weights, up to rounding, that every element is where it is looked for.
 
     Args:
         library: the C++ of `cpu/`, compiled.

@@ -155,6 +155,42 @@ def test_chains_are_followed_as_token_by_token(
     assert_near(compiled.kv, plain.kv, 1e-5)
 
 
+@pytest.mark.parametrize("num_tokens", [9, 16, 17, 33, 64])
+def test_passes_of_more_tokens_where_the_processor_takes_them(
+    num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path, "llama")
+    plain, compiled = make_runners(tmp_path, "bfloat16", monkeypatch)
+    if num_tokens > compiled.max_rows:
+        pytest.skip(f"this processor takes {compiled.max_rows}")
+    one, two = tables(2)
+    tree = DraftTree(np.array(tokens(4, 1)), np.array([-1, 0, -1, 1], np.int32))
+    segments = [Segment(one, 20, tokens(num_tokens - 5, 2)), Segment(two, 9, [7], tree, root_position=9)]
+    batch = build_batch(segments, block_size=BLOCK_SIZE, device=CPU)
+    with torch.inference_mode():
+        assert_near(compiled.forward(batch), plain.forward(batch), BOUNDS["bfloat16"])
+
+
+def test_many_chains_are_followed_as_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path, "llama")
+    _, compiled = make_runners(tmp_path, "bfloat16", monkeypatch)
+    num_chains = min(compiled.max_rows, NUM_BLOCKS)
+    first, depths = torch.tensor(tokens(num_chains, 3)), np.array([1 + i % 4 for i in range(num_chains)])
+    roots, block_tables = np.arange(num_chains) % 4, tables(num_chains)
+    with torch.inference_mode():
+        together, _ = compiled.follow(first, depths, roots, block_tables)
+        for i in range(num_chains):
+            alone, _ = compiled.follow(first[i : i + 1], depths[i : i + 1], roots[i : i + 1], block_tables[i : i + 1])
+            assert torch.equal(together[: depths[i], i], alone[:, 0])
+
+
+def test_chains_beyond_their_blocks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path, "llama")
+    _, compiled = make_runners(tmp_path, "float32", monkeypatch)
+    with pytest.raises(IndexError, match=r"block tables of \[2, 1\] blocks do not cover positions \[9, 9\]"):
+        compiled.follow(torch.tensor([5, 6]), np.array([2, 2]), np.array([8, 8]), [[0, 1], [2]])
+
+
 def test_longer_passes_are_the_decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path, "llama")
     plain, compiled = make_runners(tmp_path, "float32", monkeypatch)

@@ -51,10 +51,17 @@ class CompiledRunner:
         Returns:
             The tokens, int64 [depths, n], and the logits behind all but the last, [depths - 1, n, vocab]; where a chain has ended
             they mean nothing.
+
+        Raises:
+            IndexError: a position without a rotation or a block.
         """
-        self.model.check_positions(roots + depths - 1)
-        order = np.argsort(-depths, kind="stable")
+        last_fed = roots + depths - 1
+        self.model.check_positions(last_fed)
         table = pad_block_tables(block_tables)
+        num_blocks = np.array([len(block_ids) for block_ids in block_tables])
+        if (last_fed // self.kv.shape[4] >= num_blocks).any():
+            raise IndexError(f"block tables of {num_blocks.tolist()} blocks do not cover positions {last_fed.tolist()}")
+        order = np.argsort(-depths, kind="stable")
         if (order[1:] > order[:-1]).all():
             return self._compiled.follow(first_tokens, depths, roots, table)
         token_ids, logits = self._compiled.follow(first_tokens[order], depths[order], roots[order], table[order])
@@ -69,12 +76,13 @@ def make_compiled_runner(model: Decoder, kv: Tensor) -> CompiledRunner | None:
         model: the model.
         kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim].
     """
+    config, layer_weights, layers = model.config, model.layer_weights, []
     library = usable_library() if model.device.type == "cpu" and model.dtype in COMPILED_DTYPES else None
     head = None if library is None else find_weight(library, model.head, None)
     if library is None or head is None:
         return None
-    config, layers = model.config, []
-    for weights, window in zip(model.layer_weights, config.layer_windows, strict=True):
+    num_rows = max_rows(library, model.dtype, head)
+    for weights, window in zip(layer_weights, config.layer_windows, strict=True):
         found = [
             find_weight(library, weight, bias)
             for weight, bias in (
@@ -87,6 +95,7 @@ def make_compiled_runner(model: Decoder, kv: Tensor) -> CompiledRunner | None:
         readable = [weight for weight in found if weight is not None]
         if len(readable) < len(found):
             return None
+        num_rows = min(num_rows, *(max_rows(library, model.dtype, weight) for weight in readable))
         layers.append(layer_struct((weights.input_norm, weights.post_norm, weights.qk_norm), readable, window))
     decoder = DecoderStruct(
         hidden_size=config.hidden_size,
@@ -100,4 +109,4 @@ def make_compiled_runner(model: Decoder, kv: Tensor) -> CompiledRunner | None:
         final_norm=model.final_norm.data_ptr(),
         head=head,
     )
-    return CompiledRunner(model, kv, CompiledDecoder(library, decoder, layers, kv), max_rows(library, model.dtype))
+    return CompiledRunner(model, kv, CompiledDecoder(library, decoder, layers, kv), num_rows)

@@ -47,6 +47,7 @@ inline void configure_tiles(int64_t num_rows) {
   const uint8_t second = static_cast<uint8_t>(std::max<int64_t>(num_rows - kTileRows, 1));
   const uint8_t rows[8] = {first, first, second, second, first, second, kTileRows, kTileRows};
   for (int tile = 0; tile < 8; ++tile) config.rows[tile] = rows[tile], config.row_bytes[tile] = 64;
+  asm volatile("" : : "r"(&config) : "memory"); // GCC before 14 takes only the first 8 bytes of it for read
   _tile_loadconfig(&config);
 }
 

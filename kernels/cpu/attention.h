@@ -186,7 +186,7 @@ template <typename T, int D>
 void attend_head(const AttentionPlan& plan, int64_t request, int64_t kv_head, const T* q, int64_t q_stride, const T* kv_layer,
                  int64_t head_stride, const int64_t* ancestor_bits, T* output, float scale, int64_t window) {
   static thread_local RowState state;
-  static thread_local std::vector<float> tile;
+  static thread_local std::vector<float> room;
   const int64_t head_dim = D ? D : plan.head_dim, group = plan.num_heads / plan.num_kv_heads;
   const int64_t first_token = plan.query_start_loc[request];
   const int64_t num_rows = (plan.query_start_loc[request + 1] - first_token) * group;
@@ -195,8 +195,8 @@ void attend_head(const AttentionPlan& plan, int64_t request, int64_t kv_head, co
   state.sums.assign(num_rows * width, 0.0f);
   state.largest.assign(num_rows, kMinusInfinity);
   state.totals.assign(num_rows, 0.0f);
-  tile.resize(2 * kTile * width);
-  float* keys = tile.data();
+  room.resize(2 * kTile * width);
+  float* keys = room.data();
   float* values = keys + kTile * width;
 
   int64_t first_slot = std::numeric_limits<int64_t>::max();

@@ -148,7 +148,6 @@ void follow(const Decoder& decoder, const Chains& chains) {
   }
 }
 
-
 } // namespace
 
 #define TITAN_DEFINE_DECODER(T, NAME)                                                                                          \

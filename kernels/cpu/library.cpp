@@ -1,6 +1,7 @@
-// What Python calls: every function for every type of tensor. Plain C++ that a compiler vectorises, OpenMP for threads.
+// What Python calls: every function for every type of tensor. Plain C++ and vectors of it, but for AMX; OpenMP for threads.
 //
-// `cpu_library.py` compiles this file; `compiled_ops.py` and `row_sampling.py` call it, and tell shapes and meanings.
+// `cpu_library.py` compiles this file; `compiled_ops.py`, `compiled_decoder.py`, `few_row_linear.py` and `row_sampling.py` call it,
+// and tell shapes and meanings.
 
 #include "attention.h"
 #include "decoder.h"

@@ -17,7 +17,6 @@ namespace {
 constexpr int kVectorRows = 8;
 
 typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
-typedef uint32_t LooseBits __attribute__((vector_size(kLanes * sizeof(uint32_t)), aligned(sizeof(uint16_t))));
 
 template <typename T>
 struct Packing;
@@ -48,7 +47,8 @@ inline void load_weights(const float* weight, int64_t step, Lanes* even, Lanes* 
 }
 
 inline void load_weights(const BFloat16* weight, int64_t, Lanes* even, Lanes* odd) {
-  const Bits pairs = *reinterpret_cast<const LooseBits*>(weight);
+  Bits pairs;
+  std::memcpy(&pairs, weight, sizeof pairs);
   const Bits low = pairs << 16, high = pairs & 0xffff0000u;
   std::memcpy(even, &low, sizeof low);
   std::memcpy(odd, &high, sizeof high);
@@ -91,7 +91,7 @@ void multiply_columns(const Weight& weight, const float* x, int64_t first_vector
 
 template <typename T, int M>
 void multiply_blocks(const Weight& weight, const float* x, const T* residual, T* output) {
-  constexpr int V = M <= 5 ? 4 : 2; // so that all sums stay in registers
+  constexpr int V = M <= 5 ? 4 : 2; // so that all sums stay in registers, where there are 32 of a vector's size
   const int64_t num_vectors = (weight.num_outputs + kLanes - 1) / kLanes;
 #pragma omp parallel for schedule(static) if (weight.num_outputs * weight.depth > kMaxSerialWeights)
   for (int64_t first = 0; first < num_vectors; first += V) {
@@ -156,11 +156,11 @@ void multiply_rows(const Weight& weight, const T* x, int64_t num_rows, const T* 
   }
 }
 
-// Most rows that `linear` takes at the speed of memory.
+// Most rows for which `linear` reads the weight from memory once.
 template <typename T>
-int64_t max_rows() {
+int64_t max_rows([[maybe_unused]] const Weight& weight) {
 #ifdef TITAN_HAS_AMX
-  if (std::is_same_v<T, BFloat16> && may_use_amx()) return kAmxRows;
+  if (std::is_same_v<T, BFloat16> && takes_tiles(weight)) return kAmxRows;
 #endif
   return kVectorRows;
 }
@@ -186,4 +186,4 @@ void linear(const Weight& weight, const T* x, int64_t num_rows, const T* residua
   extern "C" void linear_##NAME(const Weight* weight, const void* x, int64_t num_rows, void* output) {                         \
     linear<T>(*weight, static_cast<const T*>(x), num_rows, nullptr, static_cast<T*>(output));                                  \
   }                                                                                                                            \
-  extern "C" int64_t max_rows_##NAME() { return max_rows<T>(); }
+  extern "C" int64_t max_rows_##NAME(const Weight* weight) { return max_rows<T>(*weight); }

@@ -146,12 +146,12 @@ int64_t draw_row(const float* probs, double uniform, int64_t size) {
   for (int64_t start = 0; start < size; start += kChunk) total += sum_chunk(probs, start, std::min(start + kChunk, size));
   const double height = std::min(uniform * total, std::nextafter(total, 0.0));
   double sum = 0;
-  int64_t last = 0; // the last possible entry so far, for what rounding leaves over
   for (int64_t start = 0; start < size; start += kChunk) {
     const int64_t end = std::min(start + kChunk, size);
     const double chunk = sum_chunk(probs, start, end);
     if (sum + chunk > height) {
       double inside = 0;
+      int64_t last = start; // the last possible entry, for what rounding leaves over
       for (int64_t i = start; i < end; ++i) {
         inside += static_cast<double>(probs[i]);
         if (probs[i] > 0) last = i;
@@ -161,7 +161,7 @@ int64_t draw_row(const float* probs, double uniform, int64_t size) {
     }
     sum += chunk;
   }
-  return last;
+  return 0; // nothing is possible
 }
 
 // Distributions over the vocabulary: logits with temperatures, or float32 probabilities if there are none.
@@ -274,7 +274,10 @@ void reject_tree(const LazyProbs<T>& target, const SampledTrees& trees, int64_t 
   int64_t row = root, rank = 0;
   double scale = 0, drawn = 0; // s and Q of the children tried so far
   const float* probs = target.row(row, room.get());
-  const float* draft_probs = trees.draft_probs[tree] + trees.inner_rows[row] * size;
+  const auto draft_row = [&](int64_t place) { // none for a leaf
+    return trees.inner_rows[place] < 0 ? nullptr : trees.draft_probs[tree] + trees.inner_rows[place] * size;
+  };
+  const float* draft_probs = draft_row(row);
   if (first < end) match_rows(probs, draft_probs, matches, size);
   for (int64_t node = first; node < end; ++node) {
     if (root + 1 + trees.parents[node] != row) continue;
@@ -287,7 +290,7 @@ void reject_tree(const LazyProbs<T>& target, const SampledTrees& trees, int64_t 
       row = root + 1 + node - first, rank = 0;
       scale = 0, drawn = 0;
       probs = target.row(row, room.get());
-      draft_probs = trees.draft_probs[tree] + trees.inner_rows[row] * size;
+      draft_probs = draft_row(row);
     } else {
       scale += mass / left, drawn += q, rank += 1;
     }

@@ -99,6 +99,25 @@ def test_a_draft_with_a_smaller_padded_vocabulary_works(zoo: Zoo, tmp_path: Any)
     assert max(token for _, _, proposal in rows for token in proposal) < 140
 
 
+@pytest.mark.parametrize("draft_tree", ["chain", "auto", "dynamic"])
+def test_tokens_that_only_the_draft_has_are_never_proposed(tmp_path: Any, draft_tree: str) -> None:
+    """Two rows of the draft's padding have logits of opposite signs, so large that one of them is the most likely everywhere."""
+    make_model(tmp_path / "target", vocab_size=140)
+    draft = make_model(tmp_path / "draft", vocab_size=150)
+    with torch.no_grad():
+        draft.lm_head.weight[145] = 1000 * draft.lm_head.weight[7]
+        draft.lm_head.weight[146] = -1000 * draft.lm_head.weight[7]
+    draft.save_pretrained(tmp_path / "draft")
+    for folder in ("target", "draft"):
+        make_tokenizer().save_pretrained(tmp_path / folder)
+    plain = run_all(make_engine(str(tmp_path / "target"), None, **AMPLE), [[8, 9]], [greedy(20, ignore_eos=True)])
+    engine = make_engine(str(tmp_path / "target"), str(tmp_path / "draft"), **AMPLE, draft_tree=draft_tree)
+    proposed: list[int] = []
+    engine.observers.append(lambda plan, trees, acceptance: proposed.extend(trees[0].token_ids.tolist()))
+    assert run_all(engine, [[8, 9]], [greedy(20, ignore_eos=True)]) == plain
+    assert 0 < len(proposed) and max(proposed) < 140
+
+
 @pytest.mark.parametrize("draft_tree", ["chain", "auto", "dynamic", [-1, -1, 0]])
 @pytest.mark.parametrize(("target_size", "draft_size"), [(150, 140), (140, 150)])
 def test_sampled_drafts_with_another_padded_vocabulary_work(

@@ -21,6 +21,9 @@ needs_compiler = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "short.cpp"  # the whole library takes seconds to compile
+    source.write_text('#include <omp.h>\nextern "C" int num_threads() { return omp_get_max_threads(); }\n', encoding="utf-8")
+    monkeypatch.setattr(cpu_library, "SOURCE", source)
     load_library.cache_clear()
     yield
     load_library.cache_clear()

@@ -67,7 +67,7 @@ def test_a_row_does_not_depend_on_its_neighbours(library: ctypes.CDLL, dtype: to
     weight = random(200, 130, dtype=dtype)
     kept = packed(weight) if is_packed else weight
     found = find(library, kept)
-    x = random(max_rows(library, dtype), 130, dtype=dtype, seed=1)
+    x = random(max_rows(library, dtype, found), 130, dtype=dtype, seed=1)
     alone = torch.cat([multiply_few_rows(library, found, row[None]) for row in x])
     for num_rows in range(2, len(x) + 1):
         assert torch.equal(multiply_few_rows(library, found, x[:num_rows]), alone[:num_rows])
