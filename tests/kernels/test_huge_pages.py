@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from titan.kernels import huge_pages
 from titan.kernels.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
 
 
@@ -20,18 +22,27 @@ def test_what_lies_there_stays(num_bytes: int, offset: int) -> None:
     assert torch.equal(tensor, before)
 
 
-def test_pages_become_large() -> None:
-    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if not sys.platform.startswith("linux") or not setting.exists() or "[never]" in setting.read_text():
-        pytest.skip("this system has no large pages")
-    memory = torch.ones(8 * HUGE_PAGE_BYTES, dtype=torch.uint8)
-    before = huge_kilobytes()
-    use_huge_pages(memory.data_ptr(), memory.nbytes)
-    if huge_kilobytes() == before:
-        pytest.skip("none was free, or the kernel is too old to move what is in use")
-    assert huge_kilobytes() - before >= 7 * HUGE_PAGE_BYTES // 1024
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="madvise is Linux's")
+@pytest.mark.parametrize("offset", [0, 1, mmap.PAGESIZE - 1])
+def test_whole_pages_inside_the_area_are_asked_for(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int, int]] = []
 
+    class Library:
+        """Records what is asked of the system, which says yes."""
 
-def huge_kilobytes() -> int:
-    lines = Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+        def __init__(self, _: Any) -> None:
+            def madvise(start: int, length: int, advice: int) -> int:
+                calls.append((start, length, advice))
+                return 0
+
+            self.madvise = madvise
+
+    monkeypatch.setattr("ctypes.CDLL", Library)
+    address, num_bytes = 100 * HUGE_PAGE_BYTES + offset, HUGE_PAGE_BYTES + 5
+    use_huge_pages(address, HUGE_PAGE_BYTES - 1)
+    assert not calls  # too little for a large page
+    use_huge_pages(address, num_bytes)
+    assert [advice for *_, advice in calls] == [huge_pages.MADV_HUGEPAGE, huge_pages.MADV_COLLAPSE]
+    for start, length, _ in calls:
+        assert address <= start < address + mmap.PAGESIZE and start % mmap.PAGESIZE == 0
+        assert length % mmap.PAGESIZE == 0 and 0 <= address + num_bytes - (start + length) < mmap.PAGESIZE
