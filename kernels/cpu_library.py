@@ -65,8 +65,8 @@ def usable_library() -> ctypes.CDLL | None:
 
 
 def kernel(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> Any:
-    """The function of that name for tensors of that dtype, a new object whose types of arguments are the caller's to set."""
-    return library[f"{name}_{str(dtype).removeprefix('torch.')}"]
+    """The function of that name for tensors of that dtype, looked up once; its caller sets the types of its arguments."""
+    return getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")
 
 
 @cache

@@ -68,7 +68,7 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, device: torch.d
         origins.append(segment.start if num_committed else segment.root_position + 1 + segment.first_node)
         query_lens.append(num_committed + num_nodes)
         logits_lens.append(num_nodes + (num_committed > 0) if segment.needs_logits else 0)
-    query_start_loc, logits_start_loc = prefix_sums(query_lens), prefix_sums(logits_lens)
+    query_start_loc, logits_start_loc = _prefix_sums(query_lens), _prefix_sums(logits_lens)
     num_tokens, num_rows = len(token_ids), int(logits_start_loc[-1])
     table = pad_block_tables([segment.block_ids for segment in segments])
     first_slots = np.array(origins)
@@ -112,7 +112,7 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, device: torch.d
     )
 
 
-def prefix_sums(counts: Sequence[int]) -> Int:
+def _prefix_sums(counts: Sequence[int]) -> Int:
     """0 and the running sums of ``counts``: [n] -> int64 [n + 1]."""
     return np.array([0, *accumulate(counts)])
 
@@ -190,7 +190,7 @@ def build_draft_passes(
     end = 0
     for of_depth in counts:
         going_on = [i for i, count in enumerate(of_depth) if count]
-        query_start_loc = prefix_sums([of_depth[i] for i in going_on])
+        query_start_loc = _prefix_sums([of_depth[i] for i in going_on])
         start, end = end, end + int(query_start_loc[-1])
         rows = slice(start, end)
         some = slice(None) if len(going_on) == len(feeds) else going_on
