@@ -8,7 +8,7 @@ further depth is one small pass over the frontier nodes of every request's tree.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from torch.nn.functional import pad
 from titan.batch import RaggedBatch, Segment, build_batch, build_draft_passes
 from titan.compiled_runner import CompiledRunner
 from titan.draft.base import DraftContext
+from titan.draft.compiled_growth import CompiledGrower
 from titan.draft.policy import DraftPolicy, score_temperature
-from titan.draft.tree_builder import ChainGrowth, Growth
+from titan.draft.tree_builder import Growth
 from titan.draft_history import DraftHistory
 from titan.kernels.upload import to_device
 from titan.kv_cache import allocate_kv
@@ -27,9 +28,6 @@ from titan.models.decoder import Decoder
 from titan.request import Request
 from titan.step import Acceptance, StepPlan
 from titan.tree import EMPTY_TREE, DraftTree
-
-MAX_FOLLOWED_TOKENS = 256
-"""Tokens of all chains together up to which they are followed in one call, which keeps all their logits."""
 
 HOST = torch.device("cpu")
 """Where batches are laid out; the runner brings them to its device."""
@@ -67,64 +65,56 @@ class DraftModelDrafter:
             device=context.device,
         )
         self.runner = context.make_runner(model, self.kv)
+        self._compiled = None
+        if isinstance(self.runner, CompiledRunner):
+            self._compiled = CompiledGrower(self.runner, context.target_vocab_size)
 
     def propose(self, plan: StepPlan) -> list[DraftTree]:
-        num_fed = self._feed_lengths(plan)
-        fed = [i for i, count in enumerate(num_fed) if count > 0]
         trees = [EMPTY_TREE] * len(plan.requests)
-        if not fed:
+        feeds = self._feeds(plan)
+        if not feeds:
             return trees
-        segments = []
-        for i in fed:
-            request = plan.requests[i]
-            start, end = request.num_drafted_context, request.num_drafted_context + num_fed[i]
-            drafts = self._budget(plan, i) > 0 and end == request.num_tokens
-            segments.append(Segment(request.block_ids, start, self._known(request.token_ids[start:end]), needs_logits=drafts))
-        batch = build_batch(segments, block_size=self.block_size, device=HOST)
-        drafting = [i for i, segment in zip(fed, segments, strict=True) if segment.needs_logits]
-        logits = self._forward(batch)
-        for i in fed:  # now that it is written
-            plan.requests[i].num_drafted_context += num_fed[i]
-        if drafting:
-            requests, budgets = [plan.requests[i] for i in drafting], [self._budget(plan, i) for i in drafting]
-            growths = self.policy.growths(requests, budgets, self._reserve, self.device)
-            self.cache.clear_new_blocks()
-            for row, tree in self._grow(requests, growths, logits):
-                trees[drafting[row]] = tree
-                requests[row].draft_history.note_draft(int(tree.depths.max(initial=0)))
+        drafting = [feed for feed in feeds if feed.budget > 0]
+        requests = [feed.request for feed in drafting]
+        # fed at once, or in one call with what grows behind them
+        roots = [feed.token_ids for feed in drafting] if self._are_few_roots(feeds) else self._feed(feeds)
+        growths = self.policy.growths(requests, [feed.budget for feed in drafting], self._reserve)
+        self.cache.clear_new_blocks()
+        if not growths:
+            grown = []
+        elif self._compiled is not None and self._compiled.can_grow(growths):
+            grown = self._compiled.grow(requests, growths, roots)
+        else:
+            grown = self._grow(requests, growths, roots if isinstance(roots, Tensor) else self._feed(feeds))
+        for feed in feeds:  # now that it is written
+            feed.request.num_drafted_context += len(feed.token_ids)
+        for feed, tree in zip(drafting, grown, strict=True):
+            trees[feed.row] = tree
+            feed.request.draft_history.note_draft(tree.topology.max_depth)
         return trees
 
-    def _grow(
-        self, requests: list[Request], growths: list[tuple[list[int], Growth]], root_logits: Tensor
-    ) -> Iterator[tuple[int, DraftTree]]:
-        """Grow the requests' trees; yields them with the indices of their requests."""
+    def _are_few_roots(self, feeds: list[_Feed]) -> bool:
+        """Whether nothing but the roots of short trees and little before them is fed."""
+        if self._compiled is None or not all(feed.budget > 0 for feed in feeds):
+            return False
+        return sum(len(feed.token_ids) for feed in feeds) <= self._compiled.max_rows
+
+    def _feed(self, feeds: list[_Feed]) -> Tensor:
+        """Feed committed tokens; the logits of those that draft."""
+        segments = [
+            Segment(feed.request.block_ids, feed.request.num_drafted_context, feed.token_ids, needs_logits=feed.budget > 0)
+            for feed in feeds
+        ]
+        return self._forward(build_batch(segments, block_size=self.block_size, device=HOST))
+
+    def _grow(self, requests: list[Request], growths: list[tuple[list[int], Growth]], root_logits: Tensor) -> list[DraftTree]:
+        """Grow the requests' trees depth by depth."""
         for rows, growth in growths:
             is_all = len(rows) == len(requests)
             growth.plant(root_logits if is_all else root_logits.index_select(0, to_device(np.array(rows), self.device)))
-        in_order = [requests[row] for rows, _ in growths for row in rows]
-        if (chains := self._chains_to_follow([growth for _, growth in growths])) is not None:
-            self._follow_chains(in_order, chains)
-        else:
-            self._feed_frontiers(in_order, [growth for _, growth in growths])
-        for rows, growth in growths:
-            yield from zip(rows, growth.harvest(), strict=True)
-
-    def _chains_to_follow(self, growths: list[Growth]) -> ChainGrowth | None:
-        """The growth, if it is of chains alone whose passes can be one call; their tokens must be the target's, too."""
-        growth = growths[0]
-        if len(growths) > 1 or not isinstance(growth, ChainGrowth) or not isinstance(self.runner, CompiledRunner):
-            return None
-        num_chains, num_tokens = len(growth.depths), int(growth.depths.sum())
-        is_small = num_chains <= self.runner.max_rows and num_tokens <= MAX_FOLLOWED_TOKENS
-        return growth if is_small and self.vocab_size <= self.target_vocab_size else None
-
-    def _follow_chains(self, requests: list[Request], growth: ChainGrowth) -> None:
-        """Grow plain chains, whose passes need nobody between them, in one call."""
-        assert isinstance(self.runner, CompiledRunner)
-        roots = np.array([request.num_tokens - 1 for request in requests])
-        block_tables = [request.block_ids for request in requests]
-        token_ids, logits = self.runner.follow(growth.first_tokens, growth.depths, roots, block_tables)
-        growth.take(token_ids, self._padded(logits))
+        self._feed_frontiers([requests[row] for rows, _ in growths for row in rows], [growth for _, growth in growths])
+        trees = {row: tree for rows, growth in growths for row, tree in zip(rows, growth.harvest(), strict=True)}
+        return [trees[row] for row in range(len(requests))]
 
     def _feed_frontiers(self, requests: list[Request], growths: list[Growth]) -> None:
         """Grow trees of any kind, each depth one pass over the frontier of them all."""
@@ -170,23 +160,34 @@ class DraftModelDrafter:
         """Draft tokens for row ``i``, lowered to what the draft's own context length leaves."""
         return max(0, min(plan.draft_budgets[i], self.max_len - plan.requests[i].num_tokens))
 
-    def _feed_lengths(self, plan: StepPlan) -> list[int]:
-        """How many committed tokens each row feeds the draft: what it lacks, first come first served."""
+    def _feeds(self, plan: StepPlan) -> list[_Feed]:
+        """The committed tokens that the draft lacks, first come first served."""
         left = self.max_num_batched_tokens
-        lengths = []
+        feeds = []
         for i, request in enumerate(plan.requests):
-            end = min(request.num_computed_tokens + plan.num_tokens[i], self.max_len)
-            is_wanted = request.params.use_speculative and (self._budget(plan, i) > 0 or not plan.reaches_root(i))
-            length = min(end - request.num_drafted_context, left) if is_wanted else 0
-            lengths.append(max(length, 0))
-            left -= lengths[-1]
-        return lengths
+            budget, start = self._budget(plan, i), request.num_drafted_context
+            is_wanted = request.params.use_speculative and (budget > 0 or not plan.reaches_root(i))
+            end = min(request.num_computed_tokens + plan.num_tokens[i], self.max_len, start + left)
+            if is_wanted and end > start:
+                token_ids = self._known(request.token_ids[start:end])
+                feeds.append(_Feed(i, request, token_ids, budget if end == request.num_tokens else 0))
+                left -= end - start
+        return feeds
 
     def _known(self, token_ids: list[int]) -> list[int]:
         """The tokens; those that only the target's embedding has rows for, which are padding, become the draft's last one."""
         if self.vocab_size >= self.target_vocab_size:
             return token_ids
         return [min(token_id, self.vocab_size - 1) for token_id in token_ids]
+
+
+class _Feed(NamedTuple):
+    """What a request feeds the draft before anything grows."""
+
+    row: int  # of the plan
+    request: Request
+    token_ids: list[int]
+    budget: int  # nodes that may grow behind the last of them; 0 if it is not the root
 
 
 def _note_children(history: DraftHistory, tree: DraftTree, path: list[int]) -> None:

@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import numpy as np
-import torch
 
 from titan.draft.shapes import expected_shape, in_main_path_order
 from titan.draft.tree_builder import BeamGrowth, ChainGrowth, Growth, ShapeGrowth
-from titan.kernels.upload import to_device
 from titan.request import Request
 from titan.sampling import SamplingRows, spread_options
 from titan.tree import MAX_NODES, Parents, chain_parents
@@ -67,16 +65,13 @@ class DraftPolicy:
         self.width = max(2, max_draft_tokens // 8)
         self.beam_depth = min(max_draft_tokens, 6 + max_draft_tokens // 8, 1 + MAX_NODES // self.width)
 
-    def growths(
-        self, requests: Sequence[Request], budgets: Sequence[int], reserve: Reserve, device: torch.device
-    ) -> list[tuple[list[int], Growth]]:
+    def growths(self, requests: Sequence[Request], budgets: Sequence[int], reserve: Reserve) -> list[tuple[list[int], Growth]]:
         """Sort the requests into growths.
 
         Args:
             requests: those that draft.
             budgets: most nodes of each, at least 1.
             reserve: asked for the room that a beam needs beyond the budget.
-            device: where the logits are.
 
         Returns:
             Growths with the indices of their requests.
@@ -85,8 +80,7 @@ class DraftPolicy:
         for i, request in enumerate(requests):
             members.setdefault(self._kind(request, budgets[i], reserve), []).append(i)
         return [
-            (rows, self._growth(kind, [requests[i] for i in rows], [budgets[i] for i in rows], device))
-            for kind, rows in members.items()
+            (rows, self._growth(kind, [requests[i] for i in rows], [budgets[i] for i in rows])) for kind, rows in members.items()
         ]
 
     def _kind(self, request: Request, budget: int, reserve: Reserve) -> Kind:
@@ -114,16 +108,16 @@ class DraftPolicy:
         """Whether one node per depth is expanded."""
         return self.draft_tree == "auto" and budget <= MAX_NARROW_NODES
 
-    def _growth(self, kind: Kind, requests: list[Request], budgets: list[int], device: torch.device) -> Growth:
+    def _growth(self, kind: Kind, requests: list[Request], budgets: list[int]) -> Growth:
         if kind in (Kind.SHAPE, Kind.DRAWN):
             shapes = [self._shape(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-            return ShapeGrowth(shapes, _root_rows(requests) if kind is Kind.DRAWN else None, device)
-        temperatures = to_device(np.array([score_temperature(request) for request in requests], np.float32), device)
+            return ShapeGrowth(shapes, _root_rows(requests) if kind is Kind.DRAWN else None)
         if kind is Kind.CHAIN:
-            return ChainGrowth(budgets, budgets, 1, temperatures)
+            return ChainGrowth(budgets)
+        temperatures = [score_temperature(request) for request in requests]
         if kind is Kind.CHAIN_WITH_SIBLINGS:
             depths = [min(budget, _worthwhile_depth(request)) for request, budget in zip(requests, budgets, strict=True)]
-            return ChainGrowth(budgets, depths, CHAIN_CHILDREN, temperatures)
+            return BeamGrowth(budgets, depths, 1, CHAIN_CHILDREN, temperatures)
         depths = [min(budget, self.beam_depth) for budget in budgets]
         return BeamGrowth(budgets, depths, self.width, self.width + 1, temperatures)
 

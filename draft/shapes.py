@@ -77,10 +77,11 @@ class ShapePlan:
 
     parents: Parents
     feeds: tuple[NDArray[np.int64], ...]  # by depth, from 1 on: the inner nodes
-    # int64 [5, num_inner], of the inner nodes, the root first: depth, 0 for the root; the parent's place among them, 0 for the
-    # root; how many earlier children the parent has; ancestor bits; number of children
+    # int64 [6, num_inner], of the inner nodes, the root first: the node, -1 for the root; depth, 0 for the root; the parent's place
+    # among them, 0 for the root; how many earlier children the parent has; ancestor bits; number of children
     inner: NDArray[np.int64]
     max_children: int
+    max_fed: int  # nodes of one depth
     # of all nodes: [num_nodes] each
     node_parents: NDArray[np.int64]  # the parent's place among the inner nodes
     ranks: NDArray[np.int64]
@@ -96,13 +97,15 @@ def shape_plan(parents: bytes) -> ShapePlan:
     depths = shape.depths[inner].astype(np.int64)
     columns = depths, node_parents[inner], shape.child_ranks[inner], shape.ancestor_bits[inner]
     num_children = np.bincount(node_parents)
+    feeds = tuple(inner[depths == depth].astype(np.int64) for depth in range(1, int(depths.max(initial=0)) + 1))
     slots = np.where(shape.inner_rows[1:] >= 0, np.arange(len(parent_of), dtype=np.int32), np.int32(-1))
     slots.flags.writeable = False
     return ShapePlan(
         parents=parent_of,
-        feeds=tuple(inner[depths == depth].astype(np.int64) for depth in range(1, int(depths.max(initial=0)) + 1)),
-        inner=np.stack((*(np.append(0, column) for column in columns), num_children)),
+        feeds=feeds,
+        inner=np.stack((shape.inner.astype(np.int64), *(np.append(0, column) for column in columns), num_children)),
         max_children=int(num_children.max()),
+        max_fed=max(map(len, feeds), default=0),
         node_parents=node_parents,
         ranks=shape.child_ranks,
         slots=slots,

@@ -1,9 +1,9 @@
 """Growing draft trees, depth by depth, for several requests at once: which nodes are fed, and which tokens become nodes.
 
-Three ways to grow, all fed by the same passes of the draft model. `ChainGrowth` follows the most likely token, and may trade the
-far end of a chain for siblings nearer the root. `BeamGrowth` expands the nodes with the greatest cumulative probability, as Li et
-al., "EAGLE-2", 2024. `ShapeGrowth` fills a shape that is known beforehand, with the most likely tokens or, for a sampled
-proposal, with tokens drawn without replacement.
+Three ways to grow, all fed by the same passes of the draft model. `ChainGrowth` follows the most likely token. `BeamGrowth` expands
+the nodes with the greatest cumulative probability, as Li et al., "EAGLE-2", 2024; a beam of one node trades the far end of a
+chain for siblings nearer the root. `ShapeGrowth` fills a shape that is known beforehand, with the most likely tokens or, for a
+sampled proposal, with tokens drawn without replacement.
 
 What a growth feeds at which depth is known on the host before the first pass; tokens and probabilities stay on the device until
 all passes are done.
@@ -104,31 +104,26 @@ def best_trees(candidates: Candidates, budgets: Sequence[int]) -> list[DraftTree
 
 
 class ChainGrowth:
-    """Follows the most likely token of each request; with siblings, takes the best nodes of the chain and beside it.
+    """Follows the most likely token of each request.
 
     Args:
-        budgets: nodes of each request.
-        depths: longest chain of each request, at most its budget.
-        num_children: tokens looked at behind each node of the chain; 1 grows plain chains.
-        temperatures: float32 [n], at which probabilities are compared.
+        depths: nodes of each request's chain, at least 1.
     """
 
-    def __init__(self, budgets: Sequence[int], depths: Sequence[int], num_children: int, temperatures: Tensor) -> None:
-        self.feeds: list[list[Ints]] = [list(np.arange(depth - 1)[:, None]) for depth in depths]
-        self.budgets = budgets
+    def __init__(self, depths: Sequence[int]) -> None:
         self.depths = np.array(depths)
-        self.num_children = num_children
-        self.temperatures = temperatures
-        # by depth, from 1 on: the requests that feed a node of that depth; None if all do
-        self._going_on = [
-            None if depth < min(depths) else to_device(np.flatnonzero(self.depths > depth), temperatures.device)
-            for depth in range(1, max(depths))
-        ]
-        self._logits: list[Tensor] = []  # by depth, of the requests that go on
+        self._going_on: list[Tensor | None]  # by depth, from 1 on: the requests that feed a node of that depth; None if all do
         self._token_ids: list[Tensor] = []  # int64 [n] by depth, of all; stale where a chain has ended
 
+    @property
+    def feeds(self) -> list[list[Ints]]:
+        return [list(np.arange(depth - 1)[:, None]) for depth in self.depths.tolist()]
+
     def plant(self, logits: Tensor) -> None:
-        self._logits.append(logits)
+        self._going_on = [
+            None if depth < self.depths.min() else to_device(np.flatnonzero(self.depths > depth), logits.device)
+            for depth in range(1, self.depths.max())
+        ]
         self._token_ids.append(_best_tokens(logits))
 
     def frontier(self, depth: int) -> Frontier:
@@ -138,72 +133,12 @@ class ChainGrowth:
 
     def grow(self, depth: int, logits: Tensor) -> None:
         best, index = _best_tokens(logits), self._going_on[depth - 1]
-        self._logits.append(logits)
         self._token_ids.append(best if index is None else self._token_ids[-1].index_copy(0, index, best))
 
-    @property
-    def first_tokens(self) -> Tensor:
-        """The tokens that the chains begin with: int64 [n]."""
-        return self._token_ids[0]
-
-    def take(self, token_ids: Tensor, logits: Tensor) -> None:
-        """Take chains that were followed to their ends, in place of growing them depth by depth.
-
-        Args:
-            token_ids: int64 [depths, n], each the most likely one behind the one before it.
-            logits: [depths - 1, n, V], behind all but the last.
-        """
-        for each, index in zip(logits, self._going_on, strict=True):
-            self._logits.append(each if index is None else each[index])
-        self._token_ids = list(token_ids)
-
     def harvest(self) -> list[DraftTree]:
-        fed: NDArray[np.int64] = torch.stack(self._token_ids, 1).cpu().numpy()
-        depths = self.depths.tolist()
-        if self.num_children == 1:
-            return [DraftTree.chain(row[:n], draft_slots=chain_slots(n)) for row, n in zip(fed, depths, strict=True)]
-        requests = [i for depth in range(len(self._logits)) for i, n in enumerate(depths) if n > depth]
-        temperatures = self.temperatures[to_device(np.array(requests), self.temperatures.device)]
-        rows = zip(
-            *(each.tolist() for each in best_children(torch.cat(self._logits), self.num_children, temperatures)), strict=True
-        )
-        levels: list[list[Level]] = [[] for _ in self.budgets]
-        for i, level in zip(requests, rows, strict=True):
-            levels[i].append(level)
-        return [caterpillar(*each) for each in zip(fed.tolist(), levels, self.budgets, strict=True)]
-
-
-Level = tuple[list[int], list[float]]
-"""Tokens that may follow a node of a chain, the most likely first, and their log-probabilities."""
-
-
-def caterpillar(chain: Sequence[int], levels: Sequence[Level], budget: int) -> DraftTree:
-    """The best ancestor-closed set of the nodes of a chain and of what is beside them, as `best_trees`.
-
-    Args:
-        chain: the tokens that were fed, and the one that follows them; where logits tie, any of the most likely ones.
-        levels: what may follow the root and each node that was fed.
-        budget: most nodes.
-    """
-    candidates: list[tuple[float, int, int]] = []  # (-score, depth, rank): of equal scores the parent comes first
-    score = 0.0
-    for depth, (_, logprobs) in enumerate(levels):
-        candidates += [(-score - each, depth, rank) for rank, each in enumerate(logprobs) if score + each > -np.inf]
-        score += logprobs[0]
-    best = sorted(candidates)[:budget]
-    best.sort(key=lambda candidate: candidate[2] > 0)  # the chain first: its node at a depth has that index
-    token_ids = []
-    for _, depth, rank in best:
-        tokens = levels[depth][0]
-        tied = tokens[0] if tokens[rank] == chain[depth] else tokens[rank]  # the fed one changes places with the first
-        token_ids.append(chain[depth] if rank == 0 else tied)
-    last = len(levels) - 1  # is not fed
-    return DraftTree(
-        np.array(token_ids, np.int64),
-        np.array([depth - 1 for _, depth, _ in best], np.int32),
-        draft_slots=np.array([depth if rank == 0 and depth < last else -1 for _, depth, rank in best], np.int32),
-        scores=np.array([-score for score, _, _ in best], np.float32),
-    )
+        token_ids: Ints = torch.stack(self._token_ids, 1).cpu().numpy()
+        chains = zip(token_ids, self.depths.tolist(), strict=True)
+        return [DraftTree.chain(row[:n], draft_slots=chain_slots(n)) for row, n in chains]
 
 
 def _best_tokens(logits: Tensor) -> Tensor:
@@ -218,24 +153,31 @@ class BeamGrowth:
         budgets: nodes of each request.
         depths: greatest depth of each request's nodes.
         width: nodes expanded per depth, W; a request feeds ``width * (depth - 1)`` nodes.
-        num_children: tokens looked at behind each node, k, at least ``width``.
-        temperatures: float32 [n], at which probabilities are compared.
+        num_children: tokens looked at behind each node, k, at least ``width`` and 2.
+        temperatures: at which each request's probabilities are compared.
     """
 
-    def __init__(self, budgets: Sequence[int], depths: Sequence[int], width: int, num_children: int, temperatures: Tensor) -> None:
-        self.feeds: list[list[Ints]] = [list(np.arange((depth - 1) * width).reshape(-1, width)) for depth in depths]
+    def __init__(
+        self, budgets: Sequence[int], depths: Sequence[int], width: int, num_children: int, temperatures: Sequence[float]
+    ) -> None:
         self.budgets = budgets
         self.depths = np.array(depths)
         self.width = width
         self.num_children = num_children
-        self.temperatures = temperatures
+        self.temperatures = np.array(temperatures, np.float32)
+        self._temperatures: Tensor  # the same on the device
         # by depth, of all requests: the columns of Candidates, on the device
         self._levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._beam: Tensor  # int64 [n, W], the candidates of the last level that are fed
         self._bits: Tensor  # int64 [n, W], their ancestor bits
 
+    @property
+    def feeds(self) -> list[list[Ints]]:
+        return [list(np.arange((depth - 1) * self.width).reshape(-1, self.width)) for depth in self.depths.tolist()]
+
     def plant(self, logits: Tensor) -> None:
-        token_ids, scores = best_children(logits, self.num_children, self.temperatures)
+        self._temperatures = to_device(self.temperatures, logits.device)
+        token_ids, scores = best_children(logits, self.num_children, self._temperatures)
         self._add_level(token_ids, scores, torch.full_like(token_ids, -1), torch.zeros_like(token_ids), depth=1)
 
     def frontier(self, depth: int) -> Frontier:
@@ -246,7 +188,7 @@ class BeamGrowth:
     def grow(self, depth: int, logits: Tensor) -> None:
         index = self._going_on(depth)
         n, width, k = len(self.budgets), self.width, self.num_children
-        token_ids, logprobs = best_children(logits, k, self.temperatures[index].repeat_interleave(width))
+        token_ids, logprobs = best_children(logits, k, self._temperatures[index].repeat_interleave(width))
         scores = torch.full((n, width * k), float("-inf"), device=logits.device)
         parent_scores = self._levels[-1][1].gather(1, self._beam)[index]
         scores[index] = (logprobs.reshape(-1, width, k) + parent_scores[:, :, None]).flatten(1)
@@ -271,7 +213,7 @@ class BeamGrowth:
         self._levels.append((token_ids, scores, parent_slots, slots.masked_fill(is_last, -1)))
 
     def _going_on(self, depth: int) -> Tensor:
-        return to_device(np.flatnonzero(self.depths > depth), self.temperatures.device)
+        return to_device(np.flatnonzero(self.depths > depth), self._temperatures.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,23 +233,26 @@ class ShapeGrowth:
     Args:
         shapes: int32 parents of each request's tree, at least one node, the path of first children first.
         rows: sampling options of the n requests, for proposals that are drawn; ``None``: the most likely tokens.
-        device: where the logits are.
     """
 
-    def __init__(self, shapes: Sequence[Parents], rows: SamplingRows | None, device: torch.device) -> None:
+    def __init__(self, shapes: Sequence[Parents], rows: SamplingRows | None) -> None:
         self.rows = rows
-        self._plans = [shape_plan(parents.tobytes()) for parents in shapes]
-        self.feeds = [plan.feeds for plan in self._plans]
-        self._starts = [0, *accumulate(plan.inner.shape[1] for plan in self._plans)]
-        self._max_children = max(plan.max_children for plan in self._plans)
-        self._levels = self._make_levels(device)
+        self.plans = [shape_plan(parents.tobytes()) for parents in shapes]
+        self.starts = [0, *accumulate(plan.inner.shape[1] for plan in self.plans)]  # of each request's inner nodes
+        self._max_children = max(plan.max_children for plan in self.plans)
+        self._levels: list[ShapeLevel]
         self._children: Tensor  # int64 [I, most children], -1 where there is none
         self._probs: Tensor  # float32 [I, V], for proposals that are drawn
 
+    @property
+    def feeds(self) -> list[tuple[Ints, ...]]:
+        return [plan.feeds for plan in self.plans]
+
     def plant(self, logits: Tensor) -> None:
-        self._children = logits.new_full((self._starts[-1], self._max_children), -1, dtype=torch.int64)
+        self._levels = self._make_levels(logits.device)
+        self._children = logits.new_full((self.starts[-1], self._max_children), -1, dtype=torch.int64)
         if self.rows is not None:
-            self._probs = logits.new_empty((self._starts[-1], logits.shape[1]), dtype=torch.float32)
+            self._probs = logits.new_empty((self.starts[-1], logits.shape[1]), dtype=torch.float32)
         self.grow(0, logits)
 
     def frontier(self, depth: int) -> Frontier:
@@ -325,16 +270,17 @@ class ShapeGrowth:
         draw_children(probs, seeds, positions, level.num_children, level.places, self._probs, self._children)
 
     def harvest(self) -> list[DraftTree]:
-        children: NDArray[np.int64] = self._children.cpu().numpy()
-        return [
-            self._tree(plan, start, children[start:end])
-            for plan, (start, end) in zip(self._plans, pairwise(self._starts), strict=True)
-        ]
+        children: Ints = self._children.cpu().numpy()
+        trees = []
+        for plan, (start, end) in zip(self.plans, pairwise(self.starts), strict=True):
+            probs = None if self.rows is None else self._probs[start:end]
+            trees.append(shaped_tree(plan, children[start + plan.node_parents, plan.ranks], probs))
+        return trees
 
     def _make_levels(self, device: torch.device) -> list[ShapeLevel]:
-        owners = np.repeat(np.arange(len(self._plans)), [plan.inner.shape[1] for plan in self._plans])
-        starts = np.array(self._starts)[owners]
-        depths, parents, ranks, bits, num_children = np.concatenate([plan.inner for plan in self._plans], 1)
+        owners = np.repeat(np.arange(len(self.plans)), [plan.inner.shape[1] for plan in self.plans])
+        starts = np.array(self.starts)[owners]
+        _, depths, parents, ranks, bits, num_children = np.concatenate([plan.inner for plan in self.plans], 1)
         places = np.argsort(depths, kind="stable")
         sources = (starts + parents) * self._max_children + ranks
         table = to_device(np.stack((places, sources[places], bits[places])), device)
@@ -345,23 +291,27 @@ class ShapeGrowth:
             levels.append(ShapeLevel(on_device[0], on_device[1], on_device[2], owners[on_host], num_children[on_host]))
         return levels
 
-    def _tree(self, plan: ShapePlan, start: int, children: Ints) -> DraftTree:
-        """The tree of a request whose inner nodes, from ``start`` on, have these children."""
-        shape, tokens = plan.parents, children[plan.node_parents, plan.ranks]
-        probs = None if self.rows is None else self._probs[start : start + len(children)]
-        if (tokens >= 0).all():
-            return DraftTree(tokens, shape, probs, plan.slots)
-        # a draft with fewer possible tokens than the shape has children leaves nodes empty
-        kept = np.zeros(len(shape), bool)
-        for node, parent in enumerate(shape.tolist()):
-            kept[node] = tokens[node] >= 0 and (parent < 0 or kept[parent])
-        if not kept.any():
-            return EMPTY_TREE
-        new_index = np.append(np.cumsum(kept) - 1, -1).astype(np.int32)  # the root stays -1
-        if probs is not None:
-            is_inner = np.isin(np.arange(len(children)), plan.node_parents[kept])
-            probs = probs[torch.from_numpy(is_inner).to(probs.device)]
-        return DraftTree(tokens[kept], new_index[shape[kept]], probs, plan.slots[kept])
+
+def shaped_tree(plan: ShapePlan, token_ids: Ints, probs: Tensor | None) -> DraftTree:
+    """The tree of a shape.
+
+    Args:
+        plan: of the shape.
+        token_ids: int64 [num_nodes]; -1, which leaves nodes out, where a draft has fewer possible tokens than the shape children.
+        probs: float32 [num_inner, vocab], if the tokens were drawn.
+    """
+    if (token_ids >= 0).all():
+        return DraftTree(token_ids, plan.parents, probs, plan.slots)
+    kept = np.zeros(len(token_ids), bool)
+    for node, parent in enumerate(plan.parents.tolist()):
+        kept[node] = token_ids[node] >= 0 and (parent < 0 or kept[parent])
+    if not kept.any():
+        return EMPTY_TREE
+    new_index = np.append(np.cumsum(kept) - 1, -1).astype(np.int32)  # the root stays -1
+    if probs is not None:
+        is_inner = np.isin(np.arange(len(probs)), plan.node_parents[kept])
+        probs = probs[torch.from_numpy(is_inner).to(probs.device)]
+    return DraftTree(token_ids[kept], new_index[plan.parents[kept]], probs, plan.slots[kept])
 
 
 def draw_children(

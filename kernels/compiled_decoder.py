@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.kernels.attention_layout import AttentionLayout, Int, Window
@@ -17,6 +20,9 @@ from titan.kernels.cpu_library import kernel
 from titan.kernels.few_row_linear import WeightStruct
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+MAX_TREE_NODES = 63
+"""``kMaxNodes`` of the source."""
 
 
 class LayerStruct(ctypes.Structure):
@@ -57,16 +63,45 @@ class _PassStruct(ctypes.Structure):
     ]
 
 
-class _ChainsStruct(ctypes.Structure):
-    """``Chains`` of the source."""
+class TreeShapeStruct(ctypes.Structure):
+    """``TreeShape`` of the source."""
 
     _fields_ = [
-        *((name, _INT) for name in ("num_requests", "max_depth", "block_size", "table_width")),
-        *((name, _POINTER) for name in ("depths", "roots", "block_table", "kv")),
-        ("num_slots", _INT),
-        ("token_ids", _POINTER),
-        ("logits", _POINTER),
+        *((name, _INT) for name in ("num_nodes", "num_inner")),
+        *((name, _POINTER) for name in ("inner", "node_parents", "ranks")),
     ]
+
+
+TREE_GROWTH = np.dtype(
+    [
+        *((name, "i8") for name in ("shape", "root", "depth", "width", "num_children", "budget", "first_inner")),
+        ("seed", "u8"),
+        ("temperature", "f4"),
+        ("is_drawn", "i4"),
+    ]
+)
+"""``TreeGrowth`` of the source; ``shape`` is the address of a `TreeShapeStruct`, or 0."""
+
+
+class _GrowingStruct(ctypes.Structure):
+    """``Growing`` of the source."""
+
+    _fields_ = [
+        *((name, _INT) for name in ("num_requests", "block_size", "table_width", "target_vocab_size", "num_slots")),
+        *((name, _POINTER) for name in ("growths", "block_table", "kv", "root_logits", "fed_tokens", "num_fed")),
+        *((name, _POINTER) for name in ("num_nodes", "token_ids", "parents", "draft_slots", "scores", "probs")),
+    ]
+
+
+class GrownTrees(NamedTuple):
+    """Trees of n requests, each a row; what lies behind its nodes means nothing, as do ``parents`` and what follows of shapes."""
+
+    num_nodes: list[int]
+    token_ids: Int  # [n, 63]; -1 where a shape has more children than there are tokens
+    parents: NDArray[np.int32]  # [n, 63]
+    draft_slots: NDArray[np.int32]  # [n, 63]
+    scores: NDArray[np.float32]  # [n, 63]
+    probs: Tensor  # float32 [inner nodes of drawn shapes, target vocabulary]
 
 
 def layer_struct(norms: tuple[Tensor, Tensor, Tensor | None], weights: Sequence[WeightStruct], window: Window) -> LayerStruct:
@@ -92,9 +127,9 @@ class CompiledDecoder:
     """
 
     def __init__(self, library: ctypes.CDLL, decoder: DecoderStruct, layers: Sequence[LayerStruct], kv: Tensor) -> None:
-        self._forward, self._follow = (kernel(library, name, kv.dtype) for name in ("forward", "follow"))
-        self._forward.argtypes, self._follow.argtypes = [_POINTER] * 4, [_POINTER] * 2
-        self._forward.restype = self._follow.restype = None
+        self._forward, self._grow = (kernel(library, name, kv.dtype) for name in ("forward", "grow"))
+        self._forward.argtypes, self._grow.argtypes = [_POINTER] * 4, [_POINTER] * 2
+        self._forward.restype = self._grow.restype = None
         self._layers = (LayerStruct * len(layers))(*layers)
         decoder.num_layers, decoder.layers = len(layers), ctypes.addressof(self._layers)
         self._decoder = decoder
@@ -129,31 +164,42 @@ class CompiledDecoder:
         self._forward(ctypes.addressof(decoder), ctypes.addressof(plan), ctypes.addressof(step), logits.data_ptr())
         return logits
 
-    def follow(self, first_tokens: Tensor, depths: Int, roots: Int, block_table: Int) -> tuple[Tensor, Tensor]:
-        """See `titan.compiled_runner.CompiledRunner.follow`; the longest chains come first.
+    def grow(
+        self, growths: NDArray[Any], block_table: Int, roots: Tensor | tuple[Int, Int], target_vocab_size: int, num_probs: int
+    ) -> GrownTrees:
+        """Grow the draft trees of n requests, all depths in one call.
 
         Args:
-            first_tokens: int64 [n].
-            depths: int64 [n], descending.
-            roots: int64 [n].
-            block_table: int64 [n, blocks], contiguous.
+            growths: `TREE_GROWTH` [n].
+            block_table: int64 [n, blocks], contiguous, covering the slots of all nodes that are fed.
+            roots: logits [n, target_vocab_size], contiguous; or the committed tokens to be fed first, int64 [F], and how many of
+                them are each request's, int64 [n], the last of which is its root.
+            target_vocab_size: tokens from there on are not proposed.
+            num_probs: inner nodes of all shapes that are drawn.
         """
-        num_requests, max_depth = len(first_tokens), int(depths[0])
-        token_ids = first_tokens.new_zeros(max_depth, num_requests)
-        token_ids[0] = first_tokens
-        logits = self._kv.new_empty(max_depth - 1, num_requests, self._decoder.head.num_outputs)
-        struct = _ChainsStruct(
-            num_requests,
-            max_depth,
+        n = len(growths)
+        num_nodes, token_ids = np.empty(n, np.int64), np.empty((n, MAX_TREE_NODES), np.int64)
+        parents, draft_slots = np.empty((2, n, MAX_TREE_NODES), np.int32)
+        scores = np.empty((n, MAX_TREE_NODES), np.float32)
+        probs = torch.empty(num_probs, target_vocab_size)
+        root_logits, fed_tokens, num_fed = (roots.data_ptr(), 0, 0) if isinstance(roots, Tensor) else (0, *_addresses(*roots))
+        struct = _GrowingStruct(
+            n,
             self._kv.shape[4],
             block_table.shape[1],
-            depths.ctypes.data,
-            roots.ctypes.data,
-            block_table.ctypes.data,
-            self._kv.data_ptr(),
+            target_vocab_size,
             self._num_slots,
-            token_ids.data_ptr(),
-            logits.data_ptr(),
+            *_addresses(growths, block_table),
+            self._kv.data_ptr(),
+            root_logits,
+            fed_tokens,
+            num_fed,
+            *_addresses(num_nodes, token_ids, parents, draft_slots, scores),
+            probs.data_ptr(),
         )
-        self._follow(ctypes.addressof(self._decoder), ctypes.addressof(struct))
-        return token_ids, logits
+        self._grow(ctypes.addressof(self._decoder), ctypes.addressof(struct))
+        return GrownTrees(num_nodes.tolist(), token_ids, parents, draft_slots, scores, probs)
+
+
+def _addresses(*arrays: NDArray[Any]) -> list[int]:
+    return [array.ctypes.data for array in arrays]

@@ -129,32 +129,6 @@ def test_a_chain_is_verified_as_it_would_be_decoded(dtype: str, tmp_path: Path, 
         assert torch.equal(verified, torch.cat(decoded))
 
 
-@pytest.mark.parametrize("depths", [[4, 4, 4], [1, 5, 3], [2], [1, 1]], ids=str)
-@pytest.mark.parametrize("name", ["llama", "mistral_window"])
-def test_chains_are_followed_as_token_by_token(
-    name: str, depths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tokens and the logits behind them are those of decodes that run operation by operation, and so is the KV."""
-    model_type, config = MODELS[name]
-    make_model(tmp_path, model_type, **config)
-    plain, compiled = make_runners(tmp_path, "float32", monkeypatch)
-    roots, block_tables = [30, 3, 17][: len(depths)], tables(3)[: len(depths)]
-    first = torch.tensor(tokens(len(depths), 8))
-    with torch.inference_mode():
-        token_ids, logits = compiled.follow(first, np.array(depths), np.array(roots), block_tables)
-        assert token_ids.shape == (max(depths), len(depths)) and logits.shape[:2] == (max(depths) - 1, len(depths))
-        for i, (depth, root, table) in enumerate(zip(depths, roots, block_tables, strict=True)):
-            token = int(first[i])
-            for d in range(depth):
-                assert int(token_ids[d, i]) == token
-                if d + 1 < depth:
-                    segment = Segment(table, root + 1 + d, [token])
-                    expected = plain.forward(build_batch([segment], block_size=BLOCK_SIZE, device=CPU))
-                    assert_near(logits[d, i : i + 1], expected, 1e-5)
-                    token = int(expected.argmax())
-    assert_near(compiled.kv, plain.kv, 1e-5)
-
-
 @pytest.mark.parametrize("num_tokens", [9, 16, 17, 33, 64])
 def test_passes_of_more_tokens_where_the_processor_takes_them(
     num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,26 +145,6 @@ def test_passes_of_more_tokens_where_the_processor_takes_them(
         assert_near(compiled.forward(batch), plain.forward(batch), BOUNDS["bfloat16"])
 
 
-def test_many_chains_are_followed_as_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model(tmp_path, "llama")
-    _, compiled = make_runners(tmp_path, "bfloat16", monkeypatch)
-    num_chains = min(compiled.max_rows, NUM_BLOCKS)
-    first, depths = torch.tensor(tokens(num_chains, 3)), np.array([1 + i % 4 for i in range(num_chains)])
-    roots, block_tables = np.arange(num_chains) % 4, tables(num_chains)
-    with torch.inference_mode():
-        together, _ = compiled.follow(first, depths, roots, block_tables)
-        for i in range(num_chains):
-            alone, _ = compiled.follow(first[i : i + 1], depths[i : i + 1], roots[i : i + 1], block_tables[i : i + 1])
-            assert torch.equal(together[: depths[i], i], alone[:, 0])
-
-
-def test_chains_beyond_their_blocks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model(tmp_path, "llama")
-    _, compiled = make_runners(tmp_path, "float32", monkeypatch)
-    with pytest.raises(IndexError, match=r"block tables of \[2, 1\] blocks do not cover positions \[9, 9\]"):
-        compiled.follow(torch.tensor([5, 6]), np.array([2, 2]), np.array([8, 8]), [[0, 1], [2]])
-
-
 def test_longer_passes_are_the_decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path, "llama")
     plain, compiled = make_runners(tmp_path, "float32", monkeypatch)
@@ -204,8 +158,6 @@ def test_positions_without_rotation_are_refused(tmp_path: Path, monkeypatch: pyt
     _, compiled = make_runners(tmp_path, "float32", monkeypatch)
     with pytest.raises(IndexError, match="64"):
         compiled.forward(build_batch([Segment(tables(1)[0], 64, [5])], block_size=BLOCK_SIZE, device=CPU))
-    with pytest.raises(IndexError, match="64"):
-        compiled.follow(torch.tensor([5]), np.array([3]), np.array([62]), tables(1))
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

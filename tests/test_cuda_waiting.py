@@ -118,7 +118,7 @@ def test_trees_grow_on_the_device(uploads: Uploads, draft_tree: str | list[int],
     requests = [make_request(SamplingParams(temperature=0.0)) for _ in range(3)]
     budgets = [max_draft_tokens, max_draft_tokens - 2, max_draft_tokens]
     num_fed = 0
-    for rows, growth in policy.growths(requests, budgets, lambda request, num_nodes: True, META):
+    for rows, growth in policy.growths(requests, budgets, lambda request, num_nodes: True):
         growth.plant(logits_of(len(rows)))
         for depth in range(1, max(map(len, growth.feeds)) + 1):
             fed = sum(len(feed[depth - 1]) for feed in growth.feeds if len(feed) >= depth)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.batch import RaggedBatch, pad_block_tables
 from titan.kernels.attention_layout import Int
-from titan.kernels.compiled_decoder import CompiledDecoder, DecoderStruct, layer_struct
+from titan.kernels.compiled_decoder import CompiledDecoder, DecoderStruct, GrownTrees, layer_struct
 from titan.kernels.cpu_library import COMPILED_DTYPES, usable_library
 from titan.kernels.few_row_linear import find_weight, max_rows
 from titan.models.decoder import Decoder
@@ -39,34 +41,34 @@ class CompiledRunner:
         self.model.check_positions(batch.attention.positions)
         return self._compiled.forward(batch.attention, batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_rows)
 
-    def follow(self, first_tokens: Tensor, depths: Int, roots: Int, block_tables: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-        """Feed chains of tokens, each the most likely one behind the one before it, in one call.
+    def grow(
+        self,
+        growths: NDArray[Any],
+        last_slots: Int,
+        block_tables: Sequence[list[int]],
+        roots: Tensor | tuple[Int, Int],
+        target_vocab_size: int,
+        num_probs: int,
+    ) -> GrownTrees:
+        """Grow draft trees, the passes over all their depths in one call; those should be of at most `max_rows` nodes.
 
         Args:
-            first_tokens: int64 [n], the first of each of at most `max_rows` chains.
-            depths: int64 [n], tokens of each chain, at least 1.
-            roots: int64 [n], positions before the first tokens.
-            block_tables: n of them, covering the slots of all tokens but the last of each chain.
-
-        Returns:
-            The tokens, int64 [depths, n], and the logits behind all but the last, [depths - 1, n, vocab]; where a chain has ended
-            they mean nothing.
+            growths: `TREE_GROWTH` [n].
+            last_slots: int64 [n], the last slot that each request writes.
+            block_tables: n of them, covering these slots.
+            roots: see `CompiledDecoder.grow`.
+            target_vocab_size: likewise.
+            num_probs: likewise.
 
         Raises:
-            IndexError: a position without a rotation or a block.
+            IndexError: a position without a rotation or a slot without a block.
         """
-        last_fed = roots + depths - 1
-        self.model.check_positions(last_fed)
+        self.model.check_positions(growths["root"] + growths["depth"] - 1)
         table = pad_block_tables(block_tables)
         num_blocks = np.array([len(block_ids) for block_ids in block_tables])
-        if (last_fed // self.kv.shape[4] >= num_blocks).any():
-            raise IndexError(f"block tables of {num_blocks.tolist()} blocks do not cover positions {last_fed.tolist()}")
-        order = np.argsort(-depths, kind="stable")
-        if (order[1:] > order[:-1]).all():
-            return self._compiled.follow(first_tokens, depths, roots, table)
-        token_ids, logits = self._compiled.follow(first_tokens[order], depths[order], roots[order], table[order])
-        back = np.argsort(order)
-        return token_ids[:, back], logits[:, back]
+        if (last_slots // self.kv.shape[4] >= num_blocks).any():
+            raise IndexError(f"block tables of {num_blocks.tolist()} blocks do not cover slots {last_slots.tolist()}")
+        return self._compiled.grow(growths, table, roots, target_vocab_size, num_probs)
 
 
 def make_compiled_runner(model: Decoder, kv: Tensor) -> CompiledRunner | None:

@@ -55,7 +55,7 @@ def test_grow(measure: Measure, stage: Stage, tree: str) -> None:
     logits = stage.logits[:1].expand(len(requests) * MAX_NODES, -1).contiguous()
 
     def run() -> None:
-        grow(policy.growths(requests, stage.plan.draft_budgets, lambda *_: True, stage.engine.device), logits)
+        grow(policy.growths(requests, stage.plan.draft_budgets, lambda *_: True), logits)
 
     measure(run)
 

@@ -8,7 +8,6 @@
 #include "layer.h"
 #include "linear.h"
 #include "numbers.h"
-#include "sampling.h"
 
 extern "C" {
 
@@ -49,21 +48,6 @@ struct DecoderPass {
   const int64_t* ancestor_bits; // [T]
   void* kv;                     // [num_layers, 2, num_kv_heads, num_slots, head_dim]
   int64_t num_slots;
-};
-
-// Chains of the most likely tokens behind roots, one chain per request, the longest first.
-struct Chains {
-  int64_t num_requests;
-  int64_t max_depth;
-  int64_t block_size;
-  int64_t table_width;
-  const int64_t* depths;      // [num_requests], descending
-  const int64_t* roots;       // [num_requests], positions of the roots
-  const int64_t* block_table; // [num_requests, table_width]
-  void* kv;                   // as in DecoderPass
-  int64_t num_slots;
-  int64_t* token_ids; // [max_depth, num_requests]; the tokens of depth 1 are given, those of chains that have ended are not written
-  void* logits;       // [max_depth - 1, num_requests, vocab_size], behind the tokens fed
 };
 }
 
@@ -120,38 +104,9 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
   linear<T>(decoder.head, normed, num_rows, nullptr, logits);
 }
 
-// Feed each chain's token of a depth, and take the most likely token behind it as that of the next depth.
-template <typename T>
-void follow(const Decoder& decoder, const Chains& chains) {
-  const int64_t n = chains.num_requests, vocab_size = decoder.head.num_outputs;
-  std::vector<int64_t> order(n + 1), slots(n), positions(n), seq_lens(n), zeros(n, 0);
-  for (int64_t i = 0; i <= n; ++i) order[i] = i;
-  int64_t count = n; // chains that go on
-  for (int64_t depth = 1; depth < chains.max_depth; ++depth) {
-    while (chains.depths[count - 1] <= depth) --count;
-    for (int64_t i = 0; i < count; ++i) {
-      positions[i] = chains.roots[i] + depth;
-      seq_lens[i] = positions[i] + 1;
-      const int64_t block = chains.block_table[i * chains.table_width + positions[i] / chains.block_size];
-      slots[i] = block * chains.block_size + positions[i] % chains.block_size;
-    }
-    // each request has one query, which sees all before it
-    const AttentionPlan plan{count, decoder.num_heads, decoder.num_kv_heads, decoder.head_dim, chains.block_size, chains.table_width,
-                             order.data(), order.data(), seq_lens.data(), zeros.data(), chains.block_table, positions.data(),
-                             seq_lens.data()};
-    int64_t* token_ids = chains.token_ids + (depth - 1) * n;
-    const DecoderPass pass{count, count, token_ids, positions.data(), slots.data(), order.data(), zeros.data(), chains.kv,
-                           chains.num_slots};
-    T* logits = static_cast<T*>(chains.logits) + (depth - 1) * n * vocab_size;
-    forward(decoder, plan, pass, logits);
-    for (int64_t i = 0; i < count; ++i) token_ids[n + i] = std::max<int64_t>(argmax_row(logits + i * vocab_size, vocab_size), 0);
-  }
-}
-
 } // namespace
 
 #define TITAN_DEFINE_DECODER(T, NAME)                                                                                          \
   extern "C" void forward_##NAME(const Decoder* decoder, const AttentionPlan* plan, const DecoderPass* pass, void* logits) {   \
     forward(*decoder, *plan, *pass, static_cast<T*>(logits));                                                                  \
-  }                                                                                                                            \
-  extern "C" void follow_##NAME(const Decoder* decoder, const Chains* chains) { follow<T>(*decoder, *chains); }
+  }

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "decoder.h"
+#include "growth.h"
 #include "layer.h"
 #include "linear.h"
 #include "sampling.h"
@@ -20,6 +21,9 @@ TITAN_DEFINE_LINEAR(BFloat16, bfloat16)
 
 TITAN_DEFINE_DECODER(float, float32)
 TITAN_DEFINE_DECODER(BFloat16, bfloat16)
+
+TITAN_DEFINE_GROWTH(float, float32)
+TITAN_DEFINE_GROWTH(BFloat16, bfloat16)
 
 TITAN_DEFINE_SAMPLING(float, float32)
 TITAN_DEFINE_SAMPLING(BFloat16, bfloat16)

@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int kChunk = 512; // numbers summed before their sum goes to a double
-constexpr int64_t kSample = 0, kAccept = 3, kResidual = 4; // purposes of random numbers, those of `titan/sampling.py`
+constexpr int64_t kSample = 0, kDraft = 2, kAccept = 3, kResidual = 4; // purposes of random numbers, those of `titan/sampling.py`
 constexpr int kSearched = 64; // numbers that are passed over together if none of them is large enough
 
 // Uniform in (0, 1) by Philox 4x32-10; key = seed, counter = (position, stream, 0, 0).

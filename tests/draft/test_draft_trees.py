@@ -17,7 +17,7 @@ from torch import Tensor
 from zoo import FAMILIES, Zoo, random_prompts
 
 from titan.draft.policy import CHAIN_CHILDREN, GREEDY_TEMPERATURE, MAX_CHAIN_NODES, MAX_NARROW_NODES
-from titan.draft.tree_builder import Candidates, ChainGrowth, best_trees, caterpillar, draw_children
+from titan.draft.tree_builder import BeamGrowth, Candidates, best_trees, draw_children
 from titan.draft_history import Average, DraftHistory
 from titan.engine import Engine
 from titan.kernels.row_sampling import LazyProbs
@@ -266,33 +266,12 @@ def test_children_are_drawn_without_replacement(kernels: str, monkeypatch: pytes
     assert exhausted[1, 0] in (0, 1) and exhausted[1, 1:].tolist() == [-1, -1]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_chain_with_siblings_is_grown_as_any_other_candidates(seed: int) -> None:
-    """`caterpillar` against `best_trees`."""
-    rng = np.random.default_rng(seed)
-    for _ in range(60):
-        num_levels, k, budget = int(rng.integers(1, 7)), int(rng.integers(1, 4)), int(rng.integers(1, 8))
-        token_ids = np.stack([rng.permutation(9)[:k] for _ in range(num_levels)])
-        # numbers that add up without rounding, and often tie
-        logprobs = np.sort(-rng.choice([0.0, 0.25, 0.5, 1.0, np.inf], (num_levels, k)).astype(np.float32))[:, ::-1]
-        scores = logprobs.copy()
-        scores[1:] += logprobs[:-1, :1].cumsum(0)
-        depths = np.arange(num_levels)
-        slots = np.where((np.arange(k) == 0) & (depths[:, None] + 1 < num_levels), depths[:, None], -1)
-        parent_slots = np.repeat(depths - 1, k)
-        candidates = Candidates(token_ids.reshape(1, -1), scores.reshape(1, -1), parent_slots[None], slots.reshape(1, -1))
-        [expected] = best_trees(candidates, [budget])
-        actual = caterpillar(token_ids[:, 0].tolist(), list(zip(token_ids.tolist(), logprobs.tolist(), strict=True)), budget)
-        for name in ("token_ids", "parents", "draft_slots", "scores"):
-            assert getattr(actual, name).tolist() == getattr(expected, name).tolist()
-
-
 @pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0])
 def test_chains_of_near_certain_nodes_keep_their_parents(temperature: float) -> None:
     """A child with a log-probability of nearly 0 must not overtake its parent by rounding."""
     torch.manual_seed(0)
     n, vocab_size, depth = 64, 12, 6
-    growth = ChainGrowth([4] * n, [depth] * n, CHAIN_CHILDREN, torch.full((n,), temperature))
+    growth = BeamGrowth([4] * n, [depth] * n, 1, CHAIN_CHILDREN, [temperature] * n)
     for level in range(depth):
         logits = torch.randn(n, vocab_size)
         logits[torch.arange(n), torch.randint(vocab_size, (n,))] += torch.where(torch.rand(n) < 0.5, 30 * temperature, 0.0)
@@ -303,7 +282,7 @@ def test_chains_of_near_certain_nodes_keep_their_parents(temperature: float) -> 
 def test_where_logits_tie_the_chain_that_is_proposed_is_the_one_that_was_fed() -> None:
     torch.manual_seed(0)
     n, vocab_size, depth = 50, 300, 4
-    growth = ChainGrowth([depth] * n, [depth] * n, CHAIN_CHILDREN, torch.full((n,), 0.05))
+    growth = BeamGrowth([depth] * n, [depth] * n, 1, CHAIN_CHILDREN, [0.05] * n)
     fed = []
     growth.plant(torch.randint(4, (n, vocab_size)).bfloat16())
     for level in range(1, depth):
