@@ -1,4 +1,4 @@
-"""Where the time of Titan's steps goes, measured from outside: the engine itself carries no timing code."""
+"""Where the time of Titan's steps goes, measured from outside, but for passes that are parts of one call."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from titan import SamplingParams
 from titan.bench.workloads import Workload
 from titan.compiled_runner import CompiledRunner
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
+from titan.kernels.compiled_decoder import GrownTrees
 from titan.model_runner import Runner
 
 
@@ -39,15 +38,19 @@ class Shares:
     attention: float | None  # attention over paged blocks, of target and draft; None: inside of passes that are one call
 
 
+Measure = Callable[[Any], tuple[float, int]]
+"""From the result of a call its seconds, and how many calls it counts for."""
+
+
 @contextmanager
-def timed(owner: Any, name: str, timer: Timer | None = None, *, count: Callable[[Any], int] | None = None) -> Iterator[Timer]:
+def timed(owner: Any, name: str, timer: Timer | None = None, *, measure: Measure | None = None) -> Iterator[Timer]:
     """Time the calls of ``owner.name`` as long as the context lasts.
 
     Args:
         owner: has the function.
         name: of the function.
         timer: to add to; a new one if it is not given.
-        count: what a call counts for, from its result; 1 if it is not given.
+        measure: what is timed, as the result of a call tells it; the whole call if it is not given.
     """
     timer = timer or Timer()
     original = getattr(owner, name)
@@ -57,8 +60,9 @@ def timed(owner: Any, name: str, timer: Timer | None = None, *, count: Callable[
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         result = original(*args, **kwargs)
-        timer.seconds += time.perf_counter() - start
-        timer.num_calls += 1 if count is None else count(result)
+        seconds, num_calls = (time.perf_counter() - start, 1) if measure is None else measure(result)
+        timer.seconds += seconds
+        timer.num_calls += num_calls
         return result
 
     setattr(owner, name, wrapper)
@@ -73,18 +77,17 @@ def timed(owner: Any, name: str, timer: Timer | None = None, *, count: Callable[
 
 @contextmanager
 def timed_passes(runner: Runner) -> Iterator[Timer]:
-    """Time the passes of a runner as long as the context lasts; each pass of a chain that is one call counts."""
+    """Time the passes of a runner as long as the context lasts, and no choices between them."""
     timer = Timer()
     with ExitStack() as stack:
         stack.enter_context(timed(runner, "forward", timer))
         if isinstance(runner, CompiledRunner):
-            stack.enter_context(timed(runner, "follow", timer, count=_num_passes_of_chains))
+            stack.enter_context(timed(runner, "grow", timer, measure=_passes_of_trees))
         yield timer
 
 
-def _num_passes_of_chains(result: tuple[Tensor, Tensor]) -> int:
-    """A pass gives the logits of one depth."""
-    return len(result[1])
+def _passes_of_trees(grown: GrownTrees) -> tuple[float, int]:
+    return grown.pass_seconds, grown.num_passes
 
 
 def greedy_params(output_len: int, *, use_speculative: bool = True) -> SamplingParams:

@@ -90,6 +90,8 @@ class _GrowingStruct(ctypes.Structure):
         *((name, _INT) for name in ("num_requests", "block_size", "table_width", "target_vocab_size", "num_slots")),
         *((name, _POINTER) for name in ("growths", "block_table", "kv", "root_logits", "fed_tokens", "num_fed")),
         *((name, _POINTER) for name in ("num_nodes", "token_ids", "parents", "draft_slots", "scores", "probs")),
+        ("num_passes", _INT),
+        ("pass_seconds", ctypes.c_double),
     ]
 
 
@@ -102,6 +104,8 @@ class GrownTrees(NamedTuple):
     draft_slots: NDArray[np.int32]  # [n, 63]
     scores: NDArray[np.float32]  # [n, 63]
     probs: Tensor  # float32 [inner nodes of drawn shapes, target vocabulary]
+    num_passes: int
+    pass_seconds: float  # that they took together
 
 
 def layer_struct(norms: tuple[Tensor, Tensor, Tensor | None], weights: Sequence[WeightStruct], window: Window) -> LayerStruct:
@@ -198,7 +202,8 @@ class CompiledDecoder:
             probs.data_ptr(),
         )
         self._grow(ctypes.addressof(self._decoder), ctypes.addressof(struct))
-        return GrownTrees(num_nodes.tolist(), token_ids, parents, draft_slots, scores, probs)
+        passes = struct.num_passes, struct.pass_seconds
+        return GrownTrees(num_nodes.tolist(), token_ids, parents, draft_slots, scores, probs, *passes)
 
 
 def _addresses(*arrays: NDArray[Any]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from torch.nn.functional import pad
 from titan.kernels.cpu_library import COMPILED_DTYPES, kernel, usable_library
 
 Ints = NDArray[np.int64] | NDArray[np.uint64]
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 TINY_TEMPERATURE = 1e-3
 """Above it, no logit that a model makes overflows when it is divided."""
@@ -51,6 +54,32 @@ def argmax_rows(logits: Tensor) -> Tensor:
         return tokens
     best, tokens = logits.max(-1)  # on a CPU five times as fast as argmax in bfloat16
     return tokens.masked_fill(~torch.isfinite(best), -1)
+
+
+def walk_compiled(
+    logits: Tensor, token_ids: Sequence[int], parents: Sequence[int], node_start_loc: Sequence[int]
+) -> tuple[list[int], list[int]] | None:
+    """Follow the most likely tokens through T trees by the compiled library; ``None`` where there is none.
+
+    Args:
+        logits: [N + T, vocab], of each tree its root's, then its nodes'.
+        token_ids: N of them, of the nodes.
+        parents: N of them, counted from the tree's first node; -1 for its root.
+        node_start_loc: T + 1 of them, the trees' first nodes.
+
+    Returns:
+        The rows at which the paths end, and the tokens that follow there, -1 where the largest logit is not finite; T of each.
+    """
+    if (library := _library_for(logits)) is None:
+        return None
+    num_trees = len(node_start_loc) - 1
+    nodes, parent_of, starts = array("q", token_ids), array("i", parents), array("q", node_start_loc)
+    ends, tokens = array("q", bytes(8 * num_trees)), array("q", bytes(8 * num_trees))
+    addresses = (_POINTER(each.buffer_info()[0]) for each in (nodes, parent_of, starts, ends, tokens))
+    logits = logits.contiguous()
+    function = kernel(library, "walk_trees", logits.dtype)
+    function(_POINTER(logits.data_ptr()), _INT(logits.shape[1]), *addresses, _INT(num_trees))
+    return ends.tolist(), tokens.tolist()
 
 
 def best_children(logits: Tensor, count: int, temperatures: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,14 +13,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.batch import pad_block_tables
 from titan.block_pool import BlockPool, hash_block
 from titan.kernels import backend
 from titan.kernels.kv_ops import clear_blocks, move_kv
-from titan.kernels.upload import to_device, upload
+from titan.kernels.upload import upload
 from titan.request import Request
 from titan.step import Acceptance, StepPlan
 from titan.tree import DraftTree
@@ -140,7 +139,7 @@ class KVCache:
         block_ids = np.array(self._new_block_ids)
         self._new_block_ids.clear()
         for tensor in self._tensors.values():
-            clear_blocks(tensor, to_device(block_ids, tensor.device))
+            clear_blocks(tensor, block_ids)
 
     def commit(self, plan: StepPlan, trees: Sequence[DraftTree], acceptance: Acceptance) -> None:
         """Move the accepted paths to the slots right after their roots, in every attached cache.
@@ -250,14 +249,13 @@ def allocate_kv(
 def _move_by_slots(kv: Tensor, moves: Sequence[PathMove]) -> None:
     """Move paths by their physical slots."""
     block_size = kv.shape[4]
-
-    def physical(move: PathMove, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        slots = move.first_slot + slots
-        return np.array(move.block_ids, np.int64)[slots // block_size] * block_size + slots % block_size
-
-    sources = np.concatenate([physical(move, np.array(move.path)) for move in moves])
-    targets = np.concatenate([physical(move, np.arange(len(move.path))) for move in moves])
-    move_kv(kv, torch.from_numpy(sources), torch.from_numpy(targets))
+    slots: tuple[list[int], list[int]] = [], []
+    for move in moves:
+        for physical, nodes in zip(slots, (move.path, range(len(move.path))), strict=True):
+            for slot in (move.first_slot + node for node in nodes):
+                physical.append(move.block_ids[slot // block_size] * block_size + slot % block_size)
+    sources, targets = np.array(slots)
+    move_kv(kv, sources, targets)
 
 
 def _move_by_kernel(kv: Tensor, moves: Sequence[PathMove]) -> None:

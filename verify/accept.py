@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from titan.batch import RaggedBatch
 from titan.kernels import backend
-from titan.kernels.row_sampling import argmax_rows
+from titan.kernels.row_sampling import argmax_rows, walk_compiled
 from titan.kernels.upload import to_device
 from titan.request import Request
 from titan.sampling import lazy_probs, sample_rows
@@ -42,22 +42,25 @@ def accept(plan: StepPlan, trees: list[DraftTree], batch: RaggedBatch, logits: T
         batch: the pass that made ``logits``.
         logits: [L, vocab], rows of a request in order: root, then nodes.
     """
+    start_loc = batch.logits_start_loc
     if all(request.takes_argmax for request in plan.requests):
-        verified = _Verified(argmax_rows(logits).tolist())
+        verified = _walk_greedily(trees, start_loc, logits)
     else:
-        verified = _verify(plan.requests, trees, batch.logits_start_loc, logits)
+        verified = _verify(plan.requests, trees, start_loc, logits)
     paths: list[list[int]] = []
     token_ids: list[list[int]] = []
     errors: list[str | None] = []
-    for i, (tree, (first, end)) in enumerate(zip(trees, pairwise(batch.logits_start_loc.tolist()), strict=True)):
-        path, emitted, error = [], [], None
+    for i, (tree, (first, end)) in enumerate(zip(trees, pairwise(start_loc.tolist()), strict=True)):
+        path: list[int] = []
+        emitted: list[int] = []
+        error = None
         if first < end:
             if i in verified.last_rows:
                 path = tree.path_to(verified.last_rows[i] - first - 1)
             else:
                 path = walk(tree, verified.tokens[first:end])
             last_row = first + 1 + path[-1] if path else first
-            emitted = tree.token_ids[path].tolist()
+            emitted = tree.token_ids[path].tolist() if path else []
             if verified.tokens[last_row] >= 0:
                 emitted.append(verified.tokens[last_row])
             else:
@@ -92,10 +95,25 @@ def walk(tree: DraftTree, tokens: Sequence[int]) -> list[int]:
 class _Verified:
     """What is known of the rows of logits, on the host."""
 
-    tokens: list[int]  # by row; of sampled trees at their last row only; -1 where none can be drawn
-    last_rows: dict[int, int] = field(default_factory=dict)  # by the index of a sampled tree: where its path ends
+    tokens: list[int]  # by row; of trees that were walked at their last row only; -1 where none can be drawn
+    last_rows: dict[int, int] = field(default_factory=dict)  # by the index of a tree that was walked: where its path ends
     matches: dict[int, tuple[float, float]] = field(default_factory=dict)  # of the sampled trees
     errors: dict[int, str] = field(default_factory=dict)  # by row
+
+
+def _walk_greedily(trees: list[DraftTree], start_loc: NDArray[np.int64], logits: Tensor) -> _Verified:
+    """Verify trees by the most likely tokens."""
+    walked = [i for i, (first, end) in enumerate(pairwise(start_loc.tolist())) if first < end]
+    nodes = [trees[i].token_ids.tolist() for i in walked]
+    parents = [trees[i].parents.tolist() for i in walked]
+    found = walk_compiled(logits, [*chain(*nodes)], [*chain(*parents)], [0, *accumulate(map(len, nodes))])
+    if found is None:
+        return _Verified(argmax_rows(logits).tolist())
+    last_rows, final_tokens = found
+    tokens = [0] * len(logits)
+    for row, token in zip(last_rows, final_tokens, strict=True):
+        tokens[row] = token
+    return _Verified(tokens, dict(zip(walked, last_rows, strict=True)))
 
 
 def _verify(requests: list[Request], trees: list[DraftTree], start_loc: NDArray[np.int64], logits: Tensor) -> _Verified:

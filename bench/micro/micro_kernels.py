@@ -134,14 +134,13 @@ def test_write_kv(measure: Measure, stage: Stage) -> None:
 
 def test_move_kv(measure: Measure, stage: Stage) -> None:
     """An accepted path of two nodes per request moved by one slot."""
-    slots = stage.batch.slot_mapping[: 2 * len(stage.trees)]
-    measure(move_kv, stage.kv.clone(), slots, slots.flip(0))
+    slots = stage.batch.slot_mapping[: 2 * len(stage.trees)].cpu().numpy()
+    measure(move_kv, stage.kv.clone(), slots, slots[::-1].copy())
 
 
 def test_clear_blocks(measure: Measure, stage: Stage) -> None:
     """One new block per request."""
-    block_ids = torch.arange(len(stage.trees), device=stage.kv.device)
-    measure(clear_blocks, stage.kv.clone(), block_ids)
+    measure(clear_blocks, stage.kv.clone(), np.arange(len(stage.trees)))
 
 
 def rows_of(stage: Stage, temperature: float, top_p: float) -> SamplingRows:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <vector>
 
@@ -58,6 +59,8 @@ struct Growing {
   int32_t* draft_slots; // likewise
   float* scores;        // likewise
   float* probs;         // [all inner nodes of drawn shapes, target_vocab_size]
+  int64_t num_passes;
+  double pass_seconds; // that they took together
 };
 }
 
@@ -102,7 +105,7 @@ struct Rows {
 template <typename T>
 class TreeGrower {
 public:
-  TreeGrower(const Decoder& decoder, const Growing& growing)
+  TreeGrower(const Decoder& decoder, Growing& growing)
       : decoder_(decoder), growing_(growing), rows_(growing.num_requests), growths_(growing.num_requests),
         vocab_size_(std::min(decoder.head.num_outputs, growing.target_vocab_size)) {
     for (int64_t i = 0; i < growing.num_requests; ++i)
@@ -147,7 +150,10 @@ private:
     const DecoderPass pass{rows_.size(), static_cast<int64_t>(rows_.kept.size()), rows_.token_ids.data(), rows_.positions.data(),
                            rows_.slots.data(), rows_.kept.data(), rows_.bits.data(), growing_.kv, growing_.num_slots};
     logits_.resize(rows_.kept.size() * decoder_.head.num_outputs);
+    const auto start = std::chrono::steady_clock::now();
     forward(decoder_, plan, pass, logits_.data());
+    growing_.pass_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    growing_.num_passes += 1;
   }
 
   // Feed what the draft lacks of the committed tokens.
@@ -314,7 +320,7 @@ private:
   }
 
   const Decoder& decoder_;
-  const Growing& growing_;
+  Growing& growing_;
   Rows rows_;
   std::vector<Growth> growths_;
   std::vector<FedNode> nodes_; // of the rows whose logits come next
@@ -327,4 +333,4 @@ private:
 } // namespace
 
 #define TITAN_DEFINE_GROWTH(T, NAME)                                                                                           \
-  extern "C" void grow_##NAME(const Decoder* decoder, const Growing* growing) { TreeGrower<T>(*decoder, *growing).run(); }
+  extern "C" void grow_##NAME(const Decoder* decoder, Growing* growing) { TreeGrower<T>(*decoder, *growing).run(); }

@@ -4,6 +4,7 @@
 // and tell shapes and meanings.
 
 #include "attention.h"
+#include "cache.h"
 #include "decoder.h"
 #include "growth.h"
 #include "layer.h"

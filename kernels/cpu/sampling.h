@@ -252,7 +252,34 @@ void match_rows(const float* probs, const float* draft_probs, float* matches, in
   matches[1] = static_cast<float>(total);
 }
 
-// Trees one after the other: the rows of each are its root's, then its nodes'.
+// The path that the most likely tokens take through a tree; only rows on it are looked at. Children come after their parents, and
+// of equal siblings the first is taken.
+template <typename T>
+void walk_tree(const T* logits, int64_t size, int64_t root, int64_t num_nodes, const int64_t* token_ids, const int32_t* parents,
+               int64_t* last_row, int64_t* final_token) {
+  int64_t reached = -1, token = argmax_row(logits + root * size, size);
+  for (int64_t node = 0; node < num_nodes; ++node) {
+    if (parents[node] != reached || token_ids[node] != token) continue;
+    reached = node;
+    token = argmax_row(logits + (root + 1 + node) * size, size);
+  }
+  *last_row = root + 1 + reached;
+  *final_token = token;
+}
+
+// Trees one after the other: the rows of each are its root's, then its nodes'; nodes are counted from the tree's first.
+template <typename T>
+void walk_trees(const T* logits, int64_t size, const int64_t* token_ids, const int32_t* parents, const int64_t* node_start_loc,
+                int64_t* last_rows, int64_t* final_tokens, int64_t num_trees) {
+#pragma omp parallel for schedule(dynamic) if ((node_start_loc[num_trees] + num_trees) * size > 8 * kMaxSerial)
+  for (int64_t tree = 0; tree < num_trees; ++tree) {
+    const int64_t first = node_start_loc[tree];
+    walk_tree(logits, size, first + tree, node_start_loc[tree + 1] - first, token_ids + first, parents + first, last_rows + tree,
+              final_tokens + tree);
+  }
+}
+
+// As in `walk_trees`.
 struct SampledTrees {
   const float* const* draft_probs; // [trees], each [inner nodes, size]
   const int64_t* inner_rows; // [rows], which of the tree's draft_probs; -1 for a leaf
@@ -320,6 +347,11 @@ void reject_trees(const LazyProbs<T>& target, const SampledTrees& trees, int64_t
 #define TITAN_DEFINE_SAMPLING(T, NAME)                                                                                         \
   extern "C" void argmax_##NAME(const void* logits, int64_t* tokens, int64_t num_rows, int64_t size) {                         \
     argmax(static_cast<const T*>(logits), tokens, num_rows, size);                                                             \
+  }                                                                                                                            \
+  extern "C" void walk_trees_##NAME(const void* logits, int64_t size, const int64_t* token_ids, const int32_t* parents,        \
+                                    const int64_t* node_start_loc, int64_t* last_rows, int64_t* final_tokens,                  \
+                                    int64_t num_trees) {                                                                       \
+    walk_trees(static_cast<const T*>(logits), size, token_ids, parents, node_start_loc, last_rows, final_tokens, num_trees);   \
   }                                                                                                                            \
   extern "C" void softmax_##NAME(const void* logits, const float* temperatures, float* probs, int64_t num_rows,                \
                                  int64_t size) {                                                                               \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,13 @@ def test_write_puts_each_token_into_its_slot_of_its_layer_and_nothing_elsewhere(
     assert torch.equal(kv, expected)
 
 
+@pytest.fixture(params=["auto", "torch"])
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both by the compiled library and by PyTorch."""
+    monkeypatch.setenv("TITAN_CPU_KERNELS", request.param)
+
+
+@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_move_reads_every_source_before_it_writes(dtype: torch.dtype) -> None:
     kv = random_cache(dtype)
@@ -35,15 +43,16 @@ def test_move_reads_every_source_before_it_writes(dtype: torch.dtype) -> None:
     sources, targets = [4, 5, 17, 30, 9, 39], [3, 4, 5, 17, 39, 9]  # each overwrites another's source
     for source, target in zip(sources, targets, strict=True):
         expected[:, :, :, target // BLOCK_SIZE, target % BLOCK_SIZE] = before[:, :, :, source // BLOCK_SIZE, source % BLOCK_SIZE]
-    move_kv(kv, torch.tensor(sources), torch.tensor(targets))
+    move_kv(kv, np.array(sources), np.array(targets))
     assert torch.equal(kv, expected)
     assert not torch.equal(kv, before)
 
 
+@pytest.mark.usefixtures("_kernels")
 def test_clear_zeroes_whole_blocks_of_every_layer_even_of_nan() -> None:
     kv = random_cache(torch.float32)
     kv[:, :, :, 2] = torch.nan
     before = kv.clone()
-    clear_blocks(kv, torch.tensor([4, 2]))
+    clear_blocks(kv, np.array([4, 2]))
     assert (kv[:, :, :, [2, 4]] == 0).all()
     assert torch.equal(kv[:, :, :, [0, 1, 3]], before[:, :, :, [0, 1, 3]])

@@ -11,6 +11,7 @@ from random_trees import DEVICE, accepted, packed, random_parents
 from torch import Tensor
 
 from titan.kernels.acceptance_reference import reference_walk
+from titan.kernels.row_sampling import walk_compiled
 from titan.kernels.tree_walk import walk_matches
 from titan.tree import MAX_NODES, DraftTree
 from titan.verify.accept import walk
@@ -38,6 +39,31 @@ def test_random_trees_are_walked_as_in_plain_python() -> None:
     assert len(paths[20]) == MAX_NODES and sum(map(bool, paths)) > NUM_TREES // 3
 
     assert [walk(tree, want.tolist()) for tree, want in zip(trees, wanted, strict=True)] == paths
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_library_walks_by_the_most_likely_tokens(dtype: torch.dtype) -> None:
+    """From logits; of equal ones the first counts, and of rows that are not finite there is no token."""
+    rng = np.random.default_rng(2)
+    sizes = [0, 1, MAX_NODES, *rng.integers(0, 13, NUM_TREES)]
+    trees = [DraftTree(rng.integers(0, 4, num_nodes), random_parents(rng, num_nodes)) for num_nodes in sizes]
+    start_loc = np.cumsum([0, *(tree.num_nodes for tree in trees)])
+    logits = torch.from_numpy(rng.integers(0, 3, (int(start_loc[-1]) + len(trees), 600)).astype(np.float32)).to(dtype)
+    logits[:, 4:] -= 1  # so that the first tokens are often the most likely
+    logits[rng.random(len(logits)) < 0.05, 7] = torch.nan
+    flat = [np.concatenate([getattr(tree, name) for tree in trees]).tolist() for name in ("token_ids", "parents")]
+    found = walk_compiled(logits, *flat, start_loc.tolist())
+    if found is None:
+        pytest.skip("no C++ compiler")
+    wanted = [int(row.argmax()) if row.isfinite().all() else -1 for row in logits.float()]
+    expected = []
+    for tree, first in zip(trees, (start_loc[:-1] + np.arange(len(trees))).tolist(), strict=True):
+        path, token = reference_walk(tree.token_ids.tolist(), tree.parents.tolist(), wanted[first : first + 1 + tree.num_nodes])
+        expected.append((first + 1 + (path[-1] if path else -1), token))
+    assert list(zip(*found, strict=True)) == expected
+    assert (
+        sum(row > first for (row, _), first in zip(expected, start_loc + np.arange(len(trees) + 1), strict=False)) > NUM_TREES // 4
+    )
 
 
 def test_the_first_of_equal_siblings_is_accepted() -> None:
