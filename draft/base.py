@@ -41,7 +41,7 @@ class Drafter(Protocol):
         """Return one tree per row of the plan, of at most ``plan.draft_budgets[i]`` nodes."""
         ...
 
-    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
+    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Hear what verification kept, before the requests' counters advance."""
         ...
 
@@ -72,5 +72,5 @@ class NoDrafter:
     def propose(self, plan: StepPlan) -> list[DraftTree]:
         return [EMPTY_TREE] * len(plan.requests)
 
-    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
+    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Nothing to hear: nothing was proposed."""

@@ -91,7 +91,6 @@ class DraftModelDrafter:
             self.cache.clear_new_blocks()
             for row, tree in self._grow(requests, growths, logits):
                 trees[drafting[row]] = tree
-                requests[row].draft_history.note_draft(int(tree.depths.max(initial=0)))
         return trees
 
     def _grow(
@@ -158,8 +157,10 @@ class DraftModelDrafter:
     def _reserve(self, request: Request, num_nodes: int) -> bool:
         return self.cache.reserve(request, request.num_tokens + num_nodes)
 
-    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
-        for i, (request, tree, path) in enumerate(zip(plan.requests, trees, acceptance.paths, strict=True)):
+    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
+        for i, (request, tree, path) in enumerate(zip(plan.requests, acceptance.trees, acceptance.paths, strict=True)):
+            if tree.num_nodes:
+                request.draft_history.note_draft(tree.topology.max_depth)
             if i in acceptance.matches:
                 request.draft_history.note_match(*acceptance.matches[i])
                 _note_children(request.draft_history, tree, path)

@@ -44,7 +44,7 @@ CUDA_KV_MEMORY_SHARE = 0.9
 HOST = torch.device("cpu")
 """Where batches are laid out; a runner brings them to its device."""
 
-StepObserver = Callable[[StepPlan, list[DraftTree], Acceptance], None]
+StepObserver = Callable[[StepPlan, Acceptance], None]
 """Sees a step after its verification, while the requests still end at their roots; must change nothing."""
 
 
@@ -111,10 +111,10 @@ class Engine:
             logits = self.runner.forward(batch)
             acceptance = accept(plan, trees, batch, logits)
             for observe in self.observers:
-                observe(plan, trees, acceptance)
-            self.drafter.commit(plan, trees, acceptance)
-            self.kv.commit(plan, trees, acceptance)
-            return self.scheduler.update(plan, trees, acceptance)
+                observe(plan, acceptance)
+            self.drafter.commit(plan, acceptance)
+            self.kv.commit(plan, acceptance)
+            return self.scheduler.update(plan, acceptance)
 
     def build_batch(self, plan: StepPlan, trees: list[DraftTree]) -> RaggedBatch:
         """The target's pass of a step: prefill chunks, decodes and root+tree segments side by side."""

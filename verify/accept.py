@@ -66,7 +66,7 @@ def accept(plan: StepPlan, trees: list[DraftTree], batch: RaggedBatch, logits: T
         token_ids.append(emitted)
         errors.append(error)
     logprobs = emitted_logprobs(plan.requests, batch.logits_start_loc, paths, token_ids, logits)
-    return Acceptance(paths, token_ids, errors, logprobs, verified.matches)
+    return Acceptance(trees, paths, token_ids, errors, logprobs, verified.matches)
 
 
 def walk(tree: DraftTree, tokens: Sequence[int]) -> list[int]:

@@ -41,8 +41,8 @@ class PaidReplayDrafter:
         drafted, replayed = self.draft.propose(plan), self.replay.propose(plan)
         return [_with_tokens(tree, recording) for tree, recording in zip(drafted, replayed, strict=True)]
 
-    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
-        self.draft.commit(plan, trees, acceptance)
+    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
+        self.draft.commit(plan, acceptance)
 
 
 def _with_tokens(tree: DraftTree, recording: DraftTree) -> DraftTree:
