@@ -2,13 +2,13 @@
 
 The first pass of a step feeds each request the committed tokens that its draft cache lacks (`num_drafted_context` says
 how many it has: 1 or 2 are missing after a normal step, a chunk in prefill, everything after a swap or a pause). Each
-further depth is one small pass over the frontier nodes of every request's tree. Tokens stay on the device until the loop ends.
+further depth is one small pass over the frontier nodes of every request's tree. Tokens stay on the device until the loop ends; on
+CUDA until the target has verified them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -17,10 +17,13 @@ from torch.nn.functional import pad
 
 from titan.batch import RaggedBatch, Segment, build_batch, build_draft_passes
 from titan.compiled_runner import CompiledRunner
+from titan.device_trees import Proposal
 from titan.draft.base import DraftContext
+from titan.draft.device_growth import device_trees
 from titan.draft.policy import DraftPolicy, score_temperature
 from titan.draft.tree_builder import ChainGrowth, Growth
 from titan.draft_history import DraftHistory
+from titan.kernels import backend
 from titan.kernels.upload import to_device
 from titan.kv_cache import allocate_kv
 from titan.models.decoder import Decoder
@@ -68,7 +71,7 @@ class DraftModelDrafter:
         )
         self.runner = context.make_runner(model, self.kv)
 
-    def propose(self, plan: StepPlan) -> list[DraftTree]:
+    def propose(self, plan: StepPlan) -> Proposal:
         num_fed = self._feed_lengths(plan)
         fed = [i for i, count in enumerate(num_fed) if count > 0]
         trees = [EMPTY_TREE] * len(plan.requests)
@@ -89,14 +92,17 @@ class DraftModelDrafter:
             requests, budgets = [plan.requests[i] for i in drafting], [self._budget(plan, i) for i in drafting]
             growths = self.policy.growths(requests, budgets, self._reserve, self.device)
             self.cache.clear_new_blocks()
-            for row, tree in self._grow(requests, growths, logits):
-                trees[drafting[row]] = tree
+            self._grow(requests, growths, logits)
+            in_plan = [([drafting[row] for row in rows], growth) for rows, growth in growths]
+            if backend.takes_triton(self.device):
+                return device_trees(in_plan, len(plan.requests), self.device)
+            for rows, growth in in_plan:
+                for row, tree in zip(rows, growth.harvest(), strict=True):
+                    trees[row] = tree
         return trees
 
-    def _grow(
-        self, requests: list[Request], growths: list[tuple[list[int], Growth]], root_logits: Tensor
-    ) -> Iterator[tuple[int, DraftTree]]:
-        """Grow the requests' trees; yields them with the indices of their requests."""
+    def _grow(self, requests: list[Request], growths: list[tuple[list[int], Growth]], root_logits: Tensor) -> None:
+        """Grow the requests' trees."""
         for rows, growth in growths:
             is_all = len(rows) == len(requests)
             growth.plant(root_logits if is_all else root_logits.index_select(0, to_device(np.array(rows), self.device)))
@@ -105,8 +111,6 @@ class DraftModelDrafter:
             self._follow_chains(in_order, chains)
         else:
             self._feed_frontiers(in_order, [growth for _, growth in growths])
-        for rows, growth in growths:
-            yield from zip(rows, growth.harvest(), strict=True)
 
     def _chains_to_follow(self, growths: list[Growth]) -> ChainGrowth | None:
         """The growth, if it is of chains alone whose passes can be one call; their tokens must be the target's, too."""

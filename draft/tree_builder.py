@@ -23,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from titan.device_trees import TreeOutline
+from titan.draft.device_growth import DeviceCandidates, caterpillar_candidates, chain_candidates, shape_candidates
 from titan.draft.shapes import ShapePlan, chain_slots, main_path_order, shape_plan
 from titan.kernels.row_sampling import LazyProbs, argmax_rows, best_children, draw_children_compiled, draw_siblings
 from titan.kernels.upload import to_device
@@ -62,6 +64,10 @@ class Growth(Protocol):
 
     def harvest(self) -> list[DraftTree]:
         """The trees, one per request."""
+        ...
+
+    def candidates(self) -> DeviceCandidates:
+        """What `harvest` would choose the trees from, left on the device."""
         ...
 
 
@@ -172,6 +178,13 @@ class ChainGrowth:
             levels[i].append(level)
         return [caterpillar(*each) for each in zip(fed.tolist(), levels, self.budgets, strict=True)]
 
+    def candidates(self) -> DeviceCandidates:
+        chains = torch.stack(self._token_ids, 1)
+        if self.num_children == 1:
+            return chain_candidates(chains, self.depths)
+        logits = torch.cat(self._logits)
+        return caterpillar_candidates(chains, logits, self.depths, self.budgets, self.num_children, self.temperatures)
+
 
 Level = tuple[list[int], list[float]]
 """Tokens that may follow a node of a chain, the most likely first, and their log-probabilities."""
@@ -260,6 +273,13 @@ class BeamGrowth:
         integers = torch.stack((token_ids, parent_slots, slots)).cpu().numpy()
         return best_trees(Candidates(integers[0], scores.cpu().numpy(), integers[1], integers[2]), self.budgets)
 
+    def candidates(self) -> DeviceCandidates:
+        counts = self.num_children * (1 + self.width * (self.depths - 1))  # those of a request's own depths
+        num_nodes = np.minimum(self.budgets, counts).tolist()
+        token_ids, scores, parent_slots, slots = (torch.cat(column, 1) for column in zip(*self._levels, strict=True))
+        outlines = [TreeOutline(n, has_scores=True) for n in num_nodes]
+        return DeviceCandidates(token_ids, scores, parent_slots, slots, outlines)
+
     def _add_level(self, token_ids: Tensor, scores: Tensor, parent_slots: Tensor, parent_bits: Tensor, depth: int) -> None:
         """Add the candidates of a depth, [n, c] each, and choose which of them are fed."""
         self._beam = scores.topk(self.width, dim=-1).indices
@@ -330,6 +350,9 @@ class ShapeGrowth:
             self._tree(plan, start, children[start:end])
             for plan, (start, end) in zip(self._plans, pairwise(self._starts), strict=True)
         ]
+
+    def candidates(self) -> DeviceCandidates:
+        return shape_candidates(self._plans, self._starts[:-1], self._children, None if self.rows is None else self._probs)
 
     def _make_levels(self, device: torch.device) -> list[ShapeLevel]:
         owners = np.repeat(np.arange(len(self._plans)), [plan.inner.shape[1] for plan in self._plans])

@@ -6,7 +6,8 @@ does, the drawn token is emitted as the **recovered** token; past a leaf it is t
 distributed exactly as the target's own, and with randomness keyed by position it is the same sequence.
 At temperature 0 the draw is the argmax and the rule is greedy acceptance.
 
-Sampled proposals, trees with ``draft_probs``, are verified by `titan.verify.rejection`.
+Sampled proposals, trees with ``draft_probs``, are verified by `titan.verify.rejection`. Trees that lie on the device are verified
+there, by `titan.verify.device_accept`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.batch import RaggedBatch
+from titan.device_trees import DeviceTrees, Proposal
 from titan.kernels import backend
 from titan.kernels.row_sampling import argmax_rows
 from titan.kernels.upload import to_device
@@ -33,7 +35,7 @@ from titan.verify.rejection import reject, reject_by_kernels
 from titan.verify.rows import sampling_rows
 
 
-def accept(plan: StepPlan, trees: list[DraftTree], batch: RaggedBatch, logits: Tensor) -> Acceptance:
+def accept(plan: StepPlan, trees: Proposal, batch: RaggedBatch, logits: Tensor) -> Acceptance:
     """Choose the accepted path and the final token of every request.
 
     Args:
@@ -42,6 +44,10 @@ def accept(plan: StepPlan, trees: list[DraftTree], batch: RaggedBatch, logits: T
         batch: the pass that made ``logits``.
         logits: [L, vocab], rows of a request in order: root, then nodes.
     """
+    if isinstance(trees, DeviceTrees):
+        from titan.verify.device_accept import accept_on_device  # not every platform has triton
+
+        return accept_on_device(plan, trees, batch.logits_start_loc, logits)
     if all(request.takes_argmax for request in plan.requests):
         verified = _Verified(argmax_rows(logits).tolist())
     else:

@@ -64,7 +64,7 @@ def test_attention_verify(measure: Measure, stage: Stage, ops: LayerOps) -> None
 
 def test_attention_decode(measure: Measure, stage: Stage, ops: LayerOps) -> None:
     """Decoding: one token per request."""
-    attend(measure, stage, ops, stage.engine.build_batch(stage.plan, [EMPTY_TREE] * len(stage.trees)))
+    attend(measure, stage, ops, stage.engine.build_batch(stage.plan, [EMPTY_TREE] * len(stage.plan.requests)))
 
 
 def test_attention_prefill(measure: Measure, stage: Stage, ops: LayerOps, num_requests: int) -> None:
@@ -134,13 +134,13 @@ def test_write_kv(measure: Measure, stage: Stage) -> None:
 
 def test_move_kv(measure: Measure, stage: Stage) -> None:
     """An accepted path of two nodes per request moved by one slot."""
-    slots = stage.batch.slot_mapping[: 2 * len(stage.trees)]
+    slots = stage.batch.slot_mapping[: 2 * len(stage.plan.requests)]
     measure(move_kv, stage.kv.clone(), slots, slots.flip(0))
 
 
 def test_clear_blocks(measure: Measure, stage: Stage) -> None:
     """One new block per request."""
-    block_ids = torch.arange(len(stage.trees), device=stage.kv.device)
+    block_ids = torch.arange(len(stage.plan.requests), device=stage.kv.device)
     measure(clear_blocks, stage.kv.clone(), block_ids)
 
 
