@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from titan.step import Acceptance, StepPlan
-from titan.tree import DraftTree
 
 Z_95 = 1.959963984540054
 """The normal quantile of a 95 % interval."""
@@ -45,9 +44,9 @@ class AcceptanceCounts:
         self.num_descents = 0  # of these, how often a child was accepted
         self.num_nodes = 0  # draft tokens
 
-    def observe(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
+    def observe(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Count the rows of a step that emitted tokens."""
-        for i, (tree, path) in enumerate(zip(trees, acceptance.paths, strict=True)):
+        for i, (tree, path) in enumerate(zip(acceptance.trees, acceptance.paths, strict=True)):
             if not plan.reaches_root(i):
                 continue
             self.tree_depths[int(tree.depths.max(initial=0))] += 1

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from titan.device_trees import Proposal
 from titan.kv_cache import KVCache
 from titan.model_runner import Runner
 from titan.models.decoder import Decoder
@@ -37,11 +38,14 @@ class Drafter(Protocol):
     @property
     def kv(self) -> Tensor | None: ...
 
-    def propose(self, plan: StepPlan) -> list[DraftTree]:
-        """Return one tree per row of the plan, of at most ``plan.draft_budgets[i]`` nodes."""
+    def propose(self, plan: StepPlan) -> Proposal:
+        """Return one `DraftTree` per row of the plan, of at most ``plan.draft_budgets[i]`` nodes.
+
+        A list of them; a drafter that grows its trees on the device may leave them there as `titan.device_trees.DeviceTrees`.
+        """
         ...
 
-    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
+    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Hear what verification kept, before the requests' counters advance."""
         ...
 
@@ -72,5 +76,5 @@ class NoDrafter:
     def propose(self, plan: StepPlan) -> list[DraftTree]:
         return [EMPTY_TREE] * len(plan.requests)
 
-    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
+    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Nothing to hear: nothing was proposed."""

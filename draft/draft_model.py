@@ -2,7 +2,8 @@
 
 The first pass of a step feeds each request the committed tokens that its draft cache lacks (`num_drafted_context` says
 how many it has: 1 or 2 are missing after a normal step, a chunk in prefill, everything after a swap or a pause). Each
-further depth is one small pass over the frontier nodes of every request's tree. Tokens stay on the device until the loop ends.
+further depth is one small pass over the frontier nodes of every request's tree. Tokens stay on the device until the loop ends; on
+CUDA until the target has verified them.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from torch.nn.functional import pad
 
 from titan.batch import RaggedBatch, Segment, build_batch, build_draft_passes
 from titan.compiled_runner import CompiledRunner
+from titan.device_trees import Proposal
 from titan.draft.base import DraftContext
 from titan.draft.compiled_growth import CompiledGrower
+from titan.draft.device_growth import device_trees
 from titan.draft.policy import DraftPolicy, score_temperature
 from titan.draft.tree_builder import Growth
 from titan.draft_history import DraftHistory
+from titan.kernels import backend
 from titan.kernels.upload import to_device
 from titan.kv_cache import allocate_kv
 from titan.models.decoder import Decoder
@@ -69,9 +73,16 @@ class DraftModelDrafter:
         if isinstance(self.runner, CompiledRunner):
             self._compiled = CompiledGrower(self.runner, context.target_vocab_size)
 
-    def propose(self, plan: StepPlan) -> list[DraftTree]:
-        trees = [EMPTY_TREE] * len(plan.requests)
+    def propose(self, plan: StepPlan) -> Proposal:
         feeds = self._feeds(plan)
+        proposal = self._draft(feeds, len(plan.requests))
+        for feed in feeds:  # now that it is written
+            feed.request.num_drafted_context += len(feed.token_ids)
+        return proposal
+
+    def _draft(self, feeds: list[_Feed], num_rows: int) -> Proposal:
+        """Feed the draft and grow the trees of a plan of so many rows."""
+        trees = [EMPTY_TREE] * num_rows
         if not feeds:
             return trees
         drafting = [feed for feed in feeds if feed.budget > 0]
@@ -79,18 +90,20 @@ class DraftModelDrafter:
         # fed at once, or in one call with what grows behind them
         roots = [feed.token_ids for feed in drafting] if self._are_few_roots(feeds) else self._feed(feeds)
         growths = self.policy.growths(requests, [feed.budget for feed in drafting], self._reserve)
-        self.cache.clear_new_blocks()
         if not growths:
-            grown = []
-        elif self._compiled is not None and self._compiled.can_grow(growths):
-            grown = self._compiled.grow(requests, growths, roots)
-        else:
-            grown = self._grow(requests, growths, roots if isinstance(roots, Tensor) else self._feed(feeds))
-        for feed in feeds:  # now that it is written
-            feed.request.num_drafted_context += len(feed.token_ids)
-        for feed, tree in zip(drafting, grown, strict=True):
-            trees[feed.row] = tree
-            feed.request.draft_history.note_draft(tree.topology.max_depth)
+            return trees
+        self.cache.clear_new_blocks()
+        if self._compiled is not None and self._compiled.can_grow(growths):
+            for feed, tree in zip(drafting, self._compiled.grow(requests, growths, roots), strict=True):
+                trees[feed.row] = tree
+            return trees
+        self._grow(requests, growths, roots if isinstance(roots, Tensor) else self._feed(feeds))
+        in_plan = [([drafting[i].row for i in members], growth) for members, growth in growths]
+        if backend.takes_triton(self.device):
+            return device_trees(in_plan, num_rows, self.device)
+        for rows, growth in in_plan:
+            for row, tree in zip(rows, growth.harvest(), strict=True):
+                trees[row] = tree
         return trees
 
     def _are_few_roots(self, feeds: list[_Feed]) -> bool:
@@ -107,14 +120,12 @@ class DraftModelDrafter:
         ]
         return self._forward(build_batch(segments, block_size=self.block_size, device=HOST))
 
-    def _grow(self, requests: list[Request], growths: list[tuple[list[int], Growth]], root_logits: Tensor) -> list[DraftTree]:
+    def _grow(self, requests: list[Request], growths: list[tuple[list[int], Growth]], root_logits: Tensor) -> None:
         """Grow the requests' trees depth by depth."""
         for rows, growth in growths:
             is_all = len(rows) == len(requests)
             growth.plant(root_logits if is_all else root_logits.index_select(0, to_device(np.array(rows), self.device)))
         self._feed_frontiers([requests[row] for rows, _ in growths for row in rows], [growth for _, growth in growths])
-        trees = {row: tree for rows, growth in growths for row, tree in zip(rows, growth.harvest(), strict=True)}
-        return [trees[row] for row in range(len(requests))]
 
     def _feed_frontiers(self, requests: list[Request], growths: list[Growth]) -> None:
         """Grow trees of any kind, each depth one pass over the frontier of them all."""
@@ -148,8 +159,10 @@ class DraftModelDrafter:
     def _reserve(self, request: Request, num_nodes: int) -> bool:
         return self.cache.reserve(request, request.num_tokens + num_nodes)
 
-    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
-        for i, (request, tree, path) in enumerate(zip(plan.requests, trees, acceptance.paths, strict=True)):
+    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
+        for i, (request, tree, path) in enumerate(zip(plan.requests, acceptance.trees, acceptance.paths, strict=True)):
+            if tree.num_nodes:
+                request.draft_history.note_draft(tree.topology.max_depth)
             if i in acceptance.matches:
                 request.draft_history.note_match(*acceptance.matches[i])
                 _note_children(request.draft_history, tree, path)

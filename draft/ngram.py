@@ -32,7 +32,7 @@ class NgramDrafter:
             for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)
         ]
 
-    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
+    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Nothing to keep: the lookup reads the request's tokens anew."""
 
     def lookup(self, token_ids: Sequence[int], budget: int) -> list[int]:

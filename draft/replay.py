@@ -44,7 +44,7 @@ class ReplayDrafter:
     def propose(self, plan: StepPlan) -> list[DraftTree]:
         return [self._chain(request, budget) for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)]
 
-    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
+    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Nothing to keep: the place in the recording is the request's number of output tokens."""
 
     def _chain(self, request: Request, budget: int) -> DraftTree:

@@ -23,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from titan.device_trees import TreeOutline
+from titan.draft.device_growth import DeviceCandidates, chain_candidates, shape_candidates
 from titan.draft.shapes import ShapePlan, chain_slots, main_path_order, shape_plan
 from titan.kernels.row_sampling import LazyProbs, argmax_rows, best_children, draw_children_compiled, draw_siblings
 from titan.kernels.upload import to_device
@@ -62,6 +64,10 @@ class Growth(Protocol):
 
     def harvest(self) -> list[DraftTree]:
         """The trees, one per request."""
+        ...
+
+    def candidates(self) -> DeviceCandidates:
+        """What `harvest` would choose the trees from, left on the device."""
         ...
 
 
@@ -140,6 +146,9 @@ class ChainGrowth:
         chains = zip(token_ids, self.depths.tolist(), strict=True)
         return [DraftTree.chain(row[:n], draft_slots=chain_slots(n)) for row, n in chains]
 
+    def candidates(self) -> DeviceCandidates:
+        return chain_candidates(torch.stack(self._token_ids, 1), self.depths)
+
 
 def _best_tokens(logits: Tensor) -> Tensor:
     """The most likely token of each row, any where logits are not finite: int64 [rows]."""
@@ -201,6 +210,13 @@ class BeamGrowth:
         token_ids, scores, parent_slots, slots = (torch.cat(column, 1) for column in zip(*self._levels, strict=True))
         integers = torch.stack((token_ids, parent_slots, slots)).cpu().numpy()
         return best_trees(Candidates(integers[0], scores.cpu().numpy(), integers[1], integers[2]), self.budgets)
+
+    def candidates(self) -> DeviceCandidates:
+        counts = self.num_children * (1 + self.width * (self.depths - 1))  # those of a request's own depths
+        num_nodes = np.minimum(self.budgets, counts).tolist()
+        token_ids, scores, parent_slots, slots = (torch.cat(column, 1) for column in zip(*self._levels, strict=True))
+        outlines = [TreeOutline(n, has_scores=True) for n in num_nodes]
+        return DeviceCandidates(token_ids, scores, parent_slots, slots, outlines)
 
     def _add_level(self, token_ids: Tensor, scores: Tensor, parent_slots: Tensor, parent_bits: Tensor, depth: int) -> None:
         """Add the candidates of a depth, [n, c] each, and choose which of them are fed."""
@@ -276,6 +292,9 @@ class ShapeGrowth:
             probs = None if self.rows is None else self._probs[start:end]
             trees.append(shaped_tree(plan, children[start + plan.node_parents, plan.ranks], probs))
         return trees
+
+    def candidates(self) -> DeviceCandidates:
+        return shape_candidates(self.plans, self.starts[:-1], self._children, None if self.rows is None else self._probs)
 
     def _make_levels(self, device: torch.device) -> list[ShapeLevel]:
         owners = np.repeat(np.arange(len(self.plans)), [plan.inner.shape[1] for plan in self.plans])

@@ -1,4 +1,4 @@
-"""Small arrays from the host to the device, without waiting for it.
+"""Small arrays from the host to the device, without waiting for it, and results back, which waits.
 
 A copy from ordinary memory waits until the device has done all it was asked before; one from pinned memory takes its turn.
 Pinned memory comes from PyTorch's cache, which hands a buffer out again only after the copies from it have run.
@@ -52,6 +52,24 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device, *, into: Tensor
     return [packed[place].view(_torch_dtype(array)).view(array.shape) for place, array in zip(places, arrays, strict=True)]
 
 
+def download(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
+    """Bring tensors to the host in one copy, which waits until the device has made them.
+
+    Args:
+        tensors: contiguous, of any shapes, all on one device.
+
+    Returns:
+        Arrays of the same dtypes and shapes.
+    """
+    packed = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in tensors]).cpu().numpy()
+    arrays, start = [], 0
+    for tensor in tensors:
+        end = start + tensor.nbytes
+        arrays.append(packed[start:end].view(_numpy_dtype(tensor.dtype)).reshape(tensor.shape))
+        start = end
+    return arrays
+
+
 def packed_size(arrays: Sequence[NDArray[Any]]) -> int:
     """Bytes that `upload` takes for the arrays."""
     return sum(_aligned(array.nbytes) for array in arrays)
@@ -63,3 +81,7 @@ def _aligned(num_bytes: int) -> int:
 
 def _torch_dtype(array: NDArray[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, array.dtype)).dtype
+
+
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return torch.empty(0, dtype=dtype).numpy().dtype

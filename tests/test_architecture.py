@@ -17,7 +17,7 @@ ROOMS = ["draft", "verify", "kernels", "bench"]  # top-level folders, imported a
 ORDER = [
     {"titan.kernels"},
     {"titan.tree", "titan.sampling_params", "titan.outputs", "titan.detokenizer", "titan.draft_history"},
-    {"titan.config", "titan.request", "titan.logits"},
+    {"titan.config", "titan.request", "titan.logits", "titan.device_trees"},
     {"titan.step"},
     {"titan.batch", "titan.block_pool", "titan.admission", "titan.sampling", "titan.stopping", "titan.metrics", "titan.tree_view"},
     {"titan.kv_cache"},

@@ -152,7 +152,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def step(self, random: Random) -> None:
         """Draft, verify, commit and seal a random subset of the running requests."""
-        plan, step_trees, accepted = StepPlan([], [], []), [], Acceptance([], [], [])
+        plan, accepted = StepPlan([], [], []), Acceptance([], [], [], [])
         is_drafted: list[bool] = []  # whether the draft was run
         for request in random.sample(self.running, random.randint(min(1, len(self.running)), len(self.running))):
             num_tokens = request.num_tokens - request.num_computed_tokens
@@ -171,7 +171,7 @@ class KVMachine(RuleBasedStateMachine):
             plan.requests.append(request)
             plan.num_tokens.append(num_tokens)
             plan.draft_budgets.append(tree.num_nodes)
-            step_trees.append(tree)
+            accepted.trees.append(tree)
             is_drafted.append(drafts)
             node = random.randint(-1, tree.num_nodes - 1)
             path = node_path(tree, node)
@@ -180,13 +180,13 @@ class KVMachine(RuleBasedStateMachine):
             accepted.errors.append(None)
         self.kv.clear_new_blocks()
         for i, request in enumerate(plan.requests):
-            self.run_models(request, plan.num_tokens[i], step_trees[i], is_drafted[i])
+            self.run_models(request, plan.num_tokens[i], accepted.trees[i], is_drafted[i])
         before_commit = [request.num_drafted_context for request in plan.requests]
-        self.kv.commit(plan, step_trees, accepted)
+        self.kv.commit(plan, accepted)
         for i, request in enumerate(plan.requests):
             num_full_before = request.num_computed_tokens // BLOCK_SIZE
             request.num_computed_tokens += plan.num_tokens[i] + len(accepted.paths[i])
-            held = [step_trees[i].draft_slots[node] >= 0 for node in accepted.paths[i]]  # type: ignore[index]
+            held = [accepted.trees[i].draft_slots[node] >= 0 for node in accepted.paths[i]]  # type: ignore[index]
             assert request.num_drafted_context == before_commit[i] + [*held, False].index(False)
             request.token_ids += accepted.token_ids[i]
             self.know_hashes(request)
@@ -367,9 +367,10 @@ def test_commit_moves_the_paths_of_all_requests_at_once(monkeypatch: pytest.Monk
     parents = np.array([-1, -1, 0, 1, 3], np.int32)
     tree = DraftTree(np.arange(5), parents, draft_slots=np.array([1, 0, 3, 2, -1], np.int32))
     chain = DraftTree.chain(range(5), draft_slots=np.arange(5, dtype=np.int32))
-    kv.commit(plan, [DraftTree(np.arange(5), parents), chain], Acceptance([[0], [0, 1, 2]], [[0, 9], [0, 1, 2, 9]], [None, None]))
+    step_trees = [DraftTree(np.arange(5), parents), chain]
+    kv.commit(plan, Acceptance(step_trees, [[0], [0, 1, 2]], [[0, 9], [0, 1, 2, 9]], [None, None]))
     assert moves == [], "paths of the first nodes stay where they are"
-    kv.commit(plan, [tree, tree], Acceptance([[1, 3, 4], [0, 2]], [[1, 3, 4, 9], [0, 2, 9]], [None, None]))
+    kv.commit(plan, Acceptance([tree, tree], [[1, 3, 4], [0, 2]], [[1, 3, 4, 9], [0, 2, 9]], [None, None]))
     # request 0 has blocks 0, 1 and its nodes from slot 3 on; request 1 has blocks 2, 3, 4 and its nodes from slot 5 on
     assert moves == [([4, 6, 7, 13, 15], [3, 4, 5, 13, 14]), ([3, 5, 14, 16], [3, 4, 13, 14])], "the target's and the draft's"
     assert [request.num_drafted_context for request in requests] == [2, 3 + 2], "as far as the draft has the path"

@@ -66,7 +66,7 @@ class World:
         plan = self.scheduler.schedule(max_draft_tokens)
         self.check_plan(plan, max_draft_tokens)
         trees = [self.draft(request, budget, random) for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)]
-        acceptance = Acceptance([], [], [])
+        acceptance = Acceptance(trees, [], [], [])
         for i, (request, tree) in enumerate(zip(plan.requests, trees, strict=True)):
             tokens: list[int] = []
             if plan.reaches_root(i):
@@ -76,9 +76,9 @@ class World:
             acceptance.errors.append(None)
             if random.random() < 0.7:  # the draft's cache keeps up with some
                 request.num_drafted_context = request.num_computed_tokens + plan.num_tokens[i]
-        self.kv.commit(plan, trees, acceptance)
+        self.kv.commit(plan, acceptance)
         before = {request.request_id: request.num_computed_tokens for request in plan.requests}
-        changed = self.scheduler.update(plan, trees, acceptance)
+        changed = self.scheduler.update(plan, acceptance)
         assert {r.request_id for r in changed} == {
             r.request_id for r, t in zip(plan.requests, acceptance.token_ids, strict=True) if t
         }

@@ -85,9 +85,9 @@ def test_an_observer_sees_every_token_come_out_of_a_tree(zoo: Zoo, options: dict
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), draft_tree="auto", draft_sampling=sampling, **options)
     seen: dict[str, list[int]] = {}
 
-    def observe(plan: Any, trees: Any, acceptance: Any) -> None:
+    def observe(plan: Any, acceptance: Any) -> None:
         requests = [request for i, request in enumerate(plan.requests) if plan.reaches_root(i)]
-        for request, verified in zip(requests, verified_trees(plan, trees, acceptance), strict=True):
+        for request, verified in zip(requests, verified_trees(plan, acceptance), strict=True):
             tokens = seen.setdefault(request.request_id, [])
             assert verified.root_token_id == (tokens or request.prompt_token_ids)[-1]
             assert verified.tree.draft_probs is None

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titan.device_trees import GrownNodes, TreeOutline
 from titan.kernels.attention_layout import AttentionLayout, Int
 from titan.tree import EMPTY_TREE, DraftTree
 
@@ -29,7 +30,7 @@ class Segment:
     block_ids: list[int]
     start: int
     token_ids: Sequence[int]
-    tree: DraftTree = EMPTY_TREE
+    tree: DraftTree | TreeOutline = EMPTY_TREE
     first_node: int = 0
     root_position: int = -1
     needs_logits: bool = True  # of the last committed token and of the query nodes
@@ -45,6 +46,7 @@ class RaggedBatch:
     logits_rows: Tensor  # int64 [L], rows of T whose logits are computed
     logits_start_loc: Int  # [R + 1], prefix sums of logits rows per request
     attention: AttentionLayout
+    grown: GrownNodes | None = None  # queries whose tokens, bits and depths the device alone knows
 
 
 def build_batch(segments: Sequence[Segment], *, block_size: int, device: torch.device) -> RaggedBatch:
@@ -149,9 +151,9 @@ class DraftPass:
     def with_nodes(self, token_ids: Tensor, ancestor_bits: Tensor) -> RaggedBatch:
         """The batch with the tokens and the ancestor bits of its nodes, int64 [T] each."""
         attention = replace(self.attention, ancestor_bits=ancestor_bits)
-        return RaggedBatch(
-            token_ids, self.positions, self.slot_mapping, self.logits_rows, self.attention.query_start_loc, attention
-        )
+        start_loc = attention.query_start_loc
+        grown = GrownNodes(start_loc, token_ids, ancestor_bits, None)
+        return RaggedBatch(token_ids, self.positions, self.slot_mapping, self.logits_rows, start_loc, attention, grown)
 
 
 def build_draft_passes(

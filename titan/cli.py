@@ -20,7 +20,6 @@ from titan.llm import LLM
 from titan.outputs import RequestMetrics, RequestOutput
 from titan.sampling_params import SamplingParams
 from titan.step import Acceptance, StepPlan
-from titan.tree import DraftTree
 from titan.tree_view import LEGEND, VerifiedTree, render_tree, token_text, verified_trees
 
 if TYPE_CHECKING:
@@ -199,8 +198,8 @@ def _run(llm: LLM, prompt: str, params: SamplingParams, *, echo: bool, keep_tree
     """Generate once, printing the text as it comes if ``echo``."""
     kept: list[VerifiedTree] = []
 
-    def keep(plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
-        kept.extend(verified_trees(plan, trees, acceptance))
+    def keep(plan: StepPlan, acceptance: Acceptance) -> None:
+        kept.extend(verified_trees(plan, acceptance))
 
     if keep_trees:
         llm.engine.observers.append(keep)

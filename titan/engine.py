@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from titan.batch import RaggedBatch, Segment, build_batch
 from titan.config import EngineConfig
 from titan.cuda_graphs import PassCounts, PassLimits
 from titan.detokenizer import IncrementalDetokenizer
+from titan.device_trees import DeviceTrees, Proposal, TreeOutline, outlines_of
 from titan.draft.base import DraftContext, Drafter
 from titan.draft.registry import DraftSpec, create_drafter, draft_model_config
 from titan.draft_history import DraftHistory
@@ -44,7 +46,7 @@ CUDA_KV_MEMORY_SHARE = 0.9
 HOST = torch.device("cpu")
 """Where batches are laid out; a runner brings them to its device."""
 
-StepObserver = Callable[[StepPlan, list[DraftTree], Acceptance], None]
+StepObserver = Callable[[StepPlan, Acceptance], None]
 """Sees a step after its verification, while the requests still end at their roots; must change nothing."""
 
 
@@ -111,15 +113,15 @@ class Engine:
             logits = self.runner.forward(batch)
             acceptance = accept(plan, trees, batch, logits)
             for observe in self.observers:
-                observe(plan, trees, acceptance)
-            self.drafter.commit(plan, trees, acceptance)
-            self.kv.commit(plan, trees, acceptance)
-            return self.scheduler.update(plan, trees, acceptance)
+                observe(plan, acceptance)
+            self.drafter.commit(plan, acceptance)
+            self.kv.commit(plan, acceptance)
+            return self.scheduler.update(plan, acceptance)
 
-    def build_batch(self, plan: StepPlan, trees: list[DraftTree]) -> RaggedBatch:
+    def build_batch(self, plan: StepPlan, trees: Proposal) -> RaggedBatch:
         """The target's pass of a step: prefill chunks, decodes and root+tree segments side by side."""
         segments = []
-        for i, (request, tree) in enumerate(zip(plan.requests, trees, strict=True)):
+        for i, (request, tree) in enumerate(zip(plan.requests, outlines_of(trees), strict=True)):
             self._check_tree(tree, request, plan.draft_budgets[i])
             start = request.num_computed_tokens
             end = start + plan.num_tokens[i]
@@ -133,12 +135,15 @@ class Engine:
                     needs_logits=end == request.num_tokens,
                 )
             )
-        return build_batch(segments, block_size=self.config.block_size, device=HOST)
+        batch = build_batch(segments, block_size=self.config.block_size, device=HOST)
+        return replace(batch, grown=trees.grown) if isinstance(trees, DeviceTrees) else batch
 
-    def _check_tree(self, tree: DraftTree, request: Request, budget: int) -> None:
+    def _check_tree(self, tree: DraftTree | TreeOutline, request: Request, budget: int) -> None:
         """Refuse what a drafter must not propose, before it reaches slots or embeddings that are not the request's."""
         if tree.num_nodes > budget:
             raise ValueError(f"the drafter {self.drafter.name!r} proposed {tree.num_nodes} nodes: at most {budget} were allowed")
+        if isinstance(tree, TreeOutline):
+            return
         vocab_size = self.model_config.vocab_size
         if tree.num_nodes and not 0 <= tree.token_ids.min() <= tree.token_ids.max() < vocab_size:
             raise ValueError(

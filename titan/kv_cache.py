@@ -22,7 +22,6 @@ from titan.kernels.kv_ops import clear_blocks, move_kv
 from titan.kernels.upload import upload
 from titan.request import Request
 from titan.step import Acceptance, StepPlan
-from titan.tree import DraftTree
 
 Role = Literal["target", "draft"]
 
@@ -141,7 +140,7 @@ class KVCache:
         for tensor in self._tensors.values():
             clear_blocks(tensor, block_ids)
 
-    def commit(self, plan: StepPlan, trees: Sequence[DraftTree], acceptance: Acceptance) -> None:
+    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Move the accepted paths to the slots right after their roots, in every attached cache.
 
         Called before the requests' counters advance. The target's KV of node ``i`` is in slot ``root slot + 1 + i``, the
@@ -149,7 +148,8 @@ class KVCache:
         + k``. A path of the first slots, as every path of a chain is, moves nothing. The draft's coverage grows by what it has.
         """
         moves: dict[Role, list[PathMove]] = {"target": [], "draft": []}
-        for request, num_tokens, tree, path in zip(plan.requests, plan.num_tokens, trees, acceptance.paths, strict=True):
+        rows = zip(plan.requests, plan.num_tokens, acceptance.trees, acceptance.paths, strict=True)
+        for request, num_tokens, tree, path in rows:
             held: list[tuple[Role, list[int]]] = [("target", path)]
             if tree.draft_slots is not None:
                 draft_slots = list(takewhile(lambda slot: slot >= 0, tree.draft_slots[path].tolist()))

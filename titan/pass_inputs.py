@@ -18,13 +18,17 @@ from titan.batch import RaggedBatch
 from titan.cuda_graphs import PassSize
 from titan.kernels.attention_layout import Int
 from titan.kernels.attention_plan import AttentionGeometry
+from titan.kernels.place_nodes import place_nodes
 from titan.kernels.triton_ops import DeviceLayout
 from titan.kernels.upload import to_device, upload
 
 MAX_PACKED_BYTES_PER_TOKEN = 40
-MAX_PACKED_BYTES_PER_REQUEST = 12
+MAX_PACKED_BYTES_PER_REQUEST = 16
 MAX_PADDING = 256
 """Of the arrays of a batch, packed; see `_packed_arrays`."""
+
+BLOCK_TABLE = 8
+"""Which of these arrays is the block table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +58,7 @@ def upload_inputs(batch: RaggedBatch, geometry: AttentionGeometry, device: torch
     """Bring a batch to fresh memory, as it is.
 
     Args:
-        batch: on the host, but for tokens and ancestor bits, which may be on the device.
+        batch: on the host, but for what the device has of its grown nodes.
         geometry: of the model that reads it.
         device: where the model is.
         max_short_query: queries up to this length are attended as verifications; longer ones as prefill chunks, unless they end
@@ -62,10 +66,10 @@ def upload_inputs(batch: RaggedBatch, geometry: AttentionGeometry, device: torch
     """
     size = size_of(batch)
     tensors = upload(_packed_arrays(batch, size), device)
+    _place_grown(batch, tensors)
     short_query_len = _short_query_len(batch, max_short_query)
-    inputs = _inputs(tensors, geometry, tensors[-1], short_query_len, size.max_query_len, upload_rows(batch, device))
-    _copy_nodes(batch, inputs)
-    return inputs
+    logits_rows = upload_rows(batch, device)
+    return _inputs(tensors, geometry, tensors[BLOCK_TABLE], short_query_len, size.max_query_len, logits_rows)
 
 
 class StaticInputs:
@@ -93,16 +97,18 @@ class StaticInputs:
     def fill(self, batch: RaggedBatch, size: PassSize) -> DeviceInputs:
         """Bring a batch, padded to a size that holds it, to the memory of that size."""
         tensors = upload(_packed_arrays(batch, size), self.device, into=self.packed)
+        _place_grown(batch, tensors)
         num_requests, num_blocks = batch.attention.block_table.shape
-        self.block_table[:num_requests, :num_blocks].copy_(tensors[-1])
+        self.block_table[:num_requests, :num_blocks].copy_(tensors[BLOCK_TABLE])
         block_table = self.block_table[: size.num_requests]
-        inputs = _inputs(tensors, self.geometry, block_table, size.max_query_len, size.max_query_len, None)
-        _copy_nodes(batch, inputs)
-        return inputs
+        return _inputs(tensors, self.geometry, block_table, size.max_query_len, size.max_query_len, None)
 
 
 def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[np.int64] | NDArray[np.int32]]:
-    """The arrays of a batch in the order that `_inputs` knows; all but the last, the block table, are padded to ``size``."""
+    """The arrays of a batch in the order that `_inputs` knows, padded to ``size``, but for the block table.
+
+    Where nodes were grown on the device, one more array says how many each request has.
+    """
     layout = batch.attention
     num_tokens, num_requests, _ = size
 
@@ -111,9 +117,14 @@ def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[np.int64]
         array[: len(values)] = values
         return array  # type: ignore[return-value]
 
-    return [
-        padded(_on_host(batch.token_ids), num_tokens, np.int64),
-        padded(_on_host(layout.ancestor_bits), num_tokens, np.int64),
+    def known(values: Tensor) -> Int:
+        """Nothing of a pass of grown nodes alone, as those of a draft are."""
+        is_grown = batch.grown is not None and len(batch.grown.token_ids) == len(values)
+        return np.zeros(0, np.int64) if is_grown else values.numpy()
+
+    arrays: list[NDArray[np.int64] | NDArray[np.int32]] = [
+        padded(known(batch.token_ids), num_tokens, np.int64),
+        padded(known(layout.ancestor_bits), num_tokens, np.int64),
         padded(layout.positions, num_tokens, np.int64),
         padded(batch.slot_mapping.numpy(), num_tokens, np.int64, -1),
         padded(layout.visible_lens, num_tokens, np.int32),
@@ -122,6 +133,9 @@ def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[np.int64]
         padded(layout.tree_starts, num_requests, np.int32),
         layout.block_table.astype(np.int32),
     ]
+    if batch.grown is not None:
+        arrays.append(padded(batch.grown.node_start_loc, num_requests + 1, np.int32, len(batch.grown.token_ids)))
+    return arrays
 
 
 def _inputs(
@@ -132,7 +146,7 @@ def _inputs(
     max_query_len: int,
     logits_rows: Tensor | None,
 ) -> DeviceInputs:
-    token_ids, ancestor_bits, positions, slot_mapping, visible_lens, query_start_loc, seq_lens, tree_starts, _ = tensors
+    token_ids, ancestor_bits, positions, slot_mapping, visible_lens, query_start_loc, seq_lens, tree_starts = tensors[:BLOCK_TABLE]
     layout = DeviceLayout(
         geometry=geometry,
         query_start_loc=query_start_loc,
@@ -148,17 +162,13 @@ def _inputs(
     return DeviceInputs(token_ids, positions, slot_mapping, logits_rows, layout)
 
 
-def _copy_nodes(batch: RaggedBatch, inputs: DeviceInputs) -> None:
-    """Copy what the host does not know: the tokens and ancestor bits of nodes that were grown on the device."""
-    copies = ((inputs.token_ids, batch.token_ids), (inputs.attention.ancestor_bits, batch.attention.ancestor_bits))
-    for target, source in copies:
-        if not source.is_cpu:
-            target[: len(source)].copy_(source)
-
-
-def _on_host(tensor: Tensor) -> Int:
-    """The numbers of a tensor on the host; none of one on the device."""
-    return tensor.numpy() if tensor.is_cpu else np.zeros(0, np.int64)
+def _place_grown(batch: RaggedBatch, tensors: list[Tensor]) -> None:
+    """Write what the device alone knows of the nodes that were grown there over the places that the host has kept for them."""
+    if (grown := batch.grown) is None:
+        return
+    token_ids, ancestor_bits, positions, _, _, query_start_loc, _, tree_starts = tensors[:BLOCK_TABLE]
+    places = token_ids, positions, ancestor_bits, query_start_loc, tree_starts
+    place_nodes(*places, tensors[-1], grown.token_ids, grown.ancestor_bits, grown.depths)
 
 
 def _short_query_len(batch: RaggedBatch, max_short_query: int) -> int:

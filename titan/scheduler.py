@@ -89,7 +89,7 @@ class Scheduler:
             budget -= plan.add(request, num_tokens, num_drafts)
         return plan
 
-    def update(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> list[Request]:
+    def update(self, plan: StepPlan, acceptance: Acceptance) -> list[Request]:
         """Advance counters, append tokens, end what is finished.
 
         Returns:
@@ -105,7 +105,7 @@ class Scheduler:
                 num_emitted = append_tokens(request, acceptance.token_ids[i])
                 if request.logprobs is not None:
                     request.logprobs += acceptance.logprobs[i][:num_emitted]
-                self._count(request, trees[i], acceptance.paths[i], num_emitted, now)
+                self._count(request, acceptance.trees[i], acceptance.paths[i], num_emitted, now)
             if acceptance.errors[i] is not None and not request.is_finished:  # behind a stop it is nobody's
                 self.abort(request, acceptance.errors[i])
                 continue

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from titan.outputs import Logprob
 from titan.request import Request
+from titan.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,15 @@ class StepPlan:
 class Acceptance:
     """What verification found, per row of the plan.
 
-    ``paths[i]`` are the accepted nodes from the root down; ``token_ids[i]`` their tokens and the final token, which is
-    recovered or bonus. Both are empty for a row that did not reach its root. ``errors[i]`` says why the logits behind the
-    path could not be used; there is then no final token, and the request is aborted unless the path ends it. ``logprobs[i]``
-    has, where the request asks for them, an entry per token. ``matches[i]`` has, where the proposal was sampled, the
-    probabilities with which the draft's most likely token and a token drawn from the draft would have been accepted behind the
-    root: ``p[argmax q]`` and ``sum(min(p, q))``.
+    ``trees[i]`` is what was verified; ``paths[i]`` are its accepted nodes from the root down; ``token_ids[i]`` their tokens and
+    the final token, which is recovered or bonus. All are empty for a row that did not reach its root. ``errors[i]`` says why the
+    logits behind the path could not be used; there is then no final token, and the request is aborted unless the path ends it.
+    ``logprobs[i]`` has, where the request asks for them, an entry per token. ``matches[i]`` has, where the proposal was sampled,
+    the probabilities with which the draft's most likely token and a token drawn from the draft would have been accepted behind
+    the root: ``p[argmax q]`` and ``sum(min(p, q))``.
     """
 
+    trees: list[DraftTree]
     paths: list[list[int]]
     token_ids: list[list[int]]
     errors: list[str | None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,18 +28,17 @@ class VerifiedTree:
     final_token_id: int | None
 
 
-def verified_trees(plan: StepPlan, trees: Sequence[DraftTree], acceptance: Acceptance) -> list[VerifiedTree]:
+def verified_trees(plan: StepPlan, acceptance: Acceptance) -> list[VerifiedTree]:
     """The trees of the rows that reached their roots, empty ones included; taken before the requests' tokens grow.
 
     Args:
         plan: the step.
-        trees: one per row of the plan.
         acceptance: what verification found.
     """
     return [
         VerifiedTree(
             request.token_ids[-1],
-            replace(trees[i], draft_probs=None),  # not kept alive: a row of them is as large as the vocabulary
+            replace(acceptance.trees[i], draft_probs=None),  # not kept alive: a row of them is as large as the vocabulary
             acceptance.paths[i],
             acceptance.token_ids[i][-1] if acceptance.errors[i] is None else None,
         )

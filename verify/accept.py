@@ -6,7 +6,8 @@ does, the drawn token is emitted as the **recovered** token; past a leaf it is t
 distributed exactly as the target's own, and with randomness keyed by position it is the same sequence.
 At temperature 0 the draw is the argmax and the rule is greedy acceptance.
 
-Sampled proposals, trees with ``draft_probs``, are verified by `titan.verify.rejection`.
+Sampled proposals, trees with ``draft_probs``, are verified by `titan.verify.rejection`. Trees that lie on the device are verified
+there, by `titan.verify.device_accept`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.batch import RaggedBatch
+from titan.device_trees import DeviceTrees, Proposal
 from titan.kernels import backend
 from titan.kernels.row_sampling import argmax_rows, walk_compiled
 from titan.kernels.upload import to_device
@@ -33,7 +35,7 @@ from titan.verify.rejection import reject, reject_by_kernels
 from titan.verify.rows import sampling_rows
 
 
-def accept(plan: StepPlan, trees: list[DraftTree], batch: RaggedBatch, logits: Tensor) -> Acceptance:
+def accept(plan: StepPlan, trees: Proposal, batch: RaggedBatch, logits: Tensor) -> Acceptance:
     """Choose the accepted path and the final token of every request.
 
     Args:
@@ -43,6 +45,10 @@ def accept(plan: StepPlan, trees: list[DraftTree], batch: RaggedBatch, logits: T
         logits: [L, vocab], rows of a request in order: root, then nodes.
     """
     start_loc = batch.logits_start_loc
+    if isinstance(trees, DeviceTrees):
+        from titan.verify.device_accept import accept_on_device  # not every platform has triton
+
+        return accept_on_device(plan, trees, start_loc, logits)
     if all(request.takes_argmax for request in plan.requests):
         verified = _walk_greedily(trees, start_loc, logits)
     else:
@@ -69,7 +75,7 @@ def accept(plan: StepPlan, trees: list[DraftTree], batch: RaggedBatch, logits: T
         token_ids.append(emitted)
         errors.append(error)
     logprobs = emitted_logprobs(plan.requests, batch.logits_start_loc, paths, token_ids, logits)
-    return Acceptance(paths, token_ids, errors, logprobs, verified.matches)
+    return Acceptance(trees, paths, token_ids, errors, logprobs, verified.matches)
 
 
 def walk(tree: DraftTree, tokens: Sequence[int]) -> list[int]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from titan.device_trees import outlines_of
 from titan.draft.base import DraftContext
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.replay import ReplayDrafter
+from titan.draft.shapes import chain_slots
 from titan.models.decoder import Decoder
 from titan.step import Acceptance, StepPlan
 from titan.tree import EMPTY_TREE, DraftTree
@@ -39,16 +41,14 @@ class PaidReplayDrafter:
 
     def propose(self, plan: StepPlan) -> list[DraftTree]:
         drafted, replayed = self.draft.propose(plan), self.replay.propose(plan)
-        return [_with_tokens(tree, recording) for tree, recording in zip(drafted, replayed, strict=True)]
+        lengths = [tree.num_nodes for tree in outlines_of(drafted)]
+        return [_with_tokens(recording, length) for recording, length in zip(replayed, lengths, strict=True)]
 
-    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Acceptance) -> None:
-        self.draft.commit(plan, trees, acceptance)
+    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
+        self.draft.commit(plan, acceptance)
 
 
-def _with_tokens(tree: DraftTree, recording: DraftTree) -> DraftTree:
-    """The chain with other tokens, as many as both have."""
-    length = min(tree.num_nodes, recording.num_nodes)
-    if length == 0:
-        return EMPTY_TREE
-    slots = None if tree.draft_slots is None else tree.draft_slots[:length]
-    return DraftTree.chain(recording.token_ids[:length], draft_slots=slots)
+def _with_tokens(recording: DraftTree, num_drafted: int) -> DraftTree:
+    """A chain that was drafted, with the tokens of a recording, as many as both have."""
+    length = min(num_drafted, recording.num_nodes)
+    return DraftTree.chain(recording.token_ids[:length], draft_slots=chain_slots(num_drafted)[:length]) if length else EMPTY_TREE

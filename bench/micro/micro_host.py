@@ -62,10 +62,11 @@ def test_grow(measure: Measure, stage: Stage, tree: str) -> None:
 
 def test_commit(measure: Measure, stage: Stage) -> None:
     """The commit of accepted paths that are not where they belong: the last node of each tree and its ancestors."""
-    paths = [tree.path_to(tree.num_nodes - 1) for tree in stage.trees]
-    acceptance = Acceptance(paths, stage.acceptance.token_ids, stage.acceptance.errors)
-    trees = [replace(tree, draft_slots=None) for tree in stage.trees]  # the target's KV alone: the draft's coverage would grow
-    measure(stage.engine.kv.commit, stage.plan, trees, acceptance)
+    paths = [tree.path_to(tree.num_nodes - 1) for tree in stage.acceptance.trees]
+    # the target's KV alone: the draft's coverage would grow
+    trees = [replace(tree, draft_slots=None) for tree in stage.acceptance.trees]
+    acceptance = Acceptance(trees, paths, stage.acceptance.token_ids, stage.acceptance.errors)
+    measure(stage.engine.kv.commit, stage.plan, acceptance)
 
 
 @pytest.mark.parametrize("draft", [None, DEMO], ids=["no draft", "draft"])

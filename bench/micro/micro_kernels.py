@@ -64,7 +64,7 @@ def test_attention_verify(measure: Measure, stage: Stage, ops: LayerOps) -> None
 
 def test_attention_decode(measure: Measure, stage: Stage, ops: LayerOps) -> None:
     """Decoding: one token per request."""
-    attend(measure, stage, ops, stage.engine.build_batch(stage.plan, [EMPTY_TREE] * len(stage.trees)))
+    attend(measure, stage, ops, stage.engine.build_batch(stage.plan, [EMPTY_TREE] * len(stage.plan.requests)))
 
 
 def test_attention_prefill(measure: Measure, stage: Stage, ops: LayerOps, num_requests: int) -> None:
@@ -134,13 +134,13 @@ def test_write_kv(measure: Measure, stage: Stage) -> None:
 
 def test_move_kv(measure: Measure, stage: Stage) -> None:
     """An accepted path of two nodes per request moved by one slot."""
-    slots = stage.batch.slot_mapping[: 2 * len(stage.trees)].cpu().numpy()
+    slots = stage.batch.slot_mapping[: 2 * len(stage.plan.requests)].cpu().numpy()
     measure(move_kv, stage.kv.clone(), slots, slots[::-1].copy())
 
 
 def test_clear_blocks(measure: Measure, stage: Stage) -> None:
     """One new block per request."""
-    measure(clear_blocks, stage.kv.clone(), np.arange(len(stage.trees)))
+    measure(clear_blocks, stage.kv.clone(), np.arange(len(stage.plan.requests)))
 
 
 def rows_of(stage: Stage, temperature: float, top_p: float) -> SamplingRows:

@@ -12,11 +12,11 @@ from titan import LLM, SamplingParams
 from titan.batch import RaggedBatch
 from titan.bench.prompts import random_prompts
 from titan.bench.workloads import Lengths
+from titan.device_trees import Proposal
 from titan.engine import Engine
 from titan.models.decoder import Decoder
 from titan.models.loader import DEMO
 from titan.step import Acceptance, StepPlan
-from titan.tree import DraftTree
 from titan.verify.accept import accept
 
 CONTEXT_LEN = 128
@@ -30,7 +30,7 @@ class Stage:
 
     engine: Engine
     plan: StepPlan
-    trees: list[DraftTree]
+    trees: Proposal
     batch: RaggedBatch
     logits: Tensor  # [L, vocab]
     acceptance: Acceptance

@@ -20,7 +20,7 @@ def tree(parents: list[int]) -> DraftTree:
 
 def observe(counts: AcceptanceCounts, trees: list[DraftTree], paths: list[list[int]], unreached: int = -1) -> None:
     plan: Any = SimpleNamespace(reaches_root=lambda i: i != unreached)
-    counts.observe(plan, trees, Acceptance(paths, [[0]] * len(paths), [None] * len(paths)))
+    counts.observe(plan, Acceptance(trees, paths, [[0]] * len(paths), [None] * len(paths)))
 
 
 def test_paths_through_trees_are_counted_by_depth() -> None:

@@ -117,7 +117,10 @@ def test_the_trees_are_those_that_are_grown_depth_by_depth(
         behind_roots = compiled.grow(requests, make(requests), feed(drafter, requests))
         drafter.kv.copy_(before)
         monkeypatch.setattr(drafter.runner, "max_rows", 0)  # all passes operation by operation
-        expected = drafter._grow(requests, make(requests), feed(drafter, requests))
+        growths = make(requests)
+        drafter._grow(requests, growths, feed(drafter, requests))
+        by_request = {i: tree for rows, growth in growths for i, tree in zip(rows, growth.harvest(), strict=True)}
+        expected = [by_request[i] for i in range(len(requests))]
         assert_same(in_one_call, expected)
         assert_same(behind_roots, expected)
         torch.testing.assert_close(kv, drafter.kv, rtol=1e-4, atol=1e-5)

@@ -113,7 +113,7 @@ def test_tokens_that_only_the_draft_has_are_never_proposed(tmp_path: Any, draft_
     plain = run_all(make_engine(str(tmp_path / "target"), None, **AMPLE), [[8, 9]], [greedy(20, ignore_eos=True)])
     engine = make_engine(str(tmp_path / "target"), str(tmp_path / "draft"), **AMPLE, draft_tree=draft_tree)
     proposed: list[int] = []
-    engine.observers.append(lambda plan, trees, acceptance: proposed.extend(trees[0].token_ids.tolist()))
+    engine.observers.append(lambda plan, acceptance: proposed.extend(acceptance.trees[0].token_ids.tolist()))
     assert run_all(engine, [[8, 9]], [greedy(20, ignore_eos=True)]) == plain
     assert len(proposed) > 0 and max(proposed) < 140
 
@@ -227,9 +227,9 @@ class Scripted(NoDrafter):
             trees.append(DraftTree(np.array(tokens, np.int64), np.array(parents, np.int32)))
         return trees
 
-    def commit(self, plan: StepPlan, trees: list[DraftTree], acceptance: Any) -> None:
+    def commit(self, plan: StepPlan, acceptance: Any) -> None:
         self.num_commits += 1
-        for tree, path in zip(trees, acceptance.paths, strict=True):
+        for tree, path in zip(acceptance.trees, acceptance.paths, strict=True):
             assert path == list(range(1, tree.num_nodes, 2))
 
 

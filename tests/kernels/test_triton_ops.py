@@ -162,7 +162,7 @@ def test_kv_is_cleared_and_moved_as_on_pytorch(monkeypatch: pytest.MonkeyPatch) 
             assert (tensor[:, :, :, reserved] == 0).all() and tensor.any()
             tensor.copy_(filled)
         plan = StepPlan(requests, [request.num_tokens for request in requests], [6] * 3)
-        kv.commit(plan, trees, Acceptance(paths, [[*path, 9] for path in paths], [None] * 3))
+        kv.commit(plan, Acceptance(trees, paths, [[*path, 9] for path in paths], [None] * 3))
         assert not any(torch.equal(tensor.cpu(), filled) for tensor, filled in zip(kv.tensors.values(), before, strict=True))
         return [tensor.cpu() for tensor in kv.tensors.values()]
 
