@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
+from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,32 +56,6 @@ def argmax_rows(logits: Tensor) -> Tensor:
         return tokens
     best, tokens = logits.max(-1)  # on a CPU five times as fast as argmax in bfloat16
     return tokens.masked_fill(~torch.isfinite(best), -1)
-
-
-def walk_compiled(
-    logits: Tensor, token_ids: Sequence[int], parents: Sequence[int], node_start_loc: Sequence[int]
-) -> tuple[list[int], list[int]] | None:
-    """Follow the most likely tokens through T trees by the compiled library; ``None`` where there is none.
-
-    Args:
-        logits: [N + T, vocab], of each tree its root's, then its nodes'.
-        token_ids: N of them, of the nodes.
-        parents: N of them, counted from the tree's first node; -1 for its root.
-        node_start_loc: T + 1 of them, the trees' first nodes.
-
-    Returns:
-        The rows at which the paths end, and the tokens that follow there, -1 where the largest logit is not finite; T of each.
-    """
-    if (library := _library_for(logits)) is None:
-        return None
-    num_trees = len(node_start_loc) - 1
-    nodes, parent_of, starts = array("q", token_ids), array("i", parents), array("q", node_start_loc)
-    ends, tokens = array("q", bytes(8 * num_trees)), array("q", bytes(8 * num_trees))
-    addresses = (_POINTER(each.buffer_info()[0]) for each in (nodes, parent_of, starts, ends, tokens))
-    logits = logits.contiguous()
-    function = kernel(library, "walk_trees", logits.dtype)
-    function(_POINTER(logits.data_ptr()), _INT(logits.shape[1]), *addresses, _INT(num_trees))
-    return ends.tolist(), tokens.tolist()
 
 
 def best_children(logits: Tensor, count: int, temperatures: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,49 +192,74 @@ def draw_children_compiled(
     return True
 
 
-def reject_compiled(
-    rows: LazyProbs,
-    draft_probs: Sequence[Tensor],
-    inner_rows: Ints,
-    token_ids: Ints,
-    parents: NDArray[np.int32],
-    node_start_loc: Ints,
-    seeds: Ints,
-    positions: Ints,
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Recursive rejection over the siblings of T trees by the compiled library; ``None`` where there is none.
+class WalkedTree(NamedTuple):
+    """A draft tree that is to be verified, and how its request samples."""
+
+    token_ids: NDArray[np.int64]  # [num_nodes]
+    parents: NDArray[np.int32]  # [num_nodes]; -1 for the root, which is no node; a parent comes before its children
+    draft_probs: Tensor | None  # float32 [inner nodes, vocab], contiguous, q; None for tokens that were not drawn
+    inner_rows: NDArray[np.int64]  # [1 + num_nodes], which row of q belongs to the root and to each node; -1 for a leaf
+    temperature: float  # 0: the most likely tokens
+    seed: int
+    position: int  # of the token that follows the root
+
+
+class WalkEnd(NamedTuple):
+    """Where the path of a tree ends."""
+
+    row: int  # of all rows
+    token: int  # that follows there; -1 where none can be drawn
+    matches: tuple[float, float]  # at the root p of q's most likely token and sum(min(p, q)); NaN for tokens that were not drawn
+
+
+class _TreesStruct(ctypes.Structure):
+    """``VerifiedTrees`` of the source."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("node_start_loc", "temperatures", "seeds", "positions", "draft_probs")),
+        *((name, ctypes.c_char_p) for name in ("token_ids", "parents", "inner_rows")),
+    ]
+
+
+def verify_compiled(values: Tensor, trees: Sequence[WalkedTree], *, is_logits: bool) -> list[WalkEnd] | None:
+    """Verify trees by the compiled library, which looks at the rows on their paths alone; ``None`` where there is none.
+
+    Trees whose tokens were drawn are verified by recursive rejection over siblings, the others by sample-and-match.
 
     Args:
-        rows: p at the L rows of the trees: of each its root, then its nodes.
-        draft_probs: of each tree float32 [inner nodes, vocab], q.
-        inner_rows: [L], which of the tree's q belongs to the row; -1 for a leaf.
-        token_ids: [N], of the nodes.
-        parents: [N], counted from the tree's first node; -1 for its root.
-        node_start_loc: [T + 1], the trees' first nodes.
-        seeds: uint64 [L].
-        positions: [L], of the token that follows the row.
-
-    Returns:
-        The rows at which the paths end, int64 [T]; the tokens behind them, int64 [T], -1 where p is NaN; and float32 [T, 2], at the
-        roots p of q's most likely token and sum(min(p, q)).
+        values: [L, vocab], of each tree the row of its root, then those of its nodes: logits, or float32 probabilities.
+        trees: one or more.
+        is_logits: which of them; temperatures are those of logits.
     """
-    values, temperatures = rows.contiguous()
     if (library := _library_for(values)) is None:
         return None
-    draft_probs = [each.contiguous() for each in draft_probs]
-    addresses = np.array([each.data_ptr() for each in draft_probs])
-    num_trees = len(draft_probs)
-    arrays = [addresses, inner_rows, token_ids, parents, node_start_loc, seeds, positions]
-    results = [np.empty(num_trees, np.int64), np.empty(num_trees, np.int64), np.full((num_trees, 2), np.nan, np.float32)]
-    tensors = [torch.from_numpy(array) for array in (*arrays, *results)]
-    _call(kernel(library, "reject_trees", values.dtype), values, temperatures, *tensors, num_trees, values.shape[1])
-    last_rows, final_tokens, matches = tensors[len(arrays) :]
-    return last_rows, final_tokens, matches
+    values = values.contiguous()
+    columns = (
+        array("q", accumulate([len(tree.token_ids) for tree in trees], initial=0)),
+        array("f", [tree.temperature for tree in trees]),
+        array("Q", [tree.seed for tree in trees]),
+        array("q", [tree.position for tree in trees]),
+        array("Q", [0 if tree.draft_probs is None else tree.draft_probs.data_ptr() for tree in trees]),
+    )
+    struct = _TreesStruct(
+        *[column.buffer_info()[0] for column in columns],
+        b"".join([tree.token_ids.tobytes() for tree in trees]),
+        b"".join([tree.parents.tobytes() for tree in trees]),
+        b"".join([tree.inner_rows.tobytes() for tree in trees]),
+    )
+    if not is_logits:
+        struct.temperatures = None
+    num_trees = len(trees)
+    rows, tokens, matches = array("q", bytes(8 * num_trees)), array("q", bytes(8 * num_trees)), array("f", [nan] * (2 * num_trees))
+    function = kernel(library, "verify_trees", values.dtype)
+    results = [_POINTER(each.buffer_info()[0]) for each in (rows, tokens, matches)]
+    function(_POINTER(values.data_ptr()), _INT(values.shape[1]), ctypes.byref(struct), *results, _INT(num_trees))
+    return [WalkEnd(*each) for each in zip(rows, tokens, zip(matches[::2], matches[1::2], strict=True), strict=True)]
 
 
 def _library_for(tensor: Tensor) -> ctypes.CDLL | None:
     """The library, if it can take the tensor."""
-    return usable_library() if tensor.device.type == "cpu" and tensor.dtype in COMPILED_DTYPES else None
+    return usable_library() if tensor.is_cpu and tensor.dtype in COMPILED_DTYPES else None
 
 
 def _call(function: Any, *arguments: Tensor | int | None) -> None:

@@ -39,7 +39,8 @@ class Request:
     index: int = 0  # among its siblings
     siblings: tuple[Request, ...] = ()  # all completions of the prompt, itself included; none if it is the only one
 
-    takes_argmax: bool = field(init=False)  # whether its tokens are the most likely ones of the logits as they are
+    is_plain: bool = field(init=False)  # whether its tokens come from the softmax of the logits as they are, at its temperature
+    takes_argmax: bool = field(init=False)  # whether they are the most likely ones of the logits as they are
     token_ids: list[int] = field(init=False)  # prompt and output
     block_ids: list[int] = field(default_factory=list)  # block table, for the target's and the draft's cache
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of committed tokens, chained
@@ -54,7 +55,8 @@ class Request:
 
     def __post_init__(self) -> None:
         params = self.params
-        self.takes_argmax = params.is_greedy and params.min_tokens == 0 and not params.has_transforms
+        self.is_plain = params.min_tokens == 0 and not params.has_transforms and (params.is_greedy or not params.has_cuts)
+        self.takes_argmax = params.is_greedy and self.is_plain
         self.token_ids = list(self.prompt_token_ids)
         self.logprobs = None if params.logprobs is None else []
 

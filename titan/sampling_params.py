@@ -141,6 +141,11 @@ class SamplingParams:
         return bool(self.logit_bias or self.logits_processors) or self.has_penalties
 
     @property
+    def has_cuts(self) -> bool:
+        """Whether top-k, top-p or min-p may leave tokens out."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """``stop`` as a tuple."""
         if self.stop is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,14 +24,14 @@ from torch import Tensor
 from titan.batch import RaggedBatch
 from titan.device_trees import DeviceTrees, Proposal
 from titan.kernels import backend
-from titan.kernels.row_sampling import argmax_rows, walk_compiled
+from titan.kernels.row_sampling import argmax_rows, verify_compiled
 from titan.kernels.upload import to_device
 from titan.request import Request
 from titan.sampling import lazy_probs, sample_rows
 from titan.step import Acceptance, StepPlan
 from titan.tree import DraftTree
 from titan.verify.logprobs import emitted_logprobs
-from titan.verify.rejection import reject, reject_by_kernels
+from titan.verify.rejection import reject, reject_by_kernels, walked_tree
 from titan.verify.rows import sampling_rows
 
 
@@ -49,10 +49,7 @@ def accept(plan: StepPlan, trees: Proposal, batch: RaggedBatch, logits: Tensor) 
         from titan.verify.device_accept import accept_on_device  # not every platform has triton
 
         return accept_on_device(plan, trees, start_loc, logits)
-    if all(request.takes_argmax for request in plan.requests):
-        verified = _walk_greedily(trees, start_loc, logits)
-    else:
-        verified = _verify(plan.requests, trees, start_loc, logits)
+    verified = _verify_plainly(plan.requests, trees, start_loc, logits) or _verify(plan.requests, trees, start_loc, logits)
     paths: list[list[int]] = []
     token_ids: list[list[int]] = []
     errors: list[str | None] = []
@@ -107,19 +104,26 @@ class _Verified:
     errors: dict[int, str] = field(default_factory=dict)  # by row
 
 
-def _walk_greedily(trees: list[DraftTree], start_loc: NDArray[np.int64], logits: Tensor) -> _Verified:
-    """Verify trees by the most likely tokens."""
+def _verify_plainly(
+    requests: list[Request], trees: list[DraftTree], start_loc: NDArray[np.int64], logits: Tensor
+) -> _Verified | None:
+    """Verify trees whose requests sample from the logits as they are; ``None`` where that cannot be done in one call."""
+    if not all(request.is_plain for request in requests):
+        return None
     walked = [i for i, (first, end) in enumerate(pairwise(start_loc.tolist())) if first < end]
-    nodes = [trees[i].token_ids.tolist() for i in walked]
-    parents = [trees[i].parents.tolist() for i in walked]
-    found = walk_compiled(logits, [*chain(*nodes)], [*chain(*parents)], [0, *accumulate(map(len, nodes))])
-    if found is None:
-        return _Verified(argmax_rows(logits).tolist())
-    last_rows, final_tokens = found
+    ends = verify_compiled(
+        logits,
+        [walked_tree(trees[i], requests[i].params.temperature, requests[i].seed, requests[i].num_tokens) for i in walked],
+        is_logits=True,
+    )
+    if ends is None:
+        return _Verified(argmax_rows(logits).tolist()) if all(request.takes_argmax for request in requests) else None
     tokens = [0] * len(logits)
-    for row, token in zip(last_rows, final_tokens, strict=True):
-        tokens[row] = token
-    return _Verified(tokens, dict(zip(walked, last_rows, strict=True)))
+    for end in ends:
+        tokens[end.row] = end.token
+    last_rows = {i: end.row for i, end in zip(walked, ends, strict=True)}
+    matches = {i: end.matches for i, end in zip(walked, ends, strict=True) if trees[i].draft_probs is not None}
+    return _Verified(tokens, last_rows, matches)
 
 
 def _verify(requests: list[Request], trees: list[DraftTree], start_loc: NDArray[np.int64], logits: Tensor) -> _Verified:

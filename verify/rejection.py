@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.kernels.row_sampling import LazyProbs, draw, reject_compiled
+from titan.kernels.row_sampling import LazyProbs, WalkedTree, draw, verify_compiled
 from titan.kernels.upload import upload
 from titan.sampling import Purpose, SamplingRows, philox_uniform, target_distributions
 from titan.tree import DraftTree
@@ -49,19 +49,25 @@ def reject(trees: Sequence[DraftTree], target: LazyProbs, seeds: NDArray[np.uint
         trees: T of them, each with ``draft_probs``.
         target: p at the L rows.
         seeds: uint64 [L], of the row's request.
-        positions: int64 [L], absolute position of the token that follows the row.
+        positions: int64 [L], absolute position of the token that follows the row: of a tree's root, and as many more as it is deep.
     """
-    result = reject_compiled(
-        target,
-        [tree.draft_probs for tree in trees if tree.draft_probs is not None],
-        np.concatenate([tree.topology.inner_rows for tree in trees]),
-        np.concatenate([tree.token_ids for tree in trees]),
-        np.concatenate([tree.parents for tree in trees]),
-        np.array([0, *accumulate(tree.num_nodes for tree in trees)]),
-        seeds,
-        positions,
-    )
-    return reject_by_torch(trees, target.probs(), seeds, positions) if result is None else RejectionResult(*result)
+    roots = [0, *accumulate(1 + tree.num_nodes for tree in trees)][:-1]
+    temperatures = None if target.temperatures is None else target.temperatures.tolist()
+    walked = [
+        walked_tree(tree, temperatures[root] if temperatures else 1.0, int(seeds[root]), int(positions[root]))
+        for tree, root in zip(trees, roots, strict=True)
+    ]
+    ends = verify_compiled(target.values, walked, is_logits=temperatures is not None)
+    if ends is None:
+        return reject_by_torch(trees, target.probs(), seeds, positions)
+    rows, tokens, matches = zip(*ends, strict=True)
+    return RejectionResult(torch.tensor(rows), torch.tensor(tokens), torch.tensor(matches))
+
+
+def walked_tree(tree: DraftTree, temperature: float, seed: int, position: int) -> WalkedTree:
+    """A tree as the compiled library verifies it."""
+    draft_probs = None if tree.draft_probs is None else tree.draft_probs.contiguous()
+    return WalkedTree(tree.token_ids, tree.parents, draft_probs, tree.topology.inner_rows, temperature, seed, position)
 
 
 def reject_by_torch(trees: Sequence[DraftTree], probs: Tensor, seeds: NDArray[np.uint64], positions: Int) -> RejectionResult:

@@ -252,94 +252,124 @@ void match_rows(const float* probs, const float* draft_probs, float* matches, in
   matches[1] = static_cast<float>(total);
 }
 
-// The path that the most likely tokens take through a tree; only rows on it are looked at. Children come after their parents, and
-// of equal siblings the first is taken.
+// Trees one after the other: the rows of each are its root's, then its nodes'. Nodes are counted from the tree's first; children
+// come after their parents.
+struct VerifiedTrees {
+  const int64_t* node_start_loc;   // [trees + 1]
+  const float* temperatures;       // [trees], 0: the most likely tokens; none: the rows are float32 probabilities
+  const uint64_t* seeds;           // [trees]
+  const int64_t* positions;        // [trees], of the token that follows the root
+  const float* const* draft_probs; // [trees], each [inner nodes, size]; none for a tree whose tokens were not drawn
+  const int64_t* token_ids;        // [nodes]
+  const int32_t* parents;          // [nodes], -1 for the root
+  const int64_t* inner_rows;       // [rows], which of the tree's draft_probs; -1 for a leaf
+};
+
+// One of them, and the distributions at its rows.
 template <typename T>
-void walk_tree(const T* logits, int64_t size, int64_t root, int64_t num_nodes, const int64_t* token_ids, const int32_t* parents,
-               int64_t* last_row, int64_t* final_token) {
-  int64_t reached = -1, token = argmax_row(logits + root * size, size);
-  for (int64_t node = 0; node < num_nodes; ++node) {
-    if (parents[node] != reached || token_ids[node] != token) continue;
-    reached = node;
-    token = argmax_row(logits + (root + 1 + node) * size, size);
+struct VerifiedTree {
+  const T* values;  // [rows of all trees, size]
+  int64_t size;
+  int64_t root; // row
+  int64_t num_nodes;
+  const int64_t* token_ids;
+  const int32_t* parents;
+  const float* temperature; // none: probabilities
+  uint64_t seed;
+  int64_t position;
+  const float* draft_probs;
+  const int64_t* inner_rows; // from the root on
+
+  VerifiedTree(const T* all_values, int64_t vocab_size, const VerifiedTrees& trees, int64_t tree)
+      : values(all_values), size(vocab_size), root(trees.node_start_loc[tree] + tree),
+        num_nodes(trees.node_start_loc[tree + 1] - trees.node_start_loc[tree]),
+        token_ids(trees.token_ids + trees.node_start_loc[tree]), parents(trees.parents + trees.node_start_loc[tree]),
+        temperature(trees.temperatures ? trees.temperatures + tree : nullptr), seed(trees.seeds[tree]),
+        position(trees.positions[tree]), draft_probs(trees.draft_probs[tree]), inner_rows(trees.inner_rows + root) {}
+
+  // The target's probabilities at a node, or at the root, -1; room for them is used where they must be computed.
+  const float* probs(int64_t node, float* room) const {
+    const T* row = values + (root + 1 + node) * size;
+    if (!temperature) return reinterpret_cast<const float*>(row);
+    softmax_row(row, *temperature, room, size);
+    return room;
   }
-  *last_row = root + 1 + reached;
+};
+
+// Sample-and-match: descend to the child that carries the target's token, of equal siblings the first.
+template <typename T>
+void match_tree(const VerifiedTree<T>& tree, int64_t* last_row, int64_t* final_token) {
+  const bool is_greedy = tree.temperature && *tree.temperature == 0;
+  const std::unique_ptr<float[]> room(is_greedy ? nullptr : new float[tree.size]);
+  int64_t reached = -1, depth = 0;
+  const auto wanted = [&] {
+    if (is_greedy) return argmax_row(tree.values + (tree.root + 1 + reached) * tree.size, tree.size);
+    int64_t token;
+    draw_siblings(tree.probs(reached, room.get()), tree.seed, tree.position + depth, kSample, 1, &token, tree.size);
+    return token;
+  };
+  int64_t token = wanted();
+  for (int64_t node = 0; node < tree.num_nodes; ++node) {
+    if (tree.parents[node] != reached || tree.token_ids[node] != token) continue;
+    reached = node, ++depth;
+    token = wanted();
+  }
+  *last_row = tree.root + 1 + reached;
   *final_token = token;
 }
 
-// Trees one after the other: the rows of each are its root's, then its nodes'; nodes are counted from the tree's first.
+// Recursive rejection, see `titan/verify/rejection.py`.
 template <typename T>
-void walk_trees(const T* logits, int64_t size, const int64_t* token_ids, const int32_t* parents, const int64_t* node_start_loc,
-                int64_t* last_rows, int64_t* final_tokens, int64_t num_trees) {
-#pragma omp parallel for schedule(dynamic) if ((node_start_loc[num_trees] + num_trees) * size > 8 * kMaxSerial)
-  for (int64_t tree = 0; tree < num_trees; ++tree) {
-    const int64_t first = node_start_loc[tree];
-    walk_tree(logits, size, first + tree, node_start_loc[tree + 1] - first, token_ids + first, parents + first, last_rows + tree,
-              final_tokens + tree);
-  }
-}
-
-// As in `walk_trees`.
-struct SampledTrees {
-  const float* const* draft_probs; // [trees], each [inner nodes, size]
-  const int64_t* inner_rows; // [rows], which of the tree's draft_probs; -1 for a leaf
-  const int64_t* token_ids; // [nodes]
-  const int32_t* parents; // [nodes], counted from the tree's first node; -1 for its root
-  const int64_t* node_start_loc; // [trees + 1]
-  const uint64_t* seeds; // [rows]
-  const int64_t* positions; // [rows], of the token that follows
-};
-
-// Recursive rejection, see `titan/verify/rejection.py`. Children come after their parents, so that one pass walks the tree.
-template <typename T>
-void reject_tree(const LazyProbs<T>& target, const SampledTrees& trees, int64_t tree, int64_t* last_row, int64_t* final_token,
-                 float* matches) {
-  const int64_t size = target.size, first = trees.node_start_loc[tree], end = trees.node_start_loc[tree + 1];
-  const int64_t root = first + tree;
+void reject_tree(const VerifiedTree<T>& tree, int64_t* last_row, int64_t* final_token, float* matches) {
+  const int64_t size = tree.size;
   const std::unique_ptr<float[]> room(new float[2 * size]);
   float* rest = room.get() + size;
-  int64_t row = root, rank = 0;
+  int64_t reached = -1, depth = 0, rank = 0;
   double scale = 0, drawn = 0; // s and Q of the children tried so far
-  const float* probs = target.row(row, room.get());
-  const auto draft_row = [&](int64_t place) { // none for a leaf
-    return trees.inner_rows[place] < 0 ? nullptr : trees.draft_probs[tree] + trees.inner_rows[place] * size;
+  const auto draft_row = [&] { // none for a leaf
+    const int64_t inner = tree.inner_rows[1 + reached];
+    return inner < 0 ? nullptr : tree.draft_probs + inner * size;
   };
-  const float* draft_probs = draft_row(row);
-  if (first < end) match_rows(probs, draft_probs, matches, size);
-  for (int64_t node = first; node < end; ++node) {
-    if (root + 1 + trees.parents[node] != row) continue;
-    const int64_t token = trees.token_ids[node];
+  const float *probs = tree.probs(reached, room.get()), *draft_probs = draft_row();
+  if (tree.num_nodes) match_rows(probs, draft_probs, matches, size);
+  for (int64_t node = 0; node < tree.num_nodes; ++node) {
+    if (tree.parents[node] != reached) continue;
+    const int64_t token = tree.token_ids[node];
     const double p = probs[token], q = draft_probs[token];
     const double mass = rank == 0 ? 1 : residual_row(probs, draft_probs, static_cast<float>(scale), rest, size);
     const double left = std::max(1 - drawn, q); // q is part of it, whatever rounding says
-    const double coin = uniform_number(trees.seeds[row], trees.positions[row], kAccept | rank << 8);
+    const double coin = uniform_number(tree.seed, tree.position + depth, kAccept | rank << 8);
     if (coin < std::max(p - scale * q, 0.0) * left / (mass * q)) {
-      row = root + 1 + node - first, rank = 0;
+      reached = node, ++depth, rank = 0;
       scale = 0, drawn = 0;
-      probs = target.row(row, room.get());
-      draft_probs = draft_row(row);
+      probs = tree.probs(reached, room.get());
+      draft_probs = draft_row();
     } else {
       scale += mass / left, drawn += q, rank += 1;
     }
   }
-  *last_row = row;
+  *last_row = tree.root + 1 + reached;
   if (!std::isfinite(probs[0])) {
     *final_token = -1;
     return;
   }
-  const bool is_leaf = trees.inner_rows[row] < 0;
   // where rounding leaves nothing of the residual, p itself
-  const bool is_rest = !is_leaf && residual_row(probs, draft_probs, static_cast<float>(scale), rest, size) > 0;
-  const double uniform = uniform_number(trees.seeds[row], trees.positions[row], is_leaf ? kSample : kResidual);
+  const bool is_rest = draft_probs && residual_row(probs, draft_probs, static_cast<float>(scale), rest, size) > 0;
+  const double uniform = uniform_number(tree.seed, tree.position + depth, draft_probs ? kResidual : kSample);
   *final_token = draw_row(is_rest ? rest : probs, uniform, size);
 }
 
 template <typename T>
-void reject_trees(const LazyProbs<T>& target, const SampledTrees& trees, int64_t* last_rows, int64_t* final_tokens,
+void verify_trees(const T* values, int64_t size, const VerifiedTrees& trees, int64_t* last_rows, int64_t* final_tokens,
                   float* matches, int64_t num_trees) {
-#pragma omp parallel for if (num_trees * target.size > kMaxSerial)
-  for (int64_t tree = 0; tree < num_trees; ++tree)
-    reject_tree(target, trees, tree, last_rows + tree, final_tokens + tree, matches + 2 * tree);
+#pragma omp parallel for schedule(dynamic) if ((trees.node_start_loc[num_trees] + num_trees) * size > kMaxSerial)
+  for (int64_t i = 0; i < num_trees; ++i) {
+    const VerifiedTree<T> tree(values, size, trees, i);
+    if (tree.draft_probs)
+      reject_tree(tree, last_rows + i, final_tokens + i, matches + 2 * i);
+    else
+      match_tree(tree, last_rows + i, final_tokens + i);
+  }
 }
 
 } // namespace
@@ -347,11 +377,6 @@ void reject_trees(const LazyProbs<T>& target, const SampledTrees& trees, int64_t
 #define TITAN_DEFINE_SAMPLING(T, NAME)                                                                                         \
   extern "C" void argmax_##NAME(const void* logits, int64_t* tokens, int64_t num_rows, int64_t size) {                         \
     argmax(static_cast<const T*>(logits), tokens, num_rows, size);                                                             \
-  }                                                                                                                            \
-  extern "C" void walk_trees_##NAME(const void* logits, int64_t size, const int64_t* token_ids, const int32_t* parents,        \
-                                    const int64_t* node_start_loc, int64_t* last_rows, int64_t* final_tokens,                  \
-                                    int64_t num_trees) {                                                                       \
-    walk_trees(static_cast<const T*>(logits), size, token_ids, parents, node_start_loc, last_rows, final_tokens, num_trees);   \
   }                                                                                                                            \
   extern "C" void softmax_##NAME(const void* logits, const float* temperatures, float* probs, int64_t num_rows,                \
                                  int64_t size) {                                                                               \
@@ -373,12 +398,7 @@ void reject_trees(const LazyProbs<T>& target, const SampledTrees& trees, int64_t
     draw_children(LazyProbs<T>{static_cast<const T*>(values), temperatures, size}, seeds, positions, purpose, num_children,    \
                   places, probs, tokens, num_rows, max_children);                                                              \
   }                                                                                                                            \
-  extern "C" void reject_trees_##NAME(const void* values, const float* temperatures, const float* const* draft_probs,          \
-                                      const int64_t* inner_rows, const int64_t* token_ids, const int32_t* parents,             \
-                                      const int64_t* node_start_loc, const uint64_t* seeds, const int64_t* positions,          \
-                                      int64_t* last_rows, int64_t* final_tokens, float* matches, int64_t num_trees,            \
-                                      int64_t size) {                                                                          \
-    const LazyProbs<T> target{static_cast<const T*>(values), temperatures, size};                                              \
-    const SampledTrees trees{draft_probs, inner_rows, token_ids, parents, node_start_loc, seeds, positions};                   \
-    reject_trees(target, trees, last_rows, final_tokens, matches, num_trees);                                                  \
+  extern "C" void verify_trees_##NAME(const void* values, int64_t size, const VerifiedTrees* trees, int64_t* last_rows,        \
+                                      int64_t* final_tokens, float* matches, int64_t num_trees) {                              \
+    verify_trees(static_cast<const T*>(values), size, *trees, last_rows, final_tokens, matches, num_trees);                    \
   }

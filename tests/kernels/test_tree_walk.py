@@ -11,10 +11,11 @@ from random_trees import DEVICE, accepted, packed, random_parents
 from torch import Tensor
 
 from titan.kernels.acceptance_reference import reference_walk
-from titan.kernels.row_sampling import walk_compiled
+from titan.kernels.row_sampling import verify_compiled
 from titan.kernels.tree_walk import walk_matches
 from titan.tree import MAX_NODES, DraftTree
 from titan.verify.accept import walk
+from titan.verify.rejection import walked_tree
 
 NUM_TREES = 200
 
@@ -51,16 +52,16 @@ def test_the_compiled_library_walks_by_the_most_likely_tokens(dtype: torch.dtype
     logits = torch.from_numpy(rng.integers(0, 3, (int(start_loc[-1]) + len(trees), 600)).astype(np.float32)).to(dtype)
     logits[:, 4:] -= 1  # so that the first tokens are often the most likely
     logits[rng.random(len(logits)) < 0.05, 7] = torch.nan
-    flat = [np.concatenate([getattr(tree, name) for tree in trees]).tolist() for name in ("token_ids", "parents")]
-    found = walk_compiled(logits, *flat, start_loc.tolist())
-    if found is None:
+    walked = [walked_tree(tree, 0.0, 1, 9) for tree in trees]
+    ends = verify_compiled(logits, walked, is_logits=True)
+    if ends is None:
         pytest.skip("no C++ compiler")
     wanted = [int(row.argmax()) if row.isfinite().all() else -1 for row in logits.float()]
     expected = []
     for tree, first in zip(trees, (start_loc[:-1] + np.arange(len(trees))).tolist(), strict=True):
         path, token = reference_walk(tree.token_ids.tolist(), tree.parents.tolist(), wanted[first : first + 1 + tree.num_nodes])
         expected.append((first + 1 + (path[-1] if path else -1), token))
-    assert list(zip(*found, strict=True)) == expected
+    assert [(end.row, end.token) for end in ends] == expected
     assert (
         sum(row > first for (row, _), first in zip(expected, start_loc + np.arange(len(trees) + 1), strict=False)) > NUM_TREES // 4
     )

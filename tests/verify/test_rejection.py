@@ -193,8 +193,9 @@ def test_the_compiled_walk_ends_where_pytorchs_does(vocab_size: int, kind: str, 
     trees, logits = random_trees(np.random.default_rng(5), vocab_size, kind)
     logits = logits.to(dtype)
     logits[30:36] = torch.nan
-    temperatures = torch.linspace(0.8, 1.2, len(logits))
-    seeds = np.repeat(np.arange(len(trees), dtype=np.uint64) << np.uint64(50), [tree.num_nodes + 1 for tree in trees])
+    num_rows = [tree.num_nodes + 1 for tree in trees]
+    temperatures = torch.linspace(0.8, 1.2, len(trees)).repeat_interleave(torch.tensor(num_rows))
+    seeds = np.repeat(np.arange(len(trees), dtype=np.uint64) << np.uint64(50), num_rows)
     positions = np.concatenate([np.append(9, 9 + tree.depths) for tree in trees]) + 2**31
     probs = softmax_at(logits, temperatures)
     expected = reject_by_torch(trees, probs, seeds, positions)
