@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import count, product
+from itertools import accumulate, count, product
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,11 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 from stepping import make_engine, run_all
+from torch import Tensor
 from transformers import MinPLogitsWarper, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from zoo import Zoo
 
+from titan.kernels.row_sampling import WalkedTree, WalkEnd, verify_compiled
 from titan.sampling_params import SamplingParams
 from titan.tree import DraftTree
 from titan.verify.accept import walk
@@ -113,16 +115,28 @@ def test_the_chi_square_notices_a_distribution_that_is_slightly_wrong(sampler: S
     assert p_value(outputs, exact_distribution(sampler.zoo.model("eight"), **wrong)) < 1e-6
 
 
-def test_the_chi_square_notices_a_lossy_acceptance_rule(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_the_chi_square_notices_a_lossy_acceptance_rule(zoo: Zoo, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the rule: now and then a draft token is taken for good."""
-
+    monkeypatch.setenv("TITAN_CPU_KERNELS", kernels)
     num_walks = count()
+
+    def carelessly_compiled(values: Tensor, trees: Sequence[WalkedTree], *, is_logits: bool) -> list[WalkEnd] | None:
+        ends = verify_compiled(values, trees, is_logits=is_logits)
+        if ends is None:
+            return None
+        roots = accumulate((1 + len(tree.token_ids) for tree in trees), initial=0)
+        return [
+            end._replace(row=root + 1) if next(num_walks) % 5 == 0 and len(tree.token_ids) and end.row == root else end
+            for root, tree, end in zip(roots, trees, ends, strict=False)
+        ]
 
     def careless(tree: DraftTree, tokens: Sequence[int]) -> list[int]:
         is_taken = next(num_walks) % 5 == 0 and tree.num_nodes > 0
         return walk(tree, tokens) or ([0] if is_taken else [])
 
     monkeypatch.setattr("titan.verify.accept.walk", careless)
+    monkeypatch.setattr("titan.verify.accept.verify_compiled", carelessly_compiled)
     outputs, _ = Sampler(zoo).sample("plain", "eight~", True)
     assert p_value(outputs, exact_distribution(zoo.model("eight"), **SAMPLINGS["plain"])) < 1e-6
 

@@ -267,13 +267,14 @@ def test_a_request_may_change_between_drawn_and_most_likely_drafts(zoo: Zoo, sha
 def test_the_chi_square_notices_a_wrong_q_and_a_missing_residual(zoo: Zoo, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative controls of rejection: another q than the one that was drawn from; p where the residual should be."""
 
-    def with_wrong_q(trees: list[DraftTree], *others: Any) -> Any:
-        flat = [(tree, (tree.draft_probs + 0.2) / (1 + 0.2 * VOCAB_SIZE)) for tree in trees if tree.draft_probs is not None]
-        return rejection.reject([DraftTree(tree.token_ids, tree.parents, probs) for tree, probs in flat], *others)
+    def flat(tree: DraftTree) -> DraftTree:
+        probs = None if tree.draft_probs is None else (tree.draft_probs + 0.2) / (1 + 0.2 * VOCAB_SIZE)
+        return DraftTree(tree.token_ids, tree.parents, probs)
 
     expected, poor = exact_distribution(zoo, params_of("plain")), zoo.path("eight_other")
     with monkeypatch.context() as patch:
-        patch.setattr(accept, "reject", with_wrong_q)
+        patch.setattr(accept, "walked_tree", lambda tree, *others: rejection.walked_tree(flat(tree), *others))
+        patch.setattr(accept, "reject", lambda trees, *others: rejection.reject([flat(tree) for tree in trees], *others))
         outputs, _ = sample(zoo, "plain", poor, 2 * NUM_SEQUENCES, draft_sampling="sampled", **DRAWN[shape])
         assert p_value(outputs, expected) < 1e-6
     monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
