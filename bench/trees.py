@@ -14,10 +14,12 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 
+import titan.engine
 from titan import LLM, SamplingParams
 from titan.bench.draft_rows import NO_DRAFT
 from titan.bench.noise import Spread, ratio_spread, spread_warnings
@@ -66,6 +68,7 @@ class Sample:
     tokens_per_step: float  # per request, final token included
     step_seconds: float  # mean
     host_share: float  # of the step: all but the forward passes of target and draft
+    speculation_share: float  # of the step: building trees, the target's batch, acceptance and commit, but for forward passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class Row:
     speed_up: Spread | None  # over no draft, within the rounds; None: that failed
     step_seconds: float
     host_share: float
+    speculation_share: float
 
 
 def make_variants(temperature: float, num_nodes: Sequence[int]) -> list[Variant]:
@@ -160,7 +164,18 @@ class TreeBench:
             timed_passes(engine.runner) as target,
             timed_passes(self.drafter.runner) as draft,
             timed(engine, "step") as step,
+            ExitStack() as stack,
         ):
+            host_parts = [
+                stack.enter_context(timed(owner, name))
+                for owner, name in (
+                    (self.drafter, "propose"),
+                    (engine, "build_batch"),
+                    (titan.engine, "accept"),
+                    (self.drafter, "commit"),
+                    (engine.kv, "commit"),
+                )
+            ]
             start = time.perf_counter()
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - start
@@ -177,6 +192,7 @@ class TreeBench:
             tokens_per_step=num_tokens / num_rows,
             step_seconds=step.seconds / step.num_calls,
             host_share=1 - (target.seconds + draft.seconds) / step.seconds,
+            speculation_share=(sum(part.seconds for part in host_parts) - draft.seconds) / step.seconds,
         )
 
 
@@ -198,6 +214,7 @@ def make_rows(samples: Sequence[Sample]) -> list[Row]:
                 speed_up=ratio_spread(_by_round(mine), _by_round(base)),
                 step_seconds=Spread.of([sample.step_seconds for sample in mine]).median,
                 host_share=Spread.of([sample.host_share for sample in mine]).median,
+                speculation_share=Spread.of([sample.speculation_share for sample in mine]).median,
             )
         )
     return rows
@@ -209,7 +226,7 @@ def _by_round(samples: Sequence[Sample]) -> dict[int, float]:
 
 def tree_table(rows: Sequence[Row]) -> Table:
     """Lay the rows out."""
-    header = ["temperature", "tree", "tokens/step", "tokens/s", "x no draft", "ms/step", "host"]
+    header = ["temperature", "tree", "tokens/step", "tokens/s", "x no draft", "ms/step", "host", "trees, batch, acceptance"]
     cells = [
         [
             f"{row.temperature:g}",
@@ -219,6 +236,7 @@ def tree_table(rows: Sequence[Row]) -> Table:
             "-" if row.speed_up is None else row.speed_up.format(2),
             f"{row.step_seconds * 1e3:.2f}",
             format_figure(row.host_share, 1, suffix=" %", scale=100),
+            format_figure(row.speculation_share, 1, suffix=" %", scale=100),
         ]
         for row in rows
     ]

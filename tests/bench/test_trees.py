@@ -24,14 +24,14 @@ def test_it_measures_every_variant_and_writes_what_it_found(zoo: Zoo, tmp_path: 
     assert list(rows) == [(t, variant.name) for t in (0.0, 1.0) for variant in make_variants(t, [6])]
     assert all(row["tokens_per_step"] == 1 for (_, variant), row in rows.items() if variant == "no draft")
     assert all(row["tokens_per_step"] > 1 for (_, variant), row in rows.items() if variant != "no draft")
-    assert all(0 < row["host_share"] < 1 for row in rows.values())
+    assert all(0 < row["speculation_share"] < row["host_share"] < 1 for row in rows.values())
     assert "| chain, sampled, 6 |" in capsys.readouterr().out
     assert (tmp_path / "trees.md").read_text().startswith("# Draft trees")
 
 
 def test_ratios_are_taken_within_a_round() -> None:
     samples = [
-        Sample(0.0, variant, round_id, speed * slowness, 1.0, 0.1, 0.1)
+        Sample(0.0, variant, round_id, speed * slowness, 1.0, 0.1, 0.1, 0.05)
         for round_id, slowness in enumerate((1.0, 0.5, 0.1))
         for variant, speed in (("no draft", 100.0), ("auto, 6", 150.0))
     ]
@@ -69,7 +69,7 @@ def test_a_variant_that_fails_is_left_out_and_an_interrupt_keeps_the_others(
 
 
 def test_without_the_figures_of_no_draft_there_are_no_ratios() -> None:
-    [row] = make_rows([Sample(0.0, "auto, 6", 0, 150.0, 2.0, 0.1, 0.1)])
+    [row] = make_rows([Sample(0.0, "auto, 6", 0, 150.0, 2.0, 0.1, 0.1, 0.05)])
     assert row.speed_up is None and tree_table([row]).rows[0][4] == "-"
 
 
