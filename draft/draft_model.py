@@ -33,9 +33,6 @@ from titan.request import Request
 from titan.step import Acceptance, StepPlan
 from titan.tree import EMPTY_TREE, DraftTree
 
-HOST = torch.device("cpu")
-"""Where batches are laid out; the runner brings them to its device."""
-
 
 class DraftModelDrafter:
     """Drafts trees with a causal language model.
@@ -118,7 +115,7 @@ class DraftModelDrafter:
             Segment(feed.request.block_ids, feed.request.num_drafted_context, feed.token_ids, needs_logits=feed.budget > 0)
             for feed in feeds
         ]
-        return self._forward(build_batch(segments, block_size=self.block_size, device=HOST))
+        return self._forward(build_batch(segments, block_size=self.block_size))
 
     def _grow(self, requests: list[Request], growths: list[tuple[list[int], Growth]], root_logits: Tensor) -> None:
         """Grow the requests' trees depth by depth."""
@@ -134,7 +131,6 @@ class DraftModelDrafter:
             np.array([request.num_tokens - 1 for request in requests]),
             [feed for growth in growths for feed in growth.feeds],
             block_size=self.block_size,
-            device=HOST,
         )
         for depth, draft_pass in enumerate(passes, start=1):
             growing = [growth for growth in growths if any(len(feed) >= depth for feed in growth.feeds)]

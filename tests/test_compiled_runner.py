@@ -90,7 +90,7 @@ def test_it_is_the_decoder(name: str, dtype: str, tmp_path: Path, monkeypatch: p
     plain, compiled = make_runners(tmp_path, dtype, monkeypatch)
     monkeypatch.setattr(compiled.model, "hidden_states", lambda *_: pytest.fail("the pass was not compiled"))
     for segments in batches().values():
-        batch = build_batch(segments, block_size=BLOCK_SIZE, device=CPU)
+        batch = build_batch(segments, block_size=BLOCK_SIZE)
         assert len(batch.token_ids) <= FEW
         with torch.inference_mode():
             assert_near(compiled.forward(batch), plain.forward(batch), BOUNDS[dtype])
@@ -106,7 +106,7 @@ def test_a_request_does_not_depend_on_its_neighbours(dtype: str, tmp_path: Path,
 
     def run(some: Sequence[Segment]) -> torch.Tensor:
         with torch.inference_mode():
-            return compiled.forward(build_batch(some, block_size=BLOCK_SIZE, device=CPU))
+            return compiled.forward(build_batch(some, block_size=BLOCK_SIZE))
 
     together = run(segments)
     assert torch.equal(torch.cat([run([segment]) for segment in segments]), together)
@@ -122,10 +122,10 @@ def test_a_chain_is_verified_as_it_would_be_decoded(dtype: str, tmp_path: Path, 
         verification = Segment(table, root, chain[:1], DraftTree.chain(chain[1:]), root_position=root)
         with torch.inference_mode():
             decoded = [
-                compiled.forward(build_batch([Segment(table, root + i, [token])], block_size=BLOCK_SIZE, device=CPU))
+                compiled.forward(build_batch([Segment(table, root + i, [token])], block_size=BLOCK_SIZE))
                 for i, token in enumerate(chain)
             ]
-            verified = compiled.forward(build_batch([verification], block_size=BLOCK_SIZE, device=CPU))
+            verified = compiled.forward(build_batch([verification], block_size=BLOCK_SIZE))
         assert torch.equal(verified, torch.cat(decoded))
 
 
@@ -140,7 +140,7 @@ def test_passes_of_more_tokens_where_the_processor_takes_them(
     one, two = tables(2)
     tree = DraftTree(np.array(tokens(4, 1)), np.array([-1, 0, -1, 1], np.int32))
     segments = [Segment(one, 20, tokens(num_tokens - 5, 2)), Segment(two, 9, [7], tree, root_position=9)]
-    batch = build_batch(segments, block_size=BLOCK_SIZE, device=CPU)
+    batch = build_batch(segments, block_size=BLOCK_SIZE)
     with torch.inference_mode():
         assert_near(compiled.forward(batch), plain.forward(batch), BOUNDS["bfloat16"])
 
@@ -148,7 +148,7 @@ def test_passes_of_more_tokens_where_the_processor_takes_them(
 def test_longer_passes_are_the_decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path, "llama")
     plain, compiled = make_runners(tmp_path, "float32", monkeypatch)
-    batch = build_batch([Segment(tables(1)[0], 0, tokens(compiled.max_rows + 1, 0))], block_size=BLOCK_SIZE, device=CPU)
+    batch = build_batch([Segment(tables(1)[0], 0, tokens(compiled.max_rows + 1, 0))], block_size=BLOCK_SIZE)
     with torch.inference_mode():
         assert_near(compiled.forward(batch), plain.forward(batch), 1e-5)
 
@@ -157,7 +157,7 @@ def test_positions_without_rotation_are_refused(tmp_path: Path, monkeypatch: pyt
     make_model(tmp_path, "llama", max_position_embeddings=64)
     _, compiled = make_runners(tmp_path, "float32", monkeypatch)
     with pytest.raises(IndexError, match="64"):
-        compiled.forward(build_batch([Segment(tables(1)[0], 64, [5])], block_size=BLOCK_SIZE, device=CPU))
+        compiled.forward(build_batch([Segment(tables(1)[0], 64, [5])], block_size=BLOCK_SIZE))
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -170,6 +170,6 @@ def test_plain_weights_are_read_too(dtype: str, tmp_path: Path, monkeypatch: pyt
     compiled = make_compiled_runner(model, random_kv(model))
     assert compiled is not None
     for segments in batches().values():
-        batch = build_batch(segments, block_size=BLOCK_SIZE, device=CPU)
+        batch = build_batch(segments, block_size=BLOCK_SIZE)
         with torch.inference_mode():
             assert_near(compiled.forward(batch), plain.forward(batch), BOUNDS[dtype])

@@ -221,7 +221,7 @@ class Twins:
 
     def run(self, segments: Sequence[Segment]) -> None:
         """One pass; logits and KV must agree, and only the slots of this pass change."""
-        batch = build_batch(segments, block_size=BLOCK_SIZE, device=CPU)
+        batch = build_batch(segments, block_size=BLOCK_SIZE)
         before = self.triton.kv.cpu().clone()
         self.compare(batch)
         untouched = torch.ones(NUM_BLOCKS * BLOCK_SIZE, dtype=torch.bool)
@@ -271,7 +271,7 @@ def test_passes_of_a_draft_are_replayed_with_nodes_and_with_few_rows(folder: Pat
         tokens = [torch.tensor([5, 6, 7]), torch.tensor([8])]
         bits = [torch.tensor([0b1, 0b10, 0b1]), torch.tensor([0b110])]
         for draft_pass, token_ids, ancestor_bits in zip(
-            build_draft_passes(tables[:2], roots[:2], feeds, block_size=BLOCK_SIZE, device=CPU), tokens, bits, strict=True
+            build_draft_passes(tables[:2], roots[:2], feeds, block_size=BLOCK_SIZE), tokens, bits, strict=True
         ):
             twins.compare(draft_pass.with_nodes(token_ids, ancestor_bits))
     assert (twins.counts.num_eager, twins.counts.num_replayed) == (3, 6)
@@ -279,8 +279,8 @@ def test_passes_of_a_draft_are_replayed_with_nodes_and_with_few_rows(folder: Pat
 
 def test_a_replay_has_the_very_bits_of_the_run_before_its_capture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     twins = Twins(folder, monkeypatch)
-    batch = build_batch(twins.verification([7, 3, 7]), block_size=BLOCK_SIZE, device=CPU)
-    other = build_batch(twins.verification([7, 7, 7, 7]), block_size=BLOCK_SIZE, device=CPU)
+    batch = build_batch(twins.verification([7, 3, 7]), block_size=BLOCK_SIZE)
+    other = build_batch(twins.verification([7, 7, 7, 7]), block_size=BLOCK_SIZE)
     with torch.inference_mode():
         first, kv = twins.triton.forward(batch), twins.triton.kv.clone()
         twins.triton.forward(other)
@@ -306,7 +306,7 @@ def test_a_beam_behind_the_last_root_of_a_request_is_replayed(folder: Path, monk
     root = BLOCKS_PER_REQUEST * BLOCK_SIZE - 1
     nodes = np.array([MAX_NODES - 2, MAX_NODES - 1])
     for _ in range(2):
-        [draft_pass] = build_draft_passes([blocks.tolist()], np.array([root]), [[nodes]], block_size=BLOCK_SIZE, device=CPU)
+        [draft_pass] = build_draft_passes([blocks.tolist()], np.array([root]), [[nodes]], block_size=BLOCK_SIZE)
         twins.compare(draft_pass.with_nodes(torch.tensor([5, 6]), torch.tensor([0b1 << 61, 0b11 << 61])))
     assert twins.counts == PassCounts(num_replayed=1, num_eager=1)
 

@@ -49,13 +49,12 @@ class RaggedBatch:
     grown: GrownNodes | None = None  # queries whose tokens, bits and depths the device alone knows
 
 
-def build_batch(segments: Sequence[Segment], *, block_size: int, device: torch.device) -> RaggedBatch:
-    """Lay the segments out one after another.
+def build_batch(segments: Sequence[Segment], *, block_size: int) -> RaggedBatch:
+    """Lay the segments out one after another, on the host; a runner brings them to its device.
 
     Args:
         segments: one per request, each with at least one query token.
         block_size: tokens per KV block.
-        device: where the model runs.
     """
     token_ids: list[int] = []
     origins, query_lens, logits_lens = [], [], []
@@ -96,10 +95,10 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, device: torch.d
         first_rows = query_start_loc[1:] - logits_lens
         _, logits_rows = _place(first_rows, logits_lens, logits_start_loc)
     return RaggedBatch(
-        token_ids=torch.from_numpy(np.array(token_ids)).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        slot_mapping=torch.from_numpy(_physical(table, owners, slots, block_size)).to(device),
-        logits_rows=torch.from_numpy(logits_rows).to(device),
+        token_ids=torch.from_numpy(np.array(token_ids)),
+        positions=torch.from_numpy(positions),
+        slot_mapping=torch.from_numpy(_physical(table, owners, slots, block_size)),
+        logits_rows=torch.from_numpy(logits_rows),
         logits_start_loc=logits_start_loc,
         attention=AttentionLayout(
             query_start_loc=query_start_loc,
@@ -108,7 +107,7 @@ def build_batch(segments: Sequence[Segment], *, block_size: int, device: torch.d
             tree_starts=tree_starts,
             positions=positions,
             visible_lens=visible_lens,
-            ancestor_bits=torch.from_numpy(ancestor_bits).to(device),
+            ancestor_bits=torch.from_numpy(ancestor_bits),
             block_size=block_size,
         ),
     )
@@ -162,9 +161,8 @@ def build_draft_passes(
     feeds: Sequence[Sequence[Int]],
     *,
     block_size: int,
-    device: torch.device,
 ) -> Iterator[DraftPass]:
-    """Lay out the passes that feed the frontier nodes of the requests' trees, one per depth from 1 on.
+    """Lay out the passes that feed the frontier nodes of the requests' trees, one per depth from 1 on, on the host.
 
     Args:
         block_tables: one per request, covering the slots of all these nodes.
@@ -172,7 +170,6 @@ def build_draft_passes(
         feeds: per request and depth the nodes, ascending; node ``i`` is written to slot ``root position + 1 + i``. A request is
             part of the passes down to its last depth.
         block_size: tokens per KV block.
-        device: where the model runs.
     """
     num_depths = max(map(len, feeds))
     if not num_depths:
@@ -186,9 +183,9 @@ def build_draft_passes(
     roots = root_positions[owners]
     slots = roots + 1 + nodes
     positions, visible_lens = roots + depths, roots + 1
-    slot_mapping = torch.from_numpy(_physical(table, owners, slots, block_size)).to(device)
-    positions_tensor = torch.from_numpy(positions).to(device)
-    bits = torch.zeros(len(owners), dtype=torch.int64, device=device)
+    slot_mapping = torch.from_numpy(_physical(table, owners, slots, block_size))
+    positions_tensor = torch.from_numpy(positions)
+    bits = torch.zeros(len(owners), dtype=torch.int64)
     end = 0
     for of_depth in counts:
         going_on = [i for i, count in enumerate(of_depth) if count]
@@ -199,7 +196,7 @@ def build_draft_passes(
         yield DraftPass(
             positions_tensor[rows],
             slot_mapping[rows],
-            torch.arange(end - start, device=device),
+            torch.arange(end - start),
             AttentionLayout(
                 query_start_loc=query_start_loc,
                 seq_lens=slots[rows][query_start_loc[1:] - 1] + 1,

@@ -43,9 +43,6 @@ KV_MEMORY_SHARE = 0.4
 CUDA_KV_MEMORY_SHARE = 0.9
 """The same of what the largest passes leave of a CUDA device's memory; the rest is for graphs, and for drafts to come."""
 
-HOST = torch.device("cpu")
-"""Where batches are laid out; a runner brings them to its device."""
-
 StepObserver = Callable[[StepPlan, Acceptance], None]
 """Sees a step after its verification, while the requests still end at their roots; must change nothing."""
 
@@ -135,7 +132,7 @@ class Engine:
                     needs_logits=end == request.num_tokens,
                 )
             )
-        batch = build_batch(segments, block_size=self.config.block_size, device=HOST)
+        batch = build_batch(segments, block_size=self.config.block_size)
         return replace(batch, grown=trees.grown) if isinstance(trees, DeviceTrees) else batch
 
     def _check_tree(self, tree: DraftTree | TreeOutline, request: Request, budget: int) -> None:

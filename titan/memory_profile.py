@@ -121,7 +121,7 @@ def _run_largest_pass(model: Decoder, config: EngineConfig, limits: PassLimits, 
     )
     with torch.inference_mode():
         runner = make_runner(model, kv, limits, PassCounts())
-        logits = runner.forward(build_batch([segment] * num_requests, block_size=config.block_size, device=CPU))
+        logits = runner.forward(build_batch([segment] * num_requests, block_size=config.block_size))
         _use_logits(logits, num_requests)
 
 

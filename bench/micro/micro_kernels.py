@@ -74,7 +74,7 @@ def test_attention_prefill(measure: Measure, stage: Stage, ops: LayerOps, num_re
     engine = stage.engine
     block_size = engine.config.block_size
     segment = Segment(list(range(-(-PREFILL_LEN // block_size))), 0, [0] * PREFILL_LEN)
-    attend(measure, stage, ops, build_batch([segment], block_size=block_size, device=engine.device))
+    attend(measure, stage, ops, build_batch([segment], block_size=block_size))
 
 
 def test_rms_norm(measure: Measure, stage: Stage, ops: LayerOps) -> None:

@@ -37,7 +37,7 @@ def logits_of(model: Decoder, token_ids: list[int]) -> torch.Tensor:
     kv = allocate_kv(config.num_layers, 4, config.num_kv_heads, 16, config.head_dim, dtype=model.dtype, device=CPU)
     rows = []
     for i, token_id in enumerate(token_ids):
-        batch = build_batch([Segment([0, 1, 2, 3], i, [token_id])], block_size=16, device=CPU)
+        batch = build_batch([Segment([0, 1, 2, 3], i, [token_id])], block_size=16)
         rows.append(model(batch, kv))
     return torch.cat(rows).float()
 

@@ -157,7 +157,7 @@ def check(
     # as a model hands them over: in one tensor with keys and values
     q = torch.randn(case.query_start_loc[-1], num_heads + 2, head_dim, generator=generator).to(dtype)[:, :num_heads]
     windows = (None, window) if window is not None else (None,)
-    plan = ops.plan_attention(build_batch(case.segments, block_size=case.block_size, device=CPU).attention, windows)
+    plan = ops.plan_attention(build_batch(case.segments, block_size=case.block_size).attention, windows)
     output = ops.tree_attention(q, kv, plan, scale=SCALE, window=window)
     expected = reference_tree_attention(
         q, kv, query_start_loc=case.query_start_loc, block_table=case.block_table, visible_slots=case.visible_slots, scale=SCALE
@@ -214,7 +214,7 @@ def test_queries_may_lie_in_memory_by_heads(ops_name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     kv = random_kv(generator, case, 2, torch.float32)
     q = torch.randn(4, case.query_start_loc[-1], HEAD_DIM, generator=generator).transpose(0, 1)
-    plan = ops.plan_attention(build_batch(case.segments, block_size=16, device=CPU).attention, (None,))
+    plan = ops.plan_attention(build_batch(case.segments, block_size=16).attention, (None,))
     expected = ops.tree_attention(q.contiguous(), kv, plan, scale=SCALE, window=None)
     torch.testing.assert_close(ops.tree_attention(q, kv, plan, scale=SCALE, window=None), expected, rtol=0, atol=0)
 
@@ -224,7 +224,7 @@ def test_queries_may_lie_in_memory_by_heads(ops_name: str) -> None:
 def test_nan_in_one_visible_slot_shows(ops_name: str, window: int | None) -> None:
     ops = make_ops(ops_name, torch.float32)
     segment = Segment([0, 1, 2], 47, [0])
-    plan = ops.plan_attention(build_batch([segment], block_size=16, device=CPU).attention, (window,))
+    plan = ops.plan_attention(build_batch([segment], block_size=16).attention, (window,))
     q = torch.randn(1, 2, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     for broken in (0, 5, 31, 40, 47):
         kv = torch.randn(2, 1, 3, 16, HEAD_DIM, generator=torch.Generator().manual_seed(1))
@@ -277,7 +277,7 @@ def test_frontier_nodes_see_their_context_and_their_ancestors(
     order = rng.permutation(sum(sizes) + 3)
     tables = [table.tolist() for table in np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])]
     windows = (None,) if window is None else (window, None)
-    passes = list(build_draft_passes(tables, roots, feeds, block_size=block_size, device=CPU))
+    passes = list(build_draft_passes(tables, roots, feeds, block_size=block_size))
     assert len(passes) == max(map(len, feeds))
     kv = torch.randn(2, heads[1], len(order), block_size, HEAD_DIM, generator=torch.Generator().manual_seed(2))
     for depth, draft_pass in enumerate(passes, start=1):
@@ -314,7 +314,7 @@ def test_a_request_whose_own_kv_is_nan_does_not_touch_its_neighbours(ops_name: s
     generator = torch.Generator().manual_seed(0)
     kv = random_kv(generator, case, 2, torch.float32)
     q = torch.randn(case.query_start_loc[-1], 4, HEAD_DIM, generator=generator)
-    plan = ops.plan_attention(build_batch(case.segments, block_size=8, device=CPU).attention, (None,))
+    plan = ops.plan_attention(build_batch(case.segments, block_size=8).attention, (None,))
     clean = ops.tree_attention(q, kv, plan, scale=SCALE, window=None)
     for broken in range(len(case.segments)):
         broken_kv = kv.clone()

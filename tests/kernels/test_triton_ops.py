@@ -96,7 +96,7 @@ def test_decoder_on_triton_is_the_decoder_on_pytorch(
     make_model(tmp_path, model_type, num_hidden_layers=2, **config)
     plain, triton = make_runners(tmp_path, dtype, monkeypatch)
     assert isinstance(plain, ModelRunner) and isinstance(triton, TritonRunner) and isinstance(triton.model.ops, TritonOps)
-    batch = build_batch(mixed_segments(), block_size=BLOCK_SIZE, device=CPU)
+    batch = build_batch(mixed_segments(), block_size=BLOCK_SIZE)
     with torch.inference_mode():
         assert_near(triton.forward(batch).cpu(), plain.forward(batch), DTYPES[dtype])
     assert_near(triton.kv.cpu(), plain.kv, DTYPES[dtype])

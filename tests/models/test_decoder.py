@@ -69,7 +69,7 @@ class Session:
         self.block_ids = [order[i::num_requests] for i in range(num_requests)]
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
-        batch = build_batch(segments, block_size=BLOCK_SIZE, device=CPU)
+        batch = build_batch(segments, block_size=BLOCK_SIZE)
         logits = self.runner.forward(batch)
         assert logits.dtype == self.model.dtype
         return logits.float()
