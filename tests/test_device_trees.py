@@ -12,7 +12,11 @@ from interpreted import DEVICE, take_triton
 from stepping import check_blocks, make_engine, submit
 from zoo import Zoo, random_prompts
 
+from titan.batch import Segment, build_batch
+from titan.device_trees import DeviceTrees, TreeOutline
+from titan.draft.device_growth import device_trees
 from titan.engine import Engine
+from titan.kernels.tree_nodes import allocate_nodes
 from titan.kernels.upload import download
 from titan.sampling_params import SamplingParams
 from titan.verify import device_accept
@@ -51,7 +55,7 @@ class Trace(NamedTuple):
     accepted_per_depth: list[int]
 
 
-def trace(engine: Engine, options: list[dict[str, Any]]) -> Trace:
+def trace(engine: Engine, options: list[dict[str, Any]], max_tokens: int = 6, prompts: list[list[int]] = PROMPTS) -> Trace:
     """Run all prompts."""
     steps: list[Any] = []
     matches: list[tuple[int, float, float]] = []
@@ -63,8 +67,8 @@ def trace(engine: Engine, options: list[dict[str, Any]]) -> Trace:
         steps.append((trees, slots, acceptance.paths, acceptance.token_ids, acceptance.errors))
 
     engine.observers.append(observe)
-    params = [SamplingParams(max_tokens=6, seed=i, **({"ignore_eos": True} | each)) for i, each in enumerate(options)]
-    requests = submit(engine, PROMPTS, params)
+    params = [SamplingParams(max_tokens=max_tokens, seed=i, **({"ignore_eos": True} | each)) for i, each in enumerate(options)]
+    requests = submit(engine, prompts, params)
     while engine.scheduler.has_unfinished:
         engine.step()
         check_blocks(engine)
@@ -118,3 +122,66 @@ def test_steps_on_triton_are_those_on_pytorch(
     assert len(downloads) - downloads.count(NUM_COLUMNS) <= len(expected.steps), "one look per step; none where nothing is drafted"
     assert (NUM_COLUMNS in downloads) == (options == "looking back"), "the trees alone, because options look at them"
     assert sum(expected.accepted_per_depth) >= 3
+
+
+@pytest.mark.parametrize("draft_sampling", ["greedy", "sampled"])
+def test_a_draft_without_enough_tokens_leaves_places_empty(draft_sampling: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Top-k cuts siblings of drawn shapes; a vocabulary of eight has too few for a beam of that width; a draft breaks down."""
+    options: list[dict[str, Any]] = [{"temperature": 1.0, "top_k": 1}, {"temperature": 1.3, "top_k": 2}, {"temperature": 0.0}]
+    choices: dict[str, Any] = POOL | {"draft_sampling": draft_sampling, "max_draft_tokens": 12}
+    choices["draft_tree"] = "dynamic" if draft_sampling == "greedy" else [-1, -1, -1, 0, 0, 1, 3, 3]
+    num_empty = 0
+
+    def run(device: torch.device) -> Trace:
+        engine = make_engine(zoo.path("eight"), zoo.path("eight"), device=str(device), **choices)
+        runner: Any = engine.drafter.runner  # type: ignore[attr-defined]
+        forward, num_passes = runner.forward, 0
+
+        def breaking_down(batch: Any) -> torch.Tensor:
+            nonlocal num_passes
+            num_passes += 1
+            logits: torch.Tensor = forward(batch).clone()
+            if num_passes % 4 == 3:
+                logits[-1:] = torch.nan
+            return logits
+
+        runner.forward = breaking_down
+        return trace(engine, options, 14, [[3, 4], [5, 6, 7], [4]])
+
+    def counted(*args: Any) -> DeviceTrees:
+        nonlocal num_empty
+        trees = device_trees(*args)
+        num_empty += int((trees.nodes.token_ids < 0).sum())
+        return trees
+
+    monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
+    expected = run(CPU)
+    take_triton(monkeypatch)
+    monkeypatch.setattr("titan.draft.draft_model.device_trees", counted)
+    assert_same(run(DEVICE), expected)
+    assert num_empty > 0 and sum(expected.accepted_per_depth) > 0
+
+
+def test_a_tree_that_is_larger_than_its_budget_is_refused(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), max_draft_tokens=3, num_kv_blocks=40)
+    submit(engine, [[5, 6]], [SamplingParams(max_tokens=9)])
+    plan = engine.scheduler.schedule(3)
+    trees = DeviceTrees([TreeOutline(4)], allocate_nodes(4, DEVICE))
+    with pytest.raises(ValueError, match="proposed 4 nodes: at most 3 were allowed"):
+        engine.build_batch(plan, trees)
+
+
+def test_places_in_a_batch_bound_what_the_device_will_write() -> None:
+    """Positions that the host checks are no smaller than any that a tree of so many nodes can have."""
+    for num_nodes in (1, 5, 63):
+        for outline in (TreeOutline(num_nodes), TreeOutline(num_nodes, is_chain=True)):
+            [branching, chunk] = (
+                Segment([0] * 9, start, [3] * (root + 1 - start), outline, root_position=root)
+                for start, root in ((40, 40), (10, 30))
+            )
+            batch = build_batch([branching, chunk], block_size=16, device=CPU)
+            layout = batch.attention
+            ends = layout.query_start_loc[1:] - 1
+            assert layout.positions[ends].tolist() == [40 + num_nodes, 30 + num_nodes]
+            assert (layout.tree_starts.tolist() == [0, 0]) == outline.is_chain
+            assert layout.seq_lens.tolist() == [41 + num_nodes, 31 + num_nodes]
