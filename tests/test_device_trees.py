@@ -142,7 +142,7 @@ def test_a_draft_without_enough_tokens_leaves_places_empty(draft_sampling: str, 
             num_passes += 1
             logits: torch.Tensor = forward(batch).clone()
             if num_passes % 4 == 3:
-                logits[-1:] = torch.nan
+                logits[:1] = torch.nan
             return logits
 
         runner.forward = breaking_down
