@@ -6,7 +6,8 @@ chain for siblings nearer the root. `ShapeGrowth` fills a shape that is known be
 sampled proposal, with tokens drawn without replacement.
 
 What a growth feeds at which depth is known on the host before the first pass; tokens and probabilities stay on the device until
-all passes are done.
+all passes are done. Then `harvest` brings them to the host and makes trees of them there, or `candidates` leaves them where they
+are, for `titan.draft.device_growth`.
 
 Legend: n requests of a growth, V vocabulary, W beam width, k children looked at per node.
 """

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.tree_nodes import MAX_LANES
+from titan.kernels.tree_walk import NODES
 from titan.kernels.triton_tools import require, require_launchable
 
 
@@ -22,12 +22,12 @@ def _place_kernel(
     node_token_ids_ptr,  # [N]
     node_ancestor_bits_ptr,  # [N]
     node_depths_ptr,  # [N], or None
-    LANES: tl.constexpr,
+    NODES: tl.constexpr,
 ):
     """One program per request."""
     request = tl.program_id(0)
     first, last = tl.load(node_start_loc_ptr + request), tl.load(node_start_loc_ptr + request + 1)
-    nodes = first + tl.arange(0, LANES)
+    nodes = first + tl.arange(0, NODES)
     is_node = nodes < last
     tokens = tl.load(query_start_loc_ptr + request + 1) - last + nodes
     token_ids = tl.load(node_token_ids_ptr + nodes, mask=is_node, other=0)
@@ -93,6 +93,6 @@ def place_nodes(
             node_token_ids,
             node_ancestor_bits,
             node_depths,
-            LANES=MAX_LANES,
+            NODES=NODES,
             num_warps=1,
         )

@@ -7,9 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_LANES = 64
-"""Lanes of a program that holds a tree: a draft tree has at most 63 nodes."""
-
 
 class TreeNodes(NamedTuple):
     """N nodes, one tree after the other; within a tree a parent comes before its children.
@@ -26,7 +23,10 @@ class TreeNodes(NamedTuple):
     draft_slots: Tensor  # int32 [N], where the draft's KV is, counted from the slot behind the root; -1 = nowhere
 
 
+NODE_DTYPES = (torch.int64, torch.int32, torch.int64, torch.int64, torch.float32, torch.int32)
+"""Of these columns."""
+
+
 def allocate_nodes(num_nodes: int, device: torch.device) -> TreeNodes:
     """Room for that many nodes."""
-    dtypes = (torch.int64, torch.int32, torch.int64, torch.int64, torch.float32, torch.int32)
-    return TreeNodes(*(torch.empty(num_nodes, dtype=dtype, device=device) for dtype in dtypes))
+    return TreeNodes(*(torch.empty(num_nodes, dtype=dtype, device=device) for dtype in NODE_DTYPES))

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.tree_nodes import MAX_LANES, TreeNodes
+from titan.kernels.tree_nodes import NODE_DTYPES, TreeNodes
+from titan.kernels.tree_walk import NODES
 from titan.kernels.triton_tools import require, require_launchable
 
 MAX_CANDIDATES = 4096
@@ -34,17 +35,17 @@ def _select_kernel(
     first_nodes_ptr,  # [n]
     num_nodes_ptr,  # [n]
     CANDIDATES: tl.constexpr,  # num_candidates, padded to a power of two
-    LANES: tl.constexpr,
+    NODES: tl.constexpr,
 ):
     """One program per request."""
     request = tl.program_id(0).to(tl.int64)
     num_nodes = tl.load(num_nodes_ptr + request)
-    columns, nodes = tl.arange(0, CANDIDATES), tl.arange(0, LANES)
+    columns, nodes = tl.arange(0, CANDIDATES), tl.arange(0, NODES)
     left = tl.load(scores_ptr + request * num_candidates + columns, mask=columns < num_candidates, other=float("-inf"))
     left = tl.where(tl.abs(left) < float("inf"), left, float("-inf"))  # NaN is no score either
 
     # the best, one after the other
-    chosen, scores = tl.zeros((LANES,), tl.int32), tl.full((LANES,), float("-inf"), tl.float32)
+    chosen, scores = tl.zeros((NODES,), tl.int32), tl.full((NODES,), float("-inf"), tl.float32)
     count = tl.zeros((), tl.int32)
     best = tl.max(left, axis=0)
     while (count < num_nodes) & (best > float("-inf")):
@@ -65,18 +66,18 @@ def _select_kernel(
     parents = tl.where(is_node, parents, -2)
 
     # first children of first children come first, the other nodes stay in their order
-    on_path = tl.zeros((LANES,), tl.int32)
-    child = tl.min(tl.where(parents == -1, nodes, LANES), axis=0)
-    while child < LANES:
+    on_path = tl.zeros((NODES,), tl.int32)
+    child = tl.min(tl.where(parents == -1, nodes, NODES), axis=0)
+    while child < NODES:
         on_path = tl.where(nodes == child, 1, on_path)
-        child = tl.min(tl.where(parents == child, nodes, LANES), axis=0)
+        child = tl.min(tl.where(parents == child, nodes, NODES), axis=0)
     places = tl.where(on_path == 1, tl.cumsum(on_path, axis=0), tl.sum(on_path, axis=0) + tl.cumsum(1 - on_path, axis=0)) - 1
 
     # each node takes over what its ancestors know, twice as many of them each time
-    depths, bits = tl.full((LANES,), 1, tl.int64), tl.full((LANES,), 1, tl.int64) << places.to(tl.int64)
+    depths, bits = tl.full((NODES,), 1, tl.int64), tl.full((NODES,), 1, tl.int64) << places.to(tl.int64)
     ancestors = parents
     span = 1
-    while span < LANES:
+    while span < NODES:
         has_more, above = ancestors >= 0, tl.maximum(ancestors, 0)
         depths += tl.where(has_more, tl.gather(depths, above, 0), 0)
         bits |= tl.where(has_more, tl.gather(bits, above, 0), 0)
@@ -131,8 +132,7 @@ def select_trees(
         require(name, values, shape=(num_requests, num_candidates), dtypes=(dtype,), device=device)
     for name, values in {"first_nodes": first_nodes, "num_nodes": num_nodes}.items():
         require(name, values, shape=(num_requests,), dtypes=(torch.int32,), device=device)
-    dtypes = (torch.int64, torch.int32, torch.int64, torch.int64, torch.float32, torch.int32)
-    for name, column, dtype in zip(TreeNodes._fields, nodes, dtypes, strict=True):
+    for name, column, dtype in zip(TreeNodes._fields, nodes, NODE_DTYPES, strict=True):
         require(f"nodes.{name}", column, shape=(len(nodes.token_ids),), dtypes=(dtype,), device=device, is_written=True)
     if num_requests:
         _select_kernel[(num_requests,)](
@@ -145,6 +145,6 @@ def select_trees(
             first_nodes,
             num_nodes,
             CANDIDATES=triton.next_power_of_2(num_candidates),
-            LANES=MAX_LANES,
+            NODES=NODES,
             num_warps=4,
         )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from stepping import greedy, make_engine, run_all, submit
+from torch import Tensor
 from zoo import Zoo, random_prompts
 
 from titan.cuda_graphs import cuda_graph_capture
+from titan.kernels.upload import download
 from titan.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -55,6 +58,33 @@ def test_a_replayed_verification_waits_for_nothing(zoo: Zoo, request: pytest.Fix
         engine.kv.clear_new_blocks()
         engine.runner.forward(batch)
     assert engine.passes.num_replayed == num_replayed + 1
+
+
+@pytest.mark.parametrize(("draft_tree", "draft_sampling"), [("auto", "greedy"), ("dynamic", "greedy"), ("auto", "sampled")])
+def test_a_step_waits_for_nothing_but_its_look_at_the_results(
+    zoo: Zoo, draft_tree: str, draft_sampling: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    options = {"draft_tree": draft_tree, "draft_sampling": draft_sampling, "max_draft_tokens": 7}
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), device="cuda", num_kv_blocks=400, **options)
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=90, ignore_eos=True) for i in range(len(PROMPTS))]
+    submit(engine, PROMPTS, params)
+    for _ in range(6):  # compiled, captured, and every option used once
+        engine.step()
+    num_looks = 0
+
+    def look(tensors: Sequence[Tensor]) -> list[Any]:
+        nonlocal num_looks
+        num_looks += 1
+        torch.cuda.set_sync_debug_mode("default")
+        arrays = download(tensors)
+        torch.cuda.set_sync_debug_mode("error")
+        return arrays
+
+    monkeypatch.setattr("titan.verify.device_accept.download", look)
+    request.getfixturevalue("_no_waiting")
+    for _ in range(3):
+        engine.step()
+    assert num_looks == 3
 
 
 def test_a_capture_without_memory_leaves_the_device_as_it_was() -> None:

@@ -29,7 +29,7 @@ from titan.cuda_graphs import (
     Replay,
     cuda_graph_capture,
 )
-from titan.kernels.upload import ALIGNMENT, packed_size, to_device, upload
+from titan.kernels.upload import ALIGNMENT, download, packed_size, to_device, upload
 from titan.kv_cache import allocate_kv
 from titan.model_runner import ModelRunner, make_runner
 from titan.models.decoder import Decoder
@@ -91,6 +91,12 @@ def test_uploaded_arrays_are_aligned_copies_and_come_to_the_same_places() -> Non
     assert [tensor.data_ptr() for tensor in upload(arrays, CPU, into=memory)] == before
     array = np.arange(3)
     assert to_device(array, CPU).data_ptr() == array.ctypes.data
+
+
+def test_downloaded_tensors_come_as_they_are() -> None:
+    tensors = [torch.arange(3, dtype=torch.int32), torch.tensor([[1.5, -torch.inf]]), torch.zeros(0, 4), torch.tensor([-1, 2**40])]
+    for array, tensor in zip(download(tensors), tensors, strict=True):
+        assert np.array_equal(array, tensor.numpy()) and array.dtype == tensor.numpy().dtype and array.shape == tensor.shape
 
 
 # captures

@@ -5,18 +5,27 @@ The device is PyTorch's "meta", from which nothing can be read, since nothing is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from interpreted import eager_capture
+from stepping import submit
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from zoo import Zoo
 
+from titan.config import EngineConfig
+from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import DraftPolicy
+from titan.engine import Engine
+from titan.kernels.tree_walk import _walk_kernel
 from titan.logits import TransformedRows, transform_logits
+from titan.models.decoder import Decoder
+from titan.models.loader import load_config
 from titan.outputs import RequestMetrics
 from titan.request import Request
 from titan.sampling_params import SamplingParams
@@ -24,6 +33,9 @@ from titan.verify.logprobs import emitted_logprobs
 
 META = torch.device("meta")
 VOCAB_SIZE = 96
+
+NUM_COLUMNS = 4
+"""Of trees on the device, the last that are fetched."""
 
 
 class Uploads(TorchDispatchMode):
@@ -33,10 +45,17 @@ class Uploads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        with self:  # in inference mode, operations that are made of others come as they are
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         is_mixed = {"cpu", "meta"} <= {each.device.type for each in tensors if each.dim()}
         if func is torch.ops.aten._to_copy.default and tensors[0].is_cpu and kwargs.get("device") == META:
             assert kwargs.get("non_blocking"), "a copy that waits for the device"
+            self.count += 1
+        elif func is torch.ops.aten.copy_.default and tensors[0].device == META and tensors[1].is_cpu:
+            assert args[2:] == (True,), "a copy that waits for the device"
             self.count += 1
         else:
             assert not is_mixed, f"{func} reads the host's memory"
@@ -68,8 +87,11 @@ def logits_of(num_rows: int) -> Tensor:
 
 def test_what_is_forbidden_here_is_found(uploads: Uploads) -> None:
     x = torch.empty(3, 4, device=META)
-    with pytest.raises(AssertionError, match="waits"):
-        torch.from_numpy(np.arange(3)).to(META)
+    for mode in (torch.inference_mode, torch.enable_grad):
+        with mode(), pytest.raises(AssertionError, match="waits"):
+            torch.from_numpy(np.arange(3)).to(META)
+        with mode(), pytest.raises(AssertionError, match="waits"):
+            x[0].copy_(torch.ones(4))
     with pytest.raises(AssertionError, match=r"torch\.tensor"):
         torch.tensor([1], device=META)
     with pytest.raises(AssertionError, match="reads the host's memory"):
@@ -127,3 +149,80 @@ def test_trees_grow_on_the_device(uploads: Uploads, draft_tree: str | list[int],
             growth.grow(depth, logits_of(fed))
             num_fed += fed
     assert num_fed >= 3
+
+
+class Device:
+    """An engine's device, on which kernels do nothing; the one look at its results finds what is made up here.
+
+    Every tree is a star, and its second node is accepted, so that KV is moved in both caches.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_looks = 0
+        monkeypatch.setattr("titan.kernels.backend.takes_triton", lambda device: True)
+        monkeypatch.setattr("titan.kernels.triton_tools.is_launchable", lambda device: True)
+        monkeypatch.setattr(type(_walk_kernel), "run", lambda *_, **__: None)
+        monkeypatch.setattr("titan.engine.choose_device", lambda name: META)
+        monkeypatch.setattr("titan.model_runner.cuda_graph_capture", eager_capture)
+        monkeypatch.setattr("titan.verify.device_accept.download", self.download)
+
+    def download(self, tensors: Sequence[Tensor]) -> list[Any]:
+        assert all(tensor.device == META for tensor in tensors)
+        self.num_looks += 1
+        arrays: list[Any] = [np.ones(tensor.shape, tensor.new_empty(0, device="cpu").numpy().dtype) for tensor in tensors]
+        dtypes = [tensor.dtype for tensor in tensors]
+        if dtypes[-NUM_COLUMNS:] == [torch.int64, torch.int32, torch.float32, torch.int32]:
+            _, parents, _, draft_slots = arrays[-NUM_COLUMNS:]
+            parents[:], draft_slots[:] = -1, np.arange(len(draft_slots)) % 2
+        return arrays
+
+
+def decoder_on_meta(path: str) -> Decoder:
+    decoder = Decoder(load_config(path), dtype=torch.bfloat16, device=META)
+    decoder.prepare(pack=False)
+    return decoder
+
+
+@pytest.mark.parametrize(
+    ("draft_tree", "draft_sampling", "temperature", "others"),
+    [
+        ("chain", "greedy", 0.0, {}),
+        ("auto", "greedy", 0.0, {}),
+        ("dynamic", "greedy", 0.0, {}),
+        ("dynamic", "greedy", 0.8, {}),
+        ([-1, -1, 0, 0, 1, 2], "greedy", 0.0, {}),
+        ([-1, -1, 0, 0, 1, 2], "sampled", 0.8, {}),
+        ("auto", "sampled", 0.8, {}),
+        ("chain", "auto", 0.8, {}),
+        ("auto", "sampled", 0.8, {"repetition_penalty": 1.1}),
+        ("dynamic", "greedy", 0.8, {"min_tokens": 30, "stop_token_ids": [9]}),
+    ],
+)
+def test_a_step_looks_at_the_device_once(
+    draft_tree: str | list[int],
+    draft_sampling: str,
+    temperature: float,
+    others: dict[str, Any],
+    zoo: Zoo,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Drafting, the target's pass, acceptance, the commit of both caches; with prefill chunks, and a greedy request, beside."""
+    device = Device(monkeypatch)
+    target, draft = decoder_on_meta(zoo.path("llama")), decoder_on_meta(zoo.path("llama~"))
+    options: dict[str, Any] = {"draft_tree": draft_tree, "draft_sampling": draft_sampling}
+    engine = Engine(EngineConfig(prefill_chunk_size=16, num_kv_blocks=60, max_num_batched_tokens=50, **options), target)
+    engine._use_drafter(DraftModelDrafter("draft", draft, engine._draft_context()))
+    hot, cold = ({"temperature": each, "max_tokens": 30, "ignore_eos": True} for each in (temperature, 0.0))
+    params = [SamplingParams(**hot, seed=1), SamplingParams(**hot, **others, seed=2), SamplingParams(**cold)]
+    requests = submit(engine, [[5] * 40, [6] * 3, [7] * 20], params)
+    moves: list[int] = []
+    monkeypatch.setattr("titan.kernels.kv_moves.move_paths", lambda *_: moves.append(device.num_looks))
+    uploads = request.getfixturevalue("uploads")
+    num_steps = 8
+    for _ in range(num_steps):
+        engine.step()
+    # options that look at drafted prefixes need the trees before
+    assert device.num_looks == num_steps * (2 if others else 1) and uploads.count > num_steps
+    assert all(each.metrics.num_accepted_tokens > 2 for each in requests) and len(moves) > num_steps
+    assert engine.passes.num_replayed > num_steps

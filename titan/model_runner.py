@@ -14,7 +14,7 @@ from titan.models.decoder import Decoder
 
 
 class Runner(Protocol):
-    """Runs a model; batches are laid out on the host, but for tokens and ancestor bits of nodes grown on the device."""
+    """Runs a model; batches are laid out on the host, but for what the device alone knows of nodes that were grown there."""
 
     model: Decoder
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan.bench.gpu import attention_checks, layer_checks, sampling_checks
+from titan.bench.gpu import attention_checks, layer_checks, sampling_checks, tree_checks
 from titan.bench.gpu.checks import COLUMNS
 from titan.bench.gpu.sections import Section, Setting, Task
 
 
 def make_tasks(setting: Setting) -> Sequence[Task]:
     """All checks: attention, the other kernels of a layer and of the KV, then those of sampling and acceptance."""
-    return [*attention_checks.make_tasks(setting), *layer_checks.make_tasks(setting), *sampling_checks.make_tasks(setting)]
+    modules = attention_checks, layer_checks, sampling_checks, tree_checks
+    return [task for module in modules for task in module.make_tasks(setting)]
 
 
 SECTION = Section(

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from titan.bench import gpu_check
-from titan.bench.gpu import attention, attention_checks, ceilings, correctness, end_to_end, layer_checks, sampling_checks
+from titan.bench.gpu import (
+    attention,
+    attention_checks,
+    ceilings,
+    correctness,
+    end_to_end,
+    layer_checks,
+    sampling_checks,
+    tree_checks,
+)
 from titan.bench.gpu.attention import LLAMA_3_8B, AttentionBench, uniform_shape
 from titan.bench.gpu.attention_batches import AttentionBatch, Query, make_batch, make_kv
 from titan.bench.gpu.attention_checks import CASES
@@ -264,7 +273,7 @@ def test_overlapping_work_of_a_device_counts_once() -> None:
 
 def test_every_kernel_is_right_at_tiny_shapes() -> None:
     rows = run(correctness.SECTION)
-    assert len(rows) == 31
+    assert len(rows) == 33
     assert {row.name: row.problem for row in rows if row.status != "ok"} == {}
 
 
@@ -288,6 +297,14 @@ def test_a_token_next_to_the_drawn_one_is_wrong(monkeypatch: pytest.MonkeyPatch)
     original = sampling_checks.draw_rows
     monkeypatch.setattr(sampling_checks, "draw_rows", lambda *args, **kwargs: (original(*args, **kwargs) - 1).clamp(min=0))
     assert sampling_checks.check_draws(TINY).problem is not None
+
+
+def test_trees_without_their_last_nodes_and_nodes_one_place_off_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    select, place = tree_checks.select_trees, tree_checks.place_nodes
+    monkeypatch.setattr(tree_checks, "select_trees", lambda *args: select(*args[:-2], args[-2] - 1, args[-1]))
+    monkeypatch.setattr(tree_checks, "place_nodes", lambda *args: place(*args[:-3], args[-3].roll(1), *args[-2:]))
+    assert tree_checks.check_choice(TINY).problem is not None
+    assert tree_checks.check_places(TINY).problem is not None
 
 
 def test_attention_that_ignores_the_window_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

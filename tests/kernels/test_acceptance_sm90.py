@@ -1,4 +1,4 @@
-"""Sampling and acceptance kernels as compiled for an H100 or H200, with the vocabularies of Llama 2 and Llama 3."""
+"""Sampling, acceptance and tree kernels as compiled for an H100 or H200, with the vocabularies of Llama 2 and Llama 3."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from sm90 import compile_launches
 
 CODE = """
 import torch
+from titan.kernels.place_nodes import place_nodes
 from titan.kernels.root_matches import root_matches
 from titan.kernels.row_distribution import normalized_probs, row_distributions
 from titan.kernels.sample_rows import draw_rows
+from titan.kernels.tree_nodes import allocate_nodes
 from titan.kernels.tree_rejection import reject_trees
+from titan.kernels.tree_select import select_trees
 from titan.kernels.tree_walk import walk_matches
 
 from titan.sampling import Purpose
@@ -26,6 +29,15 @@ for num_rows, max_depth in ((8, 6), (7, 1), (6, 16)):  # which differ from step 
         draw_rows(distributions, longs, longs, purpose=Purpose.SAMPLE)
         reject_trees(distributions, draft_probs, ints, *trees, longs, longs, max_depth=max_depth)
         root_matches(distributions, draft_probs, ints, start_loc)
+
+requests, nodes = start_loc[1:].clone(), allocate_nodes(7, start_loc.device)
+for num_candidates in (33, 45, 510, 512):  # beams of 6, 16 and 63 nodes, and some number
+    candidates = torch.zeros(2, num_candidates, dtype=torch.int64)
+    select_trees(candidates, candidates.float(), candidates, candidates, requests, requests, nodes)
+for num_tokens in (9, 16):
+    queries = torch.zeros(num_tokens, dtype=torch.int64)
+    for depths in (nodes.depths, None):
+        place_nodes(queries, queries, queries, start_loc, requests, start_loc, nodes.token_ids, nodes.ancestor_bits, depths)
 """
 
 REGISTERS = {
@@ -36,6 +48,8 @@ REGISTERS = {
     "_draw_kernel": 128,
     "_reject_kernel": 128,
     "_root_matches_kernel": 96,
+    "_select_kernel": 96,
+    "_place_kernel": 40,
 }
 
 

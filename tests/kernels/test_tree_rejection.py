@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -172,6 +173,41 @@ def test_matches_at_the_root_are_those_of_the_engine(kind: str) -> None:
     actual = root_matches(case.distributions, case.draft_probs, case.draft_rows, packed(case.trees)[2])
     expected = reject(case.trees, LazyProbs(case.probs, None), case.options.seeds, case.options.positions).matches
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["near", "holes"])
+def test_empty_places_change_nothing(kind: str) -> None:
+    """Some behind the nodes of every other tree, with rows of logits that nobody looks at; and a tree of empty places alone."""
+    case = verification(kind, 16, 9, seed=21)
+    token_ids, parents, start_loc = (each.tolist() for each in packed(case.trees))
+    rows, nodes = [], []  # of the case; None where a place is empty
+    counts = [0]
+    for i, (first, last) in enumerate(pairwise(start_loc)):
+        empty = [None] * (i % 2 * 3)
+        nodes += [*range(first, last), *empty]
+        rows += [*range(first + i, last + i + 1), *empty]
+        counts.append(len(nodes))
+    nodes += [None, None]
+    rows += [0, None, None]
+    counts.append(len(nodes))
+    index = torch.tensor([0 if row is None else row for row in rows], device=DEVICE)
+    given = {name: getattr(case.distributions, name)[index].clone() for name in RowDistributions.__slots__}
+    given["logits"][[row is None for row in rows]] = torch.nan
+    draft_rows = torch.tensor([-9 if row is None else int(case.draft_rows[row]) for row in rows], dtype=torch.int32, device=DEVICE)
+    result = reject_trees(
+        RowDistributions(**given),
+        case.draft_probs,
+        draft_rows,
+        torch.tensor([-1 if node is None else token_ids[node] for node in nodes], device=DEVICE),
+        torch.tensor([-2 if node is None else parents[node] for node in nodes], dtype=torch.int32, device=DEVICE),
+        torch.tensor(counts, dtype=torch.int32, device=DEVICE),
+        **{name: values[index] for name, values in case.options.for_draw().items()},
+        max_depth=MAX_DEPTH,
+    )
+    actual = list(zip(accepted(result.paths, result.num_accepted), result.final_tokens.tolist(), strict=True))
+    assert actual[:-1] == case.by_host()
+    [path], [token] = zip(actual[-1], strict=True)
+    assert path == [] and token >= 0
 
 
 def single(p: list[float], q: list[float], token_ids: list[int], num_rows_broken: int = 0) -> Verification:

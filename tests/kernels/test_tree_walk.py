@@ -73,6 +73,15 @@ def test_the_first_of_equal_siblings_is_accepted() -> None:
     assert accepted(result.paths, result.num_accepted) == [[1, 4]] and result.final_tokens.tolist() == [9]
 
 
+def test_an_empty_place_is_never_accepted_not_even_where_nothing_could_be_drawn() -> None:
+    token_ids = torch.tensor([5, -1, 6, -1, -1], device=DEVICE)
+    parents = torch.tensor([-1, -2, -1, -2, -2], dtype=torch.int32, device=DEVICE)
+    start_loc = torch.tensor([0, 2, 5], dtype=torch.int32, device=DEVICE)
+    wanted = torch.tensor([-1, -1, -1, 6, -1, 3, -1], device=DEVICE)
+    result = walk_matches(token_ids, parents, start_loc, wanted, max_depth=3)
+    assert accepted(result.paths, result.num_accepted) == [[], [0]] and result.final_tokens.tolist() == [-1, -1]
+
+
 def test_rows_behind_the_last_request_are_left_alone() -> None:
     """Tensors of a fixed size, of which a step uses a part."""
     token_ids, parents, _ = packed([DraftTree.chain([1, 2]), DraftTree.chain([3, 3, 3])])
