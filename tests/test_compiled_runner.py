@@ -21,7 +21,7 @@ from titan.models.loader import load_model
 from titan.tree import DraftTree
 
 CPU = torch.device("cpu")
-BLOCK_SIZE, NUM_BLOCKS = 8, 24
+BLOCK_SIZE, NUM_BLOCKS = 16, 24
 FEW = 8  # so many tokens make a short pass everywhere
 BOUNDS = {"float32": 1e-5, "bfloat16": 4e-2}
 
@@ -112,10 +112,13 @@ def test_a_request_does_not_depend_on_its_neighbours(dtype: str, tmp_path: Path,
     assert torch.equal(torch.cat([run([segment]) for segment in segments]), together)
 
 
+@pytest.mark.parametrize("head_dim", [16, 64])
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_a_chain_is_verified_as_it_would_be_decoded(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_is_verified_as_it_would_be_decoded(
+    dtype: str, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit by bit, wherever the context ends."""
-    make_model(tmp_path, "llama")
+    make_model(tmp_path, "llama", head_dim=head_dim)
     _, compiled = make_runners(tmp_path, dtype, monkeypatch)
     [table], chain = tables(1), tokens(FEW, 9)
     for root in (0, 5, 29, 31, 60):
@@ -187,8 +190,8 @@ def test_many_chains_are_followed_as_few(tmp_path: Path, monkeypatch: pytest.Mon
 def test_chains_beyond_their_blocks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path, "llama")
     _, compiled = make_runners(tmp_path, "float32", monkeypatch)
-    with pytest.raises(IndexError, match=r"block tables of \[2, 1\] blocks do not cover positions \[9, 9\]"):
-        compiled.follow(torch.tensor([5, 6]), np.array([2, 2]), np.array([8, 8]), [[0, 1], [2]])
+    with pytest.raises(IndexError, match=r"block tables of \[2, 1\] blocks do not cover positions \[17, 17\]"):
+        compiled.follow(torch.tensor([5, 6]), np.array([2, 2]), np.array([16, 16]), [[0, 1], [2]])
 
 
 def test_longer_passes_are_the_decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
