@@ -168,10 +168,12 @@ def test_passes_of_more_tokens_where_the_processor_takes_them(
         pytest.skip(f"this processor takes {compiled.max_rows}")
     one, two = tables(2)
     tree = DraftTree(np.array(tokens(4, 1)), np.array([-1, 0, -1, 1], np.int32))
-    segments = [Segment(one, 20, tokens(num_tokens - 5, 2)), Segment(two, 9, [7], tree, root_position=9)]
+    chain = DraftTree.chain(tokens(num_tokens - 6, 2))
+    segments = [Segment(one, 20, [5], chain, root_position=20), Segment(two, 9, [7], tree, root_position=9)]
     batch = build_batch(segments, block_size=BLOCK_SIZE, device=CPU)
     with torch.inference_mode():
-        assert_near(compiled.forward(batch), plain.forward(batch), BOUNDS["bfloat16"])
+        for actual, expected in zip(compiled.forward(batch), plain.forward(batch), strict=True):
+            assert_near(actual, expected, 2 * BOUNDS["bfloat16"])  # of a single row
 
 
 def test_many_chains_are_followed_as_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
