@@ -114,13 +114,14 @@ inline void finish_row(const float* sums, int64_t count, const BFloat16* bias, c
 // As `linear` of linear.h, for a weight whose blocks are kAmxBlock outputs and whose depth is whole tiles.
 inline void multiply_by_tiles(const Weight& weight, const BFloat16* x, int64_t num_rows, const BFloat16* residual,
                               BFloat16* output) {
-  static thread_local std::vector<BFloat16> buffer;
+  static thread_local std::vector<Line> buffer;
   const BFloat16* rows = x;
   if (weight.num_inputs < weight.depth) {
-    buffer.assign(num_rows * weight.depth, BFloat16{0});
+    buffer.assign(num_lines<BFloat16>(num_rows * weight.depth), Line{});
+    BFloat16* padded = reinterpret_cast<BFloat16*>(buffer.data());
     for (int64_t row = 0; row < num_rows; ++row)
-      std::copy_n(x + row * weight.num_inputs, weight.num_inputs, buffer.data() + row * weight.depth);
-    rows = buffer.data();
+      std::copy_n(x + row * weight.num_inputs, weight.num_inputs, padded + row * weight.depth);
+    rows = padded;
   }
   const BFloat16* data = static_cast<const BFloat16*>(weight.data);
   const BFloat16* bias = static_cast<const BFloat16*>(weight.bias);

@@ -20,10 +20,6 @@ namespace {
 constexpr int kPairs = kTile / 2;
 static_assert(kLanes == kTileRows && kTile == kTileInputs, "a tile of the units holds so many queries, and so many slots");
 
-struct alignas(64) Line {
-  float lanes[kLanes];
-};
-
 // Up to 16 query rows that share a KV head, one in each lane.
 struct QueryTile {
   Lanes largest;             // scores, of base 2

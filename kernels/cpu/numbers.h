@@ -82,6 +82,17 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// Of these, what is read as a whole vector lies in one cache line; numbers of any type may lie in them.
+struct __attribute__((may_alias, aligned(kLanes * sizeof(float)))) Line {
+  float lanes[kLanes];
+};
+
+// Lines that have room for so many numbers.
+template <typename T>
+constexpr int64_t num_lines(int64_t count) {
+  return (count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line);
+}
+
 inline float widen(float x) { return x; }
 
 inline float widen(BFloat16 x) {
