@@ -5,12 +5,13 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "numbers.h"
 #include "weight.h"
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -24,6 +25,7 @@ constexpr int kTileInputs = 32; // in pairs
 constexpr int kAmxRows = 64;
 constexpr int kRowsTogether = 2 * kTileRows; // whose sums fit into the tiles
 constexpr int kAmxBlock = 32; // outputs side by side, two tiles
+constexpr int64_t kPieceInputs = 192; // multiplied at a time: their weights stay in the nearest cache for further rows
 
 #ifdef TITAN_HAS_AMX
 
@@ -51,21 +53,27 @@ inline void configure_tiles(int64_t num_rows) {
   _tile_loadconfig(&config);
 }
 
-// Sums of a block of outputs: [num_rows, kAmxBlock].
+// Add the products of inputs begin .. end - 1 to the sums of a block of outputs, [num_rows, kAmxBlock], which start with input 0.
 template <bool IsWide>
-void multiply_tiles(const BFloat16* weights, const BFloat16* x, int64_t depth, float* sums) {
-  constexpr int64_t kPrefetchBytes = 8192;
+void multiply_tiles(const BFloat16* weights, const BFloat16* x, int64_t depth, int64_t begin, int64_t end, float* sums) {
+  constexpr int64_t kSumStride = kAmxBlock * sizeof(float);
   const int64_t x_stride = depth * sizeof(BFloat16), weight_stride = 2 * kAmxBlock * sizeof(BFloat16);
-  _tile_zero(0);
-  _tile_zero(1);
-  if constexpr (IsWide) {
+  float* second_sums = sums + kTileRows * kAmxBlock;
+  if (begin == 0) {
+    _tile_zero(0);
+    _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, kSumStride);
+    _tile_loadd(1, sums + kTileRows, kSumStride);
+    if constexpr (IsWide) {
+      _tile_loadd(2, second_sums, kSumStride);
+      _tile_loadd(3, second_sums + kTileRows, kSumStride);
+    }
   }
-  for (int64_t input = 0; input < depth; input += kTileInputs) {
+  for (int64_t input = begin; input < end; input += kTileInputs) {
     const BFloat16* tiles = weights + input * kAmxBlock;
-    for (int line = 0; line < kTileInputs; ++line)
-      __builtin_prefetch(reinterpret_cast<const char*>(tiles) + kPrefetchBytes + line * 64);
     _tile_loadd(4, x + input, x_stride);
     _tile_loadd(6, tiles, weight_stride);
     _tile_loadd(7, tiles + kAmxBlock, weight_stride);
@@ -77,47 +85,68 @@ void multiply_tiles(const BFloat16* weights, const BFloat16* x, int64_t depth, f
       _tile_dpbf16ps(3, 5, 7);
     }
   }
-  constexpr int64_t kSumStride = kAmxBlock * sizeof(float);
   _tile_stored(0, sums, kSumStride);
   _tile_stored(1, sums + kTileRows, kSumStride);
   if constexpr (IsWide) {
-    _tile_stored(2, sums + kTileRows * kAmxBlock, kSumStride);
-    _tile_stored(3, sums + kTileRows * kAmxBlock + kTileRows, kSumStride);
+    _tile_stored(2, second_sums, kSumStride);
+    _tile_stored(3, second_sums + kTileRows, kSumStride);
+  }
+}
+
+// Write a row of `count` sums of a block; bias and residual stream are added if they are given.
+inline void finish_row(const float* sums, int64_t count, const BFloat16* bias, const BFloat16* residual, BFloat16* output) {
+  if (count == kAmxBlock) {
+    Lanes results[2];
+    for (int64_t i = 0; i < 2; ++i) {
+      const Lanes added = (bias ? load_lanes(bias + i * kLanes) : Lanes{}) + (residual ? load_lanes(residual + i * kLanes) : Lanes{});
+      results[i] = load_lanes(sums + i * kLanes) + added;
+    }
+    const auto narrowed = _mm512_cvtne2ps_pbh(results[1], results[0]);
+    std::memcpy(output, &narrowed, sizeof narrowed);
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const float added = (bias ? widen(bias[i]) : 0.0f) + (residual ? widen(residual[i]) : 0.0f);
+    narrow(sums[i] + added, &output[i]);
   }
 }
 
 // As `linear` of linear.h, for a weight whose blocks are kAmxBlock outputs and whose depth is whole tiles.
 inline void multiply_by_tiles(const Weight& weight, const BFloat16* x, int64_t num_rows, const BFloat16* residual,
                               BFloat16* output) {
-  static thread_local std::vector<BFloat16> buffer;
+  static thread_local std::vector<Line> buffer;
   const BFloat16* rows = x;
   if (weight.num_inputs < weight.depth) {
-    buffer.assign(num_rows * weight.depth, BFloat16{0});
+    buffer.assign(num_lines<BFloat16>(num_rows * weight.depth), Line{});
+    BFloat16* padded = reinterpret_cast<BFloat16*>(buffer.data());
     for (int64_t row = 0; row < num_rows; ++row)
-      std::copy_n(x + row * weight.num_inputs, weight.num_inputs, buffer.data() + row * weight.depth);
-    rows = buffer.data();
+      std::copy_n(x + row * weight.num_inputs, weight.num_inputs, padded + row * weight.depth);
+    rows = padded;
   }
   const BFloat16* data = static_cast<const BFloat16*>(weight.data);
   const BFloat16* bias = static_cast<const BFloat16*>(weight.bias);
   const int64_t num_blocks = (weight.num_outputs + kAmxBlock - 1) / kAmxBlock;
+  // groups of as many rows, for which the tiles are configured once: the last may begin among those of the one before it
+  const int64_t num_groups = (num_rows + kRowsTogether - 1) / kRowsTogether, together = (num_rows + num_groups - 1) / num_groups;
+  const auto multiply = together > kTileRows ? multiply_tiles<true> : multiply_tiles<false>;
 #pragma omp parallel if (weight.num_outputs * weight.depth > kMaxSerialWeights)
   {
-    int64_t configured = 0;
-    alignas(64) float sums[kRowsTogether * kAmxBlock];
+    alignas(64) float sums[kAmxRows / kRowsTogether][kRowsTogether * kAmxBlock];
+    configure_tiles(together);
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < num_blocks; ++block) {
+      const BFloat16* weights = data + block * kAmxBlock * weight.depth;
       const int64_t first = block * kAmxBlock, count = std::min<int64_t>(kAmxBlock, weight.num_outputs - first);
-      for (int64_t start = 0; start < num_rows; start += kRowsTogether) { // then the weights are in the cache
-        const int64_t together = std::min<int64_t>(kRowsTogether, num_rows - start);
-        if (together != configured) configure_tiles(configured = together);
-        const auto multiply = together > kTileRows ? multiply_tiles<true> : multiply_tiles<false>;
-        multiply(data + block * kAmxBlock * weight.depth, rows + start * weight.depth, weight.depth, sums);
-        for (int64_t row = 0; row < together; ++row) {
-          const int64_t place = (start + row) * weight.num_outputs + first;
-#pragma omp simd
-          for (int64_t i = 0; i < count; ++i) {
-            const float added = (bias ? widen(bias[first + i]) : 0.0f) + (residual ? widen(residual[place + i]) : 0.0f);
-            narrow(sums[row * kAmxBlock + i] + added, &output[place + i]);
+      for (int64_t begin = 0; begin < weight.depth; begin += kPieceInputs) {
+        const int64_t end = std::min(begin + kPieceInputs, weight.depth);
+        for (int64_t group = 0; group < num_groups; ++group) {
+          const int64_t start = std::min(group * together, num_rows - together);
+          multiply(weights, rows + start * weight.depth, weight.depth, begin, end, sums[group]);
+          if (end < weight.depth) continue;
+          for (int64_t row = group * together; row < start + together; ++row) {
+            const int64_t place = row * weight.num_outputs + first;
+            finish_row(sums[group] + (row - start) * kAmxBlock, count, bias ? bias + first : nullptr,
+                       residual ? residual + place : nullptr, output + place);
           }
         }
       }

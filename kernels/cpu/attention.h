@@ -4,33 +4,14 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
+#include "amx_attention.h"
+#include "attention_plan.h"
 #include "numbers.h"
 
-extern "C" {
-
-// One ragged batch, the same for all layers and heads. R requests, T query tokens.
-struct AttentionPlan {
-  int64_t num_requests;
-  int64_t num_heads;
-  int64_t num_kv_heads;
-  int64_t head_dim;
-  int64_t block_size;
-  int64_t table_width;
-  const int64_t* requests;        // [R] those attended here, as rows of the arrays below
-  const int64_t* query_start_loc; // [all requests + 1]
-  const int64_t* seq_lens;        // [all requests]
-  const int64_t* tree_starts;     // [all requests]
-  const int64_t* block_table;     // [all requests, table_width]
-  const int64_t* positions;       // [T]
-  const int64_t* visible_lens;    // [T]
-};
-}
-
 namespace {
-
-constexpr int kTile = 32; // slots looked at together
 
 // Query rows of one request that share a KV head, and what they have gathered so far.
 struct RowState {
@@ -39,39 +20,6 @@ struct RowState {
   std::vector<float> largest; // [rows], largest score
   std::vector<float> totals;  // [rows], of weights
 };
-
-template <typename T>
-struct Head {
-  const AttentionPlan& plan;
-  const T* keys;   // of this KV head: [num_blocks, block_size, D]
-  const T* values; // likewise
-  const int64_t* blocks;
-};
-
-// Where the slots of a tile are, counted in elements of a head.
-struct Tile {
-  int64_t begin;
-  int64_t count;
-  int64_t offsets[kTile];
-};
-
-template <typename T>
-Tile find_tile(const Head<T>& head, int64_t begin, int64_t end) {
-  const int64_t block_size = head.plan.block_size, head_dim = head.plan.head_dim;
-  Tile tile;
-  tile.begin = begin;
-  tile.count = std::max<int64_t>(std::min<int64_t>(kTile, end - begin), 0);
-  int64_t block = begin / block_size, rest = begin % block_size;
-  for (int64_t j = 0; j < tile.count; ++j) {
-    tile.offsets[j] = (head.blocks[block] * block_size + rest) * head_dim;
-    if (++rest == block_size) rest = 0, ++block;
-  }
-  return tile;
-}
-
-inline void prefetch_bytes(const void* first, int64_t num_bytes) {
-  for (int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch(static_cast<const char*>(first) + byte, 0, 2);
-}
 
 // Keys and values as float32 [kTile, width], zero beyond the head's dimension; asks for those of the next tile on the way.
 template <typename T, int D>
@@ -93,21 +41,6 @@ void load_tile(const Head<T>& head, const Tile& tile, const Tile& next, int64_t 
   }
 }
 
-// The sum over the lanes of each of 16 vectors: pairs are added, half of one beside half of the other, until one is left.
-inline Lanes sum_lanes(Lanes* x) {
-  for (int i = 0; i < 8; ++i)
-    x[i] = TITAN_SHUFFLE(x[i], x[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           TITAN_SHUFFLE(x[i], x[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-  for (int i = 0; i < 4; ++i)
-    x[i] = TITAN_SHUFFLE(x[i], x[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-           TITAN_SHUFFLE(x[i], x[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-  for (int i = 0; i < 2; ++i)
-    x[i] = TITAN_SHUFFLE(x[i], x[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           TITAN_SHUFFLE(x[i], x[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  return TITAN_SHUFFLE(x[0], x[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-         TITAN_SHUFFLE(x[0], x[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-}
-
 // Scores of one query with the keys of a tile; those from `count` on hide what is not there.
 template <int D>
 inline void score_tile(const float* query, const float* keys, int64_t count, int64_t width, float* scores) {
@@ -124,12 +57,6 @@ inline void score_tile(const float* query, const float* keys, int64_t count, int
     *reinterpret_cast<LooseLanes*>(scores + start) = sum_lanes(products);
   }
   for (int64_t j = count; j < kTile; ++j) scores[j] = kMinusInfinity;
-}
-
-// Keep the highest `window` bits set, which are the nearest ancestors, since parents come before children.
-inline int64_t nearest_ancestors(int64_t bits, int64_t window) {
-  while (__builtin_popcountll(bits) > window) bits &= bits - 1;
-  return bits;
 }
 
 // Hide what row `token` does not see among slots begin .. begin + count - 1.
@@ -232,6 +159,19 @@ void attend_head(const AttentionPlan& plan, int64_t request, int64_t kv_head, co
   }
 }
 
+// What attends the query rows of a request that share a KV head. A single row is all reading, which is faster without.
+template <typename T>
+auto choose_attend_head(const AttentionPlan& plan, [[maybe_unused]] int64_t request) {
+#ifdef TITAN_HAS_AMX
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const int64_t num_queries = plan.query_start_loc[request + 1] - plan.query_start_loc[request];
+    if (takes_tiles(plan) && num_queries * plan.num_heads > plan.num_kv_heads)
+      return plan.head_dim == 64 ? attend_head_by_tiles<64> : plan.head_dim == 128 ? attend_head_by_tiles<128> : attend_head_by_tiles<0>;
+  }
+#endif
+  return plan.head_dim == 64 ? attend_head<T, 64> : plan.head_dim == 128 ? attend_head<T, 128> : attend_head<T, 0>;
+}
+
 template <typename T>
 void tree_attention(const AttentionPlan& plan, const T* q, int64_t q_stride, const T* kv_layer, int64_t head_stride,
                     const int64_t* ancestor_bits, T* output, float scale, int64_t window) {
@@ -240,9 +180,9 @@ void tree_attention(const AttentionPlan& plan, const T* q, int64_t q_stride, con
   const int64_t num_items = plan.num_requests * plan.num_kv_heads;
 #pragma omp parallel for schedule(dynamic) if (num_slots * plan.num_kv_heads * plan.head_dim > kMaxSerial)
   for (int64_t item = 0; item < num_items; ++item) {
-    const auto attend = plan.head_dim == 64 ? attend_head<T, 64> : plan.head_dim == 128 ? attend_head<T, 128> : attend_head<T, 0>;
-    attend(plan, plan.requests[item / plan.num_kv_heads], item % plan.num_kv_heads, q, q_stride, kv_layer, head_stride,
-           ancestor_bits, output, scale, window);
+    const int64_t request = plan.requests[item / plan.num_kv_heads];
+    const auto attend = choose_attend_head<T>(plan, request);
+    attend(plan, request, item % plan.num_kv_heads, q, q_stride, kv_layer, head_stride, ancestor_bits, output, scale, window);
   }
 }
 

@@ -66,11 +66,11 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
   const int64_t num_tokens = pass.num_tokens, size = decoder.hidden_size, head_dim = decoder.head_dim;
   const int64_t head_stride = pass.num_slots * head_dim, layer_stride = 2 * decoder.num_kv_heads * head_stride;
   const int64_t q_size = decoder.num_heads * head_dim, qkv_size = q_size + 2 * decoder.num_kv_heads * head_dim;
-  static thread_local std::vector<T> buffer;
+  static thread_local std::vector<Line> buffer;
   int64_t widest = 0;
   for (int64_t i = 0; i < decoder.num_layers; ++i) widest = std::max(widest, decoder.layers[i].gate_up.num_outputs);
-  buffer.resize(num_tokens * (2 * size + qkv_size + q_size + widest + widest / 2));
-  T* stream = buffer.data(); // the residual stream
+  buffer.resize(num_lines<T>(num_tokens * (2 * size + qkv_size + q_size + widest + widest / 2)));
+  T* stream = reinterpret_cast<T*>(buffer.data()); // the residual stream
   T* normed = stream + num_tokens * size;
   T* qkv = normed + num_tokens * size;
   T* attended = qkv + num_tokens * qkv_size;

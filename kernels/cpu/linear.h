@@ -16,8 +16,6 @@ namespace {
 
 constexpr int kVectorRows = 8;
 
-typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
-
 template <typename T>
 struct Packing;
 
@@ -47,9 +45,9 @@ inline void load_weights(const float* weight, int64_t step, Lanes* even, Lanes* 
 }
 
 inline void load_weights(const BFloat16* weight, int64_t, Lanes* even, Lanes* odd) {
-  Bits pairs;
+  Words pairs;
   std::memcpy(&pairs, weight, sizeof pairs);
-  const Bits low = pairs << 16, high = pairs & 0xffff0000u;
+  const Words low = pairs << 16, high = pairs & 0xffff0000u;
   std::memcpy(even, &low, sizeof low);
   std::memcpy(odd, &high, sizeof high);
   prefetch(weight);

@@ -17,16 +17,81 @@ constexpr int64_t kMaxSerial = 16384; // elements that one thread does faster th
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
 typedef float LooseLanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float))));
 
+typedef int32_t Integers __attribute__((vector_size(kLanes * sizeof(int32_t))));
+typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+
 #ifdef __clang__
 #define TITAN_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-typedef int32_t LaneIndex __attribute__((vector_size(kLanes * sizeof(int32_t))));
-#define TITAN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, LaneIndex{__VA_ARGS__})
+#define TITAN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Integers{__VA_ARGS__})
 #endif
+
+// Exchange the upper `Half` of every 2 * Half lanes of one vector for the lower of the other.
+template <int Half>
+inline void exchange(Lanes* a, Lanes* b) {
+  const Lanes x = *a, y = *b;
+  if constexpr (Half == 8) {
+    *a = TITAN_SHUFFLE(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    *b = TITAN_SHUFFLE(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  } else if constexpr (Half == 4) {
+    *a = TITAN_SHUFFLE(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+    *b = TITAN_SHUFFLE(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  } else if constexpr (Half == 2) {
+    *a = TITAN_SHUFFLE(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    *b = TITAN_SHUFFLE(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  } else {
+    *a = TITAN_SHUFFLE(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+    *b = TITAN_SHUFFLE(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  }
+}
+
+// Exchange in each pair of 16 vectors that are `Half` apart.
+template <int Half>
+inline void exchange_all(Lanes* x) {
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & Half)) exchange<Half>(x + i, x + i + Half);
+}
+
+// 16 vectors of words of any kind, rows to columns.
+inline void transpose(Lanes* x) {
+  exchange_all<8>(x);
+  exchange_all<4>(x);
+  exchange_all<2>(x);
+  exchange_all<1>(x);
+}
+
+// Make the first `Half` vectors sums of the first 2 * Half, half the lanes of one beside half of another.
+template <int Half>
+inline void add_halves(Lanes* x) {
+  for (int i = 0; i < Half; ++i) {
+    exchange<Half>(x + i, x + i + Half);
+    x[i] += x[i + Half];
+  }
+}
+
+// The sum over the lanes of each of 16 vectors.
+inline Lanes sum_lanes(Lanes* x) {
+  add_halves<8>(x);
+  add_halves<4>(x);
+  add_halves<2>(x);
+  add_halves<1>(x);
+  return x[0];
+}
 
 struct BFloat16 {
   uint16_t bits;
 };
+
+// Of these, what is read as a whole vector lies in one cache line; numbers of any type may lie in them.
+struct __attribute__((may_alias, aligned(kLanes * sizeof(float)))) Line {
+  float lanes[kLanes];
+};
+
+// Lines that have room for so many numbers.
+template <typename T>
+constexpr int64_t num_lines(int64_t count) {
+  return (count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line);
+}
 
 inline float widen(float x) { return x; }
 
@@ -41,7 +106,6 @@ inline Lanes load_lanes(const float* values) { return *reinterpret_cast<const Lo
 
 inline Lanes load_lanes(const BFloat16* values) {
   typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
-  typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
   Halves halves;
   std::memcpy(&halves, values, sizeof halves);
   const Words words = __builtin_convertvector(halves, Words) << 16;

@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 
 CPU = torch.device("cpu")
 HEAD_DIM = 16
-OTHER_HEAD_DIMS = (40, 64, 80, 128)  # a remainder behind whole vectors, and those that are compiled for their size
+OTHER_HEAD_DIMS = (40, 64, 80, 96, 128)  # a remainder behind whole vectors; whole tiles; those that are compiled for their size
 SCALE = 0.3
 KINDS = ("decode", "chain", "tree", "late_nodes", "chunk", "prompt", "long_chunk", "long_prompt")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -172,10 +172,11 @@ def check(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=5),
     layout=st.sampled_from(("dense", "scattered", "shared")),
     heads=st.sampled_from(((4, 4), (4, 2), (4, 1), (1, 1))),
-    block_size=st.sampled_from((8, 16)),
+    block_size=st.sampled_from((8, 16, 32)),
     window=st.sampled_from((None, None, 5, 24)),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
     ops_name=st.sampled_from(IMPLEMENTATIONS),
+    head_dim=st.sampled_from((HEAD_DIM, 64)),
 )
 def test_any_mix_of_queries(
     seed: int,
@@ -186,8 +187,9 @@ def test_any_mix_of_queries(
     window: int | None,
     dtype: torch.dtype,
     ops_name: str,
+    head_dim: int,
 ) -> None:
-    check(random_case(seed, kinds, layout, block_size, window), *heads, window, dtype, ops_name)
+    check(random_case(seed, kinds, layout, block_size, window), *heads, window, dtype, ops_name, head_dim)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -219,19 +221,93 @@ def test_queries_may_lie_in_memory_by_heads(ops_name: str) -> None:
     torch.testing.assert_close(ops.tree_attention(q, kv, plan, scale=SCALE, window=None), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("num_nodes", [0, 7, 40])
+@pytest.mark.parametrize("head_dim", [HEAD_DIM, 64, 96])
+def test_in_bfloat16_only_weights_and_outputs_are_rounded(head_dim: int, num_nodes: int) -> None:
+    """Each by half a unit of its last bit, at most, and to either side."""
+    ops, window, scale = make_ops("compiled", torch.bfloat16), None, 0.1
+    tree = DraftTree.chain([0] * num_nodes)
+    segment = Segment(list(range(30)), 400, [0], tree, root_position=400)
+    case = Case([segment], 30, 16, must_see(segment, window))
+    generator = torch.Generator().manual_seed(0)
+    kv = random_kv(generator, case, 2, torch.bfloat16, head_dim)
+    q = torch.randn(num_nodes + 1, 6, head_dim, generator=generator).bfloat16()
+    plan = ops.plan_attention(build_batch([segment], block_size=16).attention, (window,))
+    output = ops.tree_attention(q, kv, plan, scale=scale, window=window).double()
+
+    def expected(kv_layer: Tensor) -> Tensor:
+        return reference_tree_attention(
+            q,
+            kv_layer,
+            query_start_loc=case.query_start_loc,
+            block_table=case.block_table,
+            visible_slots=case.visible_slots,
+            scale=scale,
+        )
+
+    exact, sizes = expected(kv), expected(torch.stack([kv[0], kv[1].abs()]))  # of the terms that a result is the sum of
+    assert ((output - exact).abs() <= 2 * 2**-8 * 1.01 * sizes).all()
+    assert abs(float((output * exact).sum() / exact.square().sum()) - 1) <= 2**-11
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("head_dim", [HEAD_DIM, 64])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_chain_is_attended_as_its_tokens_alone(dtype: torch.dtype, head_dim: int, window: int | None) -> None:
+    """Bit by bit, wherever the context ends, whatever lies behind it, and whoever is beside."""
+    ops, generator = make_ops("compiled", dtype), torch.Generator().manual_seed(0)
+    num_nodes = 9
+    for root in (0, 3, 14, 31, 60, 127):
+        kv = torch.randn(2, 2, 20, 16, head_dim, generator=generator).to(dtype)
+        q = torch.randn(num_nodes + 1, 6, head_dim, generator=generator).to(dtype)
+
+        def attend(segments: list[Segment], queries: Tensor, kv_layer: Tensor) -> Tensor:
+            plan = ops.plan_attention(build_batch(segments, block_size=16).attention, (window,))
+            return ops.tree_attention(queries, kv_layer, plan, scale=SCALE, window=window)
+
+        blocks = list(range(10))
+        chain = Segment(blocks, root, [0], DraftTree.chain([0] * num_nodes), root_position=root)
+        neighbour = Segment(list(range(10, 20)), 50, [0] * 3, root_position=52)
+        both = attend([neighbour, chain], torch.cat([q[:3], q]), kv)[3:]
+        for i in range(num_nodes + 1):
+            broken = kv.clone().flatten(2, 3)  # what is not there yet
+            broken[:, :, root + i + 1 : 160] = torch.nan
+            alone = attend([Segment(blocks, root + i, [0])], q[i : i + 1], broken.view(kv.shape))
+            assert torch.equal(alone, both[i : i + 1])
+
+
 @pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, HEAD_DIM), (torch.bfloat16, 64)])
 @pytest.mark.parametrize("ops_name", IMPLEMENTATIONS)
-def test_nan_in_one_visible_slot_shows(ops_name: str, window: int | None) -> None:
-    ops = make_ops(ops_name, torch.float32)
+def test_nan_in_one_visible_slot_shows(ops_name: str, dtype: torch.dtype, head_dim: int, window: int | None) -> None:
+    ops = make_ops(ops_name, dtype)
     segment = Segment([0, 1, 2], 47, [0])
     plan = ops.plan_attention(build_batch([segment], block_size=16).attention, (window,))
-    q = torch.randn(1, 2, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    q = torch.randn(1, 2, head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
     for broken in (0, 5, 31, 40, 47):
-        kv = torch.randn(2, 1, 3, 16, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+        kv = torch.randn(2, 1, 3, 16, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
         kv[0, 0, broken // 16, broken % 16] = torch.nan
         is_visible = window is None or broken > 47 - window
         if is_visible or ops_name == "compiled":  # PyTorch's wants finite slots wherever a request may look
             assert bool(ops.tree_attention(q, kv, plan, scale=SCALE, window=window).isnan().all()) == is_visible
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, HEAD_DIM), (torch.bfloat16, 64)])
+def test_a_broken_key_reaches_those_alone_that_see_it(dtype: torch.dtype, head_dim: int) -> None:
+    """Two branches of a tree; the keys of one are infinite or NaN."""
+    ops, generator = make_ops("compiled", dtype), torch.Generator().manual_seed(0)
+    tree = DraftTree(np.zeros(4, np.int64), np.array([-1, -1, 0, 1], np.int32))
+    segment = Segment([0, 1, 2], 40, [0], tree, root_position=40)
+    plan = ops.plan_attention(build_batch([segment], block_size=16).attention, (None,))
+    q = torch.randn(5, 4, head_dim, generator=generator).to(dtype)
+    kv = torch.randn(2, 2, 3, 16, head_dim, generator=generator).to(dtype)
+    clean = ops.tree_attention(q, kv, plan, scale=SCALE, window=None)
+    for value in (torch.nan, torch.inf):
+        broken = kv.clone()
+        broken[0, :, 2, (42 + 1) % 16] = value  # node 2, a child of node 0
+        output = ops.tree_attention(q, broken, plan, scale=SCALE, window=None)
+        assert torch.equal(output[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])
+        assert not output[3].isfinite().any() or value == torch.inf
 
 
 @pytest.mark.parametrize("layout", ["dense", "scattered", "shared"])

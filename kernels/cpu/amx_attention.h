@@ -1,0 +1,254 @@
+// Attention in bfloat16 on the matrix units of Intel processors.
+//
+// Scores come out as [slots, queries], a vector for each slot: softmax then needs no sums over lanes. Everything that belongs to
+// a query stays in its lane or row, so that its result does not depend on those beside it.
+
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "amx.h"
+#include "attention_plan.h"
+#include "numbers.h"
+
+namespace {
+
+#ifdef TITAN_HAS_AMX
+
+constexpr int kPairs = kTile / 2;
+static_assert(kLanes == kTileRows && kTile == kTileInputs, "a tile of the units holds so many queries, and so many slots");
+
+// Up to 16 query rows that share a KV head, one in each lane.
+struct QueryTile {
+  Lanes largest;             // scores, of base 2
+  Lanes totals;              // of weights
+  Integers visible_lens;     // slots below are visible,
+  Integers first_slots;      // from these on;
+  Integers ancestor_bits[2]; // and nodes, of bits 0 to 31 and 32 to 63
+  int32_t fully_visible_from; // slots that all of them see
+  int32_t fully_visible_to;
+};
+
+// What a thread has in hand; every 16 lines are a tile of the units.
+struct TileRoom {
+  std::vector<QueryTile> tiles;
+  std::vector<Line> queries; // [tiles, D / 32, 16 pairs of dimensions, 16 queries], bfloat16
+  std::vector<Line> sums;    // [tiles, D / 32, 2, 16 queries, 16], of values by weight; of even dimensions, then of odd ones
+  std::vector<Line> values;  // [D / 32, 2, 16 pairs of slots, 16], bfloat16, likewise
+  Line scores[kTile];        // [slots, queries]
+  Line weights[kTileRows];   // [queries, 16 pairs of slots], bfloat16
+};
+
+inline Lanes* lanes_of(Line* line) { return reinterpret_cast<Lanes*>(line->lanes); }
+
+template <typename To, typename From>
+inline To reinterpret(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  std::memcpy(&result, &value, sizeof result);
+  return result;
+}
+
+// Which queries see a slot, all bits of their lanes set.
+inline Integers see(const QueryTile& tile, int32_t slot, int64_t node) {
+  const Integers is_context = (tile.visible_lens > slot) & (tile.first_slots <= slot);
+  if (node < 0 || node >= 64) return is_context;
+  return is_context | -(tile.ancestor_bits[node / 32] >> static_cast<int32_t>(node % 32) & 1);
+}
+
+// The rows of one tile: queries as the units take them, and what they see.
+inline void load_queries(const AttentionPlan& plan, int64_t request, int64_t kv_head, int64_t first_row, int64_t num_rows,
+                         const BFloat16* q, int64_t q_stride, const int64_t* ancestor_bits, int64_t window, QueryTile* tile,
+                         Line* queries) {
+  const int64_t group = plan.num_heads / plan.num_kv_heads;
+  const BFloat16* rows[kTileRows];
+  *tile = QueryTile{};
+  tile->largest += kMinusInfinity;
+  tile->fully_visible_to = std::numeric_limits<int32_t>::max();
+  for (int64_t i = 0; i < num_rows; ++i) {
+    const int64_t row = first_row + i, token = plan.query_start_loc[request] + row / group;
+    rows[i] = q + token * q_stride + (kv_head * group + row % group) * plan.head_dim;
+    const int64_t bits = nearest_ancestors(ancestor_bits[token], window);
+    tile->visible_lens[i] = static_cast<int32_t>(plan.visible_lens[token]);
+    tile->first_slots[i] = static_cast<int32_t>(std::max<int64_t>(plan.positions[token] - window + 1, 0));
+    tile->ancestor_bits[0][i] = static_cast<int32_t>(bits);
+    tile->ancestor_bits[1][i] = static_cast<int32_t>(bits >> 32);
+    tile->fully_visible_from = std::max<int32_t>(tile->fully_visible_from, tile->first_slots[i]);
+    tile->fully_visible_to = std::min<int32_t>(tile->fully_visible_to, tile->visible_lens[i]);
+  }
+  for (int64_t d = 0; d < plan.head_dim; d += kTileInputs) {
+    Lanes words[kTileRows] = {};
+    for (int64_t i = 0; i < num_rows; ++i) std::memcpy(words + i, rows[i] + d, sizeof *words);
+    transpose(words);
+    std::memcpy(queries + d / 2, words, sizeof words);
+  }
+}
+
+// Values of a tile of slots, as pairs; asks for the next tile's keys and values on the way.
+template <int D>
+void load_values(const Head<BFloat16>& head, const Tile& tile, const Tile& next, Line* values) {
+  const int64_t head_dim = D ? D : head.plan.head_dim;
+  for (int64_t j = 0; j < kTile; j += 2) {
+    for (int64_t each = j; each < std::min(j + 2, next.count); ++each) {
+      prefetch_bytes(head.keys + next.offsets[each], head_dim * sizeof(BFloat16));
+      prefetch_bytes(head.values + next.offsets[each], head_dim * sizeof(BFloat16));
+    }
+    for (int64_t d = 0; d < head_dim; d += kTileInputs) {
+      Words first = {}, second = {}; // zeros where there is no slot: the units multiply them, too
+      if (j < tile.count) std::memcpy(&first, head.values + tile.offsets[j] + d, sizeof first);
+      if (j + 1 < tile.count) std::memcpy(&second, head.values + tile.offsets[j + 1] + d, sizeof second);
+      const Words even = (first & 0xffffu) | second << 16, odd = first >> 16 | (second & 0xffff0000u);
+      std::memcpy(values + d + j / 2, &even, sizeof even);
+      std::memcpy(values + d + kPairs + j / 2, &odd, sizeof odd);
+    }
+  }
+}
+
+// Scores of a tile of slots.
+template <int D>
+inline void score_queries(const Head<BFloat16>& head, const Tile& tile, const Line* queries, Line* scores) {
+  const int64_t head_dim = D ? D : head.plan.head_dim, stride = head_dim * sizeof(BFloat16);
+  const BFloat16* keys[2] = {head.keys + tile.offsets[0], head.keys + tile.offsets[tile.count > kTileRows ? kTileRows : 0]};
+  _tile_zero(0);
+  _tile_zero(1);
+  for (int64_t d = 0; d < head_dim; d += kTileInputs) {
+    _tile_loadd(4, queries + d / 2, sizeof(Line));
+    _tile_loadd(6, keys[0] + d, stride);
+    _tile_loadd(7, keys[1] + d, stride);
+    _tile_dpbf16ps(0, 6, 4);
+    _tile_dpbf16ps(1, 7, 4);
+  }
+  _tile_stored(0, scores, sizeof(Line));
+  _tile_stored(1, scores + kTileRows, sizeof(Line));
+}
+
+// 2^x for x <= 0, within 5 ulp: a polynomial of what rounding leaves, times a power. Below -125, where it is 0, the processor
+// would be slow. NaN stays.
+inline Lanes power_of_two(Lanes x) {
+  const Lanes least = Lanes{} - 125.0f;
+  const Lanes exponent = least > x ? least : x, whole = (exponent + 12582912.0f) - 12582912.0f; // no fraction has room beside it
+  const Lanes rest = exponent - whole;
+  Lanes y = Lanes{} + 1.340043312e-3f;
+  y = y * rest + 9.676038065e-3f;
+  y = y * rest + 5.550327212e-2f;
+  y = y * rest + 2.402210734e-1f;
+  y = y * rest + 6.931472067e-1f;
+  y = y * rest + 1.0f;
+  const Lanes power = _mm512_scalef_ps(y, whole);
+  return x < least ? Lanes{} : power;
+}
+
+// Weights of a tile of slots (online softmax: Milakov and Gimelshein, 2018); returns the factor of what was gathered before.
+inline Lanes weigh(QueryTile* tile, const Tile& slots, int64_t tree_start, float scale, Line* scores, Line* weights) {
+  const bool is_visible = slots.begin >= tile->fully_visible_from && slots.begin + slots.count <= tile->fully_visible_to;
+  const float log_scale = scale * 1.44269504088896341f;
+  Lanes largest[2] = {tile->largest, tile->largest};
+  for (int64_t j = 0; j < kTile; ++j) {
+    Lanes* score = lanes_of(scores + j);
+    *score = j < slots.count ? *score * log_scale : Lanes{} + kMinusInfinity;
+    if (!is_visible) *score = see(*tile, slots.begin + j, slots.begin + j - tree_start) ? *score : kMinusInfinity;
+    largest[j % 2] = *score > largest[j % 2] ? *score : largest[j % 2]; // never NaN
+  }
+  const Lanes before = tile->largest;
+  tile->largest = largest[0] > largest[1] ? largest[0] : largest[1];
+  const Lanes base = tile->largest == kMinusInfinity ? Lanes{} : tile->largest;
+  const Lanes kept = power_of_two(before - base);
+  Lanes totals[2] = {}, pairs[kPairs];
+  for (int j = 0; j < kPairs; ++j) {
+    const Lanes even = power_of_two(*lanes_of(scores + 2 * j) - base), odd = power_of_two(*lanes_of(scores + 2 * j + 1) - base);
+    totals[0] += even; // NaN if a score is
+    totals[1] += odd;
+    const Words low = reinterpret<Words>(even) + 0x8000u, high = reinterpret<Words>(odd) + 0x8000u; // to nearest
+    pairs[j] = reinterpret<Lanes>(low >> 16 | (high & 0xffff0000u));
+  }
+  tile->totals = tile->totals * kept + (totals[0] + totals[1]);
+  transpose(pairs);
+  std::memcpy(weights, pairs, sizeof pairs);
+  return kept;
+}
+
+// Add a tile of slots to the weighted sums of values.
+template <int D>
+inline void add_values(int64_t head_dim, Lanes kept, const Line* weights, const Line* values, Line* sums) {
+  const int64_t size = D ? D : head_dim;
+  for (int i = 0; i < kTileRows; ++i) {
+    if (kept[i] == 1.0f) continue;
+    for (int64_t d = 0; d < size; d += kTileRows) *lanes_of(sums + d + i) *= kept[i];
+  }
+  _tile_loadd(4, weights, sizeof(Line));
+  for (int64_t d = 0; d < size; d += kTileInputs) {
+    _tile_loadd(0, sums + d, sizeof(Line));
+    _tile_loadd(1, sums + d + kTileRows, sizeof(Line));
+    _tile_loadd(6, values + d, sizeof(Line));
+    _tile_loadd(7, values + d + kTileRows, sizeof(Line));
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_stored(0, sums + d, sizeof(Line));
+    _tile_stored(1, sums + d + kTileRows, sizeof(Line));
+  }
+}
+
+template <int D>
+void attend_head_by_tiles(const AttentionPlan& plan, int64_t request, int64_t kv_head, const BFloat16* q, int64_t q_stride,
+                          const BFloat16* kv_layer, int64_t head_stride, const int64_t* ancestor_bits, BFloat16* output,
+                          float scale, int64_t window) {
+  static thread_local TileRoom room;
+  const int64_t head_dim = D ? D : plan.head_dim, group = plan.num_heads / plan.num_kv_heads;
+  const int64_t first_token = plan.query_start_loc[request];
+  const int64_t num_rows = (plan.query_start_loc[request + 1] - first_token) * group;
+  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  room.tiles.resize(num_tiles);
+  room.queries.resize(num_tiles * head_dim / 2);
+  room.sums.assign(num_tiles * head_dim, Line{});
+  room.values.resize(head_dim);
+  int64_t first_slot = std::numeric_limits<int64_t>::max();
+  for (int64_t i = 0; i < num_tiles; ++i) {
+    const int64_t first_row = i * kTileRows, count = std::min<int64_t>(kTileRows, num_rows - first_row);
+    load_queries(plan, request, kv_head, first_row, count, q, q_stride, ancestor_bits, window, &room.tiles[i],
+                 &room.queries[i * head_dim / 2]);
+    for (int64_t row = 0; row < count; ++row) first_slot = std::min<int64_t>(first_slot, room.tiles[i].first_slots[row]);
+  }
+
+  const Head<BFloat16> head{plan, kv_layer + kv_head * head_stride, kv_layer + (plan.num_kv_heads + kv_head) * head_stride,
+                            plan.block_table + request * plan.table_width};
+  configure_tiles(kRowsTogether);
+  const int64_t end = plan.seq_lens[request];
+  Tile next = find_tile(head, first_slot / kTile * kTile, end);
+  while (next.count > 0) {
+    const Tile tile = next;
+    next = find_tile(head, tile.begin + kTile, end);
+    load_values<D>(head, tile, next, room.values.data());
+    for (int64_t i = 0; i < num_tiles; ++i) {
+      score_queries<D>(head, tile, &room.queries[i * head_dim / 2], room.scores);
+      const Lanes kept = weigh(&room.tiles[i], tile, plan.tree_starts[request], scale, room.scores, room.weights);
+      add_values<D>(head_dim, kept, room.weights, room.values.data(), &room.sums[i * head_dim]);
+    }
+  }
+  _tile_release(); // oneDNN configures them its own way
+
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t i = row / kTileRows, lane = row % kTileRows;
+    BFloat16* result = output + (first_token + row / group) * plan.num_heads * head_dim + (kv_head * group + row % group) * head_dim;
+    const float factor = 1.0f / room.tiles[i].totals[lane];
+    for (int64_t d = 0; d < head_dim; d += kTileInputs) {
+      const float* even = room.sums[i * head_dim + d + lane].lanes;
+      const float* odd = room.sums[i * head_dim + d + kTileRows + lane].lanes;
+#pragma omp simd
+      for (int64_t pair = 0; pair < kLanes; ++pair) {
+        narrow(even[pair] * factor, &result[d + 2 * pair]);
+        narrow(odd[pair] * factor, &result[d + 2 * pair + 1]);
+      }
+    }
+  }
+}
+
+// Whole tiles of dimensions; tiles of keys within blocks.
+inline bool takes_tiles(const AttentionPlan& plan) {
+  return may_use_amx() && plan.head_dim % kTileInputs == 0 && plan.block_size % kTileRows == 0;
+}
+
+#endif
+
+} // namespace
