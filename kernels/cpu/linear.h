@@ -14,7 +14,9 @@
 
 namespace {
 
-constexpr int kVectorRows = 8;
+constexpr int kVectorRows = 8;      // whose sums fit into the registers
+constexpr int kWideVectorRows = 32; // that are multiplied in groups of these
+constexpr int kVectorsTogether = 4; // of outputs, for one group of rows after the other
 
 template <typename T>
 struct Packing;
@@ -87,70 +89,66 @@ void multiply_columns(const Weight& weight, const float* x, int64_t first_vector
   }
 }
 
+// The same for plain rows of weights, x being [M, depth], and one output.
 template <typename T, int M>
-void multiply_blocks(const Weight& weight, const float* x, const T* residual, T* output) {
+void multiply_plain_row(const Weight& weight, const float* x, int64_t index, const T* residual, T* output) {
+  const int64_t depth = weight.depth, whole = depth / kLanes * kLanes;
+  const T* column = static_cast<const T*>(weight.data) + index * depth;
+  Lanes sums[M] = {};
+  for (int64_t input = 0; input < whole; input += kLanes) {
+    prefetch(column + input);
+    const Lanes weights = load_lanes(column + input);
+    for (int row = 0; row < M; ++row) sums[row] += weights * load_lanes(x + row * depth + input);
+  }
+  const float bias = weight.bias ? widen(static_cast<const T*>(weight.bias)[index]) : 0.0f;
+  for (int row = 0; row < M; ++row) {
+    float sum = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += sums[row][lane];
+    for (int64_t input = whole; input < depth; ++input) sum += widen(column[input]) * x[row * depth + input];
+    const int64_t place = row * weight.num_outputs + index;
+    narrow(sum + bias + (residual ? widen(residual[place]) : 0.0f), &output[place]);
+  }
+}
+
+// Vectors of outputs `first` to `end` - 1 for M rows.
+template <typename T, int M>
+void multiply_vectors(const Weight& weight, const float* x, int64_t first, int64_t end, const T* residual, T* output) {
   constexpr int V = M <= 5 ? 4 : 2; // so that all sums stay in registers, where there are 32 of a vector's size
+  if (weight.block == 1) {
+    for (int64_t index = first * kLanes; index < std::min(end * kLanes, weight.num_outputs); ++index)
+      multiply_plain_row<T, M>(weight, x, index, residual, output);
+    return;
+  }
+  for (; first + V <= end; first += V) multiply_columns<T, M, V>(weight, x, first, residual, output);
+  for (; first < end; ++first) multiply_columns<T, M, 1>(weight, x, first, residual, output);
+}
+
+// Rows are multiplied in groups of nearly equal size, of at most kVectorRows; those behind the first find weights in the cache.
+template <typename T>
+void multiply_by_vectors(const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output) {
+  using Multiply = void (*)(const Weight&, const float*, int64_t, int64_t, const T*, T*);
+  static constexpr Multiply kMultiply[kVectorRows] = {multiply_vectors<T, 1>, multiply_vectors<T, 2>, multiply_vectors<T, 3>,
+                                                      multiply_vectors<T, 4>, multiply_vectors<T, 5>, multiply_vectors<T, 6>,
+                                                      multiply_vectors<T, 7>, multiply_vectors<T, 8>};
+  static thread_local std::vector<float> buffer;
+  buffer.assign(num_rows * weight.depth, 0.0f);
+  float* wide = buffer.data(); // of a group [depth, rows], or [rows, depth] for plain rows of weights
+  const int64_t num_groups = (num_rows + kVectorRows - 1) / kVectorRows, group_rows = (num_rows + num_groups - 1) / num_groups;
+  for (int64_t first = 0; first < num_rows; first += group_rows) {
+    const int64_t count = std::min(group_rows, num_rows - first);
+    const int64_t row_step = weight.block == 1 ? weight.depth : 1, input_step = weight.block == 1 ? 1 : count;
+    for (int64_t row = 0; row < count; ++row)
+      for (int64_t i = 0; i < weight.num_inputs; ++i)
+        wide[first * weight.depth + row * row_step + i * input_step] = widen(x[(first + row) * weight.num_inputs + i]);
+  }
   const int64_t num_vectors = (weight.num_outputs + kLanes - 1) / kLanes;
 #pragma omp parallel for schedule(static) if (weight.num_outputs * weight.depth > kMaxSerialWeights)
-  for (int64_t first = 0; first < num_vectors; first += V) {
-    if (first + V <= num_vectors)
-      multiply_columns<T, M, V>(weight, x, first, residual, output);
-    else
-      for (int64_t vector = first; vector < num_vectors; ++vector)
-        multiply_columns<T, M, 1>(weight, x, vector, residual, output);
-  }
-}
-
-// The same for plain rows of weights, x being [M, depth].
-template <typename T, int M>
-void multiply_plain(const Weight& weight, const float* x, const T* residual, T* output) {
-  const int64_t depth = weight.depth, whole = depth / kLanes * kLanes;
-#pragma omp parallel for schedule(static) if (weight.num_outputs * depth > kMaxSerialWeights)
-  for (int64_t index = 0; index < weight.num_outputs; ++index) {
-    const T* column = static_cast<const T*>(weight.data) + index * depth;
-    Lanes sums[M] = {};
-    for (int64_t input = 0; input < whole; input += kLanes) {
-      prefetch(column + input);
-      const Lanes weights = load_lanes(column + input);
-      for (int row = 0; row < M; ++row) sums[row] += weights * load_lanes(x + row * depth + input);
+  for (int64_t vector = 0; vector < num_vectors; vector += kVectorsTogether) {
+    const int64_t end = std::min(vector + kVectorsTogether, num_vectors);
+    for (int64_t first = 0; first < num_rows; first += group_rows) {
+      const int64_t count = std::min(group_rows, num_rows - first), place = first * weight.num_outputs;
+      kMultiply[count - 1](weight, wide + first * weight.depth, vector, end, residual ? residual + place : nullptr, output + place);
     }
-    const float bias = weight.bias ? widen(static_cast<const T*>(weight.bias)[index]) : 0.0f;
-    for (int row = 0; row < M; ++row) {
-      float sum = 0;
-      for (int lane = 0; lane < kLanes; ++lane) sum += sums[row][lane];
-      for (int64_t input = whole; input < depth; ++input) sum += widen(column[input]) * x[row * depth + input];
-      const int64_t place = row * weight.num_outputs + index;
-      narrow(sum + bias + (residual ? widen(residual[place]) : 0.0f), &output[place]);
-    }
-  }
-}
-
-template <typename T, int M>
-void multiply(const Weight& weight, const T* x, const T* residual, T* output) {
-  static thread_local std::vector<float> buffer;
-  buffer.assign(M * weight.depth, 0.0f);
-  float* wide = buffer.data();
-  const bool is_plain = weight.block == 1;
-  for (int row = 0; row < M; ++row)
-    for (int64_t i = 0; i < weight.num_inputs; ++i)
-      wide[is_plain ? row * weight.depth + i : i * M + row] = widen(x[row * weight.num_inputs + i]);
-  if (is_plain)
-    multiply_plain<T, M>(weight, wide, residual, output);
-  else
-    multiply_blocks<T, M>(weight, wide, residual, output);
-}
-
-template <typename T>
-void multiply_rows(const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output) {
-  switch (num_rows) {
-  case 1: return multiply<T, 1>(weight, x, residual, output);
-  case 2: return multiply<T, 2>(weight, x, residual, output);
-  case 3: return multiply<T, 3>(weight, x, residual, output);
-  case 4: return multiply<T, 4>(weight, x, residual, output);
-  case 5: return multiply<T, 5>(weight, x, residual, output);
-  case 6: return multiply<T, 6>(weight, x, residual, output);
-  case 7: return multiply<T, 7>(weight, x, residual, output);
-  case kVectorRows: return multiply<T, kVectorRows>(weight, x, residual, output);
   }
 }
 
@@ -159,6 +157,9 @@ template <typename T>
 int64_t max_rows([[maybe_unused]] const Weight& weight) {
 #ifdef TITAN_HAS_AMX
   if (std::is_same_v<T, BFloat16> && takes_tiles(weight)) return kAmxRows;
+#endif
+#ifdef __AVX512F__
+  if (std::is_same_v<T, float>) return kWideVectorRows; // beyond that oneDNN is as fast; in bfloat16 it is so much earlier
 #endif
   return kVectorRows;
 }
@@ -170,12 +171,7 @@ void linear(const Weight& weight, const T* x, int64_t num_rows, const T* residua
   if constexpr (std::is_same_v<T, BFloat16>)
     if (takes_tiles(weight) && num_rows > 0 && num_rows <= kAmxRows) return multiply_by_tiles(weight, x, num_rows, residual, output);
 #endif
-  for (; num_rows > 0; num_rows -= kVectorRows) {
-    multiply_rows(weight, x, std::min<int64_t>(num_rows, kVectorRows), residual, output);
-    x += kVectorRows * weight.num_inputs;
-    if (residual) residual += kVectorRows * weight.num_outputs;
-    output += kVectorRows * weight.num_outputs;
-  }
+  if (num_rows > 0) multiply_by_vectors(weight, x, num_rows, residual, output);
 }
 
 } // namespace

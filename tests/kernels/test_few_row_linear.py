@@ -40,7 +40,9 @@ def find(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> We
     found = find_weight(library, weight, bias)
     if found is None:
         small = find_weight(library, packed(random(64, 32, dtype=weight.dtype)), None)
-        assert small is None or max_rows(library, weight.dtype, small) == FEW, "all layouts for AMX can be read"
+        assert small is None or weight.dtype == torch.float32 or max_rows(library, weight.dtype, small) == FEW, (
+            "all layouts for AMX can be read"
+        )
         pytest.skip("a layout of this processor that the library does not read")
     return found
 
