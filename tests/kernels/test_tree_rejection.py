@@ -24,7 +24,7 @@ from titan.kernels.tree_rejection import reject_trees
 from titan.kernels.tree_walk import TreePaths
 from titan.sampling import Purpose, philox_uniform, target_probs
 from titan.tree import DraftTree
-from titan.verify.rejection import reject
+from titan.verify.rejection import reject, reject_by_torch
 
 Array = NDArray[np.float64]
 MAX_DEPTH = 12
@@ -59,7 +59,7 @@ class Verification:
         return reject_trees(*arguments, **self.options.for_draw(), max_depth=MAX_DEPTH)
 
     def by_host(self) -> list[tuple[list[int], int]]:
-        result = reject(self.trees, LazyProbs(self.probs, None), self.options.seeds, self.options.positions)
+        result = reject_by_torch(self.trees, self.probs, self.options.seeds, self.options.positions)
         last_nodes = result.last_rows.numpy() - self.start_loc[:-1] - 1
         paths = [tree.path_to(int(node)) for tree, node in zip(self.trees, last_nodes, strict=True)]
         return list(zip(paths, result.final_tokens.tolist(), strict=True))
