@@ -29,15 +29,21 @@ Growths = Sequence[tuple[list[int], Growth]]
 class CompiledGrower:
     """Grows what `titan.draft.tree_builder` grows depth by depth, with the same results.
 
+    But for a given shape with more children than a draft of a smaller vocabulary has tokens: here, too, it proposes no others.
+
     Args:
         runner: of the draft.
         target_vocab_size: tokens from there on are not proposed.
     """
 
     def __init__(self, runner: CompiledRunner, target_vocab_size: int) -> None:
-        self.max_rows = runner.max_rows
         self._runner = runner
         self._target_vocab_size = target_vocab_size
+
+    @property
+    def max_rows(self) -> int:
+        """Most tokens of a short pass."""
+        return self._runner.max_rows
 
     def can_grow(self, growths: Growths) -> bool:
         """Whether the passes are short, and draws are from whole distributions."""
@@ -62,7 +68,8 @@ class CompiledGrower:
             if isinstance(growth, ShapeGrowth) and growth.rows is not None:
                 num_probs += growth.starts[-1]
         root_positions = [request.num_tokens - 1 for request in requests]
-        rows = [(spec.shape, root, *spec[1:-1]) for spec, root in zip(specs, root_positions, strict=True)]
+        shapes = [0 if spec.shape is None else ctypes.addressof(spec.shape) for spec in specs]
+        rows = [(shape, root, *spec[1:-1]) for shape, spec, root in zip(shapes, specs, root_positions, strict=True)]
         last_slots = [root + spec.num_slots for spec, root in zip(specs, root_positions, strict=True)]
         grown = self._runner.grow(
             np.array(rows, TREE_GROWTH),
@@ -81,7 +88,7 @@ class CompiledGrower:
 class _Spec(NamedTuple):
     """`TREE_GROWTH` of a tree, but for its root, and how many slots behind the root it writes."""
 
-    shape: int
+    shape: TreeShapeStruct | None
     depth: int
     width: int
     num_children: int
@@ -93,7 +100,7 @@ class _Spec(NamedTuple):
     num_slots: int
 
 
-_CHAIN = _Spec(0, 1, 1, 1, 1, 0, 0, 1.0, False, 0)
+_CHAIN = _Spec(None, 1, 1, 1, 1, 0, 0, 1.0, False, 0)
 
 
 def _is_uncut(growth: Growth) -> bool:
@@ -120,7 +127,7 @@ def _specs(growth: Growth, first_inner: int) -> list[_Spec]:
         case BeamGrowth(width=width, num_children=k):
             columns = growth.depths.tolist(), growth.budgets, growth.temperatures.tolist()
             return [
-                _Spec(0, depth, width, k, budget, 0, 0, temperature, False, (depth - 1) * width)
+                _Spec(None, depth, width, k, budget, 0, 0, temperature, False, (depth - 1) * width)
                 for depth, budget, temperature in zip(*columns, strict=True)
             ]
         case ShapeGrowth(rows=None):
@@ -156,7 +163,7 @@ def _trees(growth: Growth, grown: GrownTrees, members: Sequence[int], specs: Seq
 
 def _shape_spec(plan: ShapePlan) -> _Spec:
     depth, num_slots = 1 + len(plan.feeds), int(plan.inner[0, -1]) + 1
-    return _Spec(ctypes.addressof(_shape_struct(plan)), depth, 0, 0, 0, 0, 0, 1.0, False, num_slots)
+    return _Spec(_shape_struct(plan), depth, 0, 0, 0, 0, 0, 1.0, False, num_slots)
 
 
 @lru_cache(maxsize=4096)

@@ -104,7 +104,7 @@ class DraftModelDrafter:
         return trees
 
     def _are_few_roots(self, feeds: list[_Feed]) -> bool:
-        """Whether nothing but the roots of short trees and little before them is fed."""
+        """Whether all that is fed ends in roots that draft, and is short."""
         if self._compiled is None or not all(feed.budget > 0 for feed in feeds):
             return False
         return sum(len(feed.token_ids) for feed in feeds) <= self._compiled.max_rows

@@ -96,7 +96,7 @@ class _GrowingStruct(ctypes.Structure):
 
 
 class GrownTrees(NamedTuple):
-    """Trees of n requests, each a row; what lies behind its nodes means nothing, as do ``parents`` and what follows of shapes."""
+    """Trees of n requests, each a row; what lies behind its nodes means nothing, as do parents, slots and scores of shapes."""
 
     num_nodes: list[int]
     token_ids: Int  # [n, 63]; -1 where a shape has more children than there are tokens

@@ -36,7 +36,7 @@ class WeightStruct(ctypes.Structure):
 
 
 def max_rows(library: ctypes.CDLL, dtype: torch.dtype, weight: WeightStruct) -> int:
-    """Most rows for which the library reads a weight from memory once."""
+    """Most rows for which the library is as fast as oneDNN, or faster."""
     function = kernel(library, "max_rows", dtype)
     function.argtypes, function.restype = [_POINTER], _INT
     return int(function(ctypes.addressof(weight)))

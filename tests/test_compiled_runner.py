@@ -132,12 +132,13 @@ def test_a_chain_is_verified_as_it_would_be_decoded(
         assert torch.equal(verified, torch.cat(decoded))
 
 
-@pytest.mark.parametrize("num_tokens", [9, 16, 17, 33, 64])
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("num_tokens", [9, 16, 17, 32, 33, 64])
 def test_passes_of_more_tokens_where_the_processor_takes_them(
-    num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_tokens: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model(tmp_path, "llama")
-    plain, compiled = make_runners(tmp_path, "bfloat16", monkeypatch)
+    plain, compiled = make_runners(tmp_path, dtype, monkeypatch)
     if num_tokens > compiled.max_rows:
         pytest.skip(f"this processor takes {compiled.max_rows}")
     one, two = tables(2)
@@ -147,7 +148,7 @@ def test_passes_of_more_tokens_where_the_processor_takes_them(
     batch = build_batch(segments, block_size=BLOCK_SIZE)
     with torch.inference_mode():
         for actual, expected in zip(compiled.forward(batch), plain.forward(batch), strict=True):
-            assert_near(actual, expected, 2 * BOUNDS["bfloat16"])  # of a single row
+            assert_near(actual, expected, 2 * BOUNDS[dtype])  # of a single row
 
 
 def test_longer_passes_are_the_decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,3 +55,11 @@ def test_an_empty_tree_is_a_chain_of_nothing() -> None:
 def test_the_shared_parents_of_chains_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="read-only"):
         DraftTree.chain([1, 2]).parents[0] = 1
+
+
+def test_numbers_of_other_dtypes_become_those_of_trees_and_other_distributions_are_refused() -> None:
+    tree = DraftTree(np.array([5, 6], np.int32), np.array([-1, 0], np.int64))
+    assert (tree.token_ids.dtype, tree.parents.dtype) == (np.int64, np.int32)
+    for dtype in (torch.float64, torch.bfloat16):
+        with pytest.raises(ValueError, match=f"draft_probs is {dtype}: it must be torch.float32"):
+            DraftTree(np.array([5]), np.array([-1], np.int32), torch.ones(1, 8, dtype=dtype))

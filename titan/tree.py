@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -37,7 +38,7 @@ class DraftTree:
             it has none; ``None``: it has none at all.
 
     Raises:
-        ValueError: lengths differ, too many nodes, or parents that are not topological.
+        ValueError: lengths differ, too many nodes, parents that are not topological, or draft_probs of another dtype.
     """
 
     token_ids: NDArray[np.int64]
@@ -48,12 +49,16 @@ class DraftTree:
     topology: Topology = field(init=False, repr=False)  # what follows from the parents alone
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", np.asarray(self.token_ids, np.int64))
+        object.__setattr__(self, "parents", np.asarray(self.parents, np.int32))
         num_nodes = len(self.token_ids)
         if num_nodes != len(self.parents):
             raise ValueError(f"token_ids has {num_nodes} nodes but parents has {len(self.parents)}: they must be equal")
         object.__setattr__(self, "topology", topology(self.parents.tobytes()))
         if self.draft_probs is not None and len(self.draft_probs) != len(self.inner):
             raise ValueError(f"draft_probs has {len(self.draft_probs)} rows: the tree has {len(self.inner)} nodes with children")
+        if self.draft_probs is not None and self.draft_probs.dtype != torch.float32:
+            raise ValueError(f"draft_probs is {self.draft_probs.dtype}: it must be torch.float32, as it was drawn from")
 
     @classmethod
     def chain(

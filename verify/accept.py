@@ -108,16 +108,16 @@ def _verify_plainly(
     requests: list[Request], trees: list[DraftTree], start_loc: NDArray[np.int64], logits: Tensor
 ) -> _Verified | None:
     """Verify trees whose requests sample from the logits as they are; ``None`` where that cannot be done in one call."""
-    if not all(request.is_plain for request in requests):
-        return None
     walked = [i for i, (first, end) in enumerate(pairwise(start_loc.tolist())) if first < end]
+    if not all(requests[i].is_plain for i in walked):
+        return None
     ends = verify_compiled(
         logits,
         [walked_tree(trees[i], requests[i].params.temperature, requests[i].seed, requests[i].num_tokens) for i in walked],
         is_logits=True,
     )
     if ends is None:
-        return _Verified(argmax_rows(logits).tolist()) if all(request.takes_argmax for request in requests) else None
+        return _Verified(argmax_rows(logits).tolist()) if all(requests[i].takes_argmax for i in walked) else None
     tokens = [0] * len(logits)
     for end in ends:
         tokens[end.row] = end.token

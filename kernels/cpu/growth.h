@@ -39,6 +39,8 @@ struct TreeGrowth {
   int32_t is_drawn;  // whether the nodes of a shape are drawn
 };
 
+static_assert(sizeof(TreeGrowth) == 72, "as TREE_GROWTH of compiled_decoder.py");
+
 // The trees of n requests, and where their draft's KV is.
 struct Growing {
   int64_t num_requests;

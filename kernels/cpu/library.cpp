@@ -1,7 +1,8 @@
-// What Python calls: every function for every type of tensor. Plain C++ and vectors of it, but for AMX; OpenMP for threads.
+// What Python calls: every function for every type of tensor, but for those that move bytes. Plain C++ and vectors of it, but for
+// AMX; OpenMP for threads.
 //
-// `cpu_library.py` compiles this file; `compiled_ops.py`, `compiled_decoder.py`, `few_row_linear.py` and `row_sampling.py` call it,
-// and tell shapes and meanings.
+// `cpu_library.py` compiles this file; `compiled_ops.py`, `compiled_decoder.py`, `few_row_linear.py`, `kv_ops.py` and
+// `row_sampling.py` call it, and tell shapes and meanings.
 
 #include "attention.h"
 #include "cache.h"

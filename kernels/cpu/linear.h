@@ -152,7 +152,7 @@ void multiply_by_vectors(const Weight& weight, const T* x, int64_t num_rows, con
   }
 }
 
-// Most rows for which `linear` reads the weight from memory once.
+// Most rows for which `linear` is as fast as oneDNN, or faster.
 template <typename T>
 int64_t max_rows([[maybe_unused]] const Weight& weight) {
 #ifdef TITAN_HAS_AMX

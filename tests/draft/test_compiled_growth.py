@@ -14,6 +14,7 @@ from zoo import Zoo, random_prompts
 
 from titan.draft.compiled_growth import CompiledGrower
 from titan.draft.draft_model import DraftModelDrafter
+from titan.draft.shapes import in_main_path_order
 from titan.draft.tree_builder import BeamGrowth, ChainGrowth, Growth, ShapeGrowth
 from titan.engine import Engine
 from titan.kernels.cpu_library import usable_library
@@ -61,11 +62,11 @@ def drafter_of(engine: Engine) -> tuple[DraftModelDrafter, CompiledGrower]:
     return drafter, drafter._compiled
 
 
-def running(zoo: Zoo, family: str, draft: str, **options: Any) -> tuple[Engine, list[Request]]:
+def running(zoo: Zoo, family: str, draft: str, prompts: list[list[int]] = PROMPTS, **options: Any) -> tuple[Engine, list[Request]]:
     """Requests in flight that have room for the largest tree, some of which the draft lacks tokens of."""
     engine = make_engine(zoo.path(family), zoo.path(draft), max_draft_tokens=6, **AMPLE | options)
     params = [SamplingParams(temperature=t, seed=i, max_tokens=30, ignore_eos=True) for i, t in enumerate(TEMPERATURES)]
-    requests = submit(engine, PROMPTS, params)
+    requests = submit(engine, prompts, params)
     for _ in range(3):
         engine.step()
     for i, request in enumerate(requests):
@@ -209,3 +210,20 @@ def test_logits_that_are_not_finite_cost_the_neighbours_nothing(zoo: Zoo, kind: 
     others = [0, 1, 3, 4]
     assert_same([actual[i] for i in others], [expected[i] for i in others])
     assert ((actual[2].token_ids >= 0) & (actual[2].token_ids < drafter.target_vocab_size)).all()
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_a_shape_with_more_children_than_there_are_tokens_is_cut(zoo: Zoo, is_drawn: bool) -> None:
+    """Also where a node that is missing would have children of its own, which are fed as if it were there."""
+    engine, requests = running(zoo, "eight", "eight_other", prompts=[[3, 4], [5, 6, 3], [4], [3], [7, 7]])
+    drafter, compiled = drafter_of(engine)
+    wide = in_main_path_order(np.array([*[-1] * 12, 10, 10, 11, 0, 12], np.int32))
+    with torch.inference_mode():
+        feeds = [lacking(request) for request in requests]
+        members = list(range(len(requests)))
+        growths: Growths = [(members, ShapeGrowth([wide] * 5, rows_of(requests) if is_drawn else None))]
+        actual = compiled.grow(requests, growths, feeds)
+        growths = [(members, ShapeGrowth([wide] * 5, rows_of(requests) if is_drawn else None))]
+        drafter._grow(requests, growths, feed(drafter, requests))
+        assert_same(actual, growths[0][1].harvest())
+    assert {tree.num_nodes for tree in actual} == {9}, "a star of all eight tokens, and a node behind the first"
