@@ -18,12 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo import Zoo
 
+from titan.batch import build_draft_passes
 from titan.config import EngineConfig
+from titan.cuda_graphs import PassCounts, PassLimits
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import DraftPolicy
 from titan.engine import Engine
 from titan.kernels.tree_walk import _walk_kernel
+from titan.kv_cache import allocate_kv
 from titan.logits import TransformedRows, transform_logits
+from titan.model_runner import make_runner
 from titan.models.decoder import Decoder
 from titan.models.loader import load_config
 from titan.outputs import RequestMetrics
@@ -181,6 +185,24 @@ def decoder_on_meta(path: str) -> Decoder:
     decoder = Decoder(load_config(path), dtype=torch.bfloat16, device=META)
     decoder.prepare(pack=False)
     return decoder
+
+
+def test_nodes_of_a_draft_pass_are_taken_from_the_device_alone(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    Device(monkeypatch)
+    model = decoder_on_meta(zoo.path("llama"))
+    config = model.config
+    kv = allocate_kv(config.num_layers, 2, config.num_kv_heads, 16, config.head_dim, model.dtype, META)
+    runner = make_runner(model, kv, PassLimits(num_requests=2, query_len=3, num_blocks=2), PassCounts())
+    [draft_pass] = build_draft_passes([[0, 1]], np.array([5]), [[np.array([0, 1])]], block_size=16)
+    request.getfixturevalue("uploads")
+    with torch.inference_mode():
+        nodes = torch.empty(2, 2, dtype=torch.int64, device=META)
+        for _ in range(2):
+            assert runner.forward(draft_pass.with_nodes(*nodes)).shape == (2, config.vocab_size)
+        with pytest.raises(ValueError, match="^node_token_ids is on cpu: it must be on meta"):
+            runner.forward(draft_pass.with_nodes(*torch.zeros(2, 2, dtype=torch.int64)))
 
 
 @pytest.mark.parametrize(
