@@ -21,6 +21,7 @@ from zoo import Zoo
 from titan.batch import build_draft_passes
 from titan.config import EngineConfig
 from titan.cuda_graphs import PassCounts, PassLimits
+from titan.device_trees import DeviceTrees
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import DraftPolicy
 from titan.engine import Engine
@@ -33,6 +34,8 @@ from titan.models.loader import load_config
 from titan.outputs import RequestMetrics
 from titan.request import Request
 from titan.sampling_params import SamplingParams
+from titan.step import Acceptance, StepPlan
+from titan.verify import device_accept
 from titan.verify.logprobs import emitted_logprobs
 
 META = torch.device("meta")
@@ -158,7 +161,7 @@ def test_trees_grow_on_the_device(uploads: Uploads, draft_tree: str | list[int],
 class Device:
     """An engine's device, on which kernels do nothing; the one look at its results finds what is made up here.
 
-    Every tree is a star, and its second node is accepted, so that KV is moved in both caches.
+    Every tree that is not empty is a star, and its second node is accepted, so that KV is moved in both caches.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +172,18 @@ class Device:
         monkeypatch.setattr("titan.engine.choose_device", lambda name: META)
         monkeypatch.setattr("titan.model_runner.cuda_graph_capture", eager_capture)
         monkeypatch.setattr("titan.verify.device_accept.download", self.download)
+        self.accept, self.found = device_accept.accept_on_device, device_accept._Verified.found
+        monkeypatch.setattr("titan.verify.device_accept.accept_on_device", self.noting_sizes)
+        monkeypatch.setattr("titan.verify.device_accept._Verified.found", lambda *args: self.finding_one(*args))
+
+    def noting_sizes(self, plan: StepPlan, trees: DeviceTrees, *args: Any) -> Acceptance:
+        self.num_nodes = np.diff(trees.node_start_loc)
+        return self.accept(plan, trees, *args)
+
+    def finding_one(self, verified: Any, fetched: list[Any]) -> Any:
+        """The number of accepted nodes comes second."""
+        fetched[1][:] = self.num_nodes[verified.rows] > 0
+        return self.found(verified, fetched)
 
     def download(self, tensors: Sequence[Tensor]) -> list[Any]:
         assert all(tensor.device == META for tensor in tensors)
@@ -201,7 +216,7 @@ def test_nodes_of_a_draft_pass_are_taken_from_the_device_alone(
         nodes = torch.empty(2, 2, dtype=torch.int64, device=META)
         for _ in range(2):
             assert runner.forward(draft_pass.with_nodes(*nodes)).shape == (2, config.vocab_size)
-        with pytest.raises(ValueError, match="^node_token_ids is on cpu: it must be on meta"):
+        with pytest.raises(ValueError, match=r"^node_token_ids is on cpu: it must be on meta"):
             runner.forward(draft_pass.with_nodes(*torch.zeros(2, 2, dtype=torch.int64)))
 
 
@@ -217,6 +232,8 @@ def test_nodes_of_a_draft_pass_are_taken_from_the_device_alone(
         ("auto", "sampled", 0.8, {}),
         ("chain", "auto", 0.8, {}),
         ("auto", "sampled", 0.8, {"repetition_penalty": 1.1}),
+        ("auto", "sampled", 0.8, {"repetition_penalty": 1.1, "use_speculative": False}),
+        ("chain", "greedy", 0.0, {"min_tokens": 30, "stop_token_ids": [9], "use_speculative": False}),
         ("dynamic", "greedy", 0.8, {"min_tokens": 30, "stop_token_ids": [9]}),
     ],
 )
@@ -237,14 +254,16 @@ def test_a_step_looks_at_the_device_once(
     engine._use_drafter(DraftModelDrafter("draft", draft, engine._draft_context()))
     hot, cold = ({"temperature": each, "max_tokens": 30, "ignore_eos": True} for each in (temperature, 0.0))
     params = [SamplingParams(**hot, seed=1), SamplingParams(**hot, **others, seed=2), SamplingParams(**cold)]
-    requests = submit(engine, [[5] * 40, [6] * 3, [7] * 20], params)
+    requests = submit(engine, [[5] * 40, [6] * 3, [7] * 5], params)
     moves: list[int] = []
     monkeypatch.setattr("titan.kernels.kv_moves.move_paths", lambda *_: moves.append(device.num_looks))
     uploads = request.getfixturevalue("uploads")
     num_steps = 8
     for _ in range(num_steps):
         engine.step()
-    # options that look at drafted prefixes need the trees before
-    assert device.num_looks == num_steps * (2 if others else 1) and uploads.count > num_steps
-    assert all(each.metrics.num_accepted_tokens > 2 for each in requests) and len(moves) > num_steps
+    drafted = [each for each in requests if each.params.use_speculative]
+    # options that look at drafted prefixes need the trees before, where there is one
+    num_looks = 2 if others and len(drafted) == len(requests) else 1
+    assert device.num_looks == num_steps * num_looks and uploads.count > num_steps
+    assert all(each.metrics.num_accepted_tokens > 2 for each in drafted) and len(moves) > num_steps
     assert engine.passes.num_replayed > num_steps

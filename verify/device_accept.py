@@ -1,8 +1,8 @@
 """Verification of trees that lie on the device: by the rules of `titan.verify.accept`, with one look at the results.
 
-One copy brings the trees and what became of them to the host. Only where a request has an option that looks at the drafted
-prefix of a row (penalties, logit bias, logits processors, ``min_tokens`` while it holds stops back) are the trees of the step
-brought there before, in a copy of their own.
+One copy brings the trees and what became of them to the host. Only where a request that has nodes has an option that looks at the
+drafted prefix of a row (penalties, logit bias, logits processors, ``min_tokens`` while it holds stops back) are the trees of the
+step brought there before, in a copy of their own.
 
 Legend: S requests whose roots were reached, N nodes, L = N + S rows of logits: of each request its root, then its nodes.
 """
@@ -26,9 +26,9 @@ from titan.kernels.tree_walk import TreePaths, walk_matches
 from titan.kernels.upload import download, to_device, upload
 from titan.sampling import Purpose, SamplingRows, spread_options, target_distributions
 from titan.step import Acceptance, StepPlan
-from titan.tree import DraftTree
+from titan.tree import EMPTY_TREE, DraftTree
 from titan.verify.logprobs import emitted_logprobs
-from titan.verify.rows import PrefixOptions, looks_at_prefix, prefix_options
+from titan.verify.rows import looks_at_prefix, prefix_options
 
 Ints = NDArray[np.int64]
 
@@ -49,10 +49,10 @@ def accept_on_device(plan: StepPlan, trees: DeviceTrees, start_loc: Ints, logits
         part = _Part(trees, counts, is_drawn=False)
         verified = [_Verified(part.rows, _walk(part, argmax_rows(logits)))]
     else:
-        options = PrefixOptions([], [])
-        if any(looks_at_prefix(request) for request, count in zip(requests, counts, strict=True) if count):
+        if any(looks_at_prefix(request) for request, count in zip(requests, counts, strict=True) if count > 1):
             host_trees = trees.on_host(download(trees.columns))
-            options = prefix_options(requests, host_trees, start_loc)
+        # where it is not known which nodes there are, nothing looks at them: the prefix of a root is empty
+        options = prefix_options(requests, host_trees or [EMPTY_TREE] * len(requests), start_loc)
         rows = spread_options(requests, counts, np.zeros(len(logits), np.int64), *options)
         parts = [_Part(trees, counts, is_drawn=is_drawn) for is_drawn in (False, True)]
         verified = [_verify(part, logits, rows) for part in parts if part.rows]
