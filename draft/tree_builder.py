@@ -28,7 +28,7 @@ from titan.device_trees import TreeOutline
 from titan.draft.device_growth import DeviceCandidates, chain_candidates, shape_candidates
 from titan.draft.shapes import ShapePlan, chain_slots, main_path_order, shape_plan
 from titan.kernels.row_sampling import LazyProbs, argmax_rows, best_children, draw_children_compiled, draw_siblings
-from titan.kernels.upload import to_device
+from titan.kernels.upload import to_device, upload
 from titan.sampling import Purpose, SamplingRows, lazy_probs, philox_uniform
 from titan.tree import EMPTY_TREE, MAX_NODES, DraftTree, Parents
 
@@ -303,13 +303,13 @@ class ShapeGrowth:
         _, depths, parents, ranks, bits, num_children = np.concatenate([plan.inner for plan in self.plans], 1)
         places = np.argsort(depths, kind="stable")
         sources = (starts + parents) * self._max_children + ranks
-        table = to_device(np.stack((places, sources[places], bits[places])), device)
-        ends = np.cumsum(np.bincount(depths)).tolist()
-        levels = []
-        for start, end in pairwise([0, *ends]):
-            on_device, on_host = table[:, start:end], places[start:end]
-            levels.append(ShapeLevel(on_device[0], on_device[1], on_device[2], owners[on_host], num_children[on_host]))
-        return levels
+        of_levels = np.split(places, np.cumsum(np.bincount(depths))[:-1])
+        # one array per level and column: kernels read the ancestor bits, and slices of one array would not be aligned
+        columns = upload([column for level in of_levels for column in (level, sources[level], bits[level])], device)
+        return [
+            ShapeLevel(*columns[3 * depth : 3 * depth + 3], owners[level], num_children[level])
+            for depth, level in enumerate(of_levels)
+        ]
 
 
 def shaped_tree(plan: ShapePlan, token_ids: Ints, probs: Tensor | None) -> DraftTree:

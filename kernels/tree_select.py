@@ -15,8 +15,12 @@ from titan.kernels.tree_nodes import NODE_DTYPES, TreeNodes
 from titan.kernels.tree_walk import NODES
 from titan.kernels.triton_tools import require, require_launchable
 
-MAX_CANDIDATES = 4096
-"""One program holds the scores of a request in its registers."""
+CANDIDATES = (64, 512, 4096)
+"""One program holds the scores of a request in its registers, padded to one of these numbers. Each of them is a kernel that is
+compiled when it is first launched, and how many candidates there are changes while trees are drafted: chains and trees along one
+chain always have the first of them, beams the second."""
+
+MAX_CANDIDATES = CANDIDATES[-1]
 
 
 @triton.jit(do_not_specialize=["num_candidates"])
@@ -34,7 +38,7 @@ def _select_kernel(
     num_candidates,
     first_nodes_ptr,  # [n]
     num_nodes_ptr,  # [n]
-    CANDIDATES: tl.constexpr,  # num_candidates, padded to a power of two
+    CANDIDATES: tl.constexpr,  # num_candidates, padded
     NODES: tl.constexpr,
 ):
     """One program per request."""
@@ -144,7 +148,7 @@ def select_trees(
             num_candidates,
             first_nodes,
             num_nodes,
-            CANDIDATES=triton.next_power_of_2(num_candidates),
+            CANDIDATES=next(padded for padded in CANDIDATES if padded >= num_candidates),
             NODES=NODES,
             num_warps=4,
         )
