@@ -176,6 +176,7 @@ class BeamGrowth:
         self.num_children = num_children
         self.temperatures = np.array(temperatures, np.float32)
         self._temperatures: Tensor  # the same on the device
+        self._going_on: list[Tensor]  # int64 each, by depth, from 1 on: the requests that feed nodes of that depth
         # by depth, of all requests: the columns of Candidates, on the device
         self._levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._beam: Tensor  # int64 [n, W], the candidates of the last level that are fed
@@ -186,17 +187,18 @@ class BeamGrowth:
         return [list(np.arange((depth - 1) * self.width).reshape(-1, self.width)) for depth in self.depths.tolist()]
 
     def plant(self, logits: Tensor) -> None:
-        self._temperatures = to_device(self.temperatures, logits.device)
+        going_on = [np.flatnonzero(self.depths > depth) for depth in range(1, self.depths.max())]
+        self._temperatures, *self._going_on = upload([self.temperatures, *going_on], logits.device)
         token_ids, scores = best_children(logits, self.num_children, self._temperatures)
         self._add_level(token_ids, scores, torch.full_like(token_ids, -1), torch.zeros_like(token_ids), depth=1)
 
     def frontier(self, depth: int) -> Frontier:
-        index = self._going_on(depth)
+        index = self._going_on[depth - 1]
         token_ids = self._levels[-1][0]
         return Frontier(token_ids.gather(1, self._beam)[index].flatten(), self._bits[index].flatten())
 
     def grow(self, depth: int, logits: Tensor) -> None:
-        index = self._going_on(depth)
+        index = self._going_on[depth - 1]
         n, width, k = len(self.budgets), self.width, self.num_children
         token_ids, logprobs = best_children(logits, k, self._temperatures[index].repeat_interleave(width))
         scores = torch.full((n, width * k), float("-inf"), device=logits.device)
@@ -228,9 +230,6 @@ class BeamGrowth:
         self._bits = parent_bits.gather(1, self._beam) | (1 << fed.clamp(max=MAX_NODES - 1))
         is_last = to_device(self.depths <= depth, scores.device)[:, None]
         self._levels.append((token_ids, scores, parent_slots, slots.masked_fill(is_last, -1)))
-
-    def _going_on(self, depth: int) -> Tensor:
-        return to_device(np.flatnonzero(self.depths > depth), self._temperatures.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -305,10 +304,10 @@ class ShapeGrowth:
         sources = (starts + parents) * self._max_children + ranks
         of_levels = np.split(places, np.cumsum(np.bincount(depths))[:-1])
         # one array per level and column: kernels read the ancestor bits, and slices of one array would not be aligned
-        columns = upload([column for level in of_levels for column in (level, sources[level], bits[level])], device)
+        columns = iter(upload([column for level in of_levels for column in (level, sources[level], bits[level])], device))
         return [
-            ShapeLevel(*columns[3 * depth : 3 * depth + 3], owners[level], num_children[level])
-            for depth, level in enumerate(of_levels)
+            ShapeLevel(next(columns), next(columns), next(columns), owners=owners[level], num_children=num_children[level])
+            for level in of_levels
         ]
 
 

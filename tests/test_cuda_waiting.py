@@ -24,6 +24,7 @@ from titan.cuda_graphs import PassCounts, PassLimits
 from titan.device_trees import DeviceTrees
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import DraftPolicy
+from titan.draft.tree_builder import BeamGrowth
 from titan.engine import Engine
 from titan.kernels.tree_walk import _walk_kernel
 from titan.kv_cache import allocate_kv
@@ -136,6 +137,18 @@ def test_logprobs_take_one_copy_there_and_one_back(uploads: Uploads, monkeypatch
     result = emitted_logprobs(requests, start_loc, [[0, 1], [], [0], []], [[5, 6, 7], [1], [2, 3], [4]], logits_of(7))
     assert sorted(result) == [0, 2, 3] and [len(each) for each in result.values()] == [3, 2, 1]
     assert uploads.count == 1 and [each.shape for each in read] == [(6, 2 + 2 * 20)]
+
+
+def test_a_beam_brings_what_it_knows_of_all_depths_in_one_copy(uploads: Uploads) -> None:
+    growth = BeamGrowth([9, 5, 9], [6, 2, 4], 2, 3, [0.7, 1.0, 0.1])
+    growth.plant(logits_of(3))
+    num_masks = 1  # one per level says whose last it is
+    assert uploads.count == 1 + num_masks
+    for depth, num_fed in enumerate((3, 2, 2, 1, 1), start=1):
+        assert growth.frontier(depth).token_ids.shape == (2 * num_fed,)
+        growth.grow(depth, logits_of(2 * num_fed))
+        num_masks += 1
+    assert uploads.count == 1 + num_masks
 
 
 @pytest.mark.parametrize(
