@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,6 +122,26 @@ def test_steps_on_triton_are_those_on_pytorch(
     assert_same(run(DEVICE), expected)
     assert len(downloads) - downloads.count(NUM_COLUMNS) <= len(expected.steps), "one look per step; none where nothing is drafted"
     assert (NUM_COLUMNS in downloads) == (options == "looking back"), "the trees alone, because options look at them"
+    assert sum(expected.accepted_per_depth) >= 3
+
+
+@pytest.mark.parametrize(("shape", "options"), [("chain", "sampled"), ("auto", "looking back"), ("parents", "sampled")])
+def test_drawn_trees_of_the_host_are_verified_on_triton(
+    shape: str, options: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a drafter may propose them that knows nothing of trees on the device; some of each step are not drawn."""
+
+    def run(device: torch.device) -> Trace:
+        choice = POOL | SHAPES[shape] | {"draft_sampling": "sampled", "device": str(device)}
+        return trace(make_engine(zoo.path("short"), zoo.path("short~"), **choice), OPTIONS[options])
+
+    monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
+    expected = run(CPU)
+    take_triton(monkeypatch)
+    monkeypatch.setattr("titan.draft.draft_model.backend", SimpleNamespace(takes_triton=lambda device: False))
+    downloads = count_downloads(monkeypatch)
+    assert_same(run(DEVICE), expected)
+    assert len(downloads) >= 3 and NUM_COLUMNS not in downloads, "the trees are known"
     assert sum(expected.accepted_per_depth) >= 3
 
 
