@@ -39,9 +39,11 @@ class Drafter(Protocol):
     def kv(self) -> Tensor | None: ...
 
     def propose(self, plan: StepPlan) -> Proposal:
-        """Return one `DraftTree` per row of the plan, of at most ``plan.draft_budgets[i]`` nodes.
+        """Return one tree per row of the plan, of at most ``plan.draft_budgets[i]`` nodes; empty trees are allowed.
 
-        A list of them; a drafter that grows its trees on the device may leave them there as `titan.device_trees.DeviceTrees`.
+        Either a list of `DraftTree`, on any device; or, on CUDA, `titan.device_trees.DeviceTrees`, trees that were grown on the
+        device and stay there. `titan.device_trees.outlines_of` says of both what the host knows, by row. Only for requests that
+        sample may tokens be drawn. `commit` gets `DraftTree` in either case, those from the device without ``draft_probs``.
         """
         ...
 

@@ -28,7 +28,7 @@ from titan.device_trees import TreeOutline
 from titan.draft.device_growth import DeviceCandidates, chain_candidates, shape_candidates
 from titan.draft.shapes import ShapePlan, chain_slots, main_path_order, shape_plan
 from titan.kernels.row_sampling import LazyProbs, argmax_rows, best_children, draw_children_compiled, draw_siblings
-from titan.kernels.upload import to_device
+from titan.kernels.upload import to_device, upload
 from titan.sampling import Purpose, SamplingRows, lazy_probs, philox_uniform
 from titan.tree import EMPTY_TREE, MAX_NODES, DraftTree, Parents
 
@@ -86,7 +86,7 @@ def best_trees(candidates: Candidates, budgets: Sequence[int]) -> list[DraftTree
     """Of each request's candidates the best ancestor-closed set: those with the greatest cumulative probability.
 
     A child never scores above its parent, so that the best are ancestor-closed if, of equal ones, the earlier are taken:
-    candidates must come parents first.
+    candidates must come parents first. This is also the slow twin of `titan.kernels.tree_select`.
 
     Args:
         candidates: of n requests, by depth.
@@ -176,6 +176,7 @@ class BeamGrowth:
         self.num_children = num_children
         self.temperatures = np.array(temperatures, np.float32)
         self._temperatures: Tensor  # the same on the device
+        self._going_on: list[Tensor]  # int64 each, by depth, from 1 on: the requests that feed nodes of that depth
         # by depth, of all requests: the columns of Candidates, on the device
         self._levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._beam: Tensor  # int64 [n, W], the candidates of the last level that are fed
@@ -186,17 +187,18 @@ class BeamGrowth:
         return [list(np.arange((depth - 1) * self.width).reshape(-1, self.width)) for depth in self.depths.tolist()]
 
     def plant(self, logits: Tensor) -> None:
-        self._temperatures = to_device(self.temperatures, logits.device)
+        going_on = [np.flatnonzero(self.depths > depth) for depth in range(1, self.depths.max())]
+        self._temperatures, *self._going_on = upload([self.temperatures, *going_on], logits.device)
         token_ids, scores = best_children(logits, self.num_children, self._temperatures)
         self._add_level(token_ids, scores, torch.full_like(token_ids, -1), torch.zeros_like(token_ids), depth=1)
 
     def frontier(self, depth: int) -> Frontier:
-        index = self._going_on(depth)
+        index = self._going_on[depth - 1]
         token_ids = self._levels[-1][0]
         return Frontier(token_ids.gather(1, self._beam)[index].flatten(), self._bits[index].flatten())
 
     def grow(self, depth: int, logits: Tensor) -> None:
-        index = self._going_on(depth)
+        index = self._going_on[depth - 1]
         n, width, k = len(self.budgets), self.width, self.num_children
         token_ids, logprobs = best_children(logits, k, self._temperatures[index].repeat_interleave(width))
         scores = torch.full((n, width * k), float("-inf"), device=logits.device)
@@ -228,9 +230,6 @@ class BeamGrowth:
         self._bits = parent_bits.gather(1, self._beam) | (1 << fed.clamp(max=MAX_NODES - 1))
         is_last = to_device(self.depths <= depth, scores.device)[:, None]
         self._levels.append((token_ids, scores, parent_slots, slots.masked_fill(is_last, -1)))
-
-    def _going_on(self, depth: int) -> Tensor:
-        return to_device(np.flatnonzero(self.depths > depth), self._temperatures.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -303,13 +302,13 @@ class ShapeGrowth:
         _, depths, parents, ranks, bits, num_children = np.concatenate([plan.inner for plan in self.plans], 1)
         places = np.argsort(depths, kind="stable")
         sources = (starts + parents) * self._max_children + ranks
-        table = to_device(np.stack((places, sources[places], bits[places])), device)
-        ends = np.cumsum(np.bincount(depths)).tolist()
-        levels = []
-        for start, end in pairwise([0, *ends]):
-            on_device, on_host = table[:, start:end], places[start:end]
-            levels.append(ShapeLevel(on_device[0], on_device[1], on_device[2], owners[on_host], num_children[on_host]))
-        return levels
+        of_levels = np.split(places, np.cumsum(np.bincount(depths))[:-1])
+        # one array per level and column: kernels read the ancestor bits, and slices of one array would not be aligned
+        columns = iter(upload([column for level in of_levels for column in (level, sources[level], bits[level])], device))
+        return [
+            ShapeLevel(next(columns), next(columns), next(columns), owners=owners[level], num_children=num_children[level])
+            for level in of_levels
+        ]
 
 
 def shaped_tree(plan: ShapePlan, token_ids: Ints, probs: Tensor | None) -> DraftTree:

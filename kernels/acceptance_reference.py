@@ -1,4 +1,7 @@
-"""Slow twins of the sampling and acceptance kernels: one row or one request at a time, in float64, the oracle of their tests."""
+"""Slow twins of the kernels for sampling, acceptance and grown nodes: one row or one request at a time, the oracle of their tests.
+
+Numbers are float64.
+"""
 
 from __future__ import annotations
 
@@ -101,3 +104,26 @@ def reference_reject(
             left = left / left.sum() if left.sum() > 0 else left
         else:
             return path, reference_draw(residual, uniform(row, bool(children)))
+
+
+def reference_place_nodes(
+    token_ids: Tensor,
+    positions: Tensor,
+    ancestor_bits: Tensor,
+    query_start_loc: Tensor,
+    tree_starts: Tensor,
+    node_start_loc: Tensor,
+    node_token_ids: Tensor,
+    node_ancestor_bits: Tensor,
+    node_depths: Tensor | None,
+) -> None:
+    """Write grown nodes over the last queries of their requests; arguments as those of the kernel."""
+    ends, starts, node_loc = query_start_loc[1:].tolist(), tree_starts.tolist(), node_start_loc.tolist()
+    for end, start, first, last in zip(ends, starts, node_loc[:-1], node_loc[1:], strict=True):
+        for node in range(first, last):
+            query = end - last + node
+            token_ids[query] = max(int(node_token_ids[node]), 0)
+            if start:
+                ancestor_bits[query] = node_ancestor_bits[node]
+                if node_depths is not None:
+                    positions[query] = start - 1 + node_depths[node]

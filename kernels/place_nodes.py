@@ -1,4 +1,7 @@
-"""Draft nodes that were grown on the device, brought to the places that a batch has for them."""
+"""Draft nodes that were grown on the device, brought to the places that a batch has for them.
+
+The slow twin is `titan.kernels.acceptance_reference.reference_place_nodes`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Of each request's candidates the best draft tree: those with the greatest scores, laid out with the path of first children first.
 
 A candidate never scores above its parent and comes behind it, so that the best ones are ancestor-closed if, of equal ones, the
-earlier are taken. The slow twin is `titan.draft.tree_builder.best_trees`.
+earlier are taken. It has no slow twin in this folder: the choice is the one that is made on the host where there is no GPU, and the
+tests hold it to that.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from titan.kernels.tree_nodes import NODE_DTYPES, TreeNodes
 from titan.kernels.tree_walk import NODES
 from titan.kernels.triton_tools import require, require_launchable
 
-MAX_CANDIDATES = 4096
-"""One program holds the scores of a request in its registers."""
+CANDIDATES = (64, 512, 4096)
+"""One program holds the scores of a request in its registers, padded to one of these numbers. Each of them is a kernel that is
+compiled when it is first launched, and how many candidates there are changes while trees are drafted: chains and trees along one
+chain always have the first of them, beams the second."""
+
+MAX_CANDIDATES = CANDIDATES[-1]
 
 
 @triton.jit(do_not_specialize=["num_candidates"])
@@ -34,7 +39,7 @@ def _select_kernel(
     num_candidates,
     first_nodes_ptr,  # [n]
     num_nodes_ptr,  # [n]
-    CANDIDATES: tl.constexpr,  # num_candidates, padded to a power of two
+    CANDIDATES: tl.constexpr,  # num_candidates, padded
     NODES: tl.constexpr,
 ):
     """One program per request."""
@@ -144,7 +149,7 @@ def select_trees(
             num_candidates,
             first_nodes,
             num_nodes,
-            CANDIDATES=triton.next_power_of_2(num_candidates),
+            CANDIDATES=next(padded for padded in CANDIDATES if padded >= num_candidates),
             NODES=NODES,
             num_warps=4,
         )

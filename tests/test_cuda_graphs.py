@@ -18,7 +18,7 @@ from tiny_models import make_model
 from torch import Tensor
 
 from titan import cuda_graphs
-from titan.batch import RaggedBatch, Segment, build_batch, build_draft_passes
+from titan.batch import DraftPass, RaggedBatch, Segment, build_batch, build_draft_passes
 from titan.cuda_graphs import (
     MAX_GRAPH_TOKENS,
     Capture,
@@ -237,11 +237,16 @@ class Twins:
         written = batch.slot_mapping
         assert (after[:, :, :, written] - twin[:, :, :, written]).norm() <= 1e-5 * twin[:, :, :, written].norm()
 
-    def compare(self, batch: RaggedBatch) -> None:
+    def compare(self, batch: RaggedBatch, plain_batch: RaggedBatch | None = None) -> None:
+        """One pass; the plain twin may have a batch of its own."""
         with torch.inference_mode():
-            logits, expected = self.triton.forward(batch).cpu(), self.plain.forward(batch)
+            logits, expected = self.triton.forward(batch).cpu(), self.plain.forward(plain_batch or batch)
         assert logits.shape == expected.shape
         assert (logits - expected).norm() <= 1e-5 * expected.norm()
+
+    def compare_nodes(self, draft_pass: DraftPass, *nodes: Tensor) -> None:
+        """One pass of a draft, with nodes that were grown where each twin is."""
+        self.compare(draft_pass.with_nodes(*(each.to(DEVICE) for each in nodes)), draft_pass.with_nodes(*nodes))
 
     def verification(self, query_lens: Sequence[int]) -> list[Segment]:
         """Requests with trees, so that the root and its nodes make queries of these lengths, at random contexts."""
@@ -279,7 +284,7 @@ def test_passes_of_a_draft_are_replayed_with_nodes_and_with_few_rows(folder: Pat
         for draft_pass, token_ids, ancestor_bits in zip(
             build_draft_passes(tables[:2], roots[:2], feeds, block_size=BLOCK_SIZE), tokens, bits, strict=True
         ):
-            twins.compare(draft_pass.with_nodes(token_ids, ancestor_bits))
+            twins.compare_nodes(draft_pass, token_ids, ancestor_bits)
     assert (twins.counts.num_eager, twins.counts.num_replayed) == (3, 6)
 
 
@@ -313,7 +318,7 @@ def test_a_beam_behind_the_last_root_of_a_request_is_replayed(folder: Path, monk
     nodes = np.array([MAX_NODES - 2, MAX_NODES - 1])
     for _ in range(2):
         [draft_pass] = build_draft_passes([blocks.tolist()], np.array([root]), [[nodes]], block_size=BLOCK_SIZE)
-        twins.compare(draft_pass.with_nodes(torch.tensor([5, 6]), torch.tensor([0b1 << 61, 0b11 << 61])))
+        twins.compare_nodes(draft_pass, torch.tensor([5, 6]), torch.tensor([0b1 << 61, 0b11 << 61]))
     assert twins.counts == PassCounts(num_replayed=1, num_eager=1)
 
 

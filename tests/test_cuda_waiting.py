@@ -18,17 +18,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo import Zoo
 
+from titan.batch import build_draft_passes
 from titan.config import EngineConfig
+from titan.cuda_graphs import PassCounts, PassLimits
+from titan.device_trees import DeviceTrees
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import DraftPolicy
+from titan.draft.tree_builder import BeamGrowth
 from titan.engine import Engine
 from titan.kernels.tree_walk import _walk_kernel
+from titan.kv_cache import allocate_kv
 from titan.logits import TransformedRows, transform_logits
+from titan.model_runner import make_runner
 from titan.models.decoder import Decoder
 from titan.models.loader import load_config
 from titan.outputs import RequestMetrics
 from titan.request import Request
 from titan.sampling_params import SamplingParams
+from titan.step import Acceptance, StepPlan
+from titan.verify import device_accept
 from titan.verify.logprobs import emitted_logprobs
 
 META = torch.device("meta")
@@ -131,6 +139,18 @@ def test_logprobs_take_one_copy_there_and_one_back(uploads: Uploads, monkeypatch
     assert uploads.count == 1 and [each.shape for each in read] == [(6, 2 + 2 * 20)]
 
 
+def test_a_beam_brings_what_it_knows_of_all_depths_in_one_copy(uploads: Uploads) -> None:
+    growth = BeamGrowth([9, 5, 9], [6, 2, 4], 2, 3, [0.7, 1.0, 0.1])
+    growth.plant(logits_of(3))
+    num_masks = 1  # one per level says whose last it is
+    assert uploads.count == 1 + num_masks
+    for depth, num_fed in enumerate((3, 2, 2, 1, 1), start=1):
+        assert growth.frontier(depth).token_ids.shape == (2 * num_fed,)
+        growth.grow(depth, logits_of(2 * num_fed))
+        num_masks += 1
+    assert uploads.count == 1 + num_masks
+
+
 @pytest.mark.parametrize(
     ("draft_tree", "max_draft_tokens"), [("chain", 6), ("auto", 6), ("dynamic", 6), ("dynamic", 63), ([-1, -1, 0, 0, 2], 5)]
 )
@@ -154,7 +174,7 @@ def test_trees_grow_on_the_device(uploads: Uploads, draft_tree: str | list[int],
 class Device:
     """An engine's device, on which kernels do nothing; the one look at its results finds what is made up here.
 
-    Every tree is a star, and its second node is accepted, so that KV is moved in both caches.
+    Every tree that is not empty is a star, and its second node is accepted, so that KV is moved in both caches.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +185,18 @@ class Device:
         monkeypatch.setattr("titan.engine.choose_device", lambda name: META)
         monkeypatch.setattr("titan.model_runner.cuda_graph_capture", eager_capture)
         monkeypatch.setattr("titan.verify.device_accept.download", self.download)
+        self.accept, self.found = device_accept.accept_on_device, device_accept._Verified.found
+        monkeypatch.setattr("titan.verify.device_accept.accept_on_device", self.noting_sizes)
+        monkeypatch.setattr("titan.verify.device_accept._Verified.found", lambda *args: self.finding_one(*args))
+
+    def noting_sizes(self, plan: StepPlan, trees: DeviceTrees, *args: Any) -> Acceptance:
+        self.num_nodes = np.diff(trees.node_start_loc)
+        return self.accept(plan, trees, *args)
+
+    def finding_one(self, verified: Any, fetched: list[Any]) -> Any:
+        """The number of accepted nodes comes second."""
+        fetched[1][:] = self.num_nodes[verified.rows] > 0
+        return self.found(verified, fetched)
 
     def download(self, tensors: Sequence[Tensor]) -> list[Any]:
         assert all(tensor.device == META for tensor in tensors)
@@ -183,6 +215,24 @@ def decoder_on_meta(path: str) -> Decoder:
     return decoder
 
 
+def test_nodes_of_a_draft_pass_are_taken_from_the_device_alone(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    Device(monkeypatch)
+    model = decoder_on_meta(zoo.path("llama"))
+    config = model.config
+    kv = allocate_kv(config.num_layers, 2, config.num_kv_heads, 16, config.head_dim, model.dtype, META)
+    runner = make_runner(model, kv, PassLimits(num_requests=2, query_len=3, num_blocks=2), PassCounts())
+    [draft_pass] = build_draft_passes([[0, 1]], np.array([5]), [[np.array([0, 1])]], block_size=16)
+    request.getfixturevalue("uploads")
+    with torch.inference_mode():
+        nodes = torch.empty(2, 2, dtype=torch.int64, device=META)
+        for _ in range(2):
+            assert runner.forward(draft_pass.with_nodes(*nodes)).shape == (2, config.vocab_size)
+        with pytest.raises(ValueError, match=r"^node_token_ids is on cpu: it must be on meta"):
+            runner.forward(draft_pass.with_nodes(*torch.zeros(2, 2, dtype=torch.int64)))
+
+
 @pytest.mark.parametrize(
     ("draft_tree", "draft_sampling", "temperature", "others"),
     [
@@ -195,6 +245,8 @@ def decoder_on_meta(path: str) -> Decoder:
         ("auto", "sampled", 0.8, {}),
         ("chain", "auto", 0.8, {}),
         ("auto", "sampled", 0.8, {"repetition_penalty": 1.1}),
+        ("auto", "sampled", 0.8, {"repetition_penalty": 1.1, "use_speculative": False}),
+        ("chain", "greedy", 0.0, {"min_tokens": 30, "stop_token_ids": [9], "use_speculative": False}),
         ("dynamic", "greedy", 0.8, {"min_tokens": 30, "stop_token_ids": [9]}),
     ],
 )
@@ -215,14 +267,16 @@ def test_a_step_looks_at_the_device_once(
     engine._use_drafter(DraftModelDrafter("draft", draft, engine._draft_context()))
     hot, cold = ({"temperature": each, "max_tokens": 30, "ignore_eos": True} for each in (temperature, 0.0))
     params = [SamplingParams(**hot, seed=1), SamplingParams(**hot, **others, seed=2), SamplingParams(**cold)]
-    requests = submit(engine, [[5] * 40, [6] * 3, [7] * 20], params)
+    requests = submit(engine, [[5] * 40, [6] * 3, [7] * 5], params)
     moves: list[int] = []
     monkeypatch.setattr("titan.kernels.kv_moves.move_paths", lambda *_: moves.append(device.num_looks))
     uploads = request.getfixturevalue("uploads")
     num_steps = 8
     for _ in range(num_steps):
         engine.step()
-    # options that look at drafted prefixes need the trees before
-    assert device.num_looks == num_steps * (2 if others else 1) and uploads.count > num_steps
-    assert all(each.metrics.num_accepted_tokens > 2 for each in requests) and len(moves) > num_steps
+    drafted = [each for each in requests if each.params.use_speculative]
+    # options that look at drafted prefixes need the trees before, where there is one
+    num_looks = 2 if others and len(drafted) == len(requests) else 1
+    assert device.num_looks == num_steps * num_looks and uploads.count > num_steps
+    assert all(each.metrics.num_accepted_tokens > 2 for each in drafted) and len(moves) > num_steps
     assert engine.passes.num_replayed > num_steps

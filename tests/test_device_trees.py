@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,6 +126,26 @@ def test_steps_on_triton_are_those_on_pytorch(
     assert sum(expected.accepted_per_depth) >= 3
 
 
+@pytest.mark.parametrize(("shape", "options"), [("chain", "sampled"), ("auto", "looking back"), ("parents", "sampled")])
+def test_drawn_trees_of_the_host_are_verified_on_triton(
+    shape: str, options: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a drafter may propose them that knows nothing of trees on the device; some of each step are not drawn."""
+
+    def run(device: torch.device) -> Trace:
+        choice = POOL | SHAPES[shape] | {"draft_sampling": "sampled", "device": str(device)}
+        return trace(make_engine(zoo.path("short"), zoo.path("short~"), **choice), OPTIONS[options])
+
+    monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
+    expected = run(CPU)
+    take_triton(monkeypatch)
+    monkeypatch.setattr("titan.draft.draft_model.backend", SimpleNamespace(takes_triton=lambda device: False))
+    downloads = count_downloads(monkeypatch)
+    assert_same(run(DEVICE), expected)
+    assert len(downloads) >= 3 and NUM_COLUMNS not in downloads, "the trees are known"
+    assert sum(expected.accepted_per_depth) >= 3
+
+
 @pytest.mark.parametrize("draft_sampling", ["greedy", "sampled"])
 def test_a_draft_without_enough_tokens_leaves_places_empty(draft_sampling: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Top-k cuts siblings of drawn shapes; a vocabulary of eight has too few for a beam of that width; a draft breaks down."""
@@ -169,6 +191,35 @@ def test_a_tree_that_is_larger_than_its_budget_is_refused(zoo: Zoo) -> None:
     trees = DeviceTrees([TreeOutline(4)], allocate_nodes(4, DEVICE))
     with pytest.raises(ValueError, match="proposed 4 nodes: at most 3 were allowed"):
         engine.build_batch(plan, trees)
+
+
+@pytest.mark.parametrize(
+    ("outlines", "num_nodes", "q", "temperature", "message"),
+    [
+        ([TreeOutline(2)] * 2, 4, None, 0.0, "proposed 2 trees: the plan has 1 rows"),
+        ([], 0, None, 0.0, "proposed 0 trees: the plan has 1 rows"),
+        ([TreeOutline(2)], 3, None, 0.0, "gave nodes.token_ids of length 3: the outlines have 2 nodes"),
+        ([TreeOutline(2, is_drawn=True)], 2, (131, 3), 0.0, "drew a tree at temperature 0: it may at temperatures above 0 only"),
+        (
+            [TreeOutline(2, is_drawn=True)],
+            2,
+            None,
+            1.0,
+            "gave draft_probs of shape None and 0 draft_rows: they must be [any, 131] and 3,",
+        ),
+        ([TreeOutline(2, is_drawn=True)], 2, (9, 3), 1.0, "gave draft_probs of shape [2, 9] and 3 draft_rows: they must be"),
+        ([TreeOutline(2, is_drawn=True)], 2, (131, 2), 1.0, "gave draft_probs of shape [2, 131] and 2 draft_rows: they must be"),
+    ],
+)
+def test_trees_that_are_not_what_their_outlines_say_are_refused(
+    outlines: list[TreeOutline], num_nodes: int, q: tuple[int, int] | None, temperature: float, message: str, zoo: Zoo
+) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), max_draft_tokens=3, num_kv_blocks=40)
+    submit(engine, [[5, 6]], [SamplingParams(max_tokens=9, temperature=temperature)])
+    plan = engine.scheduler.schedule(3)
+    probs, rows = (None, None) if q is None else (torch.zeros(2, q[0]), torch.zeros(q[1], dtype=torch.int32))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        engine.build_batch(plan, DeviceTrees(outlines, allocate_nodes(num_nodes, CPU), probs, rows))
 
 
 def test_places_in_a_batch_bound_what_the_device_will_write() -> None:

@@ -117,6 +117,7 @@ class Engine:
 
     def build_batch(self, plan: StepPlan, trees: Proposal) -> RaggedBatch:
         """The target's pass of a step: prefill chunks, decodes and root+tree segments side by side."""
+        self._check_lengths(trees, len(plan.requests))
         segments = []
         for i, (request, tree) in enumerate(zip(plan.requests, outlines_of(trees), strict=True)):
             self._check_tree(tree, request, plan.draft_budgets[i])
@@ -135,11 +136,36 @@ class Engine:
         batch = build_batch(segments, block_size=self.config.block_size)
         return replace(batch, grown=trees.grown) if isinstance(trees, DeviceTrees) else batch
 
+    def _check_lengths(self, trees: Proposal, num_rows: int) -> None:
+        """Refuse what does not belong to a plan of so many rows, and trees on the device that are not what their outlines say."""
+        drafter, outlines = f"the drafter {self.drafter.name!r}", outlines_of(trees)
+        if len(outlines) != num_rows:
+            raise ValueError(f"{drafter} proposed {len(outlines)} trees: the plan has {num_rows} rows")
+        if not isinstance(trees, DeviceTrees):
+            return
+        num_nodes = int(trees.node_start_loc[-1])
+        for name, column in trees.nodes._asdict().items():
+            if len(column) != num_nodes:
+                raise ValueError(f"{drafter} gave nodes.{name} of length {len(column)}: the outlines have {num_nodes} nodes")
+        num_drawn = sum(outline.num_nodes + 1 for outline in trees.outlines if outline.is_drawn)
+        num_rows = 0 if trees.draft_rows is None else len(trees.draft_rows)
+        vocab_size = self.model_config.vocab_size
+        if num_drawn and (trees.draft_probs is None or trees.draft_probs.shape[1] != vocab_size or num_rows != num_drawn):
+            shape = None if trees.draft_probs is None else list(trees.draft_probs.shape)
+            raise ValueError(
+                f"{drafter} gave draft_probs of shape {shape} and {num_rows} draft_rows: they must be [any, {vocab_size}] and "
+                f"{num_drawn}, of the roots and nodes of drawn trees"
+            )
+
     def _check_tree(self, tree: DraftTree | TreeOutline, request: Request, budget: int) -> None:
         """Refuse what a drafter must not propose, before it reaches slots or embeddings that are not the request's."""
         if tree.num_nodes > budget:
             raise ValueError(f"the drafter {self.drafter.name!r} proposed {tree.num_nodes} nodes: at most {budget} were allowed")
         if isinstance(tree, TreeOutline):
+            if tree.is_drawn and request.params.is_greedy:
+                raise ValueError(
+                    f"the drafter {self.drafter.name!r} drew a tree at temperature 0: it may at temperatures above 0 only"
+                )
             return
         vocab_size = self.model_config.vocab_size
         if tree.num_nodes and not 0 <= tree.token_ids.min() <= tree.token_ids.max() < vocab_size:

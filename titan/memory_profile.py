@@ -64,8 +64,8 @@ def memory_for_kv(
     """Free bytes that the passes of an engine leave.
 
     The largest pass of each model runs once, and the heaviest things that are done with its logits: penalties for all of them, and
-    a draw without kernels. A draft model, which is not loaded yet, runs with weights of 0; what it takes is the same, its weights
-    included.
+    as many probabilities as a draft draws its tokens from. A draft model, which is not loaded yet, runs with weights of 0; what it
+    takes is the same, its weights included.
 
     Args:
         target: loaded.
@@ -130,4 +130,5 @@ def _use_logits(logits: Tensor, num_requests: int) -> None:
     rows = torch.arange(len(logits)).chunk(num_requests)
     penalized = [TransformedRows(ALL_PENALTIES, [0], [0], {row: [] for row in each.tolist()}) for each in rows]
     scores = transform_logits(logits, penalized, ()).logits
+    # verification draws from logits by kernels that need no room: these probabilities stand for q, of no more rows than there are
     draw(scores.softmax(-1), torch.full((len(scores),), 0.5, dtype=torch.float64, device=scores.device))

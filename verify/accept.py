@@ -7,7 +7,7 @@ distributed exactly as the target's own, and with randomness keyed by position i
 At temperature 0 the draw is the argmax and the rule is greedy acceptance.
 
 Sampled proposals, trees with ``draft_probs``, are verified by `titan.verify.rejection`. Trees that lie on the device are verified
-there, by `titan.verify.device_accept`.
+there, by `titan.verify.device_accept`; on CUDA all trees of a step are, if one of them was sampled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from titan.sampling import lazy_probs, sample_rows
 from titan.step import Acceptance, StepPlan
 from titan.tree import DraftTree
 from titan.verify.logprobs import emitted_logprobs
-from titan.verify.rejection import reject, reject_by_kernels, walked_tree
+from titan.verify.rejection import reject, walked_tree
 from titan.verify.rows import sampling_rows
 
 
@@ -45,7 +45,8 @@ def accept(plan: StepPlan, trees: Proposal, batch: RaggedBatch, logits: Tensor) 
         logits: [L, vocab], rows of a request in order: root, then nodes.
     """
     start_loc = batch.logits_start_loc
-    if isinstance(trees, DeviceTrees):
+    is_sampled = not isinstance(trees, DeviceTrees) and any(tree.draft_probs is not None for tree in trees)
+    if isinstance(trees, DeviceTrees) or (is_sampled and backend.takes_triton(logits.device)):
         from titan.verify.device_accept import accept_on_device  # not every platform has triton
 
         return accept_on_device(plan, trees, start_loc, logits)
@@ -138,11 +139,8 @@ def _verify(requests: list[Request], trees: list[DraftTree], start_loc: NDArray[
     if len(matched_index):
         matched_tokens.append(sample_rows(logits.index_select(0, to_device(matched_index, logits.device)), rows, matched_index))
         sampled_logits = logits.index_select(0, to_device(sampled_index, logits.device))
-    if backend.takes_triton(logits.device):
-        result = reject_by_kernels(sampled_trees, sampled_logits, rows, sampled_index)
-    else:
-        target = lazy_probs(sampled_logits, rows, sampled_index)
-        result = reject(sampled_trees, target, rows.seeds[sampled_index], rows.positions[sampled_index])
+    target = lazy_probs(sampled_logits, rows, sampled_index)
+    result = reject(sampled_trees, target, rows.seeds[sampled_index], rows.positions[sampled_index])
     matches = result.matches.double().view(torch.int64).flatten()
     host = torch.cat((result.last_rows, result.final_tokens, matches, *matched_tokens)).cpu().numpy()
     n = len(sampled)

@@ -1,8 +1,8 @@
 """Verification of trees that lie on the device: by the rules of `titan.verify.accept`, with one look at the results.
 
-One copy brings the trees and what became of them to the host. Only where a request has an option that looks at the drafted
-prefix of a row (penalties, logit bias, logits processors, ``min_tokens`` while it holds stops back) are the trees of the step
-brought there before, in a copy of their own.
+One copy brings the trees and what became of them to the host. Only where a request that has nodes has an option that looks at the
+drafted prefix of a row (penalties, logit bias, logits processors, ``min_tokens`` while it holds stops back) are the trees of the
+step brought there before, in a copy of their own.
 
 Legend: S requests whose roots were reached, N nodes, L = N + S rows of logits: of each request its root, then its nodes.
 """
@@ -11,48 +11,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.device_trees import DeviceTrees
+from titan.device_trees import DeviceTrees, Proposal, TreeOutline
 from titan.kernels.root_matches import root_matches
 from titan.kernels.row_sampling import argmax_rows
 from titan.kernels.sample_rows import draw_rows
+from titan.kernels.tree_nodes import TreeNodes
 from titan.kernels.tree_rejection import reject_trees
 from titan.kernels.tree_walk import TreePaths, walk_matches
 from titan.kernels.upload import download, to_device, upload
 from titan.sampling import Purpose, SamplingRows, spread_options, target_distributions
 from titan.step import Acceptance, StepPlan
-from titan.tree import DraftTree
+from titan.tree import EMPTY_TREE, DraftTree
 from titan.verify.logprobs import emitted_logprobs
-from titan.verify.rows import PrefixOptions, looks_at_prefix, prefix_options
+from titan.verify.rejection import joined
+from titan.verify.rows import looks_at_prefix, prefix_options
 
 Ints = NDArray[np.int64]
 
 
-def accept_on_device(plan: StepPlan, trees: DeviceTrees, start_loc: Ints, logits: Tensor) -> Acceptance:
+def accept_on_device(plan: StepPlan, proposal: Proposal, start_loc: Ints, logits: Tensor) -> Acceptance:
     """Choose the accepted path and the final token of every request.
 
     Args:
         plan: the step.
-        trees: of its rows.
+        proposal: the trees of its rows; those that are on the host are brought to the device.
         start_loc: [rows of the plan + 1], prefix sums of the rows of logits.
         logits: [L, vocab].
     """
     requests, counts = plan.requests, np.diff(start_loc)
-    host_trees: list[DraftTree] | None = None
+    host_trees, trees = (None, proposal) if isinstance(proposal, DeviceTrees) else (proposal, on_device(proposal, logits.device))
     errors: dict[int, str] = {}
     if all(request.takes_argmax for request in requests):
         part = _Part(trees, counts, is_drawn=False)
         verified = [_Verified(part.rows, _walk(part, argmax_rows(logits)))]
     else:
-        options = PrefixOptions([], [])
-        if any(looks_at_prefix(request) for request, count in zip(requests, counts, strict=True) if count):
+        if host_trees is None and any(
+            looks_at_prefix(request) for request, count in zip(requests, counts, strict=True) if count > 1
+        ):
             host_trees = trees.on_host(download(trees.columns))
-            options = prefix_options(requests, host_trees, start_loc)
+        # where it is not known which nodes there are, nothing looks at them: the prefix of a root is empty
+        options = prefix_options(requests, host_trees or [EMPTY_TREE] * len(requests), start_loc)
         rows = spread_options(requests, counts, np.zeros(len(logits), np.int64), *options)
         parts = [_Part(trees, counts, is_drawn=is_drawn) for is_drawn in (False, True)]
         verified = [_verify(part, logits, rows) for part in parts if part.rows]
@@ -67,6 +73,30 @@ def accept_on_device(plan: StepPlan, trees: DeviceTrees, start_loc: Ints, logits
         found |= each.found(fetched)
         del fetched[: len(each.tensors)]
     return _acceptance(plan, host_trees, start_loc, logits, found, errors)
+
+
+def on_device(trees: Sequence[DraftTree], device: torch.device) -> DeviceTrees:
+    """Bring trees to the device in one copy; their ``draft_probs`` are there already."""
+    drawn = [tree for tree in trees if tree.draft_probs is not None and tree.num_nodes]
+    first_probs = accumulate((len(tree.inner) for tree in drawn), initial=0)
+    draft_rows = [first + np.maximum(tree.topology.inner_rows, 0) for tree, first in zip(drawn, first_probs, strict=False)]
+    num_nodes = [tree.num_nodes for tree in trees]
+    no_scores, no_slots = np.zeros(sum(num_nodes), np.float32), np.full(sum(num_nodes), -1, np.int32)  # the host keeps them
+    *columns, rows = upload(
+        [
+            np.concatenate([tree.token_ids for tree in trees]),
+            np.concatenate([tree.parents for tree in trees]),
+            np.concatenate([tree.depths for tree in trees]).astype(np.int64),
+            np.concatenate([tree.ancestor_bits for tree in trees]),
+            no_scores,
+            no_slots,
+            np.concatenate([*draft_rows, np.zeros(0)]).astype(np.int32),
+        ],
+        device,
+    )
+    outlines = [TreeOutline(n, is_drawn=n > 0 and tree.draft_probs is not None) for n, tree in zip(num_nodes, trees, strict=True)]
+    draft_probs = joined([tree.draft_probs for tree in drawn if tree.draft_probs is not None]) if drawn else None
+    return DeviceTrees(outlines, TreeNodes(*columns), draft_probs, rows)
 
 
 class _Found(NamedTuple):

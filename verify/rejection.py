@@ -8,8 +8,9 @@ the recursion is that of Jeon et al., "Recursive speculative decoding", 2024. Ei
 
 No residual is ever stored. With Q_k the q-mass of the first k children, r_k = max(p - s_k q, 0) / m_k, where s_0 = 0, m_0 = 1,
 s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)); tokens rejected before fall out by themselves. The
-compiled library computes it for the nodes that a walk reaches. None of it depends on the coins, so PyTorch and the Triton
-kernels compute all nodes of all trees side by side, and look the walk up afterwards.
+compiled library and the Triton kernel (`titan.kernels.tree_rejection`, for `titan.verify.device_accept`) compute it for the nodes
+that a walk reaches. None of it depends on the coins, so PyTorch computes all nodes of all trees side by side, and looks the walk up
+afterwards.
 
 Legend: T trees, L rows (of each tree the root, then its nodes), I inner nodes (those with children), K most children.
 """
@@ -26,8 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.kernels.row_sampling import LazyProbs, WalkedTree, draw, verify_compiled
-from titan.kernels.upload import upload
-from titan.sampling import Purpose, SamplingRows, philox_uniform, target_distributions
+from titan.sampling import Purpose, philox_uniform
 from titan.tree import DraftTree
 
 Int = NDArray[np.int64]
@@ -74,7 +74,7 @@ def reject_by_torch(trees: Sequence[DraftTree], probs: Tensor, seeds: NDArray[np
     """`reject` by PyTorch, from probabilities: float32 [L, vocab]."""
     device = probs.device
     layout = _layout(trees)
-    draft_probs = _joined([tree.draft_probs for tree in trees if tree.draft_probs is not None])
+    draft_probs = joined([tree.draft_probs for tree in trees if tree.draft_probs is not None])
     inner_rows, child_rows = torch.from_numpy(layout.inner_rows).to(device), torch.from_numpy(layout.child_rows).to(device)
     tokens = torch.from_numpy(layout.child_tokens).to(device)
     accept_probs, scales = sibling_acceptance(probs, inner_rows, draft_probs, tokens, layout.num_children)
@@ -100,41 +100,6 @@ def reject_by_torch(trees: Sequence[DraftTree], probs: Tensor, seeds: NDArray[np
     final_tokens = draw(final_probs, torch.from_numpy(uniform).to(device)[last_rows])
     final_tokens = torch.where(torch.isfinite(probs[last_rows, 0]), final_tokens, -1)
     return RejectionResult(last_rows, final_tokens, _matches(probs[root_rows], draft_probs[inner_of_row[root_rows]]))
-
-
-def reject_by_kernels(trees: Sequence[DraftTree], logits: Tensor, rows: SamplingRows, index: Int) -> RejectionResult:
-    """`reject` by the Triton kernels, from logits in place of probabilities, without waiting for the device.
-
-    Args:
-        trees: T of them, each with ``draft_probs``.
-        logits: [L, vocab] of the rows ``index``, as the model made them.
-        rows: options, of which those of ``index`` are used.
-        index: [L].
-    """
-    from titan.kernels.root_matches import root_matches  # not every platform has triton
-    from titan.kernels.tree_rejection import reject_trees
-
-    layout = _layout(trees)
-    draft_probs = _joined([tree.draft_probs for tree in trees if tree.draft_probs is not None])
-    draft_tokens, parents, node_start_loc, draft_rows, seeds, positions, root_rows = upload(
-        [
-            np.concatenate([tree.token_ids for tree in trees]),
-            np.concatenate([tree.parents for tree in trees]),
-            np.cumsum([0, *(tree.num_nodes for tree in trees)]).astype(np.int32),
-            layout.inner_of_row.astype(np.int32),
-            rows.seeds[index].view(np.int64),
-            rows.positions[index],
-            layout.root_rows,
-        ],
-        logits.device,
-    )
-    distributions = target_distributions(logits, rows, index)
-    kept = reject_trees(
-        distributions, draft_probs, draft_rows, draft_tokens, parents, node_start_loc, seeds, positions, max_depth=layout.max_depth
-    )
-    matches = root_matches(distributions, draft_probs, draft_rows, node_start_loc)
-    last_nodes = kept.paths.gather(1, (kept.num_accepted - 1).clamp(min=0).long()[:, None])[:, 0]  # -1 where none is kept
-    return RejectionResult(root_rows + 1 + last_nodes, kept.final_tokens, matches)
 
 
 def sibling_acceptance(
@@ -181,7 +146,7 @@ def residual(probs: Tensor, draft_probs: Tensor, scale: Tensor) -> Tensor:
     return torch.where(residual.any(-1, keepdim=True), residual, probs)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def joined(parts: Sequence[Tensor]) -> Tensor:
     """The parts, [n_i, vocab] each, in a row; without a copy where they are slices of one table that follow each other."""
     first, offset = parts[0], parts[0].storage_offset()
     storage = first.untyped_storage().data_ptr()

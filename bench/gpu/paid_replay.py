@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 from torch import Tensor
 
-from titan.device_trees import outlines_of
+from titan.device_trees import DeviceTrees, Proposal, outlines_of
 from titan.draft.base import DraftContext
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.replay import ReplayDrafter
-from titan.draft.shapes import chain_slots
+from titan.kernels.upload import to_device
 from titan.models.decoder import Decoder
 from titan.step import Acceptance, StepPlan
-from titan.tree import EMPTY_TREE, DraftTree
 
 
 class PaidReplayDrafter:
     """Proposes what `ReplayDrafter` proposes, after all the passes that a draft model takes for as many tokens.
 
     The draft model drafts greedy chains (so the engine's ``draft_tree`` must be "chain"), writes their KV and hears what was
-    accepted; what it would have proposed does not matter.
+    accepted; what it would have proposed does not matter. On CUDA its trees stay on the device, as they do without a recording:
+    one more copy brings the recorded tokens there.
 
     Args:
         model: of the draft.
@@ -39,16 +42,16 @@ class PaidReplayDrafter:
     def kv(self) -> Tensor | None:
         return self.draft.kv
 
-    def propose(self, plan: StepPlan) -> list[DraftTree]:
-        drafted, replayed = self.draft.propose(plan), self.replay.propose(plan)
-        lengths = [tree.num_nodes for tree in outlines_of(drafted)]
-        return [_with_tokens(recording, length) for recording, length in zip(replayed, lengths, strict=True)]
+    def propose(self, plan: StepPlan) -> Proposal:
+        recordings = self.replay.propose(plan)
+        # no more is drafted than was recorded; it may be less
+        drafted = self.draft.propose(replace(plan, draft_budgets=[recording.num_nodes for recording in recordings]))
+        pairs = zip(recordings, outlines_of(drafted), strict=True)
+        token_ids = [recording.token_ids[: outline.num_nodes] for recording, outline in pairs]
+        if isinstance(drafted, DeviceTrees):
+            of_all = to_device(np.concatenate(token_ids), drafted.nodes.token_ids.device)
+            return replace(drafted, nodes=drafted.nodes._replace(token_ids=of_all))
+        return [replace(tree, token_ids=tokens) for tree, tokens in zip(drafted, token_ids, strict=True)]
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         self.draft.commit(plan, acceptance)
-
-
-def _with_tokens(recording: DraftTree, num_drafted: int) -> DraftTree:
-    """A chain that was drafted, with the tokens of a recording, as many as both have."""
-    length = min(num_drafted, recording.num_nodes)
-    return DraftTree.chain(recording.token_ids[:length], draft_slots=chain_slots(num_drafted)[:length]) if length else EMPTY_TREE

@@ -11,8 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from interpreted import take_triton
 from torch import Tensor
 
 from titan.bench import gpu_check
@@ -37,9 +39,13 @@ from titan.bench.gpu.sections import Goal, Measurement, Row, Section, Setting, T
 from titan.bench.gpu.timing import covered_seconds
 from titan.bench.peers.transformers_peer import StaticPeer
 from titan.bench.profiling import timed_passes
+from titan.device_trees import DeviceTrees
+from titan.draft.shapes import chain_slots
 from titan.kernels.triton_tools import INTERPRETED
 from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
+from titan.step import Acceptance, StepPlan
+from titan.verify import device_accept
 
 TINY = Setting(torch.device("cpu" if INTERPRETED else "cuda:0"), is_tiny=True, copy_bandwidth=1e9)
 
@@ -490,6 +496,27 @@ def test_acceptance_is_dialled_and_the_draft_is_paid_for(acceptance: float, toke
         bench.run_titan(2, acceptance)
     assert passes.num_calls == 6 * (bench.engine.counters.num_steps - num_steps)
     assert not bench.engine.scheduler.has_unfinished
+
+
+def test_recorded_tokens_take_the_place_of_those_that_a_draft_left_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting, the target's pass and verification are what they are without a recording; warm-ups accept nothing, too."""
+    take_triton(monkeypatch)
+    found: list[Acceptance] = []
+
+    def noting(plan: StepPlan, trees: Any, *args: Any) -> Acceptance:
+        assert isinstance(trees, DeviceTrees) and all(outline.is_chain for outline in trees.outlines if outline.num_nodes)
+        found.append(accept_on_device(plan, trees, *args))
+        return found[-1]
+
+    accept_on_device = device_accept.accept_on_device
+    monkeypatch.setattr(device_accept, "accept_on_device", noting)
+    monkeypatch.setattr("titan.draft.registry._FACTORIES", {})  # each engine registers its drafter
+    bench = EndToEnd(Plan(LLAMA_8B, DRAFT_OF_8B).shrunk(), TINY)
+    window = bench.run_titan(2, 1.0)  # which refuses other tokens than those of the recording
+    assert window.num_tokens == 2 * window.num_steps * 7
+    assert len(found) > window.num_steps and {len(path) for each in found for path in each.paths} == {0, 6}
+    assert {tree.num_nodes for each in found[1:] for tree in each.trees} == {6}
+    assert all(np.array_equal(tree.draft_slots, chain_slots(6)) for each in found[1:] for tree in each.trees)
 
 
 def test_the_same_weights_write_the_same_in_transformers(bench: EndToEnd) -> None:

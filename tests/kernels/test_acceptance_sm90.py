@@ -6,6 +6,8 @@ from sm90 import compile_launches
 
 CODE = """
 import torch
+import numpy as np
+from titan.draft.tree_builder import ShapeGrowth
 from titan.kernels.place_nodes import place_nodes
 from titan.kernels.root_matches import root_matches
 from titan.kernels.row_distribution import normalized_probs, row_distributions
@@ -31,13 +33,20 @@ for num_rows, max_depth in ((8, 6), (7, 1), (6, 16)):  # which differ from step 
         root_matches(distributions, draft_probs, ints, start_loc)
 
 requests, nodes = start_loc[1:].clone(), allocate_nodes(7, start_loc.device)
-for num_candidates in (33, 45, 510, 512):  # beams of 6, 16 and 63 nodes, and some number
+for num_candidates in (*range(1, 33), 33, 45, 63, 100, 427, 510, 512):  # chains, trees along one, beams of 6 to 63 nodes
     candidates = torch.zeros(2, num_candidates, dtype=torch.int64)
     select_trees(candidates, candidates.float(), candidates, candidates, requests, requests, nodes)
 for num_tokens in (9, 16):
     queries = torch.zeros(num_tokens, dtype=torch.int64)
     for depths in (nodes.depths, None):
         place_nodes(queries, queries, queries, start_loc, requests, start_loc, nodes.token_ids, nodes.ancestor_bits, depths)
+
+growth = ShapeGrowth([np.array(parents, np.int32) for parents in ([-1, 0, 1, 2], [-1, 0, -1, 0, 1, 3])], None)
+growth.plant(torch.rand(2, 50))
+for depth in (1, 2, 3):
+    frontier = growth.frontier(depth)
+    place_nodes(queries, queries, queries, start_loc, requests, start_loc, frontier.token_ids, frontier.ancestor_bits, None)
+    growth.grow(depth, torch.rand(len(frontier.token_ids), 50))
 """
 
 REGISTERS = {

@@ -1,4 +1,4 @@
-"""Grown nodes in their places: against the same in plain Python."""
+"""Grown nodes in their places: against the slow twin."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from random_trees import DEVICE, random_parents
 from torch import Tensor
 
+from titan.kernels.acceptance_reference import reference_place_nodes
 from titan.kernels.place_nodes import place_nodes
 from titan.tree import MAX_NODES, DraftTree
 
@@ -29,27 +30,12 @@ def test_nodes_are_written_over_the_last_queries(has_depths: bool) -> None:
     node_tokens = np.concatenate([tree.token_ids for tree in trees])
     node_tokens[3] = -1
 
-    expected, node = before.copy(), 0
-    for i, tree in enumerate(trees):
-        for k in range(tree.num_nodes):
-            row = int(loc[i + 1]) - tree.num_nodes + k
-            expected[0, row] = max(node_tokens[node], 0)
-            if starts[i]:
-                expected[2, row] = tree.ancestor_bits[k]
-                if has_depths:
-                    expected[1, row] = starts[i] - 1 + tree.depths[k]
-            node += 1
-
     def ints(values: object) -> Tensor:
         return torch.tensor(np.array(values), dtype=torch.int32, device=DEVICE)
 
-    token_ids, positions, bits = (torch.from_numpy(row.copy()).to(DEVICE) for row in before)
     node_loc = np.cumsum([0, *sizes])
     padded_requests = 2
-    place_nodes(
-        token_ids,
-        positions,
-        bits,
+    arguments = (
         ints([*loc, *[loc[-1]] * padded_requests]),
         ints([*starts, *[0] * padded_requests]),
         ints([*node_loc, *[node_loc[-1]] * padded_requests]),
@@ -57,8 +43,12 @@ def test_nodes_are_written_over_the_last_queries(has_depths: bool) -> None:
         torch.from_numpy(np.concatenate([tree.ancestor_bits for tree in trees])).to(DEVICE),
         torch.from_numpy(np.concatenate([tree.depths for tree in trees]).astype(np.int64)).to(DEVICE) if has_depths else None,
     )
-    for actual, wanted in zip((token_ids, positions, bits), expected, strict=True):
-        assert actual.tolist() == wanted.tolist()
+    actual, expected = (torch.from_numpy(before.copy()).to(DEVICE) for _ in range(2))
+    place_nodes(*actual, *arguments)
+    reference_place_nodes(*expected, *arguments)
+    assert actual.tolist() == expected.tolist()
+    is_changed = (actual.cpu().numpy() != before).sum(1).tolist()
+    assert is_changed[0] == sum(sizes) and is_changed[2] == sum(sizes) - sizes[2] and (is_changed[1] > 0) == has_depths
 
 
 @pytest.mark.parametrize(

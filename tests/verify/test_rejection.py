@@ -213,7 +213,7 @@ def test_the_compiled_walk_ends_where_pytorchs_does(vocab_size: int, kind: str, 
 def test_slices_that_follow_each_other_are_joined_without_a_copy() -> None:
     table = torch.arange(40.0).view(10, 4)
     following = [table[2:5], table[5:5], table[5:9]]
-    assert torch.equal(rejection._joined(following), table[2:9])
-    assert rejection._joined(following).data_ptr() == table[2].data_ptr()
+    assert torch.equal(rejection.joined(following), table[2:9])
+    assert rejection.joined(following).data_ptr() == table[2].data_ptr()
     for parts in ([table[5:9], table[2:5]], [table[2:4], table[5:9]], [table[2:5].clone(), table[5:9]], [table[0:4:2], table[4:5]]):
-        assert torch.equal(rejection._joined(parts), torch.cat(parts))
+        assert torch.equal(rejection.joined(parts), torch.cat(parts))
