@@ -21,7 +21,7 @@ from titan.kernels.few_row_linear import WeightStruct
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-MAX_TREE_NODES = 63
+MAX_NODES = 63
 """``kMaxNodes`` of the source."""
 
 
@@ -182,9 +182,9 @@ class CompiledDecoder:
             num_probs: inner nodes of all shapes that are drawn.
         """
         n = len(growths)
-        num_nodes, token_ids = np.empty(n, np.int64), np.empty((n, MAX_TREE_NODES), np.int64)
-        parents, draft_slots = np.empty((2, n, MAX_TREE_NODES), np.int32)
-        scores = np.empty((n, MAX_TREE_NODES), np.float32)
+        num_nodes, token_ids = np.empty(n, np.int64), np.empty((n, MAX_NODES), np.int64)
+        parents, draft_slots = np.empty((2, n, MAX_NODES), np.int32)
+        scores = np.empty((n, MAX_NODES), np.float32)
         probs = torch.empty(num_probs, target_vocab_size)
         root_logits, fed_tokens, num_fed = (roots.data_ptr(), 0, 0) if isinstance(roots, Tensor) else (0, *_addresses(*roots))
         struct = _GrowingStruct(
