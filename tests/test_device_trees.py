@@ -57,7 +57,7 @@ class Trace(NamedTuple):
     accepted_per_depth: list[int]
 
 
-def trace(engine: Engine, options: list[dict[str, Any]], max_tokens: int = 6, prompts: list[list[int]] = PROMPTS) -> Trace:
+def trace(engine: Engine, options: list[dict[str, Any]], max_tokens: int = 5, prompts: list[list[int]] = PROMPTS) -> Trace:
     """Run all prompts."""
     steps: list[Any] = []
     matches: list[tuple[int, float, float]] = []
