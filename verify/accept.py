@@ -13,24 +13,21 @@ there, by `titan.verify.device_accept`; on CUDA all trees of a step are, if one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.batch import RaggedBatch
 from titan.device_trees import DeviceTrees, Proposal
 from titan.kernels import backend
 from titan.kernels.row_sampling import argmax_rows, verify_compiled
-from titan.kernels.upload import to_device
 from titan.request import Request
-from titan.sampling import lazy_probs, sample_rows
+from titan.sampling import SamplingRows, lazy_probs, sample_rows
 from titan.step import Acceptance, StepPlan
 from titan.tree import DraftTree
-from titan.verify.logprobs import emitted_logprobs
+from titan.verify.assemble import Found, assemble
 from titan.verify.rejection import reject, walked_tree
 from titan.verify.rows import sampling_rows
 
@@ -45,35 +42,19 @@ def accept(plan: StepPlan, trees: Proposal, batch: RaggedBatch, logits: Tensor) 
         logits: [L, vocab], rows of a request in order: root, then nodes.
     """
     start_loc = batch.logits_start_loc
-    is_sampled = not isinstance(trees, DeviceTrees) and any(tree.draft_probs is not None for tree in trees)
-    if isinstance(trees, DeviceTrees) or (is_sampled and backend.takes_triton(logits.device)):
+    if isinstance(trees, DeviceTrees) or (
+        backend.takes_triton(logits.device) and any(tree.draft_probs is not None for tree in trees)
+    ):
         from titan.verify.device_accept import accept_on_device  # not every platform has triton
 
         return accept_on_device(plan, trees, start_loc, logits)
-    verified = _verify_plainly(plan.requests, trees, start_loc, logits) or _verify(plan.requests, trees, start_loc, logits)
-    paths: list[list[int]] = []
-    token_ids: list[list[int]] = []
-    errors: list[str | None] = []
-    for i, (tree, (first, end)) in enumerate(zip(trees, pairwise(start_loc.tolist()), strict=True)):
-        path: list[int] = []
-        emitted: list[int] = []
-        error = None
-        if first < end:
-            if i in verified.last_rows:
-                path = tree.path_to(verified.last_rows[i] - first - 1)
-            else:
-                path = walk(tree, verified.tokens[first:end])
-            last_row = first + 1 + path[-1] if path else first
-            emitted = tree.token_ids[path].tolist() if path else []
-            if verified.tokens[last_row] >= 0:
-                emitted.append(verified.tokens[last_row])
-            else:
-                error = verified.errors.get(last_row, "the target's logits are not finite")
-        paths.append(path)
-        token_ids.append(emitted)
-        errors.append(error)
-    logprobs = emitted_logprobs(plan.requests, batch.logits_start_loc, paths, token_ids, logits)
-    return Acceptance(trees, paths, token_ids, errors, logprobs, verified.matches)
+    roots = {i: first for i, (first, end) in enumerate(pairwise(start_loc.tolist())) if first < end}
+    errors: dict[int, str] = {}
+    found = _verify_plainly(plan.requests, trees, roots, logits)
+    if found is None:
+        rows = sampling_rows(plan.requests, trees, start_loc)
+        found, errors = _verify(trees, roots, rows, logits), rows.errors
+    return assemble(plan, trees, start_loc, logits, found, errors)
 
 
 def walk(tree: DraftTree, tokens: Sequence[int]) -> list[int]:
@@ -95,61 +76,60 @@ def walk(tree: DraftTree, tokens: Sequence[int]) -> list[int]:
     return path
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Verified:
-    """What is known of the rows of logits, on the host."""
-
-    tokens: list[int]  # by row; of trees that were walked at their last row only; -1 where none can be drawn
-    last_rows: dict[int, int] = field(default_factory=dict)  # by the index of a tree that was walked: where its path ends
-    matches: dict[int, tuple[float, float]] = field(default_factory=dict)  # of the sampled trees
-    errors: dict[int, str] = field(default_factory=dict)  # by row
-
-
 def _verify_plainly(
-    requests: list[Request], trees: list[DraftTree], start_loc: NDArray[np.int64], logits: Tensor
-) -> _Verified | None:
-    """Verify trees whose requests sample from the logits as they are; ``None`` where that cannot be done in one call."""
-    walked = [i for i, (first, end) in enumerate(pairwise(start_loc.tolist())) if first < end]
-    if not all(requests[i].is_plain for i in walked):
+    requests: list[Request], trees: list[DraftTree], roots: dict[int, int], logits: Tensor
+) -> dict[int, Found] | None:
+    """Verify trees whose requests sample from the logits as they are; ``None`` where that cannot be done in one call.
+
+    Args:
+        requests: of all rows of the plan.
+        trees: likewise.
+        roots: by row of the plan, the row of logits of its root.
+        logits: [L, vocab].
+    """
+    if not all(requests[i].is_plain for i in roots):
         return None
     ends = verify_compiled(
         logits,
-        [walked_tree(trees[i], requests[i].params.temperature, requests[i].seed, requests[i].num_tokens) for i in walked],
+        [walked_tree(trees[i], requests[i].params.temperature, requests[i].seed, requests[i].num_tokens) for i in roots],
         is_logits=True,
     )
     if ends is None:
-        return _Verified(argmax_rows(logits).tolist()) if all(requests[i].takes_argmax for i in walked) else None
-    tokens = [0] * len(logits)
-    for end in ends:
-        tokens[end.row] = end.token
-    last_rows = {i: end.row for i, end in zip(walked, ends, strict=True)}
-    matches = {i: end.matches for i, end in zip(walked, ends, strict=True) if trees[i].draft_probs is not None}
-    return _Verified(tokens, last_rows, matches)
+        return _walk_all(trees, roots, argmax_rows(logits)) if all(requests[i].takes_argmax for i in roots) else None
+    return {
+        i: Found(trees[i].path_to(end.row - root - 1), end.token, None if trees[i].draft_probs is None else end.matches)
+        for (i, root), end in zip(roots.items(), ends, strict=True)
+    }
 
 
-def _verify(requests: list[Request], trees: list[DraftTree], start_loc: NDArray[np.int64], logits: Tensor) -> _Verified:
-    """Draw the tokens of the deterministic trees and verify the sampled ones, with one copy from the device."""
-    rows = sampling_rows(requests, trees, start_loc)
-    sampled = [i for i, tree in enumerate(trees) if tree.draft_probs is not None]
+def _verify(trees: list[DraftTree], roots: dict[int, int], rows: SamplingRows, logits: Tensor) -> dict[int, Found]:
+    """Draw the tokens of the deterministic trees and verify the sampled ones; arguments as those of `_verify_plainly`."""
+    sampled = {i: root for i, root in roots.items() if trees[i].draft_probs is not None}
     if not sampled:
-        return _Verified(sample_rows(logits, rows).tolist(), errors=rows.errors)
-    is_sampled = np.repeat([tree.draft_probs is not None for tree in trees], start_loc[1:] - start_loc[:-1])
+        return _walk_all(trees, roots, sample_rows(logits, rows))
+    is_sampled = np.zeros(len(logits), bool)
+    for i, root in sampled.items():
+        is_sampled[root : root + 1 + trees[i].num_nodes] = True
     matched_index, sampled_index = np.flatnonzero(~is_sampled), np.flatnonzero(is_sampled)
-    sampled_trees, sampled_logits, matched_tokens = [trees[i] for i in sampled], logits, []
+    tokens = torch.zeros(len(logits), dtype=torch.int64)
     if len(matched_index):
-        matched_tokens.append(sample_rows(logits.index_select(0, to_device(matched_index, logits.device)), rows, matched_index))
-        sampled_logits = logits.index_select(0, to_device(sampled_index, logits.device))
-    target = lazy_probs(sampled_logits, rows, sampled_index)
-    result = reject(sampled_trees, target, rows.seeds[sampled_index], rows.positions[sampled_index])
-    matches = result.matches.double().view(torch.int64).flatten()
-    host = torch.cat((result.last_rows, result.final_tokens, matches, *matched_tokens)).cpu().numpy()
-    n = len(sampled)
-    last_rows, tokens = sampled_index[host[:n]], np.zeros(len(logits), np.int64)
-    tokens[last_rows], tokens[matched_index] = host[n : 2 * n], host[4 * n :]
-    greedy_matches, sampled_matches = host[2 * n : 4 * n].view(np.float64).reshape(n, 2).T.tolist()
-    return _Verified(
-        tokens.tolist(),
-        dict(zip(sampled, last_rows.tolist(), strict=True)),
-        dict(zip(sampled, zip(greedy_matches, sampled_matches, strict=True), strict=True)),
-        rows.errors,
-    )
+        matched = torch.from_numpy(matched_index)
+        tokens[matched] = sample_rows(logits.index_select(0, matched), rows, matched_index)
+        logits = logits.index_select(0, torch.from_numpy(sampled_index))
+    target = lazy_probs(logits, rows, sampled_index)
+    result = reject([trees[i] for i in sampled], target, rows.seeds[sampled_index], rows.positions[sampled_index])
+    found = _walk_all(trees, {i: root for i, root in roots.items() if i not in sampled}, tokens)
+    last_rows = sampled_index[result.last_rows.numpy()].tolist()
+    columns = zip(sampled.items(), last_rows, result.final_tokens.tolist(), result.matches.tolist(), strict=True)
+    for (i, root), last_row, final_token, (greedy, drawn) in columns:
+        found[i] = Found(trees[i].path_to(last_row - root - 1), final_token, (greedy, drawn))
+    return found
+
+
+def _walk_all(trees: list[DraftTree], roots: dict[int, int], tokens: Tensor) -> dict[int, Found]:
+    """Follow tokens, int64 [L], drawn at the roots and the nodes, down the trees of these roots."""
+    drawn, found = tokens.tolist(), {}
+    for i, root in roots.items():
+        path = walk(trees[i], drawn[root : root + 1 + trees[i].num_nodes])
+        found[i] = Found(path, drawn[root + 1 + path[-1] if path else root])
+    return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from titan.kernels.upload import download, to_device, upload
 from titan.sampling import Purpose, SamplingRows, spread_options, target_distributions
 from titan.step import Acceptance, StepPlan
 from titan.tree import EMPTY_TREE, DraftTree
-from titan.verify.logprobs import emitted_logprobs
+from titan.verify.assemble import Found, assemble
 from titan.verify.rejection import joined
 from titan.verify.rows import looks_at_prefix, prefix_options
 
@@ -68,11 +68,11 @@ def accept_on_device(plan: StepPlan, proposal: Proposal, start_loc: Ints, logits
     fetched = download([*tensors, *(trees.columns if host_trees is None else ())])
     if host_trees is None:
         host_trees = trees.on_host(fetched[len(tensors) :])
-    found: dict[int, _Found] = {}
+    found: dict[int, Found] = {}
     for each in verified:
         found |= each.found(fetched)
         del fetched[: len(each.tensors)]
-    return _acceptance(plan, host_trees, start_loc, logits, found, errors)
+    return assemble(plan, host_trees, start_loc, logits, found, errors)
 
 
 def on_device(trees: Sequence[DraftTree], device: torch.device) -> DeviceTrees:
@@ -99,14 +99,6 @@ def on_device(trees: Sequence[DraftTree], device: torch.device) -> DeviceTrees:
     return DeviceTrees(outlines, TreeNodes(*columns), draft_probs, rows)
 
 
-class _Found(NamedTuple):
-    """What became of one tree."""
-
-    path: list[int]
-    final_token: int  # -1 where none could be drawn
-    match: tuple[float, float] | None  # see `Acceptance.matches`
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Verified:
     """What became of some of the trees, on the device."""
@@ -119,12 +111,12 @@ class _Verified:
     def tensors(self) -> tuple[Tensor, ...]:
         return self.paths if self.matches is None else (*self.paths, self.matches)
 
-    def found(self, fetched: Sequence[NDArray[Any]]) -> dict[int, _Found]:
+    def found(self, fetched: Sequence[NDArray[Any]]) -> dict[int, Found]:
         """By row, from `tensors` and any others behind them, brought to the host."""
         paths, num_accepted, final_tokens = (array.tolist() for array in fetched[:3])
         matches = [None] * len(self.rows) if self.matches is None else map(tuple, fetched[3].tolist())
         columns = zip(self.rows, paths, num_accepted, final_tokens, matches, strict=True)
-        return {row: _Found(path[:count], final, match) for row, path, count, final, match in columns}
+        return {row: Found(path[:count], final, match) for row, path, count, final, match in columns}
 
 
 class _Part:
@@ -191,28 +183,3 @@ def _verify(part: _Part, logits: Tensor, rows: SamplingRows) -> _Verified:
         paths = reject_trees(distributions, *q, *nodes, seeds, positions, max_depth=part.max_depth)
         return _Verified(part.rows, paths, root_matches(distributions, *q, nodes[-1]))
     return _Verified(part.rows, _walk(part, draw_rows(distributions, seeds, positions, purpose=Purpose.SAMPLE)))
-
-
-def _acceptance(
-    plan: StepPlan, trees: list[DraftTree], start_loc: Ints, logits: Tensor, found: dict[int, _Found], errors: dict[int, str]
-) -> Acceptance:
-    """Put together what was found, by row of the plan; ``errors`` are by row of logits."""
-    acceptance = Acceptance(trees, [], [], [])
-    for i, (tree, first_row) in enumerate(zip(trees, start_loc.tolist(), strict=False)):
-        path: list[int] = []
-        emitted, error = [], None
-        if i in found:
-            path, final_token, match = found[i]
-            emitted = tree.token_ids[path].tolist()
-            if final_token >= 0:
-                emitted.append(final_token)
-            else:
-                last_row = first_row + 1 + path[-1] if path else first_row
-                error = errors.get(last_row, "the target's logits are not finite")
-            if match is not None and tree.num_nodes:
-                acceptance.matches[i] = match
-        acceptance.paths.append(path)
-        acceptance.token_ids.append(emitted)
-        acceptance.errors.append(error)
-    acceptance.logprobs.update(emitted_logprobs(plan.requests, start_loc, acceptance.paths, acceptance.token_ids, logits))
-    return acceptance

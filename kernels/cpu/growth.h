@@ -240,9 +240,11 @@ private:
     } else if (count == 1) {
       *tokens = std::max<int64_t>(argmax_row(logits, vocab_size_), 0);
       *logprobs = 0;
+    } else if (growth.shape) {
+      largest_entries(logits, tokens, logprobs, count, vocab_size_);
+      std::fill(tokens + std::min(count, vocab_size_), tokens + count, -1);
     } else {
-      best_children_row(logits, growth.shape ? 1.0f : growth.temperature, tokens, logprobs, count, vocab_size_);
-      if (growth.shape) std::fill(tokens + std::min(count, vocab_size_), tokens + count, -1);
+      best_children_row(logits, growth.temperature, tokens, logprobs, count, vocab_size_);
     }
   }
 

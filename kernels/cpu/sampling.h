@@ -89,29 +89,35 @@ void argmax(const T* logits, int64_t* tokens, int64_t num_rows, int64_t size) {
   for (int64_t row = 0; row < num_rows; ++row) tokens[row] = argmax_row(logits + row * size, size);
 }
 
-// The largest entries of a row, descending, the first of equal ones first, and their log-probabilities at a temperature.
+// The largest entries of a row, descending, the first of equal ones first.
 template <typename T>
-void best_children_row(const T* logits, float temperature, int64_t* tokens, float* logprobs, int64_t count, int64_t size) {
+void largest_entries(const T* logits, int64_t* tokens, float* values, int64_t count, int64_t size) {
   std::fill_n(tokens, count, 0);
-  std::fill_n(logprobs, count, kMinusInfinity);
+  std::fill_n(values, count, kMinusInfinity);
   for (int64_t start = 0; start < size; start += kSearched) {
     const int64_t end = std::min(start + kSearched, size);
     float largest = kMinusInfinity;
 #pragma omp simd reduction(max : largest)
     for (int64_t i = start; i < end; ++i) largest = std::max(largest, widen(logits[i]));
-    if (!(largest > logprobs[count - 1])) continue;
+    if (!(largest > values[count - 1])) continue;
     for (int64_t i = start; i < end; ++i) {
       const float x = widen(logits[i]);
-      if (!(x > logprobs[count - 1])) continue;
+      if (!(x > values[count - 1])) continue;
       int64_t place = count - 1;
-      for (; place > 0 && x > logprobs[place - 1]; --place) {
+      for (; place > 0 && x > values[place - 1]; --place) {
         tokens[place] = tokens[place - 1];
-        logprobs[place] = logprobs[place - 1];
+        values[place] = values[place - 1];
       }
       tokens[place] = i;
-      logprobs[place] = x;
+      values[place] = x;
     }
   }
+}
+
+// The same with their log-probabilities at a temperature.
+template <typename T>
+void best_children_row(const T* logits, float temperature, int64_t* tokens, float* logprobs, int64_t count, int64_t size) {
+  largest_entries(logits, tokens, logprobs, count, size);
   const float largest = logprobs[0];
   double total = 0;
   for (int64_t start = 0; start < size; start += kChunk) {
@@ -164,6 +170,14 @@ int64_t draw_row(const float* probs, double uniform, int64_t size) {
   return 0; // nothing is possible
 }
 
+// The probabilities of a row of logits at a temperature, computed into the room; without one they are what the row holds, float32.
+template <typename T>
+const float* row_probs(const T* row, const float* temperature, float* room, int64_t size) {
+  if (!temperature) return reinterpret_cast<const float*>(row);
+  softmax_row(row, *temperature, room, size);
+  return room;
+}
+
 // Distributions over the vocabulary: logits with temperatures, or float32 probabilities if there are none.
 template <typename T>
 struct LazyProbs {
@@ -173,9 +187,7 @@ struct LazyProbs {
 
   // The probabilities of a row; room for them is used where they must be computed.
   const float* row(int64_t index, float* room) const {
-    if (!temperatures) return reinterpret_cast<const float*>(values) + index * size;
-    softmax_row(values + index * size, temperatures[index], room, size);
-    return room;
+    return row_probs(values + index * size, temperatures ? temperatures + index : nullptr, room, size);
   }
 };
 
@@ -289,10 +301,7 @@ struct VerifiedTree {
 
   // The target's probabilities at a node, or at the root, -1; room for them is used where they must be computed.
   const float* probs(int64_t node, float* room) const {
-    const T* row = values + (root + 1 + node) * size;
-    if (!temperature) return reinterpret_cast<const float*>(row);
-    softmax_row(row, *temperature, room, size);
-    return room;
+    return row_probs(values + (root + 1 + node) * size, temperature, room, size);
   }
 };
 

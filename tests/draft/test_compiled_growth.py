@@ -13,7 +13,7 @@ from torch import Tensor
 from zoo import Zoo, random_prompts
 
 from titan.draft.compiled_growth import CompiledGrower
-from titan.draft.draft_model import DraftModelDrafter
+from titan.draft.draft_model import DraftModelDrafter, _Feed
 from titan.draft.shapes import in_main_path_order
 from titan.draft.tree_builder import BeamGrowth, ChainGrowth, Growth, ShapeGrowth
 from titan.engine import Engine
@@ -81,8 +81,6 @@ def lacking(request: Request) -> list[int]:
 
 
 def feed(drafter: DraftModelDrafter, requests: list[Request]) -> Tensor:
-    from titan.draft.draft_model import _Feed
-
     return drafter._feed([_Feed(i, request, lacking(request), 1) for i, request in enumerate(requests)])
 
 

@@ -104,7 +104,11 @@ def test_a_chain_of_63_nodes_is_as_deep_as_that() -> None:
 def test_no_requests_have_no_trees() -> None:
     none = torch.zeros(0, 4, dtype=torch.int64, device=DEVICE)
     counts = torch.zeros(0, dtype=torch.int32, device=DEVICE)
-    select_trees(none, none.float(), none, none, counts, counts, allocate_nodes(0, DEVICE))
+    nodes = allocate_nodes(2, DEVICE)
+    for column in nodes:
+        column.fill_(7)
+    select_trees(none, none.float(), none, none, counts, counts, nodes)
+    assert all((column == 7).all() for column in nodes)
 
 
 @pytest.mark.parametrize(
