@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.kernels.attention_layout import AttentionLayout, Int, Window
+from titan.kernels.compiled_linear import WeightStruct
 from titan.kernels.compiled_ops import NO_WINDOW, plan_struct
 from titan.kernels.cpu_library import kernel
-from titan.kernels.few_row_linear import WeightStruct
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -121,7 +121,7 @@ def layer_struct(norms: tuple[Tensor, Tensor, Tensor | None], weights: Sequence[
 
 
 class CompiledDecoder:
-    """A decoder for passes of few tokens: at most `titan.kernels.few_row_linear.max_rows` are fast.
+    """A decoder for passes of few tokens: at most `titan.kernels.compiled_linear.max_rows` are fast.
 
     Args:
         library: the C++ of `cpu/`, compiled.

@@ -1,4 +1,4 @@
-"""Linear layers for few rows on a CPU: weights packed once for oneDNN.
+"""Linear layers for few rows on a CPU: weights packed once, into our tiles or for oneDNN.
 
 Plain `F.linear` in bfloat16 reads unpacked weights at a third of the memory bandwidth; the packed product reaches it.
 The operators are those of Inductor's freezing; where they are missing, or the weights are elsewhere, `F.linear` runs.
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.kernels.huge_pages import use_huge_pages
+from titan.kernels.tiled_weights import can_tile, is_tiled, multiply_by_tiles, tile_weight
 
 PACKING_ROWS = 8
 """Rows of a typical product; the packed layout hardly depends on it."""
@@ -30,10 +31,17 @@ def can_pack(weight: Tensor) -> bool:
 
 def pack_weight(weight: Tensor) -> Tensor:
     """Return ``weight`` [out_features, in_features] in the packed layout, which only the products of this file can read."""
+    if can_tile(weight):
+        return tile_weight(weight)
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKING_ROWS)
     if hasattr(torch.ops.mkldnn, "_nbytes"):
         use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
     return packed
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Whether `pack_weight` made it."""
+    return weight.is_mkldnn or is_tiled(weight)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -41,6 +49,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if weight.is_mkldnn:
         output: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
         return output
+    if is_tiled(weight):
+        return multiply_by_tiles(x, weight, bias, None)
     return F.linear(x, weight, bias)
 
 
@@ -49,4 +59,6 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
     if weight.is_mkldnn:
         output: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
         return output
+    if is_tiled(weight):
+        return multiply_by_tiles(x, weight, bias, residual)
     return F.linear(x, weight, bias).add_(residual)

@@ -12,8 +12,9 @@ from torch import Tensor
 from titan.batch import RaggedBatch, pad_block_tables
 from titan.kernels.attention_layout import Int
 from titan.kernels.compiled_decoder import CompiledDecoder, DecoderStruct, GrownTrees, layer_struct
+from titan.kernels.compiled_linear import max_rows
 from titan.kernels.cpu_library import COMPILED_DTYPES, usable_library
-from titan.kernels.few_row_linear import find_weight, max_rows
+from titan.kernels.weight_layout import find_weight
 from titan.models.decoder import Decoder
 
 

@@ -1,11 +1,15 @@
-// Products in bfloat16 on the matrix units of Intel processors (AMX), for up to 64 rows at about the speed of memory.
+// Products on the matrix units of Intel processors (AMX), for up to 64 rows at about the speed of memory.
 //
-// oneDNN packs for these units, so that 16 pairs of inputs of 16 outputs are a tile as it lies.
+// They multiply numbers of bfloat16. oneDNN packs for them, so that 16 pairs of inputs of 16 outputs are a tile as it lies. Rows of
+// float32 are multiplied as three rows of bfloat16 that they are the sums of (after Henry, Tang and Heinecke, "Leveraging the
+// bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", ARITH 2019), by weights that bfloat16 holds: all
+// products are exact then, and sums are float32's.
 
 #pragma once
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "numbers.h"
@@ -93,46 +97,87 @@ void multiply_tiles(const BFloat16* weights, const BFloat16* x, int64_t depth, i
   }
 }
 
-// Write a row of `count` sums of a block; bias and residual stream are added if they are given.
-inline void finish_row(const float* sums, int64_t count, const BFloat16* bias, const BFloat16* residual, BFloat16* output) {
-  if (count == kAmxBlock) {
-    Lanes results[2];
-    for (int64_t i = 0; i < 2; ++i) {
-      const Lanes added = (bias ? load_lanes(bias + i * kLanes) : Lanes{}) + (residual ? load_lanes(residual + i * kLanes) : Lanes{});
-      results[i] = load_lanes(sums + i * kLanes) + added;
+// Terms of bfloat16 that a number of x is the sum of: one of 8 bits of a float32's 24 each.
+template <typename T>
+constexpr int kTerms = 1;
+
+template <>
+constexpr int kTerms<float> = 3;
+
+// A row of x as rows of terms [kTerms, depth], padded with zeros.
+inline void write_terms(const BFloat16* x, int64_t num_inputs, int64_t depth, BFloat16* terms) {
+  std::copy_n(x, num_inputs, terms);
+  std::fill(terms + num_inputs, terms + depth, BFloat16{});
+}
+
+inline void write_terms(const float* x, int64_t num_inputs, int64_t depth, BFloat16* terms) {
+  for (int64_t i = 0; i < num_inputs; i += kLanes) { // whole vectors, as depth is num_inputs
+    Lanes rest = load_lanes(x + i);
+    for (int64_t term = 0; term < kTerms<float>; ++term) {
+      Words bits;
+      std::memcpy(&bits, &rest, sizeof bits);
+      const auto halves = __builtin_convertvector(bits >> 16, Halves); // cut off, not rounded: no number becomes infinite
+      std::memcpy(terms + term * depth + i, &halves, sizeof halves);
+      rest -= load_lanes(terms + term * depth + i);
     }
-    const auto narrowed = _mm512_cvtne2ps_pbh(results[1], results[0]);
-    std::memcpy(output, &narrowed, sizeof narrowed);
+  }
+}
+
+// The sums of a row's terms, the smallest first.
+template <typename T>
+inline Lanes add_terms(const float* sums) {
+  Lanes total = load_lanes(sums + (kTerms<T> - 1) * kAmxBlock);
+  for (int term = kTerms<T> - 2; term >= 0; --term) total += load_lanes(sums + term * kAmxBlock);
+  return total;
+}
+
+inline void narrow_lanes(const Lanes* x, BFloat16* result) {
+  const auto narrowed = _mm512_cvtne2ps_pbh(x[1], x[0]);
+  std::memcpy(result, &narrowed, sizeof narrowed);
+}
+
+inline void narrow_lanes(const Lanes* x, float* result) { std::memcpy(result, x, 2 * sizeof *x); }
+
+// Write a row of `count` outputs of a block from the sums of its terms; bias and residual stream are added if they are given.
+template <typename T>
+inline void finish_row(const float* sums, int64_t count, const T* bias, const T* residual, T* output) {
+  Lanes results[2] = {add_terms<T>(sums), add_terms<T>(sums + kLanes)};
+  if (count == kAmxBlock) {
+    for (int64_t i = 0; i < 2; ++i)
+      results[i] += (bias ? load_lanes(bias + i * kLanes) : Lanes{}) + (residual ? load_lanes(residual + i * kLanes) : Lanes{});
+    narrow_lanes(results, output);
     return;
   }
   for (int64_t i = 0; i < count; ++i) {
     const float added = (bias ? widen(bias[i]) : 0.0f) + (residual ? widen(residual[i]) : 0.0f);
-    narrow(sums[i] + added, &output[i]);
+    narrow(results[i / kLanes][i % kLanes] + added, &output[i]);
   }
 }
 
-// As `linear` of linear.h, for a weight whose blocks are kAmxBlock outputs and whose depth is whole tiles.
-inline void multiply_by_tiles(const Weight& weight, const BFloat16* x, int64_t num_rows, const BFloat16* residual,
-                              BFloat16* output) {
+// As `linear` of linear.h, for at most kAmxRows rows and a weight whose blocks are kAmxBlock outputs and whose depth is whole tiles.
+template <typename T>
+void multiply_by_tiles(const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output) {
+  constexpr int kMostTogether = kRowsTogether / kTerms<T>, kMostGroups = (kAmxRows + kMostTogether - 1) / kMostTogether;
   static thread_local std::vector<Line> buffer;
-  const BFloat16* rows = x;
-  if (weight.num_inputs < weight.depth) {
-    buffer.assign(num_lines<BFloat16>(num_rows * weight.depth), Line{});
-    BFloat16* padded = reinterpret_cast<BFloat16*>(buffer.data());
-    for (int64_t row = 0; row < num_rows; ++row)
-      std::copy_n(x + row * weight.num_inputs, weight.num_inputs, padded + row * weight.depth);
-    rows = padded;
-  }
+  const bool has_terms = std::is_same_v<T, BFloat16> && weight.num_inputs == weight.depth;
+  if (!has_terms) buffer.resize(num_lines<BFloat16>(num_rows * kTerms<T> * weight.depth));
+  BFloat16* terms = reinterpret_cast<BFloat16*>(buffer.data());
+  const BFloat16* rows = has_terms ? reinterpret_cast<const BFloat16*>(x) : terms;
   const BFloat16* data = static_cast<const BFloat16*>(weight.data);
-  const BFloat16* bias = static_cast<const BFloat16*>(weight.bias);
-  const int64_t num_blocks = (weight.num_outputs + kAmxBlock - 1) / kAmxBlock;
+  const T* bias = static_cast<const T*>(weight.bias);
+  const int64_t num_blocks = (weight.num_outputs + kAmxBlock - 1) / kAmxBlock, row_size = kTerms<T> * weight.depth;
   // groups of as many rows, for which the tiles are configured once: the last may begin among those of the one before it
-  const int64_t num_groups = (num_rows + kRowsTogether - 1) / kRowsTogether, together = (num_rows + num_groups - 1) / num_groups;
-  const auto multiply = together > kTileRows ? multiply_tiles<true> : multiply_tiles<false>;
+  const int64_t num_groups = (num_rows + kMostTogether - 1) / kMostTogether, together = (num_rows + num_groups - 1) / num_groups;
+  const auto multiply = together * kTerms<T> > kTileRows ? multiply_tiles<true> : multiply_tiles<false>;
 #pragma omp parallel if (weight.num_outputs * weight.depth > kMaxSerialWeights)
   {
-    alignas(64) float sums[kAmxRows / kRowsTogether][kRowsTogether * kAmxBlock];
-    configure_tiles(together);
+    alignas(64) float sums[kMostGroups][kRowsTogether * kAmxBlock];
+    configure_tiles(together * kTerms<T>);
+    if (!has_terms) {
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < num_rows; ++row)
+        write_terms(x + row * weight.num_inputs, weight.num_inputs, weight.depth, terms + row * row_size);
+    }
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < num_blocks; ++block) {
       const BFloat16* weights = data + block * kAmxBlock * weight.depth;
@@ -141,11 +186,11 @@ inline void multiply_by_tiles(const Weight& weight, const BFloat16* x, int64_t n
         const int64_t end = std::min(begin + kPieceInputs, weight.depth);
         for (int64_t group = 0; group < num_groups; ++group) {
           const int64_t start = std::min(group * together, num_rows - together);
-          multiply(weights, rows + start * weight.depth, weight.depth, begin, end, sums[group]);
+          multiply(weights, rows + start * row_size, weight.depth, begin, end, sums[group]);
           if (end < weight.depth) continue;
           for (int64_t row = group * together; row < start + together; ++row) {
             const int64_t place = row * weight.num_outputs + first;
-            finish_row(sums[group] + (row - start) * kAmxBlock, count, bias ? bias + first : nullptr,
+            finish_row(sums[group] + (row - start) * kTerms<T> * kAmxBlock, count, bias ? bias + first : nullptr,
                        residual ? residual + place : nullptr, output + place);
           }
         }
@@ -155,8 +200,9 @@ inline void multiply_by_tiles(const Weight& weight, const BFloat16* x, int64_t n
   }
 }
 
+// In float32, whole blocks and tiles alone are packed: see exact_weights.py.
 inline bool takes_tiles(const Weight& weight) {
-  return may_use_amx() && weight.block == kAmxBlock && weight.depth % kTileInputs == 0;
+  return may_use_amx() && weight.is_bfloat16 && weight.block == kAmxBlock && weight.depth % kTileInputs == 0;
 }
 
 #endif

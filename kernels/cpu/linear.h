@@ -156,7 +156,7 @@ void multiply_by_vectors(const Weight& weight, const T* x, int64_t num_rows, con
 template <typename T>
 int64_t max_rows([[maybe_unused]] const Weight& weight) {
 #ifdef TITAN_HAS_AMX
-  if (std::is_same_v<T, BFloat16> && takes_tiles(weight)) return kAmxRows;
+  if (takes_tiles(weight)) return kAmxRows;
 #endif
 #ifdef __AVX512F__
   if (std::is_same_v<T, float>) return kWideVectorRows; // beyond that oneDNN is as fast; in bfloat16 it is so much earlier
@@ -168,16 +168,30 @@ int64_t max_rows([[maybe_unused]] const Weight& weight) {
 template <typename T>
 void linear(const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output) {
 #ifdef TITAN_HAS_AMX
-  if constexpr (std::is_same_v<T, BFloat16>)
-    if (takes_tiles(weight) && num_rows > 0 && num_rows <= kAmxRows) return multiply_by_tiles(weight, x, num_rows, residual, output);
+  if (takes_tiles(weight)) {
+    for (int64_t first = 0; first < num_rows; first += kAmxRows) {
+      const int64_t place = first * weight.num_outputs;
+      multiply_by_tiles(weight, x + first * weight.num_inputs, std::min<int64_t>(num_rows - first, kAmxRows),
+                        residual ? residual + place : nullptr, output + place);
+    }
+    return;
+  }
 #endif
   if (num_rows > 0) multiply_by_vectors(weight, x, num_rows, residual, output);
 }
 
 } // namespace
 
+extern "C" int64_t has_tiles() {
+#ifdef TITAN_HAS_AMX
+  return may_use_amx();
+#else
+  return 0;
+#endif
+}
+
 #define TITAN_DEFINE_LINEAR(T, NAME)                                                                                           \
-  extern "C" void linear_##NAME(const Weight* weight, const void* x, int64_t num_rows, void* output) {                         \
-    linear<T>(*weight, static_cast<const T*>(x), num_rows, nullptr, static_cast<T*>(output));                                  \
+  extern "C" void linear_##NAME(const Weight* weight, const void* x, int64_t num_rows, const void* residual, void* output) {   \
+    linear(*weight, static_cast<const T*>(x), num_rows, static_cast<const T*>(residual), static_cast<T*>(output));             \
   }                                                                                                                            \
   extern "C" int64_t max_rows_##NAME(const Weight* weight) { return max_rows<T>(*weight); }

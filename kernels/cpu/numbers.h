@@ -19,6 +19,7 @@ typedef float LooseLanes __attribute__((vector_size(kLanes * sizeof(float)), ali
 
 typedef int32_t Integers __attribute__((vector_size(kLanes * sizeof(int32_t))));
 typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 
 #ifdef __clang__
 #define TITAN_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -105,7 +106,6 @@ inline float widen(BFloat16 x) {
 inline Lanes load_lanes(const float* values) { return *reinterpret_cast<const LooseLanes*>(values); }
 
 inline Lanes load_lanes(const BFloat16* values) {
-  typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
   Halves halves;
   std::memcpy(&halves, values, sizeof halves);
   const Words words = __builtin_convertvector(halves, Words) << 16;

@@ -14,6 +14,7 @@ struct Weight {
   int64_t num_inputs;
   int64_t block; // a multiple of the lanes, or 1: plain rows
   int64_t depth; // at least num_inputs; equal for plain rows, even for others
+  int64_t is_bfloat16; // also where x, bias and outputs are float32; 1 or 0
 };
 }
 

@@ -15,6 +15,8 @@ from zoo import LLAMA3_ROPE
 
 from titan.batch import Segment, build_batch
 from titan.compiled_runner import make_compiled_runner
+from titan.kernels.cpu_library import usable_library
+from titan.kernels.tiled_weights import is_tiled
 from titan.model_runner import ModelRunner
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
@@ -121,6 +123,29 @@ def check_passes(folder: Path, model_type: str, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_families_and_ropes_match_transformers(tmp_path: Path, model_type: str, rope_type: str) -> None:
     check_passes(tmp_path, model_type, {"rope_parameters": dict(ROPES[rope_type])})
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_checkpoints_in_bfloat16_are_exact_in_float32(tmp_path: Path, model_type: str, is_tied: bool) -> None:
+    even = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": is_tied}
+    reference = make_model(tmp_path, model_type, **even)
+    for parameter in reference.parameters():
+        parameter.data = parameter.bfloat16().float()
+    reference.save_pretrained(tmp_path)
+    token_ids = random_tokens(140)
+    expected = reference_logits(reference, token_ids)
+    model = load(tmp_path)
+    session, library = Session(model), usable_library()
+    has_tiles = library is not None and bool(library.has_tiles())
+    assert all(is_tiled(weight) == has_tiles for weight in (model.head, model.layer_weights[0].qkv_weight))
+    assert_close(session.feed(token_ids[:100], 0), expected[99:100], 1e-5)  # longer than the compiled passes, then three of them
+    assert_close(session.feed(token_ids[100:125], 100), expected[124:125], 1e-5)
+    chain = DraftTree.chain(token_ids[126:])
+    assert_close(
+        session.run([Segment(session.block_ids[0], 125, token_ids[125:126], chain, root_position=125)]), expected[125:], 1e-5
+    )
+    assert_close(session.feed(token_ids[139:], 139), expected[139:], 1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

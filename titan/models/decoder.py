@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titan.batch import RaggedBatch
 from titan.kernels.layer_ops import choose_layer_ops
-from titan.kernels.linear import can_pack, linear, pack_weight
+from titan.kernels.linear import can_pack, is_packed, linear, pack_weight
 from titan.models.config import ModelConfig
 from titan.models.layers import LayerStep, LayerWeights, PassInputs, attention, gated, layer_shapes
 from titan.models.rope import rope_table
@@ -161,5 +161,5 @@ def is_linear_weight(parameter: str) -> bool:
 
 def _pack_parameter(owner: nn.Module, parameter: str) -> None:
     weight = owner.get_parameter(parameter)
-    if is_linear_weight(parameter) and not weight.is_mkldnn and can_pack(weight):
+    if is_linear_weight(parameter) and not is_packed(weight) and can_pack(weight):
         setattr(owner, parameter, nn.Parameter(pack_weight(weight), requires_grad=False))

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.kernels import few_row_linear
+from titan.kernels import weight_layout
+from titan.kernels.compiled_linear import WeightStruct, max_rows, multiply_rows
 from titan.kernels.cpu_library import usable_library
-from titan.kernels.few_row_linear import WeightStruct, find_weight, max_rows, multiply_few_rows
 from titan.kernels.linear import can_pack, pack_weight
+from titan.kernels.weight_layout import find_weight
 
 DTYPES = [torch.float32, torch.bfloat16]
 FEW = 8  # so many rows everywhere; more with AMX
@@ -62,7 +63,7 @@ def test_it_is_the_product(
         expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         tolerance = 1e-6 * size[1] ** 0.5 if dtype == torch.float32 else 2**-8
         torch.testing.assert_close(
-            multiply_few_rows(library, found, x).double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
+            multiply_rows(library, found, x).double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
         )
 
 
@@ -73,9 +74,9 @@ def test_a_row_does_not_depend_on_its_neighbours(library: ctypes.CDLL, dtype: to
     kept = packed(weight) if is_packed else weight
     found = find(library, kept)
     x = random(max_rows(library, dtype, found), 130, dtype=dtype, seed=1)
-    alone = torch.cat([multiply_few_rows(library, found, row[None]) for row in x])
+    alone = torch.cat([multiply_rows(library, found, row[None]) for row in x])
     for num_rows in range(2, len(x) + 1):
-        assert torch.equal(multiply_few_rows(library, found, x[:num_rows]), alone[:num_rows])
+        assert torch.equal(multiply_rows(library, found, x[:num_rows]), alone[:num_rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -84,7 +85,7 @@ def test_a_layout_that_is_not_the_weights_is_not_taken(
 ) -> None:
     kept = packed(random(192, 64, dtype=dtype))
     block = find(library, kept).block
-    monkeypatch.setattr(few_row_linear, "BLOCKS", [each for each in few_row_linear.BLOCKS if each != block])
+    monkeypatch.setattr(weight_layout, "BLOCKS", [each for each in weight_layout.BLOCKS if each != block])
     assert find_weight(library, kept, None) is None
 
 
@@ -97,4 +98,4 @@ def test_a_row_of_nan_stays_in_its_row(library: ctypes.CDLL) -> None:
     kept = packed(random(40, 24, dtype=torch.float32))
     x = torch.ones(5, 24)
     x[3] = torch.nan
-    assert multiply_few_rows(library, find(library, kept), x).isnan().all(1).nonzero()[:, 0].tolist() == [3]
+    assert multiply_rows(library, find(library, kept), x).isnan().all(1).nonzero()[:, 0].tolist() == [3]
