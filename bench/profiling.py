@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class Shares:
     host: float  # all but the forward passes of target and draft
     draft: float  # forward passes of the draft
     target: float  # forward passes of the target
-    attention: float | None  # attention over paged blocks, of target and draft; None: inside of passes that are one call
+    attention: float  # attention over paged blocks, of target and draft
 
 
 Measure = Callable[[Any], tuple[float, int]]
@@ -122,18 +122,22 @@ def profile_shares(
         runners.append(engine.drafter.runner)
     with ExitStack() as stack:
         passes = [stack.enter_context(timed_passes(runner)) for runner in runners]
-        by_operation = [stack.enter_context(timed(runner.model, "forward")) for runner in runners]
         attention = [stack.enter_context(timed(runner.model.ops, "tree_attention")) for runner in runners]
         step = stack.enter_context(timed(engine, "step"))
+        before = _compiled_attention_seconds(runners)
         while not all(request.is_finished for request in requests):
             engine.step()
-    is_by_operation = [timer.num_calls for timer in by_operation] == [timer.num_calls for timer in passes]
     target, draft = passes[0].seconds, sum(timer.seconds for timer in passes[1:])
+    attended = sum(timer.seconds for timer in attention) + _compiled_attention_seconds(runners) - before
     return Shares(
         num_steps=step.num_calls,
         step_seconds=step.seconds / step.num_calls,
         host=1 - (target + draft) / step.seconds,
         draft=draft / step.seconds,
         target=target / step.seconds,
-        attention=sum(timer.seconds for timer in attention) / step.seconds if is_by_operation else None,
+        attention=attended / step.seconds,
     )
+
+
+def _compiled_attention_seconds(runners: Sequence[Runner]) -> float:
+    return sum(runner.attention_seconds for runner in runners if isinstance(runner, CompiledRunner))

@@ -47,7 +47,7 @@ class DecoderStruct(ctypes.Structure):
         *((name, _INT) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")),
         ("eps", _FLOAT),
         ("scale", _FLOAT),
-        *((name, _POINTER) for name in ("embedding", "rope_table", "final_norm", "layers")),
+        *((name, _POINTER) for name in ("embedding", "rope_table", "final_norm", "layers", "attention_seconds")),
         ("head", WeightStruct),
     ]
 
@@ -136,9 +136,16 @@ class CompiledDecoder:
         self._forward.restype = self._grow.restype = None
         self._layers = (LayerStruct * len(layers))(*layers)
         decoder.num_layers, decoder.layers = len(layers), ctypes.addressof(self._layers)
+        self._attention_seconds = ctypes.c_double()
+        decoder.attention_seconds = ctypes.addressof(self._attention_seconds)
         self._decoder = decoder
         self._kv = kv
         self._num_slots = kv.shape[3] * kv.shape[4]
+
+    @property
+    def attention_seconds(self) -> float:
+        """That the attention of all passes has taken."""
+        return self._attention_seconds.value
 
     def forward(self, layout: AttentionLayout, token_ids: Tensor, positions: Tensor, slot_mapping: Tensor, rows: Tensor) -> Tensor:
         """Logits of L of T tokens: [L, vocab_size], dtype of the decoder.

@@ -34,6 +34,11 @@ class CompiledRunner:
         self.kv = kv
         self._compiled = compiled
 
+    @property
+    def attention_seconds(self) -> float:
+        """That attention has taken in passes that are one call."""
+        return self._compiled.attention_seconds
+
     def forward(self, batch: RaggedBatch) -> Tensor:
         """One pass over the ragged batch: logits [L, vocab] of the rows that need them."""
         if len(batch.token_ids) > self.max_rows:

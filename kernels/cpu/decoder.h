@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <chrono>
 #include <vector>
 
 #include "attention.h"
@@ -34,6 +35,7 @@ struct Decoder {
   const void* rope_table; // [max_positions, 2, head_dim]
   const void* final_norm; // [hidden_size]
   const DecoderLayer* layers;
+  double* attention_seconds; // what passes add the time of their attention to
   Weight head;
 };
 
@@ -88,7 +90,9 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
     rope_and_write_kv(qkv, static_cast<const T*>(decoder.rope_table), pass.positions, pass.slot_mapping, kv_layer, head_stride,
                       static_cast<const T*>(layer.qk_norm), decoder.eps, num_tokens, decoder.num_heads, decoder.num_kv_heads,
                       head_dim);
+    const auto start = std::chrono::steady_clock::now();
     tree_attention(plan, qkv, qkv_size, kv_layer, head_stride, pass.ancestor_bits, attended, decoder.scale, layer.window);
+    *decoder.attention_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     if (i + 1 == decoder.num_layers) { // the others have written their KV, nobody reads on
       keep_rows(pass, size, stream);
       keep_rows(pass, q_size, attended);

@@ -133,13 +133,18 @@ def chain_engine(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     return LLM(zoo.path("llama"), zoo.path("llama~"), dtype="float32", device="cpu", **options).engine  # type: ignore[arg-type]
 
 
-def test_the_share_of_attention_is_told_where_it_can_be_timed(chain_engine: Engine, workload: Workload) -> None:
+def test_the_share_of_attention_is_told(chain_engine: Engine, workload: Workload) -> None:
     shares = profile_shares(chain_engine, workload)
-    assert shares is not None
-    if isinstance(chain_engine.runner, CompiledRunner):
-        assert shares.attention is None
-    else:
-        assert shares.attention is not None and 0 < shares.attention < shares.draft + shares.target
+    assert shares is not None and 0 < shares.attention < shares.draft + shares.target
+
+
+def test_attention_inside_of_compiled_passes_counts(chain_engine: Engine, workload: Workload) -> None:
+    runner = chain_engine.runner
+    if not isinstance(runner, CompiledRunner):
+        pytest.skip("no compiled passes")
+    before = runner.attention_seconds
+    profile_shares(chain_engine, workload)
+    assert runner.attention_seconds > before
 
 
 def test_each_pass_of_a_chain_counts_also_if_all_of_them_are_one_call(chain_engine: Engine) -> None:
