@@ -68,7 +68,7 @@ class Sample:
     tokens_per_step: float  # per request, final token included
     step_seconds: float  # mean
     host_share: float  # of the step: all but the forward passes of target and draft
-    speculation_share: float  # of the step: building trees, the target's batch, acceptance and commit, but for forward passes
+    speculation_share: float  # of the step: building trees, the target's batch and acceptance, but for forward passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class TreeBench:
         with Progress(num_runs) as progress:
             for round_id in range(-1, args.repeats):
                 for temperature in args.temperature:
-                    workload = take_workload(prompts, args.concurrency, repeat(args.output_len))
+                    workload = take_workload(prompts, args.concurrency * args.waves, repeat(args.output_len))
                     for variant in make_variants(temperature, args.nodes):
                         work = partial(self._run, variant, workload.prompts, temperature, round_id)
                         sample = survivors.attempt(variant.name, f"at temperature {temperature:g}", work)
@@ -172,8 +172,6 @@ class TreeBench:
                     (self.drafter, "propose"),
                     (engine, "build_batch"),
                     (titan.engine, "accept"),
-                    (self.drafter, "commit"),
-                    (engine.kv, "commit"),
                 )
             ]
             start = time.perf_counter()
@@ -259,7 +257,7 @@ def _report(bench: TreeBench, provenance: Provenance, *, is_complete: bool) -> R
     rows = make_rows(bench.samples)
     workload = (
         f"{args.model}, draft {args.draft_model}, {args.dtype}; {count(args.concurrency, 'request')} at once, prompts of "
-        f"{args.prompt_len} tokens, {args.output_len} generated, end of sequence ignored; "
+        f"{args.prompt_len} tokens, {args.output_len} generated, {count(args.waves, 'request')} per slot, end of sequence ignored; "
         f"{count(args.repeats, 'interleaved round')}; x {NO_DRAFT}: within the rounds, ± is half the range."
     )
     speed_ups = (
@@ -292,6 +290,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--prompt-len", type=positive, default=64, help="tokens (default: %(default)s)")
     parser.add_argument("--output-len", type=positive, default=128, help="tokens (default: %(default)s)")
+    parser.add_argument("--waves", type=positive, default=2, help="requests per slot (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=3, help="rounds (default: %(default)s)")
     add_report_options(parser)
     return parser.parse_args(argv)

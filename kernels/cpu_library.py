@@ -52,8 +52,9 @@ class LoadedLibrary:
     description: str  # for people
 
 
+@cache
 def usable_library() -> ctypes.CDLL | None:
-    """The library, unless there is none or the user wants PyTorch.
+    """The library, unless there is none or the user wants PyTorch: the environment is looked at once.
 
     Raises:
         ValueError: the environment variable `CPU_KERNELS` has an unknown value.
@@ -64,6 +65,7 @@ def usable_library() -> ctypes.CDLL | None:
     return None if choice == "torch" else load_library().library
 
 
+@cache
 def kernel(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> Any:
     """The function of that name for tensors of that dtype, looked up once; its caller sets the types of its arguments."""
     return getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")

@@ -13,6 +13,8 @@ if not torch.cuda.is_available():  # read once, when triton is first imported
 
 from zoo import Zoo
 
+from titan.kernels.cpu_library import usable_library
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -21,6 +23,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_chosen_anew() -> Iterator[None]:
+    """Of the CPU: what one test has chosen is not the next one's."""
+    yield
+    usable_library.cache_clear()
 
 
 @pytest.fixture(scope="session")

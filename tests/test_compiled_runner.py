@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cpu_kernels import choose_cpu_kernels
 from tiny_models import make_model
 
 from titan.batch import Segment, build_batch
@@ -65,7 +66,7 @@ def make_runners(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> t
     compiled = make_compiled_runner(model := load_model(str(folder), dtype=dtype, device=CPU), random_kv(model))
     if compiled is None:
         pytest.skip("a layout of this processor that the library does not read")
-    monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
+    choose_cpu_kernels(monkeypatch, "torch")
     plain = load_model(str(folder), dtype=dtype, device=CPU)
     assert make_compiled_runner(plain, random_kv(plain)) is None
     return ModelRunner(plain, random_kv(plain)), compiled
@@ -171,7 +172,7 @@ def test_plain_weights_are_read_too(dtype: str, tmp_path: Path, monkeypatch: pyt
     """As the head is that shares a large embedding."""
     make_model(tmp_path, "qwen2", hidden_size=72)
     plain, _ = make_runners(tmp_path, dtype, monkeypatch)
-    monkeypatch.undo()
+    choose_cpu_kernels(monkeypatch, "auto")
     model = load_model(str(tmp_path), dtype=dtype, device=CPU, pack=False)
     compiled = make_compiled_runner(model, random_kv(model))
     assert compiled is not None

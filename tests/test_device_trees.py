@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from cpu_kernels import choose_cpu_kernels
 from interpreted import DEVICE, take_triton
 from stepping import check_blocks, make_engine, submit
 from zoo import Zoo, random_prompts
@@ -116,7 +117,7 @@ def test_steps_on_triton_are_those_on_pytorch(
         choice = POOL | SHAPES[shape] | {"draft_sampling": draft_sampling, "device": str(device)}
         return trace(make_engine(zoo.path("short"), zoo.path("short~"), **choice), OPTIONS[options])
 
-    monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
+    choose_cpu_kernels(monkeypatch, "torch")
     expected = run(CPU)
     take_triton(monkeypatch)
     downloads = count_downloads(monkeypatch)
@@ -136,7 +137,7 @@ def test_drawn_trees_of_the_host_are_verified_on_triton(
         choice = POOL | SHAPES[shape] | {"draft_sampling": "sampled", "device": str(device)}
         return trace(make_engine(zoo.path("short"), zoo.path("short~"), **choice), OPTIONS[options])
 
-    monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
+    choose_cpu_kernels(monkeypatch, "torch")
     expected = run(CPU)
     take_triton(monkeypatch)
     monkeypatch.setattr("titan.draft.draft_model.backend", SimpleNamespace(takes_triton=lambda device: False))
@@ -176,7 +177,7 @@ def test_a_draft_without_enough_tokens_leaves_places_empty(draft_sampling: str, 
         num_empty += int((trees.nodes.token_ids < 0).sum())
         return trees
 
-    monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
+    choose_cpu_kernels(monkeypatch, "torch")
     expected = run(CPU)
     take_triton(monkeypatch)
     monkeypatch.setattr("titan.draft.draft_model.device_trees", counted)

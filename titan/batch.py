@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -57,43 +58,38 @@ def build_batch(segments: Sequence[Segment], *, block_size: int) -> RaggedBatch:
         block_size: tokens per KV block.
     """
     token_ids: list[int] = []
-    origins, query_lens, logits_lens = [], [], []
-    has_branches = False
+    query_lens, logits_lens, tree_starts = [], [], []
+    pieces, origins = [], []  # what follows from the shapes of committed tokens and trees, and the slots that it is counted from
     for segment in segments:
-        num_committed, tree = len(segment.token_ids), segment.tree
-        num_nodes = tree.num_nodes - segment.first_node
+        num_committed, tree, first, root = len(segment.token_ids), segment.tree, segment.first_node, segment.root_position
+        num_nodes = tree.num_nodes - first
         token_ids += segment.token_ids
         if num_nodes:
-            token_ids += tree.token_ids[segment.first_node :].tolist()
-            has_branches |= not tree.is_chain
-        origins.append(segment.start if num_committed else segment.root_position + 1 + segment.first_node)
+            token_ids += tree.token_ids[first:].tolist()
+            if num_committed > 1:
+                pieces.append(_committed_rows(num_committed - 1))
+                origins.append(segment.start)
+            pieces.append(tree.query_rows if num_committed else tree.query_rows[:, 1 + first :])
+            origins.append(root)
+        else:
+            pieces.append(_committed_rows(num_committed))
+            origins.append(segment.start)
+        tree_starts.append(root + 1 if num_nodes and not tree.is_chain else 0)
         query_lens.append(num_committed + num_nodes)
         logits_lens.append(num_nodes + (num_committed > 0) if segment.needs_logits else 0)
     query_start_loc, logits_start_loc = _prefix_sums(query_lens), _prefix_sums(logits_lens)
     num_tokens, num_rows = len(token_ids), int(logits_start_loc[-1])
     table = pad_block_tables([segment.block_ids for segment in segments])
-    first_slots = np.array(origins)
-    owners, slots = _place(first_slots, query_lens, query_start_loc)
-
-    # committed tokens and nodes lie in consecutive slots, and but for branching trees the slot is the position
-    positions, visible_lens = slots, slots + 1
-    ancestor_bits = np.zeros(num_tokens, np.int64)
-    tree_starts = np.zeros(len(segments), np.int64)
-    if has_branches:
-        positions = slots.copy()
-        for i, segment in enumerate(segments):
-            tree, first = segment.tree, segment.first_node
-            if tree.num_nodes > first and not tree.is_chain:
-                rows = slice(int(query_start_loc[i + 1]) - tree.num_nodes + first, int(query_start_loc[i + 1]))
-                tree_starts[i] = visible_lens[rows] = segment.root_position + 1
-                positions[rows] = segment.root_position + tree.depths[first:]
-                ancestor_bits[rows] = tree.ancestor_bits[first:]
+    rows = np.concatenate(pieces, 1)
+    rows[:3] += np.repeat(origins, [piece.shape[1] for piece in pieces])
+    slots, positions, visible_lens, ancestor_bits = rows
+    owners = np.repeat(np.arange(len(segments)), query_lens)
 
     if num_rows == num_tokens:
         logits_rows = np.arange(num_tokens)
     else:
-        first_rows = query_start_loc[1:] - logits_lens
-        _, logits_rows = _place(first_rows, logits_lens, logits_start_loc)
+        num_skipped = query_start_loc[1:] - logits_start_loc[1:]  # up to the logits of each request, which are its last rows
+        logits_rows = np.arange(num_rows) + np.repeat(num_skipped, logits_lens)
     return RaggedBatch(
         token_ids=torch.from_numpy(np.array(token_ids)),
         positions=torch.from_numpy(positions),
@@ -102,9 +98,9 @@ def build_batch(segments: Sequence[Segment], *, block_size: int) -> RaggedBatch:
         logits_start_loc=logits_start_loc,
         attention=AttentionLayout(
             query_start_loc=query_start_loc,
-            seq_lens=first_slots + np.diff(query_start_loc),
+            seq_lens=slots[query_start_loc[1:] - 1] + 1,
             block_table=table,
-            tree_starts=tree_starts,
+            tree_starts=np.array(tree_starts),
             positions=positions,
             visible_lens=visible_lens,
             ancestor_bits=torch.from_numpy(ancestor_bits),
@@ -118,10 +114,13 @@ def _prefix_sums(counts: Sequence[int]) -> Int:
     return np.array([0, *accumulate(counts)])
 
 
-def _place(first_places: Int, counts: Sequence[int], start_loc: Int) -> tuple[Int, Int]:
-    """Spread ``counts`` of neighbours from each first place on: their owners and their places, int64 [sum of counts] each."""
-    owners = np.repeat(np.arange(len(counts)), counts)
-    return owners, (first_places - start_loc[:-1])[owners] + np.arange(len(owners))
+@lru_cache(maxsize=64)
+def _committed_rows(count: int) -> Int:
+    """`Topology.query_rows` of committed tokens, counted from the first of them: int64 [4, count]."""
+    places = np.arange(count)
+    rows = np.stack((places, places, places + 1, np.zeros_like(places)))
+    rows.flags.writeable = False
+    return rows
 
 
 def _physical(table: Int, owners: Int, slots: Int, block_size: int) -> Int:
@@ -132,10 +131,8 @@ def _physical(table: Int, owners: Int, slots: Int, block_size: int) -> Int:
 
 def pad_block_tables(block_tables: Sequence[list[int]]) -> Int:
     """Block tables as rows of one array, int64 [R, longest table]; the tails repeat block 0 and are never read."""
-    table = np.zeros((len(block_tables), max(map(len, block_tables))), np.int64)
-    for row, block_ids in zip(table, block_tables, strict=True):
-        row[: len(block_ids)] = block_ids
-    return table
+    width = max(map(len, block_tables))
+    return np.array([block_ids + [0] * (width - len(block_ids)) for block_ids in block_tables])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

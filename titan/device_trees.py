@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.kernels.tree_nodes import TreeNodes
-from titan.tree import EMPTY_TREE, MAX_NODES, DraftTree
+from titan.tree import EMPTY_TREE, MAX_NODES, DraftTree, query_rows
 
 Ints = NDArray[np.int64]
 
@@ -36,14 +36,9 @@ class TreeOutline:
         return _zeros(self.num_nodes)
 
     @property
-    def ancestor_bits(self) -> Ints:
-        """What stands for the ancestor bits: int64 [num_nodes]."""
-        return _zeros(self.num_nodes)
-
-    @property
-    def depths(self) -> Ints:
-        """Upper bounds, of which the last is that of all: int64 [num_nodes]."""
-        return _bounds(self.num_nodes)
+    def query_rows(self) -> Ints:
+        """As a tree's, with zeros for ancestor bits and with upper bounds of the depths, of which the last is that of all."""
+        return _query_rows(self.num_nodes, self.is_chain)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,9 +112,9 @@ def _zeros(length: int) -> Ints:
     return _frozen(np.zeros(length, np.int64))
 
 
-@lru_cache(maxsize=MAX_NODES + 1)
-def _bounds(length: int) -> Ints:
-    return _frozen(np.arange(1, length + 1))
+@lru_cache(maxsize=2 * MAX_NODES + 2)
+def _query_rows(num_nodes: int, is_chain: bool) -> Ints:
+    return _frozen(query_rows(np.arange(num_nodes + 1), None if is_chain else _zeros(num_nodes)))
 
 
 def _frozen(array: Ints) -> Ints:

@@ -152,7 +152,8 @@ class KVCache:
         for request, num_tokens, tree, path in rows:
             held: list[tuple[Role, list[int]]] = [("target", path)]
             if tree.draft_slots is not None:
-                draft_slots = list(takewhile(lambda slot: slot >= 0, tree.draft_slots[path].tolist()))
+                slot_of = tree.draft_slots.tolist()
+                draft_slots = list(takewhile((0).__le__, [slot_of[node] for node in path]))
                 held.append(("draft", draft_slots))
                 request.num_drafted_context += len(draft_slots)
             first_slot = request.num_computed_tokens + num_tokens  # of the nodes

@@ -94,6 +94,11 @@ class DraftTree:
         return self.topology.ancestor_bits
 
     @property
+    def query_rows(self) -> NDArray[np.int64]:
+        """See `Topology.query_rows`."""
+        return self.topology.query_rows
+
+    @property
     def inner(self) -> NDArray[np.int32]:
         """The nodes that have children, ascending, the root (-1) first: int32 [num_inner]."""
         return self.topology.inner
@@ -116,6 +121,9 @@ class Topology:
     inner_rows: NDArray[np.int64]  # [1 + num_nodes], places of the root and the nodes among the inner ones; -1 for a leaf
     max_depth: int
     is_chain: bool
+    # of the root and the nodes as queries, int64 [4, 1 + num_nodes]: slots, positions and ends of the visible context, each counted
+    # from the root's slot, and ancestor bits; each node of a chain sees whatever lies before it, without bits
+    query_rows: NDArray[np.int64]
 
 
 @lru_cache(maxsize=4096)
@@ -140,10 +148,25 @@ def topology(parents: bytes) -> Topology:
     inner = np.unique(parent_of)
     inner_rows = np.full(1 + len(parent_of), -1)
     inner_rows[1 + inner] = np.arange(len(inner))
-    arrays = depths, bits.view(np.int64), ranks, inner, np.append(0, depths), inner_rows
-    for array in arrays:
+    row_depths = np.append(0, depths)
+    arrays = depths, bits.view(np.int64), ranks, inner, row_depths, inner_rows
+    rows = query_rows(row_depths, None if is_chain else bits.view(np.int64))
+    for array in (*arrays, rows):
         array.flags.writeable = False  # shared by all trees of the shape
-    return Topology(*arrays, int(depths.max(initial=0)), is_chain)
+    return Topology(*arrays, int(depths.max(initial=0)), is_chain, rows)
+
+
+def query_rows(row_depths: NDArray[np.int64], ancestor_bits: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """`Topology.query_rows` of a tree.
+
+    Args:
+        row_depths: [1 + num_nodes], of the root and the nodes.
+        ancestor_bits: [num_nodes]; ``None`` for a chain.
+    """
+    slots = np.arange(len(row_depths))
+    if ancestor_bits is None:
+        return np.stack((slots, slots, slots + 1, np.zeros_like(slots)))
+    return np.stack((slots, row_depths, np.ones_like(slots), np.append(0, ancestor_bits)))
 
 
 def _check_parents(parents: Parents) -> None:

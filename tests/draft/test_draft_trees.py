@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from auditor import Auditor
+from cpu_kernels import choose_cpu_kernels
 from numpy.typing import NDArray
 from scipy import stats
 from stepping import AMPLE, SCARCE, check_blocks, greedy, make_engine, run_all, submit
@@ -249,7 +250,7 @@ def drawn_children(q: Tensor, counts: list[int], seeds: NDArray[np.uint64], posi
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_children_are_drawn_without_replacement(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordered pairs of draws against their exact probabilities, q(a) q(b) / (1 - q(a))."""
-    monkeypatch.setenv("TITAN_CPU_KERNELS", kernels)
+    choose_cpu_kernels(monkeypatch, kernels)
     q = torch.tensor([0.5, 0.2, 0.0, 0.3])
     num_draws = 20_000
     seeds = np.arange(num_draws, dtype=np.uint64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cpu_kernels import choose_cpu_kernels
 
 from titan.kernels.kv_ops import clear_blocks, move_kv, write_kv
 
@@ -32,7 +33,7 @@ def test_write_puts_each_token_into_its_slot_of_its_layer_and_nothing_elsewhere(
 @pytest.fixture(params=["auto", "torch"])
 def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both by the compiled library and by PyTorch."""
-    monkeypatch.setenv("TITAN_CPU_KERNELS", request.param)
+    choose_cpu_kernels(monkeypatch, request.param)
 
 
 @pytest.mark.usefixtures("_kernels")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cpu_kernels import choose_cpu_kernels
 from torch import Tensor
 
 from titan.kernels.compiled_ops import CompiledOps
@@ -121,9 +122,9 @@ def test_choice_by_device_dtype_and_environment(monkeypatch: pytest.MonkeyPatch)
     for dtype in (torch.float32, torch.bfloat16):
         assert isinstance(choose_layer_ops(CPU, dtype), CompiledOps if has_library else TorchOps)
     assert isinstance(choose_layer_ops(CPU, torch.float16), TorchOps)
-    monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
+    choose_cpu_kernels(monkeypatch, "torch")
     assert isinstance(choose_layer_ops(CPU, torch.float32), TorchOps)
-    monkeypatch.setenv("TITAN_CPU_KERNELS", "fast")
+    choose_cpu_kernels(monkeypatch, "fast")
     with pytest.raises(ValueError, match="TITAN_CPU_KERNELS=fast is not allowed: allowed are 'auto' and 'torch'"):
         choose_layer_ops(CPU, torch.float32)
 

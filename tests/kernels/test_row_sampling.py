@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cpu_kernels import choose_cpu_kernels
 
 from titan.kernels.cpu_library import load_library
 from titan.kernels.row_sampling import LazyProbs, argmax_rows, best_children, draw, draw_compiled, softmax_at
@@ -14,7 +15,7 @@ from titan.sampling import Purpose, philox_uniform
 @pytest.fixture(params=["torch", "compiled"], autouse=True)
 def _implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
+        choose_cpu_kernels(monkeypatch, "torch")
     elif load_library().library is None:
         pytest.skip(load_library().description)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cpu_kernels import choose_cpu_kernels
 from torch import Tensor
 
 from titan.kernels.compiled_linear import max_rows, multiply_rows
-from titan.kernels.cpu_library import CPU_KERNELS, load_library, usable_library
+from titan.kernels.cpu_library import load_library, usable_library
 from titan.kernels.linear import can_pack, is_packed, linear, linear_add, pack_weight
 from titan.kernels.tiled_weights import can_tile, is_tiled, multiply_by_tiles, tile_weight, tiled_struct
 
@@ -88,5 +89,5 @@ def test_what_bfloat16_cannot_hold_is_packed_as_before(monkeypatch: pytest.Monke
     for weight in (one_bit_more, random(64, 64), exact(64, 48), exact(48, 64), exact(64, 64).bfloat16(), exact(64, 64).to("meta")):
         assert not can_tile(weight)
     assert can_pack(one_bit_more) and not is_tiled(pack_weight(one_bit_more))
-    monkeypatch.setenv(CPU_KERNELS, "torch")
+    choose_cpu_kernels(monkeypatch, "torch")
     assert not can_tile(exact(64, 64))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cpu_kernels import choose_cpu_kernels
 from interpreted import DEVICE, take_triton
 from stepping import greedy, make_engine, run_all
 from tiny_models import make_model
@@ -76,7 +77,7 @@ def make_runners(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> t
         kv.normal_(generator=torch.Generator().manual_seed(0))
         return make_runner(model, kv.to(device), LIMITS, PassCounts())
 
-    monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
+    choose_cpu_kernels(monkeypatch, "torch")
     plain = runner(CPU)
     take_triton(monkeypatch)
     return plain, runner(DEVICE)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cpu_kernels import choose_cpu_kernels
 from numpy.typing import NDArray
 from scipy import stats
 from stepping import make_engine, run_all
@@ -118,7 +119,7 @@ def test_the_chi_square_notices_a_distribution_that_is_slightly_wrong(sampler: S
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_the_chi_square_notices_a_lossy_acceptance_rule(zoo: Zoo, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the rule: now and then a draft token is taken for good."""
-    monkeypatch.setenv("TITAN_CPU_KERNELS", kernels)
+    choose_cpu_kernels(monkeypatch, kernels)
     num_walks = count()
 
     def carelessly_compiled(values: Tensor, trees: Sequence[WalkedTree], *, is_logits: bool) -> list[WalkEnd] | None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cpu_kernels import choose_cpu_kernels
 from numpy.typing import NDArray
 from scipy import stats
 from slow_logits import slow_probs, slow_transform
@@ -277,7 +278,7 @@ def test_the_chi_square_notices_a_wrong_q_and_a_missing_residual(zoo: Zoo, shape
         patch.setattr(accept, "reject", lambda trees, *others: rejection.reject([flat(tree) for tree in trees], *others))
         outputs, _ = sample(zoo, "plain", poor, 2 * NUM_SEQUENCES, draft_sampling="sampled", **DRAWN[shape])
         assert p_value(outputs, expected) < 1e-6
-    monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
+    choose_cpu_kernels(monkeypatch, "torch")
     monkeypatch.setattr(rejection, "residual", lambda probs, draft_probs, scale: probs)
     outputs, _ = sample(zoo, "plain", poor, 2 * NUM_SEQUENCES, draft_sampling="sampled", **DRAWN[shape])
     assert p_value(outputs, expected) < 1e-6

@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from cpu_kernels import choose_cpu_kernels
 from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
@@ -136,7 +137,7 @@ PAIRS = TARGET[0][:, None] * TARGET[1:]
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("shape", PARENTS)
 def test_whole_trees_emit_pairs_distributed_as_the_targets(shape: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TITAN_CPU_KERNELS", kernels)
+    choose_cpu_kernels(monkeypatch, kernels)
     counts = path_counts(PARENTS[shape], NUM_TREES)
     assert stats.chisquare(counts.ravel(), PAIRS.ravel() * NUM_TREES).pvalue > 1e-3
 
@@ -144,7 +145,7 @@ def test_whole_trees_emit_pairs_distributed_as_the_targets(shape: str, kernels: 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("shape", PARENTS)
 def test_chi_square_notices_a_wrong_q(shape: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TITAN_CPU_KERNELS", kernels)
+    choose_cpu_kernels(monkeypatch, kernels)
 
     def flattened(tree: DraftTree) -> DraftTree:
         assert tree.draft_probs is not None
@@ -155,7 +156,7 @@ def test_chi_square_notices_a_wrong_q(shape: str, kernels: str, monkeypatch: pyt
 
 
 def test_chi_square_notices_a_missing_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
+    choose_cpu_kernels(monkeypatch, "torch")
     monkeypatch.setattr(rejection, "residual", lambda probs, draft_probs, scale: probs)
     counts = path_counts(PARENTS["chain"], NUM_TREES // 2)
     assert stats.chisquare(counts.ravel(), PAIRS.ravel() * counts.sum()).pvalue < 1e-6
