@@ -65,7 +65,7 @@ class CompiledGrower:
         for members, growth in growths:
             for i, spec in zip(members, _specs(growth, num_probs), strict=True):
                 specs[i] = spec
-            if isinstance(growth, ShapeGrowth) and growth.rows is not None:
+            if isinstance(growth, ShapeGrowth) and growth.samplers is not None:
                 num_probs += growth.starts[-1]
         root_positions = [request.num_tokens - 1 for request in requests]
         shapes = [0 if spec.shape is None else ctypes.addressof(spec.shape) for spec in specs]
@@ -104,7 +104,8 @@ _CHAIN = _Spec(None, 1, 1, 1, 1, 0, 0, 1.0, False, 0)
 
 
 def _is_uncut(growth: Growth) -> bool:
-    return not (isinstance(growth, ShapeGrowth) and growth.rows is not None and growth.rows.has_cuts)
+    samplers = growth.samplers if isinstance(growth, ShapeGrowth) else None
+    return not any(request.params.has_cuts for request in samplers or ())
 
 
 def _most_rows(growth: Growth) -> int:
@@ -130,14 +131,15 @@ def _specs(growth: Growth, first_inner: int) -> list[_Spec]:
                 _Spec(None, depth, width, k, budget, 0, 0, temperature, False, (depth - 1) * width)
                 for depth, budget, temperature in zip(*columns, strict=True)
             ]
-        case ShapeGrowth(rows=None):
+        case ShapeGrowth(samplers=None):
             return [_shape_spec(plan) for plan in growth.plans]
-        case ShapeGrowth(rows=rows):
-            assert rows is not None
-            seeds, temperatures = rows.seeds.tolist(), rows.temperature.tolist()
+        case ShapeGrowth(samplers=samplers):
+            assert samplers is not None
             return [
-                _shape_spec(plan)._replace(first_inner=first_inner + start, seed=seed, temperature=temperature, is_drawn=True)
-                for plan, start, seed, temperature in zip(growth.plans, growth.starts[:-1], seeds, temperatures, strict=True)
+                _shape_spec(plan)._replace(
+                    first_inner=first_inner + start, seed=request.seed, temperature=request.params.temperature, is_drawn=True
+                )
+                for plan, start, request in zip(growth.plans, growth.starts[:-1], samplers, strict=True)
             ]
     raise TypeError(f"{type(growth).__name__} is not a growth that the library knows")
 
@@ -155,7 +157,7 @@ def _trees(growth: Growth, grown: GrownTrees, members: Sequence[int], specs: Seq
             trees = []
             for plan, i in zip(growth.plans, members, strict=True):
                 first = specs[i].first_inner
-                probs = grown.probs[first : first + plan.inner.shape[1]] if specs[i].is_drawn else None
+                probs = None if grown.probs is None or not specs[i].is_drawn else grown.probs[first : first + plan.inner.shape[1]]
                 trees.append(shaped_tree(plan, token_ids[i, : num_nodes[i]], probs))
             return trees
     raise TypeError(f"{type(growth).__name__} is not a growth that the library knows")

@@ -13,7 +13,6 @@ import numpy as np
 from titan.draft.shapes import expected_shape, in_main_path_order
 from titan.draft.tree_builder import BeamGrowth, ChainGrowth, Growth, ShapeGrowth
 from titan.request import Request
-from titan.sampling import SamplingRows, spread_options
 from titan.tree import MAX_NODES, Parents, chain_parents
 
 CHAIN_CHILDREN = 3
@@ -111,7 +110,7 @@ class DraftPolicy:
     def _growth(self, kind: Kind, requests: list[Request], budgets: list[int]) -> Growth:
         if kind in (Kind.SHAPE, Kind.DRAWN):
             shapes = [self._shape(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-            return ShapeGrowth(shapes, _root_rows(requests) if kind is Kind.DRAWN else None)
+            return ShapeGrowth(shapes, requests if kind is Kind.DRAWN else None)
         if kind is Kind.CHAIN:
             return ChainGrowth(budgets)
         temperatures = [score_temperature(request) for request in requests]
@@ -140,9 +139,3 @@ def _worthwhile_depth(request: Request) -> int:
 def score_temperature(request: Request) -> float:
     """The temperature at which the draft's probabilities are compared: as calibrated, or where calibration starts."""
     return request.draft_history.temperature or request.params.temperature or GREEDY_TEMPERATURE
-
-
-def _root_rows(requests: list[Request]) -> SamplingRows:
-    """Sampling options of the requests, at their roots."""
-    num_rows = len(requests)
-    return spread_options(requests, np.ones(num_rows, np.int64), np.zeros(num_rows, np.int64))

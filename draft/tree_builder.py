@@ -29,7 +29,8 @@ from titan.draft.device_growth import DeviceCandidates, chain_candidates, shape_
 from titan.draft.shapes import ShapePlan, chain_slots, main_path_order, shape_plan
 from titan.kernels.row_sampling import LazyProbs, argmax_rows, best_children, draw_children_compiled, draw_siblings
 from titan.kernels.upload import to_device, upload
-from titan.sampling import Purpose, SamplingRows, lazy_probs, philox_uniform
+from titan.request import Request
+from titan.sampling import Purpose, SamplingRows, lazy_probs, philox_uniform, spread_options
 from titan.tree import EMPTY_TREE, MAX_NODES, DraftTree, Parents
 
 Ints = NDArray[np.int64]
@@ -248,14 +249,15 @@ class ShapeGrowth:
 
     Args:
         shapes: int32 parents of each request's tree, at least one node, the path of first children first.
-        rows: sampling options of the n requests, for proposals that are drawn; ``None``: the most likely tokens.
+        samplers: the n requests, if their tokens are drawn as they sample; ``None``: the most likely tokens.
     """
 
-    def __init__(self, shapes: Sequence[Parents], rows: SamplingRows | None) -> None:
-        self.rows = rows
+    def __init__(self, shapes: Sequence[Parents], samplers: Sequence[Request] | None) -> None:
+        self.samplers = samplers
         self.plans = [shape_plan(parents.tobytes()) for parents in shapes]
         self.starts = [0, *accumulate(plan.inner.shape[1] for plan in self.plans)]  # of each request's inner nodes
         self._max_children = max(plan.max_children for plan in self.plans)
+        self._rows: SamplingRows | None = None  # of the roots of those that draw
         self._levels: list[ShapeLevel]
         self._children: Tensor  # int64 [I, most children], -1 where there is none
         self._probs: Tensor  # float32 [I, V], for proposals that are drawn
@@ -267,7 +269,9 @@ class ShapeGrowth:
     def plant(self, logits: Tensor) -> None:
         self._levels = self._make_levels(logits.device)
         self._children = logits.new_full((self.starts[-1], self._max_children), -1, dtype=torch.int64)
-        if self.rows is not None:
+        if self.samplers is not None:
+            num_rows = len(self.samplers)
+            self._rows = spread_options(self.samplers, np.ones(num_rows, np.int64), np.zeros(num_rows, np.int64))
             self._probs = logits.new_empty((self.starts[-1], logits.shape[1]), dtype=torch.float32)
         self.grow(0, logits)
 
@@ -277,24 +281,24 @@ class ShapeGrowth:
 
     def grow(self, depth: int, logits: Tensor) -> None:
         level = self._levels[depth]
-        if self.rows is None:
+        if self._rows is None:
             count = min(int(level.num_children.max()), logits.shape[1])
             self._children[level.places, :count] = logits.topk(count, dim=-1).indices
             return
-        seeds, positions = self.rows.seeds[level.owners], self.rows.positions[level.owners] + depth
-        probs = lazy_probs(logits, self.rows, level.owners)
+        seeds, positions = self._rows.seeds[level.owners], self._rows.positions[level.owners] + depth
+        probs = lazy_probs(logits, self._rows, level.owners)
         draw_children(probs, seeds, positions, level.num_children, level.places, self._probs, self._children)
 
     def harvest(self) -> list[DraftTree]:
         children: Ints = self._children.cpu().numpy()
         trees = []
         for plan, (start, end) in zip(self.plans, pairwise(self.starts), strict=True):
-            probs = None if self.rows is None else self._probs[start:end]
+            probs = None if self._rows is None else self._probs[start:end]
             trees.append(shaped_tree(plan, children[start + plan.node_parents, plan.ranks], probs))
         return trees
 
     def candidates(self) -> DeviceCandidates:
-        return shape_candidates(self.plans, self.starts[:-1], self._children, None if self.rows is None else self._probs)
+        return shape_candidates(self.plans, self.starts[:-1], self._children, None if self._rows is None else self._probs)
 
     def _make_levels(self, device: torch.device) -> list[ShapeLevel]:
         owners = np.repeat(np.arange(len(self.plans)), [plan.inner.shape[1] for plan in self.plans])

@@ -103,7 +103,7 @@ class GrownTrees(NamedTuple):
     parents: NDArray[np.int32]  # [n, 63]
     draft_slots: NDArray[np.int32]  # [n, 63]
     scores: NDArray[np.float32]  # [n, 63]
-    probs: Tensor  # float32 [inner nodes of drawn shapes, target vocabulary]
+    probs: Tensor | None  # float32 [inner nodes of drawn shapes, target vocabulary]; None without such
     num_passes: int
     pass_seconds: float  # that they took together
 
@@ -192,7 +192,7 @@ class CompiledDecoder:
         num_nodes, token_ids = np.empty(n, np.int64), np.empty((n, MAX_NODES), np.int64)
         parents, draft_slots = np.empty((2, n, MAX_NODES), np.int32)
         scores = np.empty((n, MAX_NODES), np.float32)
-        probs = torch.empty(num_probs, target_vocab_size)
+        probs = torch.empty(num_probs, target_vocab_size) if num_probs else None
         root_logits, fed_tokens, num_fed = (roots.data_ptr(), 0, 0) if isinstance(roots, Tensor) else (0, *_addresses(*roots))
         struct = _GrowingStruct(
             n,
@@ -206,7 +206,7 @@ class CompiledDecoder:
             fed_tokens,
             num_fed,
             *_addresses(num_nodes, token_ids, parents, draft_slots, scores),
-            probs.data_ptr(),
+            0 if probs is None else probs.data_ptr(),
         )
         self._grow(ctypes.addressof(self._decoder), ctypes.addressof(struct))
         passes = struct.num_passes, struct.pass_seconds

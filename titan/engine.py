@@ -168,10 +168,9 @@ class Engine:
                 )
             return
         vocab_size = self.model_config.vocab_size
-        if tree.num_nodes and not 0 <= tree.token_ids.min() <= tree.token_ids.max() < vocab_size:
-            raise ValueError(
-                f"the drafter {self.drafter.name!r} proposed token ids {tree.token_ids.tolist()}: allowed are 0 to {vocab_size - 1}"
-            )
+        token_ids = tree.token_ids.tolist()
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise ValueError(f"the drafter {self.drafter.name!r} proposed token ids {token_ids}: allowed are 0 to {vocab_size - 1}")
         if tree.draft_probs is not None and (request.params.is_greedy or tree.draft_probs.shape[1] != vocab_size):
             raise ValueError(
                 f"the drafter {self.drafter.name!r} gave draft_probs of shape {list(tree.draft_probs.shape)} at temperature "

@@ -77,10 +77,10 @@ class DraftTree:
 
     def path_to(self, node: int) -> list[int]:
         """The nodes from the root's child down to ``node``; none for the root itself, -1."""
-        path = []
+        path, parents = [], self.parents.tolist()
         while node >= 0:
             path.append(node)
-            node = int(self.parents[node])
+            node = parents[node]
         return path[::-1]
 
     @property

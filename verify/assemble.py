@@ -47,7 +47,8 @@ def assemble(
         error = None
         if i in found:
             path, final_token, match = found[i]
-            emitted = tree.token_ids[path].tolist() if path else []
+            token_ids = tree.token_ids.tolist()
+            emitted = [token_ids[node] for node in path]
             if final_token >= 0:
                 emitted.append(final_token)
             else:

@@ -19,7 +19,6 @@ from titan.draft.tree_builder import BeamGrowth, ChainGrowth, Growth, ShapeGrowt
 from titan.engine import Engine
 from titan.kernels.cpu_library import usable_library
 from titan.request import Request
-from titan.sampling import SamplingRows, spread_options
 from titan.sampling_params import SamplingParams
 from titan.tree import MAX_NODES, DraftTree
 
@@ -34,21 +33,17 @@ LINE = np.arange(5, dtype=np.int32) - 1
 Growths = list[tuple[list[int], Growth]]
 
 
-def rows_of(requests: list[Request]) -> SamplingRows:
-    return spread_options(requests, np.ones(len(requests), np.int64), np.zeros(len(requests), np.int64))
-
-
 MAKERS: dict[str, Callable[[list[Request]], Growths]] = {
     "chains": lambda _: [([0, 1, 2, 3, 4], ChainGrowth([4, 1, 6, 2, 6]))],
     "chains with siblings": lambda _: [([0, 1, 2, 3, 4], BeamGrowth([6] * 5, [4, 1, 6, 2, 6], 1, 3, TEMPERATURES))],
     "beams": lambda _: [([0, 1, 2, 3, 4], BeamGrowth([9, 1, 6, 2, 16], [5, 1, 4, 2, 5], 2, 3, TEMPERATURES))],
     "large beams": lambda _: [([0, 1, 2, 3, 4], BeamGrowth([MAX_NODES] * 5, [8] * 5, 7, 8, TEMPERATURES))],
     "shapes": lambda _: [([0, 1, 2, 3, 4], ShapeGrowth([BUSHY, LINE, WIDE, BUSHY, BUSHY], None))],
-    "drawn": lambda requests: [([0, 1, 2, 3, 4], ShapeGrowth([BUSHY, LINE, WIDE, BUSHY, BUSHY], rows_of(requests)))],
+    "drawn": lambda requests: [([0, 1, 2, 3, 4], ShapeGrowth([BUSHY, LINE, WIDE, BUSHY, BUSHY], requests))],
     "all kinds": lambda requests: [
         ([3], ChainGrowth([3])),
         ([4], BeamGrowth([6], [3], 2, 3, [0.5])),
-        ([0, 2], ShapeGrowth([BUSHY, LINE], rows_of([requests[0], requests[2]]))),
+        ([0, 2], ShapeGrowth([BUSHY, LINE], [requests[0], requests[2]])),
         ([1], ShapeGrowth([WIDE], None)),
     ],
 }
@@ -177,7 +172,7 @@ def test_cuts_and_long_passes_are_left_to_pytorch(zoo: Zoo) -> None:
     too_many = [([0], BeamGrowth([MAX_NODES], [2], compiled.max_rows + 1, 80, [1.0]))]
     assert not compiled.can_grow(too_many)
     requests[0].params = SamplingParams(temperature=1.0, top_p=0.9)
-    assert not compiled.can_grow([([0], ShapeGrowth([LINE], rows_of(requests[:1])))])
+    assert not compiled.can_grow([([0], ShapeGrowth([LINE], requests[:1]))])
 
 
 def test_slots_without_blocks_and_positions_without_rotations_are_refused(zoo: Zoo) -> None:
@@ -219,9 +214,9 @@ def test_a_shape_with_more_children_than_there_are_tokens_is_cut(zoo: Zoo, is_dr
     with torch.inference_mode():
         feeds = [lacking(request) for request in requests]
         members = list(range(len(requests)))
-        growths: Growths = [(members, ShapeGrowth([wide] * 5, rows_of(requests) if is_drawn else None))]
+        growths: Growths = [(members, ShapeGrowth([wide] * 5, requests if is_drawn else None))]
         actual = compiled.grow(requests, growths, feeds)
-        growths = [(members, ShapeGrowth([wide] * 5, rows_of(requests) if is_drawn else None))]
+        growths = [(members, ShapeGrowth([wide] * 5, requests if is_drawn else None))]
         drafter._grow(requests, growths, feed(drafter, requests))
         assert_same(actual, growths[0][1].harvest())
     assert {tree.num_nodes for tree in actual} == {9}, "a star of all eight tokens, and a node behind the first"

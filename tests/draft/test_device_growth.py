@@ -16,7 +16,9 @@ from titan.draft.policy import CHAIN_CHILDREN
 from titan.draft.shapes import expected_shape, in_main_path_order
 from titan.draft.tree_builder import BeamGrowth, ChainGrowth, Growth, ShapeGrowth
 from titan.kernels.upload import download
-from titan.sampling import SamplingRows
+from titan.outputs import RequestMetrics
+from titan.request import Request
+from titan.sampling_params import SamplingParams
 from titan.tree import DraftTree, chain_parents
 
 Grown = list[tuple[list[int], Growth]]
@@ -25,10 +27,9 @@ NUM_ROWS = 7
 VOCAB_SIZE = 24
 
 
-def sampling_rows(num_rows: int, top_k: int) -> SamplingRows:
-    ones = np.ones(num_rows, np.float32)
-    seeds = np.arange(num_rows, dtype=np.uint64)
-    return SamplingRows(ones, np.full(num_rows, top_k), ones, 0 * ones, seeds, 9 + np.arange(num_rows), [])
+def samplers(num_rows: int, top_k: int) -> list[Request]:
+    params = SamplingParams(temperature=1.0, top_k=top_k)
+    return [Request(str(i), None, [1] * (9 + i), params, i, 100, frozenset(), RequestMetrics(0.0), None) for i in range(num_rows)]
 
 
 BUSHY = in_main_path_order(np.array([-1, 0, -1, 0, 1, 2, -1, 4, 3, 3], np.int32))
@@ -49,7 +50,7 @@ def make_growth(kind: str, rows: list[int], top_k: int) -> Growth:
             return ShapeGrowth([BUSHY[:budget] for budget in budgets], None)
         case _:
             shapes = [chain_parents(b) if b % 3 == 0 else expected_shape((0.6, 0.3, 0.2), b, is_caterpillar=False) for b in budgets]
-            return ShapeGrowth(shapes, sampling_rows(len(rows), top_k))
+            return ShapeGrowth(shapes, samplers(len(rows), top_k))
 
 
 def logits_of(rng: np.random.Generator, num_rows: int, kind: str) -> Tensor:
@@ -110,7 +111,7 @@ def test_trees_on_the_device_are_those_on_the_host(kinds: str, logits: str) -> N
 
 def check_draft_probs(trees: DeviceTrees, on_host: list[DraftTree], growths: Grown) -> None:
     """Each node with children has the q that its children were drawn from."""
-    drawn: list[Any] = [(rows, growth.harvest()) for rows, growth in growths if getattr(growth, "rows", None) is not None]
+    drawn: list[Any] = [(rows, growth.harvest()) for rows, growth in growths if getattr(growth, "samplers", None) is not None]
     if not drawn:
         assert trees.draft_probs is None and trees.draft_rows is None
         return
