@@ -58,8 +58,10 @@ inline void configure_tiles(int64_t num_rows) {
 }
 
 // Add the products of inputs begin .. end - 1 to the sums of a block of outputs, [num_rows, kAmxBlock], which start with input 0.
+// With every tile of inputs, ask for so many of the lines that are needed next.
 template <bool IsWide>
-void multiply_tiles(const BFloat16* weights, const BFloat16* x, int64_t depth, int64_t begin, int64_t end, float* sums) {
+void multiply_tiles(const BFloat16* weights, const BFloat16* x, int64_t depth, int64_t begin, int64_t end, float* sums,
+                    const Line* next, int64_t lines_per_tile) {
   constexpr int64_t kSumStride = kAmxBlock * sizeof(float);
   const int64_t x_stride = depth * sizeof(BFloat16), weight_stride = 2 * kAmxBlock * sizeof(BFloat16);
   float* second_sums = sums + kTileRows * kAmxBlock;
@@ -78,6 +80,7 @@ void multiply_tiles(const BFloat16* weights, const BFloat16* x, int64_t depth, i
   }
   for (int64_t input = begin; input < end; input += kTileInputs) {
     const BFloat16* tiles = weights + input * kAmxBlock;
+    for (int64_t line = 0; line < lines_per_tile; ++line) __builtin_prefetch(next++, 0, 2);
     _tile_loadd(4, x + input, x_stride);
     _tile_loadd(6, tiles, weight_stride);
     _tile_loadd(7, tiles + kAmxBlock, weight_stride);
@@ -168,6 +171,8 @@ void multiply_by_tiles(const Weight& weight, const T* x, int64_t num_rows, const
   const int64_t num_blocks = (weight.num_outputs + kAmxBlock - 1) / kAmxBlock, row_size = kTerms<T> * weight.depth;
   // groups of as many rows, for which the tiles are configured once: the last may begin among those of the one before it
   const int64_t num_groups = (num_rows + kMostTogether - 1) / kMostTogether, together = (num_rows + num_groups - 1) / num_groups;
+  // the next piece of the weights comes while all groups multiply this one: waiting and arithmetic do not add up then
+  const int64_t lines_per_tile = (num_lines<BFloat16>(kTileInputs * kAmxBlock) + num_groups - 1) / num_groups;
   const auto multiply = together * kTerms<T> > kTileRows ? multiply_tiles<true> : multiply_tiles<false>;
 #pragma omp parallel if (weight.num_outputs * weight.depth > kMaxSerialWeights)
   {
@@ -185,8 +190,9 @@ void multiply_by_tiles(const Weight& weight, const T* x, int64_t num_rows, const
       for (int64_t begin = 0; begin < weight.depth; begin += kPieceInputs) {
         const int64_t end = std::min(begin + kPieceInputs, weight.depth);
         for (int64_t group = 0; group < num_groups; ++group) {
-          const int64_t start = std::min(group * together, num_rows - together);
-          multiply(weights, rows + start * row_size, weight.depth, begin, end, sums[group]);
+          const int64_t start = std::min(group * together, num_rows - together), tiles = (end - begin) / kTileInputs;
+          const Line* next = reinterpret_cast<const Line*>(weights + end * kAmxBlock) + group * tiles * lines_per_tile;
+          multiply(weights, rows + start * row_size, weight.depth, begin, end, sums[group], next, lines_per_tile);
           if (end < weight.depth) continue;
           for (int64_t row = group * together; row < start + together; ++row) {
             const int64_t place = row * weight.num_outputs + first;
