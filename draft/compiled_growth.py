@@ -135,11 +135,10 @@ def _specs(growth: Growth, first_inner: int) -> list[_Spec]:
             return [_shape_spec(plan) for plan in growth.plans]
         case ShapeGrowth(samplers=samplers):
             assert samplers is not None
+            columns = map(_shape_spec, growth.plans), growth.starts[:-1], samplers
             return [
-                _shape_spec(plan)._replace(
-                    first_inner=first_inner + start, seed=request.seed, temperature=request.params.temperature, is_drawn=True
-                )
-                for plan, start, request in zip(growth.plans, growth.starts[:-1], samplers, strict=True)
+                _Spec(shape, depth, 0, 0, 0, first_inner + start, request.seed, request.params.temperature, True, num_slots)
+                for (shape, depth, *_, num_slots), start, request in zip(*columns, strict=True)
             ]
     raise TypeError(f"{type(growth).__name__} is not a growth that the library knows")
 
@@ -154,22 +153,19 @@ def _trees(growth: Growth, grown: GrownTrees, members: Sequence[int], specs: Seq
             nodes = [(i, slice(num_nodes[i])) for i in members]
             return [DraftTree(token_ids[n], grown.parents[n], draft_slots=slots[n], scores=grown.scores[n]) for n in nodes]
         case ShapeGrowth():
-            trees = []
-            for plan, i in zip(growth.plans, members, strict=True):
-                first = specs[i].first_inner
-                probs = None if grown.probs is None or not specs[i].is_drawn else grown.probs[first : first + plan.inner.shape[1]]
-                trees.append(shaped_tree(plan, token_ids[i, : num_nodes[i]], probs))
-            return trees
+            probs: Sequence[Tensor | None] = [None] * len(members)
+            if growth.samplers is not None:
+                assert grown.probs is not None
+                first = specs[members[0]].first_inner
+                probs = grown.probs[first : first + growth.starts[-1]].split([plan.inner.shape[1] for plan in growth.plans])
+            columns = growth.plans, members, probs
+            return [shaped_tree(plan, token_ids[i, : num_nodes[i]], q) for plan, i, q in zip(*columns, strict=True)]
     raise TypeError(f"{type(growth).__name__} is not a growth that the library knows")
 
 
-def _shape_spec(plan: ShapePlan) -> _Spec:
-    depth, num_slots = 1 + len(plan.feeds), int(plan.inner[0, -1]) + 1
-    return _Spec(_shape_struct(plan), depth, 0, 0, 0, 0, 0, 1.0, False, num_slots)
-
-
 @lru_cache(maxsize=4096)
-def _shape_struct(plan: ShapePlan) -> TreeShapeStruct:
-    """A shape as the library reads it; the plan lives as long."""
+def _shape_spec(plan: ShapePlan) -> _Spec:
+    """Of a shape whose tokens are the most likely ones; the plan lives as long."""
     arrays = plan.inner, plan.node_parents, plan.ranks
-    return TreeShapeStruct(len(plan.parents), plan.inner.shape[1], *(array.ctypes.data for array in arrays))
+    shape = TreeShapeStruct(len(plan.parents), plan.inner.shape[1], *(array.ctypes.data for array in arrays))
+    return _Spec(shape, 1 + len(plan.feeds), 0, 0, 0, 0, 0, 1.0, False, int(plan.inner[0, -1]) + 1)

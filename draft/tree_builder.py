@@ -323,7 +323,7 @@ def shaped_tree(plan: ShapePlan, token_ids: Ints, probs: Tensor | None) -> Draft
         token_ids: int64 [num_nodes]; -1, which leaves nodes out, where a draft has fewer possible tokens than the shape children.
         probs: float32 [num_inner, vocab], if the tokens were drawn.
     """
-    if (token_ids >= 0).all():
+    if token_ids.min() >= 0:
         return DraftTree(token_ids, plan.parents, probs, plan.slots)
     kept = np.zeros(len(token_ids), bool)
     for node, parent in enumerate(plan.parents.tolist()):

@@ -10,6 +10,7 @@
 #include "amx_attention.h"
 #include "attention_plan.h"
 #include "numbers.h"
+#include "row_attention.h"
 
 namespace {
 
@@ -57,19 +58,6 @@ inline void score_tile(const float* query, const float* keys, int64_t count, int
     *reinterpret_cast<LooseLanes*>(scores + start) = sum_lanes(products);
   }
   for (int64_t j = count; j < kTile; ++j) scores[j] = kMinusInfinity;
-}
-
-// Hide what row `token` does not see among slots begin .. begin + count - 1.
-inline void hide(const AttentionPlan& plan, int64_t token, int64_t tree_start, int64_t bits, int64_t window, int64_t begin,
-                 int64_t count, float* scores) {
-  const int64_t visible_len = plan.visible_lens[token], first = plan.positions[token] - window + 1;
-  if (begin + count <= visible_len && begin >= first) return;
-  for (int64_t j = 0; j < count; ++j) {
-    const int64_t slot = begin + j, node = slot - tree_start;
-    const bool is_context = slot < visible_len && slot >= first;
-    const bool is_ancestor = node >= 0 && node < 64 && ((static_cast<uint64_t>(bits) >> node) & 1);
-    if (!is_context && !is_ancestor) scores[j] = kMinusInfinity;
-  }
 }
 
 // Add a tile to a row's weighted sum of values (online softmax: Milakov and Gimelshein, 2018).
@@ -159,13 +147,16 @@ void attend_head(const AttentionPlan& plan, int64_t request, int64_t kv_head, co
   }
 }
 
-// What attends the query rows of a request that share a KV head. A single row is all reading, which is faster without.
+// What attends the query rows of a request that share a KV head.
 template <typename T>
 auto choose_attend_head(const AttentionPlan& plan, [[maybe_unused]] int64_t request) {
 #ifdef TITAN_HAS_AMX
   if constexpr (std::is_same_v<T, BFloat16>) {
     const int64_t num_queries = plan.query_start_loc[request + 1] - plan.query_start_loc[request];
-    if (takes_tiles(plan) && num_queries * plan.num_heads > plan.num_kv_heads)
+    const bool is_row = num_queries * plan.num_heads == plan.num_kv_heads;
+    if (takes_tiles(plan) && is_row && plan.head_dim == 64) return attend_row<64>;
+    if (takes_tiles(plan) && is_row && plan.head_dim == 128) return attend_row<128>;
+    if (takes_tiles(plan) && !is_row)
       return plan.head_dim == 64 ? attend_head_by_tiles<64> : plan.head_dim == 128 ? attend_head_by_tiles<128> : attend_head_by_tiles<0>;
   }
 #endif

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "numbers.h"
+
 extern "C" {
 
 // One ragged batch, the same for all layers and heads. R requests, T query tokens.
@@ -66,6 +68,19 @@ inline void prefetch_bytes(const void* first, int64_t num_bytes) {
 inline int64_t nearest_ancestors(int64_t bits, int64_t window) {
   while (__builtin_popcountll(bits) > window) bits &= bits - 1;
   return bits;
+}
+
+// Hide what row `token` does not see among slots begin .. begin + count - 1.
+inline void hide(const AttentionPlan& plan, int64_t token, int64_t tree_start, int64_t bits, int64_t window, int64_t begin,
+                 int64_t count, float* scores) {
+  const int64_t visible_len = plan.visible_lens[token], first = plan.positions[token] - window + 1;
+  if (begin + count <= visible_len && begin >= first) return;
+  for (int64_t j = 0; j < count; ++j) {
+    const int64_t slot = begin + j, node = slot - tree_start;
+    const bool is_context = slot < visible_len && slot >= first;
+    const bool is_ancestor = node >= 0 && node < 64 && ((static_cast<uint64_t>(bits) >> node) & 1);
+    if (!is_context && !is_ancestor) scores[j] = kMinusInfinity;
+  }
 }
 
 } // namespace
