@@ -25,7 +25,7 @@ from titan.sampling_params import SamplingParams
 from titan.verify import device_accept
 
 CPU = torch.device("cpu")
-PROMPTS = random_prompts(4, seed=6, max_len=25)
+PROMPTS = random_prompts(4, seed=6, max_len=9)
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"draft_tree": "chain", "max_draft_tokens": 4},
     "auto": {"draft_tree": "auto", "max_draft_tokens": 7},
@@ -45,7 +45,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 NUM_COLUMNS = 4
 """Of trees on the device, brought to the host."""
 
-POOL: dict[str, Any] = {"max_batch_size": 4, "prefill_chunk_size": 16, "num_kv_blocks": 40, "max_num_batched_tokens": 40}
+POOL: dict[str, Any] = {"max_batch_size": 4, "prefill_chunk_size": 6, "num_kv_blocks": 40, "max_num_batched_tokens": 40}
 
 
 class Trace(NamedTuple):
@@ -143,7 +143,7 @@ def test_drawn_trees_of_the_host_are_verified_on_triton(
     monkeypatch.setattr("titan.draft.draft_model.backend", SimpleNamespace(takes_triton=lambda device: False))
     downloads = count_downloads(monkeypatch)
     assert_same(run(DEVICE), expected)
-    assert len(downloads) >= 3 and NUM_COLUMNS not in downloads, "the trees are known"
+    assert len(downloads) >= 2 and NUM_COLUMNS not in downloads, "the trees are known"
     assert sum(expected.accepted_per_depth) >= 3
 
 
@@ -169,7 +169,7 @@ def test_a_draft_without_enough_tokens_leaves_places_empty(draft_sampling: str, 
             return logits
 
         runner.forward = breaking_down
-        return trace(engine, options, 14, [[3, 4], [5, 6, 7], [4]])
+        return trace(engine, options, 11, [[3, 4], [5, 6, 7], [4]])
 
     def counted(*args: Any) -> DeviceTrees:
         nonlocal num_empty
