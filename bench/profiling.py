@@ -1,4 +1,4 @@
-"""Where the time of Titan's steps goes, measured from outside, but for passes that are parts of one call."""
+"""Where the time of Titan's steps goes, measured from outside, but for what is a part of one call."""
 
 from __future__ import annotations
 

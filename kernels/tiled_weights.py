@@ -1,7 +1,7 @@
 """Float32 weights that bfloat16 holds exactly, kept as such in tiles for the matrix units (AMX) of Intel processors.
 
-Most models are published in bfloat16; run in float32, half of what is read of each weight are zeros. Kept in bfloat16, they
-take half the memory, and half the time to read; products are as exact as those of float32: see `cpu/amx.h`.
+Most models are published in bfloat16; run in float32, half of what is read of each weight are zeros. Kept in bfloat16, it
+takes half the memory, and half the time to read; products are as exact as those of float32: see `cpu/amx.h`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ _LOST_BITS = 0xFFFF
 """Of a float32, those that bfloat16 has not."""
 
 
+def has_tiles() -> bool:
+    """Whether the processor has the units, and the library that uses them is there."""
+    library = usable_library()
+    return library is not None and bool(library.has_tiles())
+
+
 def can_tile(weight: Tensor) -> bool:
     """Whether `tile_weight` loses nothing of a weight [num_outputs, num_inputs], and products with the tiles are fast here."""
-    if weight.dtype != torch.float32 or weight.device.type != "cpu":
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not has_tiles():
         return False
-    library = usable_library()
-    if library is None or not library.has_tiles() or weight.shape[0] % BLOCK_OUTPUTS or weight.shape[1] % TILE_INPUTS:
+    if weight.shape[0] % BLOCK_OUTPUTS or weight.shape[1] % TILE_INPUTS:
         return False
     return not any((rows.view(torch.int32) & _LOST_BITS).any() for rows in weight.contiguous().split(CHECKED_ROWS))
 
@@ -39,14 +44,14 @@ def can_tile(weight: Tensor) -> bool:
 def tile_weight(weight: Tensor) -> Tensor:
     """Float32 [num_outputs, num_inputs] to bfloat16 [blocks, num_inputs / 2, BLOCK_OUTPUTS, 2]."""
     num_outputs, num_inputs = weight.shape
-    blocks = weight.bfloat16().view(num_outputs // BLOCK_OUTPUTS, BLOCK_OUTPUTS, num_inputs // 2, 2)
+    blocks = weight.contiguous().bfloat16().view(num_outputs // BLOCK_OUTPUTS, BLOCK_OUTPUTS, num_inputs // 2, 2)
     tiles = blocks.transpose(1, 2).contiguous()
     use_huge_pages(tiles.data_ptr(), tiles.nbytes)
     return tiles
 
 
 def is_tiled(weight: Tensor) -> bool:
-    """Whether `tile_weight` made it."""
+    """Whether `tile_weight` made it: other weights have two dimensions."""
     return weight.dim() == 4
 
 

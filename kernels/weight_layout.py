@@ -30,7 +30,7 @@ def find_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> We
 
     Args:
         library: the C++ of `cpu/`, compiled.
-        weight: [num_outputs, num_inputs], plain or made by `titan.kernels.linear.pack_weight`; it must live as long.
+        weight: [num_outputs, num_inputs], plain, or made by `titan.kernels.linear.pack_weight`; it must live as long.
         bias: [num_outputs]; likewise.
     """
     if weight.dtype not in COMPILED_DTYPES:

@@ -25,7 +25,7 @@ from titan.sampling_params import SamplingParams
 from titan.verify import device_accept
 
 CPU = torch.device("cpu")
-PROMPTS = random_prompts(4, seed=6, max_len=9)
+PROMPTS = [*random_prompts(3, seed=6, max_len=9), random_prompts(1, seed=7, max_len=25)[0]]
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"draft_tree": "chain", "max_draft_tokens": 4},
     "auto": {"draft_tree": "auto", "max_draft_tokens": 7},

@@ -24,8 +24,8 @@ class Segment:
     """The query tokens of one request in one pass of one model.
 
     Committed tokens ``token_ids`` at positions ``start .. start+len-1`` come first. With a tree, the last of them is
-    the root and the nodes from ``first_node`` on follow it; nodes before ``first_node`` are in the cache already.
-    ``root_position`` is where the tree hangs: the position (and slot) of the root.
+    the root and the nodes from ``first_node`` on follow it; nodes before ``first_node`` are in the cache already, and so is the
+    root then. ``root_position`` is where the tree hangs: the position (and slot) of the root; any number without nodes.
     """
 
     block_ids: list[int]

@@ -277,6 +277,7 @@ def _info(args: argparse.Namespace) -> int:
 
     from titan.kernels.cpu_library import load_library
     from titan.kernels.linear import can_pack
+    from titan.kernels.tiled_weights import has_tiles
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
@@ -294,6 +295,8 @@ def _info(args: argparse.Namespace) -> int:
             for name, dtype in dtypes.items()
         },
     }
+    if device == "cpu" and has_tiles():
+        facts["linear, float32"] = "AMX where bfloat16 holds the weight exactly, else " + facts["linear, float32"]
     if args.json:
         print(json.dumps(facts))
     else:

@@ -3,7 +3,8 @@
 // They multiply numbers of bfloat16. oneDNN packs for them, so that 16 pairs of inputs of 16 outputs are a tile as it lies. Rows of
 // float32 are multiplied as three rows of bfloat16 that they are the sums of (after Henry, Tang and Heinecke, "Leveraging the
 // bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", ARITH 2019), by weights that bfloat16 holds: all
-// products are exact then, and sums are float32's.
+// products are exact then, and sums are float32's. The units take subnormal numbers for zero, and a row with an infinite number in it
+// becomes NaN.
 
 #pragma once
 
@@ -206,7 +207,7 @@ void multiply_by_tiles(const Weight& weight, const T* x, int64_t num_rows, const
   }
 }
 
-// In float32, whole blocks and tiles alone are packed: see exact_weights.py.
+// In float32, whole blocks and tiles alone are packed: see tiled_weights.py.
 inline bool takes_tiles(const Weight& weight) {
   return may_use_amx() && weight.is_bfloat16 && weight.block == kAmxBlock && weight.depth % kTileInputs == 0;
 }

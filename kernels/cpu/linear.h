@@ -1,4 +1,4 @@
-// Products of few rows with a weight, plain or as oneDNN packed it, read where it lies.
+// Products of rows with a weight, plain, in tiles, or as oneDNN packed it, read where it lies.
 //
 // oneDNN's own product sets up for longer than such a product takes where weights are small, and reads slower where they are large.
 
@@ -177,11 +177,13 @@ void linear(const Weight& weight, const T* x, int64_t num_rows, const T* residua
     return;
   }
 #endif
+  // a weight in bfloat16 for rows of float32 is made only where there are tiles
   if (num_rows > 0) multiply_by_vectors(weight, x, num_rows, residual, output);
 }
 
 } // namespace
 
+// Whether this processor has the matrix units, and the system lets them be used.
 extern "C" int64_t has_tiles() {
 #ifdef TITAN_HAS_AMX
   return may_use_amx();

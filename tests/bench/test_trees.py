@@ -12,10 +12,20 @@ from zoo import Zoo
 from titan.bench.trees import Sample, TreeBench, Variant, main, make_rows, make_variants, tree_table
 
 
-def test_it_measures_every_variant_and_writes_what_it_found(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_measures_every_variant_and_writes_what_it_found(
+    zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_prompts = set()
+    original = TreeBench._run
+
+    def counted(self: TreeBench, variant: Variant, prompts: Any, temperature: float, round_id: int) -> Sample:
+        num_prompts.add(len(prompts))
+        return original(self, variant, prompts, temperature, round_id)
+
+    monkeypatch.setattr(TreeBench, "_run", counted)
     main([
         "--model", zoo.path("llama"), "--draft-model", zoo.path("llama~"), "--dtype", "float32", "--concurrency", "2",
-        "--nodes", "6",
+        "--nodes", "6", "--waves", "3",
         "--prompt-len", "8", "--output-len", "12", "--repeats", "1", "--temperature", "0", "1", "--threads", "1",
         "--json", str(tmp_path / "trees.json"), "--markdown", str(tmp_path / "trees.md"),
     ])  # fmt: skip
@@ -26,7 +36,9 @@ def test_it_measures_every_variant_and_writes_what_it_found(zoo: Zoo, tmp_path: 
     assert all(row["tokens_per_step"] > 1 for (_, variant), row in rows.items() if variant != "no draft")
     assert all(0 < row["speculation_share"] < row["host_share"] < 1 for row in rows.values())
     assert "| chain, sampled, 6 |" in capsys.readouterr().out
-    assert (tmp_path / "trees.md").read_text().startswith("# Draft trees")
+    text = (tmp_path / "trees.md").read_text()
+    assert text.startswith("# Draft trees") and "3 requests per slot" in text
+    assert num_prompts == {6}
 
 
 def test_ratios_are_taken_within_a_round() -> None:

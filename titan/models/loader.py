@@ -97,7 +97,7 @@ def load_model(
         dtype: "auto", "float32", "bfloat16", "float16" or the torch dtype; see `resolve_dtype`.
         device: where the model runs.
         max_positions: positions that can be run; by default all that the model was trained for.
-        pack: pack the weights for oneDNN where possible; see `Decoder.prepare`.
+        pack: pack the weights where possible; see `Decoder.prepare`.
 
     Raises:
         ValueError: no such model, one that is not supported, or weights that do not fit its config.
