@@ -27,7 +27,8 @@ namespace {
 
 constexpr int kTileRows = 16;   // rows of x in a tile, and outputs
 constexpr int kTileInputs = 32; // in pairs
-constexpr int kAmxRows = 64;
+constexpr int kAmxRows = 64;      // multiplied together
+constexpr int kLongAmxRows = 256; // of a pass; more are faster by oneDNN
 constexpr int kRowsTogether = 2 * kTileRows; // whose sums fit into the tiles
 constexpr int kAmxBlock = 32; // outputs side by side, two tiles
 constexpr int64_t kPieceInputs = 192; // multiplied at a time: their weights stay in the nearest cache for further rows

@@ -156,7 +156,7 @@ void multiply_by_vectors(const Weight& weight, const T* x, int64_t num_rows, con
 template <typename T>
 int64_t max_rows([[maybe_unused]] const Weight& weight) {
 #ifdef TITAN_HAS_AMX
-  if (takes_tiles(weight)) return kAmxRows;
+  if (takes_tiles(weight)) return std::is_same_v<T, BFloat16> ? kLongAmxRows : kAmxRows; // attention has no units for float32
 #endif
 #ifdef __AVX512F__
   if (std::is_same_v<T, float>) return kWideVectorRows; // beyond that oneDNN is as fast; in bfloat16 it is so much earlier
