@@ -34,10 +34,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "greedy": [{"temperature": 0.0}] * 4,
-    "sampled": [{"temperature": 0.8}, {"temperature": 1.2, "top_k": 3}, {"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}],
+    "sampled": [
+        {"temperature": 0.8},
+        {"temperature": 1.2, "top_k": 3},
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.9, "min_p": 0.02},
+    ],
     "looking back": [
         {"temperature": 0.8, "repetition_penalty": 1.3, "logprobs": 2},
-        {"temperature": 0.0, "min_tokens": 5, "ignore_eos": False},
+        {"temperature": 0.0, "min_tokens": 3, "ignore_eos": False},
         {"temperature": 0.0, "logit_bias": {7: 3.0}, "use_speculative": False},
         {"temperature": 1.0, "presence_penalty": 0.5},
     ],
@@ -58,7 +63,7 @@ class Trace(NamedTuple):
     accepted_per_depth: list[int]
 
 
-def trace(engine: Engine, options: list[dict[str, Any]], max_tokens: int = 5, prompts: list[list[int]] = PROMPTS) -> Trace:
+def trace(engine: Engine, options: list[dict[str, Any]], max_tokens: int = 4, prompts: list[list[int]] = PROMPTS) -> Trace:
     """Run all prompts."""
     steps: list[Any] = []
     matches: list[tuple[int, float, float]] = []

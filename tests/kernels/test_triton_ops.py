@@ -112,31 +112,11 @@ def test_greedy_generation_on_triton_is_that_of_transformers(zoo: Zoo, monkeypat
     take_triton(monkeypatch)
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), draft_tree=[-1, -1, 0], **SMALL, **ON_TRITON)
     assert isinstance(engine.runner, TritonRunner)
-    outputs = run_all(engine, PROMPTS, [greedy(8, ignore_eos=True)] * len(PROMPTS))
-    assert outputs == [zoo.greedy("llama", prompt, 8, ignore_eos=True) for prompt in PROMPTS]
+    outputs = run_all(engine, PROMPTS, [greedy(6, ignore_eos=True)] * len(PROMPTS))
+    assert outputs == [zoo.greedy("llama", prompt, 6, ignore_eos=True) for prompt in PROMPTS]
     metrics = engine.metrics()
     assert metrics.acceptance_rate > 0.3
     assert metrics.graph_hit_rate is not None and 0 < metrics.graph_hit_rate < 1
-
-
-@pytest.mark.parametrize("draft_sampling", ["greedy", "sampled"])
-def test_sampled_generation_on_triton_is_that_on_pytorch(draft_sampling: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request has options of its own: matched and rejected drafts, cuts, transforms, and a greedy one beside them."""
-    options: list[dict[str, Any]] = [
-        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 1},
-        {"temperature": 1.2, "min_p": 0.02, "seed": 2, "repetition_penalty": 1.1, "logprobs": 2},
-        {"temperature": 0.0},
-    ]
-    params = [SamplingParams(max_tokens=6, ignore_eos=True, **each) for each in options]
-
-    def generate(device: torch.device) -> tuple[list[list[int]], list[int]]:
-        engine = make_engine(zoo.path("short"), zoo.path("short~"), draft_sampling=draft_sampling, device=str(device), **SMALL)
-        return run_all(engine, PROMPTS, params), engine.counters.accepted_per_depth
-
-    expected = generate(CPU)
-    take_triton(monkeypatch)
-    assert generate(DEVICE) == expected
-    assert expected[1]
 
 
 def test_kv_is_cleared_and_moved_as_on_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
