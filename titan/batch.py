@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titan.device_trees import GrownNodes, TreeOutline
 from titan.kernels.attention_layout import AttentionLayout, Int
-from titan.tree import EMPTY_TREE, DraftTree
+from titan.tree import EMPTY_TREE, DraftTree, query_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,9 +116,8 @@ def _prefix_sums(counts: Sequence[int]) -> Int:
 
 @lru_cache(maxsize=64)
 def _committed_rows(count: int) -> Int:
-    """`Topology.query_rows` of committed tokens, counted from the first of them: int64 [4, count]."""
-    places = np.arange(count)
-    rows = np.stack((places, places, places + 1, np.zeros_like(places)))
+    """`Topology.query_rows` of committed tokens, which are a chain, counted from the first of them: int64 [4, count]."""
+    rows = query_rows(np.arange(count), None)
     rows.flags.writeable = False
     return rows
 
@@ -132,7 +131,7 @@ def _physical(table: Int, owners: Int, slots: Int, block_size: int) -> Int:
 def pad_block_tables(block_tables: Sequence[list[int]]) -> Int:
     """Block tables as rows of one array, int64 [R, longest table]; the tails repeat block 0 and are never read."""
     width = max(map(len, block_tables))
-    return np.array([block_ids + [0] * (width - len(block_ids)) for block_ids in block_tables])
+    return np.array([block_ids + [0] * (width - len(block_ids)) for block_ids in block_tables], np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,6 +18,7 @@ namespace {
 #ifdef TITAN_HAS_AMX
 
 constexpr int kPairs = kTile / 2;
+constexpr float kLog2E = 1.44269504088896341f;
 static_assert(kLanes == kTileRows && kTile == kTileInputs, "a tile of the units holds so many queries, and so many slots");
 
 // Up to 16 query rows that share a KV head, one in each lane.
@@ -49,6 +50,15 @@ inline To reinterpret(From value) {
   To result;
   std::memcpy(&result, &value, sizeof result);
   return result;
+}
+
+// Write 32 dimensions of a result from sums of the even ones and of the odd ones.
+inline void write_dimensions(Lanes even, Lanes odd, float factor, BFloat16* result) {
+#pragma omp simd
+  for (int64_t pair = 0; pair < kLanes; ++pair) {
+    narrow(even[pair] * factor, &result[2 * pair]);
+    narrow(odd[pair] * factor, &result[2 * pair + 1]);
+  }
 }
 
 // Which queries see a slot, all bits of their lanes set.
@@ -143,7 +153,7 @@ inline Lanes power_of_two(Lanes x) {
 // Weights of a tile of slots (online softmax: Milakov and Gimelshein, 2018); returns the factor of what was gathered before.
 inline Lanes weigh(QueryTile* tile, const Tile& slots, int64_t tree_start, float scale, Line* scores, Line* weights) {
   const bool is_visible = slots.begin >= tile->fully_visible_from && slots.begin + slots.count <= tile->fully_visible_to;
-  const float log_scale = scale * 1.44269504088896341f;
+  const float log_scale = scale * kLog2E;
   Lanes largest[2] = {tile->largest, tile->largest};
   for (int64_t j = 0; j < kTile; ++j) {
     Lanes* score = lanes_of(scores + j);
@@ -233,13 +243,8 @@ void attend_head_by_tiles(const AttentionPlan& plan, int64_t request, int64_t kv
     BFloat16* result = output + (first_token + row / group) * plan.num_heads * head_dim + (kv_head * group + row % group) * head_dim;
     const float factor = 1.0f / room.tiles[i].totals[lane];
     for (int64_t d = 0; d < head_dim; d += kTileInputs) {
-      const float* even = room.sums[i * head_dim + d + lane].lanes;
-      const float* odd = room.sums[i * head_dim + d + kTileRows + lane].lanes;
-#pragma omp simd
-      for (int64_t pair = 0; pair < kLanes; ++pair) {
-        narrow(even[pair] * factor, &result[d + 2 * pair]);
-        narrow(odd[pair] * factor, &result[d + 2 * pair + 1]);
-      }
+      const Line* sums = &room.sums[i * head_dim + d + lane];
+      write_dimensions(load_lanes(sums->lanes), load_lanes(sums[kTileRows].lanes), factor, result + d);
     }
   }
 }

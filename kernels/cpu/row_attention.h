@@ -40,13 +40,7 @@ struct RowSums {
 
   void write(BFloat16* result) const {
     const float factor = 1.0f / _mm512_reduce_add_ps(reinterpret<__m512>(totals));
-    for (int part = 0; part < kParts; ++part) {
-#pragma omp simd
-      for (int pair = 0; pair < kLanes; ++pair) {
-        narrow(even[part][pair] * factor, &result[part * kTileInputs + 2 * pair]);
-        narrow(odd[part][pair] * factor, &result[part * kTileInputs + 2 * pair + 1]);
-      }
-    }
+    for (int part = 0; part < kParts; ++part) write_dimensions(even[part], odd[part], factor, result + part * kTileInputs);
   }
 };
 
@@ -74,6 +68,7 @@ void attend_row(const AttentionPlan& plan, int64_t request, int64_t kv_head, con
                 const BFloat16* kv_layer, int64_t head_stride, const int64_t* ancestor_bits, BFloat16* output, float scale,
                 int64_t window) {
   const int64_t token = plan.query_start_loc[request], end = plan.seq_lens[request];
+  const int64_t bits = nearest_ancestors(ancestor_bits[token], window);
   const Head<BFloat16> head{plan, kv_layer + kv_head * head_stride, kv_layer + (plan.num_kv_heads + kv_head) * head_stride,
                             plan.block_table + request * plan.table_width};
   __m512bh query[D / kTileInputs];
@@ -85,12 +80,11 @@ void attend_row(const AttentionPlan& plan, int64_t request, int64_t kv_head, con
     const Tile tile = next;
     next = find_tile(head, tile.begin + kTile, end);
     Lanes scores[kTile / kLanes];
-    score_row<D>(head, tile, next, query, scale * 1.44269504088896341f, scores);
+    score_row<D>(head, tile, next, query, scale * kLog2E, scores);
     alignas(64) float weights[kTile];
     std::memcpy(weights, scores, sizeof weights);
     for (int64_t j = tile.count; j < kTile; ++j) weights[j] = kMinusInfinity;
-    hide(plan, token, plan.tree_starts[request], nearest_ancestors(ancestor_bits[token], window), window, tile.begin, tile.count,
-         weights);
+    hide(plan, token, plan.tree_starts[request], bits, window, tile.begin, tile.count, weights);
     const Lanes first = load_lanes(weights), second = load_lanes(weights + kLanes);
     const float largest = _mm512_reduce_max_ps(reinterpret<__m512>(first > second ? first : second));
     if (largest > sums.largest) sums.rescale(largest);
