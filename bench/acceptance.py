@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titan.step import Acceptance, StepPlan
+from titan.core.step import Acceptance, StepPlan
 
 Z_95 = 1.959963984540054
 """The normal quantile of a 95 % interval."""

@@ -12,7 +12,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from titan.config import EngineConfig
+from titan.core.options import EngineConfig
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import create_drafter

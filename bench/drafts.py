@@ -38,11 +38,11 @@ from titan.bench.provenance import Provenance, collect_provenance, describe_mode
 from titan.bench.report import Report, add_report_options, count, measure_and_publish, positive, use_threads
 from titan.bench.survivors import Survivors, error_line
 from titan.bench.workloads import Lengths
+from titan.core.trees import MAX_NODES
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.metrics import ratio
 from titan.models.loader import DEMO, DTYPES, resolve_model
-from titan.tree import MAX_NODES
 
 DEMO_DRAFTS = ("demo", "demo,tokens=2", "demo,tree=dynamic,tokens=8", "demo,bits=4", "truncated:1", "ngram")
 OTHER_DRAFTS = ("truncated:1", "truncated:2", "ngram")

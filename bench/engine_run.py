@@ -13,9 +13,9 @@ import torch
 from titan.bench.profiling import greedy_params
 from titan.bench.runs import RequestRun, Run, StepCounts
 from titan.bench.workloads import Workload
+from titan.core.request import Request
 from titan.engine import Engine
 from titan.metrics import ratio
-from titan.request import Request
 
 GPU_SAMPLE_SECONDS = 0.2
 """Time between two samples of a GPU's utilisation."""

@@ -27,7 +27,7 @@ from titan.bench.gpu.isolation import run_isolated
 from titan.bench.gpu.sections import Figure, Row, Section, Setting
 from titan.bench.provenance import Provenance, collect_provenance
 from titan.bench.report import Report, Table, add_report_options, positive, publish, use_threads, write_json
-from titan.kernels.triton_tools import INTERPRETED, is_launchable
+from titan.kernels.triton.tools import INTERPRETED, is_launchable
 
 SECTIONS = (ceilings.SECTION, correctness.SECTION, attention.SECTION, end_to_end.SECTION_8B, end_to_end.SECTION_1B)
 RESULTS = Path(__file__).resolve().parent / "results"

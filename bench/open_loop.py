@@ -18,8 +18,8 @@ from statistics import mean, pstdev
 from typing import Protocol
 
 from titan.bench.profiling import greedy_params
+from titan.core.request import Request
 from titan.engine import Engine
-from titan.request import Request
 
 TOLERATED_GROWTH = 0.1
 """Share of the second half of the requests by which the queue may grow, noise apart."""

@@ -11,11 +11,11 @@ from typing import Any
 
 from titan import SamplingParams
 from titan.bench.workloads import Workload
-from titan.compiled_runner import CompiledRunner
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
-from titan.kernels.compiled_decoder import GrownTrees
-from titan.model_runner import Runner
+from titan.execute.model_runner import Runner
+from titan.kernels.cpu.decoder import GrownTrees
+from titan.kernels.cpu.runner import CompiledRunner
 
 
 @dataclass(slots=True)

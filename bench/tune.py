@@ -36,9 +36,9 @@ from titan.bench.gpu.sections import Setting, describe
 from titan.bench.gpu_check import choose_check_device
 from titan.bench.provenance import collect_provenance
 from titan.bench.report import Report, Table, add_report_options, format_figure, publish, use_threads
-from titan.kernels import tuning
-from titan.kernels.attention_plan import AttentionGeometry
-from titan.kernels.tuning import TileConfig
+from titan.kernels.triton import tuning
+from titan.kernels.triton.attention_plan import AttentionGeometry
+from titan.kernels.triton.tuning import TileConfig
 
 BLOCK_MS = (16, 32, 64, 128)
 HEAD_DIMS = (64, 128)
@@ -49,7 +49,7 @@ NUM_REFINED = 3
 """Of the best candidates, how many are tried with other numbers of programs."""
 
 Key = tuple[int, int, int]
-"""Of `titan.kernels.tuning.TABLE`: capability, padded head_dim, bytes per element."""
+"""Of `titan.kernels.triton.tuning.TABLE`: capability, padded head_dim, bytes per element."""
 
 
 @dataclass(frozen=True, slots=True)

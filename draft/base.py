@@ -13,12 +13,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from titan.device_trees import Proposal
-from titan.kv_cache import KVCache
-from titan.model_runner import Runner
+from titan.core.device_trees import Proposal
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import EMPTY_TREE, DraftTree
+from titan.execute.model_runner import Runner
+from titan.memory.kv_cache import KVCache
 from titan.models.decoder import Decoder
-from titan.step import Acceptance, StepPlan
-from titan.tree import EMPTY_TREE, DraftTree
 
 
 @runtime_checkable
@@ -26,7 +26,7 @@ class Drafter(Protocol):
     """Proposes draft tokens for all requests of a step at once.
 
     ``name`` is for people; ``max_draft_tokens`` the most nodes per request it can propose; ``kv`` the cache that the
-    requests' block tables shall index for it, made by `titan.kv_cache.allocate_kv`, or ``None``.
+    requests' block tables shall index for it, made by `titan.memory.kv_cache.allocate_kv`, or ``None``.
     """
 
     @property
@@ -41,8 +41,8 @@ class Drafter(Protocol):
     def propose(self, plan: StepPlan) -> Proposal:
         """Return one tree per row of the plan, of at most ``plan.draft_budgets[i]`` nodes; empty trees are allowed.
 
-        Either a list of `DraftTree`, on any device; or, on CUDA, `titan.device_trees.DeviceTrees`, trees that were grown on the
-        device and stay there. `titan.device_trees.outlines_of` says of both what the host knows, by row. Only for requests that
+        Either a list of `DraftTree`, on any device; or, on CUDA, `titan.core.device_trees.DeviceTrees`, trees that were grown on the
+        device and stay there. `titan.core.device_trees.outlines_of` says of both what the host knows, by row. Only for requests that
         sample may tokens be drawn. `commit` gets `DraftTree` in either case, those from the device without ``draft_probs``.
         """
         ...

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from titan.compiled_runner import CompiledRunner
+from titan.core.request import Request
+from titan.core.trees import DraftTree
 from titan.draft.shapes import ShapePlan, chain_slots
 from titan.draft.tree_builder import BeamGrowth, ChainGrowth, Growth, ShapeGrowth, shaped_tree
-from titan.kernels.compiled_decoder import TREE_GROWTH, GrownTrees, TreeShapeStruct
-from titan.request import Request
-from titan.tree import DraftTree
+from titan.kernels.cpu.decoder import TREE_GROWTH, GrownTrees, TreeShapeStruct
+from titan.kernels.cpu.runner import CompiledRunner
 
 Growths = Sequence[tuple[list[int], Growth]]
 """With the indices of their requests."""

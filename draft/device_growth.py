@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.device_trees import DeviceTrees, TreeOutline
+from titan.core.device_trees import DeviceTrees, TreeOutline
+from titan.core.trees import topology
 from titan.draft.shapes import ShapePlan
-from titan.kernels.tree_nodes import TreeNodes, allocate_nodes
+from titan.kernels.triton.tree_nodes import TreeNodes, allocate_nodes
 from titan.kernels.upload import upload
-from titan.tree import topology
 
 Ints = NDArray[np.int64]
 
@@ -60,7 +60,7 @@ def device_trees(growths: Sequence[tuple[Sequence[int], HasCandidates]], num_row
         num_rows: of the plan.
         device: where the trees have grown.
     """
-    from titan.kernels.tree_select import select_trees  # not every platform has triton
+    from titan.kernels.triton.tree_select import select_trees  # not every platform has triton
 
     found = [(np.array(rows), growth.candidates()) for rows, growth in growths]
     outlines = [TreeOutline(0)] * num_rows

@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from titan.batch import RaggedBatch, Segment, build_batch, build_draft_passes
-from titan.compiled_runner import CompiledRunner
-from titan.device_trees import Proposal
+from titan.core.device_trees import Proposal
+from titan.core.draft_history import DraftHistory
+from titan.core.request import Request
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.draft.base import DraftContext
 from titan.draft.compiled_growth import CompiledGrower
 from titan.draft.device_growth import device_trees
 from titan.draft.policy import DraftPolicy, score_temperature
 from titan.draft.tree_builder import Growth
-from titan.draft_history import DraftHistory
+from titan.execute.batch import RaggedBatch, Segment, build_batch, build_draft_passes
 from titan.kernels import backend
+from titan.kernels.cpu.runner import CompiledRunner
 from titan.kernels.upload import to_device
-from titan.kv_cache import allocate_kv
+from titan.memory.kv_cache import allocate_kv
 from titan.models.decoder import Decoder
-from titan.request import Request
-from titan.step import Acceptance, StepPlan
-from titan.tree import EMPTY_TREE, DraftTree
 
 
 class DraftModelDrafter:

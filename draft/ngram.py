@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from titan.step import Acceptance, StepPlan
-from titan.tree import DraftTree
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import DraftTree
 
 
 class NgramDrafter:

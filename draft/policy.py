@@ -10,10 +10,10 @@ from enum import Enum, auto
 
 import numpy as np
 
+from titan.core.request import Request
+from titan.core.trees import MAX_NODES, Parents, chain_parents
 from titan.draft.shapes import expected_shape, in_main_path_order
 from titan.draft.tree_builder import BeamGrowth, ChainGrowth, Growth, ShapeGrowth
-from titan.request import Request
-from titan.tree import MAX_NODES, Parents, chain_parents
 
 CHAIN_CHILDREN = 3
 """Tokens that `auto` looks at behind each node of its chain."""

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from titan.request import Request
-from titan.sampling import Purpose, philox_uniform
-from titan.step import Acceptance, StepPlan
-from titan.tree import EMPTY_TREE, DraftTree
+from titan.core.request import Request
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import EMPTY_TREE, DraftTree
+from titan.sample.distributions import Purpose, philox_uniform
 
 
 class ReplayDrafter:

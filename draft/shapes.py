@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.tree import MAX_NODES, Parents, topology
+from titan.core.trees import MAX_NODES, Parents, topology
 
 
 class MainPathOrder(NamedTuple):

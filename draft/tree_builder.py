@@ -24,14 +24,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.device_trees import TreeOutline
+from titan.core.device_trees import TreeOutline
+from titan.core.request import Request
+from titan.core.trees import EMPTY_TREE, MAX_NODES, DraftTree, Parents
 from titan.draft.device_growth import DeviceCandidates, chain_candidates, shape_candidates
 from titan.draft.shapes import ShapePlan, chain_slots, main_path_order, shape_plan
-from titan.kernels.row_sampling import LazyProbs, argmax_rows, best_children, draw_children_compiled, draw_siblings
+from titan.kernels.torch.sampling import LazyProbs, argmax_rows, best_children, draw_children_compiled, draw_siblings
 from titan.kernels.upload import to_device, upload
-from titan.request import Request
-from titan.sampling import Purpose, SamplingRows, lazy_probs, philox_uniform, spread_options
-from titan.tree import EMPTY_TREE, MAX_NODES, DraftTree, Parents
+from titan.sample.distributions import Purpose, SamplingRows, lazy_probs, philox_uniform, spread_options
 
 Ints = NDArray[np.int64]
 
@@ -87,7 +87,7 @@ def best_trees(candidates: Candidates, budgets: Sequence[int]) -> list[DraftTree
     """Of each request's candidates the best ancestor-closed set: those with the greatest cumulative probability.
 
     A child never scores above its parent, so that the best are ancestor-closed if, of equal ones, the earlier are taken:
-    candidates must come parents first. This is also the slow twin of `titan.kernels.tree_select`.
+    candidates must come parents first. This is also the slow twin of `titan.kernels.triton.tree_select`.
 
     Args:
         candidates: of n requests, by depth.

@@ -4,9 +4,9 @@ python examples/custom_drafter.py
 """
 
 from titan import LLM, SamplingParams
+from titan.core.step import StepPlan
+from titan.core.trees import DraftTree
 from titan.draft.base import NoDrafter
-from titan.step import StepPlan
-from titan.tree import DraftTree
 
 
 class EchoDrafter(NoDrafter):

@@ -6,9 +6,9 @@ import torch
 from stepping import kv_of, reference_kv
 from zoo import Zoo
 
+from titan.core.request import Request
 from titan.engine import Engine
-from titan.kv_cache import Role
-from titan.request import Request
+from titan.memory.kv_cache import Role
 
 
 class Auditor:

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():  # read once, when triton is first imported
 
 from zoo import Zoo
 
-from titan.kernels.cpu_library import usable_library
+from titan.kernels.cpu.library import usable_library
 
 
 @pytest.fixture(scope="session", autouse=True)

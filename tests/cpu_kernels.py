@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from titan.kernels.cpu_library import CPU_KERNELS, usable_library
+from titan.kernels.cpu.library import CPU_KERNELS, usable_library
 
 
 def choose_cpu_kernels(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:

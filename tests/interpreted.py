@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.cuda_graphs import Capture, Replay
-from titan.kernels.triton_tools import INTERPRETED
+from titan.kernels.triton.cuda_graphs import Capture, Replay
+from titan.kernels.triton.tools import INTERPRETED
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
@@ -35,4 +35,4 @@ def take_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, what is on `DEVICE` is handled as on CUDA."""
     if INTERPRETED:
         monkeypatch.setattr("titan.kernels.backend.takes_triton", lambda device: True)
-        monkeypatch.setattr("titan.model_runner.cuda_graph_capture", eager_capture)
+        monkeypatch.setattr("titan.execute.model_runner.cuda_graph_capture", eager_capture)

@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from titan.sampling_params import SamplingParams
+from titan.core.sampling_params import SamplingParams
 
 
 def slow_transform(

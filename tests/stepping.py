@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from titan.config import EngineConfig
+from titan.core.options import EngineConfig
+from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
-from titan.kv_cache import Role
-from titan.request import Request
-from titan.sampling_params import SamplingParams
+from titan.memory.kv_cache import Role
 
 SCARCE: dict[str, Any] = {"max_batch_size": 4, "prefill_chunk_size": 7, "block_size": 8, "num_kv_blocks": 14}
 AMPLE: dict[str, Any] = {"max_batch_size": 32, "block_size": 16, "num_kv_blocks": 400}

@@ -17,13 +17,13 @@ from tiny_models import make_model
 from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
-from titan.config import EngineConfig
+from titan.core.options import EngineConfig
+from titan.core.step import StepPlan
+from titan.core.trees import DraftTree
 from titan.draft.base import DraftContext, NoDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import register
 from titan.draft.replay import ReplayDrafter
-from titan.step import StepPlan
-from titan.tree import DraftTree
 
 CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from titan.block_pool import BlockPool, hash_block
+from titan.memory.block_pool import BlockPool, hash_block
 
 HASHES = [hash_block(b"", [token], b"test") for token in range(6)]
 

@@ -12,14 +12,14 @@ import torch
 from cpu_kernels import choose_cpu_kernels
 from tiny_models import make_model
 
-from titan.batch import Segment, build_batch
-from titan.compiled_runner import CompiledRunner, make_compiled_runner
-from titan.kernels.cpu_library import usable_library
-from titan.kv_cache import allocate_kv
-from titan.model_runner import ModelRunner
+from titan.core.trees import DraftTree
+from titan.execute.batch import Segment, build_batch
+from titan.execute.model_runner import ModelRunner
+from titan.kernels.cpu.library import usable_library
+from titan.kernels.cpu.runner import CompiledRunner, make_compiled_runner
+from titan.memory.kv_cache import allocate_kv
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
-from titan.tree import DraftTree
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 16, 24

@@ -12,9 +12,9 @@ from torch import Tensor
 from zoo import Zoo, random_prompts
 
 from titan import LLM, RequestMetrics, SamplingParams
+from titan.core.outputs import merge_metrics
+from titan.core.request import Request
 from titan.engine import Engine
-from titan.outputs import merge_metrics
-from titan.request import Request
 
 PROMPT = random_prompts(2, seed=8, max_len=40)[1]  # 40 tokens
 CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu", "draft_sampling": "greedy"}  # so that a seed fixes the output

@@ -11,9 +11,9 @@ from stepping import greedy, make_engine, run_all, submit
 from torch import Tensor
 from zoo import Zoo, random_prompts
 
-from titan.cuda_graphs import cuda_graph_capture
+from titan.core.sampling_params import SamplingParams
+from titan.kernels.triton.cuda_graphs import cuda_graph_capture
 from titan.kernels.upload import download
-from titan.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -17,9 +17,11 @@ from interpreted import DEVICE, eager_capture, take_triton
 from tiny_models import make_model
 from torch import Tensor
 
-from titan import cuda_graphs
-from titan.batch import DraftPass, RaggedBatch, Segment, build_batch, build_draft_passes
-from titan.cuda_graphs import (
+from titan.core.trees import MAX_NODES, DraftTree
+from titan.execute.batch import DraftPass, RaggedBatch, Segment, build_batch, build_draft_passes
+from titan.execute.model_runner import ModelRunner, make_runner
+from titan.kernels.triton import cuda_graphs
+from titan.kernels.triton.cuda_graphs import (
     MAX_GRAPH_TOKENS,
     Capture,
     GraphSizes,
@@ -29,13 +31,11 @@ from titan.cuda_graphs import (
     Replay,
     cuda_graph_capture,
 )
+from titan.kernels.triton.runner import TritonRunner
 from titan.kernels.upload import ALIGNMENT, download, packed_size, to_device, upload
-from titan.kv_cache import allocate_kv
-from titan.model_runner import ModelRunner, make_runner
+from titan.memory.kv_cache import allocate_kv
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
-from titan.tree import MAX_NODES, DraftTree
-from titan.triton_runner import TritonRunner
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, BLOCKS_PER_REQUEST = 16, 40, 4
@@ -206,7 +206,7 @@ class Twins:
         plain = load_model(str(folder), dtype="float32", device=CPU)
         take_triton(monkeypatch)
         if capture is not None:
-            monkeypatch.setattr("titan.model_runner.cuda_graph_capture", lambda: capture)
+            monkeypatch.setattr("titan.execute.model_runner.cuda_graph_capture", lambda: capture)
         triton = load_model(str(folder), dtype="float32", device=DEVICE)
         self.counts = PassCounts()
         self.plain = ModelRunner(plain, self.make_kv(plain))

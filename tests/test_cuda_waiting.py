@@ -18,24 +18,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo import Zoo
 
-from titan.batch import build_draft_passes
-from titan.config import EngineConfig
-from titan.cuda_graphs import PassCounts, PassLimits
-from titan.device_trees import DeviceTrees
+from titan.core.device_trees import DeviceTrees
+from titan.core.options import EngineConfig
+from titan.core.outputs import RequestMetrics
+from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
+from titan.core.step import Acceptance, StepPlan
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import DraftPolicy
 from titan.draft.tree_builder import BeamGrowth
 from titan.engine import Engine
-from titan.kernels.tree_walk import _walk_kernel
-from titan.kv_cache import allocate_kv
-from titan.logits import TransformedRows, transform_logits
-from titan.model_runner import make_runner
+from titan.execute.batch import build_draft_passes
+from titan.execute.model_runner import make_runner
+from titan.kernels.triton.cuda_graphs import PassCounts, PassLimits
+from titan.kernels.triton.tree_walk import _walk_kernel
+from titan.memory.kv_cache import allocate_kv
 from titan.models.decoder import Decoder
 from titan.models.loader import load_config
-from titan.outputs import RequestMetrics
-from titan.request import Request
-from titan.sampling_params import SamplingParams
-from titan.step import Acceptance, StepPlan
+from titan.sample.logits import TransformedRows, transform_logits
 from titan.verify import device_accept
 from titan.verify.logprobs import emitted_logprobs
 
@@ -180,10 +180,10 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_looks = 0
         monkeypatch.setattr("titan.kernels.backend.takes_triton", lambda device: True)
-        monkeypatch.setattr("titan.kernels.triton_tools.is_launchable", lambda device: True)
+        monkeypatch.setattr("titan.kernels.triton.tools.is_launchable", lambda device: True)
         monkeypatch.setattr(type(_walk_kernel), "run", lambda *_, **__: None)
         monkeypatch.setattr("titan.engine.choose_device", lambda name: META)
-        monkeypatch.setattr("titan.model_runner.cuda_graph_capture", eager_capture)
+        monkeypatch.setattr("titan.execute.model_runner.cuda_graph_capture", eager_capture)
         monkeypatch.setattr("titan.verify.device_accept.download", self.download)
         self.accept, self.found = device_accept.accept_on_device, device_accept._Verified.found
         monkeypatch.setattr("titan.verify.device_accept.accept_on_device", self.noting_sizes)
@@ -269,7 +269,7 @@ def test_a_step_looks_at_the_device_once(
     params = [SamplingParams(**hot, seed=1), SamplingParams(**hot, **others, seed=2), SamplingParams(**cold)]
     requests = submit(engine, [[5] * 40, [6] * 3, [7] * 5], params)
     moves: list[int] = []
-    monkeypatch.setattr("titan.kernels.kv_moves.move_paths", lambda *_: moves.append(device.num_looks))
+    monkeypatch.setattr("titan.kernels.triton.kv_moves.move_paths", lambda *_: moves.append(device.num_looks))
     uploads = request.getfixturevalue("uploads")
     num_steps = 8
     for _ in range(num_steps):

@@ -15,13 +15,13 @@ from interpreted import DEVICE, take_triton
 from stepping import check_blocks, make_engine, submit
 from zoo import Zoo, random_prompts
 
-from titan.batch import Segment, build_batch
-from titan.device_trees import DeviceTrees, TreeOutline
+from titan.core.device_trees import DeviceTrees, TreeOutline
+from titan.core.sampling_params import SamplingParams
 from titan.draft.device_growth import device_trees
 from titan.engine import Engine
-from titan.kernels.tree_nodes import allocate_nodes
+from titan.execute.batch import Segment, build_batch
+from titan.kernels.triton.tree_nodes import allocate_nodes
 from titan.kernels.upload import download
-from titan.sampling_params import SamplingParams
 from titan.verify import device_accept
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from titan.draft_history import Average, DraftHistory
+from titan.core.draft_history import Average, DraftHistory
 
 
 def test_an_average_forgets_its_guess_soon_and_then_changes_slowly() -> None:

@@ -10,12 +10,12 @@ import torch
 from stepping import AMPLE, SCARCE, by_slot, greedy, make_engine, run_all, slots_of, submit
 from zoo import FAMILIES, VOCAB_SIZE, Zoo, random_prompts
 
+from titan.core.sampling_params import SamplingParams
 from titan.draft.base import NoDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import DraftSpec
 from titan.draft.replay import ReplayDrafter
 from titan.engine import Engine
-from titan.sampling_params import SamplingParams
 
 PROMPTS = random_prompts(18)
 LIMITS = [1 + (i * 11) % 34 for i in range(len(PROMPTS))]

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
-from titan.block_pool import hash_block
-from titan.kv_cache import HASH_SALT, KVCache, Role, allocate_kv, num_blocks_for
-from titan.outputs import RequestMetrics
-from titan.request import Request
-from titan.sampling_params import SamplingParams
-from titan.step import Acceptance, StepPlan
-from titan.tree import DraftTree
+from titan.core.outputs import RequestMetrics
+from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import DraftTree
+from titan.memory.block_pool import hash_block
+from titan.memory.kv_cache import HASH_SALT, KVCache, Role, allocate_kv, num_blocks_for
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
 CPU = torch.device("cpu")
@@ -359,7 +359,7 @@ def test_new_blocks_are_cleared_in_every_cache() -> None:
 def test_commit_moves_the_paths_of_all_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = make_kv()
     moves: list[tuple[list[int], list[int]]] = []
-    monkeypatch.setattr("titan.kv_cache.move_kv", lambda _, source, target: moves.append((source.tolist(), target.tolist())))
+    monkeypatch.setattr("titan.memory.kv_cache.move_kv", lambda _, source, target: moves.append((source.tolist(), target.tolist())))
     requests = [make_request(range(3)), make_request(range(5))]
     for request in requests:
         assert kv.reserve(request, request.num_tokens + 5)

@@ -17,7 +17,7 @@ from zoo import Zoo, random_prompts
 
 import titan
 from titan import LLM, RequestOutput, SamplingParams
-from titan.config import EngineConfig
+from titan.core.options import EngineConfig
 from titan.engine import choose_device
 
 PROMPTS = ["the quick brown fox", "in the morning", "the", "dog jumps over the lazy dog"]

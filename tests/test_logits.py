@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from slow_logits import slow_probs, slow_transform
 from torch import Tensor
 
-from titan.logits import TransformedRows, transform_logits
-from titan.outputs import RequestMetrics
-from titan.request import Request
-from titan.sampling import sample_rows, target_probs
-from titan.sampling_params import SamplingParams
-from titan.tree import EMPTY_TREE, DraftTree
+from titan.core.outputs import RequestMetrics
+from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
+from titan.core.trees import EMPTY_TREE, DraftTree
+from titan.sample.distributions import sample_rows, target_probs
+from titan.sample.logits import TransformedRows, transform_logits
 from titan.verify.rows import sampling_rows
 
 VOCAB_SIZE = 11
@@ -209,7 +209,7 @@ def test_greedy_rows_without_options_are_not_copied(monkeypatch: pytest.MonkeyPa
     def unwanted(*args: Any) -> None:
         raise AssertionError("nothing is to be transformed")
 
-    monkeypatch.setattr("titan.sampling.transform_logits", unwanted)
+    monkeypatch.setattr("titan.sample.distributions.transform_logits", unwanted)
     request = make_request(SamplingParams(temperature=0.0), [1], [2])
     logits = torch.randn(2, VOCAB_SIZE)
     rows = sampling_rows([request], [DraftTree.chain([3])], np.array([0, 2]))

@@ -14,9 +14,9 @@ from tiny_models import make_model
 from torch import Tensor
 from zoo import Zoo
 
-from titan.kernels import triton_ops
-from titan.kernels.attention_plan import TreeAttentionPlan
-from titan.kernels.attention_planner import plan_tree_attention
+from titan.kernels.triton import layers as triton_ops
+from titan.kernels.triton.attention_plan import TreeAttentionPlan
+from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.models.decoder import Decoder
 
 FREE, PEAK = 1_900_000, 1_000_000

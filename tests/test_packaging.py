@@ -85,7 +85,7 @@ def test_wheel_is_the_same_from_the_sdist_and_from_the_checkout(wheel: Path, tmp
 
 
 def test_installed_wheel_imports_the_rooms(installed: Path, tmp_path: Path) -> None:
-    code = "import titan.kernels.linear, titan.draft.base, titan.verify.accept; print(titan.__file__)"
+    code = "import titan.kernels.cpu.linear, titan.draft.base, titan.verify.accept; print(titan.__file__)"
     assert Path(run("-c", code, cwd=tmp_path, PYTHONPATH=str(installed)).strip()) == installed / "titan" / "__init__.py"
 
 

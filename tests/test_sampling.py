@@ -13,8 +13,8 @@ from scipy import stats
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from titan.kernels.row_sampling import draw
-from titan.sampling import Purpose, SamplingRows, philox, philox_uniform, sample_rows, target_probs
+from titan.kernels.torch.sampling import draw
+from titan.sample.distributions import Purpose, SamplingRows, philox, philox_uniform, sample_rows, target_probs
 
 
 def rows_of(

@@ -11,15 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from titan.config import EngineConfig
-from titan.kv_cache import KVCache
+from titan.core.options import EngineConfig
+from titan.core.outputs import RequestMetrics
+from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import EMPTY_TREE, DraftTree
+from titan.memory.kv_cache import KVCache
 from titan.metrics import EngineCounters
-from titan.outputs import RequestMetrics
-from titan.request import Request
-from titan.sampling_params import SamplingParams
-from titan.scheduler import Scheduler
-from titan.step import Acceptance, StepPlan
-from titan.tree import EMPTY_TREE, DraftTree
+from titan.schedule.scheduler import Scheduler
 from titan.verify.reference import reference_walk
 
 MAX_MODEL_LEN = 60

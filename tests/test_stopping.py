@@ -13,10 +13,10 @@ from text_tools import make_byte_tokenizer, make_tokenizer
 from zoo import EOS_TOKEN_IDS, Zoo, random_prompts
 
 from titan import LLM, RequestOutput, SamplingParams
+from titan.core.outputs import RequestMetrics
+from titan.core.request import FinishReason, Request
 from titan.detokenizer import IncrementalDetokenizer
-from titan.outputs import RequestMetrics
-from titan.request import FinishReason, Request
-from titan.stopping import append_tokens
+from titan.schedule.stopping import append_tokens
 
 PROMPT = random_prompts(2, seed=8, max_len=20)[1]
 DRAFTS = ("none", "itself", "perturbed")

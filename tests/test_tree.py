@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan.tree import EMPTY_TREE, MAX_NODES, DraftTree
+from titan.core.trees import EMPTY_TREE, MAX_NODES, DraftTree
 
 
 @st.composite

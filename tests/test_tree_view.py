@@ -10,8 +10,8 @@ from stepping import AMPLE, SCARCE, make_engine, run_all
 from text_tools import make_byte_tokenizer, make_piece_tokenizer
 from zoo import Zoo, random_prompts
 
-from titan.sampling_params import SamplingParams
-from titan.tree import EMPTY_TREE, DraftTree
+from titan.core.sampling_params import SamplingParams
+from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.tree_view import VerifiedTree, render_tree, token_text, verified_trees
 
 TEXTS = ["def", " f", "(", "x", ")", " g", ":\n", "y"]

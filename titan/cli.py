@@ -15,11 +15,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from titan import __version__
-from titan.config import DRAFT_SAMPLINGS, DTYPES
+from titan.core.options import DRAFT_SAMPLINGS, DTYPES
+from titan.core.outputs import RequestMetrics, RequestOutput
+from titan.core.sampling_params import SamplingParams
+from titan.core.step import Acceptance, StepPlan
 from titan.llm import LLM
-from titan.outputs import RequestMetrics, RequestOutput
-from titan.sampling_params import SamplingParams
-from titan.step import Acceptance, StepPlan
 from titan.tree_view import LEGEND, VerifiedTree, render_tree, token_text, verified_trees
 
 if TYPE_CHECKING:
@@ -275,9 +275,9 @@ def _info(args: argparse.Namespace) -> int:
     """Print the versions of Titan and what it stands on, the device, and which kernels run."""
     import torch
 
-    from titan.kernels.cpu_library import load_library
-    from titan.kernels.linear import can_pack
-    from titan.kernels.tiled_weights import has_tiles
+    from titan.kernels.cpu.library import load_library
+    from titan.kernels.cpu.linear import can_pack
+    from titan.kernels.cpu.tiled_weights import has_tiles
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
@@ -306,7 +306,7 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _layer_kernels(device: torch.device, dtype: torch.dtype) -> str:
-    from titan.kernels.layer_ops import choose_layer_ops
+    from titan.kernels.interfaces import choose_layer_ops
 
     try:
         return choose_layer_ops(device, dtype).name

@@ -12,29 +12,29 @@ import psutil
 import torch
 from torch import Tensor
 
-from titan.admission import Limits, check_request
-from titan.batch import RaggedBatch, Segment, build_batch
-from titan.config import EngineConfig
-from titan.cuda_graphs import PassCounts, PassLimits
+from titan.core.device_trees import DeviceTrees, Proposal, TreeOutline, outlines_of
+from titan.core.draft_history import DraftHistory
+from titan.core.options import EngineConfig
+from titan.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, merge_metrics
+from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import DraftTree
 from titan.detokenizer import IncrementalDetokenizer
-from titan.device_trees import DeviceTrees, Proposal, TreeOutline, outlines_of
 from titan.draft.base import DraftContext, Drafter
 from titan.draft.registry import DraftSpec, create_drafter, draft_model_config
-from titan.draft_history import DraftHistory
+from titan.execute.batch import RaggedBatch, Segment, build_batch
+from titan.execute.memory_profile import CudaMemory, memory_for_kv
+from titan.execute.model_runner import Runner, make_runner
 from titan.kernels import backend
-from titan.kv_cache import KVCache, allocate_kv, num_blocks_for
-from titan.memory_profile import CudaMemory, memory_for_kv
+from titan.kernels.triton.cuda_graphs import PassCounts, PassLimits
+from titan.memory.kv_cache import KVCache, allocate_kv, num_blocks_for
 from titan.metrics import EngineCounters, EngineMetrics, ratio
-from titan.model_runner import Runner, make_runner
 from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model, load_tokenizer, resolve_model
-from titan.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, merge_metrics
-from titan.request import Request
-from titan.sampling_params import SamplingParams
-from titan.scheduler import Scheduler
-from titan.step import Acceptance, StepPlan
-from titan.tree import DraftTree
+from titan.schedule.admission import Limits, check_request
+from titan.schedule.scheduler import Scheduler
 from titan.verify.accept import accept
 
 KV_MEMORY_SHARE = 0.4

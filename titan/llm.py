@@ -11,13 +11,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from titan.config import EngineConfig
+from titan.core.options import EngineConfig
+from titan.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from titan.core.request import FinishReason, Request
+from titan.core.sampling_params import SamplingParams
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 from titan.metrics import EngineMetrics, ratio
-from titan.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from titan.request import FinishReason, Request
-from titan.sampling_params import SamplingParams
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan.step import Acceptance, StepPlan
-from titan.tree import DraftTree
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import DraftTree
 
 LEGEND = "+ accepted, - rejected, > final token (recovered or bonus)"
 

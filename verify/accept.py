@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan.batch import RaggedBatch
-from titan.device_trees import DeviceTrees, Proposal
+from titan.core.device_trees import DeviceTrees, Proposal
+from titan.core.request import Request
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import DraftTree
+from titan.execute.batch import RaggedBatch
 from titan.kernels import backend
-from titan.kernels.row_sampling import argmax_rows, verify_compiled
-from titan.request import Request
-from titan.sampling import SamplingRows, lazy_probs, sample_rows
-from titan.step import Acceptance, StepPlan
-from titan.tree import DraftTree
+from titan.kernels.torch.sampling import argmax_rows, verify_compiled
+from titan.sample.distributions import SamplingRows, lazy_probs, sample_rows
 from titan.verify.assemble import Found, assemble
 from titan.verify.rejection import reject, walked_tree
 from titan.verify.rows import sampling_rows

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.step import Acceptance, StepPlan
-from titan.tree import DraftTree
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import DraftTree
 from titan.verify.logprobs import emitted_logprobs
 
 

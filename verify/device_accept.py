@@ -19,17 +19,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.device_trees import DeviceTrees, Proposal, TreeOutline
-from titan.kernels.root_matches import root_matches
-from titan.kernels.row_sampling import argmax_rows
-from titan.kernels.sample_rows import draw_rows
-from titan.kernels.tree_nodes import TreeNodes
-from titan.kernels.tree_rejection import reject_trees
-from titan.kernels.tree_walk import TreePaths, walk_matches
+from titan.core.device_trees import DeviceTrees, Proposal, TreeOutline
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import EMPTY_TREE, DraftTree
+from titan.kernels.torch.sampling import argmax_rows
+from titan.kernels.triton.root_matches import root_matches
+from titan.kernels.triton.sample_rows import draw_rows
+from titan.kernels.triton.tree_nodes import TreeNodes
+from titan.kernels.triton.tree_rejection import reject_trees
+from titan.kernels.triton.tree_walk import TreePaths, walk_matches
 from titan.kernels.upload import download, to_device, upload
-from titan.sampling import Purpose, SamplingRows, spread_options, target_distributions
-from titan.step import Acceptance, StepPlan
-from titan.tree import EMPTY_TREE, DraftTree
+from titan.sample.distributions import Purpose, SamplingRows, spread_options, target_distributions
 from titan.verify.assemble import Found, assemble
 from titan.verify.rejection import joined
 from titan.verify.rows import looks_at_prefix, prefix_options

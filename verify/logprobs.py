@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from titan.core.outputs import Logprob
+from titan.core.request import Request
 from titan.kernels.upload import upload
-from titan.outputs import Logprob
-from titan.request import Request
 
 
 def emitted_logprobs(

@@ -8,7 +8,7 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.tree import DraftTree
+from titan.core.trees import DraftTree
 
 Probs = NDArray[np.float64]
 

@@ -8,7 +8,7 @@ the recursion is that of Jeon et al., "Recursive speculative decoding", 2024. Ei
 
 No residual is ever stored. With Q_k the q-mass of the first k children, r_k = max(p - s_k q, 0) / m_k, where s_0 = 0, m_0 = 1,
 s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)); tokens rejected before fall out by themselves. The
-compiled library and the Triton kernel (`titan.kernels.tree_rejection`, for `titan.verify.device_accept`) compute it for the nodes
+compiled library and the Triton kernel (`titan.kernels.triton.tree_rejection`, for `titan.verify.device_accept`) compute it for the nodes
 that a walk reaches. None of it depends on the coins, so PyTorch computes all nodes of all trees side by side, and looks the walk up
 afterwards.
 
@@ -26,9 +26,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.kernels.row_sampling import LazyProbs, WalkedTree, draw, verify_compiled
-from titan.sampling import Purpose, philox_uniform
-from titan.tree import DraftTree
+from titan.core.trees import DraftTree
+from titan.kernels.torch.sampling import LazyProbs, WalkedTree, draw, verify_compiled
+from titan.sample.distributions import Purpose, philox_uniform
 
 Int = NDArray[np.int64]
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.logits import TransformedRows
-from titan.request import Request
-from titan.sampling import SamplingRows, spread_options
-from titan.tree import DraftTree
+from titan.core.request import Request
+from titan.core.trees import DraftTree
+from titan.sample.distributions import SamplingRows, spread_options
+from titan.sample.logits import TransformedRows
 
 Ints = NDArray[np.int64]
 

@@ -17,8 +17,8 @@ from titan.bench.gpu.attention_batches import AttentionBatch, Query, make_batch,
 from titan.bench.gpu.attention_peers import FLEX_PAGE, PEERS, Attend, PeerCase
 from titan.bench.gpu.sections import Figure, Goal, Measurement, Section, Setting, Task
 from titan.bench.gpu.timing import median_seconds
-from titan.kernels.attention_plan import AttentionGeometry
-from titan.kernels.attention_planner import CHUNK_MULTIPLE
+from titan.kernels.triton.attention_plan import AttentionGeometry
+from titan.kernels.triton.attention_planner import CHUNK_MULTIPLE
 
 LLAMA_3_8B = AttentionGeometry(32, 8, 128, 16, torch.bfloat16)
 TINY = AttentionGeometry(4, 1, 32, 16, torch.bfloat16)

@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.kernels.attention_layout import Window
-from titan.kernels.attention_plan import AttentionGeometry, TreeAttentionPlan
-from titan.kernels.attention_planner import plan_tree_attention
-from titan.kernels.reference import reference_masked_attention
-from titan.kernels.tree_attention import tree_attention
-from titan.tree import topology
+from titan.bench.gpu.attention_reference import reference_masked_attention
+from titan.core.attention_layout import Window
+from titan.core.trees import topology
+from titan.kernels.triton.attention_plan import AttentionGeometry, TreeAttentionPlan
+from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.kernels.triton.tree_attention import tree_attention
 
 
 @dataclass(frozen=True, slots=True)

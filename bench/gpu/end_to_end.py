@@ -33,13 +33,13 @@ from titan.bench.gpu.sections import Figure, Goal, Measurement, Section, Setting
 from titan.bench.gpu.timing import busy_seconds, synchronize
 from titan.bench.peers.transformers_peer import ContinuousPeer, StaticPeer
 from titan.bench.predict import expected_tokens
-from titan.config import EngineConfig
+from titan.core.options import EngineConfig
+from titan.core.request import Request
 from titan.draft.base import DraftContext, Drafter
 from titan.draft.registry import register
 from titan.draft.replay import ReplayDrafter
 from titan.engine import Engine
 from titan.models.decoder import Decoder
-from titan.request import Request
 
 BATCHES = (1, 4, 8, 16, 32, 64, 128)
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)

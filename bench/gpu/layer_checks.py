@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from titan.bench.gpu.checks import ROUNDED_ONCE, held_to, largest_difference, num_different
-from titan.bench.gpu.sections import Measurement, Setting, Task
-from titan.kernels.fused_norm import add_rms_norm, rms_norm
-from titan.kernels.gate import silu_mul
-from titan.kernels.kv_moves import clear_blocks, copy_blocks, move_paths
-from titan.kernels.layer_reference import (
+from titan.bench.gpu.layer_reference import (
     reference_add_rms_norm,
     reference_clear_blocks,
     reference_copy_blocks,
@@ -23,7 +19,11 @@ from titan.kernels.layer_reference import (
     reference_rope_and_write_kv,
     reference_silu_mul,
 )
-from titan.kernels.rope_kv import rope_and_write_kv
+from titan.bench.gpu.sections import Measurement, Setting, Task
+from titan.kernels.triton.gate import silu_mul
+from titan.kernels.triton.kv_moves import clear_blocks, copy_blocks, move_paths
+from titan.kernels.triton.norm import add_rms_norm, rms_norm
+from titan.kernels.triton.rope_kv import rope_and_write_kv
 from titan.models.rope import Rope, rope_table
 
 BLOCK_SIZE = 16

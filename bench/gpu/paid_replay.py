@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from titan.device_trees import DeviceTrees, Proposal, outlines_of
+from titan.core.device_trees import DeviceTrees, Proposal, outlines_of
+from titan.core.step import Acceptance, StepPlan
 from titan.draft.base import DraftContext
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.replay import ReplayDrafter
 from titan.kernels.upload import to_device
 from titan.models.decoder import Decoder
-from titan.step import Acceptance, StepPlan
 
 
 class PaidReplayDrafter:

@@ -12,16 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from titan.bench.gpu.acceptance_reference import reference_reject, reference_walk
 from titan.bench.gpu.checks import held_to
 from titan.bench.gpu.sections import Measurement, Setting, Task
-from titan.kernels.acceptance_reference import reference_reject, reference_walk
-from titan.kernels.root_matches import root_matches
-from titan.kernels.row_distribution import RowDistributions, normalized_probs, row_distributions
-from titan.kernels.sample_rows import draw_rows
-from titan.kernels.tree_rejection import reject_trees
-from titan.kernels.tree_walk import TreePaths, walk_matches
-from titan.sampling import Purpose, philox_uniform
-from titan.tree import DraftTree
+from titan.core.trees import DraftTree
+from titan.kernels.triton.root_matches import root_matches
+from titan.kernels.triton.row_distribution import RowDistributions, normalized_probs, row_distributions
+from titan.kernels.triton.sample_rows import draw_rows
+from titan.kernels.triton.tree_rejection import reject_trees
+from titan.kernels.triton.tree_walk import TreePaths, walk_matches
+from titan.sample.distributions import Purpose, philox_uniform
 
 MAX_DEPTH = 8
 CDF_TOLERANCE = 2e-5

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from titan.bench.gpu.checks import held_to
 from titan.bench.gpu.sections import Measurement, Setting, Task
+from titan.core.trees import MAX_NODES, DraftTree
 from titan.draft.tree_builder import Candidates, best_trees
-from titan.kernels.place_nodes import place_nodes
-from titan.kernels.tree_nodes import allocate_nodes
-from titan.kernels.tree_select import select_trees
-from titan.tree import MAX_NODES, DraftTree
+from titan.kernels.triton.place_nodes import place_nodes
+from titan.kernels.triton.tree_nodes import allocate_nodes
+from titan.kernels.triton.tree_select import select_trees
 
 
 def make_tasks(setting: Setting) -> Sequence[Task]:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from titan.batch import RaggedBatch
 from titan.bench.micro.stage import CONTEXT_LEN, MAX_OUTPUT_LEN, NUM_DRAFT_TOKENS, Stage, make_engine
+from titan.core.step import Acceptance
+from titan.core.trees import MAX_NODES
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import DraftPolicy
 from titan.draft.tree_builder import Growth
+from titan.execute.batch import RaggedBatch
 from titan.models.loader import DEMO
-from titan.step import Acceptance
-from titan.tree import MAX_NODES
 
 Measure = Callable[..., Any]
 pytestmark = pytest.mark.benchmark(group="host")

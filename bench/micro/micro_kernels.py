@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from titan.batch import RaggedBatch, Segment, build_batch
 from titan.bench.micro.stage import Stage, make_stage
-from titan.kernels.kv_ops import clear_blocks, move_kv, write_kv
-from titan.kernels.layer_ops import LayerOps
-from titan.kernels.linear import linear, linear_add
-from titan.kernels.torch_ops import TorchOps
-from titan.sampling import SamplingRows, sample_rows
-from titan.tree import EMPTY_TREE
+from titan.core.trees import EMPTY_TREE
+from titan.execute.batch import RaggedBatch, Segment, build_batch
+from titan.kernels.cpu.linear import linear, linear_add
+from titan.kernels.interfaces import LayerOps
+from titan.kernels.torch.cache import clear_blocks, move_kv, write_kv
+from titan.kernels.torch.layers import TorchOps
+from titan.sample.distributions import SamplingRows, sample_rows
 from titan.verify.accept import accept
 
 Measure = Callable[..., Any]

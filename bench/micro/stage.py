@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from titan import LLM, SamplingParams
-from titan.batch import RaggedBatch
 from titan.bench.prompts import random_prompts
 from titan.bench.workloads import Lengths
-from titan.device_trees import Proposal
+from titan.core.device_trees import Proposal
+from titan.core.step import Acceptance, StepPlan
 from titan.engine import Engine
+from titan.execute.batch import RaggedBatch
 from titan.models.decoder import Decoder
 from titan.models.loader import DEMO
-from titan.step import Acceptance, StepPlan
 from titan.verify.accept import accept
 
 CONTEXT_LEN = 128

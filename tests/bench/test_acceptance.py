@@ -10,8 +10,8 @@ import pytest
 from scipy.stats import binomtest
 
 from titan.bench.acceptance import AcceptanceCounts, wilson_interval
-from titan.step import Acceptance
-from titan.tree import EMPTY_TREE, DraftTree
+from titan.core.step import Acceptance
+from titan.core.trees import EMPTY_TREE, DraftTree
 
 
 def tree(parents: list[int]) -> DraftTree:

@@ -14,7 +14,6 @@ from stepping import make_engine
 from tiny_models import reference_logits
 from zoo import Zoo
 
-from titan.batch import Segment, build_batch
 from titan.bench.acceptance import AcceptanceCounts
 from titan.bench.charts import StackedBars
 from titan.bench.draft_ranking import Contender, StepCost, rank
@@ -24,7 +23,8 @@ from titan.bench.draft_rows import NO_DRAFT, PassTimes, Sample, Setting, make_ro
 from titan.bench.drafts import DraftBench, main, parse_arguments
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
-from titan.kv_cache import allocate_kv
+from titan.execute.batch import Segment, build_batch
+from titan.memory.kv_cache import allocate_kv
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
 

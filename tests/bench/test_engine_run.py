@@ -7,14 +7,15 @@ from collections.abc import Callable
 import pytest
 from zoo import Zoo, random_prompts
 
-from titan import LLM, model_runner
+from titan import LLM
 from titan.bench.engine_run import run_continuous, run_static
 from titan.bench.profiling import greedy_params, profile_shares, timed, timed_passes
 from titan.bench.runs import Percentiles, RequestRun, Run, count_equal
 from titan.bench.workloads import Workload
-from titan.compiled_runner import CompiledRunner
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
+from titan.execute import model_runner
+from titan.kernels.cpu.runner import CompiledRunner
 
 OUTPUT_LENS = [3, 12, 5, 6, 20, 4]
 

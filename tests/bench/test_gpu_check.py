@@ -39,12 +39,12 @@ from titan.bench.gpu.sections import Goal, Measurement, Row, Section, Setting, T
 from titan.bench.gpu.timing import covered_seconds
 from titan.bench.peers.transformers_peer import StaticPeer
 from titan.bench.profiling import timed_passes
-from titan.device_trees import DeviceTrees
+from titan.core.device_trees import DeviceTrees
+from titan.core.step import Acceptance, StepPlan
 from titan.draft.shapes import chain_slots
-from titan.kernels.triton_tools import INTERPRETED
+from titan.kernels.triton.tools import INTERPRETED
 from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
-from titan.step import Acceptance, StepPlan
 from titan.verify import device_accept
 
 TINY = Setting(torch.device("cpu" if INTERPRETED else "cuda:0"), is_tiny=True, copy_bandwidth=1e9)

@@ -15,9 +15,9 @@ from titan.bench import tune
 from titan.bench.gpu.attention import AttentionBench
 from titan.bench.gpu.sections import Setting
 from titan.bench.tune import Space, Tuner, only, tuning_shapes, with_entry
-from titan.kernels import tuning
-from titan.kernels.triton_tools import INTERPRETED
-from titan.kernels.tuning import TileConfig, tile_config
+from titan.kernels.triton import tuning
+from titan.kernels.triton.tools import INTERPRETED
+from titan.kernels.triton.tuning import TileConfig, tile_config
 
 TINY = Setting(torch.device("cpu" if INTERPRETED else "cuda:0"), is_tiny=True)
 SOURCE = Path(tuning.__file__).read_text(encoding="utf-8")

@@ -12,15 +12,15 @@ from stepping import AMPLE, make_engine, run_all, submit
 from torch import Tensor
 from zoo import Zoo, random_prompts
 
+from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
+from titan.core.trees import MAX_NODES, DraftTree
 from titan.draft.compiled_growth import CompiledGrower
 from titan.draft.draft_model import DraftModelDrafter, _Feed
 from titan.draft.shapes import in_main_path_order
 from titan.draft.tree_builder import BeamGrowth, ChainGrowth, Growth, ShapeGrowth
 from titan.engine import Engine
-from titan.kernels.cpu_library import usable_library
-from titan.request import Request
-from titan.sampling_params import SamplingParams
-from titan.tree import MAX_NODES, DraftTree
+from titan.kernels.cpu.library import usable_library
 
 pytestmark = pytest.mark.skipif(usable_library() is None, reason="no C++ compiler")
 

@@ -10,16 +10,16 @@ import torch
 from interpreted import DEVICE
 from torch import Tensor
 
-from titan.device_trees import DeviceTrees
+from titan.core.device_trees import DeviceTrees
+from titan.core.outputs import RequestMetrics
+from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
+from titan.core.trees import DraftTree, chain_parents
 from titan.draft.device_growth import device_trees
 from titan.draft.policy import CHAIN_CHILDREN
 from titan.draft.shapes import expected_shape, in_main_path_order
 from titan.draft.tree_builder import BeamGrowth, ChainGrowth, Growth, ShapeGrowth
 from titan.kernels.upload import download
-from titan.outputs import RequestMetrics
-from titan.request import Request
-from titan.sampling_params import SamplingParams
-from titan.tree import DraftTree, chain_parents
 
 Grown = list[tuple[list[int], Growth]]
 

@@ -12,14 +12,14 @@ from tiny_models import make_model
 from transformers import PreTrainedModel
 from zoo import Zoo, random_prompts
 
+from titan.core.sampling_params import SamplingParams
+from titan.core.step import StepPlan
+from titan.core.trees import DraftTree
 from titan.draft.base import DraftContext, Drafter, NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import _FACTORIES, create_drafter, draft_model_config, register
 from titan.engine import Engine
-from titan.sampling_params import SamplingParams
-from titan.step import StepPlan
-from titan.tree import DraftTree
 
 PROMPTS = random_prompts(8, seed=2, max_len=40)
 

@@ -17,14 +17,14 @@ from stepping import AMPLE, SCARCE, check_blocks, greedy, make_engine, run_all, 
 from torch import Tensor
 from zoo import FAMILIES, Zoo, random_prompts
 
+from titan.core.draft_history import Average, DraftHistory
+from titan.core.sampling_params import SamplingParams
+from titan.core.step import StepPlan
+from titan.core.trees import DraftTree
 from titan.draft.policy import CHAIN_CHILDREN, GREEDY_TEMPERATURE, MAX_CHAIN_NODES, MAX_NARROW_NODES
 from titan.draft.tree_builder import BeamGrowth, Candidates, best_trees, draw_children
-from titan.draft_history import Average, DraftHistory
 from titan.engine import Engine
-from titan.kernels.row_sampling import LazyProbs
-from titan.sampling_params import SamplingParams
-from titan.step import StepPlan
-from titan.tree import DraftTree
+from titan.kernels.torch.sampling import LazyProbs
 
 PROMPTS = random_prompts(10, seed=8, max_len=40)
 BUSHY = [-1, -1, 0, 0, 1, 2, 5]

@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
+from titan.core.trees import Parents, topology
 from titan.draft.shapes import expected_shape, in_main_path_order, shape_plan
-from titan.tree import Parents, topology
 
 
 def all_shapes(num_nodes: int) -> list[Parents]:

@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.kernels.triton_tools import INTERPRETED
-from titan.tree import DraftTree, chain_parents
+from titan.core.trees import DraftTree, chain_parents
+from titan.kernels.triton.tools import INTERPRETED
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 

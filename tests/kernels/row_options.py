@@ -1,4 +1,4 @@
-"""Rows of logits with options, as the kernels take them, as `titan.sampling` takes them, and as the slow twin does."""
+"""Rows of logits with options, as the kernels take them, as `titan.sample.distributions` takes them, and as the slow twin does."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan.kernels.acceptance_reference import reference_probs
-from titan.kernels.triton_tools import INTERPRETED
-from titan.sampling import SamplingRows
+from titan.bench.gpu.acceptance_reference import reference_probs
+from titan.kernels.triton.tools import INTERPRETED
+from titan.sample.distributions import SamplingRows
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 

@@ -79,7 +79,7 @@ def _main() -> None:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    import titan.kernels.triton_tools as triton_tools
+    import titan.kernels.triton.tools as triton_tools
 
     class Sm90Driver:
         """As much of a driver as compiling asks for."""

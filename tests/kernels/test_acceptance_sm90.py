@@ -8,16 +8,16 @@ CODE = """
 import torch
 import numpy as np
 from titan.draft.tree_builder import ShapeGrowth
-from titan.kernels.place_nodes import place_nodes
-from titan.kernels.root_matches import root_matches
-from titan.kernels.row_distribution import normalized_probs, row_distributions
-from titan.kernels.sample_rows import draw_rows
-from titan.kernels.tree_nodes import allocate_nodes
-from titan.kernels.tree_rejection import reject_trees
-from titan.kernels.tree_select import select_trees
-from titan.kernels.tree_walk import walk_matches
+from titan.kernels.triton.place_nodes import place_nodes
+from titan.kernels.triton.root_matches import root_matches
+from titan.kernels.triton.row_distribution import normalized_probs, row_distributions
+from titan.kernels.triton.sample_rows import draw_rows
+from titan.kernels.triton.tree_nodes import allocate_nodes
+from titan.kernels.triton.tree_rejection import reject_trees
+from titan.kernels.triton.tree_select import select_trees
+from titan.kernels.triton.tree_walk import walk_matches
 
-from titan.sampling import Purpose
+from titan.sample.distributions import Purpose
 
 start_loc = torch.zeros(3, dtype=torch.int32)
 for num_rows, max_depth in ((8, 6), (7, 1), (6, 16)):  # which differ from step to step

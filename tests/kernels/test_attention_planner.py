@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.kernels.attention_layout import Window
-from titan.kernels.attention_plan import AttentionGeometry, TileLaunch, TreeAttentionPlan
-from titan.kernels.attention_planner import plan_tree_attention
+from titan.core.attention_layout import Window
 from titan.kernels.backend import MAX_TRITON_REQUESTS
-from titan.kernels.triton_tools import INTERPRETED
-from titan.kernels.tuning import num_multiprocessors, tile_config
+from titan.kernels.triton.attention_plan import AttentionGeometry, TileLaunch, TreeAttentionPlan
+from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.kernels.triton.tools import INTERPRETED
+from titan.kernels.triton.tuning import num_multiprocessors, tile_config
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 CANDIDATES = [length * 2**i for i in range(16) for length in (128, 192)]

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.batch import Segment, build_batch, build_draft_passes
-from titan.kernels.compiled_ops import CompiledOps
-from titan.kernels.cpu_library import load_library
-from titan.kernels.reference import reference_tree_attention
-from titan.kernels.torch_ops import TorchOps
-from titan.tree import DraftTree
+from titan.bench.gpu.attention_reference import reference_tree_attention
+from titan.core.trees import DraftTree
+from titan.execute.batch import Segment, build_batch, build_draft_passes
+from titan.kernels.cpu.layers import CompiledOps
+from titan.kernels.cpu.library import load_library
+from titan.kernels.torch.layers import TorchOps
 
 Ints = NDArray[np.int64]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from titan.kernels import cpu_library
-from titan.kernels.cpu_library import load_library
+from titan.kernels.cpu import library as cpu_library
+from titan.kernels.cpu.library import load_library
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, cpu_library.COMPILERS)), reason="there is no C++ compiler on this machine"

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.kernels.fused_norm import add_rms_norm, rms_norm
-from titan.kernels.layer_reference import reference_add_rms_norm, reference_rms_norm
-from titan.kernels.triton_tools import INTERPRETED
+from titan.bench.gpu.layer_reference import reference_add_rms_norm, reference_rms_norm
+from titan.kernels.triton.norm import add_rms_norm, rms_norm
+from titan.kernels.triton.tools import INTERPRETED
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

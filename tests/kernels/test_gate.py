@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
-from titan.kernels.gate import silu_mul
-from titan.kernels.layer_reference import reference_silu_mul
-from titan.kernels.triton_tools import INTERPRETED
+from titan.bench.gpu.layer_reference import reference_silu_mul
+from titan.kernels.triton.gate import silu_mul
+from titan.kernels.triton.tools import INTERPRETED
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 HALF_ULP = {torch.float32: 1e-6, torch.float16: 2**-11 + 1e-6, torch.bfloat16: 2**-8 + 1e-6}

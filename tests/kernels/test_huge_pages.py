@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from titan.kernels import huge_pages
-from titan.kernels.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
+from titan.kernels.cpu import huge_pages
+from titan.kernels.cpu.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4096])

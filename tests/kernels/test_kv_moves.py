@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.kernels.kv_moves import clear_blocks, copy_blocks, move_paths
-from titan.kernels.layer_reference import reference_clear_blocks, reference_copy_blocks, reference_move_paths
-from titan.kernels.triton_tools import INTERPRETED
+from titan.bench.gpu.layer_reference import reference_clear_blocks, reference_copy_blocks, reference_move_paths
+from titan.kernels.triton.kv_moves import clear_blocks, copy_blocks, move_paths
+from titan.kernels.triton.tools import INTERPRETED
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cpu_kernels import choose_cpu_kernels
 
-from titan.kernels.kv_ops import clear_blocks, move_kv, write_kv
+from titan.kernels.torch.cache import clear_blocks, move_kv, write_kv
 
 NUM_LAYERS, NUM_KV_HEADS, NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM = 3, 2, 5, 8, 4
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

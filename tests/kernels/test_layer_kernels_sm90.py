@@ -9,10 +9,10 @@ from sm90 import Build, compile_launches
 
 CODE = """
 import torch
-from titan.kernels.fused_norm import add_rms_norm, rms_norm
-from titan.kernels.gate import silu_mul
-from titan.kernels.kv_moves import clear_blocks, copy_blocks, move_paths
-from titan.kernels.rope_kv import rope_and_write_kv
+from titan.kernels.triton.norm import add_rms_norm, rms_norm
+from titan.kernels.triton.gate import silu_mul
+from titan.kernels.triton.kv_moves import clear_blocks, copy_blocks, move_paths
+from titan.kernels.triton.rope_kv import rope_and_write_kv
 
 def zeros(*shape, dtype):
     return torch.zeros(shape, dtype=dtype)

@@ -7,10 +7,10 @@ import torch
 from cpu_kernels import choose_cpu_kernels
 from torch import Tensor
 
-from titan.kernels.compiled_ops import CompiledOps
-from titan.kernels.cpu_library import load_library
-from titan.kernels.layer_ops import LayerOps, choose_layer_ops
-from titan.kernels.torch_ops import TorchOps
+from titan.kernels.cpu.layers import CompiledOps
+from titan.kernels.cpu.library import load_library
+from titan.kernels.interfaces import LayerOps, choose_layer_ops
+from titan.kernels.torch.layers import TorchOps
 
 NUM_BLOCKS, BLOCK_SIZE = 6, 8
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 8e-3}

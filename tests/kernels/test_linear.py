@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan.kernels.linear import can_pack, linear, pack_weight
+from titan.kernels.cpu.linear import can_pack, linear, pack_weight
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 33])

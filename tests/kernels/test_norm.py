@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titan.kernels.norm import rms_norm
+from titan.kernels.torch.norm import rms_norm
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (5, 64), (3, 4, 16)])

@@ -1,4 +1,4 @@
-"""Random numbers of the kernels are those of `titan.sampling`, bit for bit."""
+"""Random numbers of the kernels are those of `titan.sample.distributions`, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from titan.kernels import philox
-from titan.kernels.philox import philox_uniform
-from titan.kernels.triton_tools import INTERPRETED
-from titan.sampling import Purpose
-from titan.sampling import philox_uniform as host_uniform
+from titan.kernels.triton import philox
+from titan.kernels.triton.philox import philox_uniform
+from titan.kernels.triton.tools import INTERPRETED
+from titan.sample.distributions import Purpose
+from titan.sample.distributions import philox_uniform as host_uniform
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SIZE = 1024

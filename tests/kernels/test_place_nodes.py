@@ -10,9 +10,9 @@ import torch
 from random_trees import DEVICE, random_parents
 from torch import Tensor
 
-from titan.kernels.acceptance_reference import reference_place_nodes
-from titan.kernels.place_nodes import place_nodes
-from titan.tree import MAX_NODES, DraftTree
+from titan.bench.gpu.acceptance_reference import reference_place_nodes
+from titan.core.trees import MAX_NODES, DraftTree
+from titan.kernels.triton.place_nodes import place_nodes
 
 
 @pytest.mark.parametrize("has_depths", [True, False])

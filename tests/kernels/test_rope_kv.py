@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from zoo import Zoo
 
-from titan.kernels.fused_norm import add_rms_norm, rms_norm
-from titan.kernels.gate import silu_mul
-from titan.kernels.layer_reference import reference_rope_and_write_kv
-from titan.kernels.rope_kv import rope_and_write_kv
-from titan.kernels.triton_tools import INTERPRETED
+from titan.bench.gpu.layer_reference import reference_rope_and_write_kv
+from titan.kernels.triton.gate import silu_mul
+from titan.kernels.triton.norm import add_rms_norm, rms_norm
+from titan.kernels.triton.rope_kv import rope_and_write_kv
+from titan.kernels.triton.tools import INTERPRETED
 from titan.models.loader import load_config
 from titan.models.rope import Rope, rope_table
 

@@ -1,4 +1,4 @@
-"""Distributions of rows against `titan.sampling` and, where logits are equal, against the slow twin, which sorts."""
+"""Distributions of rows against `titan.sample.distributions` and, where logits are equal, against the slow twin, which sorts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from row_options import DEVICE, RowOptions
 from torch import Tensor
 
-from titan.kernels.row_distribution import CHUNK, MAX_CANDIDATES, normalized_probs, row_distributions
-from titan.sampling import target_probs
+from titan.kernels.triton.row_distribution import CHUNK, MAX_CANDIDATES, normalized_probs, row_distributions
+from titan.sample.distributions import target_probs
 
 ALL_OPTIONS = list(product((0.7, 5.0), (0, 3, 50), (1.0, 0.9, 0.3), (0.0, 0.1)))
 

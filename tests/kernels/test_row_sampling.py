@@ -7,9 +7,9 @@ import pytest
 import torch
 from cpu_kernels import choose_cpu_kernels
 
-from titan.kernels.cpu_library import load_library
-from titan.kernels.row_sampling import LazyProbs, argmax_rows, best_children, draw, draw_compiled, softmax_at
-from titan.sampling import Purpose, philox_uniform
+from titan.kernels.cpu.library import load_library
+from titan.kernels.torch.sampling import LazyProbs, argmax_rows, best_children, draw, draw_compiled, softmax_at
+from titan.sample.distributions import Purpose, philox_uniform
 
 
 @pytest.fixture(params=["torch", "compiled"], autouse=True)

@@ -1,4 +1,4 @@
-"""Draws from rows of logits: the same tokens as `titan.sampling`, and frequencies of their own."""
+"""Draws from rows of logits: the same tokens as `titan.sample.distributions`, and frequencies of their own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from row_options import DEVICE, RowOptions
 from scipy import stats
 from torch import Tensor
 
-from titan.kernels.acceptance_reference import reference_draw
-from titan.kernels.row_distribution import CHUNK, RowDistributions, row_distributions
-from titan.kernels.sample_rows import draw_rows, sample_rows
-from titan.sampling import Purpose, philox_uniform
-from titan.sampling import sample_rows as host_sample_rows
+from titan.bench.gpu.acceptance_reference import reference_draw
+from titan.kernels.triton.row_distribution import CHUNK, RowDistributions, row_distributions
+from titan.kernels.triton.sample_rows import draw_rows, sample_rows
+from titan.sample.distributions import Purpose, philox_uniform
+from titan.sample.distributions import sample_rows as host_sample_rows
 
 OPTIONS = list(product((0.0, 0.7, 5.0), (0, 3), (1.0, 0.9), (0.0, 0.1)))
 

@@ -7,10 +7,10 @@ import torch
 from cpu_kernels import choose_cpu_kernels
 from torch import Tensor
 
-from titan.kernels.compiled_linear import max_rows, multiply_rows
-from titan.kernels.cpu_library import load_library
-from titan.kernels.linear import can_pack, is_packed, linear, linear_add, pack_weight
-from titan.kernels.tiled_weights import can_tile, has_tiles, is_tiled, multiply_by_tiles, tile_weight, tiled_struct
+from titan.kernels.cpu.library import load_library
+from titan.kernels.cpu.linear import can_pack, is_packed, linear, linear_add, pack_weight
+from titan.kernels.cpu.rows import max_rows, multiply_rows
+from titan.kernels.cpu.tiled_weights import can_tile, has_tiles, is_tiled, multiply_by_tiles, tile_weight, tiled_struct
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no matrix units for bfloat16")
 

@@ -12,13 +12,13 @@ import torch
 import triton
 from torch import Tensor
 
-from titan.kernels import attention_planner
-from titan.kernels.attention_layout import Window
-from titan.kernels.attention_plan import AttentionGeometry, TreeAttentionPlan
-from titan.kernels.attention_planner import plan_tree_attention
-from titan.kernels.reference import reference_masked_attention, reference_tree_attention
-from titan.kernels.tree_attention import tree_attention
-from titan.kernels.triton_tools import INTERPRETED
+from titan.bench.gpu.attention_reference import reference_masked_attention, reference_tree_attention
+from titan.core.attention_layout import Window
+from titan.kernels.triton import attention_planner
+from titan.kernels.triton.attention_plan import AttentionGeometry, TreeAttentionPlan
+from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.kernels.triton.tools import INTERPRETED
+from titan.kernels.triton.tree_attention import tree_attention
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3 if INTERPRETED else 6e-3}
@@ -146,7 +146,7 @@ def scale_of(setup: Setup) -> float:
 
 
 def make_batch(setup: Setup) -> Batch:
-    """Lay the queries out as `titan.batch` does; every slot that no query may look at is NaN, every hidden one far off."""
+    """Lay the queries out as `titan.execute.batch` does; every slot that no query may look at is NaN, every hidden one far off."""
     generator = torch.Generator().manual_seed(setup.seed)
     rng = np.random.default_rng(setup.seed)
     queries, block_size = setup.queries, setup.block_size

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sm90 import NUM_BYTES_OF_SHARED_MEMORY, Build, compile_launches
 
-from titan.kernels.tuning import FLOAT32_CONFIGS, SAFE_CONFIGS, SM90, TABLE, TileConfig
+from titan.kernels.triton.tuning import FLOAT32_CONFIGS, SAFE_CONFIGS, SM90, TABLE, TileConfig
 
 NUM_REGISTERS = 65536  # of a multiprocessor
 RESERVED = 1024  # bytes of shared memory, for each program
@@ -18,9 +18,9 @@ GROUP = 4  # query heads per KV head in the launches below
 
 CODE = """
 import torch
-from titan.kernels.attention_plan import AttentionGeometry
-from titan.kernels.attention_planner import plan_tree_attention
-from titan.kernels.tree_attention import tree_attention
+from titan.kernels.triton.attention_plan import AttentionGeometry
+from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.kernels.triton.tree_attention import tree_attention
 
 def zeros(*shape, dtype=torch.int32):
     return torch.zeros(shape, dtype=dtype)
@@ -90,7 +90,7 @@ def builds() -> list[Build]:
     """One process for all, which takes seconds to start. The last two are on a device that the table does not know."""
     lines = [launch.line for launch in launches()]
     lines += [f"launch(64, torch.bfloat16, 8, 512, window=5, num_requests={number})" for number in (128, 1024)]
-    lines += ["import titan.kernels.tuning as tuning", "tuning.TABLE.clear()"]
+    lines += ["import titan.kernels.triton.tuning as tuning", "tuning.TABLE.clear()"]
     lines += [f"launch({head_dim}, torch.bfloat16, 16, 16)" for head_dim in (128, 256)]
     return compile_launches(CODE + "\n".join(lines))
 

@@ -16,14 +16,14 @@ from row_options import RowOptions
 from scipy import stats
 from torch import Tensor
 
-from titan.kernels.acceptance_reference import reference_reject
-from titan.kernels.root_matches import root_matches
-from titan.kernels.row_distribution import CHUNK, RowDistributions, normalized_probs, row_distributions
-from titan.kernels.row_sampling import LazyProbs
-from titan.kernels.tree_rejection import reject_trees
-from titan.kernels.tree_walk import TreePaths
-from titan.sampling import Purpose, philox_uniform, target_probs
-from titan.tree import DraftTree
+from titan.bench.gpu.acceptance_reference import reference_reject
+from titan.core.trees import DraftTree
+from titan.kernels.torch.sampling import LazyProbs
+from titan.kernels.triton.root_matches import root_matches
+from titan.kernels.triton.row_distribution import CHUNK, RowDistributions, normalized_probs, row_distributions
+from titan.kernels.triton.tree_rejection import reject_trees
+from titan.kernels.triton.tree_walk import TreePaths
+from titan.sample.distributions import Purpose, philox_uniform, target_probs
 from titan.verify.rejection import reject, reject_by_torch
 
 Array = NDArray[np.float64]

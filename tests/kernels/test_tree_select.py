@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from random_trees import DEVICE
 from torch import Tensor
 
+from titan.core.trees import MAX_NODES, topology
 from titan.draft.tree_builder import Candidates, best_trees
-from titan.kernels.tree_nodes import TreeNodes, allocate_nodes
-from titan.kernels.tree_select import MAX_CANDIDATES, select_trees
-from titan.tree import MAX_NODES, topology
+from titan.kernels.triton.tree_nodes import TreeNodes, allocate_nodes
+from titan.kernels.triton.tree_select import MAX_CANDIDATES, select_trees
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import torch
 from random_trees import DEVICE, accepted, packed, random_parents
 from torch import Tensor
 
-from titan.kernels.acceptance_reference import reference_walk
-from titan.kernels.row_sampling import verify_compiled
-from titan.kernels.tree_walk import walk_matches
-from titan.tree import MAX_NODES, DraftTree
+from titan.bench.gpu.acceptance_reference import reference_walk
+from titan.core.trees import MAX_NODES, DraftTree
+from titan.kernels.torch.sampling import verify_compiled
+from titan.kernels.triton.tree_walk import walk_matches
 from titan.verify.accept import walk
 from titan.verify.rejection import walked_tree
 

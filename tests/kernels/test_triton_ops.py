@@ -16,20 +16,20 @@ from tiny_models import make_model
 from torch import Tensor
 from zoo import Zoo
 
-from titan.batch import Segment, build_batch
-from titan.config import EngineConfig
-from titan.cuda_graphs import PassCounts, PassLimits
-from titan.kernels.layer_ops import choose_layer_ops
-from titan.kernels.triton_ops import TritonOps
-from titan.kv_cache import KVCache, Role, allocate_kv
-from titan.model_runner import ModelRunner, Runner, make_runner
+from titan.core.options import EngineConfig
+from titan.core.outputs import RequestMetrics
+from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import DraftTree
+from titan.execute.batch import Segment, build_batch
+from titan.execute.model_runner import ModelRunner, Runner, make_runner
+from titan.kernels.interfaces import choose_layer_ops
+from titan.kernels.triton.cuda_graphs import PassCounts, PassLimits
+from titan.kernels.triton.layers import TritonOps
+from titan.kernels.triton.runner import TritonRunner
+from titan.memory.kv_cache import KVCache, Role, allocate_kv
 from titan.models.loader import load_model
-from titan.outputs import RequestMetrics
-from titan.request import Request
-from titan.sampling_params import SamplingParams
-from titan.step import Acceptance, StepPlan
-from titan.tree import DraftTree
-from titan.triton_runner import TritonRunner
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 16, 24

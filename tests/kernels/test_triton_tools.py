@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from sm90 import compile_launches
 
-from titan.kernels.triton_tools import INTERPRETED, dot, narrow, require
+from titan.kernels.triton.tools import INTERPRETED, dot, narrow, require
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.kernels import weight_layout
-from titan.kernels.compiled_linear import WeightStruct, max_rows, multiply_rows
-from titan.kernels.cpu_library import usable_library
-from titan.kernels.linear import can_pack, pack_weight
-from titan.kernels.weight_layout import find_weight
+from titan.kernels.cpu import weight_layout
+from titan.kernels.cpu.library import usable_library
+from titan.kernels.cpu.linear import can_pack, pack_weight
+from titan.kernels.cpu.rows import WeightStruct, max_rows, multiply_rows
+from titan.kernels.cpu.weight_layout import find_weight
 
 DTYPES = [torch.float32, torch.bfloat16]
 FEW = 8  # so many rows everywhere; more with AMX

@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.kernels import triton_tools
-from titan.kernels.attention_plan import AttentionGeometry
-from titan.kernels.attention_planner import plan_tree_attention
-from titan.kernels.fused_norm import add_rms_norm, rms_norm
-from titan.kernels.gate import silu_mul
-from titan.kernels.kv_moves import clear_blocks, copy_blocks, move_paths
-from titan.kernels.root_matches import root_matches
-from titan.kernels.rope_kv import rope_and_write_kv
-from titan.kernels.row_distribution import RowDistributions, row_distributions
-from titan.kernels.sample_rows import draw_rows, sample_rows
-from titan.kernels.tree_attention import tree_attention
-from titan.kernels.tree_rejection import reject_trees
-from titan.kernels.tree_walk import walk_matches
-from titan.kernels.triton_tools import INTERPRETED
+from titan.kernels.triton import tools as triton_tools
+from titan.kernels.triton.attention_plan import AttentionGeometry
+from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.kernels.triton.gate import silu_mul
+from titan.kernels.triton.kv_moves import clear_blocks, copy_blocks, move_paths
+from titan.kernels.triton.norm import add_rms_norm, rms_norm
+from titan.kernels.triton.root_matches import root_matches
+from titan.kernels.triton.rope_kv import rope_and_write_kv
+from titan.kernels.triton.row_distribution import RowDistributions, row_distributions
+from titan.kernels.triton.sample_rows import draw_rows, sample_rows
+from titan.kernels.triton.tools import INTERPRETED
+from titan.kernels.triton.tree_attention import tree_attention
+from titan.kernels.triton.tree_rejection import reject_trees
+from titan.kernels.triton.tree_walk import walk_matches
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
 NUM_ROWS, VOCAB_SIZE, HEAD_DIM = 3, 20, 16

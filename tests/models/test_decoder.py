@@ -13,13 +13,13 @@ from tiny_models import MODEL_TYPES, make_model, reference_logits
 from torch import Tensor
 from zoo import LLAMA3_ROPE
 
-from titan.batch import Segment, build_batch
-from titan.compiled_runner import make_compiled_runner
-from titan.kernels.tiled_weights import has_tiles, is_tiled
-from titan.model_runner import ModelRunner
+from titan.core.trees import DraftTree
+from titan.execute.batch import Segment, build_batch
+from titan.execute.model_runner import ModelRunner
+from titan.kernels.cpu.runner import make_compiled_runner
+from titan.kernels.cpu.tiled_weights import has_tiles, is_tiled
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
-from titan.tree import DraftTree
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan.batch import RaggedBatch
-from titan.outputs import RequestMetrics
-from titan.request import Request
-from titan.sampling import SamplingRows, sample_rows
-from titan.sampling_params import SamplingParams
-from titan.step import Acceptance, StepPlan
-from titan.tree import EMPTY_TREE, DraftTree
+from titan.core.outputs import RequestMetrics
+from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import EMPTY_TREE, DraftTree
+from titan.execute.batch import RaggedBatch
+from titan.sample.distributions import SamplingRows, sample_rows
 from titan.verify.accept import accept, walk
 from titan.verify.reference import reference_walk
 

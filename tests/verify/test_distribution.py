@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from zoo import Zoo
 
-from titan.kernels.row_sampling import WalkedTree, WalkEnd, verify_compiled
-from titan.sampling_params import SamplingParams
-from titan.tree import DraftTree
+from titan.core.sampling_params import SamplingParams
+from titan.core.trees import DraftTree
+from titan.kernels.torch.sampling import WalkedTree, WalkEnd, verify_compiled
 from titan.verify.accept import walk
 
 VOCAB_SIZE = 8

@@ -12,8 +12,8 @@ from tiny_models import reference_logits
 from zoo import VOCAB_SIZE, Zoo, random_prompts
 
 from titan import LLM, CompletionOutput, Logprob, SamplingParams
-from titan.outputs import RequestMetrics
-from titan.request import Request
+from titan.core.outputs import RequestMetrics
+from titan.core.request import Request
 from titan.verify.logprobs import emitted_logprobs
 
 PROMPTS = random_prompts(6, seed=4, max_len=20)

@@ -23,14 +23,14 @@ from tiny_models import reference_logits
 from torch import Tensor
 from zoo import EOS_TOKEN_IDS, Zoo, random_prompts
 
+from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
+from titan.core.step import StepPlan
+from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.draft.base import NoDrafter
 from titan.draft.policy import DraftPolicy
 from titan.draft.registry import DraftSpec
 from titan.draft.replay import ReplayDrafter
-from titan.request import Request
-from titan.sampling_params import SamplingParams
-from titan.step import StepPlan
-from titan.tree import EMPTY_TREE, DraftTree
 from titan.verify import accept, rejection, rows
 
 

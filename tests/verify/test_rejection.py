@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from titan.kernels.cpu_library import load_library
-from titan.kernels.row_sampling import LazyProbs, softmax_at
-from titan.tree import DraftTree
+from titan.core.trees import DraftTree
+from titan.kernels.cpu.library import load_library
+from titan.kernels.torch.sampling import LazyProbs, softmax_at
 from titan.verify import rejection
 from titan.verify.reference import draws_without_replacement, reference_rejection
 from titan.verify.rejection import reject, reject_by_torch, sibling_acceptance

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from titan.batch import RaggedBatch
-from titan.kernels.layer_ops import choose_layer_ops
-from titan.kernels.linear import can_pack, is_packed, linear, pack_weight
+from titan.execute.batch import RaggedBatch
+from titan.kernels.cpu.linear import can_pack, is_packed, linear, pack_weight
+from titan.kernels.interfaces import choose_layer_ops
 from titan.models.config import ModelConfig
 from titan.models.layers import LayerStep, LayerWeights, PassInputs, attention, gated, layer_shapes
 from titan.models.rope import rope_table

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from titan.kernels.layer_ops import LayerOps
-from titan.kernels.linear import linear
+from titan.kernels.cpu.linear import linear
+from titan.kernels.interfaces import LayerOps
 from titan.models.config import ModelConfig
 
 
@@ -36,7 +36,7 @@ class LayerWeights:
 
 
 class PassInputs(Protocol):
-    """What a model reads of the batch of one pass; `titan.batch.RaggedBatch` is one."""
+    """What a model reads of the batch of one pass; `titan.execute.batch.RaggedBatch` is one."""
 
     @property
     def token_ids(self) -> Tensor:

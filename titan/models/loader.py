@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from titan.kernels.linear import can_pack, pack_weight
+from titan.kernels.cpu.linear import can_pack, pack_weight
 from titan.models.config import ModelConfig, as_token_ids
 from titan.models.decoder import Decoder, is_linear_weight
 from titan.models.registry import check_supported

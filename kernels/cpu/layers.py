@@ -1,0 +1,168 @@
+"""The operations of a layer on a CPU, by the C++ of `cpu/`.
+
+They do in one pass over the data what PyTorch does in several operations, and attention reads the blocks where they lie,
+where PyTorch must gather them first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan.core.attention_layout import AttentionLayout, Int, Window
+from titan.kernels.cpu.library import kernel
+from titan.kernels.cpu.linear import linear_add
+from titan.kernels.cpu.long_attention import MAX_SHORT_QUERY, LongQuery, long_attention, plan_long_queries
+
+NO_WINDOW = 2**40
+"""A window that hides nothing."""
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "tree_attention": (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _INT),
+    "rms_norm": (_POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT),
+    "rope_and_write_kv": (*[_POINTER] * 5, _INT, _POINTER, _FLOAT, *[_INT] * 4),
+    "silu_mul": (_POINTER, _POINTER, _INT, _INT),
+}
+"""Of the functions of the library, each of which exists for every dtype."""
+
+
+ARRAYS = ("requests", "query_start_loc", "seq_lens", "tree_starts", "block_table", "positions", "visible_lens")
+
+
+class PlanStruct(ctypes.Structure):
+    """``AttentionPlan`` of the source."""
+
+    _fields_ = [
+        ("num_requests", _INT),
+        ("num_heads", _INT),
+        ("num_kv_heads", _INT),
+        ("head_dim", _INT),
+        ("block_size", _INT),
+        ("table_width", _INT),
+        *((name, _POINTER) for name in ARRAYS),
+    ]
+
+
+def plan_struct(layout: AttentionLayout, requests: Int) -> tuple[PlanStruct, tuple[Int, ...]]:
+    """A batch as the library reads it, and the arrays that must live as long; the numbers of heads are still to be filled in.
+
+    Args:
+        layout: of the batch.
+        requests: int64, those to attend.
+    """
+    arrays = (requests, *(getattr(layout, name) for name in ARRAYS[1:]))
+    addresses = {name: array.ctypes.data for name, array in zip(ARRAYS, arrays, strict=True)}
+    table_width = layout.block_table.shape[1]
+    return PlanStruct(num_requests=len(requests), block_size=layout.block_size, table_width=table_width, **addresses), arrays
+
+
+@dataclass(slots=True, eq=False)
+class CompiledPlan:
+    """Made once per step, used by every layer."""
+
+    struct: PlanStruct
+    arrays: tuple[Int, ...]  # what the struct points to
+    ancestor_bits: Tensor
+    long: Sequence[LongQuery]
+
+
+class CompiledOps:
+    """See `titan.kernels.interfaces.LayerOps`.
+
+    Args:
+        library: the C++ of `cpu/`, compiled.
+        dtype: of all tensors, one of `titan.kernels.cpu.library.COMPILED_DTYPES`.
+    """
+
+    name = "compiled C++"
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        functions: dict[str, Any] = {}
+        for name, arguments in ARGUMENTS.items():
+            function = kernel(library, name, dtype)
+            function.argtypes = list(arguments)
+            function.restype = None
+            functions[name] = function
+        self._functions = functions
+
+    def plan_attention(self, layout: AttentionLayout, windows: Sequence[Window]) -> CompiledPlan:
+        query_lens = np.diff(layout.query_start_loc)
+        requests = np.flatnonzero(query_lens <= MAX_SHORT_QUERY)
+        struct, arrays = plan_struct(layout, requests)
+        is_any_long = len(requests) < len(query_lens)
+        return CompiledPlan(struct, arrays, layout.ancestor_bits, plan_long_queries(layout, windows) if is_any_long else ())
+
+    def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: CompiledPlan, *, scale: float, window: Window) -> Tensor:
+        num_tokens, num_heads, head_dim = q.shape
+        if q.stride(1) != head_dim:
+            q = q.contiguous()
+        output = q.new_empty(num_tokens, num_heads * head_dim)
+        struct = plan.struct
+        struct.num_heads, struct.num_kv_heads, struct.head_dim = num_heads, kv_layer.shape[1], head_dim
+        self._functions["tree_attention"](
+            ctypes.addressof(struct),
+            q.data_ptr(),
+            q.stride(0),
+            kv_layer.data_ptr(),
+            kv_layer.stride(1),
+            plan.ancestor_bits.data_ptr(),
+            output.data_ptr(),
+            scale,
+            NO_WINDOW if window is None else window,
+        )
+        for query in plan.long:
+            output[query.rows] = long_attention(q[query.rows], kv_layer, query, scale=scale, window=window)
+        return output
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        output = torch.empty_like(x)
+        self._functions["rms_norm"](x.data_ptr(), weight.data_ptr(), output.data_ptr(), x.shape[0], x.shape[1], eps)
+        return output
+
+    def linear_add_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        residual = linear_add(x, weight, bias, residual)
+        return residual, self.rms_norm(residual, norm_weight, eps)
+
+    def rope_and_write_kv(
+        self,
+        qkv: Tensor,
+        rope_table: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        kv_layer: Tensor,
+        *,
+        num_heads: int,
+        qk_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        num_tokens, num_kv_heads, head_dim = qkv.shape[0], kv_layer.shape[1], kv_layer.shape[4]
+        self._functions["rope_and_write_kv"](
+            qkv.data_ptr(),
+            rope_table.data_ptr(),
+            positions.data_ptr(),
+            slot_mapping.data_ptr(),
+            kv_layer.data_ptr(),
+            kv_layer.stride(1),
+            None if qk_norm is None else qk_norm.data_ptr(),
+            eps,
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+        )
+        return qkv.view(num_tokens, -1, head_dim)[:, :num_heads]
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        size = gate_up.shape[1] // 2
+        output = gate_up.new_empty(gate_up.shape[0], size)
+        self._functions["silu_mul"](gate_up.data_ptr(), output.data_ptr(), gate_up.shape[0], size)
+        return output

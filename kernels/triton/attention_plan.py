@@ -1,0 +1,99 @@
+"""What a plan of tree attention is: made by `attention_planner` once per step, followed by the kernels of `tree_attention`.
+
+Legend: T query tokens, padded ones included; R requests; G query heads per KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan.core.attention_layout import Window
+from titan.kernels.backend import TRITON_BLOCK_SIZES
+from titan.kernels.triton.tools import FLOAT_DTYPES
+from titan.kernels.triton.tuning import TileConfig
+
+MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
+
+# a tile is 8 int32: these, and two to keep records aligned
+REQUEST = tl.constexpr(0)
+FIRST_ROW = tl.constexpr(1)  # first token of the tile * G + head within the group
+NUM_ROWS = tl.constexpr(2)
+FIRST_SLOT = tl.constexpr(3)
+END_SLOT = tl.constexpr(4)
+PART = tl.constexpr(5)  # where the part of a split tile is stored; -1: the tile is whole
+TILE_FIELDS = tl.constexpr(8)
+
+# a merge is 4 int32: the rows of a split tile, and its parts
+MERGE_FIRST_ROW = tl.constexpr(0)
+MERGE_NUM_ROWS = tl.constexpr(1)
+MERGE_FIRST_PART = tl.constexpr(2)
+MERGE_NUM_PARTS = tl.constexpr(3)
+MERGE_FIELDS = tl.constexpr(4)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGeometry:
+    """What a model's attention layers have in common.
+
+    Raises:
+        ValueError: names the field, what it is and what is allowed.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # slots of a KV block
+    dtype: torch.dtype  # of queries, keys, values and output
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads is {self.num_heads}: it must be a multiple of num_kv_heads, {self.num_kv_heads}")
+        if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM:
+            raise ValueError(f"head_dim is {self.head_dim}: it must be from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
+        if self.block_size not in TRITON_BLOCK_SIZES:
+            raise ValueError(f"block_size is {self.block_size}: it must be one of {TRITON_BLOCK_SIZES}")
+        if self.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"dtype is {self.dtype}: it must be one of {', '.join(map(str, FLOAT_DTYPES))}")
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def padded_head_dim(self) -> int:
+        """The size of a tile that holds a head."""
+        return max(16, int(triton.next_power_of_2(self.head_dim)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileLaunch:
+    """One launch of the attention kernel and its merge."""
+
+    config: TileConfig
+    num_running: int  # programs at a time
+    tiles: Tensor  # int32 [at most, TILE_FIELDS]
+    merges: Tensor  # int32 [at most, MERGE_FIELDS]
+    counts: Tensor  # int32 [2], tiles and merges that there are
+    part_outputs: Tensor  # float32 [parts, num_kv_heads, block_m, head_dim], each normalised by itself
+    part_log_sums: Tensor  # float32 [parts, num_kv_heads, block_m], base 2
+    ancestor_bits: Tensor | None  # int64 [T], cut to the window; None: prefill chunks, without tree nodes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeAttentionPlan:
+    """Made once per step, used by every layer."""
+
+    geometry: AttentionGeometry
+    query_start_loc: Tensor  # int32 [R + 1]
+    block_table: Tensor  # int32 [R, blocks]
+    positions: Tensor  # int32 or int64 [T]
+    visible_lens: Tensor  # int32 [T]
+    tree_starts: Tensor  # int32 [R]
+    launches: Mapping[Window, Sequence[TileLaunch]]  # verification tiles, then those of prefill chunks if there are any

@@ -1,0 +1,395 @@
+"""Plans paged tree attention on the device: which program attends which rows of which request over which slots.
+
+The query rows of a request are its tokens times the query heads of one KV head: row ``token * group + g`` of KV head ``k`` is
+query head ``k * group + g`` of that token. A tile is up to ``block_m`` rows in sequence. Where few tiles would leave most of
+the device idle, their slots are split into chunks of one length, and the parts are merged afterwards (flash decoding: Dao et
+al., 2023). As all requests share the chunk length, a plan follows from a few sums over requests.
+
+Nothing here waits for the device, and every size follows from shapes and from numbers that the host knows: planning can be
+captured in a CUDA graph and replayed with other lengths. One plan serves all layers of a step.
+
+Legend: T query tokens, padded ones included; R requests; G query heads per KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan.core.attention_layout import Window
+from titan.kernels.backend import MAX_TRITON_REQUESTS
+from titan.kernels.triton.attention_plan import (
+    END_SLOT,
+    FIRST_ROW,
+    FIRST_SLOT,
+    MERGE_FIELDS,
+    MERGE_FIRST_PART,
+    MERGE_FIRST_ROW,
+    MERGE_NUM_PARTS,
+    MERGE_NUM_ROWS,
+    NUM_ROWS,
+    PART,
+    REQUEST,
+    TILE_FIELDS,
+    AttentionGeometry,
+    TileLaunch,
+    TreeAttentionPlan,
+)
+from titan.kernels.triton.tools import require, require_launchable
+from titan.kernels.triton.tuning import TileConfig, num_multiprocessors, tile_config
+
+MAX_TREE_NODES = 64
+
+PARTS_PER_RUNNING_PROGRAM = 4
+"""At most so many parts of split tiles for every program that runs at a time: enough to even out unequal contexts."""
+MIN_CHUNK = 128
+"""The shortest chunk that the planner chooses, in slots."""
+MAX_SLOTS = 3 * MIN_CHUNK * 2**14
+"""The longest chunk that it can choose, hence the longest context."""
+CHUNK_MULTIPLE = 16
+"""Of a fixed chunk."""
+MAX_WINDOW = 2**30
+
+NUM_CHUNKS = tl.constexpr(32)  # lengths to choose from
+CHUNKS_AT_A_TIME = tl.constexpr(8)
+TILE_COST = tl.constexpr(96)  # of starting and ending a program, in slots: a guess until it is measured
+REFUSED = tl.constexpr(2**56)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "window"])
+def _nearest_ancestors_kernel(kept_bits_ptr, ancestor_bits_ptr, num_tokens, window, BLOCK: tl.constexpr):
+    """Keep the highest ``window`` set bits, which are the nearest ancestors, since parents come before children."""
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(ancestor_bits_ptr + tokens, mask=tokens < num_tokens, other=0)
+    kept = tl.zeros_like(bits)
+    count = tl.zeros_like(bits)
+    for i in range(64):
+        bit = (bits >> (63 - i)) & 1
+        kept |= tl.where(count < window, bit, 0) << (63 - i)
+        count += bit
+    tl.store(kept_bits_ptr + tokens, kept, mask=tokens < num_tokens)
+
+
+@triton.jit
+def _chunk_of(index):
+    """128, 192, 256, 384, 512, ... slots."""
+    return (2 + index % 2) << (index // 2 + 6)
+
+
+@triton.jit
+def _choose_chunk(num_tiles, num_slots, num_running, max_parts, NUM_KV_HEADS: tl.constexpr):
+    """The chunk length that promises the earliest end: int32.
+
+    The last program ends no earlier than an even share of the work, or the longest program, takes; a longest program that
+    starts late costs up to its length on top, of which half is counted.
+    """
+    num_tiles, num_slots = num_tiles[:, None], num_slots[:, None]
+    best = tl.full([], REFUSED * NUM_CHUNKS, tl.int64)
+    for first_index in range(0, NUM_CHUNKS, CHUNKS_AT_A_TIME):
+        indices = first_index + tl.arange(0, CHUNKS_AT_A_TIME)
+        chunks = _chunk_of(indices)[None, :]
+        splits = tl.maximum(tl.cdiv(num_slots, chunks), 1)
+        work = tl.sum(num_tiles.to(tl.int64) * (num_slots + TILE_COST * splits), axis=0) * NUM_KV_HEADS
+        longest = tl.max(tl.where(num_tiles > 0, tl.minimum(num_slots, chunks), 0), axis=0) + TILE_COST
+        parts = tl.sum(tl.where(splits > 1, num_tiles * splits, 0), axis=0)
+        score = 2 * tl.maximum(tl.cdiv(work, num_running), longest) + longest
+        score = tl.where(parts <= max_parts, score, REFUSED)
+        keys = score * NUM_CHUNKS + (NUM_CHUNKS - 1 - indices)  # the longest of equally good ones
+        best = tl.minimum(best, tl.min(keys, axis=0))
+    return _chunk_of(NUM_CHUNKS - 1 - (best % NUM_CHUNKS).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["num_requests", "short_query_len", "window", "fixed_chunk", "num_running", "max_parts"])
+def _plan_kernel(
+    tiles_ptr,  # [at most, TILE_FIELDS]
+    merges_ptr,  # [at most, MERGE_FIELDS]
+    counts_ptr,  # [2]
+    query_start_loc_ptr,  # [R + 1]
+    seq_lens_ptr,  # [R]
+    visible_lens_ptr,  # [T]
+    num_requests,
+    short_query_len,
+    window,
+    fixed_chunk,
+    num_running,  # programs at a time
+    max_parts,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TREE: tl.constexpr,  # the launch of short queries
+    WINDOWED: tl.constexpr,
+    FIXED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    ITEMS: tl.constexpr,
+):
+    """One program. Whole chunks come first, so that the last programs to start are short."""
+    requests = tl.arange(0, BLOCK_R)
+    exists = requests < num_requests
+    first_tokens = tl.load(query_start_loc_ptr + requests, mask=exists, other=0)
+    query_lens = tl.load(query_start_loc_ptr + requests + 1, mask=exists, other=0) - first_tokens
+    if TREE:
+        num_rows = tl.where(query_lens <= short_query_len, query_lens, 0) * GROUP
+    else:
+        num_rows = tl.where(query_lens > short_query_len, query_lens, 0) * GROUP
+    num_tiles = tl.cdiv(num_rows, BLOCK_M)
+    seq_lens = tl.load(seq_lens_ptr + requests, mask=num_rows > 0, other=0)
+
+    num_slots = seq_lens  # the most that a tile looks at
+    if WINDOWED:
+        if TREE:
+            first_visible_lens = tl.load(visible_lens_ptr + first_tokens, mask=num_rows > 0, other=0)
+            num_slots = seq_lens - tl.maximum(first_visible_lens - window, 0)
+        else:
+            num_slots = tl.minimum(seq_lens, window + (BLOCK_M + GROUP - 2) // GROUP)
+    if FIXED:
+        chunk = fixed_chunk
+    else:
+        chunk = _choose_chunk(num_tiles, num_slots, num_running, max_parts, NUM_KV_HEADS)
+
+    splits = tl.maximum(tl.cdiv(num_slots, chunk), 1)
+    full_splits = num_slots // chunk
+    num_items = num_tiles * splits
+    is_split = splits > 1
+    num_full = num_tiles * full_splits
+    num_rest = num_items - num_full
+    full_places = tl.cumsum(num_full) - num_full
+    rest_places = tl.sum(num_full, axis=0) + tl.cumsum(num_rest) - num_rest
+    num_parts = tl.where(is_split, num_items, 0)
+    part_places = tl.cumsum(num_parts) - num_parts
+    num_merges = tl.where(is_split, num_tiles, 0)
+    merge_places = tl.cumsum(num_merges) - num_merges
+    tl.store(counts_ptr, tl.sum(num_items, axis=0))
+    tl.store(counts_ptr + 1, tl.sum(num_merges, axis=0))
+
+    for first_item in range(0, tl.max(num_items, axis=0), ITEMS):
+        items = first_item + tl.arange(0, ITEMS)[None, :]
+        is_item = items < num_items[:, None]
+        tile = items // splits[:, None]
+        split = items % splits[:, None]
+        first_row = first_tokens[:, None] * GROUP + tile * BLOCK_M
+        rows = tl.minimum(num_rows[:, None] - tile * BLOCK_M, BLOCK_M)
+        first_slot = tl.zeros_like(items)
+        end_slot = seq_lens[:, None]
+        if WINDOWED:
+            visible_lens = tl.load(visible_lens_ptr + first_row // GROUP, mask=is_item, other=0)
+            first_slot = tl.maximum(visible_lens - window, 0)
+        if not TREE:
+            end_slot = tl.load(visible_lens_ptr + (first_row + rows - 1) // GROUP, mask=is_item, other=0)
+        first_slot = tl.minimum(first_slot + split * chunk, end_slot)
+        part = part_places[:, None] + items
+        is_full = split < full_splits[:, None]
+        full_place = full_places[:, None] + tile * full_splits[:, None] + split
+        record = tiles_ptr + tl.where(is_full, full_place, rest_places[:, None] + tile) * TILE_FIELDS
+        tl.store(record + REQUEST, requests[:, None], mask=is_item)
+        tl.store(record + FIRST_ROW, first_row, mask=is_item)
+        tl.store(record + NUM_ROWS, rows, mask=is_item)
+        tl.store(record + FIRST_SLOT, first_slot, mask=is_item)
+        tl.store(record + END_SLOT, tl.minimum(first_slot + chunk, end_slot), mask=is_item)
+        tl.store(record + PART, tl.where(is_split[:, None], part, -1), mask=is_item)
+
+        is_merge = is_item & is_split[:, None] & (split == 0)
+        record = merges_ptr + (merge_places[:, None] + tile) * MERGE_FIELDS
+        tl.store(record + MERGE_FIRST_ROW, first_row, mask=is_merge)
+        tl.store(record + MERGE_NUM_ROWS, rows, mask=is_merge)
+        tl.store(record + MERGE_FIRST_PART, part, mask=is_merge)
+        tl.store(record + MERGE_NUM_PARTS, splits[:, None], mask=is_merge)
+
+
+def plan_tree_attention(
+    geometry: AttentionGeometry,
+    *,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    visible_lens: Tensor,
+    tree_starts: Tensor,
+    ancestor_bits: Tensor,
+    short_query_len: int,
+    max_query_len: int,
+    windows: Sequence[Window] = (None,),
+    fixed_chunk: int | None = None,
+) -> TreeAttentionPlan:
+    """Plan the attention of one ragged batch, on the device.
+
+    A query row sees slot ``n`` of its request if ``n < visible_len``, or if bit ``n - tree_start`` of its ancestor bits is
+    set. A window hides slots at or below ``position - window`` that are seen by the first rule, and all but the nearest
+    ``window`` ancestors.
+
+    Static, and to be the same when a CUDA graph is replayed: all shapes, ``short_query_len``, ``max_query_len``, ``windows``
+    and ``fixed_chunk``. The contents of the tensors may change.
+
+    From row to row of a request ``visible_lens`` must grow by 0 or 1, and no position may lie before ``visible_len - 1``. Below
+    ``seq_len``, all slots that the window leaves to the first row or a later one must hold finite numbers, visible or not.
+
+    Args:
+        geometry: of the model.
+        query_start_loc: int32 [R + 1], prefix sums of query lengths, which may be 0. Rows from the last on are padding.
+        seq_lens: int32 [R], slots that the queries of a request may look at, their own included.
+        block_table: int32 [R, blocks], physical block ids.
+        positions: int32 or int64 [T], rope positions.
+        visible_lens: int32 [T].
+        tree_starts: int32 [R], slot of node 0.
+        ancestor_bits: int64 [T].
+        short_query_len: queries up to this length get small tiles, and may have ancestor bits: 1 + nodes of a tree, or 1.
+            Longer ones are prefill chunks, and their bits are taken to be 0.
+        max_query_len: no query may be longer: room is taken for queries up to this length.
+        windows: distinct sliding windows of the layers.
+        fixed_chunk: split contexts into chunks of this many slots, whatever the batch: then a request's output does not depend
+            on the others, bit for bit, for the same ``short_query_len``. Room for all parts is taken beforehand.
+
+    Raises:
+        ValueError: names the argument, what it is and what is allowed.
+    """
+    device, int32 = query_start_loc.device, (torch.int32,)
+    require_launchable("query_start_loc", device)
+    require("seq_lens", seq_lens, shape=(None,), dtypes=int32, device=device)
+    require("positions", positions, shape=(None,), dtypes=(torch.int32, torch.int64), device=device)
+    num_tokens, num_requests = len(positions), len(seq_lens)
+    require("query_start_loc", query_start_loc, shape=(num_requests + 1,), dtypes=int32, device=device)
+    require("block_table", block_table, shape=(num_requests, None), dtypes=int32, device=device, contiguous=False)
+    require("visible_lens", visible_lens, shape=(num_tokens,), dtypes=int32, device=device)
+    require("tree_starts", tree_starts, shape=(num_requests,), dtypes=int32, device=device)
+    require("ancestor_bits", ancestor_bits, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
+    _check_numbers(geometry, num_requests, num_tokens, block_table, short_query_len, max_query_len, windows, fixed_chunk)
+
+    max_slots = block_table.shape[1] * geometry.block_size
+    max_query_len = min(max_query_len, num_tokens)
+    num_long = min(num_requests, num_tokens // (short_query_len + 1))
+    short_config = _tile_config(geometry, short_query_len, device)
+    long_config = _tile_config(geometry, None, device)
+    launches = {}
+    for window in windows:
+        bits = _within_window(ancestor_bits, window)
+        max_tiles = _max_tiles(geometry.group, short_config, num_requests, num_tokens, min(short_query_len, num_tokens))
+        of_window = [_allocate(geometry, short_config, max_tiles, max_slots, fixed_chunk, bits, device)]
+        if max_query_len > short_query_len:
+            max_tiles = _max_tiles(geometry.group, long_config, num_long, num_tokens, max_query_len)
+            of_window.append(_allocate(geometry, long_config, max_tiles, max_slots, fixed_chunk, None, device))
+        for launch in of_window:
+            _fill(launch, geometry, query_start_loc, seq_lens, visible_lens, short_query_len, window, fixed_chunk)
+        launches[window] = of_window
+    return TreeAttentionPlan(geometry, query_start_loc, block_table, positions, visible_lens, tree_starts, launches)
+
+
+def _check_numbers(
+    geometry: AttentionGeometry,
+    num_requests: int,
+    num_tokens: int,
+    block_table: Tensor,
+    short_query_len: int,
+    max_query_len: int,
+    windows: Sequence[Window],
+    fixed_chunk: int | None,
+) -> None:
+    max_slots = block_table.shape[1] * geometry.block_size
+    if not 1 <= num_requests <= MAX_TRITON_REQUESTS:
+        raise ValueError(f"seq_lens has {num_requests} requests: there must be 1 to {MAX_TRITON_REQUESTS}")
+    if not 1 <= num_tokens * geometry.num_heads < 2**31:
+        raise ValueError(f"positions has {num_tokens} tokens: with {geometry.num_heads} heads there must be 1 to 2**31 rows")
+    if not 1 <= max_slots <= MAX_SLOTS:
+        raise ValueError(f"block_table has room for {max_slots} slots per request: it must be 1 to {MAX_SLOTS}")
+    if short_query_len < 1:
+        raise ValueError(f"short_query_len is {short_query_len}: it must be at least 1")
+    if max_query_len < 1:
+        raise ValueError(f"max_query_len is {max_query_len}: it must be at least 1")
+    if not windows:
+        raise ValueError("windows is empty: it must have one entry, None for full attention")
+    for window in windows:
+        if window is not None and not 1 <= window <= MAX_WINDOW:
+            raise ValueError(f"windows has {window}: each must be None or from 1 to {MAX_WINDOW}")
+    if fixed_chunk is not None and (fixed_chunk < 1 or fixed_chunk % CHUNK_MULTIPLE):
+        raise ValueError(f"fixed_chunk is {fixed_chunk}: it must be a positive multiple of {CHUNK_MULTIPLE}, or None")
+
+
+def _within_window(ancestor_bits: Tensor, window: Window) -> Tensor:
+    """Ancestor bits without those that the window hides, int64 [T]."""
+    if window is None or window >= MAX_TREE_NODES:
+        return ancestor_bits
+    kept = torch.empty_like(ancestor_bits)
+    num_tokens, block = len(ancestor_bits), 256
+    _nearest_ancestors_kernel[(triton.cdiv(num_tokens, block),)](kept, ancestor_bits, num_tokens, window, BLOCK=block)
+    return kept
+
+
+def _tile_config(geometry: AttentionGeometry, max_query_len: int | None, device: torch.device) -> TileConfig:
+    max_rows = None if max_query_len is None else max_query_len * geometry.group
+    return tile_config(max_rows, head_dim=geometry.padded_head_dim, dtype=geometry.dtype, device=device)
+
+
+def _max_tiles(group: int, config: TileConfig, max_requests: int, num_tokens: int, max_query_len: int) -> int:
+    """The most tiles that so many requests can have, when no query is longer."""
+    tiles_per_request = -(-max_query_len * group // config.block_m)
+    num_rows = num_tokens * group + max_requests * (config.block_m - 1)  # with what requests leave empty in their last tiles
+    return min(max_requests * tiles_per_request, num_rows // config.block_m)
+
+
+def _allocate(
+    geometry: AttentionGeometry,
+    config: TileConfig,
+    max_tiles: int,
+    max_slots: int,
+    fixed_chunk: int | None,
+    ancestor_bits: Tensor | None,
+    device: torch.device,
+) -> TileLaunch:
+    """A launch with room for the most tiles and parts."""
+    num_running = config.programs_per_multiprocessor * num_multiprocessors(device)
+    max_splits = triton.cdiv(max_slots, fixed_chunk or MIN_CHUNK)
+    max_parts = max_tiles * max_splits if max_splits > 1 else 0
+    if fixed_chunk is None:
+        max_parts = min(max_parts, triton.cdiv(PARTS_PER_RUNNING_PROGRAM * num_running, geometry.num_kv_heads))
+    shape = (max_parts, geometry.num_kv_heads, config.block_m)
+    return TileLaunch(
+        config=config,
+        num_running=num_running,
+        tiles=torch.empty(max_tiles + max_parts, TILE_FIELDS.value, dtype=torch.int32, device=device),
+        merges=torch.empty(max_parts // 2, MERGE_FIELDS.value, dtype=torch.int32, device=device),
+        counts=torch.empty(2, dtype=torch.int32, device=device),
+        part_outputs=torch.empty(*shape, geometry.head_dim, dtype=torch.float32, device=device),
+        part_log_sums=torch.empty(shape, dtype=torch.float32, device=device),
+        ancestor_bits=ancestor_bits,
+    )
+
+
+def _fill(
+    launch: TileLaunch,
+    geometry: AttentionGeometry,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    visible_lens: Tensor,
+    short_query_len: int,
+    window: Window,
+    fixed_chunk: int | None,
+) -> None:
+    """Write the records of a launch."""
+    num_requests = len(seq_lens)
+    block_r = max(16, triton.next_power_of_2(num_requests))
+    num_warps = min(16, max(4, block_r // 16))
+    _plan_kernel[(1,)](
+        launch.tiles,
+        launch.merges,
+        launch.counts,
+        query_start_loc,
+        seq_lens,
+        visible_lens,
+        num_requests,
+        short_query_len,
+        window or 0,
+        fixed_chunk or 0,
+        launch.num_running,
+        len(launch.part_outputs),
+        NUM_KV_HEADS=geometry.num_kv_heads,
+        GROUP=geometry.group,
+        BLOCK_M=launch.config.block_m,
+        TREE=launch.ancestor_bits is not None,
+        WINDOWED=window is not None,
+        FIXED=fixed_chunk is not None,
+        BLOCK_R=block_r,
+        ITEMS=128 * num_warps // block_r,
+        num_warps=num_warps,
+    )

@@ -1,0 +1,64 @@
+"""The gate of the feed-forward part in one launch: SiLU of one half of a row times the other half.
+
+Shazeer, "GLU variants improve transformer", 2020 (SwiGLU).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan.kernels.triton.tools import FLOAT_DTYPES, INTERPRETED, narrow, require, require_launchable
+
+MAX_COLUMNS_PER_PROGRAM = 1024
+"""With four warps, sixteen bytes of bfloat16 per thread and load."""
+
+
+@triton.jit
+def _silu_mul_kernel(
+    output_ptr,  # [T, SIZE]
+    gate_up_ptr,  # [T, 2 * SIZE]
+    stride_gate_up,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of one program
+    EMU: tl.constexpr,
+):
+    """One program per row and piece of it."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < SIZE
+    places = gate_up_ptr + row * stride_gate_up + columns
+    gate = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(places + SIZE, mask=inside, other=0.0).to(tl.float32)
+    product = gate * tl.sigmoid(gate) * up
+    tl.store(output_ptr + row * SIZE + columns, narrow(product, output_ptr.dtype.element_ty, EMU), mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up``, with ``silu(x) = x / (1 + exp(-x))``, computed in float32 and rounded once.
+
+    Args:
+        gate_up: the gate, then what it gates: [T, 2 * intermediate_size], bfloat16, float16 or float32; rows may be strided.
+
+    Returns:
+        [T, intermediate_size], dtype of ``gate_up``.
+
+    Raises:
+        ValueError: wrong shape, dtype or strides, or no device that Triton kernels run on.
+    """
+    device, dtype = gate_up.device, gate_up.dtype
+    require_launchable("gate_up", device)
+    require("gate_up", gate_up, shape=(None, None), dtypes=FLOAT_DTYPES, device=device, contiguous=False)
+    num_rows, num_columns = gate_up.shape
+    if num_columns % 2 or not num_columns:
+        raise ValueError(f"gate_up has shape {list(gate_up.shape)}: its rows must have two halves")
+
+    size = num_columns // 2
+    output = torch.empty(num_rows, size, dtype=dtype, device=device)
+    columns = min(triton.next_power_of_2(size), MAX_COLUMNS_PER_PROGRAM)
+    _silu_mul_kernel[(num_rows, triton.cdiv(size, columns))](
+        output, gate_up, gate_up.stride(0), SIZE=size, COLUMNS=columns, EMU=INTERPRETED, num_warps=4
+    )
+    return output

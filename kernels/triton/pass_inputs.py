@@ -1,0 +1,180 @@
+"""What a pass reads, on the device: brought there in one copy, and padded where a CUDA graph asks for it.
+
+Padded requests have queries of length 0. Padded tokens come behind the queries of all requests and are written to no slot.
+
+Legend: T query tokens and R requests, padded ones included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from titan.core.attention_layout import Int
+from titan.execute.batch import RaggedBatch
+from titan.kernels.triton.attention_plan import AttentionGeometry
+from titan.kernels.triton.cuda_graphs import PassSize
+from titan.kernels.triton.layers import DeviceLayout
+from titan.kernels.triton.place_nodes import place_nodes
+from titan.kernels.upload import to_device, upload
+
+MAX_PACKED_BYTES_PER_TOKEN = 40
+MAX_PACKED_BYTES_PER_REQUEST = 16
+MAX_PADDING = 256
+"""Of the arrays of a batch, packed; see `_packed_arrays`."""
+
+BLOCK_TABLE = 8
+"""Which of these arrays is the block table."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceInputs:
+    """See `titan.models.layers.PassInputs`."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    slot_mapping: Tensor  # int64 [T], -1 = written nowhere
+    logits_rows: Tensor | None  # int64 [L]
+    attention: DeviceLayout
+
+
+def size_of(batch: RaggedBatch) -> PassSize:
+    """The shapes of a batch as it is."""
+    query_lens = np.diff(batch.attention.query_start_loc)
+    return PassSize(len(batch.attention.positions), len(query_lens), int(query_lens.max()))
+
+
+def upload_rows(batch: RaggedBatch, device: torch.device) -> Tensor | None:
+    """The rows that need logits, int64 [L]; ``None`` if they are all of the batch."""
+    rows = batch.logits_rows
+    return None if len(rows) == len(batch.attention.positions) else to_device(rows.numpy(), device)
+
+
+def upload_inputs(batch: RaggedBatch, geometry: AttentionGeometry, device: torch.device, max_short_query: int) -> DeviceInputs:
+    """Bring a batch to fresh memory, as it is.
+
+    Args:
+        batch: on the host, but for what the device has of its grown nodes.
+        geometry: of the model that reads it.
+        device: where the model is.
+        max_short_query: queries up to this length are attended as verifications; longer ones as prefill chunks, unless they end
+            in a branching tree.
+    """
+    size = size_of(batch)
+    tensors = upload(_packed_arrays(batch, size), device)
+    _place_grown(batch, tensors)
+    short_query_len = _short_query_len(batch, max_short_query)
+    logits_rows = upload_rows(batch, device)
+    return _inputs(tensors, geometry, tensors[BLOCK_TABLE], short_query_len, size.max_query_len, logits_rows)
+
+
+class StaticInputs:
+    """Inputs that lie, for each size, at the same place every time, as a CUDA graph needs them; all rows get logits.
+
+    Args:
+        geometry: of the model that reads them.
+        device: where the model is.
+        largest: most tokens, requests and tokens per request.
+        num_blocks: most blocks in a request's table.
+    """
+
+    def __init__(self, geometry: AttentionGeometry, device: torch.device, largest: PassSize, num_blocks: int) -> None:
+        self.geometry = geometry
+        self.device = device
+        num_bytes = largest.num_tokens * MAX_PACKED_BYTES_PER_TOKEN + MAX_PADDING
+        num_bytes += largest.num_requests * (MAX_PACKED_BYTES_PER_REQUEST + 4 * num_blocks)
+        self.packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.block_table = torch.zeros(largest.num_requests, num_blocks, dtype=torch.int32, device=device)
+
+    def have_room_for(self, batch: RaggedBatch) -> bool:
+        """Whether the batch's block tables are short enough."""
+        return bool(batch.attention.block_table.shape[1] <= self.block_table.shape[1])
+
+    def fill(self, batch: RaggedBatch, size: PassSize) -> DeviceInputs:
+        """Bring a batch, padded to a size that holds it, to the memory of that size."""
+        tensors = upload(_packed_arrays(batch, size), self.device, into=self.packed)
+        _place_grown(batch, tensors)
+        num_requests, num_blocks = batch.attention.block_table.shape
+        self.block_table[:num_requests, :num_blocks].copy_(tensors[BLOCK_TABLE])
+        block_table = self.block_table[: size.num_requests]
+        return _inputs(tensors, self.geometry, block_table, size.max_query_len, size.max_query_len, None)
+
+
+def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[np.int64] | NDArray[np.int32]]:
+    """The arrays of a batch in the order that `_inputs` knows, padded to ``size``, but for the block table.
+
+    Where nodes were grown on the device, one more array says how many each request has.
+    """
+    layout = batch.attention
+    num_tokens, num_requests, _ = size
+
+    def padded(values: Int, length: int, dtype: type[np.int64] | type[np.int32], filler: int = 0) -> NDArray[np.int64]:
+        array = np.full(length, filler, dtype)
+        array[: len(values)] = values
+        return array  # type: ignore[return-value]
+
+    def known(values: Tensor) -> Int:
+        """Nothing of a pass of grown nodes alone, as those of a draft are."""
+        is_grown = batch.grown is not None and len(batch.grown.token_ids) == len(values)
+        return np.zeros(0, np.int64) if is_grown else values.numpy()
+
+    arrays: list[NDArray[np.int64] | NDArray[np.int32]] = [
+        padded(known(batch.token_ids), num_tokens, np.int64),
+        padded(known(layout.ancestor_bits), num_tokens, np.int64),
+        padded(layout.positions, num_tokens, np.int64),
+        padded(batch.slot_mapping.numpy(), num_tokens, np.int64, -1),
+        padded(layout.visible_lens, num_tokens, np.int32),
+        padded(layout.query_start_loc, num_requests + 1, np.int32, len(layout.positions)),
+        padded(layout.seq_lens, num_requests, np.int32),
+        padded(layout.tree_starts, num_requests, np.int32),
+        layout.block_table.astype(np.int32),
+    ]
+    if batch.grown is not None:
+        arrays.append(padded(batch.grown.node_start_loc, num_requests + 1, np.int32, len(batch.grown.token_ids)))
+    return arrays
+
+
+def _inputs(
+    tensors: list[Tensor],
+    geometry: AttentionGeometry,
+    block_table: Tensor,
+    short_query_len: int,
+    max_query_len: int,
+    logits_rows: Tensor | None,
+) -> DeviceInputs:
+    token_ids, ancestor_bits, positions, slot_mapping, visible_lens, query_start_loc, seq_lens, tree_starts = tensors[:BLOCK_TABLE]
+    layout = DeviceLayout(
+        geometry=geometry,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        positions=positions,
+        visible_lens=visible_lens,
+        tree_starts=tree_starts,
+        ancestor_bits=ancestor_bits,
+        short_query_len=short_query_len,
+        max_query_len=max_query_len,
+    )
+    return DeviceInputs(token_ids, positions, slot_mapping, logits_rows, layout)
+
+
+def _place_grown(batch: RaggedBatch, tensors: list[Tensor]) -> None:
+    """Write what the device alone knows of the nodes that were grown there over the places that the host has kept for them."""
+    if (grown := batch.grown) is None:
+        return
+    token_ids, ancestor_bits, positions, _, _, query_start_loc, _, tree_starts = tensors[:BLOCK_TABLE]
+    places = token_ids, positions, ancestor_bits, query_start_loc, tree_starts
+    place_nodes(*places, tensors[-1], grown.token_ids, grown.ancestor_bits, grown.depths)
+
+
+def _short_query_len(batch: RaggedBatch, max_short_query: int) -> int:
+    """The longest query of a verification, or of a prefill chunk with a branching tree behind it."""
+    layout = batch.attention
+    query_lens = np.diff(layout.query_start_loc)
+    is_short = query_lens <= max_short_query
+    has_nodes = layout.tree_starts > 0  # of a tree that is not a chain
+    return int(query_lens[is_short | has_nodes].max(initial=1))

@@ -1,0 +1,29 @@
+"""Counter-based random numbers: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+
+A number depends on (seed, position, purpose, sibling) alone, so results do not depend on batch neighbours, batch order or
+preemption. The purposes and the bits are those of `titan.sample.distributions`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SAMPLE = tl.constexpr(0)
+ACCEPT = tl.constexpr(3)
+RESIDUAL = tl.constexpr(4)
+
+
+@triton.jit
+def philox_uniform(seed, position, purpose, sibling):
+    """Uniform float64 in (0, 1) by Philox 4x32-10.
+
+    Key = ``seed``, the bits of an int64; counter = (``position``, ``purpose | sibling << 8``, 0, 0). All are scalars or tensors of
+    one shape; positions are below 2**32.
+    """
+    counter = position.to(tl.uint32)
+    zero = counter * 0
+    stream = zero + (purpose | sibling << 8)
+    word0, word1, _, _ = tl.philox(seed, counter, stream, zero, zero)  # uint32 counters: others select another generator
+    bits = (word0.to(tl.uint64) << 20) | (word1 >> 12).to(tl.uint64)
+    return (bits.to(tl.float64) + 0.5) * 2.0**-52  # half a step, lest 0 or 1 comes out

@@ -1,0 +1,158 @@
+"""Rotary embedding and KV write of one layer in one launch, with the RMSNorm of each query and key head where a model has it.
+
+Legend: T = query tokens, H = num_heads, K = num_kv_heads, D = head_dim. What comes out of the projection, ``[T, (H + 2K) * D]``
+with the query heads first, then keys, then values, is read once: queries go to a tensor of their own, keys and values to their
+slots. The rotation is that of Su et al., "RoFormer", 2021, with the pairs ``(x[i], x[i + D / 2])``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan.kernels.triton.tools import FLOAT_DTYPES, INTERPRETED, narrow, require, require_launchable
+
+PAIRS_PER_PROGRAM = 512
+"""Rotated pairs, over several heads of one token; with four warps, eight bytes of bfloat16 per thread and load."""
+
+
+@triton.jit
+def _rope_and_write_kv_kernel(
+    q_ptr,  # [T, H, D]
+    qkv_ptr,  # [T, (H + 2K) * D]
+    rope_table_ptr,  # [max_positions, 2, D]
+    positions_ptr,  # [T]
+    slot_mapping_ptr,  # [T]
+    kv_ptr,  # [2, K, num_blocks, BLOCK_SIZE, D]
+    qk_norm_ptr,  # [H + K, D], or None
+    eps,
+    stride_qkv_token,
+    stride_kv,
+    stride_kv_head,
+    stride_kv_block,
+    stride_kv_offset,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,  # of one program
+    PAIRS: tl.constexpr,  # D / 2, padded to a power of two
+    EMU: tl.constexpr,
+):
+    """One program per token and group of heads: a tile [HEADS, PAIRS] for either half of the heads' dimensions."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    DTYPE: tl.constexpr = kv_ptr.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    pairs = tl.arange(0, PAIRS)[None, :]
+    is_pair = pairs < HALF
+    is_rotated = heads < NUM_HEADS + NUM_KV_HEADS
+    inside = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & is_pair
+
+    places = qkv_ptr + token * stride_qkv_token + heads * HEAD_DIM + pairs
+    first = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(places + HALF, mask=inside, other=0.0).to(tl.float32)
+
+    a, b = first, second
+    if qk_norm_ptr is not None:
+        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / HEAD_DIM + eps)[:, None]
+        weights = qk_norm_ptr + heads * HEAD_DIM + pairs
+        a = a * scale * tl.load(weights, mask=is_rotated & is_pair, other=0.0).to(tl.float32)
+        b = b * scale * tl.load(weights + HALF, mask=is_rotated & is_pair, other=0.0).to(tl.float32)
+
+    cos = rope_table_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * HEAD_DIM) + pairs
+    sin = cos + HEAD_DIM
+    rotated_first = a * tl.load(cos, mask=is_pair).to(tl.float32) + b * tl.load(sin, mask=is_pair).to(tl.float32)
+    rotated_second = b * tl.load(cos + HALF, mask=is_pair).to(tl.float32) + a * tl.load(sin + HALF, mask=is_pair).to(tl.float32)
+    first = narrow(tl.where(is_rotated, rotated_first, first), DTYPE, EMU)
+    second = narrow(tl.where(is_rotated, rotated_second, second), DTYPE, EMU)
+
+    is_query = inside & (heads < NUM_HEADS)
+    places = q_ptr + (token * NUM_HEADS + heads) * HEAD_DIM + pairs
+    tl.store(places, first, mask=is_query)
+    tl.store(places + HALF, second, mask=is_query)
+
+    slot = tl.load(slot_mapping_ptr + token)
+    is_written = inside & (heads >= NUM_HEADS) & (slot >= 0)
+    kv_heads = (heads - NUM_HEADS).to(tl.int64)  # keys, then values
+    slot_place = slot // BLOCK_SIZE * stride_kv_block + slot % BLOCK_SIZE * stride_kv_offset
+    head_places = kv_heads // NUM_KV_HEADS * stride_kv + kv_heads % NUM_KV_HEADS * stride_kv_head
+    places = kv_ptr + slot_place + head_places + pairs
+    tl.store(places, first, mask=is_written)
+    tl.store(places + HALF, second, mask=is_written)
+
+
+def rope_and_write_kv(
+    qkv: Tensor,
+    rope_table: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    kv_layer: Tensor,
+    *,
+    num_heads: int,
+    qk_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Normalise and rotate queries and keys, and write keys and values to their slots.
+
+    Computes in float32 and rounds once. Positions and slots are not checked: they are on the device.
+
+    Args:
+        qkv: [T, (H + 2K) * D], bfloat16, float16 or float32; rows may be strided.
+        rope_table: cosines and signed sines, [max_positions, 2, D], dtype of ``qkv``.
+        positions: int32 or int64 [T], each below max_positions.
+        slot_mapping: int64 [T]; no slot twice; -1 = the token's keys and values are not written.
+        kv_layer: [2, K, num_blocks, block_size, D], dtype of ``qkv``, updated in place; only D must be contiguous.
+        num_heads: H.
+        qk_norm: weights of the RMSNorm over each query and key head before the rotation, [H + K, D], dtype of ``qkv``;
+            ``None`` = no norm.
+        eps: added to the mean square.
+
+    Returns:
+        The queries, [T, H, D], dtype of ``qkv``.
+
+    Raises:
+        ValueError: a tensor of the wrong shape, dtype, strides or device, or D is odd.
+    """
+    device, dtype = qkv.device, qkv.dtype
+    require_launchable("qkv", device)
+    shape = (2, None, None, None, None)
+    require("kv_layer", kv_layer, shape=shape, dtypes=FLOAT_DTYPES, device=device, contiguous=False, is_written=True)
+    num_kv_heads, _, block_size, head_dim = kv_layer.shape[1:]
+    if head_dim % 2 or not kv_layer.numel():
+        raise ValueError(f"kv_layer has shape {list(kv_layer.shape)}: head_dim must be even, and no dimension may be 0")
+    num_all_heads = num_heads + 2 * num_kv_heads
+    require("qkv", qkv, shape=(None, num_all_heads * head_dim), dtypes=(kv_layer.dtype,), device=device, contiguous=False)
+    num_tokens = len(qkv)
+    require("rope_table", rope_table, shape=(None, 2, head_dim), dtypes=(dtype,), device=device)
+    require("positions", positions, shape=(num_tokens,), dtypes=(torch.int32, torch.int64), device=device)
+    require("slot_mapping", slot_mapping, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
+    if qk_norm is not None:
+        require("qk_norm", qk_norm, shape=(num_heads + num_kv_heads, head_dim), dtypes=(dtype,), device=device)
+
+    q = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device=device)
+    pairs = triton.next_power_of_2(head_dim // 2)
+    heads = min(max(PAIRS_PER_PROGRAM // pairs, 1), triton.next_power_of_2(num_all_heads))
+    _rope_and_write_kv_kernel[(num_tokens, triton.cdiv(num_all_heads, heads))](
+        q,
+        qkv,
+        rope_table,
+        positions,
+        slot_mapping,
+        kv_layer,
+        qk_norm,
+        eps,
+        qkv.stride(0),
+        *kv_layer.stride()[:4],
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        HEADS=heads,
+        PAIRS=pairs,
+        EMU=INTERPRETED,
+        num_warps=4,
+    )
+    return q

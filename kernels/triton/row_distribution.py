@@ -1,0 +1,495 @@
+"""What each row of logits is sampled from: temperature, then top-k, top-p and min-p, without a sort and without a copy.
+
+All three cuts keep the most likely tokens and drop the rest, so they leave behind a threshold: a token is kept if its logit lies
+above it, or equals it and the token's id is not above a limit (ties are cut by id). A `RowDistributions` holds the logits and
+these numbers; the probability of any token is recomputed where it is needed.
+
+Two launches. The first sums up the row in chunks: largest logit, its place, and the sum of weights, where the weight of a token is
+``exp((logit - largest logit) / temperature)``. The second finds the thresholds, one program per row; a row without cuts ends there
+at once. A threshold is found by bisection on the bits of a float, which count as integers, so it is exact. It looks at
+candidates only, the tokens above a first bound that provably drops nothing that is kept: with the largest logits of groups of
+`GROUP` tokens,
+
+* the k-th largest logit of all is at least the k-th largest of the groups';
+* the tokens below a bound weigh at most ``GROUP * sum over groups of min(weight of the group's largest, weight at the bound)``,
+  and top-p drops at most ``1 - top_p`` of the total.
+
+Where more than `MAX_CANDIDATES` tokens lie above the bound, the bisection looks at the whole row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan.kernels.triton.tools import require, require_launchable
+
+CHUNK = 4096
+"""Tokens that a program looks at together."""
+
+GROUP = 64
+"""Tokens of which one logit, the largest, is kept for the first bound."""
+
+MAX_CANDIDATES = 4096
+"""Logits per row that the bisection can be narrowed to."""
+
+TILE = 1024
+"""Candidates that the bisection looks at together."""
+
+NUM_BOUND_STEPS = 16
+"""Halvings of the range of all floats: the first bound is within 1 % of the best one."""
+
+LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowDistributions:
+    """What R rows are sampled from; nothing can be drawn from a row whose largest logit is not finite.
+
+    The probability of a kept token is ``exp((logit - peak) * scale) / total``, where total is the sum of the row's chunk masses.
+    A token is kept if its logit is above the threshold, or equal to it and the token's id is at most ``last_tie``.
+    """
+
+    logits: Tensor  # [R, vocab]
+    peaks: Tensor  # float32 [R], the largest logit; +inf where the row holds NaN
+    scales: Tensor  # float32 [R], 1 / temperature
+    thresholds: Tensor  # float32 [R]
+    last_ties: Tensor  # int32 [R]
+    chunk_masses: Tensor  # float64 [R, num_chunks], weights of the kept tokens, summed over `CHUNK` of them
+
+    @property
+    def kernel_arguments(self) -> tuple[Tensor | int, ...]:
+        """What kernels take: the logits, their stride, and the five tensors that describe what is kept."""
+        return (
+            self.logits,
+            self.logits.stride(0),
+            self.peaks,
+            self.scales,
+            self.thresholds,
+            self.last_ties,
+            self.chunk_masses,
+        )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The constants of kernels that take these arguments: sizes of the vocabulary and of its chunks."""
+        num_chunks = self.chunk_masses.shape[1]
+        return {
+            "VOCAB_SIZE": self.logits.shape[1],
+            "NUM_CHUNKS": num_chunks,
+            "CHUNKS": triton.next_power_of_2(num_chunks),
+            "CHUNK": CHUNK,
+        }
+
+
+@triton.jit
+def load_logits(row_ptr, ids, VOCAB_SIZE: tl.constexpr):
+    """Logits of one row as float32; -inf past its end, and +inf for NaN, which no comparison finds."""
+    logits = tl.load(row_ptr + ids, mask=ids < VOCAB_SIZE, other=float("-inf")).to(tl.float32)
+    return tl.where(logits == logits, logits, float("inf"))
+
+
+@triton.jit
+def weigh(logits, peak, scale):
+    """``exp((logit - peak) / temperature)``; the peak is finite."""
+    return tl.exp((logits - peak) * scale)
+
+
+@triton.jit
+def weigh_kept(logits, ids, peak, scale, threshold, last_tie):
+    """Weights of the tokens that the row's cuts leave, 0 for the others."""
+    is_kept = (logits > threshold) | ((logits == threshold) & (ids <= last_tie))
+    return tl.where(is_kept, weigh(logits, peak, scale), 0.0)
+
+
+@triton.jit
+def is_finite(peak):
+    """Whether a row with this largest logit can be drawn from."""
+    return tl.abs(peak) < float("inf")
+
+
+@triton.jit
+def load_distribution(
+    row,
+    peaks_ptr,  # [R]
+    scales_ptr,  # [R]
+    thresholds_ptr,  # [R]
+    last_ties_ptr,  # [R]
+    chunk_masses_ptr,  # [R, NUM_CHUNKS]
+    NUM_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,  # NUM_CHUNKS, padded to a power of two
+):
+    """One row of a `RowDistributions`: peak, scale, threshold, last tie, and the chunks' masses [CHUNKS]."""
+    chunks = tl.arange(0, CHUNKS)
+    masses = tl.load(chunk_masses_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=0.0)
+    peak, scale = tl.load(peaks_ptr + row), tl.load(scales_ptr + row)
+    return peak, scale, tl.load(thresholds_ptr + row), tl.load(last_ties_ptr + row), masses
+
+
+@triton.jit
+def _inverse(temperature):
+    """1 / temperature, where it is tiny or 0 a number so large that the most likely token alone has a weight."""
+    return tl.div_rn(1.0, tl.maximum(temperature, 1e-30))
+
+
+@triton.jit
+def _key(logit):
+    """Integer of a float, int32, in the same order; its own inverse but for the type."""
+    bits = logit.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _logit(key):
+    """Float of an integer: the inverse of `_key`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _sum_up_chunks_kernel(
+    logits_ptr,  # [R, VOCAB_SIZE]
+    stride_logits,
+    temperature_ptr,  # [R]
+    top_k_ptr,  # [R]
+    top_p_ptr,  # [R]
+    chunk_peaks_ptr,  # [R, NUM_CHUNKS]
+    chunk_places_ptr,  # [R, NUM_CHUNKS]
+    chunk_masses_ptr,  # [R, NUM_CHUNKS]
+    group_peaks_ptr,  # [R, NUM_CHUNKS, CHUNK / GROUP]
+    VOCAB_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One program per row and chunk."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    logits = load_logits(logits_ptr + row * stride_logits, ids, VOCAB_SIZE)
+    peak = tl.max(logits, axis=0)
+    place = tl.min(tl.where(logits == peak, ids, VOCAB_SIZE), axis=0)
+    mass = tl.zeros((), tl.float64)
+    if is_finite(peak):
+        weights = weigh(logits, peak, _inverse(tl.load(temperature_ptr + row)))
+        mass = tl.sum(weights.to(tl.float64), axis=0)
+    entry = row * NUM_CHUNKS + chunk
+    tl.store(chunk_peaks_ptr + entry, peak)
+    tl.store(chunk_places_ptr + entry, place)
+    tl.store(chunk_masses_ptr + entry, mass)
+
+    top_k = tl.load(top_k_ptr + row)
+    if ((top_k > 0) & (top_k < VOCAB_SIZE)) | (tl.load(top_p_ptr + row) < 1.0):
+        GROUPS: tl.constexpr = CHUNK // GROUP
+        group_peaks = tl.max(tl.reshape(logits, (GROUPS, GROUP)), axis=1)
+        tl.store(group_peaks_ptr + entry * GROUPS + tl.arange(0, GROUPS), group_peaks)
+
+
+@triton.jit
+def _find_top_k_bound(group_peaks, peak, k, NUM_STEPS: tl.constexpr):
+    """Key of a bound that at least ``k`` of the groups' peaks reach; close to the largest there is, or -inf."""
+    low, high = _key(tl.full((), float("-inf"), tl.float32)), _key(peak)
+    for _ in range(NUM_STEPS):
+        middle = (low | high) - ((low ^ high) >> 1)  # ceil((low + high) / 2), whose sum may not fit
+        bound = (middle ^ ((middle >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)  # `_logit`: the interpreter is slow at calls
+        is_enough = tl.sum((group_peaks >= bound).to(tl.int32), axis=0) >= k
+        low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle - 1)
+    return low
+
+
+@triton.jit
+def _find_top_p_bound(group_peaks, peak, scale, max_dropped, GROUP: tl.constexpr, NUM_STEPS: tl.constexpr):
+    """Key of a bound below which all tokens together weigh no more than ``max_dropped``; close to the largest that is provable."""
+    group_weights = weigh(group_peaks, peak, scale)
+    low, high = _key(tl.full((), float("-inf"), tl.float32)), _key(peak)
+    for _ in range(NUM_STEPS):
+        middle = (low | high) - ((low ^ high) >> 1)
+        bound = (middle ^ ((middle >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        dropped = tl.sum(tl.minimum(group_weights, tl.exp((bound - peak) * scale)), axis=0) * GROUP
+        low, high = tl.where(dropped <= max_dropped, middle, low), tl.where(dropped <= max_dropped, high, middle - 1)
+    return low
+
+
+@triton.jit
+def _collect_candidates(
+    row_ptr, candidates_ptr, bound, VOCAB_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, MAX: tl.constexpr
+):
+    """Copy the logits that reach the bound, as long as there is room; returns how many there are."""
+    num_candidates = tl.zeros((), tl.int32)
+    for chunk in range(NUM_CHUNKS):
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        logits = load_logits(row_ptr, ids, VOCAB_SIZE)
+        is_candidate = ((logits >= bound) & (ids < VOCAB_SIZE)).to(tl.int32)
+        count = tl.sum(is_candidate, axis=0)
+        if count > 0:
+            places = num_candidates + tl.cumsum(is_candidate, axis=0) - 1
+            tl.store(candidates_ptr + places, logits, mask=(is_candidate > 0) & (places < MAX))
+        num_candidates += count
+    return num_candidates
+
+
+@triton.jit
+def _find_threshold(values_ptr, length, low, wanted, peak, scale, BY_COUNT: tl.constexpr, TILE: tl.constexpr):
+    """Key of the largest threshold, from ``low`` on, that ``wanted`` values reach, or values that weigh as much."""
+    high = _key(peak)
+    while low < high:
+        middle = (low | high) - ((low ^ high) >> 1)
+        threshold = (middle ^ ((middle >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        shares = tl.full((TILE,), 0.0, tl.float64)
+        start = 0
+        while start < length:
+            places = start + tl.arange(0, TILE)
+            values = tl.load(values_ptr + places, mask=places < length, other=float("-inf")).to(tl.float32)
+            if BY_COUNT:
+                shares += (values >= threshold).to(tl.float64)
+            else:
+                shares += tl.where(values >= threshold, tl.exp((values - peak) * scale), 0.0).to(tl.float64)
+            start += TILE
+        is_enough = tl.sum(shares, axis=0) >= wanted
+        low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle - 1)
+    return low
+
+
+@triton.jit
+def _sum_up_above(values_ptr, length, threshold, peak, scale, TILE: tl.constexpr):
+    """How many values lie above the threshold, int32, and what they weigh, float64."""
+    counts, masses = tl.full((TILE,), 0, tl.int32), tl.full((TILE,), 0.0, tl.float64)
+    start = 0
+    while start < length:
+        places = start + tl.arange(0, TILE)
+        values = tl.load(values_ptr + places, mask=places < length, other=float("-inf")).to(tl.float32)
+        counts += (values > threshold).to(tl.int32)
+        masses += tl.where(values > threshold, tl.exp((values - peak) * scale), 0.0).to(tl.float64)
+        start += TILE
+    return tl.sum(counts, axis=0), tl.sum(masses, axis=0)
+
+
+@triton.jit
+def _cut_rows_kernel(
+    logits_ptr,  # [R, VOCAB_SIZE]
+    stride_logits,
+    temperature_ptr,  # [R]
+    top_k_ptr,  # [R]
+    top_p_ptr,  # [R]
+    min_p_ptr,  # [R]
+    chunk_peaks_ptr,  # [R, NUM_CHUNKS]
+    chunk_places_ptr,  # [R, NUM_CHUNKS]
+    chunk_masses_ptr,  # [R, NUM_CHUNKS], in: relative to the chunks' peaks; out: to the row's, of what is kept
+    group_peaks_ptr,  # [R, NUM_GROUPS]
+    candidates_ptr,  # [R, MAX_CANDIDATES]
+    peaks_ptr,  # [R]
+    scales_ptr,  # [R]
+    thresholds_ptr,  # [R]
+    last_ties_ptr,  # [R]
+    VOCAB_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr,  # NUM_CHUNKS, padded to a power of two
+    GROUPS: tl.constexpr,  # NUM_GROUPS, padded to a power of two
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    MAX_CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_BOUND_STEPS: tl.constexpr,
+):
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, CHUNKS)
+    entries = row * NUM_CHUNKS + chunks
+    chunk_peaks = tl.load(chunk_peaks_ptr + entries, mask=chunks < NUM_CHUNKS, other=float("-inf"))
+    peak = tl.max(chunk_peaks, axis=0)
+    temperature = tl.load(temperature_ptr + row)
+    scale = _inverse(temperature)
+    threshold = tl.full((), float("-inf"), tl.float32)
+    last_tie = tl.full((), VOCAB_SIZE - 1, tl.int32)
+    masses = tl.load(chunk_masses_ptr + entries, mask=chunks < NUM_CHUNKS, other=0.0)
+
+    if is_finite(peak):
+        masses *= tl.exp((chunk_peaks.to(tl.float64) - peak) * scale)
+        top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        has_top_k, has_top_p = (top_k > 0) & (top_k < VOCAB_SIZE), top_p < 1.0
+        if temperature == 0.0:
+            threshold = peak
+            places = tl.load(chunk_places_ptr + entries, mask=chunks < NUM_CHUNKS, other=VOCAB_SIZE)
+            last_tie = tl.min(tl.where(chunk_peaks == peak, places, VOCAB_SIZE), axis=0)
+            masses = tl.where(chunks == last_tie // CHUNK, 1.0, 0.0).to(tl.float64)
+        elif has_top_k | has_top_p | (min_p > 0.0):
+            row_ptr = logits_ptr + row * stride_logits
+            num_ties = tl.full((), VOCAB_SIZE, tl.int32)  # how many of the tokens at the threshold are kept
+            if has_top_k | has_top_p:
+                groups = tl.arange(0, GROUPS)
+                places = group_peaks_ptr + row * NUM_GROUPS + groups
+                group_peaks = tl.load(places, mask=groups < NUM_GROUPS, other=float("-inf"))
+                total = tl.sum(masses, axis=0)
+                if has_top_k:
+                    low = _find_top_k_bound(group_peaks, peak, top_k, NUM_BOUND_STEPS)
+                else:
+                    low = _find_top_p_bound(group_peaks, peak, scale, (1.0 - top_p) * total, GROUP, NUM_BOUND_STEPS)
+                values_ptr = candidates_ptr + row * MAX_CANDIDATES
+                length = _collect_candidates(row_ptr, values_ptr, _logit(low), VOCAB_SIZE, NUM_CHUNKS, CHUNK, MAX_CANDIDATES)
+                tl.debug_barrier()  # what other threads have written is read next
+                if length > MAX_CANDIDATES:
+                    values_ptr = row_ptr
+                    length = tl.full((), VOCAB_SIZE, tl.int32)
+                if has_top_k:
+                    low = _find_threshold(values_ptr, length, low, top_k.to(tl.float64), peak, scale, True, TILE)
+                    count_above, mass_above = _sum_up_above(values_ptr, length, _logit(low), peak, scale, TILE)
+                    num_ties = top_k - count_above
+                    total = mass_above + num_ties * weigh(_logit(low), peak, scale)
+                if has_top_p:
+                    target = top_p * total
+                    low = _find_threshold(values_ptr, length, low, target, peak, scale, False, TILE)
+                    _, mass_above = _sum_up_above(values_ptr, length, _logit(low), peak, scale, TILE)
+                    weight = tl.maximum(weigh(_logit(low), peak, scale).to(tl.float64), 1e-300)
+                    num_ties = tl.minimum(tl.ceil((target - mass_above) / weight), VOCAB_SIZE).to(tl.int32)
+                    num_ties = tl.maximum(num_ties, 1)
+                threshold = _logit(low)
+            if min_p > 0.0:
+                lowest = peak + tl.log(min_p) / scale
+                num_ties = tl.where(lowest > threshold, VOCAB_SIZE, num_ties)
+                threshold = tl.maximum(threshold, lowest)
+
+            num_ties_before = tl.zeros((), tl.int32)
+            last_tie = tl.full((), -1, tl.int32)
+            for chunk in range(NUM_CHUNKS):
+                ids = chunk * CHUNK + tl.arange(0, CHUNK)
+                logits = load_logits(row_ptr, ids, VOCAB_SIZE)
+                is_tie = (logits == threshold) & (ids < VOCAB_SIZE)
+                num_ties_here = tl.sum(is_tie.to(tl.int32), axis=0)
+                if num_ties_before + num_ties_here > num_ties:
+                    is_tie = is_tie & (num_ties_before + tl.cumsum(is_tie.to(tl.int32), axis=0) <= num_ties)
+                last_tie = tl.maximum(last_tie, tl.max(tl.where(is_tie, ids, -1), axis=0))
+                num_ties_before += num_ties_here
+                weights = weigh_kept(logits, ids, peak, scale, threshold, last_tie)
+                masses = tl.where(chunks == chunk, tl.sum(weights.to(tl.float64), axis=0), masses)
+
+    tl.store(peaks_ptr + row, peak)
+    tl.store(scales_ptr + row, scale)
+    tl.store(thresholds_ptr + row, threshold)
+    tl.store(last_ties_ptr + row, last_tie)
+    tl.store(chunk_masses_ptr + entries, masses, mask=chunks < NUM_CHUNKS)
+
+
+def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> RowDistributions:
+    """What each row is sampled from; a temperature of 0 leaves the most likely token alone, the first of equal ones.
+
+    Nothing is read back to the host. Ties at the edge of top-k and top-p are cut by token id, the smaller ones stay.
+
+    Args:
+        logits: [R, vocab], float32, float16 or bfloat16; rows may be strided. The result refers to them.
+        temperature: float32 [R]; 0 = greedy.
+        top_k: int32 [R]; 0 or less, or the vocabulary or more: all.
+        top_p: float32 [R]; the smallest set of most likely tokens whose mass, after top-k, reaches it; 1 = all, 0 = one.
+        min_p: float32 [R]; tokens less likely than this share of the most likely one are dropped.
+
+    Raises:
+        ValueError: a tensor of the wrong shape, dtype, strides or device, or an empty vocabulary.
+    """
+    device = logits.device
+    require_launchable("logits", device)
+    require("logits", logits, shape=(None, None), dtypes=LOGITS_DTYPES, device=device, contiguous=False)
+    num_rows, vocab_size = logits.shape
+    if vocab_size == 0:
+        raise ValueError(f"logits has shape {list(logits.shape)}: there must be at least one token")
+    for name, values in {"temperature": temperature, "top_p": top_p, "min_p": min_p}.items():
+        require(name, values, shape=(num_rows,), dtypes=(torch.float32,), device=device)
+    require("top_k", top_k, shape=(num_rows,), dtypes=(torch.int32,), device=device)
+
+    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    num_groups = num_chunks * (CHUNK // GROUP)
+    chunk_peaks = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
+    chunk_places = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
+    chunk_masses = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=device)
+    group_peaks = torch.empty(num_rows, num_groups, dtype=torch.float32, device=device)
+    candidates = torch.empty(num_rows, MAX_CANDIDATES, dtype=logits.dtype, device=device)
+    # each on its own, so that it is aligned whatever the number of rows: otherwise kernels are compiled anew
+    peaks, scales, thresholds = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(3))
+    last_ties = torch.empty(num_rows, dtype=torch.int32, device=device)
+    if num_rows == 0:
+        return RowDistributions(logits, peaks, scales, thresholds, last_ties, chunk_masses)
+    _sum_up_chunks_kernel[(num_rows, num_chunks)](
+        logits,
+        logits.stride(0),
+        temperature,
+        top_k,
+        top_p,
+        chunk_peaks,
+        chunk_places,
+        chunk_masses,
+        group_peaks,
+        VOCAB_SIZE=vocab_size,
+        NUM_CHUNKS=num_chunks,
+        CHUNK=CHUNK,
+        GROUP=GROUP,
+        num_warps=8,
+    )
+    _cut_rows_kernel[(num_rows,)](
+        logits,
+        logits.stride(0),
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        chunk_peaks,
+        chunk_places,
+        chunk_masses,
+        group_peaks,
+        candidates,
+        peaks,
+        scales,
+        thresholds,
+        last_ties,
+        VOCAB_SIZE=vocab_size,
+        NUM_CHUNKS=num_chunks,
+        NUM_GROUPS=num_groups,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        GROUPS=triton.next_power_of_2(num_groups),
+        CHUNK=CHUNK,
+        GROUP=GROUP,
+        MAX_CANDIDATES=MAX_CANDIDATES,
+        TILE=TILE,
+        NUM_BOUND_STEPS=NUM_BOUND_STEPS,
+        num_warps=8,
+    )
+    return RowDistributions(logits, peaks, scales, thresholds, last_ties, chunk_masses)
+
+
+@triton.jit
+def _probs_kernel(
+    probs_ptr,  # [R, VOCAB_SIZE]
+    logits_ptr,  # [R, VOCAB_SIZE]
+    stride_logits,
+    peaks_ptr,  # [R]
+    scales_ptr,  # [R]
+    thresholds_ptr,  # [R]
+    last_ties_ptr,  # [R]
+    chunk_masses_ptr,  # [R, NUM_CHUNKS]
+    VOCAB_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program per row and chunk."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    peak, scale, threshold, last_tie, masses = load_distribution(
+        row, peaks_ptr, scales_ptr, thresholds_ptr, last_ties_ptr, chunk_masses_ptr, NUM_CHUNKS, CHUNKS
+    )
+    probs = tl.full((CHUNK,), float("nan"), tl.float32)
+    if is_finite(peak):
+        logits = load_logits(logits_ptr + row * stride_logits, ids, VOCAB_SIZE)
+        total = tl.sum(masses, axis=0)
+        probs = weigh_kept(logits, ids, peak, scale, threshold, last_tie) * (1.0 / total).to(tl.float32)
+    tl.store(probs_ptr + row * VOCAB_SIZE + ids, probs, mask=ids < VOCAB_SIZE)
+
+
+def normalized_probs(distributions: RowDistributions) -> Tensor:
+    """Write the probabilities out: float32 [R, vocab], 0 for what is cut, NaN in rows that nothing can be drawn from."""
+    num_rows, vocab_size = distributions.logits.shape
+    probs = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=distributions.logits.device)
+    if num_rows:
+        grid = (num_rows, distributions.chunk_masses.shape[1])
+        _probs_kernel[grid](probs, *distributions.kernel_arguments, **distributions.sizes, num_warps=8)
+    return probs

@@ -1,0 +1,91 @@
+"""A model that runs Triton kernels: a batch goes to the device in one copy, and small passes are replayed as CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import Tensor
+
+from titan.core.trees import MAX_NODES
+from titan.execute.batch import RaggedBatch
+from titan.kernels.backend import MAX_TRITON_REQUESTS
+from titan.kernels.triton.attention_plan import AttentionGeometry
+from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassCounts, PassLimits, PassSize, Replay
+from titan.kernels.triton.pass_inputs import DeviceInputs, StaticInputs, size_of, upload_inputs, upload_rows
+from titan.models.decoder import Decoder
+
+
+class TritonRunner:
+    """Runs a target or a draft, without waiting for the device.
+
+    Passes without prefill chunks are replayed, up to the final norm; the output head runs for the rows that need logits alone.
+    Nothing else depends on whether a pass was replayed, not even the rounding: a size runs padded the first time too, before it is
+    captured, and every time where memory is too short to capture it.
+
+    Args:
+        model: the model.
+        kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim].
+        limits: of passes that are replayed.
+        counts: counted in.
+        capture: records passes.
+
+    Raises:
+        ValueError: attention heads, a block size or a number of requests that the kernels cannot take.
+    """
+
+    def __init__(self, model: Decoder, kv: Tensor, limits: PassLimits, counts: PassCounts, capture: Capture) -> None:
+        if limits.num_requests > MAX_TRITON_REQUESTS:
+            raise ValueError(
+                f"{limits.num_requests} requests in a batch are too many: the Triton kernels take {MAX_TRITON_REQUESTS}"
+            )
+        config = model.config
+        self.model = model
+        self.kv = kv
+        self._geometry = AttentionGeometry(config.num_heads, config.num_kv_heads, config.head_dim, kv.shape[4], model.dtype)
+        self._max_query_len = limits.query_len
+        self._sizes = GraphSizes(limits)
+        num_blocks = limits.num_blocks + -(-MAX_NODES // kv.shape[4])  # a beam writes more nodes than a request may keep
+        self._static = StaticInputs(self._geometry, model.device, self._sizes.largest, num_blocks)
+        self._replays: dict[PassSize, Replay | None] = {}  # None: not to be tried again
+        self._capture = capture
+        self._counts = counts
+
+    def forward(self, batch: RaggedBatch) -> Tensor:
+        """One pass over the ragged batch: logits [L, vocab] of the rows that need them."""
+        self.model.check_positions(batch.attention.positions)
+        size = self._sizes.find(size_of(batch)) if self._static.have_room_for(batch) else None
+        if size is None:
+            self._counts.num_eager += 1
+            inputs = upload_inputs(batch, self._geometry, self.model.device, self._max_query_len)
+            return self.model.logits(self._hidden_states(inputs))
+        hidden, rows = self._padded_hidden_states(batch, size), upload_rows(batch, self.model.device)
+        return self.model.logits(hidden[: len(batch.attention.positions)] if rows is None else hidden.index_select(0, rows))
+
+    def _padded_hidden_states(self, batch: RaggedBatch, size: PassSize) -> Tensor:
+        """Those of all tokens of a size, valid until the next pass: [size.num_tokens, hidden_size]."""
+        inputs = self._static.fill(batch, size)
+        replay = self._replays.get(size)
+        if replay is not None:
+            self._counts.num_replayed += 1
+            replay.run()
+            return replay.output
+        self._counts.num_eager += 1
+        hidden = self._hidden_states(inputs)  # which compiles what a capture must find compiled
+        if size not in self._replays:
+            self._replays[size] = self._captured(inputs, size)
+        return hidden
+
+    def _captured(self, inputs: DeviceInputs, size: PassSize) -> Replay | None:
+        """The pass over these inputs; ``None``, said once in the log, if memory is too short for it."""
+        replay = self._capture(lambda: self._hidden_states(inputs))
+        if replay is None and None not in self._replays.values():
+            logging.getLogger(__name__).warning(
+                "%s has no memory for the CUDA graph of a pass of %d tokens, which runs without one, as may others: a smaller KV "
+                "cache leaves room for graphs",
+                self.model.device,
+                size.num_tokens,
+            )
+        return replay
+
+    def _hidden_states(self, inputs: DeviceInputs) -> Tensor:
+        return self.model.hidden_states(inputs, self.kv)

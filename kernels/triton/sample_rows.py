@@ -1,0 +1,136 @@
+"""One token per row of logits, each row with its own options and its own random number.
+
+The draw inverts the cumulative distribution in the order of the vocabulary, in float64, first among chunks, then among the tokens
+of one chunk. It is the draw of `titan.sample.distributions`, so both choose the same tokens but where a number falls on a border between two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan.kernels.triton.philox import philox_uniform
+from titan.kernels.triton.row_distribution import (
+    RowDistributions,
+    is_finite,
+    load_distribution,
+    load_logits,
+    row_distributions,
+    weigh_kept,
+)
+from titan.kernels.triton.tools import require
+
+
+@triton.jit
+def invert_cdf(masses, uniform, SIZE: tl.constexpr):
+    """Which of the masses [SIZE] a number in (0, 1) falls on, int32, and how far into it, float64 from 0 to 1.
+
+    Never one that is 0, whatever rounding does, as long as there are others.
+    """
+    places = tl.arange(0, SIZE)
+    cdf = tl.cumsum(masses, axis=0)
+    height = uniform * tl.sum(masses, axis=0)
+    is_possible = masses > 0.0
+    last = tl.max(tl.where(is_possible, places, 0), axis=0)
+    place = tl.minimum(tl.min(tl.where(is_possible & (cdf > height), places, SIZE), axis=0), last)
+    mass = tl.sum(tl.where(places == place, masses, 0.0), axis=0)
+    end = tl.sum(tl.where(places == place, cdf, 0.0), axis=0)
+    part = tl.where(mass > 0.0, (height - (end - mass)) / tl.where(mass > 0.0, mass, 1.0), 0.0)
+    return place, tl.minimum(tl.maximum(part, 0.0), 1.0)
+
+
+@triton.jit
+def _draw_kernel(
+    tokens_ptr,  # [R]
+    seeds_ptr,  # [R]
+    positions_ptr,  # [R]
+    logits_ptr,  # [R, VOCAB_SIZE]
+    stride_logits,
+    peaks_ptr,  # [R]
+    scales_ptr,  # [R]
+    thresholds_ptr,  # [R]
+    last_ties_ptr,  # [R]
+    chunk_masses_ptr,  # [R, NUM_CHUNKS]
+    VOCAB_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PURPOSE: tl.constexpr,
+):
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    peak, scale, threshold, last_tie, masses = load_distribution(
+        row, peaks_ptr, scales_ptr, thresholds_ptr, last_ties_ptr, chunk_masses_ptr, NUM_CHUNKS, CHUNKS
+    )
+    token = tl.full((), -1, tl.int64)
+    if is_finite(peak):
+        uniform = philox_uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), PURPOSE, 0)
+        chunk, part = invert_cdf(masses, uniform, CHUNKS)
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        logits = load_logits(logits_ptr + row * stride_logits, ids, VOCAB_SIZE)
+        weights = weigh_kept(logits, ids, peak, scale, threshold, last_tie)
+        place, _ = invert_cdf(weights.to(tl.float64), part, CHUNK)
+        token = (chunk * CHUNK + place).to(tl.int64)
+    tl.store(tokens_ptr + row, token)
+
+
+def draw_rows(distributions: RowDistributions, seeds: Tensor, positions: Tensor, *, purpose: int) -> Tensor:
+    """Draw one token from each distribution.
+
+    Args:
+        distributions: R of them.
+        seeds: int64 [R], the bits of the uint64 seeds.
+        positions: int64 [R], below 2**32.
+        purpose: the stream of random numbers, 0 to 255.
+
+    Returns:
+        int64 [R]; -1 where the row's largest logit is not finite.
+
+    Raises:
+        ValueError: a tensor of the wrong shape, dtype, strides or device, or a purpose out of range.
+    """
+    num_rows, device = len(distributions.logits), distributions.logits.device
+    for name, values in {"seeds": seeds, "positions": positions}.items():
+        require(name, values, shape=(num_rows,), dtypes=(torch.int64,), device=device)
+    if not 0 <= purpose < 256:
+        raise ValueError(f"purpose={purpose} is not allowed: it must be 0 to 255")
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    if num_rows:
+        arguments = (tokens, seeds, positions, *distributions.kernel_arguments)
+        _draw_kernel[(num_rows,)](*arguments, **distributions.sizes, PURPOSE=purpose, num_warps=8)
+    return tokens
+
+
+def sample_rows(
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    purpose: int,
+) -> Tensor:
+    """Draw one token per row of logits, or take the most likely one; nothing is read back to the host.
+
+    Args:
+        logits: [R, vocab], float32, float16 or bfloat16; rows may be strided.
+        temperature: float32 [R]; 0 = greedy, the first of equal ones.
+        top_k: int32 [R]; 0 or less, or the vocabulary or more: all.
+        top_p: float32 [R]; 1 = all.
+        min_p: float32 [R]; 0 = all.
+        seeds: int64 [R], the bits of the uint64 seeds.
+        positions: int64 [R], below 2**32.
+        purpose: the stream of random numbers, 0 to 255.
+
+    Returns:
+        int64 [R]; -1 where the row's largest logit is not finite.
+
+    Raises:
+        ValueError: a tensor of the wrong shape, dtype, strides or device, an empty vocabulary, or a purpose out of range.
+    """
+    distributions = row_distributions(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    return draw_rows(distributions, seeds, positions, purpose=purpose)

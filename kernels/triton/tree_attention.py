@@ -1,0 +1,398 @@
+"""Ragged tree attention over paged KV blocks in Triton: prefill chunks, decodes and verifications of all requests at once.
+
+Planned by `attention_planner`, which states what is visible. A program takes one tile of rows, which the query heads of one KV
+head share, over one range of slots, with the softmax of Milakov and Gimelshein, "Online normalizer calculation for softmax",
+2018, in powers of two. A tile whose slots were split leaves parts, each normalised, with the logarithm of its sum; a second
+kernel merges them in the order of their slots, and zeroes the padded rows.
+
+Products of bfloat16 or float16 are summed in float32, in which everything between them is computed; float32 is multiplied as
+such. Slots are in memory at ``block * block_size + offset`` of a KV head, block offsets in 64 bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan.core.attention_layout import Window
+from titan.kernels.triton.attention_plan import (
+    END_SLOT,
+    FIRST_ROW,
+    FIRST_SLOT,
+    MERGE_FIELDS,
+    MERGE_FIRST_PART,
+    MERGE_FIRST_ROW,
+    MERGE_NUM_PARTS,
+    MERGE_NUM_ROWS,
+    NUM_ROWS,
+    PART,
+    REQUEST,
+    TILE_FIELDS,
+    TileLaunch,
+    TreeAttentionPlan,
+)
+from titan.kernels.triton.tools import INTERPRETED, dot, narrow, require, require_launchable
+
+MERGED_PARTS = 16
+"""Parts that are read at a time."""
+ZEROED_NUMBERS = 1024
+"""Numbers of padded rows that are written at a time."""
+MERGE_PROGRAMS_PER_RUNNING_PROGRAM = 4
+
+
+@triton.jit
+def _attend(
+    output,  # [BLOCK_M, BLOCK_D], the weighted values of the slots so far
+    largest,  # [BLOCK_M], their largest score
+    total,  # [BLOCK_M], the sum of their weights
+    q,  # [BLOCK_M, BLOCK_D]
+    first_slot,
+    end_slot,
+    k_ptr,
+    v_ptr,
+    block_ids_ptr,
+    stride_kv_block,
+    stride_kv_slot,
+    scale,
+    softcap,
+    visible_lens,  # [BLOCK_M]
+    hidden_slots,  # [BLOCK_M], the last slot before the window
+    ancestor_bits,  # [BLOCK_M]
+    tree_start,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    TREE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAPPED: tl.constexpr,
+    EMU: tl.constexpr,
+):
+    """Go on over slots ``first_slot`` to ``end_slot``; not ``MASKED``: every row sees all of them."""
+    dims = tl.arange(0, BLOCK_D)
+    for first in range(first_slot, end_slot, BLOCK_N):
+        slots = first + tl.arange(0, BLOCK_N)
+        is_slot = slots < end_slot
+        block_ids = tl.load(block_ids_ptr + slots // BLOCK_SIZE, mask=is_slot, other=0).to(tl.int64)
+        places = (block_ids * stride_kv_block + slots % BLOCK_SIZE * stride_kv_slot)[:, None] + dims[None, :]
+        is_loaded = is_slot[:, None]
+        if HEAD_DIM != BLOCK_D:
+            is_loaded = is_loaded & (dims[None, :] < HEAD_DIM)
+        keys = tl.load(k_ptr + places, mask=is_loaded, other=0.0)
+        scores = dot(q, tl.trans(keys), EMU) * scale
+        if SOFTCAPPED:
+            scores = softcap * (1 - 2 / (1 + tl.exp2(scores)))
+        if MASKED:
+            is_visible = slots[None, :] < visible_lens[:, None]
+            if WINDOWED:
+                is_visible = is_visible & (slots[None, :] > hidden_slots[:, None])
+            if TREE:
+                nodes = slots - tree_start
+                shifts = tl.minimum(tl.maximum(nodes, 0), 63).to(tl.int64)  # others are not defined
+                is_ancestor = (ancestor_bits[:, None] >> shifts[None, :]) & 1 == 1
+                is_visible = is_visible | (is_ancestor & ((nodes >= 0) & (nodes < 64))[None, :])
+            scores = tl.where(is_visible & is_slot[None, :], scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        reference = new_largest
+        if MASKED:
+            reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen nothing yet
+        weights = tl.exp2(scores - reference[:, None])
+        decay = tl.exp2(largest - reference)
+        total = total * decay + tl.sum(weights, axis=1)
+        values = tl.load(v_ptr + places, mask=is_loaded, other=0.0)
+        output = output * decay[:, None] + dot(narrow(weights, values.dtype, EMU), values, EMU)
+        largest = new_largest
+    return output, largest, total
+
+
+@triton.jit(do_not_specialize=["stride_block_table", "window"])
+def _attention_kernel(
+    output_ptr,  # [T, NUM_KV_HEADS * GROUP * HEAD_DIM]
+    part_outputs_ptr,  # [parts, NUM_KV_HEADS, BLOCK_M, HEAD_DIM]
+    part_log_sums_ptr,  # [parts, NUM_KV_HEADS, BLOCK_M]
+    q_ptr,  # [T, NUM_KV_HEADS * GROUP, HEAD_DIM]
+    k_ptr,  # [NUM_KV_HEADS, blocks, BLOCK_SIZE, HEAD_DIM]
+    v_ptr,
+    tiles_ptr,
+    counts_ptr,
+    block_table_ptr,  # [R, blocks]
+    positions_ptr,  # [T]
+    visible_lens_ptr,  # [T]
+    ancestor_bits_ptr,  # [T]
+    tree_starts_ptr,  # [R]
+    stride_q_token,
+    stride_q_head,
+    stride_kv_head,
+    stride_kv_block,
+    stride_kv_slot,
+    stride_block_table,
+    scale,
+    softcap,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TREE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAPPED: tl.constexpr,
+    EMU: tl.constexpr,
+):
+    """One program per tile and KV head, heads first, since they share block ids; programs beyond the tiles do nothing."""
+    tile = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    if tile >= tl.load(counts_ptr):
+        return
+    record = tiles_ptr + tile * TILE_FIELDS
+    request = tl.load(record + REQUEST)
+    first_row = tl.load(record + FIRST_ROW)
+    num_rows = tl.load(record + NUM_ROWS)
+    first_slot = tl.load(record + FIRST_SLOT)
+    end_slot = tl.load(record + END_SLOT)
+    part = tl.load(record + PART)
+
+    tile_rows = tl.arange(0, BLOCK_M)
+    is_row = tile_rows < num_rows
+    rows = first_row + tile_rows
+    tokens = (rows // GROUP).to(tl.int64)
+    heads = kv_head * GROUP + rows % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    is_number = is_row[:, None]
+    if HEAD_DIM != BLOCK_D:
+        is_number = is_number & (dims[None, :] < HEAD_DIM)
+    q_places = (tokens * stride_q_token + heads * stride_q_head)[:, None] + dims[None, :]
+    q = tl.load(q_ptr + q_places, mask=is_number, other=0.0)
+
+    visible_lens = tl.load(visible_lens_ptr + tokens, mask=is_row, other=0)
+    hidden_slots = visible_lens
+    if WINDOWED:
+        hidden_slots = tl.load(positions_ptr + tokens, mask=is_row, other=0).to(tl.int32) - window
+    ancestor_bits = visible_lens
+    tree_start = 0
+    if TREE:
+        ancestor_bits = tl.load(ancestor_bits_ptr + tokens, mask=is_row, other=0)
+        tree_start = tl.load(tree_starts_ptr + request)
+
+    kv_head_offset = kv_head.to(tl.int64) * stride_kv_head
+    block_ids_ptr = block_table_ptr + request.to(tl.int64) * stride_block_table
+    output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    masked_slot = first_slot
+    if not TREE:
+        if not WINDOWED:  # up to the first row's own slot, all rows see all slots
+            in_sight = tl.minimum(tl.load(visible_lens_ptr + first_row // GROUP), end_slot) - first_slot
+            masked_slot = first_slot + tl.maximum(in_sight, 0) // BLOCK_N * BLOCK_N
+            output, largest, total = _attend(
+                output, largest, total, q, first_slot, masked_slot,
+                k_ptr + kv_head_offset, v_ptr + kv_head_offset, block_ids_ptr, stride_kv_block, stride_kv_slot, scale, softcap,
+                visible_lens, hidden_slots, ancestor_bits, tree_start,
+                HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, False, TREE, WINDOWED, SOFTCAPPED, EMU,
+            )  # fmt: skip
+    output, largest, total = _attend(
+        output, largest, total, q, masked_slot, end_slot,
+        k_ptr + kv_head_offset, v_ptr + kv_head_offset, block_ids_ptr, stride_kv_block, stride_kv_slot, scale, softcap,
+        visible_lens, hidden_slots, ancestor_bits, tree_start,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, True, TREE, WINDOWED, SOFTCAPPED, EMU,
+    )  # fmt: skip
+
+    has_seen = total > 0
+    output = output / tl.where(has_seen, total, 1.0)[:, None]
+    if part < 0:
+        places = tokens * (NUM_KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
+        numbers = narrow(output, output_ptr.dtype.element_ty, EMU)
+        tl.store(output_ptr + places[:, None] + dims[None, :], numbers, mask=is_number)
+    else:
+        places = (part.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + tile_rows
+        tl.store(part_outputs_ptr + places[:, None] * HEAD_DIM + dims[None, :], output, mask=is_number)
+        log_sums = tl.where(has_seen, largest + tl.log2(tl.where(has_seen, total, 1.0)), float("-inf"))
+        tl.store(part_log_sums_ptr + places, log_sums, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_numbers"])
+def _merge_kernel(
+    output_ptr,  # [T, NUM_KV_HEADS * GROUP * HEAD_DIM]
+    part_outputs_ptr,  # [parts, NUM_KV_HEADS, BLOCK_M, HEAD_DIM]
+    part_log_sums_ptr,  # [parts, NUM_KV_HEADS, BLOCK_M]
+    merges_ptr,
+    counts_ptr,
+    query_start_loc_ptr,  # [num_requests + 1]
+    num_requests,
+    num_numbers,  # of the output
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+    ZEROED: tl.constexpr,
+    PADDED: tl.constexpr,  # whether this launch zeroes the padded rows
+    EMU: tl.constexpr,
+):
+    """A fixed number of programs shares the rows of all merges, so that a step without any costs next to nothing."""
+    DTYPE: tl.constexpr = output_ptr.dtype.element_ty
+    TOKEN: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
+    dims = tl.arange(0, BLOCK_D)
+    num_units = tl.load(counts_ptr + 1) * (NUM_KV_HEADS * BLOCK_M)
+    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        tile_row = unit % BLOCK_M
+        kv_head = unit // BLOCK_M % NUM_KV_HEADS
+        record = merges_ptr + unit // (BLOCK_M * NUM_KV_HEADS) * MERGE_FIELDS
+        if tile_row < tl.load(record + MERGE_NUM_ROWS):
+            row = tl.load(record + MERGE_FIRST_ROW) + tile_row
+            first_part = tl.load(record + MERGE_FIRST_PART)
+            num_parts = tl.load(record + MERGE_NUM_PARTS)
+            output = tl.zeros([BLOCK_D], tl.float32)
+            largest = tl.full([], float("-inf"), tl.float32)
+            total = tl.zeros([], tl.float32)
+            for first in range(0, num_parts, PARTS):
+                parts = first + tl.arange(0, PARTS)
+                is_part = parts < num_parts
+                places = ((first_part + parts).to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + tile_row
+                log_sums = tl.load(part_log_sums_ptr + places, mask=is_part, other=float("-inf"))
+                is_loaded = is_part[:, None] & (dims[None, :] < HEAD_DIM)
+                outputs = tl.load(part_outputs_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=is_loaded, other=0.0)
+                new_largest = tl.maximum(largest, tl.max(log_sums, axis=0))
+                reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+                weights = tl.exp2(log_sums - reference)
+                decay = tl.exp2(largest - reference)
+                total = total * decay + tl.sum(weights, axis=0)
+                output = output * decay + tl.sum(outputs * weights[:, None], axis=0)
+                largest = new_largest
+            output = output / tl.where(total > 0, total, 1.0)
+            place = (row // GROUP).to(tl.int64) * TOKEN + (kv_head * GROUP + row % GROUP) * HEAD_DIM
+            tl.store(output_ptr + place + dims, narrow(output, DTYPE, EMU), mask=dims < HEAD_DIM)
+    if PADDED:
+        first_number = tl.load(query_start_loc_ptr + num_requests).to(tl.int64) * TOKEN
+        first_number += tl.program_id(0) * ZEROED
+        for first in range(first_number, num_numbers, tl.num_programs(0) * ZEROED):
+            numbers = first + tl.arange(0, ZEROED)
+            tl.store(output_ptr + numbers, tl.zeros([ZEROED], DTYPE), mask=numbers < num_numbers)
+
+
+def tree_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    plan: TreeAttentionPlan,
+    *,
+    scale: float,
+    window: Window = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of every query row over the slots it sees; padded rows are exactly 0.
+
+    Args:
+        q: [T, num_heads, head_dim], the last dimension contiguous.
+        kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], keys and values; the tokens' own are written. The last
+            dimension is contiguous.
+        plan: from `attention_planner.plan_tree_attention`.
+        scale: multiplies the scores.
+        window: this layer's sliding window, one of those planned for.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; none without it.
+
+    Returns:
+        [T, num_heads * head_dim], dtype of ``q``.
+
+    Raises:
+        ValueError: names the argument, what it is and what is expected.
+    """
+    geometry, num_tokens, device = plan.geometry, plan.positions.shape[0], plan.positions.device
+    num_heads, num_kv_heads, head_dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+    dtypes = (geometry.dtype,)
+    require_launchable("plan", device)
+    require("q", q, shape=(num_tokens, num_heads, head_dim), dtypes=dtypes, device=device, contiguous=False)
+    shape = (2, num_kv_heads, None, geometry.block_size, head_dim)
+    require("kv_layer", kv_layer, shape=shape, dtypes=dtypes, device=device, contiguous=False)
+    if window not in plan.launches:
+        raise ValueError(f"window is {window}: the plan was made for {', '.join(map(str, plan.launches))}")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale is {scale}: it must be positive")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap is {softcap}: it must be positive, or None")
+
+    output = q.new_empty(num_tokens, num_heads * head_dim)
+    for launch in plan.launches[window]:
+        _launch(output, q, kv_layer, plan, launch, scale, window, softcap)
+    return output
+
+
+def _launch(
+    output: Tensor,
+    q: Tensor,
+    kv_layer: Tensor,
+    plan: TreeAttentionPlan,
+    launch: TileLaunch,
+    scale: float,
+    window: Window,
+    softcap: float | None,
+) -> None:
+    geometry, config = plan.geometry, launch.config
+    has_nodes = launch.ancestor_bits is not None
+    log2_e = math.log2(math.e)
+    # with a cap, scores are twice the argument of tanh, in powers of two: tanh(x) = 1 - 2 / (1 + e ** 2x)
+    _attention_kernel[(len(launch.tiles) * geometry.num_kv_heads,)](
+        output,
+        launch.part_outputs,
+        launch.part_log_sums,
+        q,
+        kv_layer[0],
+        kv_layer[1],
+        launch.tiles,
+        launch.counts,
+        plan.block_table,
+        plan.positions,
+        plan.visible_lens,
+        launch.ancestor_bits,
+        plan.tree_starts,
+        q.stride(0),
+        q.stride(1),
+        kv_layer.stride(1),
+        kv_layer.stride(2),
+        kv_layer.stride(3),
+        plan.block_table.stride(0),
+        scale * log2_e if softcap is None else 2 * scale / softcap * log2_e,
+        0.0 if softcap is None else softcap * log2_e,
+        window or 0,
+        NUM_KV_HEADS=geometry.num_kv_heads,
+        GROUP=geometry.group,
+        HEAD_DIM=geometry.head_dim,
+        BLOCK_SIZE=geometry.block_size,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=geometry.padded_head_dim,
+        TREE=has_nodes,
+        WINDOWED=window is not None,
+        SOFTCAPPED=softcap is not None,
+        EMU=INTERPRETED,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=True,
+    )
+    _merge_kernel[(MERGE_PROGRAMS_PER_RUNNING_PROGRAM * launch.num_running,)](
+        output,
+        launch.part_outputs,
+        launch.part_log_sums,
+        launch.merges,
+        launch.counts,
+        plan.query_start_loc,
+        len(plan.tree_starts),
+        output.numel(),
+        NUM_KV_HEADS=geometry.num_kv_heads,
+        GROUP=geometry.group,
+        HEAD_DIM=geometry.head_dim,
+        BLOCK_M=config.block_m,
+        BLOCK_D=geometry.padded_head_dim,
+        PARTS=MERGED_PARTS,
+        ZEROED=ZEROED_NUMBERS,
+        PADDED=has_nodes,
+        EMU=INTERPRETED,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )

@@ -1,0 +1,202 @@
+"""Rejection sampling on draft trees whose children were drawn from the draft's q, siblings without replacement.
+
+At a node with target distribution p the children are tried in the order they were drawn. With Q_k the q-mass of the first k, child
+x_k is accepted with probability r_k(x_k) / q_k(x_k), at most 1, where q_k = q / (1 - Q_k) without the earlier children and
+r_k = max(p - s_k q, 0) / m_k; s_0 = 0, m_0 = 1, s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)). When
+none is left the final token is drawn from the last residual. One child is the rule of Leviathan et al., "Fast inference from
+transformers via speculative decoding", 2023; the recursion is that of Jeon et al., "Recursive speculative decoding", 2024.
+
+A kernel needs the two scalars s and m of the node it stands at, no residual vector. It reads the vocabulary once per rejected
+child; an accepted child costs two numbers. p is never written out: it is recomputed from logits, see `RowDistributions`.
+Rules, random numbers and edge cases are those of the verification on the host, but that a child which q has no mass left for, so
+that it cannot have been drawn, is passed over.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan.kernels.triton.philox import ACCEPT, RESIDUAL, SAMPLE, philox_uniform
+from titan.kernels.triton.row_distribution import RowDistributions, is_finite, load_distribution, load_logits, weigh_kept
+from titan.kernels.triton.sample_rows import invert_cdf
+from titan.kernels.triton.tools import require
+from titan.kernels.triton.tree_walk import NODES, TreePaths, allocate_paths, load_tree, store_path
+
+
+@triton.jit
+def _load_probs(logits_ptr, ids, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE: tl.constexpr):
+    """Probabilities p of tokens of one row, float32."""
+    logits = load_logits(logits_ptr, ids, VOCAB_SIZE)
+    return weigh_kept(logits, ids, peak, scale, threshold, last_tie) * inverse_total
+
+
+@triton.jit(do_not_specialize=["max_depth"])
+def _reject_kernel(
+    paths_ptr,  # [S, max_depth]
+    num_accepted_ptr,  # [S]
+    final_tokens_ptr,  # [S]
+    max_depth,
+    draft_token_ids_ptr,  # [N]
+    parents_ptr,  # [N]
+    node_start_loc_ptr,  # [S + 1]
+    draft_probs_ptr,  # [I, VOCAB_SIZE]
+    stride_draft_probs,
+    draft_rows_ptr,  # [L]
+    seeds_ptr,  # [L]
+    positions_ptr,  # [L]
+    logits_ptr,  # [L, VOCAB_SIZE]
+    stride_logits,
+    peaks_ptr,  # [L]
+    scales_ptr,  # [L]
+    thresholds_ptr,  # [L]
+    last_ties_ptr,  # [L]
+    chunk_masses_ptr,  # [L, NUM_CHUNKS]
+    VOCAB_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NODES: tl.constexpr,
+):
+    """One program per request; each turn of the loop tries one child of the node that was reached."""
+    request = tl.program_id(0)
+    token_ids, parents, root_row = load_tree(request, draft_token_ids_ptr, parents_ptr, node_start_loc_ptr, NODES)
+    nodes, chunks = tl.arange(0, NODES), tl.arange(0, CHUNKS)
+    path = tl.full((NODES,), -1, tl.int32)
+    depth = tl.zeros((), tl.int32)
+
+    # of the node that was reached
+    row = root_row.to(tl.int64)
+    peak, scale, threshold, last_tie, masses = load_distribution(
+        row, peaks_ptr, scales_ptr, thresholds_ptr, last_ties_ptr, chunk_masses_ptr, NUM_CHUNKS, CHUNKS
+    )
+    total = tl.sum(masses, axis=0)
+    child = tl.min(tl.where(parents == -1, nodes, NODES), axis=0)
+    rank = tl.zeros((), tl.int32)
+    s, m, drawn = tl.zeros((), tl.float64), tl.full((), 1.0, tl.float64), tl.zeros((), tl.float64)
+    residual_scale = tl.zeros((), tl.float32)  # s, or 0 where rounding leaves nothing of the residual
+
+    while (child < NODES) & is_finite(peak):
+        row_ptr = logits_ptr + row * stride_logits
+        inverse_total = (1.0 / total).to(tl.float32)
+        q_ptr = draft_probs_ptr + tl.load(draft_rows_ptr + row).to(tl.int64) * stride_draft_probs
+        token = tl.sum(tl.where(nodes == child, token_ids, 0), axis=0)
+        p = _load_probs(row_ptr, token, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE).to(tl.float64)
+        q = tl.load(q_ptr + token).to(tl.float64)
+        left = tl.maximum(1.0 - drawn, q)  # q is part of it, whatever rounding says
+        coin = philox_uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), ACCEPT, rank)
+        if coin * m * q < tl.maximum(p - s * q, 0.0) * left:
+            path = tl.where(nodes == depth, child, path)
+            depth += 1
+            row = (root_row + 1 + child).to(tl.int64)
+            peak, scale, threshold, last_tie, masses = load_distribution(
+                row, peaks_ptr, scales_ptr, thresholds_ptr, last_ties_ptr, chunk_masses_ptr, NUM_CHUNKS, CHUNKS
+            )
+            total = tl.sum(masses, axis=0)
+            child = tl.min(tl.where(parents == child, nodes, NODES), axis=0)
+            rank = tl.zeros((), tl.int32)
+            s, m, drawn = tl.zeros((), tl.float64), tl.full((), 1.0, tl.float64), tl.zeros((), tl.float64)
+            residual_scale = tl.zeros((), tl.float32)
+        else:
+            parent = tl.sum(tl.where(nodes == child, parents, 0), axis=0)
+            child = tl.min(tl.where((parents == parent) & (nodes > child), nodes, NODES), axis=0)
+            rank += 1
+            s += tl.where(left > 0.0, m / tl.where(left > 0.0, left, 1.0), 0.0)
+            drawn += q
+            residual_scale = s.to(tl.float32)
+            m = tl.zeros((), tl.float64)
+            for chunk in range(NUM_CHUNKS):
+                ids = chunk * CHUNK + tl.arange(0, CHUNK)
+                probs = _load_probs(row_ptr, ids, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE)
+                draft_probs = tl.load(q_ptr + ids, mask=ids < VOCAB_SIZE, other=0.0)
+                rest = tl.sum(tl.maximum(probs - residual_scale * draft_probs, 0.0).to(tl.float64), axis=0)
+                masses = tl.where(chunks == chunk, rest, masses)
+                m += rest
+            if m == 0.0:
+                m = tl.full((), 1.0, tl.float64)
+                residual_scale = tl.zeros((), tl.float32)
+                masses = tl.load(chunk_masses_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=0.0)
+
+    final_token = tl.full((), -1, tl.int64)
+    if is_finite(peak):
+        purpose = tl.where(rank > 0, RESIDUAL, SAMPLE)  # past a leaf, as without speculation
+        uniform = philox_uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), purpose, 0)
+        chunk, part = invert_cdf(masses, uniform, CHUNKS)
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        inverse_total = (1.0 / total).to(tl.float32)
+        row_ptr = logits_ptr + row * stride_logits
+        rest = _load_probs(row_ptr, ids, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE)
+        if residual_scale > 0.0:
+            q_ptr = draft_probs_ptr + tl.load(draft_rows_ptr + row).to(tl.int64) * stride_draft_probs
+            rest = tl.maximum(rest - residual_scale * tl.load(q_ptr + ids, mask=ids < VOCAB_SIZE, other=0.0), 0.0)
+        place, _ = invert_cdf(rest.to(tl.float64), part, CHUNK)
+        final_token = (chunk * CHUNK + place).to(tl.int64)
+    store_path(request, path, depth, final_token, paths_ptr, num_accepted_ptr, final_tokens_ptr, max_depth, NODES)
+
+
+def reject_trees(
+    distributions: RowDistributions,
+    draft_probs: Tensor,
+    draft_rows: Tensor,
+    draft_token_ids: Tensor,
+    parents: Tensor,
+    node_start_loc: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    max_depth: int,
+) -> TreePaths:
+    """Verify S trees whose children were drawn from ``draft_probs``; nothing is read back to the host.
+
+    The L = N + S rows are, per request, that of the root, then those of its nodes.
+
+    Args:
+        distributions: the target's, of the L rows.
+        draft_probs: float32 [I, vocab], q; rows may be strided.
+        draft_rows: int32 [L], which of them the children of a row's node were drawn from, not read where it has none.
+        draft_token_ids: int64 [N], nodes of the S requests one after the other, at most 63 per request.
+        parents: int32 [N], index within the request's own tree, -1 = the root; a parent comes before its children, siblings in
+            the order they were drawn.
+        node_start_loc: int32 [S + 1], first node of each request, and N.
+        seeds: int64 [L], the bits of the uint64 seeds.
+        positions: int64 [L], of the token that follows the row, below 2**32.
+        max_depth: width of the paths, at least the depth of the deepest tree.
+
+    Returns:
+        The final token is -1 where the largest logit at the last accepted node is not finite.
+
+    Raises:
+        ValueError: a tensor of the wrong shape, dtype, strides or device, or a max_depth out of range.
+    """
+    result = allocate_paths(draft_token_ids, parents, node_start_loc, max_depth=max_depth)
+    num_requests, device = len(result.final_tokens), draft_token_ids.device
+    num_rows, (num_logits, vocab_size) = len(draft_token_ids) + num_requests, distributions.logits.shape
+    if num_logits != num_rows or distributions.logits.device != device:
+        raise ValueError(
+            f"distributions has {num_logits} rows on {distributions.logits.device}: it must have {num_rows} on {device}, "
+            "one per root and node"
+        )
+    require("draft_probs", draft_probs, shape=(None, vocab_size), dtypes=(torch.float32,), device=device, contiguous=False)
+    require("draft_rows", draft_rows, shape=(num_rows,), dtypes=(torch.int32,), device=device)
+    for name, values in {"seeds": seeds, "positions": positions}.items():
+        require(name, values, shape=(num_rows,), dtypes=(torch.int64,), device=device)
+    if num_requests:
+        _reject_kernel[(num_requests,)](
+            *result,
+            max_depth,
+            draft_token_ids,
+            parents,
+            node_start_loc,
+            draft_probs,
+            draft_probs.stride(0),
+            draft_rows,
+            seeds,
+            positions,
+            *distributions.kernel_arguments,
+            **distributions.sizes,
+            NODES=NODES,
+            num_warps=8,
+        )
+    return result

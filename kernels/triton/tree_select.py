@@ -1,0 +1,155 @@
+"""Of each request's candidates the best draft tree: those with the greatest scores, laid out with the path of first children first.
+
+A candidate never scores above its parent and comes behind it, so that the best ones are ancestor-closed if, of equal ones, the
+earlier are taken. It has no slow twin in this folder: the choice is the one that is made on the host where there is no GPU, and the
+tests hold it to that.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan.kernels.triton.tools import require, require_launchable
+from titan.kernels.triton.tree_nodes import NODE_DTYPES, TreeNodes
+from titan.kernels.triton.tree_walk import NODES
+
+CANDIDATES = (64, 512, 4096)
+"""One program holds the scores of a request in its registers, padded to one of these numbers. Each of them is a kernel that is
+compiled when it is first launched, and how many candidates there are changes while trees are drafted: chains and trees along one
+chain always have the first of them, beams the second."""
+
+MAX_CANDIDATES = CANDIDATES[-1]
+
+
+@triton.jit(do_not_specialize=["num_candidates"])
+def _select_kernel(
+    node_token_ids_ptr,  # [N]
+    node_parents_ptr,  # [N]
+    node_depths_ptr,  # [N]
+    node_ancestor_bits_ptr,  # [N]
+    node_scores_ptr,  # [N]
+    node_slots_ptr,  # [N]
+    token_ids_ptr,  # [n, num_candidates]
+    scores_ptr,  # [n, num_candidates]
+    parent_slots_ptr,  # [n, num_candidates]
+    slots_ptr,  # [n, num_candidates]
+    num_candidates,
+    first_nodes_ptr,  # [n]
+    num_nodes_ptr,  # [n]
+    CANDIDATES: tl.constexpr,  # num_candidates, padded
+    NODES: tl.constexpr,
+):
+    """One program per request."""
+    request = tl.program_id(0).to(tl.int64)
+    num_nodes = tl.load(num_nodes_ptr + request)
+    columns, nodes = tl.arange(0, CANDIDATES), tl.arange(0, NODES)
+    left = tl.load(scores_ptr + request * num_candidates + columns, mask=columns < num_candidates, other=float("-inf"))
+    left = tl.where(tl.abs(left) < float("inf"), left, float("-inf"))  # NaN is no score either
+
+    # the best, one after the other
+    chosen, scores = tl.zeros((NODES,), tl.int32), tl.full((NODES,), float("-inf"), tl.float32)
+    count = tl.zeros((), tl.int32)
+    best = tl.max(left, axis=0)
+    while (count < num_nodes) & (best > float("-inf")):
+        column = tl.min(tl.where(left == best, columns, CANDIDATES), axis=0)
+        chosen = tl.where(nodes == count, column, chosen)
+        scores = tl.where(nodes == count, best, scores)
+        left = tl.where(columns == column, float("-inf"), left)
+        count += 1
+        best = tl.max(left, axis=0)
+
+    is_node = nodes < count
+    entries = request * num_candidates + chosen
+    token_ids = tl.load(token_ids_ptr + entries, mask=is_node, other=-1)
+    parent_slots = tl.load(parent_slots_ptr + entries, mask=is_node, other=-1)
+    slots = tl.load(slots_ptr + entries, mask=is_node, other=-1)
+    is_parent = (parent_slots[:, None] == slots[None, :]) & (slots >= 0)[None, :]
+    parents = tl.max(tl.where(is_parent, nodes[None, :], -1), axis=1)
+    parents = tl.where(is_node, parents, -2)
+
+    # first children of first children come first, the other nodes stay in their order
+    on_path = tl.zeros((NODES,), tl.int32)
+    child = tl.min(tl.where(parents == -1, nodes, NODES), axis=0)
+    while child < NODES:
+        on_path = tl.where(nodes == child, 1, on_path)
+        child = tl.min(tl.where(parents == child, nodes, NODES), axis=0)
+    places = tl.where(on_path == 1, tl.cumsum(on_path, axis=0), tl.sum(on_path, axis=0) + tl.cumsum(1 - on_path, axis=0)) - 1
+
+    # each node takes over what its ancestors know, twice as many of them each time
+    depths, bits = tl.full((NODES,), 1, tl.int64), tl.full((NODES,), 1, tl.int64) << places.to(tl.int64)
+    ancestors = parents
+    span = 1
+    while span < NODES:
+        has_more, above = ancestors >= 0, tl.maximum(ancestors, 0)
+        depths += tl.where(has_more, tl.gather(depths, above, 0), 0)
+        bits |= tl.where(has_more, tl.gather(bits, above, 0), 0)
+        ancestors = tl.where(has_more, tl.gather(ancestors, above, 0), -1)
+        span *= 2
+
+    new_parents = tl.where(parents >= 0, tl.gather(places, tl.maximum(parents, 0), 0), parents)
+    targets, is_written = tl.load(first_nodes_ptr + request) + places, nodes < num_nodes
+    tl.store(node_token_ids_ptr + targets, token_ids, mask=is_written)
+    tl.store(node_parents_ptr + targets, new_parents, mask=is_written)
+    tl.store(node_depths_ptr + targets, depths, mask=is_written)
+    tl.store(node_ancestor_bits_ptr + targets, bits, mask=is_written)
+    tl.store(node_scores_ptr + targets, scores, mask=is_written)
+    tl.store(node_slots_ptr + targets, slots.to(tl.int32), mask=is_written)
+
+
+def select_trees(
+    token_ids: Tensor,
+    scores: Tensor,
+    parent_slots: Tensor,
+    slots: Tensor,
+    first_nodes: Tensor,
+    num_nodes: Tensor,
+    nodes: TreeNodes,
+) -> None:
+    """Choose the trees of n requests from c candidates each; nothing is read back to the host.
+
+    Args:
+        token_ids: int64 [n, c], at most 4096 per request, parents before their children.
+        scores: float32 [n, c], none above its parent's; not finite where there is no candidate, nor may there be one below it.
+        parent_slots: int64 [n, c], the slot of the candidate's parent; -1 = the root.
+        slots: int64 [n, c], different ones of the candidates that may be parents, and -1 of the others.
+        first_nodes: int32 [n], where the nodes of each tree begin.
+        num_nodes: int32 [n], places of each tree, 0 to 63.
+        nodes: of all trees, overwritten at these places; places for which there is no candidate are empty. That the places are
+            inside, and each of one tree only, is not checked: they are on the device.
+
+    Raises:
+        ValueError: a tensor of the wrong shape, dtype, strides or device, or too many candidates.
+    """
+    device = token_ids.device
+    require_launchable("token_ids", device)
+    require("token_ids", token_ids, shape=(None, None), dtypes=(torch.int64,), device=device)
+    num_requests, num_candidates = token_ids.shape
+    if not 0 < num_candidates <= MAX_CANDIDATES:
+        raise ValueError(f"token_ids has shape {list(token_ids.shape)}: there must be 1 to {MAX_CANDIDATES} candidates")
+    for name, values, dtype in (
+        ("scores", scores, torch.float32),
+        ("parent_slots", parent_slots, torch.int64),
+        ("slots", slots, torch.int64),
+    ):
+        require(name, values, shape=(num_requests, num_candidates), dtypes=(dtype,), device=device)
+    for name, values in {"first_nodes": first_nodes, "num_nodes": num_nodes}.items():
+        require(name, values, shape=(num_requests,), dtypes=(torch.int32,), device=device)
+    for name, column, dtype in zip(TreeNodes._fields, nodes, NODE_DTYPES, strict=True):
+        require(f"nodes.{name}", column, shape=(len(nodes.token_ids),), dtypes=(dtype,), device=device, is_written=True)
+    if num_requests:
+        _select_kernel[(num_requests,)](
+            *nodes,
+            token_ids,
+            scores,
+            parent_slots,
+            slots,
+            num_candidates,
+            first_nodes,
+            num_nodes,
+            CANDIDATES=next(padded for padded in CANDIDATES if padded >= num_candidates),
+            NODES=NODES,
+            num_warps=4,
+        )

@@ -1,0 +1,92 @@
+"""One generation request: its tokens and the counters that cross from one step to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from titan.core.draft_history import DraftHistory
+from titan.core.outputs import Logprob, RequestMetrics
+from titan.core.sampling_params import SamplingParams
+from titan.detokenizer import IncrementalDetokenizer
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; the names follow vLLM."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request inside the engine: one completion of one prompt. Where a user asks for several, they are **siblings**.
+
+    There are no phases: ``num_computed_tokens`` chases ``num_tokens``. A prefill chunk is many tokens, a decode is
+    one (the root), a verification is the root and the draft tree behind it.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int  # the params' limit, lowered to what the model's length leaves
+    stop_token_ids: frozenset[int]  # the params' and, unless ignored, the model's end-of-sequence tokens
+    metrics: RequestMetrics
+    detokenizer: IncrementalDetokenizer | None  # where text is needed while the request runs
+    index: int = 0  # among its siblings
+    siblings: tuple[Request, ...] = ()  # all completions of the prompt, itself included; none if it is the only one
+
+    is_plain: bool = field(init=False)  # whether its tokens come from the softmax of the logits as they are, at its temperature
+    takes_argmax: bool = field(init=False)  # whether they are the most likely ones of the logits as they are
+    token_ids: list[int] = field(init=False)  # prompt and output
+    block_ids: list[int] = field(default_factory=list)  # block table, for the target's and the draft's cache
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of committed tokens, chained
+    num_computed_tokens: int = 0  # tokens whose committed KV is valid in the target's cache
+    num_drafted_context: int = 0  # the same for the draft's cache
+    num_draft_marked_blocks: int = 0  # leading blocks known to the prefix cache as covered by the present draft
+    draft_history: DraftHistory = field(default_factory=DraftHistory)  # with the present draft
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or string that ended the request
+    error: str | None = None  # why the request was aborted
+    logprobs: list[dict[int, Logprob]] | None = field(init=False)  # of each output token, if asked for
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.is_plain = params.min_tokens == 0 and not params.has_transforms and (params.is_greedy or not params.has_cuts)
+        self.takes_argmax = params.is_greedy and self.is_plain
+        self.token_ids = list(self.prompt_token_ids)
+        self.logprobs = None if params.logprobs is None else []
+
+    @property
+    def family(self) -> tuple[Request, ...]:
+        """The completions of the prompt, in order."""
+        return self.siblings or (self,)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens; the last of them is the root, whose KV is not yet written."""
+        return len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """How many more tokens the request may emit."""
+        return self.max_tokens - self.num_output_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None

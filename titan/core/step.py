@@ -1,0 +1,54 @@
+"""What one engine step decides and finds: `StepPlan` and `Acceptance`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from titan.core.outputs import Logprob
+from titan.core.request import Request
+from titan.core.trees import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Who runs in a step; entries of the lists belong together. Blocks for all of it are reserved.
+
+    ``num_tokens[i]`` committed tokens of ``requests[i]``, from its ``num_computed_tokens`` on, go through the target. If
+    they reach the root, up to ``draft_budgets[i]`` draft nodes follow; otherwise the budget is 0.
+    """
+
+    requests: list[Request]
+    num_tokens: list[int]
+    draft_budgets: list[int]
+
+    def add(self, request: Request, num_tokens: int, draft_budget: int) -> int:
+        """Add a row; returns its tokens, drafts included."""
+        self.requests.append(request)
+        self.num_tokens.append(num_tokens)
+        self.draft_budgets.append(draft_budget)
+        return num_tokens + draft_budget
+
+    def reaches_root(self, i: int) -> bool:
+        """Whether row ``i`` feeds the request's last committed token, so that new tokens come out."""
+        request = self.requests[i]
+        return request.num_computed_tokens + self.num_tokens[i] == request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What verification found, per row of the plan.
+
+    ``trees[i]`` is what was verified, without its q (``draft_probs``) if the tree came from the device; ``paths[i]`` are its
+    accepted nodes from the root down; ``token_ids[i]`` their tokens and the final token, which is recovered or bonus. All are
+    empty for a row that did not reach its root. ``errors[i]`` says why the logits behind the path could not be used; there is then
+    no final token, and the request is aborted unless the path ends it. ``logprobs[i]`` has, where the request asks for them, an
+    entry per token. ``matches[i]`` has, where the proposal was sampled, the probabilities with which the draft's most likely token
+    and a token drawn from the draft would have been accepted behind the root: ``p[argmax q]`` and ``sum(min(p, q))``.
+    """
+
+    trees: list[DraftTree]
+    paths: list[list[int]]
+    token_ids: list[list[int]]
+    errors: list[str | None]
+    logprobs: dict[int, list[dict[int, Logprob]]] = field(default_factory=dict)
+    matches: dict[int, tuple[float, float]] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Running models: batches, the growth of draft trees, memory profiles."""

@@ -1,0 +1,1 @@
+"""From logits to distributions and tokens."""

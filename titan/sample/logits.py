@@ -1,0 +1,149 @@
+"""Logits transforms: what changes logits before they are a distribution, each row with the tokens that come before it.
+
+A row of logits predicts the token after its prefix: prompt, output, and the draft tokens from the root down to the row's node.
+Transforms that look back look at this prefix, so that a draft token counts for the rows below it as if it had been committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from titan.core.sampling_params import SamplingParams
+from titan.kernels.upload import to_device, upload
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransformedRows:
+    """The rows of logits of one request whose options change them."""
+
+    params: SamplingParams
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    paths: Mapping[int, list[int]]  # row -> draft tokens behind the output, down to the row's node; none at the root
+
+    def moved(self, places: Mapping[int, int]) -> TransformedRows:
+        """The same with row ``r`` at ``places[r]``; rows without a place are left out."""
+        return replace(self, paths={places[row]: path for row, path in self.paths.items() if row in places})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransformResult:
+    """Logits after their transforms, and what went wrong in them."""
+
+    logits: Tensor  # float32 [L, vocab]; NaN in the rows that have an error
+    errors: dict[int, str]  # by row
+
+
+def transform_logits(
+    logits: Tensor, requests: Sequence[TransformedRows], forbidden: Sequence[tuple[int, list[int]]]
+) -> TransformResult:
+    """Apply logit bias, the users' processors, forbidden tokens and penalties, in this order.
+
+    Waits for the device only where processors were at work: they may leave rows from which nothing can be drawn.
+
+    Args:
+        logits: [L, vocab], any float dtype; not changed.
+        requests: those whose options change logits, with their rows.
+        forbidden: (row, token ids) that must not come out.
+    """
+    scores = logits.to(torch.float32, copy=True)
+    _add_bias(scores, [each for each in requests if each.params.logit_bias])
+    processed = [each for each in requests if each.params.logits_processors]
+    errors = _process(scores, processed)
+    if forbidden:
+        scores[tuple(upload(_entries(forbidden), scores.device))] = float("-inf")
+    _penalize(scores, [each for each in requests if each.params.has_penalties])
+    if processed:
+        rows = [row for each in processed for row in each.paths]
+        is_possible = scores.index_select(0, to_device(np.array(rows, np.int64), scores.device)).amax(-1).isfinite().tolist()
+        for row, possible in zip(rows, is_possible, strict=True):
+            if not possible:
+                errors.setdefault(row, "logits_processors and min_tokens leave no token that can be drawn")
+    return TransformResult(scores, errors)
+
+
+def _add_bias(scores: Tensor, requests: list[TransformedRows]) -> None:
+    biases = [(row, each.params.logit_bias) for each in requests for row in each.paths if each.params.logit_bias]
+    if biases:
+        added = np.array([value for _, bias in biases for value in bias.values()], np.float32)
+        rows, columns, values = upload([*_entries([(row, list(bias)) for row, bias in biases]), added], scores.device)
+        scores[rows, columns] += values
+
+
+def _process(scores: Tensor, requests: list[TransformedRows]) -> dict[int, str]:
+    """Let the users' processors change their rows; returns what they did wrong, by row."""
+    errors = {}
+    for each in requests:
+        for row, path in each.paths.items():
+            try:
+                for processor in each.params.logits_processors or ():
+                    result = processor([*each.prompt_token_ids, *each.output_token_ids, *path], scores[row])
+                    _check_result(result, scores[row])
+                    scores[row] = result
+            except Exception as error:  # noqa: BLE001 - a user's function may raise anything, and must not cost others their step
+                errors[row] = f"logits_processors: {type(error).__name__}: {error}"
+                scores[row] = torch.nan
+    return errors
+
+
+def _check_result(result: object, logits: Tensor) -> None:
+    if not isinstance(result, Tensor) or result.shape != logits.shape:
+        found = f"shape {list(result.shape)}" if isinstance(result, Tensor) else repr(result)
+        raise ValueError(f"a processor returned {found}: it must be a tensor of shape {list(logits.shape)}")
+
+
+def _penalize(scores: Tensor, requests: list[TransformedRows]) -> None:
+    """Repetition penalty over prompt, output and path; presence and frequency penalty over output and path."""
+    if not requests:
+        return
+    params = [each.params for each in requests]
+    has_repetition = any(each.repetition_penalty != 1.0 for each in params)
+    strengths = [(each.repetition_penalty, each.frequency_penalty, each.presence_penalty) for each in params]
+    num_rows = [len(each.paths) for each in requests]
+    rows, owners, penalties, *entries = upload(
+        [
+            np.array([row for each in requests for row in each.paths], np.int64),
+            np.repeat(np.arange(len(requests)), num_rows),
+            np.array(strengths, np.float32),
+            *_entries(enumerate(each.output_token_ids for each in requests)),
+            *_entries(enumerate(path for each in requests for path in each.paths.values())),
+            *_entries(enumerate(each.prompt_token_ids if has_repetition else [] for each in requests)),
+        ],
+        scores.device,
+    )
+    outputs, paths, prompts = (entries[i : i + 2] for i in (0, 2, 4))
+    repetition, frequency, presence = penalties[owners].T[:, :, None]
+
+    # what the rows of a request have in common is counted once, then each adds its path
+    shape = len(requests), scores.shape[-1]
+    counts = _count(scores.new_zeros(shape), outputs)[owners]
+    counts = _count(counts, paths)
+
+    selected = scores[rows]
+    if has_repetition:
+        is_seen = _count(scores.new_zeros(shape), prompts)[owners] + counts > 0
+        penalty = repetition.where(is_seen, 1.0)
+        selected = torch.where(selected > 0, selected / penalty, selected * penalty)
+    selected -= frequency * counts
+    selected -= presence * (counts > 0)
+    scores[rows] = selected
+
+
+def _count(counts: Tensor, entries: Sequence[Tensor]) -> Tensor:
+    """Add 1 to ``counts`` at each entry, (row, column), as often as it occurs; in place."""
+    return counts.index_put_(tuple(entries), counts.new_ones(()), accumulate=True)
+
+
+def _entries(token_ids: Iterable[tuple[int, Sequence[int]]]) -> tuple[Ints, Ints]:
+    """(row, token ids) as an index of a matrix [rows, vocab]: two arrays [entries]."""
+    rows, ids = zip(*token_ids, strict=True)
+    row_of = np.repeat(np.array(rows, np.int64), [len(each) for each in ids])
+    return row_of, np.concatenate([np.asarray(each, np.int64) for each in ids])

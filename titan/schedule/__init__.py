@@ -1,0 +1,1 @@
+"""Who runs in a step, who may join, when a request ends."""

@@ -1,0 +1,63 @@
+"""Which requests can run at all: checked before any work is done for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from titan.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine can take."""
+
+    vocab_size: int
+    max_model_len: int  # tokens of a request, prompt and output
+    num_kv_blocks: int
+    block_size: int
+    has_tokenizer: bool
+
+
+def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams, limits: Limits) -> int:
+    """Check a prompt and its options against an engine's limits.
+
+    Returns:
+        The most tokens that the request may emit: the params' limit, lowered to what ``max_model_len`` leaves; without a
+        limit, what the KV cache leaves as well.
+
+    Raises:
+        ValueError: the prompt is empty, too long, has tokens outside the vocabulary, or could never fit the KV cache; or the
+            options need what the engine does not have.
+    """
+    num_tokens = len(prompt_token_ids)
+    if num_tokens == 0:
+        raise ValueError(f"prompt={prompt_token_ids if prompt is None else prompt!r} is empty: it must have at least one token")
+    _check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
+    _check_token_ids("stop_token_ids", params.stop_token_ids or (), limits.vocab_size)
+    _check_token_ids("logit_bias", params.logit_bias or (), limits.vocab_size)
+    if num_tokens >= limits.max_model_len:
+        raise ValueError(
+            f"prompt has {num_tokens} tokens, which leaves no room to generate: at most {limits.max_model_len - 1} are "
+            f"allowed (max_model_len={limits.max_model_len})"
+        )
+    if params.stop_strings and not limits.has_tokenizer:
+        raise ValueError(f"stop={params.stop!r} needs a tokenizer, and the model has none: allowed is None")
+    num_kv_tokens = limits.num_kv_blocks * limits.block_size
+    max_tokens = limits.max_model_len - num_tokens
+    if params.max_tokens is not None:
+        max_tokens = min(max_tokens, params.max_tokens)
+    elif num_tokens < num_kv_tokens:
+        max_tokens = min(max_tokens, num_kv_tokens - num_tokens)
+    if num_tokens + max_tokens > num_kv_tokens:
+        raise ValueError(
+            f"prompt of {num_tokens} tokens with max_tokens={max_tokens} could never fit: the KV cache holds "
+            f"{num_kv_tokens} tokens (num_kv_blocks={limits.num_kv_blocks})"
+        )
+    return max_tokens
+
+
+def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    outside = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+    if outside is not None:
+        raise ValueError(f"{name} has token id {outside}, which is outside the vocabulary: allowed are 0 to {vocab_size - 1}")

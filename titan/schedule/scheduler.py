@@ -1,0 +1,196 @@
+"""Iteration-level continuous batching: who runs in a step, with how many tokens, and what became of them.
+
+There is no prefill phase and no decode phase: each step gives a request tokens so that `num_computed_tokens` catches up
+with its tokens and draft nodes. Running requests come first, in order of arrival; then waiting ones join.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from titan.core.options import EngineConfig
+from titan.core.request import FinishReason, Request
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import DraftTree
+from titan.memory.kv_cache import KVCache
+from titan.metrics import EngineCounters
+from titan.schedule.stopping import append_tokens
+
+
+class Scheduler:
+    """Holds the waiting and the running requests.
+
+    Args:
+        config: engine options.
+        kv: block tables and KV of all requests.
+        counters: totals to count in.
+    """
+
+    def __init__(self, config: EngineConfig, kv: KVCache, counters: EngineCounters) -> None:
+        self.config = config
+        self.kv = kv
+        self.counters = counters
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: the queue is full.
+        """
+        if len(self.waiting) >= self.config.max_waiting_requests:
+            raise ValueError(
+                f"max_waiting_requests={self.config.max_waiting_requests} requests are waiting already: "
+                f"request {request.request_id} is refused; add it again after some steps"
+            )
+        self.waiting.append(request)
+
+    def abort(self, request: Request, error: str | None = None) -> None:
+        """End a request that is waiting or running and give its blocks back."""
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        request.error = error
+        self._finish(request, FinishReason.ABORT)
+
+    def schedule(self, max_draft_tokens: int) -> StepPlan:
+        """Choose the rows of the next step and reserve the slots they write.
+
+        Args:
+            max_draft_tokens: most draft tokens per request that the present drafter proposes.
+        """
+        plan = StepPlan([], [], [])
+        budget = self.config.max_num_batched_tokens
+        num_preemptions = self.counters.num_preemptions
+        for request in list(self.running):
+            if budget == 0 or request not in self.running:  # preempted meanwhile
+                continue
+            num_tokens, num_drafts = self._row(request, budget, max_draft_tokens)
+            if self._reserve_by_preemption(request, request.num_computed_tokens + num_tokens + num_drafts):
+                budget -= plan.add(request, num_tokens, num_drafts)
+        if self.counters.num_preemptions > num_preemptions:
+            return plan  # no room for those that run: none joins
+        while budget > 0 and self.waiting and len(self.running) < self.config.max_batch_size:
+            request = self.waiting[0]
+            if self.kv.awaits_sibling(request) or (self.running and not self._has_room(request, max_draft_tokens)):
+                break
+            self._start(self.waiting.popleft())
+            num_tokens, num_drafts = self._row(request, budget, max_draft_tokens)
+            is_reserved = self.kv.reserve(request, request.num_computed_tokens + num_tokens + num_drafts)
+            assert is_reserved, "a request that runs alone fits: larger ones are refused when they are added"
+            budget -= plan.add(request, num_tokens, num_drafts)
+        return plan
+
+    def update(self, plan: StepPlan, acceptance: Acceptance) -> list[Request]:
+        """Advance counters, append tokens, end what is finished.
+
+        Returns:
+            The requests whose output changed.
+        """
+        changed = []
+        now = time.monotonic()
+        for i, request in enumerate(plan.requests):
+            if acceptance.token_ids[i] or acceptance.errors[i] is not None:
+                changed.append(request)
+            num_computed = request.num_computed_tokens + plan.num_tokens[i] + len(acceptance.paths[i])
+            if acceptance.token_ids[i]:
+                num_emitted = append_tokens(request, acceptance.token_ids[i])
+                if request.logprobs is not None:
+                    request.logprobs += acceptance.logprobs[i][:num_emitted]
+                self._count(request, acceptance.trees[i], acceptance.paths[i], num_emitted, now)
+            if acceptance.errors[i] is not None and not request.is_finished:  # behind a stop it is nobody's
+                self.abort(request, acceptance.errors[i])
+                continue
+            request.num_computed_tokens = min(num_computed, request.num_tokens - 1 if acceptance.token_ids[i] else num_computed)
+            request.num_drafted_context = min(request.num_drafted_context, request.num_computed_tokens)
+            self.kv.seal(request)
+        finished = [request for request in changed if request.is_finished and request.finish_reason is not FinishReason.ABORT]
+        if finished:
+            self.running = [request for request in self.running if not request.is_finished]
+            for request in finished:
+                assert request.finish_reason is not None
+                self._finish(request, request.finish_reason)
+        self.counters.num_steps += 1
+        return changed
+
+    def _has_room(self, request: Request, max_draft_tokens: int) -> bool:
+        """Whether a waiting request fits beside the running ones, drafts included; if not, one would soon be preempted."""
+        num_missing = sum(self.kv.num_missing_blocks(each, each.num_tokens + max_draft_tokens) for each in (*self.running, request))
+        return num_missing <= self.kv.pool.num_free
+
+    def _row(self, request: Request, budget: int, max_draft_tokens: int) -> tuple[int, int]:
+        """Committed tokens and draft tokens of a request's row.
+
+        Drafts only behind the root, and one less than the tokens that may still be emitted: the final token needs none.
+        """
+        num_tokens = min(request.num_tokens - request.num_computed_tokens, self.config.prefill_chunk_size, budget)
+        params = request.params
+        if not params.use_speculative or request.num_computed_tokens + num_tokens < request.num_tokens:
+            return num_tokens, 0
+        limits = [max_draft_tokens, budget - num_tokens, request.num_remaining_tokens - 1]
+        if params.max_draft_tokens is not None:
+            limits.append(params.max_draft_tokens)
+        return num_tokens, max(0, min(limits))
+
+    def _reserve_by_preemption(self, request: Request, num_slots: int) -> bool:
+        """Reserve slots for a running request, preempting the most recent ones as needed; False if it had to go itself."""
+        while not self.kv.reserve(request, num_slots):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's blocks away; it comes back, first in the queue, and recomputes its KV."""
+        self.running.remove(request)
+        self.kv.free(request)
+        self.waiting.appendleft(request)
+        request.metrics.num_preemptions += 1
+        self.counters.num_preemptions += 1
+
+    def _start(self, request: Request) -> None:
+        """Let a waiting request run, from the end of the prefix that is computed already."""
+        self.kv.match_prefix(request)
+        self.running.append(request)
+        metrics = request.metrics
+        self.counters.num_cached_tokens += metrics.num_cached_tokens
+        self.counters.num_admitted_tokens += request.num_tokens
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = time.monotonic()
+
+    def _count(self, request: Request, tree: DraftTree, path: list[int], num_emitted: int, now: float) -> None:
+        """Count one verification; draft tokens accepted behind a stop count as accepted only if they were emitted."""
+        metrics = request.metrics
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        depths = tree.depths.tolist()
+        for counts in (metrics, self.counters):
+            counts.num_sequence_steps += 1
+            counts.num_emitted_tokens += num_emitted
+            _count_depths(counts.proposed_per_depth, depths)
+            _count_depths(counts.accepted_per_depth, range(1, min(len(path), num_emitted) + 1))
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        if request.detokenizer is not None and not isinstance(request.stop_reason, str):
+            request.detokenizer.finish()  # a text cut at a stop string is complete already
+        self.counters.num_finished_requests += 1
+        request.metrics.finished_time = time.monotonic()
+        self.kv.free(request)
+
+
+def _count_depths(counts: list[int], depths: list[int] | range) -> None:
+    """Add one to ``counts[d - 1]`` for each depth d."""
+    for depth in depths:
+        while len(counts) < depth:
+            counts.append(0)
+        counts[depth - 1] += 1
