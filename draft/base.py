@@ -10,23 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-from torch import Tensor
-
-from titan.core.device_trees import Proposal
+from titan.core.kv_tensor import KVLayout, KVTensor
+from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import EMPTY_TREE, DraftTree
-from titan.execute.model_runner import Runner
-from titan.memory.kv_cache import KVCache
-from titan.models.decoder import Decoder
+from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
+from titan.kernels.interfaces import Backend, Runner
 
 
 @runtime_checkable
 class Drafter(Protocol):
     """Proposes draft tokens for all requests of a step at once.
 
-    ``name`` is for people; ``max_draft_tokens`` the most nodes per request it can propose; ``kv`` the cache that the
-    requests' block tables shall index for it, made by `titan.memory.kv_cache.allocate_kv`, or ``None``.
+    ``name`` is for people; ``max_draft_tokens`` the most nodes per request it can propose; ``kv`` what it keeps of each token in a
+    cache that the requests' block tables index for it, or ``None``: one with a cache is a `CachingDrafter`.
     """
 
     @property
@@ -36,14 +32,15 @@ class Drafter(Protocol):
     def max_draft_tokens(self) -> int: ...
 
     @property
-    def kv(self) -> Tensor | None: ...
+    def kv(self) -> KVLayout | None: ...
 
-    def propose(self, plan: StepPlan) -> Proposal:
+    def propose(self, plan: StepPlan) -> Sequence[DraftTree] | DraftTrees:
         """Return one tree per row of the plan, of at most ``plan.draft_budgets[i]`` nodes; empty trees are allowed.
 
-        Either a list of `DraftTree`, on any device; or, on CUDA, `titan.core.device_trees.DeviceTrees`, trees that were grown on the
-        device and stay there. `titan.core.device_trees.outlines_of` says of both what the host knows, by row. Only for requests that
-        sample may tokens be drawn. `commit` gets `DraftTree` in either case, those from the device without ``draft_probs``.
+        Either `DraftTree` one by one; or all of them as `DraftTrees`, which may stay on the device that they were grown on. Tokens
+        may be sampled for requests that sample only, and q must be above 0 at each of them: where it is not, `DraftTree`s are
+        refused, while of `DraftTrees` nobody looks, and the output is no longer distributed as the target's. `commit` gets the
+        trees without q.
         """
         ...
 
@@ -52,9 +49,22 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class CachingDrafter(Drafter, Protocol):
+    """A drafter with a cache of its own; its bytes count when the block pool is sized."""
+
+    def attach(self, kv: KVTensor) -> None:
+        """Take the cache, of the layout ``kv``; called once, before the first step."""
+        ...
+
+    def lookahead(self, request: Request, budget: int) -> int:
+        """Slots after the root that it would like to write for so many nodes; ``plan.num_slots`` says how many there are."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What a drafter may need to know of its engine; ``make_runner`` makes a model with its KV ready to run."""
+    """What a drafter may need to know of its engine; ``prepare`` makes a model with its KV ready to run."""
 
     target_vocab_size: int
     max_draft_tokens: int
@@ -62,9 +72,8 @@ class DraftContext:
     draft_sampling: str
     max_num_batched_tokens: int
     dtype: str
-    device: torch.device
-    make_runner: Callable[[Decoder, Tensor], Runner]
-    kv: KVCache
+    backend: Backend
+    prepare: Callable[[Any, KVTensor], Runner]
     tokenizer: Any | None  # the target's, a transformers tokenizer
 
 
@@ -75,7 +84,7 @@ class NoDrafter:
     max_draft_tokens = 0
     kv = None
 
-    def propose(self, plan: StepPlan) -> list[DraftTree]:
+    def propose(self, plan: StepPlan) -> Sequence[DraftTree]:
         return [EMPTY_TREE] * len(plan.requests)
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:

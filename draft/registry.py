@@ -35,14 +35,6 @@ def register(name: str, factory: DrafterFactory) -> None:
     _FACTORIES[name] = factory
 
 
-def draft_model_config(spec: DraftSpec) -> ModelConfig | None:
-    """The model config behind ``spec``; ``None`` if it names no model."""
-    if not isinstance(spec, str) or spec in _FACTORIES:
-        return None
-    with _naming_the_draft(spec):
-        return load_config(resolve_model(spec, "draft"))
-
-
 def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
     """Make the drafter that ``spec`` means.
 
@@ -64,7 +56,7 @@ def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
         config = load_config(folder)
     _check_vocabulary(spec, config, _find_tokenizer(folder), context)
     with _naming_the_draft(spec):
-        model = load_model(folder, dtype=context.dtype, device=context.device)
+        model = load_model(folder, dtype=context.dtype, backend=context.backend)
     return DraftModelDrafter(spec, model, context)
 
 

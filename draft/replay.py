@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from titan.core.random import Purpose, philox_uniform
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree
-from titan.sample.distributions import Purpose, philox_uniform
 
 
 class ReplayDrafter:

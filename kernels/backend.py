@@ -1,16 +1,50 @@
-"""Which devices take the Triton kernels, and what these kernels take."""
+"""Which back end a device gets: asked once, when an engine starts."""
 
 from __future__ import annotations
 
 import torch
 
-TRITON_BLOCK_SIZES = (16, 32)
-"""Slots of a KV block that tree attention has tiles for."""
-
-MAX_TRITON_REQUESTS = 1024
-"""Of a batch: one program plans the attention of them all."""
+from titan.kernels.cpu.library import usable_library
+from titan.kernels.interfaces import Backend
+from titan.kernels.torch.backend import TorchBackend
 
 
-def takes_triton(device: torch.device) -> bool:
-    """Whether models, KV and sampling on this device run the Triton kernels; elsewhere PyTorch or compiled C++ does."""
-    return device.type == "cuda"
+def choose_backend(device: torch.device) -> Backend:
+    """Triton on CUDA, compiled C++ on a CPU with a compiler, else PyTorch.
+
+    Args:
+        device: with its index.
+
+    Raises:
+        ValueError: a card that Triton does not support, or the environment variable `TITAN_CPU_KERNELS` has an unknown value.
+    """
+    if device.type == "cuda":
+        from titan.kernels.triton.backend import TritonBackend  # not every platform has triton
+
+        return TritonBackend(device)
+    if (library := usable_library()) is None:
+        return TorchBackend(device)
+    from titan.kernels.cpu.backend import CpuBackend
+
+    return CpuBackend(library)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that ``name`` means, a CUDA device with its index; "auto" takes CUDA where there is one.
+
+    Raises:
+        ValueError: the device is unknown or absent.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device={name!r} is not a device: allowed are 'auto', 'cpu', 'cuda', 'cuda:N'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name!r} is not supported: allowed are 'auto', 'cpu', 'cuda', 'cuda:N'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={name!r} is not here: {torch.cuda.device_count()} CUDA devices were found")
+    if name == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

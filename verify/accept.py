@@ -1,135 +1,95 @@
 """Verification: which draft tokens are kept, and which token follows them.
 
-Deterministic proposals are verified by sample-and-match: the target draws its own token at the root and at every node, as it
-would without speculation; the walk starts at the root and descends to the child that carries the drawn token. Where no child
-does, the drawn token is emitted as the **recovered** token; past a leaf it is the **bonus** token. The output is thus
-distributed exactly as the target's own, and with randomness keyed by position it is the same sequence.
-At temperature 0 the draw is the argmax and the rule is greedy acceptance.
-
-Sampled proposals, trees with ``draft_probs``, are verified by `titan.verify.rejection`. Trees that lie on the device are verified
-there, by `titan.verify.device_accept`; on CUDA all trees of a step are, if one of them was sampled.
+The rules are stated in `titan.kernels.torch.trees`; the back end applies them. `launch` asks it to, and `collect` brings what it found
+to the host, in one copy that waits for the device: the only one of a step, unless a request with nodes has options that look at
+drafted prefixes (penalties, logit bias, logits processors, ``min_tokens`` while it holds stops back).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isnan
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from titan.core.device_trees import DeviceTrees, Proposal
-from titan.core.request import Request
+from titan.core.arrays import Ints
+from titan.core.sampling_rows import SamplingRows
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import DraftTree
-from titan.execute.batch import RaggedBatch
-from titan.kernels import backend
-from titan.kernels.torch.sampling import argmax_rows, verify_compiled
-from titan.sample.distributions import SamplingRows, lazy_probs, sample_rows
-from titan.verify.assemble import Found, assemble
-from titan.verify.rejection import reject, walked_tree
-from titan.verify.rows import sampling_rows
+from titan.core.trees import DraftTrees
+from titan.kernels.interfaces import Backend, Verified
+from titan.verify.logprobs import emitted_logprobs
+from titan.verify.options import looks_at_prefix, transform_rows
 
 
-def accept(plan: StepPlan, trees: Proposal, batch: RaggedBatch, logits: Tensor) -> Acceptance:
-    """Choose the accepted path and the final token of every request.
+@dataclass(frozen=True, slots=True, eq=False)
+class Launched:
+    """A verification that the device may not have finished."""
+
+    plan: StepPlan
+    trees: DraftTrees
+    host_trees: DraftTrees | None  # if they were needed on the host already
+    start_loc: Ints  # [rows of the plan + 1], prefix sums of the rows of logits
+    logits: Tensor  # [L, vocab], as the model made them
+    rows: Ints  # [S], of the plan: those whose roots were reached
+    verified: Verified | None  # of these; None: there are none
+    errors: Mapping[int, str]  # by row of logits, why nothing can be sampled from it
+
+
+def launch(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints, logits: Tensor) -> Launched:
+    """Start to choose the accepted path and the final token of every request.
 
     Args:
+        backend: that made the logits.
         plan: the step.
-        trees: one per row of the plan.
-        batch: the pass that made ``logits``.
+        trees: of its rows.
+        start_loc: [rows of the plan + 1], prefix sums of the rows of logits.
         logits: [L, vocab], rows of a request in order: root, then nodes.
     """
-    start_loc = batch.logits_start_loc
-    if isinstance(trees, DeviceTrees) or (
-        backend.takes_triton(logits.device) and any(tree.draft_probs is not None for tree in trees)
-    ):
-        from titan.verify.device_accept import accept_on_device  # not every platform has triton
-
-        return accept_on_device(plan, trees, start_loc, logits)
-    roots = {i: first for i, (first, end) in enumerate(pairwise(start_loc.tolist())) if first < end}
-    errors: dict[int, str] = {}
-    found = _verify_plainly(plan.requests, trees, roots, logits)
-    if found is None:
-        rows = sampling_rows(plan.requests, trees, start_loc)
-        found, errors = _verify(trees, roots, rows, logits), rows.errors
-    return assemble(plan, trees, start_loc, logits, found, errors)
-
-
-def walk(tree: DraftTree, tokens: Sequence[int]) -> list[int]:
-    """Follow the drawn tokens down a tree.
-
-    Args:
-        tree: the draft tokens.
-        tokens: [1 + num_nodes], drawn at the root and the nodes.
-
-    Returns:
-        The nodes whose tokens were drawn, from the root down.
-    """
-    path, node = [], -1
-    # children come after their parents, and of equal siblings the first is taken
-    for child, (parent, token_id) in enumerate(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)):
-        if parent == node and token_id == tokens[1 + node]:
-            path.append(child)
-            node = child
-    return path
+    counts = np.diff(start_loc)
+    rows = np.flatnonzero(counts)
+    reached = [plan.requests[i] for i in rows.tolist()]
+    if not reached:
+        return Launched(plan, trees, None, start_loc, logits, rows, None, {})
+    host_trees, used, errors = None, logits, dict[int, str]()
+    looking = [count for request, count in zip(reached, counts[rows].tolist(), strict=True) if looks_at_prefix(request)]
+    if looking:
+        host_trees = trees.on_host(backend.download(trees.columns)) if max(looking) > 1 else None
+        used, errors = transform_rows(logits, plan.requests, host_trees, start_loc, backend.upload)
+    sampling = SamplingRows.of((request.params, request.seed, request.num_tokens) for request in reached)
+    verified = backend.trees.verify(used, trees, rows, sampling)
+    return Launched(plan, trees, host_trees, start_loc, logits, rows, verified, errors)
 
 
-def _verify_plainly(
-    requests: list[Request], trees: list[DraftTree], roots: dict[int, int], logits: Tensor
-) -> dict[int, Found] | None:
-    """Verify trees whose requests sample from the logits as they are; ``None`` where that cannot be done in one call.
+def collect(backend: Backend, launched: Launched) -> Acceptance:
+    """Bring what was found to the host.
 
     Args:
-        requests: of all rows of the plan.
-        trees: likewise.
-        roots: by row of the plan, the row of logits of its root.
-        logits: [L, vocab].
+        backend: that verifies.
+        launched: by `launch`.
     """
-    if not all(requests[i].is_plain for i in roots):
-        return None
-    ends = verify_compiled(
-        logits,
-        [walked_tree(trees[i], requests[i].params.temperature, requests[i].seed, requests[i].num_tokens) for i in roots],
-        is_logits=True,
-    )
-    if ends is None:
-        return _walk_all(trees, roots, argmax_rows(logits)) if all(requests[i].takes_argmax for i in roots) else None
-    return {
-        i: Found(trees[i].path_to(end.row - root - 1), end.token, None if trees[i].draft_probs is None else end.matches)
-        for (i, root), end in zip(roots.items(), ends, strict=True)
-    }
-
-
-def _verify(trees: list[DraftTree], roots: dict[int, int], rows: SamplingRows, logits: Tensor) -> dict[int, Found]:
-    """Draw the tokens of the deterministic trees and verify the sampled ones; arguments as those of `_verify_plainly`."""
-    sampled = {i: root for i, root in roots.items() if trees[i].draft_probs is not None}
-    if not sampled:
-        return _walk_all(trees, roots, sample_rows(logits, rows))
-    is_sampled = np.zeros(len(logits), bool)
-    for i, root in sampled.items():
-        is_sampled[root : root + 1 + trees[i].num_nodes] = True
-    matched_index, sampled_index = np.flatnonzero(~is_sampled), np.flatnonzero(is_sampled)
-    tokens = torch.zeros(len(logits), dtype=torch.int64)
-    if len(matched_index):
-        matched = torch.from_numpy(matched_index)
-        tokens[matched] = sample_rows(logits.index_select(0, matched), rows, matched_index)
-        logits = logits.index_select(0, torch.from_numpy(sampled_index))
-    target = lazy_probs(logits, rows, sampled_index)
-    result = reject([trees[i] for i in sampled], target, rows.seeds[sampled_index], rows.positions[sampled_index])
-    found = _walk_all(trees, {i: root for i, root in roots.items() if i not in sampled}, tokens)
-    last_rows = sampled_index[result.last_rows.numpy()].tolist()
-    columns = zip(sampled.items(), last_rows, result.final_tokens.tolist(), result.matches.tolist(), strict=True)
-    for (i, root), last_row, final_token, (greedy, drawn) in columns:
-        found[i] = Found(trees[i].path_to(last_row - root - 1), final_token, (greedy, drawn))
-    return found
-
-
-def _walk_all(trees: list[DraftTree], roots: dict[int, int], tokens: Tensor) -> dict[int, Found]:
-    """Follow tokens, int64 [L], drawn at the roots and the nodes, down the trees of these roots."""
-    drawn, found = tokens.tolist(), {}
-    for i, root in roots.items():
-        path = walk(trees[i], drawn[root : root + 1 + trees[i].num_nodes])
-        found[i] = Found(path, drawn[root + 1 + path[-1] if path else root])
-    return found
+    plan, start_loc = launched.plan, launched.start_loc
+    verified = () if launched.verified is None else launched.verified
+    columns = launched.trees.columns if launched.host_trees is None else []
+    fetched = backend.download([*verified, *columns])
+    trees = launched.host_trees or launched.trees.on_host(fetched[len(verified) :])
+    num_rows = len(plan.requests)
+    acceptance = Acceptance(trees, [[] for _ in range(num_rows)], [[] for _ in range(num_rows)], [None] * num_rows)
+    if verified:
+        token_ids, first_nodes = trees.token_ids.tolist(), trees.start_loc.tolist()
+        found = zip(launched.rows.tolist(), *(column.tolist() for column in fetched[: len(verified)]), strict=True)
+        for i, path, count, final_token, (greedy, sampled) in found:
+            del path[count:]
+            acceptance.paths[i] = path
+            acceptance.token_ids[i] = [token_ids[first_nodes[i] + node] for node in path]
+            if final_token >= 0:
+                acceptance.token_ids[i].append(final_token)
+            else:
+                last_row = int(start_loc[i]) + (1 + path[-1] if path else 0)
+                acceptance.errors[i] = launched.errors.get(last_row, "the target's logits are not finite")
+            if not isnan(greedy):
+                acceptance.matches[i] = greedy, sampled
+    logprobs = emitted_logprobs(plan.requests, start_loc, acceptance.paths, acceptance.token_ids, launched.logits, backend.upload)
+    acceptance.logprobs.update(logprobs)
+    return acceptance

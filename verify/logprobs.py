@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from titan.core.arrays import Ints
 from titan.core.outputs import Logprob
 from titan.core.request import Request
-from titan.kernels.upload import upload
+from titan.core.trees import Upload
 
 
 def emitted_logprobs(
     requests: list[Request],
-    start_loc: NDArray[np.int64],
+    start_loc: Ints,
     paths: list[list[int]],
     token_ids: list[list[int]],
     logits: Tensor,
+    upload: Upload,
 ) -> dict[int, list[dict[int, Logprob]]]:
     """The model's own log-probabilities: of the logits before any transform, temperature or filter.
 
@@ -29,6 +30,7 @@ def emitted_logprobs(
         paths: accepted nodes of each request.
         token_ids: what each request emits, the tokens of its path and then, mostly, the final one.
         logits: [L, vocab].
+        upload: brings arrays to their device.
 
     Returns:
         By the index of each request that asks, for each of its emitted tokens: the token, then the most likely ones, by id.
@@ -39,7 +41,7 @@ def emitted_logprobs(
     emitted = [(i, node, token_id) for i in asking for node, token_id in zip([-1, *paths[i]], token_ids[i], strict=False)]
     rows = np.array([start_loc[i] + 1 + node for i, node, _ in emitted], np.int64)
     tokens = np.array([[token_id] for *_, token_id in emitted], np.int64)
-    row_index, token_index = upload([rows, tokens], logits.device)
+    row_index, token_index = upload([rows, tokens])
     logprobs = logits.index_select(0, row_index).float().log_softmax(-1)
     own = logprobs.gather(1, token_index)
     ranks = (logprobs > own).sum(-1, keepdim=True) + 1

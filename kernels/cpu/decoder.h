@@ -20,6 +20,7 @@ struct DecoderLayer {
   Weight output;
   Weight gate_up;
   Weight down;
+  void* kv; // [2, num_kv_heads, num_slots, head_dim]
   int64_t window;
 };
 
@@ -48,7 +49,6 @@ struct DecoderPass {
   const int64_t* slot_mapping;  // [T]
   const int64_t* rows;          // [L], ascending
   const int64_t* ancestor_bits; // [T]
-  void* kv;                     // [num_layers, 2, num_kv_heads, num_slots, head_dim]
   int64_t num_slots;
 };
 }
@@ -66,7 +66,7 @@ void keep_rows(const DecoderPass& pass, int64_t size, T* values) {
 template <typename T>
 void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPass& pass, T* logits) {
   const int64_t num_tokens = pass.num_tokens, size = decoder.hidden_size, head_dim = decoder.head_dim;
-  const int64_t head_stride = pass.num_slots * head_dim, layer_stride = 2 * decoder.num_kv_heads * head_stride;
+  const int64_t head_stride = pass.num_slots * head_dim;
   const int64_t q_size = decoder.num_heads * head_dim, qkv_size = q_size + 2 * decoder.num_kv_heads * head_dim;
   static thread_local std::vector<Line> buffer;
   int64_t widest = 0;
@@ -84,7 +84,7 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
   int64_t num_rows = num_tokens;
   for (int64_t i = 0; i < decoder.num_layers; ++i) {
     const DecoderLayer& layer = decoder.layers[i];
-    T* kv_layer = static_cast<T*>(pass.kv) + i * layer_stride;
+    T* kv_layer = static_cast<T*>(layer.kv);
     rms_norm(stream, static_cast<const T*>(layer.input_norm), normed, num_tokens, size, decoder.eps);
     linear<T>(layer.qkv, normed, num_tokens, nullptr, qkv);
     rope_and_write_kv(qkv, static_cast<const T*>(decoder.rope_table), pass.positions, pass.slot_mapping, kv_layer, head_stride,

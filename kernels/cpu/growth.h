@@ -14,15 +14,26 @@
 
 extern "C" {
 
-constexpr int64_t kMaxNodes = 63;
+constexpr int64_t kMaxNodes = TITAN_MAX_NODES;
 
-// A shape that is known beforehand, see `ShapePlan` of `titan/draft/shapes.py`. I inner nodes, the root first.
+// A shape that is known beforehand, see `ShapePlan` of `titan/core/growth.py`. I inner nodes, the root first.
 struct TreeShape {
   int64_t num_nodes;
   int64_t num_inner;
   const int64_t* inner;        // [6, I]: the node, -1 for the root; its depth; its parent's place; its rank; ancestor bits; children
   const int64_t* node_parents; // [num_nodes], the parent's place among the inner nodes
   const int64_t* ranks;        // [num_nodes]
+  const int64_t* inner_rows;   // [1 + num_nodes], places of the root and the nodes among the inner ones; 0 for a leaf
+};
+
+// The nodes of draft trees, see `DraftTrees` of `titan/core/trees.py`.
+struct NodeColumns {
+  int64_t* token_ids;
+  int32_t* parents;
+  int64_t* depths;
+  int64_t* ancestor_bits;
+  float* scores;
+  int32_t* draft_slots;
 };
 
 // How the tree of one request grows: it fills a shape, or a beam expands the best nodes of each depth.
@@ -32,14 +43,16 @@ struct TreeGrowth {
   int64_t depth;          // of a beam's deepest nodes
   int64_t width;          // nodes that a beam expands at each depth
   int64_t num_children;   // tokens that a beam looks at behind each; with 1 the most likely tokens are followed, whatever their scores
-  int64_t budget;         // nodes of a beam's tree
+  int64_t num_places;     // of the tree among all nodes
+  int64_t first_node;     // the first of them
+  int64_t first_row;      // of the tree's root in `draft_rows`
   int64_t first_inner;    // where the inner nodes' rows of `probs` begin
   uint64_t seed;
-  float temperature; // of draws, or at which a beam compares probabilities
-  int32_t is_drawn;  // whether the nodes of a shape are drawn
+  float temperature;  // of samples, or at which a beam compares probabilities
+  int32_t is_sampled; // whether the nodes of a shape are sampled
 };
 
-static_assert(sizeof(TreeGrowth) == 72, "as TREE_GROWTH of compiled_decoder.py");
+static_assert(sizeof(TreeGrowth) == 88, "as TREE_GROWTH of decoder.py");
 
 // The trees of n requests, and where their draft's KV is.
 struct Growing {
@@ -50,17 +63,14 @@ struct Growing {
   int64_t num_slots;
   const TreeGrowth* growths;  // [n]
   const int64_t* block_table; // [n, table_width]
-  void* kv;                   // as in DecoderPass
-  const void* root_logits;    // [n, target_vocab_size], or none: the tokens below are fed first
+  const void* root_logits;    // [n, vocab_size of the draft], or none: the tokens below are fed first
   const int64_t* fed_tokens;  // [F]
   const int64_t* num_fed;     // [n], at least 1; the last of a request's is its root
-  // what comes out; rows of kMaxNodes for each request
-  int64_t* num_nodes;   // [n]
-  int64_t* token_ids;   // -1 where a shape has more children than there are tokens
-  int32_t* parents;     // of beams
-  int32_t* draft_slots; // likewise
-  float* scores;        // likewise
-  float* probs;         // [all inner nodes of drawn shapes, target_vocab_size]
+  // what comes out
+  NodeColumns nodes;    // of all trees
+  int32_t* draft_rows;  // rows of `probs`, of roots and nodes
+  int32_t* is_chain;    // [n], whether each node hangs at the one before it
+  float* probs;         // [all inner nodes of sampled shapes, target_vocab_size]
   int64_t num_passes;
   double pass_seconds; // that they took together
 };
@@ -75,6 +85,58 @@ struct Candidate {
   int32_t parent_slot; // where the parent is fed, counted from the slot behind the root; -1 for the root
   int32_t slot;        // where it is fed itself; -1 if it is not
 };
+
+// Greater scores first, of equal ones the earlier, those that are not finite last.
+inline bool is_better(const Candidate* candidates, int64_t a, int64_t b) {
+  const float x = candidates[a].score, y = candidates[b].score;
+  if (std::isfinite(x) != std::isfinite(y)) return std::isfinite(x);
+  return std::isfinite(x) && x != y ? x > y : a < b;
+}
+
+// Write one node to its place; its parent is written already.
+inline void write_node(const NodeColumns& nodes, int64_t first, int64_t node, const Candidate& candidate, int32_t parent) {
+  nodes.token_ids[first + node] = candidate.token;
+  nodes.parents[first + node] = parent;
+  nodes.depths[first + node] = parent < 0 ? 1 : nodes.depths[first + parent] + 1;
+  nodes.ancestor_bits[first + node] = int64_t{1} << node | (parent < 0 ? 0 : nodes.ancestor_bits[first + parent]);
+  nodes.scores[first + node] = candidate.score;
+  nodes.draft_slots[first + node] = candidate.slot;
+}
+
+// The places that no candidate is left for.
+inline void write_empty(const NodeColumns& nodes, int64_t first, int64_t begin, int64_t end) {
+  for (int64_t node = begin; node < end; ++node) write_node(nodes, first, node, {-1, kMinusInfinity, -1, -1}, -2);
+}
+
+// The best ancestor-closed set of c candidates, the path of first children first, see `titan/kernels/torch/trees.py`; returns the
+// number of its nodes.
+inline int64_t select_tree(const Candidate* candidates, int64_t c, int64_t num_places, int64_t first, const NodeColumns& nodes) {
+  std::vector<int64_t> best;
+  for (int64_t j = 0; j < c; ++j)
+    if (std::isfinite(candidates[j].score)) best.push_back(j);
+  const int64_t count = std::min<int64_t>(num_places, best.size());
+  std::partial_sort(best.begin(), best.begin() + count, best.end(),
+                    [&](int64_t a, int64_t b) { return is_better(candidates, a, b); });
+  std::vector<int64_t> order; // places in `best`
+  const auto slot = [&](int64_t place) { return place < 0 ? -1 : candidates[best[place]].slot; };
+  for (int64_t j = 0; j < count; ++j) {
+    const int32_t end = slot(order.empty() ? -1 : order.back());
+    if (candidates[best[j]].parent_slot == end && (order.empty() || end >= 0)) order.push_back(j);
+  }
+  std::vector<bool> is_main(count, false);
+  for (const int64_t j : order) is_main[j] = true;
+  for (int64_t j = 0; j < count; ++j)
+    if (!is_main[j]) order.push_back(j);
+  for (int64_t node = 0; node < count; ++node) {
+    const Candidate& candidate = candidates[best[order[node]]];
+    int32_t parent = -1;
+    for (int64_t other = 0; candidate.parent_slot >= 0 && other < node; ++other)
+      if (slot(order[other]) == candidate.parent_slot) parent = static_cast<int32_t>(other);
+    write_node(nodes, first, node, candidate, parent);
+  }
+  write_empty(nodes, first, count, num_places);
+  return count;
+}
 
 // A row of a pass, or of the logits of the roots.
 struct FedNode {
@@ -117,14 +179,13 @@ public:
   void run() {
     for (int64_t i = 0; i < growing_.num_requests; ++i) nodes_.push_back({i, 0});
     if (growing_.root_logits) {
-      take(0, static_cast<const T*>(growing_.root_logits), growing_.target_vocab_size);
+      take(0, static_cast<const T*>(growing_.root_logits));
     } else {
       feed_roots();
-      take(0, logits_.data(), decoder_.head.num_outputs);
+      take(0, logits_.data());
     }
-    for (int64_t depth = 1; feed_frontier(depth); ++depth) take(depth, logits_.data(), decoder_.head.num_outputs);
-    for (int64_t i = 0; i < growing_.num_requests; ++i)
-      growing_.growths[i].shape ? harvest_shape(i) : harvest_beam(i);
+    for (int64_t depth = 1; feed_frontier(depth); ++depth) take(depth, logits_.data());
+    for (int64_t i = 0; i < growing_.num_requests; ++i) finish(i);
   }
 
 private:
@@ -150,7 +211,7 @@ private:
                              rows_.start_loc.data(), rows_.seq_lens.data(), rows_.tree_starts.data(), growing_.block_table,
                              rows_.positions.data(), rows_.visible_lens.data()};
     const DecoderPass pass{rows_.size(), static_cast<int64_t>(rows_.kept.size()), rows_.token_ids.data(), rows_.positions.data(),
-                           rows_.slots.data(), rows_.kept.data(), rows_.bits.data(), growing_.kv, growing_.num_slots};
+                           rows_.slots.data(), rows_.kept.data(), rows_.bits.data(), growing_.num_slots};
     logits_.resize(rows_.kept.size() * decoder_.head.num_outputs);
     const auto start = std::chrono::steady_clock::now();
     forward(decoder_, plan, pass, logits_.data());
@@ -201,9 +262,9 @@ private:
     return rows_.size();
   }
 
-  // Choose the children of the nodes fed at a depth, whose logits are rows of `stride`.
-  void take(int64_t depth, const T* logits, int64_t stride) {
-    const int64_t num_rows = nodes_.size();
+  // Choose the children of the nodes fed at a depth.
+  void take(int64_t depth, const T* logits) {
+    const int64_t num_rows = nodes_.size(), stride = decoder_.head.num_outputs;
     int64_t most = 1;
     for (const FedNode& node : nodes_) most = std::max(most, num_children(node));
     tokens_.resize(num_rows * most);
@@ -232,7 +293,7 @@ private:
   void choose(const FedNode& node, int64_t depth, const T* logits, int64_t* tokens, float* logprobs) const {
     const TreeGrowth& growth = growing_.growths[node.request];
     const int64_t count = num_children(node);
-    if (growth.shape && growth.is_drawn) {
+    if (growth.shape && growth.is_sampled) {
       float* probs = growing_.probs + (growth.first_inner + node.place) * growing_.target_vocab_size;
       softmax_row(logits, growth.temperature, probs, vocab_size_);
       std::fill(probs + vocab_size_, probs + growing_.target_vocab_size, 0.0f);
@@ -263,7 +324,7 @@ private:
     std::vector<int64_t> best(mine.candidates.size() - begin), bits;
     for (size_t j = 0; j < best.size(); ++j) best[j] = begin + j;
     const int64_t width = std::min<int64_t>(growth.width, best.size());
-    std::partial_sort(best.begin(), best.begin() + width, best.end(), [&](int64_t a, int64_t b) { return is_better(mine, a, b); });
+    std::partial_sort(best.begin(), best.begin() + width, best.end(), [&](int64_t a, int64_t b) { return is_better(mine.candidates.data(), a, b); });
     best.resize(width);
     for (int64_t j = 0; j < width; ++j) {
       Candidate& candidate = mine.candidates[best[j]];
@@ -275,52 +336,37 @@ private:
     mine.bits = bits;
   }
 
-  // Greater scores first, of equal ones the earlier, those that are not finite last.
-  static bool is_better(const Growth& growth, int64_t a, int64_t b) {
-    const float x = growth.candidates[a].score, y = growth.candidates[b].score;
-    if (std::isfinite(x) != std::isfinite(y)) return std::isfinite(x);
-    return std::isfinite(x) && x != y ? x > y : a < b;
-  }
-
-  // The best ancestor-closed set of the candidates, the path of first children first; see `best_trees` of tree_builder.py.
-  void harvest_beam(int64_t request) {
+  // Write the tree of a request to its places.
+  void finish(int64_t request) {
+    const TreeGrowth& growth = growing_.growths[request];
     const Growth& mine = growths_[request];
-    std::vector<int64_t> best;
-    for (size_t j = 0; j < mine.candidates.size(); ++j)
-      if (std::isfinite(mine.candidates[j].score)) best.push_back(j);
-    const int64_t count = std::min<int64_t>(growing_.growths[request].budget, best.size());
-    std::partial_sort(best.begin(), best.begin() + count, best.end(), [&](int64_t a, int64_t b) { return is_better(mine, a, b); });
-    best.resize(count);
-    std::vector<int32_t> order; // places in `best`
-    const auto slot = [&](int64_t place) { return place < 0 ? -1 : mine.candidates[best[place]].slot; };
-    const auto parent_slot = [&](int64_t place) { return mine.candidates[best[place]].parent_slot; };
-    for (int64_t j = 0; j < count; ++j) {
-      const int32_t end = slot(order.empty() ? -1 : order.back());
-      if (parent_slot(j) == end && (order.empty() || end >= 0)) order.push_back(static_cast<int32_t>(j));
-    }
-    std::vector<bool> is_main(count, false);
-    for (const int32_t j : order) is_main[j] = true;
-    for (int64_t j = 0; j < count; ++j)
-      if (!is_main[j]) order.push_back(static_cast<int32_t>(j));
-    const int64_t start = request * kMaxNodes;
-    growing_.num_nodes[request] = count;
-    for (int64_t node = 0; node < count; ++node) {
-      const Candidate& candidate = mine.candidates[best[order[node]]];
-      growing_.token_ids[start + node] = candidate.token;
-      growing_.draft_slots[start + node] = candidate.slot;
-      growing_.scores[start + node] = candidate.score;
-      int32_t parent = -1;
-      for (int64_t other = 0; candidate.parent_slot >= 0 && other < node; ++other)
-        if (slot(order[other]) == candidate.parent_slot) parent = static_cast<int32_t>(other);
-      growing_.parents[start + node] = parent;
-    }
+    const int64_t first = growth.first_node;
+    if (growth.shape)
+      fill_shape(growth, mine);
+    else
+      select_tree(mine.candidates.data(), mine.candidates.size(), growth.num_places, first, growing_.nodes);
+    growing_.is_chain[request] = 1;
+    for (int64_t node = 0; node < growth.num_places; ++node)
+      if (growing_.nodes.parents[first + node] != node - 1) growing_.is_chain[request] = 0;
   }
 
-  void harvest_shape(int64_t request) {
-    const TreeShape& shape = *growing_.growths[request].shape;
-    growing_.num_nodes[request] = shape.num_nodes;
-    for (int64_t node = 0; node < shape.num_nodes; ++node)
-      growing_.token_ids[request * kMaxNodes + node] = growths_[request].children[shape.node_parents[node] * kMaxNodes + shape.ranks[node]];
+  // Nodes that no token was left for, and what hangs at them, are left out.
+  void fill_shape(const TreeGrowth& growth, const Growth& mine) {
+    const TreeShape& shape = *growth.shape;
+    std::vector<int32_t> places(shape.num_nodes, -1); // of the shape's nodes in the tree
+    int64_t count = 0;
+    growing_.draft_rows[growth.first_row] = static_cast<int32_t>(growth.first_inner);
+    for (int64_t node = 0; node < shape.num_nodes; ++node) {
+      const int64_t token = mine.children[shape.node_parents[node] * kMaxNodes + shape.ranks[node]];
+      const int64_t above = shape.inner[shape.node_parents[node]];
+      const int32_t parent = above < 0 ? -1 : places[above];
+      if (token < 0 || (above >= 0 && parent < 0)) continue;
+      const int32_t slot = shape.inner_rows[1 + node] > 0 ? static_cast<int32_t>(node) : -1;
+      write_node(growing_.nodes, growth.first_node, count, {token, 0, 0, slot}, parent);
+      growing_.draft_rows[growth.first_row + 1 + count] = static_cast<int32_t>(growth.first_inner + shape.inner_rows[1 + node]);
+      places[node] = static_cast<int32_t>(count++);
+    }
+    write_empty(growing_.nodes, growth.first_node, count, growth.num_places);
   }
 
   const Decoder& decoder_;
@@ -335,6 +381,12 @@ private:
 };
 
 } // namespace
+
+// The trees of n requests of c candidates each, see `select_tree`.
+extern "C" void select_trees(const Candidate* candidates, int64_t num_requests, int64_t c, const int64_t* first_nodes,
+                             const int64_t* num_places, const NodeColumns* nodes) {
+  for (int64_t i = 0; i < num_requests; ++i) select_tree(candidates + i * c, c, num_places[i], first_nodes[i], *nodes);
+}
 
 #define TITAN_DEFINE_GROWTH(T, NAME)                                                                                           \
   extern "C" void grow_##NAME(const Decoder* decoder, Growing* growing) { TreeGrower<T>(*decoder, *growing).run(); }

@@ -15,15 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan.core.attention_layout import AttentionLayout, Int, Window
+from titan.core.arrays import Ints
+from titan.core.batch import AttentionLayout, Window
 from titan.kernels.cpu.library import kernel
-from titan.kernels.cpu.linear import linear_add
-from titan.kernels.cpu.long_attention import MAX_SHORT_QUERY, LongQuery, long_attention, plan_long_queries
+from titan.kernels.cpu.linear import can_pack, linear, linear_add, pack_weight
+from titan.kernels.torch.attention import RequestQuery, attend, plan_requests
+
+CPU = torch.device("cpu")
 
 NO_WINDOW = 2**40
 """A window that hides nothing."""
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+MAX_SHORT_QUERY = 64
+"""Longer queries are attended by PyTorch's kernel, one request at a time: it is the fastest for many rows."""
+
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "tree_attention": (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _INT),
     "rms_norm": (_POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT),
@@ -50,7 +56,7 @@ class PlanStruct(ctypes.Structure):
     ]
 
 
-def plan_struct(layout: AttentionLayout, requests: Int) -> tuple[PlanStruct, tuple[Int, ...]]:
+def plan_struct(layout: AttentionLayout, requests: Ints) -> tuple[PlanStruct, tuple[Ints, ...]]:
     """A batch as the library reads it, and the arrays that must live as long; the numbers of heads are still to be filled in.
 
     Args:
@@ -68,16 +74,16 @@ class CompiledPlan:
     """Made once per step, used by every layer."""
 
     struct: PlanStruct
-    arrays: tuple[Int, ...]  # what the struct points to
-    ancestor_bits: Tensor
-    long: Sequence[LongQuery]
+    arrays: tuple[Ints, ...]  # what the struct points to
+    ancestor_bits: Ints
+    long: Sequence[RequestQuery]
 
 
 class CompiledOps:
     """See `titan.kernels.interfaces.LayerOps`.
 
     Args:
-        library: the C++ of `cpu/`, compiled.
+        library: the C++ of this folder, compiled.
         dtype: of all tensors, one of `titan.kernels.cpu.library.COMPILED_DTYPES`.
     """
 
@@ -91,13 +97,19 @@ class CompiledOps:
             function.restype = None
             functions[name] = function
         self._functions = functions
+        self.packs = can_pack(dtype)
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return pack_weight(weight) if self.packs else weight
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(x, weight, bias)
 
     def plan_attention(self, layout: AttentionLayout, windows: Sequence[Window]) -> CompiledPlan:
         query_lens = np.diff(layout.query_start_loc)
-        requests = np.flatnonzero(query_lens <= MAX_SHORT_QUERY)
-        struct, arrays = plan_struct(layout, requests)
-        is_any_long = len(requests) < len(query_lens)
-        return CompiledPlan(struct, arrays, layout.ancestor_bits, plan_long_queries(layout, windows) if is_any_long else ())
+        struct, arrays = plan_struct(layout, np.flatnonzero(query_lens <= MAX_SHORT_QUERY))
+        long = plan_requests(layout, np.flatnonzero(query_lens > MAX_SHORT_QUERY), windows, CPU)
+        return CompiledPlan(struct, arrays, layout.ancestor_bits, long)
 
     def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: CompiledPlan, *, scale: float, window: Window) -> Tensor:
         num_tokens, num_heads, head_dim = q.shape
@@ -112,13 +124,13 @@ class CompiledOps:
             q.stride(0),
             kv_layer.data_ptr(),
             kv_layer.stride(1),
-            plan.ancestor_bits.data_ptr(),
+            plan.ancestor_bits.ctypes.data,
             output.data_ptr(),
             scale,
             NO_WINDOW if window is None else window,
         )
         for query in plan.long:
-            output[query.rows] = long_attention(q[query.rows], kv_layer, query, scale=scale, window=window)
+            output[query.rows] = attend(q[query.rows], kv_layer, query, scale=scale, window=window)
         return output
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

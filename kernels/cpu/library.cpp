@@ -1,8 +1,7 @@
 // What Python calls: every function for every type of tensor, but for `has_tiles` and those that move bytes. Plain C++ and vectors
 // of it, but for AMX; OpenMP for threads.
 //
-// `cpu_library.py` compiles this file; `compiled_ops.py`, `compiled_decoder.py`, `compiled_linear.py`, `kv_ops.py` and
-// `row_sampling.py` call it, and tell shapes and meanings.
+// `library.py` compiles this file; the other modules of this folder call it, and tell shapes and meanings.
 
 #include "attention.h"
 #include "cache.h"

@@ -21,6 +21,9 @@ from typing import Any
 
 import torch
 
+from titan.core.limits import MAX_NODES
+from titan.core.random import Purpose
+
 CPU_KERNELS = "TITAN_CPU_KERNELS"
 """Environment variable: "torch" keeps PyTorch's operations in use."""
 
@@ -38,6 +41,8 @@ FLAGS = (
     "-fopenmp",
     "-fPIC",
     "-shared",
+    f"-DTITAN_MAX_NODES={MAX_NODES}",
+    *(f"-DTITAN_{purpose.name}={purpose.value}" for purpose in Purpose),
 )
 OPENMP_RUNTIMES = ("libgomp", "libomp", "libiomp")
 COMPILE_SECONDS = 120

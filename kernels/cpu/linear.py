@@ -17,31 +17,27 @@ PACKING_ROWS = 8
 """Rows of a typical product; the packed layout hardly depends on it."""
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether the packed product is available for a weight of this device and dtype."""
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether the packed product is available for weights of this dtype."""
     return (
-        weight.device.type == "cpu"
-        and weight.dtype in (torch.bfloat16, torch.float32)
+        dtype in (torch.bfloat16, torch.float32)
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and (weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        and (dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """Return ``weight`` [out_features, in_features] in the packed layout, which only the products of this file can read."""
+    """``weight`` [out_features, in_features] in the packed layout, which only the products of this file can read, if it is plain."""
+    if weight.is_mkldnn or is_tiled(weight):
+        return weight
     if can_tile(weight):
         return tile_weight(weight)
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKING_ROWS)
     if hasattr(torch.ops.mkldnn, "_nbytes"):
         use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
     return packed
-
-
-def is_packed(weight: Tensor) -> bool:
-    """Whether `pack_weight` made it."""
-    return weight.is_mkldnn or is_tiled(weight)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

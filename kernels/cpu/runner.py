@@ -1,37 +1,50 @@
-"""A model on a CPU whose passes over few tokens are calls of compiled C++."""
+"""A model whose passes over few tokens, and the growth of whose draft trees, are calls of compiled C++."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.core.attention_layout import Int
-from titan.execute.batch import RaggedBatch, pad_block_tables
-from titan.kernels.cpu.decoder import CompiledDecoder, DecoderStruct, GrownTrees, layer_struct
-from titan.kernels.cpu.library import COMPILED_DTYPES, usable_library
-from titan.kernels.cpu.rows import max_rows
+from titan.core.arrays import Ints
+from titan.core.batch import RaggedBatch, pad_block_tables, prefix_sums
+from titan.core.growth import BeamSpec, ChainSpec, Feed, GrowthSpec, ShapeSpec
+from titan.core.kv_tensor import KVTensor
+from titan.core.trees import DraftTrees
+from titan.kernels.cpu.decoder import TREE_GROWTH, CompiledDecoder, DecoderStruct, layer_struct, shape_struct
 from titan.kernels.cpu.weight_layout import find_weight
-from titan.models.decoder import Decoder
+from titan.kernels.cpu.weights import max_rows
+from titan.kernels.growth import feed_roots, grow_by_passes
+from titan.kernels.interfaces import Backend, Model
+from titan.kernels.torch.runner import TorchRunner, place_nodes
+
+TRAITS = frozenset(
+    {"rms_norm", "silu", "rope", "sliding_window", "attention_bias", "output_bias", "mlp_bias", "qk_norm", "tied_embedding"}
+)
+"""Of models, those that the C++ knows; see `titan.models.config.ModelConfig.traits`."""
 
 
-class CompiledRunner:
+class CompiledRunner(TorchRunner):
     """Runs passes of at most `max_rows` tokens in C++, longer ones operation by operation.
 
+    Between two depths of a draft tree there is little to do, but after a pass has filled the caches with weights each operation of
+    Python or PyTorch takes several times as long as otherwise: so all depths are one call.
+
     Args:
+        backend: that made the model's operations.
         model: the model.
-        kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim].
+        kv: of the model.
         compiled: the model and the KV, for short passes.
         max_rows: tokens of a short pass, at most.
     """
 
-    def __init__(self, model: Decoder, kv: Tensor, compiled: CompiledDecoder, max_rows: int) -> None:
+    def __init__(self, backend: Backend, model: Model, kv: KVTensor, compiled: CompiledDecoder, max_rows: int) -> None:
+        super().__init__(backend, model, kv)
         self.max_rows = max_rows
-        self.model = model
-        self.kv = kv
         self._compiled = compiled
 
     @property
@@ -40,57 +53,91 @@ class CompiledRunner:
         return self._compiled.attention_seconds
 
     def forward(self, batch: RaggedBatch) -> Tensor:
-        """One pass over the ragged batch: logits [L, vocab] of the rows that need them."""
         if len(batch.token_ids) > self.max_rows:
-            logits: Tensor = self.model(batch, self.kv)
-            return logits
+            return super().forward(batch)
+        place_nodes(batch)
         self.model.check_positions(batch.attention.positions)
-        return self._compiled.forward(batch.attention, batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_rows)
+        return self._compiled.forward(batch)
 
-    def grow(
-        self,
-        growths: NDArray[Any],
-        last_slots: Int,
-        block_tables: Sequence[list[int]],
-        roots: Tensor | tuple[Int, Int],
-        target_vocab_size: int,
-        num_probs: int,
-    ) -> GrownTrees:
-        """Grow draft trees, the passes over all their depths in one call; those should be of at most `max_rows` nodes.
+    def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
+        growing = [feed for feed in feeds if feed.spec is not None]
+        if not self._is_compiled(growing):
+            return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
+        if len(growing) == len(feeds) and sum(len(feed.token_ids) for feed in feeds) <= self.max_rows:
+            lengths = np.array([len(feed.token_ids) for feed in feeds])
+            roots: Tensor | tuple[Ints, Ints] = np.array([*chain(*(feed.token_ids for feed in feeds))]), lengths
+        else:
+            roots = feed_roots(self.forward, feeds, self.kv.block_size)
+        return self._grow(growing, roots, num_rows, vocab_size)
 
-        Args:
-            growths: `TREE_GROWTH` [n].
-            last_slots: int64 [n], the last slot that each request writes.
-            block_tables: n of them, covering these slots.
-            roots: see `CompiledDecoder.grow`.
-            target_vocab_size: likewise.
-            num_probs: likewise.
+    def _is_compiled(self, feeds: Sequence[Feed]) -> bool:
+        """Whether there are trees, their passes are short, and samples are from whole distributions."""
+        specs = [feed.spec for feed in feeds if feed.spec is not None]
+        is_uncut = all(not isinstance(spec, ShapeSpec) or spec.params is None or not spec.params.has_cuts for spec in specs)
+        return bool(specs) and is_uncut and sum(spec.max_fed for spec in specs) <= self.max_rows
 
-        Raises:
-            IndexError: a position without a rotation or a slot without a block.
-        """
+    def _grow(self, feeds: Sequence[Feed], roots: Tensor | tuple[Ints, Ints], num_rows: int, vocab_size: int) -> DraftTrees:
+        counts = np.zeros(num_rows, np.int64)
+        is_chain, is_sampled, has_scores = np.zeros((3, num_rows), np.bool_)
+        rows = np.array([feed.row for feed in feeds])
+        specs = [feed.spec for feed in feeds if feed.spec is not None]
+        counts[rows] = [spec.num_nodes for spec in specs]
+        has_scores[rows] = [isinstance(spec, BeamSpec) for spec in specs]
+        is_sampled[rows] = [isinstance(spec, ShapeSpec) and spec.params is not None for spec in specs]
+        start_loc = prefix_sums(counts)
+        growths, num_probs = np.zeros(len(feeds), TREE_GROWTH), 0
+        for i, (feed, spec) in enumerate(zip(feeds, specs, strict=True)):
+            first_node = int(start_loc[feed.row])
+            growths[i] = _growth(spec, feed.root, first_node, first_node + feed.row, num_probs)
+            if isinstance(spec, ShapeSpec) and spec.params is not None:
+                num_probs += spec.plan.inner.shape[1]
         self.model.check_positions(growths["root"] + growths["depth"] - 1)
-        table = pad_block_tables(block_tables)
-        num_blocks = np.array([len(block_ids) for block_ids in block_tables])
-        if (last_slots // self.kv.shape[4] >= num_blocks).any():
+        last_slots = growths["root"] + [spec.num_slots for spec in specs]
+        num_blocks = np.array([len(feed.block_ids) for feed in feeds])
+        if (last_slots // self.kv.block_size >= num_blocks).any():
             raise IndexError(f"block tables of {num_blocks.tolist()} blocks do not cover slots {last_slots.tolist()}")
-        return self._compiled.grow(growths, table, roots, target_vocab_size, num_probs)
+        grown = self._compiled.grow(
+            growths,
+            pad_block_tables([feed.block_ids for feed in feeds]),
+            roots,
+            vocab_size,
+            num_nodes=int(start_loc[-1]),
+            num_rows=num_rows,
+            num_probs=num_probs,
+        )
+        is_chain[rows] = grown.is_chain
+        return DraftTrees(start_loc, is_chain, is_sampled, has_scores, *grown.columns, grown.probs, grown.draft_rows)
 
 
-def make_compiled_runner(model: Decoder, kv: Tensor) -> CompiledRunner | None:
-    """The runner, or ``None`` where there is no library, or weights are packed in a way that it cannot read.
+def _growth(spec: GrowthSpec, root: int, first_node: int, first_row: int, first_inner: int) -> tuple[Any, ...]:
+    """One `TREE_GROWTH`."""
+    places = spec.num_nodes, first_node, first_row, first_inner
+    match spec:
+        case ChainSpec(num_nodes=depth):
+            return 0, root, depth, 1, 1, *places, 0, 1.0, False
+        case BeamSpec(depth=depth, width=width, num_children=num_children, temperature=temperature):
+            return 0, root, depth, width, num_children, *places, 0, temperature, False
+        case ShapeSpec(plan=plan, params=params, seed=seed):
+            address, temperature = ctypes.addressof(shape_struct(plan)), 1.0 if params is None else params.temperature
+            return address, root, 1 + len(plan.feeds), 0, 0, *places, seed, temperature, params is not None
+    raise TypeError(f"{type(spec).__name__} is not a spec that can be grown")
+
+
+def make_compiled_runner(backend: Backend, library: ctypes.CDLL, model: Any, kv: KVTensor) -> CompiledRunner | None:
+    """The runner, or ``None`` where the model has a trait that the C++ does not know, or weights that it cannot read.
 
     Args:
-        model: the model.
-        kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim].
+        backend: that made the model's operations.
+        library: the C++ of this folder, compiled.
+        model: a `titan.models.decoder.Decoder`.
+        kv: of the model.
     """
     config, layer_weights, layers = model.config, model.layer_weights, []
-    library = usable_library() if model.device.type == "cpu" and model.dtype in COMPILED_DTYPES else None
-    head = None if library is None else find_weight(library, model.head, None)
-    if library is None or head is None:
+    head = find_weight(library, model.head, None)
+    if head is None or not config.traits <= TRAITS or len(kv.groups) > 1:
         return None
     num_rows = max_rows(library, model.dtype, head)
-    for weights, window in zip(layer_weights, config.layer_windows, strict=True):
+    for weights, kv_layer, window in zip(layer_weights, kv.layers, config.layer_windows, strict=True):
         found = [
             find_weight(library, weight, bias)
             for weight, bias in (
@@ -104,7 +151,7 @@ def make_compiled_runner(model: Decoder, kv: Tensor) -> CompiledRunner | None:
         if len(readable) < len(found):
             return None
         num_rows = min(num_rows, *(max_rows(library, model.dtype, weight) for weight in readable))
-        layers.append(layer_struct((weights.input_norm, weights.post_norm, weights.qk_norm), readable, window))
+        layers.append(layer_struct((weights.input_norm, weights.post_norm, weights.qk_norm), readable, kv_layer, window))
     decoder = DecoderStruct(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
@@ -117,4 +164,4 @@ def make_compiled_runner(model: Decoder, kv: Tensor) -> CompiledRunner | None:
         final_norm=model.final_norm.data_ptr(),
         head=head,
     )
-    return CompiledRunner(model, kv, CompiledDecoder(library, decoder, layers, kv), num_rows)
+    return CompiledRunner(backend, model, kv, CompiledDecoder(library, decoder, layers, kv), num_rows)

@@ -6,13 +6,15 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <vector>
 
 #include "numbers.h"
 
 namespace {
 
 constexpr int kChunk = 512; // numbers summed before their sum goes to a double
-constexpr int64_t kSample = 0, kDraft = 2, kAccept = 3, kResidual = 4; // purposes of random numbers, those of `titan/sampling.py`
+// purposes of random numbers
+constexpr int64_t kSample = TITAN_SAMPLE, kDraft = TITAN_DRAFT, kAccept = TITAN_ACCEPT, kResidual = TITAN_RESIDUAL;
 constexpr int kSearched = 64; // numbers that are passed over together if none of them is large enough
 
 // Uniform in (0, 1) by Philox 4x32-10; key = seed, counter = (position, stream, 0, 0).
@@ -208,17 +210,6 @@ void draw_siblings(const float* probs, uint64_t seed, int64_t position, int64_t 
   }
 }
 
-// One token per row.
-template <typename T>
-void draw_tokens(const LazyProbs<T>& rows, const uint64_t* seeds, const int64_t* positions, int64_t purpose, int64_t* tokens,
-                 int64_t num_rows) {
-#pragma omp parallel for if (num_rows * rows.size > kMaxSerial)
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const std::unique_ptr<float[]> room(new float[rows.size]);
-    draw_siblings(rows.row(row, room.get()), seeds[row], positions[row], purpose, 1, tokens + row, rows.size);
-  }
-}
-
 // Row i is written to row places[i] of the two tables, its probabilities to one and the tokens drawn from it to the other.
 template <typename T>
 void draw_children(const LazyProbs<T>& rows, const uint64_t* seeds, const int64_t* positions, int64_t purpose,
@@ -264,25 +255,33 @@ void match_rows(const float* probs, const float* draft_probs, float* matches, in
   matches[1] = static_cast<float>(total);
 }
 
-// Trees one after the other: the rows of each are its root's, then its nodes'. Nodes are counted from the tree's first; children
-// come after their parents.
+// Trees of a plan, see `DraftTrees` of `titan/core/trees.py`, of which some are verified. Of each of these there are rows of
+// values: that of its root, then those of its nodes.
 struct VerifiedTrees {
-  const int64_t* node_start_loc;   // [trees + 1]
-  const float* temperatures;       // [trees], 0: the most likely tokens; none: the rows are float32 probabilities
-  const uint64_t* seeds;           // [trees]
-  const int64_t* positions;        // [trees], of the token that follows the root
-  const float* const* draft_probs; // [trees], each [inner nodes, size]; none for a tree whose tokens were not drawn
-  const int64_t* token_ids;        // [nodes]
-  const int32_t* parents;          // [nodes], -1 for the root
-  const int64_t* inner_rows;       // [rows], which of the tree's draft_probs; -1 for a leaf
+  int64_t num_trees;
+  int64_t max_depth;          // of `paths`
+  const int64_t* rows;        // [trees], of the plan
+  const int64_t* start_loc;   // [all rows of the plan + 1], of the nodes
+  const char* is_sampled;     // [all rows of the plan]
+  const float* temperatures;  // [trees], 0: the most likely tokens; none: the values are float32 probabilities
+  const uint64_t* seeds;      // [trees]
+  const int64_t* positions;   // [trees], of the token that follows the root
+  const int64_t* token_ids;   // [nodes]
+  const int32_t* parents;     // [nodes], -1 for the root, counted from the tree's first; children come after their parents
+  const float* draft_probs;   // [any, size]
+  const int32_t* draft_rows;  // [rows of the plan + nodes], which of them the children of each root and node were sampled from
+  // what comes out
+  int32_t* paths;        // [trees, max_depth], accepted nodes from the root down
+  int32_t* num_accepted; // [trees]
+  int64_t* final_tokens; // [trees], -1 where none can be sampled
+  float* matches;        // [trees, 2]
 };
 
 // One of them, and the distributions at its rows.
 template <typename T>
 struct VerifiedTree {
-  const T* values;  // [rows of all trees, size]
+  const T* values; // of the root, then of the nodes: [1 + num_nodes, size]
   int64_t size;
-  int64_t root; // row
   int64_t num_nodes;
   const int64_t* token_ids;
   const int32_t* parents;
@@ -290,29 +289,41 @@ struct VerifiedTree {
   uint64_t seed;
   int64_t position;
   const float* draft_probs;
-  const int64_t* inner_rows; // from the root on
+  const int32_t* draft_rows; // from the root on; none: nothing was sampled
+  int32_t* path;
+  int32_t* num_accepted;
 
-  VerifiedTree(const T* all_values, int64_t vocab_size, const VerifiedTrees& trees, int64_t tree)
-      : values(all_values), size(vocab_size), root(trees.node_start_loc[tree] + tree),
-        num_nodes(trees.node_start_loc[tree + 1] - trees.node_start_loc[tree]),
-        token_ids(trees.token_ids + trees.node_start_loc[tree]), parents(trees.parents + trees.node_start_loc[tree]),
-        temperature(trees.temperatures ? trees.temperatures + tree : nullptr), seed(trees.seeds[tree]),
-        position(trees.positions[tree]), draft_probs(trees.draft_probs[tree]), inner_rows(trees.inner_rows + root) {}
+  VerifiedTree(const T* root_values, int64_t vocab_size, const VerifiedTrees& trees, int64_t tree)
+      : values(root_values), size(vocab_size), temperature(trees.temperatures ? trees.temperatures + tree : nullptr),
+        seed(trees.seeds[tree]), position(trees.positions[tree]), draft_probs(trees.draft_probs),
+        path(trees.paths + tree * trees.max_depth), num_accepted(trees.num_accepted + tree) {
+    const int64_t row = trees.rows[tree], first = trees.start_loc[row];
+    num_nodes = trees.start_loc[row + 1] - first;
+    token_ids = trees.token_ids + first;
+    parents = trees.parents + first;
+    draft_rows = trees.is_sampled[row] ? trees.draft_rows + first + row : nullptr;
+    *num_accepted = 0;
+  }
 
   // The target's probabilities at a node, or at the root, -1; room for them is used where they must be computed.
-  const float* probs(int64_t node, float* room) const {
-    return row_probs(values + (root + 1 + node) * size, temperature, room, size);
+  const float* probs(int64_t node, float* room) const { return row_probs(values + (1 + node) * size, temperature, room, size); }
+
+  // What the children of a node, or of the root, were sampled from; none for a leaf.
+  const float* sampled_from(int64_t node) const {
+    for (int64_t child = node + 1; child < num_nodes; ++child)
+      if (parents[child] == node) return draft_probs + draft_rows[1 + node] * size;
+    return nullptr;
   }
 };
 
 // Sample-and-match: descend to the child that carries the target's token, of equal siblings the first.
 template <typename T>
-void match_tree(const VerifiedTree<T>& tree, int64_t* last_row, int64_t* final_token) {
+void match_tree(const VerifiedTree<T>& tree, int64_t* final_token) {
   const bool is_greedy = tree.temperature && *tree.temperature == 0;
   const std::unique_ptr<float[]> room(is_greedy ? nullptr : new float[tree.size]);
   int64_t reached = -1, depth = 0;
   const auto wanted = [&] {
-    if (is_greedy) return argmax_row(tree.values + (tree.root + 1 + reached) * tree.size, tree.size);
+    if (is_greedy) return argmax_row(tree.values + (1 + reached) * tree.size, tree.size);
     int64_t token;
     draw_siblings(tree.probs(reached, room.get()), tree.seed, tree.position + depth, kSample, 1, &token, tree.size);
     return token;
@@ -320,26 +331,23 @@ void match_tree(const VerifiedTree<T>& tree, int64_t* last_row, int64_t* final_t
   int64_t token = wanted();
   for (int64_t node = 0; node < tree.num_nodes; ++node) {
     if (tree.parents[node] != reached || tree.token_ids[node] != token) continue;
-    reached = node, ++depth;
+    reached = node;
+    tree.path[depth++] = static_cast<int32_t>(node);
     token = wanted();
   }
-  *last_row = tree.root + 1 + reached;
+  *tree.num_accepted = static_cast<int32_t>(depth);
   *final_token = token;
 }
 
-// Recursive rejection, see `titan/verify/rejection.py`.
+// Recursive rejection, see `titan/kernels/torch/trees.py`.
 template <typename T>
-void reject_tree(const VerifiedTree<T>& tree, int64_t* last_row, int64_t* final_token, float* matches) {
+void reject_tree(const VerifiedTree<T>& tree, int64_t* final_token, float* matches) {
   const int64_t size = tree.size;
   const std::unique_ptr<float[]> room(new float[2 * size]);
   float* rest = room.get() + size;
   int64_t reached = -1, depth = 0, rank = 0;
   double scale = 0, drawn = 0; // s and Q of the children tried so far
-  const auto draft_row = [&] { // none for a leaf
-    const int64_t inner = tree.inner_rows[1 + reached];
-    return inner < 0 ? nullptr : tree.draft_probs + inner * size;
-  };
-  const float *probs = tree.probs(reached, room.get()), *draft_probs = draft_row();
+  const float *probs = tree.probs(reached, room.get()), *draft_probs = tree.sampled_from(reached);
   if (tree.num_nodes) match_rows(probs, draft_probs, matches, size);
   for (int64_t node = 0; node < tree.num_nodes; ++node) {
     if (tree.parents[node] != reached) continue;
@@ -349,15 +357,16 @@ void reject_tree(const VerifiedTree<T>& tree, int64_t* last_row, int64_t* final_
     const double left = std::max(1 - drawn, q); // q is part of it, whatever rounding says
     const double coin = uniform_number(tree.seed, tree.position + depth, kAccept | rank << 8);
     if (coin < std::max(p - scale * q, 0.0) * left / (mass * q)) {
-      reached = node, ++depth, rank = 0;
+      reached = node, rank = 0;
+      tree.path[depth++] = static_cast<int32_t>(node);
       scale = 0, drawn = 0;
       probs = tree.probs(reached, room.get());
-      draft_probs = draft_row();
+      draft_probs = tree.sampled_from(reached);
     } else {
       scale += mass / left, drawn += q, rank += 1;
     }
   }
-  *last_row = tree.root + 1 + reached;
+  *tree.num_accepted = static_cast<int32_t>(depth);
   if (!std::isfinite(probs[0])) {
     *final_token = -1;
     return;
@@ -369,15 +378,17 @@ void reject_tree(const VerifiedTree<T>& tree, int64_t* last_row, int64_t* final_
 }
 
 template <typename T>
-void verify_trees(const T* values, int64_t size, const VerifiedTrees& trees, int64_t* last_rows, int64_t* final_tokens,
-                  float* matches, int64_t num_trees) {
-#pragma omp parallel for schedule(dynamic) if ((trees.node_start_loc[num_trees] + num_trees) * size > kMaxSerial)
-  for (int64_t i = 0; i < num_trees; ++i) {
-    const VerifiedTree<T> tree(values, size, trees, i);
-    if (tree.draft_probs)
-      reject_tree(tree, last_rows + i, final_tokens + i, matches + 2 * i);
+void verify_trees(const T* values, int64_t size, const VerifiedTrees& trees) {
+  std::vector<int64_t> root_rows(trees.num_trees + 1, 0);
+  for (int64_t i = 0; i < trees.num_trees; ++i)
+    root_rows[i + 1] = root_rows[i] + 1 + trees.start_loc[trees.rows[i] + 1] - trees.start_loc[trees.rows[i]];
+#pragma omp parallel for schedule(dynamic) if (root_rows[trees.num_trees] * size > kMaxSerial)
+  for (int64_t i = 0; i < trees.num_trees; ++i) {
+    const VerifiedTree<T> tree(values + root_rows[i] * size, size, trees, i);
+    if (tree.draft_rows)
+      reject_tree(tree, trees.final_tokens + i, trees.matches + 2 * i);
     else
-      match_tree(tree, last_rows + i, final_tokens + i);
+      match_tree(tree, trees.final_tokens + i);
   }
 }
 
@@ -395,11 +406,6 @@ void verify_trees(const T* values, int64_t size, const VerifiedTrees& trees, int
                                        int64_t num_rows, int64_t size, int64_t count) {                                        \
     best_children(static_cast<const T*>(logits), temperatures, tokens, logprobs, num_rows, size, count);                       \
   }                                                                                                                            \
-  extern "C" void draw_tokens_##NAME(const void* values, const float* temperatures, const uint64_t* seeds,                     \
-                                     const int64_t* positions, int64_t purpose, int64_t* tokens, int64_t num_rows,             \
-                                     int64_t size) {                                                                           \
-    draw_tokens(LazyProbs<T>{static_cast<const T*>(values), temperatures, size}, seeds, positions, purpose, tokens, num_rows); \
-  }                                                                                                                            \
   extern "C" void draw_children_##NAME(const void* values, const float* temperatures, const uint64_t* seeds,                   \
                                        const int64_t* positions, int64_t purpose, const int64_t* num_children,                 \
                                        const int64_t* places, float* probs, int64_t* tokens, int64_t num_rows, int64_t size,   \
@@ -407,7 +413,6 @@ void verify_trees(const T* values, int64_t size, const VerifiedTrees& trees, int
     draw_children(LazyProbs<T>{static_cast<const T*>(values), temperatures, size}, seeds, positions, purpose, num_children,    \
                   places, probs, tokens, num_rows, max_children);                                                              \
   }                                                                                                                            \
-  extern "C" void verify_trees_##NAME(const void* values, int64_t size, const VerifiedTrees* trees, int64_t* last_rows,        \
-                                      int64_t* final_tokens, float* matches, int64_t num_trees) {                              \
-    verify_trees(static_cast<const T*>(values), size, *trees, last_rows, final_tokens, matches, num_trees);                    \
+  extern "C" void verify_trees_##NAME(const void* values, int64_t size, const VerifiedTrees* trees) {                          \
+    verify_trees(static_cast<const T*>(values), size, *trees);                                                                 \
   }

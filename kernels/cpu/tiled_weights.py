@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan.kernels.cpu.huge_pages import use_huge_pages
 from titan.kernels.cpu.library import load_library, usable_library
-from titan.kernels.cpu.rows import WeightStruct, multiply_rows
+from titan.kernels.cpu.weights import WeightStruct, multiply_rows
 
 BLOCK_OUTPUTS = 32
 """``kAmxBlock`` of the source: outputs that stand side by side."""

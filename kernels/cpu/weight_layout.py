@@ -9,8 +9,8 @@ from torch import Tensor
 
 from titan.kernels.cpu.library import COMPILED_DTYPES
 from titan.kernels.cpu.linear import linear
-from titan.kernels.cpu.rows import WeightStruct, multiply_rows
 from titan.kernels.cpu.tiled_weights import is_tiled, tiled_struct
+from titan.kernels.cpu.weights import WeightStruct, multiply_rows
 
 NUM_TRIED_ROWS = 8
 """Random rows whose product tells how a weight lies."""

@@ -1,39 +1,53 @@
-"""The operations of a layer in plain PyTorch: what runs on any device."""
+"""The operations of a layer in plain PyTorch; see `titan.kernels.interfaces.LayerOps`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.core.attention_layout import AttentionLayout, Window
-from titan.kernels.cpu.linear import linear_add
-from titan.kernels.torch import attention as torch_attention
-from titan.kernels.torch.attention import AttentionPlan
-from titan.kernels.torch.cache import write_kv
-from titan.kernels.torch.norm import rms_norm
+from titan.core.batch import AttentionLayout, Window
+from titan.kernels.torch.attention import RequestQuery, attend, plan_requests
 
 
 class TorchOps:
-    """See `titan.kernels.interfaces.LayerOps`."""
+    """Runs on any device.
+
+    Args:
+        device: of the model.
+    """
 
     name = "PyTorch"
+    packs = False
 
-    def plan_attention(self, layout: AttentionLayout, windows: Sequence[Window]) -> AttentionPlan:
-        return torch_attention.plan_attention(layout, windows)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
-    def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: AttentionPlan, *, scale: float, window: Window) -> Tensor:
-        return torch_attention.tree_attention(q, kv_layer, plan, scale=scale, window=window)
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def plan_attention(self, layout: AttentionLayout, windows: Sequence[Window]) -> list[RequestQuery]:
+        return plan_requests(layout, np.arange(len(layout.seq_lens)), windows, self.device)
+
+    def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: list[RequestQuery], *, scale: float, window: Window) -> Tensor:
+        return torch.cat([attend(q[query.rows], kv_layer, query, scale=scale, window=window) for query in plan])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
+        """Zhang and Sennrich, "Root mean square layer normalization", 2019."""
+        wide = x.float()
+        # rounded before the weight, as in transformers
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
     def linear_add_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        residual = linear_add(x, weight, bias, residual)
+        residual = residual + self.linear(x, weight, bias)
         return residual, self.rms_norm(residual, norm_weight, eps)
 
     def rope_and_write_kv(
@@ -50,15 +64,15 @@ class TorchOps:
     ) -> Tensor:
         num_kv_heads, head_dim = kv_layer.shape[1], kv_layer.shape[-1]
         heads = qkv.view(len(qkv), -1, head_dim)
-        num_qk_heads = num_heads + num_kv_heads
-        qk = heads[:, :num_qk_heads]
+        queries_and_keys, values = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
         if qk_norm is not None:
-            qk = rms_norm(qk, qk_norm, eps)
+            queries_and_keys = self.rms_norm(queries_and_keys, qk_norm, eps)
         cos, sin = rope_table.index_select(0, positions).unsqueeze(2).unbind(1)
-        torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin, out=heads[:, :num_qk_heads])
-        write_kv(kv_layer, heads[:, num_heads:].view(len(qkv), 2, -1, head_dim), slot_mapping)
-        return heads[:, :num_heads]
+        queries_and_keys = queries_and_keys * cos + queries_and_keys.roll(head_dim // 2, -1) * sin
+        queries, keys = queries_and_keys.split([num_heads, num_kv_heads], dim=1)
+        kv_layer.flatten(2, 3).index_copy_(2, slot_mapping, torch.stack((keys, values)).transpose(1, 2))
+        return queries
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return F.silu(gate) * up

@@ -13,12 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.attention_layout import Window
-from titan.kernels.backend import TRITON_BLOCK_SIZES
+from titan.core.batch import Window
 from titan.kernels.triton.tools import FLOAT_DTYPES
 from titan.kernels.triton.tuning import TileConfig
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
+
+BLOCK_SIZES = (16, 32)
+"""Slots of a KV block that tree attention has tiles for."""
+
+MAX_REQUESTS = 1024
+"""Of a batch: one program plans the attention of them all."""
 
 # a tile is 8 int32: these, and two to keep records aligned
 REQUEST = tl.constexpr(0)
@@ -56,8 +61,8 @@ class AttentionGeometry:
             raise ValueError(f"num_heads is {self.num_heads}: it must be a multiple of num_kv_heads, {self.num_kv_heads}")
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM:
             raise ValueError(f"head_dim is {self.head_dim}: it must be from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
-        if self.block_size not in TRITON_BLOCK_SIZES:
-            raise ValueError(f"block_size is {self.block_size}: it must be one of {TRITON_BLOCK_SIZES}")
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size is {self.block_size}: it must be one of {BLOCK_SIZES}")
         if self.dtype not in FLOAT_DTYPES:
             raise ValueError(f"dtype is {self.dtype}: it must be one of {', '.join(map(str, FLOAT_DTYPES))}")
 

@@ -20,12 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.attention_layout import Window
-from titan.kernels.backend import MAX_TRITON_REQUESTS
+from titan.core.batch import Window
+from titan.core.limits import MAX_NODES
 from titan.kernels.triton.attention_plan import (
     END_SLOT,
     FIRST_ROW,
     FIRST_SLOT,
+    MAX_REQUESTS,
     MERGE_FIELDS,
     MERGE_FIRST_PART,
     MERGE_FIRST_ROW,
@@ -42,7 +43,7 @@ from titan.kernels.triton.attention_plan import (
 from titan.kernels.triton.tools import require, require_launchable
 from titan.kernels.triton.tuning import TileConfig, num_multiprocessors, tile_config
 
-MAX_TREE_NODES = 64
+MAX_TREE_NODES = MAX_NODES + 1
 
 PARTS_PER_RUNNING_PROGRAM = 4
 """At most so many parts of split tiles for every program that runs at a time: enough to even out unequal contexts."""
@@ -287,8 +288,8 @@ def _check_numbers(
     fixed_chunk: int | None,
 ) -> None:
     max_slots = block_table.shape[1] * geometry.block_size
-    if not 1 <= num_requests <= MAX_TRITON_REQUESTS:
-        raise ValueError(f"seq_lens has {num_requests} requests: there must be 1 to {MAX_TRITON_REQUESTS}")
+    if not 1 <= num_requests <= MAX_REQUESTS:
+        raise ValueError(f"seq_lens has {num_requests} requests: there must be 1 to {MAX_REQUESTS}")
     if not 1 <= num_tokens * geometry.num_heads < 2**31:
         raise ValueError(f"positions has {num_tokens} tokens: with {geometry.num_heads} heads there must be 1 to 2**31 rows")
     if not 1 <= max_slots <= MAX_SLOTS:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from titan.kernels.interfaces import PassLimits
 
 MAX_GRAPH_TOKENS = 1024
 """Larger passes keep the device busy for longer than it takes to launch them."""
@@ -25,29 +26,6 @@ class PassSize(NamedTuple):
     num_tokens: int
     num_requests: int
     max_query_len: int  # no query is longer
-
-
-@dataclass(frozen=True, slots=True)
-class PassLimits:
-    """Bounds of the small passes of an engine: decodes, verifications and drafting."""
-
-    num_requests: int
-    query_len: int  # of one request: the root and its draft tokens
-    num_blocks: int  # of the tokens of one request
-
-
-@dataclass(slots=True)
-class PassCounts:
-    """How the passes of a target and its draft ran."""
-
-    num_replayed: int = 0
-    num_eager: int = 0
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Share of those replayed; ``None`` if nothing was counted."""
-        num_passes = self.num_replayed + self.num_eager
-        return self.num_replayed / num_passes if num_passes else None
 
 
 class GraphSizes:

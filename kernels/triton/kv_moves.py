@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan.core.limits import MAX_NODES
 from titan.kernels.triton.tools import FLOAT_DTYPES, require, require_launchable
 
-MAX_PATH = 64
-"""One program holds a whole path in its registers; a draft tree has at most 63 nodes."""
+MAX_PATH = MAX_NODES + 1
+"""One program holds a whole path in its registers."""
 
 TILE_ELEMENTS = 2048
 """What one program copies or clears at a time."""

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from titan.core.attention_layout import Window
-from titan.kernels.cpu.linear import linear
+from titan.core.batch import Window
 from titan.kernels.triton import gate, rope_kv, tree_attention
 from titan.kernels.triton import norm as fused_norm
 from titan.kernels.triton.attention_plan import AttentionGeometry, TreeAttentionPlan
@@ -26,7 +26,7 @@ MIN_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceLayout:
-    """What `titan.core.attention_layout.AttentionLayout` says, on the device; the arguments of `plan_tree_attention`."""
+    """What `titan.core.batch.AttentionLayout` says, on the device; the arguments of `plan_tree_attention`."""
 
     geometry: AttentionGeometry
     query_start_loc: Tensor  # int32 [R + 1]; tokens from its last entry on are padding
@@ -51,6 +51,7 @@ class TritonOps:
     """
 
     name = "Triton"
+    packs = False
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
@@ -59,6 +60,12 @@ class TritonOps:
                 f"{'.'.join(map(str, capability))}: the Triton kernels, and bfloat16, need "
                 f"{'.'.join(map(str, MIN_CAPABILITY))} or more; device='cpu' runs without"
             )
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def plan_attention(self, layout: DeviceLayout, windows: Sequence[Window]) -> TreeAttentionPlan:
         return plan_tree_attention(
@@ -84,7 +91,7 @@ class TritonOps:
     def linear_add_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return residual, fused_norm.add_rms_norm(linear(x, weight, bias), residual, norm_weight, eps)
+        return residual, fused_norm.add_rms_norm(self.linear(x, weight, bias), residual, norm_weight, eps)
 
     def rope_and_write_kv(
         self,

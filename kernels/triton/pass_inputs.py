@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.core.attention_layout import Int
-from titan.execute.batch import RaggedBatch
+from titan.core.arrays import Ints
+from titan.core.batch import RaggedBatch
 from titan.kernels.triton.attention_plan import AttentionGeometry
 from titan.kernels.triton.cuda_graphs import PassSize
 from titan.kernels.triton.layers import DeviceLayout
 from titan.kernels.triton.place_nodes import place_nodes
-from titan.kernels.upload import to_device, upload
+from titan.kernels.triton.upload import to_device, upload
 
 MAX_PACKED_BYTES_PER_TOKEN = 40
 MAX_PACKED_BYTES_PER_REQUEST = 16
@@ -51,14 +51,14 @@ def size_of(batch: RaggedBatch) -> PassSize:
 def upload_rows(batch: RaggedBatch, device: torch.device) -> Tensor | None:
     """The rows that need logits, int64 [L]; ``None`` if they are all of the batch."""
     rows = batch.logits_rows
-    return None if len(rows) == len(batch.attention.positions) else to_device(rows.numpy(), device)
+    return None if len(rows) == len(batch.attention.positions) else to_device(rows, device)
 
 
 def upload_inputs(batch: RaggedBatch, geometry: AttentionGeometry, device: torch.device, max_short_query: int) -> DeviceInputs:
     """Bring a batch to fresh memory, as it is.
 
     Args:
-        batch: on the host, but for what the device has of its grown nodes.
+        batch: on the host, but for its nodes.
         geometry: of the model that reads it.
         device: where the model is.
         max_short_query: queries up to this length are attended as verifications; longer ones as prefill chunks, unless they end
@@ -66,7 +66,7 @@ def upload_inputs(batch: RaggedBatch, geometry: AttentionGeometry, device: torch
     """
     size = size_of(batch)
     tensors = upload(_packed_arrays(batch, size), device)
-    _place_grown(batch, tensors)
+    _place_nodes(batch, tensors)
     short_query_len = _short_query_len(batch, max_short_query)
     logits_rows = upload_rows(batch, device)
     return _inputs(tensors, geometry, tensors[BLOCK_TABLE], short_query_len, size.max_query_len, logits_rows)
@@ -97,7 +97,7 @@ class StaticInputs:
     def fill(self, batch: RaggedBatch, size: PassSize) -> DeviceInputs:
         """Bring a batch, padded to a size that holds it, to the memory of that size."""
         tensors = upload(_packed_arrays(batch, size), self.device, into=self.packed)
-        _place_grown(batch, tensors)
+        _place_nodes(batch, tensors)
         num_requests, num_blocks = batch.attention.block_table.shape
         self.block_table[:num_requests, :num_blocks].copy_(tensors[BLOCK_TABLE])
         block_table = self.block_table[: size.num_requests]
@@ -107,34 +107,34 @@ class StaticInputs:
 def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[np.int64] | NDArray[np.int32]]:
     """The arrays of a batch in the order that `_inputs` knows, padded to ``size``, but for the block table.
 
-    Where nodes were grown on the device, one more array says how many each request has.
+    Where there are nodes, one more array says how many each request has.
     """
     layout = batch.attention
     num_tokens, num_requests, _ = size
 
-    def padded(values: Int, length: int, dtype: type[np.int64] | type[np.int32], filler: int = 0) -> NDArray[np.int64]:
+    def padded(values: Ints, length: int, dtype: type[np.int64] | type[np.int32], filler: int = 0) -> NDArray[np.int64]:
         array = np.full(length, filler, dtype)
         array[: len(values)] = values
         return array  # type: ignore[return-value]
 
-    def known(values: Tensor) -> Int:
-        """Nothing of a pass of grown nodes alone, as those of a draft are."""
-        is_grown = batch.grown is not None and len(batch.grown.token_ids) == len(values)
-        return np.zeros(0, np.int64) if is_grown else values.numpy()
+    def known(values: Ints) -> Ints:
+        """Nothing of a pass of nodes alone, as those of a draft are."""
+        return values[:0] if batch.nodes is not None and int(batch.nodes.start_loc[-1]) == len(values) else values
 
     arrays: list[NDArray[np.int64] | NDArray[np.int32]] = [
         padded(known(batch.token_ids), num_tokens, np.int64),
         padded(known(layout.ancestor_bits), num_tokens, np.int64),
         padded(layout.positions, num_tokens, np.int64),
-        padded(batch.slot_mapping.numpy(), num_tokens, np.int64, -1),
+        padded(batch.slot_mapping, num_tokens, np.int64, -1),
         padded(layout.visible_lens, num_tokens, np.int32),
         padded(layout.query_start_loc, num_requests + 1, np.int32, len(layout.positions)),
         padded(layout.seq_lens, num_requests, np.int32),
         padded(layout.tree_starts, num_requests, np.int32),
         layout.block_table.astype(np.int32),
     ]
-    if batch.grown is not None:
-        arrays.append(padded(batch.grown.node_start_loc, num_requests + 1, np.int32, len(batch.grown.token_ids)))
+    if batch.nodes is not None:
+        start_loc = batch.nodes.start_loc
+        arrays.append(padded(start_loc, num_requests + 1, np.int32, int(start_loc[-1])))
     return arrays
 
 
@@ -162,13 +162,13 @@ def _inputs(
     return DeviceInputs(token_ids, positions, slot_mapping, logits_rows, layout)
 
 
-def _place_grown(batch: RaggedBatch, tensors: list[Tensor]) -> None:
-    """Write what the device alone knows of the nodes that were grown there over the places that the host has kept for them."""
-    if (grown := batch.grown) is None:
+def _place_nodes(batch: RaggedBatch, tensors: list[Tensor]) -> None:
+    """Write the nodes, which the device alone may know, to the places that the host has kept for them."""
+    if (nodes := batch.nodes) is None:
         return
     token_ids, ancestor_bits, positions, _, _, query_start_loc, _, tree_starts = tensors[:BLOCK_TABLE]
     places = token_ids, positions, ancestor_bits, query_start_loc, tree_starts
-    place_nodes(*places, tensors[-1], grown.token_ids, grown.ancestor_bits, grown.depths)
+    place_nodes(*places, tensors[-1], nodes.token_ids, nodes.ancestor_bits, nodes.depths)
 
 
 def _short_query_len(batch: RaggedBatch, max_short_query: int) -> int:

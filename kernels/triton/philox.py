@@ -1,17 +1,15 @@
-"""Counter-based random numbers: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-
-A number depends on (seed, position, purpose, sibling) alone, so results do not depend on batch neighbours, batch order or
-preemption. The purposes and the bits are those of `titan.sample.distributions`.
-"""
+"""Counter-based random numbers with the bits of `titan.core.random`."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-SAMPLE = tl.constexpr(0)
-ACCEPT = tl.constexpr(3)
-RESIDUAL = tl.constexpr(4)
+from titan.core.random import Purpose
+
+SAMPLE = tl.constexpr(Purpose.SAMPLE.value)
+ACCEPT = tl.constexpr(Purpose.ACCEPT.value)
+RESIDUAL = tl.constexpr(Purpose.RESIDUAL.value)
 
 
 @triton.jit

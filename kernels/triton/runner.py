@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from titan.core.trees import MAX_NODES
-from titan.execute.batch import RaggedBatch
-from titan.kernels.backend import MAX_TRITON_REQUESTS
-from titan.kernels.triton.attention_plan import AttentionGeometry
-from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassCounts, PassLimits, PassSize, Replay
+from titan.core.batch import RaggedBatch
+from titan.core.growth import Feed
+from titan.core.kv_tensor import KVTensor
+from titan.core.limits import MAX_NODES
+from titan.core.trees import DraftTrees
+from titan.kernels.growth import grow_by_passes
+from titan.kernels.interfaces import Backend, PassCounts, PassLimits
+from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry
+from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassSize, Replay
 from titan.kernels.triton.pass_inputs import DeviceInputs, StaticInputs, size_of, upload_inputs, upload_rows
-from titan.models.decoder import Decoder
 
 
 class TritonRunner:
@@ -23,8 +28,9 @@ class TritonRunner:
     captured, and every time where memory is too short to capture it.
 
     Args:
-        model: the model.
-        kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim].
+        backend: whose device the model is on.
+        model: a `titan.models.decoder.Decoder`.
+        kv: of the model.
         limits: of passes that are replayed.
         counts: counted in.
         capture: records passes.
@@ -33,33 +39,38 @@ class TritonRunner:
         ValueError: attention heads, a block size or a number of requests that the kernels cannot take.
     """
 
-    def __init__(self, model: Decoder, kv: Tensor, limits: PassLimits, counts: PassCounts, capture: Capture) -> None:
-        if limits.num_requests > MAX_TRITON_REQUESTS:
-            raise ValueError(
-                f"{limits.num_requests} requests in a batch are too many: the Triton kernels take {MAX_TRITON_REQUESTS}"
-            )
+    def __init__(
+        self, backend: Backend, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts, capture: Capture
+    ) -> None:
+        if limits.num_requests > MAX_REQUESTS:
+            raise ValueError(f"{limits.num_requests} requests in a batch are too many: the Triton kernels take {MAX_REQUESTS}")
         config = model.config
+        self.backend = backend
         self.model = model
         self.kv = kv
-        self._geometry = AttentionGeometry(config.num_heads, config.num_kv_heads, config.head_dim, kv.shape[4], model.dtype)
+        self._geometry = AttentionGeometry(config.num_heads, config.num_kv_heads, config.head_dim, kv.block_size, model.dtype)
         self._max_query_len = limits.query_len
         self._sizes = GraphSizes(limits)
-        num_blocks = limits.num_blocks + -(-MAX_NODES // kv.shape[4])  # a beam writes more nodes than a request may keep
+        num_blocks = limits.num_blocks + -(-MAX_NODES // kv.block_size)  # a beam writes more nodes than a request may keep
         self._static = StaticInputs(self._geometry, model.device, self._sizes.largest, num_blocks)
         self._replays: dict[PassSize, Replay | None] = {}  # None: not to be tried again
         self._capture = capture
         self._counts = counts
 
     def forward(self, batch: RaggedBatch) -> Tensor:
-        """One pass over the ragged batch: logits [L, vocab] of the rows that need them."""
         self.model.check_positions(batch.attention.positions)
         size = self._sizes.find(size_of(batch)) if self._static.have_room_for(batch) else None
         if size is None:
             self._counts.num_eager += 1
             inputs = upload_inputs(batch, self._geometry, self.model.device, self._max_query_len)
-            return self.model.logits(self._hidden_states(inputs))
+            logits: Tensor = self.model.logits(self._hidden_states(inputs))
+            return logits
         hidden, rows = self._padded_hidden_states(batch, size), upload_rows(batch, self.model.device)
-        return self.model.logits(hidden[: len(batch.attention.positions)] if rows is None else hidden.index_select(0, rows))
+        logits = self.model.logits(hidden[: len(batch.attention.positions)] if rows is None else hidden.index_select(0, rows))
+        return logits
+
+    def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
+        return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
 
     def _padded_hidden_states(self, batch: RaggedBatch, size: PassSize) -> Tensor:
         """Those of all tokens of a size, valid until the next pass: [size.num_tokens, hidden_size]."""
@@ -88,4 +99,5 @@ class TritonRunner:
         return replay
 
     def _hidden_states(self, inputs: DeviceInputs) -> Tensor:
-        return self.model.hidden_states(inputs, self.kv)
+        hidden: Tensor = self.model.hidden_states(inputs, self.kv)
+        return hidden

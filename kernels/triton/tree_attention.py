@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.attention_layout import Window
+from titan.core.batch import Window
 from titan.kernels.triton.attention_plan import (
     END_SLOT,
     FIRST_ROW,

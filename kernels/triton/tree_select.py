@@ -7,13 +7,15 @@ tests hold it to that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan.core.trees import NODE_DTYPES, NODE_FIELDS
 from titan.kernels.triton.tools import require, require_launchable
-from titan.kernels.triton.tree_nodes import NODE_DTYPES, TreeNodes
 from titan.kernels.triton.tree_walk import NODES
 
 CANDIDATES = (64, 512, 4096)
@@ -106,7 +108,7 @@ def select_trees(
     slots: Tensor,
     first_nodes: Tensor,
     num_nodes: Tensor,
-    nodes: TreeNodes,
+    nodes: Sequence[Tensor],
 ) -> None:
     """Choose the trees of n requests from c candidates each; nothing is read back to the host.
 
@@ -117,7 +119,7 @@ def select_trees(
         slots: int64 [n, c], different ones of the candidates that may be parents, and -1 of the others.
         first_nodes: int32 [n], where the nodes of each tree begin.
         num_nodes: int32 [n], places of each tree, 0 to 63.
-        nodes: of all trees, overwritten at these places; places for which there is no candidate are empty. That the places are
+        nodes: the columns of all trees, see `titan.core.trees.DraftTrees`, overwritten at these places; places for which there is no candidate are empty. That the places are
             inside, and each of one tree only, is not checked: they are on the device.
 
     Raises:
@@ -137,7 +139,7 @@ def select_trees(
         require(name, values, shape=(num_requests, num_candidates), dtypes=(dtype,), device=device)
     for name, values in {"first_nodes": first_nodes, "num_nodes": num_nodes}.items():
         require(name, values, shape=(num_requests,), dtypes=(torch.int32,), device=device)
-    for name, column, dtype in zip(TreeNodes._fields, nodes, NODE_DTYPES, strict=True):
+    for name, column, dtype in zip(NODE_FIELDS, nodes, NODE_DTYPES, strict=True):
         require(f"nodes.{name}", column, shape=(len(nodes.token_ids),), dtypes=(dtype,), device=device, is_written=True)
     if num_requests:
         _select_kernel[(num_requests,)](

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan.core.limits import MAX_NODES
 from titan.kernels.triton.tools import require, require_launchable
 
-NODES = 64
-"""One program holds a tree in its registers; a draft tree has at most 63 nodes."""
+NODES = MAX_NODES + 1
+"""One program holds a tree in its registers."""
 
 
 class TreePaths(NamedTuple):

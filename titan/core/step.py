@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from titan.core.outputs import Logprob
 from titan.core.request import Request
-from titan.core.trees import DraftTree
+from titan.core.trees import DraftTrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class StepPlan:
 class Acceptance:
     """What verification found, per row of the plan.
 
-    ``trees[i]`` is what was verified, without its q (``draft_probs``) if the tree came from the device; ``paths[i]`` are its
+    ``trees`` are what was verified, on the host, without q (``draft_probs``); ``paths[i]`` are its
     accepted nodes from the root down; ``token_ids[i]`` their tokens and the final token, which is recovered or bonus. All are
     empty for a row that did not reach its root. ``errors[i]`` says why the logits behind the path could not be used; there is then
     no final token, and the request is aborted unless the path ends it. ``logprobs[i]`` has, where the request asks for them, an
@@ -46,7 +46,7 @@ class Acceptance:
     and a token drawn from the draft would have been accepted behind the root: ``p[argmax q]`` and ``sum(min(p, q))``.
     """
 
-    trees: list[DraftTree]
+    trees: DraftTrees
     paths: list[list[int]]
     token_ids: list[list[int]]
     errors: list[str | None]

@@ -8,41 +8,93 @@ are ``-1, 0, 1, ...``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from titan.core.arrays import Flags, Ints
+from titan.core.limits import MAX_NODES
+
 Parents = NDArray[np.int32]
 
-MAX_NODES = 63
-"""Most nodes in a tree: the ancestors of a node are the bits of one int64."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Topology:
+    """What follows from the parents of a tree alone; shared by all trees of the same shape."""
+
+    depths: Ints  # [num_nodes], children of the root have depth 1
+    ancestor_bits: Ints  # [num_nodes]; bit j of entry i says that node j is i or one of its ancestors
+    child_ranks: Ints  # [num_nodes], how many earlier children the node's parent has
+    inner: NDArray[np.int32]  # [num_inner], the distinct parents, ascending: the root (-1) and the nodes that have children
+    inner_rows: Ints  # [1 + num_nodes], places of the root and the nodes among the inner ones; -1 for a leaf
+    max_depth: int
+    is_chain: bool
+
+
+@lru_cache(maxsize=4096)
+def topology(parents: bytes) -> Topology:
+    """Derive a tree's topology from its int32 parents (given as bytes, so that each shape is looked at once).
+
+    Raises:
+        ValueError: too many nodes, or parents that are not topological.
+    """
+    parent_of = np.frombuffer(parents, np.int32)
+    num_nodes = len(parent_of)
+    if num_nodes > MAX_NODES:
+        raise ValueError(f"a draft tree of {num_nodes} nodes is too large: at most {MAX_NODES} are allowed")
+    if not ((parent_of >= -1) & (parent_of < np.arange(num_nodes))).all():
+        raise ValueError(f"parents={parent_of.tolist()} is not topological: -1 <= parents[i] < i must hold")
+    depths, bits, ranks = np.zeros((3, num_nodes), np.int64)
+    num_children: dict[int, int] = {}
+    for node, parent in enumerate(parent_of.tolist()):
+        depths[node] = 1 if parent < 0 else depths[parent] + 1
+        bits[node] = 1 << node | (0 if parent < 0 else int(bits[parent]))
+        ranks[node] = num_children.get(parent, 0)
+        num_children[parent] = int(ranks[node]) + 1
+    inner = np.unique(parent_of)
+    inner_rows = np.full(1 + num_nodes, -1)
+    inner_rows[1 + inner] = np.arange(len(inner))
+    arrays = depths, bits, ranks, inner, inner_rows
+    for array in arrays:
+        array.flags.writeable = False  # shared by all trees of the shape
+    is_chain = bool((parent_of == np.arange(num_nodes) - 1).all())
+    return Topology(*arrays, int(depths.max(initial=0)), is_chain)
+
+
+@lru_cache(maxsize=MAX_NODES + 1)
+def chain_parents(num_nodes: int) -> Parents:
+    """Parents of a chain: int32 ``-1, 0, 1, ...``."""
+    parents = np.arange(num_nodes, dtype=np.int32) - 1
+    parents.flags.writeable = False
+    return parents
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:
-    """The draft tokens of one request.
+    """The draft tokens of one request: what a drafter may return, and the view of one row of `DraftTrees`.
 
     Args:
         token_ids: int64 [num_nodes].
         parents: int32 [num_nodes], topological: ``-1 <= parents[i] < i``.
-        draft_probs: float32 [num_inner, vocab], the distributions q that the children of the `inner` nodes were drawn from, one
-            after the other without replacement; ``None``: the proposal is deterministic, q is a point mass.
+        draft_probs: float32 [num_inner, vocab], the distributions q that the children of the inner nodes (see `Topology`) were
+            sampled from, one after the other without replacement; ``None``: the proposal is deterministic, q is a point mass.
         scores: float32 [num_nodes], cumulative log-probabilities by which the draft chose the nodes; ``None``: they were not chosen
             by probability.
-        draft_slots: int32 [num_nodes], where the drafter's own KV of a node is, counted from the slot behind the root; -1 where
+        draft_slots: int32 [num_nodes], where the drafter's own KV of a node is, counted from the slot after the root; -1 where
             it has none; ``None``: it has none at all.
 
     Raises:
         ValueError: lengths differ, too many nodes, parents that are not topological, or draft_probs of another dtype.
     """
 
-    token_ids: NDArray[np.int64]
-    parents: NDArray[np.int32]
+    token_ids: Ints
+    parents: Parents
     draft_probs: Tensor | None = None
     draft_slots: NDArray[np.int32] | None = None
     scores: NDArray[np.float32] | None = None
@@ -55,15 +107,18 @@ class DraftTree:
         if num_nodes != len(self.parents):
             raise ValueError(f"token_ids has {num_nodes} nodes but parents has {len(self.parents)}: they must be equal")
         object.__setattr__(self, "topology", topology(self.parents.tobytes()))
-        if self.draft_probs is not None and len(self.draft_probs) != len(self.inner):
-            raise ValueError(f"draft_probs has {len(self.draft_probs)} rows: the tree has {len(self.inner)} nodes with children")
-        if self.draft_probs is not None and self.draft_probs.dtype != torch.float32:
-            raise ValueError(f"draft_probs is {self.draft_probs.dtype}: it must be torch.float32, as it was drawn from")
+        if self.draft_probs is None:
+            return
+        num_inner = len(self.topology.inner)
+        if len(self.draft_probs) != num_inner:
+            raise ValueError(f"draft_probs has {len(self.draft_probs)} rows: the tree has {num_inner} nodes with children")
+        if self.draft_probs.dtype != torch.float32:
+            raise ValueError(f"draft_probs is {self.draft_probs.dtype}: it must be torch.float32, as it was sampled from")
 
     @classmethod
     def chain(
         cls,
-        token_ids: Sequence[int] | NDArray[np.int64],
+        token_ids: Sequence[int] | Ints,
         draft_probs: Tensor | None = None,
         draft_slots: NDArray[np.int32] | None = None,
     ) -> DraftTree:
@@ -75,115 +130,210 @@ class DraftTree:
         """Number of draft tokens, the root not counted."""
         return len(self.token_ids)
 
-    def path_to(self, node: int) -> list[int]:
-        """The nodes from the root's child down to ``node``; none for the root itself, -1."""
-        path, parents = [], self.parents.tolist()
-        while node >= 0:
-            path.append(node)
-            node = parents[node]
-        return path[::-1]
-
-    @property
-    def depths(self) -> NDArray[np.int32]:
-        """Depth of each node, int32 [num_nodes]; children of the root have depth 1."""
-        return self.topology.depths
-
-    @property
-    def ancestor_bits(self) -> NDArray[np.int64]:
-        """Bit ``j`` of entry ``i`` says that node ``j`` is ``i`` or one of its ancestors: int64 [num_nodes]."""
-        return self.topology.ancestor_bits
-
-    @property
-    def query_rows(self) -> NDArray[np.int64]:
-        """See `Topology.query_rows`."""
-        return self.topology.query_rows
-
-    @property
-    def inner(self) -> NDArray[np.int32]:
-        """The nodes that have children, ascending, the root (-1) first: int32 [num_inner]."""
-        return self.topology.inner
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether every node has the node before it as its parent."""
-        return self.topology.is_chain
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Topology:
-    """What follows from the parents alone; shared by all trees of the same shape."""
-
-    depths: NDArray[np.int32]  # [num_nodes]
-    ancestor_bits: NDArray[np.int64]  # [num_nodes]
-    child_ranks: NDArray[np.int64]  # [num_nodes], how many earlier children the node's parent has
-    inner: NDArray[np.int32]  # [num_inner], the distinct parents, ascending
-    row_depths: NDArray[np.int64]  # [1 + num_nodes], of the root and the nodes
-    inner_rows: NDArray[np.int64]  # [1 + num_nodes], places of the root and the nodes among the inner ones; -1 for a leaf
-    max_depth: int
-    is_chain: bool
-    # of the root and the nodes as queries, int64 [4, 1 + num_nodes]: slots, positions and ends of the visible context, each counted
-    # from the root's slot, and ancestor bits; each node of a chain sees whatever lies before it, without bits
-    query_rows: NDArray[np.int64]
-
-
-@lru_cache(maxsize=4096)
-def topology(parents: bytes) -> Topology:
-    """Derive a tree's topology from its int32 parents (given as bytes, so that each shape is looked at once).
-
-    Raises:
-        ValueError: too many nodes, or parents that are not topological.
-    """
-    parent_of = np.frombuffer(parents, np.int32)
-    _check_parents(parent_of)
-    depths = np.zeros(len(parent_of), np.int32)
-    bits = np.zeros(len(parent_of), np.uint64)
-    ranks = np.zeros(len(parent_of), np.int64)
-    num_children: dict[int, int] = {}
-    for node, parent in enumerate(parent_of.tolist()):
-        depths[node] = 1 if parent < 0 else depths[parent] + 1
-        bits[node] = np.uint64(1 << node) | (np.uint64(0) if parent < 0 else bits[parent])
-        ranks[node] = num_children.get(parent, 0)
-        num_children[parent] = int(ranks[node]) + 1
-    is_chain = bool((parent_of == np.arange(len(parent_of)) - 1).all())
-    inner = np.unique(parent_of)
-    inner_rows = np.full(1 + len(parent_of), -1)
-    inner_rows[1 + inner] = np.arange(len(inner))
-    row_depths = np.append(0, depths)
-    arrays = depths, bits.view(np.int64), ranks, inner, row_depths, inner_rows
-    rows = query_rows(row_depths, None if is_chain else bits.view(np.int64))
-    for array in (*arrays, rows):
-        array.flags.writeable = False  # shared by all trees of the shape
-    return Topology(*arrays, int(depths.max(initial=0)), is_chain, rows)
-
-
-def query_rows(row_depths: NDArray[np.int64], ancestor_bits: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    """`Topology.query_rows` of a tree.
-
-    Args:
-        row_depths: [1 + num_nodes], of the root and the nodes.
-        ancestor_bits: [num_nodes]; ``None`` for a chain.
-    """
-    slots = np.arange(len(row_depths))
-    if ancestor_bits is None:
-        return np.stack((slots, slots, slots + 1, np.zeros_like(slots)))
-    return np.stack((slots, row_depths, np.ones_like(slots), np.append(0, ancestor_bits)))
-
-
-def _check_parents(parents: Parents) -> None:
-    num_nodes = len(parents)
-    if num_nodes > MAX_NODES:
-        raise ValueError(f"a draft tree of {num_nodes} nodes is too large: at most {MAX_NODES} are allowed")
-    if num_nodes and not ((parents >= -1) & (parents < np.arange(num_nodes))).all():
-        raise ValueError(f"parents={parents.tolist()} is not topological: -1 <= parents[i] < i must hold")
-
-
-@lru_cache(maxsize=MAX_NODES + 1)
-def chain_parents(num_nodes: int) -> NDArray[np.int32]:
-    """Parents of a chain: int32 ``-1, 0, 1, ...``."""
-    parents = np.arange(num_nodes, dtype=np.int32) - 1
-    parents.flags.writeable = False
-    return parents
-
 
 EMPTY_TREE = DraftTree.chain([])
 """No draft tokens: the request decodes one token."""
+
+
+class TreeLimits(NamedTuple):
+    """What a drafter may propose for one row of a plan."""
+
+    num_nodes: int
+    may_sample: bool  # whether tokens may be sampled: at temperatures above 0 only
+
+
+Upload = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
+"""Brings arrays to a device."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftTrees:
+    """The trees of a step, one per row of its plan, R rows; tensors are on the device that verifies them.
+
+    The host knows how many **places** a tree has, N of all together, not whether there are as many tokens. Where there are not,
+    the last places of the tree are **empty**: nobody's children, so that nothing is ever accepted there.
+    """
+
+    start_loc: Ints  # [R + 1], on the host: prefix sums of places
+    is_chain: Flags  # [R], on the host: where it is known that each node hangs at the one before it
+    is_sampled: Flags  # [R], on the host: where the tokens were sampled from q
+    has_scores: Flags  # [R], on the host: where the draft chose the nodes by their scores
+    token_ids: Tensor  # int64 [N]; -1 = empty
+    parents: Tensor  # int32 [N], index within the tree; -1 = the root, -2 = none, of an empty place
+    depths: Tensor  # int64 [N], from 1 on; 1 of an empty place
+    ancestor_bits: Tensor  # int64 [N], of a node itself and its ancestors; of itself alone in an empty place
+    scores: Tensor  # float32 [N], cumulative log-probabilities; -inf of an empty place
+    draft_slots: Tensor  # int32 [N], where the draft's KV is, counted from the slot after the root; -1 = nowhere
+    draft_probs: Tensor | None = None  # float32 [any, vocab], the distributions q
+    # int32 [N + R], which of them the children were sampled from: per row those of the root, then of its nodes; anything where
+    # there are no children or nothing was sampled
+    draft_rows: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the plan, R."""
+        return len(self.start_loc) - 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Places of all trees, N."""
+        return int(self.start_loc[-1])
+
+    @property
+    def counts(self) -> Ints:
+        """Places of each tree, [R]."""
+        return self.start_loc[1:] - self.start_loc[:-1]
+
+    @property
+    def columns(self) -> list[Tensor]:
+        """The six tensors of the nodes, in the order of the fields."""
+        return [self.token_ids, self.parents, self.depths, self.ancestor_bits, self.scores, self.draft_slots]
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device) -> DraftTrees:
+        """No draft tokens for any row."""
+        flags = np.zeros(num_rows, np.bool_)
+        columns = [torch.empty(0, dtype=dtype, device=device) for dtype in NODE_DTYPES]
+        return cls(np.zeros(num_rows + 1, np.int64), flags, flags, flags, *columns)
+
+    @classmethod
+    def of(
+        cls,
+        proposal: Sequence[DraftTree] | DraftTrees,
+        limits: Sequence[TreeLimits],
+        *,
+        drafter: str,
+        vocab_size: int,
+        upload: Upload,
+    ) -> DraftTrees:
+        """Check what a drafter proposes, before it reaches slots or embeddings that are not the request's.
+
+        That q is 0 at a sampled token is seen for trees that come from the host as `DraftTree`; for others the drafter answers.
+
+        Args:
+            proposal: one tree per row of the plan, or all of them ready on the device.
+            limits: of each row.
+            drafter: its name, for messages.
+            vocab_size: of the target.
+            upload: brings arrays to the device; ``draft_probs`` must be there.
+
+        Raises:
+            ValueError: what is wrong, what was found, and what is allowed.
+        """
+        num_rows = proposal.num_rows if isinstance(proposal, DraftTrees) else len(proposal)
+        if num_rows != len(limits):
+            raise ValueError(f"the drafter {drafter!r} proposed {num_rows} trees: the plan has {len(limits)} rows")
+        if isinstance(proposal, DraftTrees):
+            proposal._check(limits, drafter, vocab_size)
+            return proposal
+        for tree, limit in zip(proposal, limits, strict=True):
+            _check_tree(tree, limit, drafter, vocab_size)
+        return cls._join(proposal, upload)
+
+    @classmethod
+    def _join(cls, trees: Sequence[DraftTree], upload: Upload) -> DraftTrees:
+        sampled = [tree.draft_probs is not None and tree.num_nodes > 0 for tree in trees]
+        draft_rows, num_inner = [], 0
+        for tree, is_sampled in zip(trees, sampled, strict=True):
+            draft_rows.append(num_inner + np.maximum(tree.topology.inner_rows, 0))
+            num_inner += len(tree.topology.inner) if is_sampled else 0
+        *columns, rows = upload(
+            [
+                np.concatenate([tree.token_ids for tree in trees]),
+                np.concatenate([tree.parents for tree in trees]),
+                np.concatenate([tree.topology.depths for tree in trees]),
+                np.concatenate([tree.topology.ancestor_bits for tree in trees]),
+                np.concatenate([_or_filled(tree.scores, tree.num_nodes, 0.0, np.float32) for tree in trees]),
+                np.concatenate([_or_filled(tree.draft_slots, tree.num_nodes, -1, np.int32) for tree in trees]),
+                np.concatenate(draft_rows).astype(np.int32),
+            ]
+        )
+        probs = [
+            tree.draft_probs for tree, is_sampled in zip(trees, sampled, strict=True) if is_sampled and tree.draft_probs is not None
+        ]
+        return cls(
+            np.cumsum([0, *(tree.num_nodes for tree in trees)]),
+            np.array([tree.topology.is_chain for tree in trees]),
+            np.array(sampled),
+            np.array([tree.scores is not None for tree in trees]),
+            *columns,
+            torch.cat(probs) if probs else None,
+            rows if probs else None,
+        )
+
+    def _check(self, limits: Sequence[TreeLimits], drafter: str, vocab_size: int) -> None:
+        """Look at what the host knows of trees on the device."""
+        name = f"the drafter {drafter!r}"
+        for count, is_sampled, limit in zip(self.counts.tolist(), self.is_sampled.tolist(), limits, strict=True):
+            _check_count(count, limit, drafter)
+            if is_sampled and not limit.may_sample:
+                raise ValueError(f"{name} sampled a tree at temperature 0: it may at temperatures above 0 only")
+        for field_name, column, dtype in zip(NODE_FIELDS, self.columns, NODE_DTYPES, strict=True):
+            if column.shape != (self.num_nodes,) or column.dtype != dtype:
+                raise ValueError(
+                    f"{name} gave {field_name} of shape {list(column.shape)}, {column.dtype}: it must be [{self.num_nodes}], {dtype}"
+                )
+        if self.is_sampled.any():
+            probs, rows = self.draft_probs, self.draft_rows
+            num_entries = self.num_nodes + self.num_rows
+            if probs is None or rows is None or probs.shape[1:] != (vocab_size,) or rows.shape != (num_entries,):
+                found = [None if each is None else list(each.shape) for each in (probs, rows)]
+                raise ValueError(
+                    f"{name} gave draft_probs and draft_rows of shapes {found[0]} and {found[1]}: they must be [any, {vocab_size}] "
+                    f"and [{num_entries}] where trees were sampled"
+                )
+
+    def on_host(self, columns: Sequence[NDArray[Any]]) -> DraftTrees:
+        """The trees on the host, without their empty places and without q, which stays where it is.
+
+        Args:
+            columns: `columns`, brought to the host.
+        """
+        is_node = columns[0] >= 0
+        start_loc = self.start_loc
+        if not is_node.all():
+            start_loc = np.concatenate(([0], is_node.cumsum()))[self.start_loc]
+            columns = [column[is_node] for column in columns]
+        tensors = [torch.from_numpy(column) for column in columns]
+        return DraftTrees(start_loc, self.is_chain, self.is_sampled, self.has_scores, *tensors)
+
+    def __getitem__(self, row: int) -> DraftTree:
+        """The tree of one row, of trees on the host, without q."""
+        nodes = slice(int(self.start_loc[row]), int(self.start_loc[row + 1]))
+        token_ids, parents, _, _, scores, draft_slots = (column[nodes].numpy() for column in self.columns)
+        return DraftTree(token_ids, parents, None, draft_slots, scores if self.has_scores[row] else None)
+
+
+NODE_FIELDS = ("token_ids", "parents", "depths", "ancestor_bits", "scores", "draft_slots")
+NODE_DTYPES = (torch.int64, torch.int32, torch.int64, torch.int64, torch.float32, torch.int32)
+"""Names and dtypes of `DraftTrees.columns`."""
+
+
+def _check_count(num_nodes: int, limit: TreeLimits, drafter: str) -> None:
+    if num_nodes > limit.num_nodes:
+        raise ValueError(f"the drafter {drafter!r} proposed {num_nodes} nodes: at most {limit.num_nodes} were allowed")
+
+
+def _check_tree(tree: DraftTree, limit: TreeLimits, drafter: str, vocab_size: int) -> None:
+    _check_count(tree.num_nodes, limit, drafter)
+    token_ids = tree.token_ids
+    if tree.num_nodes and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
+        raise ValueError(f"the drafter {drafter!r} proposed token ids {token_ids.tolist()}: allowed are 0 to {vocab_size - 1}")
+    probs = tree.draft_probs
+    if probs is None:
+        return
+    if not limit.may_sample or probs.shape[1] != vocab_size:
+        raise ValueError(
+            f"the drafter {drafter!r} gave draft_probs of shape {list(probs.shape)} at temperature {0 if not limit.may_sample else 'above 0'}: "
+            f"they must be [nodes with children, {vocab_size}], at temperatures above 0 only"
+        )
+    rows = torch.from_numpy(tree.topology.inner_rows[1 + tree.parents]).to(probs.device)
+    tokens = torch.from_numpy(token_ids).to(probs.device)
+    if not (probs[rows, tokens] > 0).all():
+        raise ValueError(
+            f"the drafter {drafter!r} gave draft_probs that are 0 at tokens that were sampled: q must be above 0 there"
+        )
+
+
+def _or_filled(values: NDArray[Any] | None, length: int, filler: float, dtype: type) -> NDArray[Any]:
+    return np.full(length, filler, dtype) if values is None else values

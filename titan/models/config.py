@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from titan.core.kv_tensor import KVGroup, KVLayout
 from titan.models.registry import ARCHITECTURES, Window
 from titan.models.rope import Rope, read_rope
 
@@ -37,6 +38,9 @@ class ModelConfig:
     rope: Rope
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype  # of the checkpoint
+    # what the model is made of, by name; a back end lists those that its fast paths know, and a model with another one runs on the
+    # general path
+    traits: frozenset[str]
 
     @classmethod
     def read(cls, config: PretrainedConfig, architecture: str, eos_token_ids: tuple[int, ...] | None = None) -> ModelConfig:
@@ -58,6 +62,16 @@ class ModelConfig:
             raise ValueError(f"head_dim={head_dim} is odd: rotary embeddings need an even one")
         traits = ARCHITECTURES[architecture](config)
         max_position_embeddings = config.max_position_embeddings
+        # A window that no position can leave is no window.
+        windows = tuple(None if w is None or w >= max_position_embeddings else w for w in traits.layer_windows)
+        optional = {
+            "sliding_window": any(window is not None for window in windows),
+            "attention_bias": traits.attention_bias,
+            "output_bias": traits.output_bias,
+            "mlp_bias": traits.mlp_bias,
+            "qk_norm": traits.qk_norm,
+            "tied_embedding": bool(config.tie_word_embeddings),
+        }
         return cls(
             architecture=architecture,
             vocab_size=config.vocab_size,
@@ -74,11 +88,11 @@ class ModelConfig:
             qk_norm=traits.qk_norm,
             tie_word_embeddings=bool(config.tie_word_embeddings),
             max_position_embeddings=max_position_embeddings,
-            # A window that no position can leave is no window.
-            layer_windows=tuple(None if w is None or w >= max_position_embeddings else w for w in traits.layer_windows),
+            layer_windows=windows,
             rope=read_rope(config, head_dim),
             eos_token_ids=as_token_ids(config.eos_token_id) if eos_token_ids is None else eos_token_ids,
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32,
+            traits=frozenset({"rms_norm", "silu", "rope", *(name for name, is_present in optional.items() if is_present)}),
         )
 
     @property
@@ -86,9 +100,9 @@ class ModelConfig:
         """The distinct sliding windows of the layers, in order of first use."""
         return tuple(dict.fromkeys(self.layer_windows))
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of KV that one token takes in all layers together."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+        """The KV that the model keeps in this dtype."""
+        return KVLayout((KVGroup(self.num_layers, self.num_kv_heads, self.head_dim),), dtype)
 
 
 def as_token_ids(value: int | list[int] | None) -> tuple[int, ...]:

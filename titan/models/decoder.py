@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from titan.execute.batch import RaggedBatch
-from titan.kernels.cpu.linear import can_pack, is_packed, linear, pack_weight
-from titan.kernels.interfaces import choose_layer_ops
+from titan.core.arrays import Ints
+from titan.core.kv_tensor import KVLayout, KVTensor
+from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig
 from titan.models.layers import LayerStep, LayerWeights, PassInputs, attention, gated, layer_shapes
 from titan.models.rope import rope_table
@@ -27,14 +25,14 @@ class Decoder(nn.Module):
     Args:
         config: of the model.
         dtype: of weights, activations and logits.
-        device: where the weights are allocated.
+        backend: that runs it; the weights are allocated on its device.
         max_positions: positions that can be run, at most (and by default) ``config.max_position_embeddings``.
 
     Raises:
         ValueError: ``max_positions`` is more than the model was trained for.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_positions: int | None = None) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, backend: Backend, max_positions: int | None = None) -> None:
         super().__init__()
         limit = config.max_position_embeddings
         self.max_positions = limit if max_positions is None else max_positions
@@ -42,8 +40,8 @@ class Decoder(nn.Module):
             raise ValueError(f"max_positions={max_positions} is not allowed: this model has positions for 1 to {limit} tokens")
         self.config = config
         self.dtype = dtype
-        self.device = device
-        self.ops = choose_layer_ops(device, dtype)
+        self.device = device = backend.device
+        self.ops = backend.layer_ops(dtype, config.traits)
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
@@ -65,25 +63,24 @@ class Decoder(nn.Module):
         """Make the weights ready to run; call once, after loading.
 
         Args:
-            pack: pack those weights of linear layers that are not packed yet, where `can_pack`. A tied embedding stays plain
-                for its look-ups, and the head is a packed copy of it if that is small.
+            pack: pack those weights of linear layers that are not packed yet. A tied embedding stays plain for its look-ups, and
+                the head is a packed copy of it if that is small.
         """
         layer_weights = []
         for parameters in self.layers:
             assert isinstance(parameters, nn.ParameterDict)
             for name in parameters if pack else ():
-                _pack_parameter(parameters, name)
+                self._pack_parameter(parameters, name)
             layer_weights.append(LayerWeights(**parameters))
         self._layer_weights = tuple(layer_weights)
         self._next_norms = (*(weights.input_norm for weights in layer_weights[1:]), self.final_norm)
         if self.lm_head is not None:
             if pack:
-                _pack_parameter(self, "lm_head")
+                self._pack_parameter(self, "lm_head")
             self.head = self.lm_head.detach()
         else:
             embedding = self.embedding.detach()
-            is_small = embedding.nbytes <= MAX_HEAD_COPY_BYTES
-            self.head = pack_weight(embedding) if pack and is_small and can_pack(embedding) else embedding
+            self.head = self.ops.pack(embedding) if pack and embedding.nbytes <= MAX_HEAD_COPY_BYTES else embedding
 
     @property
     def layer_weights(self) -> tuple[LayerWeights, ...]:
@@ -96,24 +93,12 @@ class Decoder(nn.Module):
             raise RuntimeError("the decoder is not ready: call prepare() after its weights are loaded")
         return self._layer_weights
 
-    def forward(self, batch: RaggedBatch, kv: Tensor) -> Tensor:
-        """Run the query tokens of a batch, and write their KV.
+    @property
+    def kv_layout(self) -> KVLayout:
+        """The KV that the model keeps."""
+        return self.config.kv_layout(self.dtype)
 
-        Args:
-            batch: T query tokens, of which L need logits.
-            kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim], updated in place.
-
-        Returns:
-            Logits of ``batch.logits_rows``: [L, vocab_size], dtype of the model.
-
-        Raises:
-            RuntimeError: `prepare` was not called.
-            IndexError: a position is beyond ``max_positions``.
-        """
-        self.check_positions(batch.attention.positions)
-        return self.logits(self.hidden_states(batch, kv))
-
-    def check_positions(self, positions: NDArray[np.int64]) -> None:
+    def check_positions(self, positions: Ints) -> None:
         """Refuse positions that the rope table does not have.
 
         Raises:
@@ -122,12 +107,12 @@ class Decoder(nn.Module):
         if positions.max() >= self.max_positions or positions.min() < 0:
             raise IndexError(f"positions {positions.min()} to {positions.max()} are not allowed: there are {self.max_positions}")
 
-    def hidden_states(self, inputs: PassInputs, kv: Tensor) -> Tensor:
-        """`forward` up to but without the output head, and without a look at the positions.
+    def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:
+        """Run the query tokens of a pass and write their KV, up to but without the output head, and without a look at the positions.
 
         Args:
-            inputs: of the pass; its ``attention`` is a layout of ``ops``.
-            kv: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim], updated in place.
+            inputs: of the pass, T query tokens of which L need logits; its ``attention`` is a layout of ``ops``.
+            kv: of the model, updated in place.
 
         Returns:
             What `logits` takes, of the rows that need logits: [L, hidden_size].
@@ -142,7 +127,7 @@ class Decoder(nn.Module):
         normed = ops.rms_norm(x, self.layer_weights[0].input_norm, eps)
         rows, last = inputs.logits_rows, config.num_layers - 1
         for layer, (weights, next_norm) in enumerate(zip(self.layer_weights, self._next_norms, strict=True)):
-            attended = attention(normed, weights, config, layer, kv[layer], step)
+            attended = attention(normed, weights, config, layer, kv.layers[layer], step)
             if layer == last and rows is not None and len(rows) < len(x):  # the others have written their KV, nobody reads on
                 x, attended = x.index_select(0, rows), attended.index_select(0, rows)
             x, normed = ops.linear_add_norm(attended, weights.output_weight, weights.output_bias, x, weights.post_norm, eps)
@@ -151,15 +136,13 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The output head: [L, hidden_size] -> [L, vocab_size]."""
-        return linear(hidden, self.head, None)
+        return self.ops.linear(hidden, self.head, None)
+
+    def _pack_parameter(self, owner: nn.Module, parameter: str) -> None:
+        if is_linear_weight(parameter) and self.ops.packs:
+            setattr(owner, parameter, nn.Parameter(self.ops.pack(owner.get_parameter(parameter)), requires_grad=False))
 
 
 def is_linear_weight(parameter: str) -> bool:
-    """Whether a parameter of the decoder or of a layer goes through `linear` alone, so that it may be packed."""
+    """Whether a parameter of the decoder or of a layer goes through linear layers alone, so that it may be packed."""
     return parameter.endswith("_weight") or parameter == "lm_head"
-
-
-def _pack_parameter(owner: nn.Module, parameter: str) -> None:
-    weight = owner.get_parameter(parameter)
-    if is_linear_weight(parameter) and not is_packed(weight) and can_pack(weight):
-        setattr(owner, parameter, nn.Parameter(pack_weight(weight), requires_grad=False))

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from titan.kernels.cpu.linear import linear
 from titan.kernels.interfaces import LayerOps
 from titan.models.config import ModelConfig
 
@@ -36,7 +35,7 @@ class LayerWeights:
 
 
 class PassInputs(Protocol):
-    """What a model reads of the batch of one pass; `titan.execute.batch.RaggedBatch` is one."""
+    """What a model reads of the batch of one pass; made by the runner of a back end."""
 
     @property
     def token_ids(self) -> Tensor:
@@ -109,7 +108,7 @@ def attention(normed: Tensor, weights: LayerWeights, config: ModelConfig, layer:
     """
     ops = step.ops
     q = ops.rope_and_write_kv(
-        linear(normed, weights.qkv_weight, weights.qkv_bias),
+        ops.linear(normed, weights.qkv_weight, weights.qkv_bias),
         step.rope_table,
         step.positions,
         step.slot_mapping,
@@ -123,4 +122,4 @@ def attention(normed: Tensor, weights: LayerWeights, config: ModelConfig, layer:
 
 def gated(normed: Tensor, weights: LayerWeights, ops: LayerOps) -> Tensor:
     """The gated feed-forward part, up to but without the down projection: [T, hidden_size] -> [T, intermediate_size]."""
-    return ops.silu_mul(linear(normed, weights.gate_up_weight, weights.gate_up_bias))
+    return ops.silu_mul(ops.linear(normed, weights.gate_up_weight, weights.gate_up_bias))

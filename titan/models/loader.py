@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from titan.kernels.cpu.linear import can_pack, pack_weight
+from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig, as_token_ids
 from titan.models.decoder import Decoder, is_linear_weight
 from titan.models.registry import check_supported
@@ -41,18 +41,16 @@ def resolve_model(name: str, role: Literal["target", "draft"]) -> str:
     return str(Path(__file__).resolve().parents[1] / "demo" / role) if name == DEMO else name
 
 
-def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, backend: Backend) -> torch.dtype:
     """The dtype to run in.
 
-    ``"auto"`` is the checkpoint's dtype, but float32 on a CPU for float16, and for bfloat16 where it has no instructions for
-    it: they would be emulated.
+    ``"auto"`` is the checkpoint's dtype, but float32 where the back end would emulate that.
 
     Raises:
         ValueError: a dtype other than auto, float32, bfloat16 and float16.
     """
     if dtype == "auto":
-        has_instructions = checkpoint == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return checkpoint if device.type != "cpu" or has_instructions else torch.float32
+        return checkpoint if backend.supports(checkpoint) else torch.float32
     if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
     if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
@@ -86,7 +84,7 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    path_or_id: str, *, dtype: str | torch.dtype, device: torch.device, max_positions: int | None = None, pack: bool = True
+    path_or_id: str, *, dtype: str | torch.dtype, backend: Backend, max_positions: int | None = None, pack: bool = True
 ) -> Decoder:
     """Read a model from a folder or a hub id, ready to run.
 
@@ -95,7 +93,7 @@ def load_model(
     Args:
         path_or_id: a folder with config.json and safetensors weights, or a hub id.
         dtype: "auto", "float32", "bfloat16", "float16" or the torch dtype; see `resolve_dtype`.
-        device: where the model runs.
+        backend: that runs the model.
         max_positions: positions that can be run; by default all that the model was trained for.
         pack: pack the weights where possible; see `Decoder.prepare`.
 
@@ -106,9 +104,9 @@ def load_model(
 
     folder = _locate(path_or_id, WEIGHT_FILES)
     config = _read_config(folder, path_or_id)
-    run_dtype = resolve_dtype(dtype, config.dtype, device)
+    run_dtype = resolve_dtype(dtype, config.dtype, backend)
     with init_empty_weights(include_buffers=False):
-        model = Decoder(config, dtype=run_dtype, device=device, max_positions=max_positions)
+        model = Decoder(config, dtype=run_dtype, backend=backend, max_positions=max_positions)
     destinations, tensors = _destinations(model), _find_tensors(folder, path_or_id)
     _check_weights(destinations, tensors, config, path_or_id)
     _load_weights(model, destinations, tensors, pack)
@@ -285,7 +283,7 @@ def _load_weights(model: Decoder, destinations: dict[str, _Destination], tensors
     def empty(num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=model.dtype, device=model.device)
 
-    packed = {part for part in parts if pack and is_linear_weight(part[1]) and can_pack(empty(0))}
+    packed = {part for part in parts if pack and model.ops.packs and is_linear_weight(part[1])}
     # Plain weights that are to be packed share one buffer: freed one by one, they would leave holes in the heap that the
     # packed ones do not fit, which adds up to a third of the model.
     buffer = empty(max((owner.get_parameter(parameter).numel() for owner, parameter in packed), default=0))
@@ -295,7 +293,7 @@ def _load_weights(model: Decoder, destinations: dict[str, _Destination], tensors
         value = (buffer[: shape.numel()] if is_packed else empty(shape.numel())).view(shape)
         for key in keys:
             _copy_tensor(value[destinations[key].rows], tensors[key], key)
-        setattr(owner, parameter, nn.Parameter(pack_weight(value) if is_packed else value, requires_grad=False))
+        setattr(owner, parameter, nn.Parameter(model.ops.pack(value) if is_packed else value, requires_grad=False))
 
 
 def _some(names: list[str], limit: int = 5) -> str:

@@ -7,17 +7,16 @@ Transforms that look back look at this prefix, so that a draft token counts for 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from titan.core.arrays import Ints
 from titan.core.sampling_params import SamplingParams
-from titan.kernels.upload import to_device, upload
-
-Ints = NDArray[np.int64]
+from titan.core.trees import Upload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,13 +28,8 @@ class TransformedRows:
     output_token_ids: list[int]
     paths: Mapping[int, list[int]]  # row -> draft tokens behind the output, down to the row's node; none at the root
 
-    def moved(self, places: Mapping[int, int]) -> TransformedRows:
-        """The same with row ``r`` at ``places[r]``; rows without a place are left out."""
-        return replace(self, paths={places[row]: path for row, path in self.paths.items() if row in places})
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TransformResult:
+class TransformResult(NamedTuple):
     """Logits after their transforms, and what went wrong in them."""
 
     logits: Tensor  # float32 [L, vocab]; NaN in the rows that have an error
@@ -43,7 +37,7 @@ class TransformResult:
 
 
 def transform_logits(
-    logits: Tensor, requests: Sequence[TransformedRows], forbidden: Sequence[tuple[int, list[int]]]
+    logits: Tensor, requests: Sequence[TransformedRows], forbidden: Sequence[tuple[int, list[int]]], upload: Upload
 ) -> TransformResult:
     """Apply logit bias, the users' processors, forbidden tokens and penalties, in this order.
 
@@ -53,28 +47,29 @@ def transform_logits(
         logits: [L, vocab], any float dtype; not changed.
         requests: those whose options change logits, with their rows.
         forbidden: (row, token ids) that must not come out.
+        upload: brings arrays to the device of the logits.
     """
     scores = logits.to(torch.float32, copy=True)
-    _add_bias(scores, [each for each in requests if each.params.logit_bias])
+    _add_bias(scores, [each for each in requests if each.params.logit_bias], upload)
     processed = [each for each in requests if each.params.logits_processors]
     errors = _process(scores, processed)
     if forbidden:
-        scores[tuple(upload(_entries(forbidden), scores.device))] = float("-inf")
-    _penalize(scores, [each for each in requests if each.params.has_penalties])
+        scores[tuple(upload(_entries(forbidden)))] = float("-inf")
+    _penalize(scores, [each for each in requests if each.params.has_penalties], upload)
     if processed:
         rows = [row for each in processed for row in each.paths]
-        is_possible = scores.index_select(0, to_device(np.array(rows, np.int64), scores.device)).amax(-1).isfinite().tolist()
+        is_possible = scores.index_select(0, *upload([np.array(rows, np.int64)])).amax(-1).isfinite().tolist()
         for row, possible in zip(rows, is_possible, strict=True):
             if not possible:
                 errors.setdefault(row, "logits_processors and min_tokens leave no token that can be drawn")
     return TransformResult(scores, errors)
 
 
-def _add_bias(scores: Tensor, requests: list[TransformedRows]) -> None:
+def _add_bias(scores: Tensor, requests: list[TransformedRows], upload: Upload) -> None:
     biases = [(row, each.params.logit_bias) for each in requests for row in each.paths if each.params.logit_bias]
     if biases:
         added = np.array([value for _, bias in biases for value in bias.values()], np.float32)
-        rows, columns, values = upload([*_entries([(row, list(bias)) for row, bias in biases]), added], scores.device)
+        rows, columns, values = upload([*_entries([(row, list(bias)) for row, bias in biases]), added])
         scores[rows, columns] += values
 
 
@@ -100,7 +95,7 @@ def _check_result(result: object, logits: Tensor) -> None:
         raise ValueError(f"a processor returned {found}: it must be a tensor of shape {list(logits.shape)}")
 
 
-def _penalize(scores: Tensor, requests: list[TransformedRows]) -> None:
+def _penalize(scores: Tensor, requests: list[TransformedRows], upload: Upload) -> None:
     """Repetition penalty over prompt, output and path; presence and frequency penalty over output and path."""
     if not requests:
         return
@@ -116,8 +111,7 @@ def _penalize(scores: Tensor, requests: list[TransformedRows]) -> None:
             *_entries(enumerate(each.output_token_ids for each in requests)),
             *_entries(enumerate(path for each in requests for path in each.paths.values())),
             *_entries(enumerate(each.prompt_token_ids if has_repetition else [] for each in requests)),
-        ],
-        scores.device,
+        ]
     )
     outputs, paths, prompts = (entries[i : i + 2] for i in (0, 2, 4))
     repetition, frequency, presence = penalties[owners].T[:, :, None]

@@ -1,0 +1,57 @@
+"""The back end of a CPU with a compiler: C++ for what pays, PyTorch for the rest."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from titan.core.kv_tensor import KVTensor
+from titan.kernels.cpu.cache import CompiledCache
+from titan.kernels.cpu.layers import CompiledOps
+from titan.kernels.cpu.library import COMPILED_DTYPES, load_library
+from titan.kernels.cpu.linear import can_pack
+from titan.kernels.cpu.runner import TRAITS, make_compiled_runner
+from titan.kernels.cpu.sampling import CompiledSampling
+from titan.kernels.cpu.tiled_weights import has_tiles
+from titan.kernels.cpu.trees import CompiledTrees
+from titan.kernels.interfaces import LayerOps, PassCounts, PassLimits, Runner
+from titan.kernels.torch.backend import TorchBackend
+
+
+class CpuBackend(TorchBackend):
+    """See `titan.kernels.interfaces.Backend`.
+
+    Args:
+        library: the C++ of this folder, compiled.
+    """
+
+    name = "compiled C++"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__(torch.device("cpu"))
+        sampling = CompiledSampling(library)
+        self._library = library
+        self.cache, self.sampling, self.trees = CompiledCache(library), sampling, CompiledTrees(library, sampling)
+
+    def layer_ops(self, dtype: torch.dtype, traits: frozenset[str]) -> LayerOps:
+        if dtype in COMPILED_DTYPES and traits <= TRAITS:
+            return CompiledOps(self._library, dtype)
+        return super().layer_ops(dtype, traits)
+
+    def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:
+        if model.dtype in COMPILED_DTYPES and (runner := make_compiled_runner(self, self._library, model, kv)) is not None:
+            return runner
+        return super().prepare(model, kv, limits, counts)
+
+    def facts(self) -> dict[str, str]:
+        packed = {
+            f"linear, {str(dtype).removeprefix('torch.')}": "oneDNN, packed weights"
+            if can_pack(dtype)
+            else "torch.nn.functional.linear"
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        }
+        if has_tiles():
+            packed["linear, float32"] = f"AMX where bfloat16 holds the weight exactly, else {packed['linear, float32']}"
+        return super().facts() | {"kernels": load_library().description} | packed

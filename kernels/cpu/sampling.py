@@ -1,0 +1,87 @@
+"""Distributions, samples and the most likely tokens by the C++ of this folder; see `titan.kernels.interfaces.SamplingOps`."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan.core.arrays import Ints
+from titan.core.random import Purpose
+from titan.core.sampling_rows import SamplingRows
+from titan.kernels.cpu.library import COMPILED_DTYPES, kernel
+from titan.kernels.torch.sampling import distributions
+
+
+class LazyProbs(NamedTuple):
+    """Distributions over the vocabulary, one per row, whose softmax the library computes where it needs it."""
+
+    values: Tensor  # [n, vocab], contiguous: logits; without temperatures probabilities, float32
+    temperatures: Tensor | None  # float32 [n]; 0 = the most likely token
+
+
+class CompiledSampling:
+    """See `titan.kernels.interfaces.SamplingOps`; dtypes that the library does not know become float32.
+
+    Args:
+        library: the C++ of this folder, compiled.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        logits = readable(logits)
+        tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+        self._call("argmax", logits, tokens, *logits.shape)
+        return tokens
+
+    def top_candidates(self, logits: Tensor, count: int, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+        logits = readable(logits)
+        tokens = torch.empty((logits.shape[0], count), dtype=torch.int64)
+        logprobs = torch.empty((logits.shape[0], count), dtype=torch.float32)
+        self._call("best_children", logits, temperatures.contiguous(), tokens, logprobs, *logits.shape, count)
+        return tokens, logprobs
+
+    def probs(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        return distributions(logits, rows, self.softmax)
+
+    def softmax(self, logits: Tensor, temperatures: Tensor) -> Tensor:
+        """See `titan.kernels.torch.sampling.softmax_at`."""
+        logits = readable(logits)
+        probs = torch.empty(logits.shape, dtype=torch.float32)
+        self._call("softmax", logits, temperatures.contiguous(), probs, *logits.shape)
+        return probs
+
+    def lazy_probs(self, logits: Tensor, rows: SamplingRows) -> LazyProbs:
+        """`probs` with their softmax still to come where that is all they need."""
+        if rows.has_cuts:
+            return LazyProbs(self.probs(logits, rows), None)
+        return LazyProbs(readable(logits), torch.from_numpy(rows.temperature))
+
+    def sample_children(
+        self, logits: Tensor, rows: SamplingRows, num_children: Ints, places: Tensor, probs: Tensor, children: Tensor
+    ) -> None:
+        values, temperatures = self.lazy_probs(logits, rows)
+        keys = torch.from_numpy(rows.seeds), torch.from_numpy(rows.positions)
+        tensors = (torch.from_numpy(num_children), places, probs, children)
+        self._call("draw_children", values, temperatures, *keys, int(Purpose.DRAFT), *tensors, *values.shape, children.shape[1])
+
+    def _call(self, name: str, values: Tensor, *arguments: Tensor | int | None) -> None:
+        """Call the function of the library for the dtype of ``values``, with tensors, ``None`` for one that is not there, and numbers."""
+        function = kernel(self._library, name, values.dtype)
+        function.restype = None
+        function(*map(_as_argument, (values, *arguments)))
+
+
+def readable(logits: Tensor) -> Tensor:
+    """Logits as the library reads them."""
+    return (logits if logits.dtype in COMPILED_DTYPES else logits.float()).contiguous()
+
+
+def _as_argument(value: Tensor | int | None) -> Any:
+    if isinstance(value, int):
+        return ctypes.c_int64(value)
+    return ctypes.c_void_p(None if value is None else value.data_ptr())

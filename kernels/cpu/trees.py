@@ -1,0 +1,112 @@
+"""Choosing draft trees and verifying them by the C++ of this folder; see `titan.kernels.interfaces.TreeOps`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from titan.core.arrays import Ints
+from titan.core.sampling_rows import SamplingRows
+from titan.core.trees import DraftTrees
+from titan.kernels.cpu.library import kernel
+from titan.kernels.cpu.sampling import CompiledSampling
+from titan.kernels.interfaces import Candidates, Verified
+from titan.kernels.tree_places import TreePlaces
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+CANDIDATE = np.dtype([("token_id", "i8"), ("score", "f4"), ("parent_slot", "i4"), ("slot", "i4")], align=True)
+"""``Candidate`` of the source."""
+
+
+class NodeColumnsStruct(ctypes.Structure):
+    """``NodeColumns`` of the source."""
+
+    _fields_ = [(name, _POINTER) for name in ("token_ids", "parents", "depths", "ancestor_bits", "scores", "draft_slots")]
+
+
+class _TreesStruct(ctypes.Structure):
+    """``VerifiedTrees`` of the source."""
+
+    _fields_ = [
+        *((name, _INT) for name in ("num_trees", "max_depth")),
+        *((name, _POINTER) for name in ("rows", "start_loc", "is_sampled", "temperatures", "seeds", "positions")),
+        *((name, _POINTER) for name in ("token_ids", "parents", "draft_probs", "draft_rows")),
+        *((name, _POINTER) for name in ("paths", "num_accepted", "final_tokens", "matches")),
+    ]
+
+
+class CompiledTrees:
+    """See `titan.kernels.interfaces.TreeOps`.
+
+    Args:
+        library: the C++ of this folder, compiled.
+        sampling: of the same back end.
+    """
+
+    def __init__(self, library: ctypes.CDLL, sampling: CompiledSampling) -> None:
+        self._library = library
+        self._sampling = sampling
+
+    def select(self, found: Sequence[Candidates], num_rows: int) -> DraftTrees:
+        places = TreePlaces.of(found, num_rows)
+        columns = places.allocate(torch.device("cpu"))
+        struct = NodeColumnsStruct(*(column.data_ptr() for column in columns))
+        for each in found:
+            candidates = np.empty(each.token_ids.shape, CANDIDATE)
+            for name, column in (
+                ("token_id", each.token_ids),
+                ("score", each.scores),
+                ("parent_slot", each.parent_slots),
+                ("slot", each.slots),
+            ):
+                candidates[name] = column.numpy()
+            first_nodes, num_nodes = places.start_loc[each.rows], np.ascontiguousarray(each.num_nodes)
+            self._library.select_trees(
+                _address(candidates), *map(_INT, candidates.shape), _address(first_nodes), _address(num_nodes), ctypes.byref(struct)
+            )
+        return places.trees(columns, found, _upload)
+
+    def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
+        values = logits
+        temperatures: NDArray[np.float32] | None = sampling.temperature
+        if sampling.has_cuts:
+            values, temperatures = self._sampling.probs(logits, sampling.repeat(trees.counts[rows] + 1)), None
+        values, _ = self._sampling.lazy_probs(values, sampling) if temperatures is not None else (values, None)
+        num_trees, max_depth = len(rows), max(int(trees.counts.max()), 1)
+        paths = np.empty((num_trees, max_depth), np.int32)
+        num_accepted, final_tokens = np.empty(num_trees, np.int32), np.empty(num_trees, np.int64)
+        matches = np.full((num_trees, 2), np.nan, np.float32)
+        struct = _TreesStruct(
+            num_trees,
+            max_depth,
+            *map(_data, (rows, trees.start_loc, trees.is_sampled)),
+            None if temperatures is None else _data(temperatures),
+            *map(_data, (sampling.seeds, sampling.positions)),
+            trees.token_ids.data_ptr(),
+            trees.parents.data_ptr(),
+            None if trees.draft_probs is None else trees.draft_probs.data_ptr(),
+            None if trees.draft_rows is None else trees.draft_rows.data_ptr(),
+            *map(_data, (paths, num_accepted, final_tokens, matches)),
+        )
+        function = kernel(self._library, "verify_trees", values.dtype)
+        function(_POINTER(values.data_ptr()), _INT(values.shape[1]), ctypes.byref(struct))
+        return Verified(*map(torch.from_numpy, (paths, num_accepted, final_tokens, matches)))
+
+
+def _upload(arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+    return [torch.from_numpy(array) for array in arrays]
+
+
+def _data(array: NDArray[Any]) -> int:
+    return array.ctypes.data
+
+
+def _address(array: NDArray[Any]) -> ctypes.c_void_p:
+    return _POINTER(array.ctypes.data)

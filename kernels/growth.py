@@ -1,0 +1,415 @@
+"""Growing draft trees over passes of a draft model: the general form, for any runner's `forward`.
+
+What is fed at which depth is known on the host before the first pass; tokens and probabilities stay on the device until all passes
+are done and `TreeOps.select` chooses the trees.
+
+Legend: n requests of a growth, V vocabulary of the target, W beam width, k children looked at per node, I inner nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from titan.core.arrays import Ints
+from titan.core.batch import (
+    AttentionLayout,
+    NodeQueries,
+    QueryRow,
+    RaggedBatch,
+    build_batch,
+    pad_block_tables,
+    physical_slots,
+    prefix_sums,
+)
+from titan.core.growth import BeamSpec, ChainSpec, Feed, ShapeSpec
+from titan.core.limits import MAX_NODES
+from titan.core.sampling_rows import SamplingRows
+from titan.core.trees import DraftTrees
+from titan.kernels.interfaces import Backend, Candidates
+
+Forward = Callable[[RaggedBatch], Tensor]
+"""A pass of the draft model: logits [L, vocab of the draft]."""
+
+
+def grow_by_passes(
+    forward: Forward, backend: Backend, feeds: Sequence[Feed], num_rows: int, vocab_size: int, block_size: int
+) -> DraftTrees:
+    """Feed what each request lacks in one pass, then grow all trees together, each depth one pass over the frontier of them all.
+
+    Args:
+        forward: the draft model.
+        backend: that it runs on.
+        feeds: as in `titan.kernels.interfaces.Runner.grow`; so are the following.
+        num_rows: of the plan.
+        vocab_size: of the target.
+        block_size: tokens per KV block.
+    """
+    root_logits = feed_roots(forward, feeds, block_size)
+    growing = [feed for feed in feeds if feed.spec is not None]
+    if not growing:
+        return DraftTrees.empty(num_rows, backend.device)
+    growths = _start(growing, backend, vocab_size)
+    draft_vocab_size = root_logits.shape[-1]
+    num_missing = vocab_size - draft_vocab_size
+
+    def widened(logits: Tensor) -> Tensor:
+        """Logits over the target's vocabulary, -inf where only the target has tokens."""
+        return pad(logits, (0, num_missing), value=float("-inf")) if num_missing else logits
+
+    root_logits = widened(root_logits)
+    for index, growth in growths:
+        growth.start(root_logits if len(index) == len(growing) else root_logits[backend.upload([index])[0]])
+    ordered = [growing[i] for index, _ in growths for i in index.tolist()]
+    fed_slots = [slots for _, growth in growths for slots in growth.fed_slots]
+    for depth, layout in enumerate(_lay_out_frontiers(ordered, fed_slots, block_size), start=1):
+        active = [growth for _, growth in growths if any(len(slots) >= depth for slots in growth.fed_slots)]
+        frontiers = [growth.frontier(depth) for growth in active]
+        token_ids = _cat([frontier.token_ids for frontier in frontiers])
+        if num_missing > 0:
+            token_ids = token_ids.clamp(max=draft_vocab_size - 1)  # a shape may have more children than the draft has tokens
+        batch = layout.with_nodes(token_ids, _cat([frontier.ancestor_bits for frontier in frontiers]))
+        logits = widened(forward(batch)).split([len(frontier.token_ids) for frontier in frontiers])
+        for growth, rows in zip(active, logits, strict=True):
+            growth.extend(depth, rows)
+    return backend.trees.select([growth.candidates() for _, growth in growths], num_rows)
+
+
+def feed_roots(forward: Forward, feeds: Sequence[Feed], block_size: int) -> Tensor:
+    """Feed committed tokens; logits of the last ones of those that have a spec, [n, vocab of the draft]."""
+    rows = [QueryRow(feed.block_ids, feed.start, feed.token_ids, feed.spec is not None) for feed in feeds]
+    return forward(build_batch(rows, block_size=block_size))
+
+
+class Frontier(NamedTuple):
+    """The nodes that a growth feeds at one depth, in the order of its requests."""
+
+    token_ids: Tensor  # int64 [rows]
+    ancestor_bits: Tensor  # int64 [rows], over the slots after the root
+
+
+class Growth(Protocol):
+    """Trees of some requests while they grow."""
+
+    @property
+    def fed_slots(self) -> Sequence[Sequence[Ints]]:
+        """Per request and depth, from 1 on: where the nodes of that depth are fed, counted from the slot after the root."""
+
+    def start(self, logits: Tensor) -> None:
+        """Take the logits of the roots, [n, V]."""
+
+    def frontier(self, depth: int) -> Frontier:
+        """The nodes to feed at that depth."""
+
+    def extend(self, depth: int, logits: Tensor) -> None:
+        """Take the logits of the nodes fed at that depth, [rows, V]."""
+
+    def candidates(self) -> Candidates:
+        """What the trees are chosen from, once all depths are fed."""
+
+
+def _start(feeds: Sequence[Feed], backend: Backend, vocab_size: int) -> list[tuple[Ints, Growth]]:
+    """Requests that grow alike, by their indices, together."""
+    members: dict[tuple[object, ...], list[int]] = {}
+    for i, feed in enumerate(feeds):
+        match feed.spec:
+            case ChainSpec():
+                key: tuple[object, ...] = (ChainSpec,)
+            case BeamSpec(width=width, num_children=num_children):
+                key = BeamSpec, width, num_children
+            case ShapeSpec(params=params):
+                key = ShapeSpec, params is not None
+            case _:
+                raise TypeError(f"{type(feed.spec).__name__} is not a spec that can be grown")
+        members.setdefault(key, []).append(i)
+    growths: list[tuple[Ints, Growth]] = []
+    for key, indices in members.items():
+        chosen = [feeds[i] for i in indices]
+        kind = {ChainSpec: ChainGrowth, BeamSpec: BeamGrowth, ShapeSpec: ShapeGrowth}[key[0]]  # type: ignore[index]
+        growths.append((np.array(indices), kind(chosen, backend)))
+    return growths
+
+
+class ChainGrowth:
+    """Follows the most likely token of each request.
+
+    Args:
+        feeds: n of them, with specs of chains.
+        backend: of the draft.
+    """
+
+    def __init__(self, feeds: Sequence[Feed], backend: Backend) -> None:
+        self._rows = np.array([feed.row for feed in feeds])
+        self._depths = np.array([feed.spec.num_nodes for feed in feeds if isinstance(feed.spec, ChainSpec)])
+        self._backend = backend
+        self._going_on: list[Tensor | None]  # by depth, from 1 on: the requests that feed a node of that depth; None if all do
+        self._token_ids: list[Tensor] = []  # int64 [n] by depth, of all; stale where a chain has ended
+
+    @property
+    def fed_slots(self) -> list[list[Ints]]:
+        return [list(np.arange(depth - 1)[:, None]) for depth in self._depths.tolist()]
+
+    def start(self, logits: Tensor) -> None:
+        self._going_on = [
+            None if depth < self._depths.min() else self._backend.upload([np.flatnonzero(self._depths > depth)])[0]
+            for depth in range(1, self._depths.max())
+        ]
+        self._token_ids.append(self._best_tokens(logits))
+
+    def frontier(self, depth: int) -> Frontier:
+        index = self._going_on[depth - 1]
+        token_ids = self._token_ids[-1] if index is None else self._token_ids[-1][index]
+        return Frontier(token_ids, torch.full_like(token_ids, (1 << depth) - 1))
+
+    def extend(self, depth: int, logits: Tensor) -> None:
+        best, index = self._best_tokens(logits), self._going_on[depth - 1]
+        self._token_ids.append(best if index is None else self._token_ids[-1].index_copy(0, index, best))
+
+    def candidates(self) -> Candidates:
+        token_ids, depths = torch.stack(self._token_ids, 1), self._depths
+        levels = np.arange(token_ids.shape[1])
+        parent_slots, slots, scores = self._backend.upload(
+            [
+                np.tile(levels - 1, (len(depths), 1)),
+                np.where(levels < depths[:, None] - 1, levels, -1),  # the last node of a chain is not fed
+                np.zeros((len(depths), len(levels)), np.float32),
+            ]
+        )
+        is_chain = np.ones(len(depths), np.bool_)
+        return Candidates(self._rows, depths, is_chain, False, token_ids, scores, parent_slots, slots)
+
+    def _best_tokens(self, logits: Tensor) -> Tensor:
+        """The most likely token of each row, any where logits are not finite: int64 [rows]."""
+        return self._backend.sampling.argmax(logits).clamp_(min=0)
+
+
+class BeamGrowth:
+    """Expands, at each depth, the nodes with the greatest cumulative probability.
+
+    Args:
+        feeds: n of them, with specs of beams of equal width and number of children.
+        backend: of the draft.
+    """
+
+    def __init__(self, feeds: Sequence[Feed], backend: Backend) -> None:
+        specs = [feed.spec for feed in feeds if isinstance(feed.spec, BeamSpec)]
+        self._rows = np.array([feed.row for feed in feeds])
+        self._specs = specs
+        self._depths = np.array([spec.depth for spec in specs])
+        self._width, self._num_children = specs[0].width, specs[0].num_children
+        self._backend = backend
+        self._temperatures: Tensor  # float32 [n]
+        self._going_on: list[Tensor]  # int64 each, by depth, from 1 on: the requests that feed nodes of that depth
+        self._is_last: list[Tensor]  # bool [n, 1], by depth: the requests whose nodes of that depth are fed no more
+        # by depth, of all requests: the columns of Candidates
+        self._levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._beam: Tensor  # int64 [n, W], the candidates of the last level that are fed
+        self._bits: Tensor  # int64 [n, W], their ancestor bits
+
+    @property
+    def fed_slots(self) -> list[list[Ints]]:
+        return [list(np.arange((depth - 1) * self._width).reshape(-1, self._width)) for depth in self._depths.tolist()]
+
+    def start(self, logits: Tensor) -> None:
+        depths = range(1, int(self._depths.max()) + 1)
+        temperatures = np.array([spec.temperature for spec in self._specs], np.float32)
+        self._temperatures, *columns = self._backend.upload(
+            [
+                temperatures,
+                *(np.flatnonzero(self._depths > depth) for depth in depths),
+                *((self._depths <= depth)[:, None] for depth in depths),
+            ]
+        )
+        self._going_on, self._is_last = columns[: len(depths)], columns[len(depths) :]
+        token_ids, scores = self._backend.sampling.top_candidates(logits, self._num_children, self._temperatures)
+        self._add_level(token_ids, scores, torch.full_like(token_ids, -1), torch.zeros_like(token_ids), depth=1)
+
+    def frontier(self, depth: int) -> Frontier:
+        index = self._going_on[depth - 1]
+        token_ids = self._levels[-1][0]
+        return Frontier(token_ids.gather(1, self._beam)[index].flatten(), self._bits[index].flatten())
+
+    def extend(self, depth: int, logits: Tensor) -> None:
+        index = self._going_on[depth - 1]
+        n, width, k = len(self._specs), self._width, self._num_children
+        temperatures = self._temperatures[index].repeat_interleave(width)
+        token_ids, logprobs = self._backend.sampling.top_candidates(logits, k, temperatures)
+        scores = torch.full((n, width * k), float("-inf"), device=logits.device)
+        parent_scores = self._levels[-1][1].gather(1, self._beam)[index]
+        scores[index] = (logprobs.reshape(-1, width, k) + parent_scores[:, :, None]).flatten(1)
+        all_tokens = token_ids.new_zeros(n, width * k)
+        all_tokens[index] = token_ids.reshape(-1, width * k)
+        parent_slots = torch.arange((depth - 1) * width, depth * width, device=logits.device).repeat_interleave(k).expand(n, -1)
+        self._add_level(all_tokens, scores, parent_slots, self._bits.repeat_interleave(k, dim=1), depth=depth + 1)
+
+    def candidates(self) -> Candidates:
+        num_nodes = np.array([spec.num_nodes for spec in self._specs])
+        columns = [torch.cat(column, 1) for column in zip(*self._levels, strict=True)]
+        return Candidates(self._rows, num_nodes, np.zeros(len(num_nodes), np.bool_), True, *columns)
+
+    def _add_level(self, token_ids: Tensor, scores: Tensor, parent_slots: Tensor, parent_bits: Tensor, depth: int) -> None:
+        """Add the candidates of a depth, [n, c] each, and choose which of them are fed."""
+        self._beam = scores.topk(self._width, dim=-1).indices
+        fed = torch.arange((depth - 1) * self._width, depth * self._width, device=scores.device).expand_as(self._beam)
+        slots = torch.full_like(token_ids, -1).scatter(1, self._beam, fed)
+        # what the deepest level would feed is never fed; its slots are nobody's parents
+        self._bits = parent_bits.gather(1, self._beam) | (1 << fed.clamp(max=MAX_NODES - 1))
+        self._levels.append((token_ids, scores, parent_slots, slots.masked_fill(self._is_last[depth - 1], -1)))
+
+
+class ShapeLevel(NamedTuple):
+    """The inner nodes of one depth of all shapes: [r] each."""
+
+    places: Tensor  # int64, among the I inner nodes of all trees, one tree after the other
+    sources: Tensor  # int64, where their tokens are in the table of children
+    ancestor_bits: Tensor  # int64
+    owners: Ints  # their requests
+    num_children: Ints
+
+
+class ShapeGrowth:
+    """Fills shapes that are given, each node with the next most likely token or with the next one sampled.
+
+    Args:
+        feeds: n of them, with specs of shapes: all sampled, or none.
+        backend: of the draft.
+    """
+
+    def __init__(self, feeds: Sequence[Feed], backend: Backend) -> None:
+        specs = [feed.spec for feed in feeds if isinstance(feed.spec, ShapeSpec)]
+        self._rows = np.array([feed.row for feed in feeds])
+        self._backend = backend
+        self._plans = [spec.plan for spec in specs]
+        self._starts = [0, *accumulate(plan.inner.shape[1] for plan in self._plans)]  # of each request's inner nodes
+        self._max_children = max(plan.max_children for plan in self._plans)
+        sampled = [(spec.params, spec.seed, feed.root + 1) for spec, feed in zip(specs, feeds, strict=True)]
+        self._sampling = SamplingRows.of([(p, *key) for p, *key in sampled if p is not None]) if specs[0].params else None  # type: ignore[misc]
+        self._levels: list[ShapeLevel]
+        self._children: Tensor  # int64 [I, most children], -1 where there is none
+        self._probs: Tensor | None = None  # float32 [I, V], for proposals that are sampled
+
+    @property
+    def fed_slots(self) -> list[tuple[Ints, ...]]:
+        return [plan.feeds for plan in self._plans]
+
+    def start(self, logits: Tensor) -> None:
+        self._levels = self._make_levels()
+        self._children = logits.new_full((self._starts[-1], self._max_children), -1, dtype=torch.int64)
+        if self._sampling is not None:
+            self._probs = logits.new_empty((self._starts[-1], logits.shape[1]), dtype=torch.float32)
+        self.extend(0, logits)
+
+    def frontier(self, depth: int) -> Frontier:
+        level = self._levels[depth]
+        return Frontier(self._children.view(-1).index_select(0, level.sources).clamp_(min=0), level.ancestor_bits)
+
+    def extend(self, depth: int, logits: Tensor) -> None:
+        level = self._levels[depth]
+        if self._sampling is None or self._probs is None:
+            count = min(int(level.num_children.max()), logits.shape[1])
+            best = logits.topk(count, dim=-1)
+            self._children[level.places, :count] = best.indices.where(best.values > float("-inf"), -1)
+            return
+        roots = self._sampling.take(level.owners)
+        rows = SamplingRows(roots.temperature, roots.top_k, roots.top_p, roots.min_p, roots.seeds, roots.positions + depth)
+        self._backend.sampling.sample_children(logits, rows, level.num_children, level.places, self._probs, self._children)
+
+    def candidates(self) -> Candidates:
+        """Nodes that no token was left for, and what hangs at them, have scores that are not finite."""
+        num_nodes = max(len(plan.parents) for plan in self._plans)
+        shape = len(self._plans), num_nodes
+        sources, parent_slots, slots = np.zeros(shape, np.int64), np.full(shape, -1), np.full(shape, -1)
+        bits = np.full(shape, -1)  # after the end of a shape: ancestors that are never there
+        probs_rows = np.zeros((len(self._plans), 1 + num_nodes), np.int64)
+        for i, (plan, start) in enumerate(zip(self._plans, self._starts, strict=False)):
+            nodes = slice(len(plan.parents))
+            sources[i, nodes] = (start + plan.node_parents) * self._max_children + plan.ranks
+            parent_slots[i, nodes], slots[i, nodes], bits[i, nodes] = plan.parents, plan.slots, plan.ancestor_bits
+            probs_rows[i, : 1 + len(plan.parents)] = start + plan.inner_rows
+        index, parents, fed, ancestors, powers = self._backend.upload(
+            [sources, parent_slots, slots, bits, np.int64(1) << np.arange(num_nodes)]
+        )
+        token_ids = self._children.view(-1).index_select(0, index.view(-1)).view(shape)
+        there = ((token_ids >= 0) * powers).sum(1, keepdim=True)
+        scores = torch.where((ancestors & ~there) == 0, 0.0, float("-inf"))
+        counts = np.array([len(plan.parents) for plan in self._plans])
+        is_chain = np.array([plan.is_chain for plan in self._plans])
+        return Candidates(
+            self._rows,
+            counts,
+            is_chain,
+            False,
+            token_ids,
+            scores,
+            parents,
+            fed,
+            self._probs,
+            None if self._probs is None else probs_rows,
+        )
+
+    def _make_levels(self) -> list[ShapeLevel]:
+        owners = np.repeat(np.arange(len(self._plans)), [plan.inner.shape[1] for plan in self._plans])
+        starts = np.array(self._starts)[owners]
+        _, depths, parents, ranks, bits, num_children = np.concatenate([plan.inner for plan in self._plans], 1)
+        places = np.argsort(depths, kind="stable")
+        sources = (starts + parents) * self._max_children + ranks
+        of_levels = np.split(places, np.cumsum(np.bincount(depths))[:-1])
+        # one array per level and column: kernels read the ancestor bits, and slices of one array would not be aligned
+        columns = iter(self._backend.upload([column for level in of_levels for column in (level, sources[level], bits[level])]))
+        return [
+            ShapeLevel(next(columns), next(columns), next(columns), owners=owners[level], num_children=num_children[level])
+            for level in of_levels
+        ]
+
+
+class FrontierLayout(NamedTuple):
+    """One depth of drafting, laid out: everything but the nodes, which the depth before it makes on the device."""
+
+    slot_mapping: Ints  # [T]
+    attention: AttentionLayout
+
+    def with_nodes(self, token_ids: Tensor, ancestor_bits: Tensor) -> RaggedBatch:
+        """The batch with the tokens and the ancestor bits of its nodes, int64 [T] each."""
+        start_loc, rows = self.attention.query_start_loc, np.arange(len(self.slot_mapping))
+        nodes = NodeQueries(start_loc, token_ids, ancestor_bits, None)
+        return RaggedBatch(np.zeros_like(rows), self.slot_mapping, rows, start_loc, self.attention, nodes)
+
+
+def _lay_out_frontiers(feeds: Sequence[Feed], fed_slots: Sequence[Sequence[Ints]], block_size: int) -> Iterator[FrontierLayout]:
+    """Lay out the passes that feed the frontier nodes of the requests' trees, one per depth from 1 on, on the host.
+
+    Args:
+        feeds: one per request, whose block tables cover the slots of all these nodes.
+        fed_slots: per request and depth, ascending, counted from the slot after the root. A request is part of the passes down to
+            its last depth.
+        block_size: tokens per KV block.
+    """
+    num_depths = max(map(len, fed_slots))
+    roots, table = np.array([feed.root for feed in feeds]), pad_block_tables([feed.block_ids for feed in feeds])
+    for depth in range(1, num_depths + 1):
+        active = np.array([i for i, slots in enumerate(fed_slots) if len(slots) >= depth])
+        of_depth = [fed_slots[i][depth - 1] for i in active.tolist()]
+        query_start_loc = prefix_sums([len(slots) for slots in of_depth])
+        owners = np.repeat(active, np.diff(query_start_loc))
+        slots = roots[owners] + 1 + np.concatenate(of_depth)
+        layout = AttentionLayout(
+            query_start_loc=query_start_loc,
+            seq_lens=slots[query_start_loc[1:] - 1] + 1,
+            block_table=table if len(active) == len(table) else table[active],
+            tree_starts=roots[active] + 1,
+            positions=roots[owners] + depth,
+            visible_lens=roots[owners] + 1,
+            ancestor_bits=np.zeros(len(owners), np.int64),
+            block_size=block_size,
+        )
+        yield FrontierLayout(physical_slots(table, owners, slots, block_size), layout)
+
+
+def _cat(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -1,0 +1,67 @@
+"""The back end in plain PyTorch: the shortest correct way, what the others are held to, and the fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from titan.core.kv_tensor import KVTensor
+from titan.kernels.interfaces import CacheOps, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps
+from titan.kernels.torch.cache import TorchCache
+from titan.kernels.torch.layers import TorchOps
+from titan.kernels.torch.runner import TorchRunner
+from titan.kernels.torch.sampling import TorchSampling
+from titan.kernels.torch.trees import TorchTrees
+
+KV_MEMORY_SHARE = 0.4
+"""Share of a CPU's free memory that the KV caches take at most, unless it is given."""
+
+
+class TorchBackend:
+    """See `titan.kernels.interfaces.Backend`.
+
+    Args:
+        device: any that PyTorch has; memory is looked for in that of the host.
+    """
+
+    name = "PyTorch"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cache: CacheOps = TorchCache()
+        self.sampling: SamplingOps = TorchSampling(self.upload)
+        self.trees: TreeOps = TorchTrees(self.sampling)
+
+    def activate(self) -> None:
+        """Nothing to do: no operation goes by a current device."""
+
+    def check_limits(self, *, block_size: int, max_batch_size: int) -> None:
+        """Nothing is refused."""
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        if dtype == torch.bfloat16:
+            return torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-any-return]
+        return dtype == torch.float32
+
+    def layer_ops(self, dtype: torch.dtype, traits: frozenset[str]) -> LayerOps:
+        return TorchOps(self.device)
+
+    def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:
+        return TorchRunner(self, model, kv)
+
+    def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> int:
+        return int(psutil.virtual_memory().available * KV_MEMORY_SHARE)
+
+    def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        return [torch.from_numpy(array).to(self.device) for array in arrays]
+
+    def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
+        return [tensor.cpu().numpy() for tensor in tensors]
+
+    def facts(self) -> dict[str, str]:
+        return {"device": f"{self.device.type}, {torch.get_num_threads()} threads", "kernels": "PyTorch"}

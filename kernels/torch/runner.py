@@ -1,0 +1,59 @@
+"""Runs a model operation by operation, with batches on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titan.core.batch import AttentionLayout, RaggedBatch
+from titan.core.growth import Feed
+from titan.core.kv_tensor import KVTensor
+from titan.core.trees import DraftTrees
+from titan.kernels.growth import grow_by_passes
+from titan.kernels.interfaces import Backend, Model
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostInputs:
+    """See `titan.models.layers.PassInputs`."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    slot_mapping: Tensor  # int64 [T]
+    logits_rows: Tensor  # int64 [L]
+    attention: AttentionLayout
+
+
+class TorchRunner:
+    """See `titan.kernels.interfaces.Runner`.
+
+    Args:
+        backend: whose device the model is on.
+        model: the model.
+        kv: of the model.
+    """
+
+    def __init__(self, backend: Backend, model: Model, kv: KVTensor) -> None:
+        self.backend = backend
+        self.model = model
+        self.kv = kv
+
+    def forward(self, batch: RaggedBatch) -> Tensor:
+        place_nodes(batch)
+        self.model.check_positions(batch.attention.positions)
+        arrays = batch.token_ids, batch.attention.positions, batch.slot_mapping, batch.logits_rows
+        inputs = HostInputs(*(torch.from_numpy(array).to(self.backend.device) for array in arrays), batch.attention)
+        return self.model.logits(self.model.hidden_states(inputs, self.kv))
+
+    def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
+        return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
+
+
+def place_nodes(batch: RaggedBatch) -> None:
+    """Bring the nodes of a batch, if it has any, to their places on the host."""
+    if (nodes := batch.nodes) is not None:
+        token_ids, ancestor_bits = (column.cpu().numpy() for column in (nodes.token_ids, nodes.ancestor_bits))
+        batch.place_nodes(token_ids, ancestor_bits, None if nodes.depths is None else nodes.depths.cpu().numpy())

@@ -1,0 +1,200 @@
+"""Choosing draft trees and verifying them, one obvious loop per tree: the rules, and what other back ends are held to.
+
+**Sample-and-match**, for deterministic proposals: the target samples its own token at the root, as it would without speculation, and
+the walk descends to the child that carries it; of equal siblings the first. Where no child does, the token is emitted as the
+**recovered** token; past a leaf it is the **bonus** token. The output is thus distributed exactly as the target's own, and with
+randomness keyed by position it is the same sequence. At temperature 0 the sample is the argmax and the rule is greedy acceptance.
+
+**Recursive rejection**, for sampled proposals: at a node with target distribution p, the children x_0, x_1, ... were sampled from
+the draft's q without replacement. They are tried in that order: x_k is accepted with probability min(1, r_k(x_k) / q_k(x_k)), where
+r_0 = p, q_k is q without the earlier children, and a rejection leaves the residual r_{k+1} ~ max(r_k - q_k, 0), from which the final
+token is sampled when no child is left. One child is the classic rule of Leviathan et al., "Fast inference from transformers via
+speculative decoding", 2023; the recursion is that of Jeon et al., "Recursive speculative decoding", 2024. Either way the token is
+distributed as p.
+
+No residual is ever stored. With Q_k the q-mass of the first k children, r_k = max(p - s_k q, 0) / m_k, where s_0 = 0, m_0 = 1,
+s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)); tokens rejected before fall out by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from titan.core.arrays import Ints
+from titan.core.growth import main_path_order
+from titan.core.random import Purpose, philox_uniform
+from titan.core.sampling_rows import SamplingRows
+from titan.core.trees import DraftTrees, topology
+from titan.kernels.interfaces import Candidates, SamplingOps, Verified
+from titan.kernels.torch.sampling import draw
+from titan.kernels.tree_places import TreePlaces
+
+
+class TorchTrees:
+    """Runs on any device; what it chooses by is brought to the host.
+
+    Args:
+        sampling: of the same back end.
+    """
+
+    def __init__(self, sampling: SamplingOps) -> None:
+        self._sampling = sampling
+
+    def select(self, found: Sequence[Candidates], num_rows: int) -> DraftTrees:
+        places, device = TreePlaces.of(found, num_rows), found[0].token_ids.device
+        nodes = _Nodes.empty(places.start_loc)
+        for each in found:
+            columns = [column.cpu().numpy() for column in (each.token_ids, each.scores, each.parent_slots, each.slots)]
+            for i, row in enumerate(each.rows.tolist()):
+                nodes.select(int(places.start_loc[row]), int(each.num_nodes[i]), *(column[i] for column in columns))
+
+        def upload(arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+            return [torch.from_numpy(array).to(device) for array in arrays]
+
+        return places.trees(upload(nodes), found, upload)
+
+    def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
+        probs = self._sampling.probs(logits, sampling.repeat(trees.counts[rows] + 1))
+        token_ids, parents = trees.token_ids.tolist(), trees.parents.tolist()
+        found, root_row = [], 0
+        for i, row in enumerate(rows.tolist()):
+            nodes = slice(int(trees.start_loc[row]), int(trees.start_loc[row + 1]))
+            num_rows = 1 + nodes.stop - nodes.start
+            q = None
+            if trees.is_sampled[row] and trees.draft_probs is not None and trees.draft_rows is not None:
+                q = trees.draft_probs[trees.draft_rows[nodes.start + row : nodes.stop + row + 1].long()]
+            key = int(sampling.seeds[i]), int(sampling.positions[i])
+            tree = _Tree(probs[root_row : root_row + num_rows], q, token_ids[nodes], parents[nodes], *key)
+            found.append(tree.match() if q is None else tree.reject())
+            root_row += num_rows
+        paths = np.zeros((len(found), max((len(each.path) for each in found), default=0)), np.int32)
+        for path, each in zip(paths, found, strict=True):
+            path[: len(each.path)] = each.path
+        return Verified(
+            torch.from_numpy(paths).to(logits.device),
+            torch.tensor([len(each.path) for each in found], dtype=torch.int32, device=logits.device),
+            torch.tensor([each.final_token for each in found], dtype=torch.int64, device=logits.device),
+            torch.tensor([each.match for each in found], dtype=torch.float32, device=logits.device),
+        )
+
+
+class _Nodes(NamedTuple):
+    """The columns of `DraftTrees` on the host."""
+
+    token_ids: Ints
+    parents: NDArray[np.int32]
+    depths: Ints
+    ancestor_bits: Ints
+    scores: NDArray[np.float32]
+    draft_slots: NDArray[np.int32]
+
+    @classmethod
+    def empty(cls, start_loc: Ints) -> _Nodes:
+        """Empty places of trees that begin there, [R + 1]."""
+        num_nodes = int(start_loc[-1])
+        return cls(
+            np.full(num_nodes, -1, np.int64),
+            np.full(num_nodes, -2, np.int32),
+            np.ones(num_nodes, np.int64),
+            np.int64(1) << (np.arange(num_nodes) - np.repeat(start_loc[:-1], np.diff(start_loc))),
+            np.full(num_nodes, -np.inf, np.float32),
+            np.full(num_nodes, -1, np.int32),
+        )
+
+    def select(
+        self, first: int, num_places: int, token_ids: Ints, scores: NDArray[np.float32], parent_slots: Ints, slots: Ints
+    ) -> None:
+        """Write the best tree of one request's candidates, [c] each, to its places.
+
+        A child never scores above its parent, so that the best are ancestor-closed if, of equal ones, the earlier are taken.
+        """
+        comparable = np.where(np.isfinite(scores), scores, -np.inf)
+        best = np.argsort(-comparable, kind="stable")[: min(num_places, int(np.isfinite(scores).sum()))]
+        node_in_slot = {slot: node for node, slot in enumerate(slots[best].tolist()) if slot >= 0} | {-1: -1}
+        order, parents = main_path_order(np.array([node_in_slot[slot] for slot in parent_slots[best].tolist()], np.int32).tobytes())
+        best, places, shape = best[order], slice(first, first + len(best)), topology(parents.tobytes())
+        self.token_ids[places], self.scores[places], self.draft_slots[places] = token_ids[best], scores[best], slots[best]
+        self.parents[places], self.depths[places], self.ancestor_bits[places] = parents, shape.depths, shape.ancestor_bits
+
+
+class _Found(NamedTuple):
+    """What became of one tree."""
+
+    path: list[int]
+    final_token: int
+    match: tuple[float, float] = (np.nan, np.nan)
+
+
+class _Tree(NamedTuple):
+    """One tree that is verified."""
+
+    probs: Tensor  # float32 [1 + nodes, vocab], p at the root and the nodes
+    draft_probs: Tensor | None  # float32 [1 + nodes, vocab], q there; anything at leaves
+    token_ids: list[int]
+    parents: list[int]
+    seed: int
+    position: int  # of the token that follows the root
+
+    def children(self, node: int) -> list[int]:
+        return [child for child, parent in enumerate(self.parents) if parent == node]
+
+    def sample(self, probs: Tensor, depth: int, purpose: Purpose) -> int:
+        """One token of a distribution, [vocab], at that depth; -1 where it is not finite."""
+        if not torch.isfinite(probs[0]):
+            return -1
+        uniform = torch.from_numpy(philox_uniform(self.seed, self.position + depth, purpose).reshape(1))
+        return int(draw(probs[None], uniform.to(probs.device)))
+
+    def match(self) -> _Found:
+        """Sample-and-match."""
+        path: list[int] = []
+        while True:
+            node = path[-1] if path else -1
+            token = self.sample(self.probs[1 + node], len(path), Purpose.SAMPLE)
+            child = next((child for child in self.children(node) if self.token_ids[child] == token), None)
+            if child is None:
+                return _Found(path, token)
+            path.append(child)
+
+    def reject(self) -> _Found:
+        """Recursive rejection."""
+        assert self.draft_probs is not None, "the tree was sampled"
+        path: list[int] = []
+        while True:
+            node = path[-1] if path else -1
+            p, q, children = self.probs[1 + node], self.draft_probs[1 + node], self.children(node)
+            accepted, scale = self._try(children, p, q, len(path))
+            if accepted is not None:
+                path.append(accepted)
+                continue
+            rest = (p - scale * q).clamp(min=0) if children else p  # past a leaf as without speculation
+            rest = rest if rest.any() else p  # where rounding leaves nothing of it
+            final_token = self.sample(rest, len(path), Purpose.RESIDUAL if children else Purpose.SAMPLE)
+            return _Found(path, final_token, self._match_at_root())
+
+    def _try(self, children: list[int], p: Tensor, q: Tensor, depth: int) -> tuple[int | None, float]:
+        """The child that is accepted, if one is, and the scale s of the residual after all that were rejected."""
+        scale, tried = 0.0, 0.0  # s and Q
+        for rank, child in enumerate(children):
+            p_child, q_child = float(p[self.token_ids[child]]), float(q[self.token_ids[child]])
+            mass = float((p - scale * q).clamp(min=0).sum(dtype=torch.float64)) if rank else 1.0
+            left = max(1 - tried, q_child)  # q is part of it, whatever rounding says
+            coin = float(philox_uniform(self.seed, self.position + depth, Purpose.ACCEPT, sibling=rank))
+            if coin * mass * q_child < max(p_child - scale * q_child, 0.0) * left:
+                return child, scale
+            scale += mass / left
+            tried += q_child
+        return None, scale
+
+    def _match_at_root(self) -> tuple[float, float]:
+        """How often a greedy and a sampled token would have been accepted at the root."""
+        if not self.token_ids or self.draft_probs is None:
+            return np.nan, np.nan
+        p, q = self.probs[0], self.draft_probs[0]
+        return float(p[q.argmax()]), float(torch.minimum(p, q).sum())

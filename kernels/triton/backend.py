@@ -1,0 +1,97 @@
+"""The back end of a CUDA device: Triton kernels, CUDA graphs, and nothing that waits within a step but its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from titan.core.kv_tensor import KVTensor
+from titan.kernels.interfaces import LayerOps, PassCounts, PassLimits, Runner
+from titan.kernels.torch.layers import TorchOps
+from titan.kernels.torch.runner import TorchRunner
+from titan.kernels.triton.attention_plan import BLOCK_SIZES, MAX_REQUESTS
+from titan.kernels.triton.cache import TritonCache
+from titan.kernels.triton.cuda_graphs import Capture, cuda_graph_capture
+from titan.kernels.triton.layers import TritonOps
+from titan.kernels.triton.runner import TritonRunner
+from titan.kernels.triton.sampling import TritonSampling
+from titan.kernels.triton.trees import TritonTrees
+from titan.kernels.triton.upload import download, upload
+
+KV_MEMORY_SHARE = 0.9
+"""Share of what the largest passes leave of the device's memory that the KV caches take, unless it is given; the rest is for graphs,
+and for drafts to come."""
+
+TRAITS = frozenset(
+    {"rms_norm", "silu", "rope", "sliding_window", "attention_bias", "output_bias", "mlp_bias", "qk_norm", "tied_embedding"}
+)
+"""Of models, those that the Triton layer knows; see `titan.models.config.ModelConfig.traits`."""
+
+
+class TritonBackend:
+    """See `titan.kernels.interfaces.Backend`.
+
+    Args:
+        device: with its index.
+        capture: makes what records passes, one for each model.
+    """
+
+    name = "Triton"
+
+    def __init__(self, device: torch.device, capture: Callable[[], Capture] = cuda_graph_capture) -> None:
+        self.device = device
+        self._capture = capture
+        sampling = TritonSampling(self.upload)
+        self.cache, self.sampling, self.trees = TritonCache(self.upload), sampling, TritonTrees(device, self.upload, sampling)
+
+    def activate(self) -> None:
+        if self.device.type == "cuda":  # another engine, or another thread, may have another one; Triton launches on the current
+            torch.cuda.set_device(self.device)
+
+    def check_limits(self, *, block_size: int, max_batch_size: int) -> None:
+        if block_size not in BLOCK_SIZES:
+            allowed = " or ".join(map(str, BLOCK_SIZES))
+            raise ValueError(f"block_size={block_size} is not supported on {self.device}: it must be {allowed}")
+        if max_batch_size > MAX_REQUESTS:
+            raise ValueError(
+                f"max_batch_size={max_batch_size} is not supported on {self.device}: it must be at most {MAX_REQUESTS}"
+            )
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def layer_ops(self, dtype: torch.dtype, traits: frozenset[str]) -> LayerOps:
+        return TritonOps(self.device) if traits <= TRAITS else TorchOps(self.device)
+
+    def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:
+        if model.config.traits <= TRAITS and len(kv.groups) == 1:
+            return TritonRunner(self, model, kv, limits, counts, self._capture())
+        return TorchRunner(self, model, kv)
+
+    def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> int:
+        """See `titan.kernels.interfaces.Backend`; what PyTorch holds in reserve for later allocations counts as free."""
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        try:
+            run_largest_passes()
+        except torch.OutOfMemoryError as error:
+            raise ValueError(f"{self.device} has not the memory for the largest passes") from error
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_reserved(self.device) - before
+        torch.cuda.empty_cache()
+        # free now: what was loaded for the first pass stays
+        return int(max(0, torch.cuda.mem_get_info(self.device)[0] - peak) * KV_MEMORY_SHARE)
+
+    def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        return upload(arrays, self.device)
+
+    def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
+        return download(tensors)
+
+    def facts(self) -> dict[str, str]:
+        return {"device": torch.cuda.get_device_name(self.device), "kernels": "Triton"}

@@ -1,0 +1,23 @@
+"""Distributions by Triton kernels; see `titan.kernels.interfaces.SamplingOps`."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from titan.core.sampling_rows import SamplingRows
+from titan.kernels.torch.sampling import TorchSampling
+from titan.kernels.triton.row_distribution import RowDistributions, normalized_probs, row_distributions
+
+
+class TritonSampling(TorchSampling):
+    """The most likely tokens, and children without replacement, are PyTorch's."""
+
+    def probs(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        return normalized_probs(self.distributions(logits, rows))
+
+    def distributions(self, logits: Tensor, rows: SamplingRows) -> RowDistributions:
+        """`probs` before they are written out."""
+        top_k = np.minimum(rows.top_k, logits.shape[1]).astype(np.int32)
+        temperature, top_k_tensor, top_p, min_p = self._upload([rows.temperature, top_k, rows.top_p, rows.min_p])
+        return row_distributions(logits, temperature=temperature, top_k=top_k_tensor, top_p=top_p, min_p=min_p)

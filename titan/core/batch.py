@@ -1,0 +1,173 @@
+"""The ragged batch: prefill chunks, decodes and root+tree queries of all requests side by side, without padding.
+
+Legend: T query tokens, R requests, L rows that need logits, N tree nodes among the query tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from titan.core.arrays import Ints
+from titan.core.trees import DraftTrees
+
+Window = int | None
+"""How many positions a layer looks back, the token's own included; ``None`` = all."""
+
+
+class QueryRow(NamedTuple):
+    """The committed tokens of one request in one pass of one model: ``token_ids`` at positions ``start, start + 1, ...``."""
+
+    block_ids: list[int]
+    start: int
+    token_ids: Sequence[int]
+    needs_logits: bool = True  # of the last token, and of the nodes of the tree that hangs at it
+
+
+class NodeQueries(NamedTuple):
+    """The last queries of the requests of a batch, where they are tree nodes, whose tokens the device alone may know."""
+
+    start_loc: Ints  # [R + 1], prefix sums of the nodes per request
+    token_ids: Tensor  # int64 [N]; -1 in an empty place
+    ancestor_bits: Tensor  # int64 [N]
+    depths: Tensor | None  # int64 [N]; None: the host knows the positions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionLayout:
+    """Which slots each query token sees; arrays are int64, contiguous, and on the host.
+
+    Visible to a query row are the slots below its ``visible_len``, and slot ``tree_start + j`` of its request for every bit ``j``
+    of its ancestor bits. A sliding window goes by position: it hides slots before the tree at or below ``position - window``, and
+    all but the nearest ``window`` of a node's ancestors, the node itself among them.
+    """
+
+    query_start_loc: Ints  # [R + 1], prefix sums of query lengths
+    seq_lens: Ints  # [R], slots that the queries of a request may look at
+    block_table: Ints  # [R, blocks], physical block ids
+    tree_starts: Ints  # [R], slot of node 0; 0 without a tree, or with a chain
+    positions: Ints  # [T], rope positions: root position + depth for tree nodes
+    visible_lens: Ints  # [T]
+    ancestor_bits: Ints  # [T]
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedBatch:
+    """Everything one forward pass needs; passed explicitly to the runner.
+
+    Tokens, ancestor bits and depths of tree nodes are in ``nodes``. Their places in the arrays hold token 0, no bits, and the
+    positions of a chain, until the runner has put them there: on the host by `place_nodes`, or on its device.
+    """
+
+    token_ids: Ints  # [T]
+    slot_mapping: Ints  # [T], block * block_size + offset
+    logits_rows: Ints  # [L], rows of T whose logits are computed
+    logits_start_loc: Ints  # [R + 1], prefix sums of logits rows per request
+    attention: AttentionLayout
+    nodes: NodeQueries | None = None
+
+    def place_nodes(self, token_ids: Ints, ancestor_bits: Ints, depths: Ints | None) -> None:
+        """Write nodes, brought to the host, to their places.
+
+        Args:
+            token_ids: [N].
+            ancestor_bits: [N].
+            depths: [N]; ``None``: the positions are right already.
+        """
+        assert self.nodes is not None, "called for batches with nodes"
+        layout, start_loc = self.attention, self.nodes.start_loc
+        counts = start_loc[1:] - start_loc[:-1]
+        places = np.repeat(layout.query_start_loc[1:] - start_loc[1:], counts) + np.arange(len(token_ids))
+        self.token_ids[places] = np.maximum(token_ids, 0)
+        if not layout.tree_starts.any():
+            return
+        starts = np.repeat(layout.tree_starts, counts)
+        is_tree = starts > 0
+        places = places[is_tree]
+        if depths is not None:
+            layout.positions[places] = (starts - 1 + depths)[is_tree]
+        layout.ancestor_bits[places] = ancestor_bits[is_tree]
+
+
+def build_batch(rows: Sequence[QueryRow], trees: DraftTrees | None = None, *, block_size: int) -> RaggedBatch:
+    """Lay rows out one after another, on the host; a runner brings them to its device.
+
+    Args:
+        rows: one per request, each with at least one token.
+        trees: of the same requests: each hangs at the last token of its row, whose KV it follows.
+        block_size: tokens per KV block.
+    """
+    num_committed = np.array([len(row.token_ids) for row in rows])
+    starts = np.array([row.start for row in rows])
+    has_nodes = trees is not None and trees.num_nodes > 0
+    counts = trees.counts if trees is not None and has_nodes else np.zeros_like(num_committed)
+    query_lens = num_committed + counts
+    query_start_loc = prefix_sums(query_lens)
+    num_tokens = int(query_start_loc[-1])
+    owners = np.repeat(np.arange(len(rows)), query_lens)
+    slots = np.arange(num_tokens) + (starts - query_start_loc[:-1])[owners]
+    visible_lens = slots + 1
+    tree_starts = np.zeros(len(rows), np.int64)
+    committed = [token_id for row in rows for token_id in row.token_ids]
+    if trees is None or not has_nodes:
+        token_ids, nodes = np.array(committed), None
+    else:
+        is_node = np.arange(num_tokens) >= (query_start_loc[:-1] + num_committed)[owners]
+        token_ids = np.zeros(num_tokens, np.int64)
+        token_ids[~is_node] = committed
+        tree_starts = np.where((counts > 0) & ~trees.is_chain, starts + num_committed, 0)
+        starts_of_tokens = tree_starts[owners]
+        visible_lens = np.where(is_node & (starts_of_tokens > 0), starts_of_tokens, visible_lens)
+        nodes = NodeQueries(trees.start_loc, trees.token_ids, trees.ancestor_bits, trees.depths)
+
+    logits_lens = np.where([row.needs_logits for row in rows], counts + 1, 0)
+    logits_start_loc = prefix_sums(logits_lens)
+    num_skipped = query_start_loc[1:] - logits_start_loc[1:]  # up to the logits of each request, which are its last rows
+    table = pad_block_tables([row.block_ids for row in rows])
+    return RaggedBatch(
+        token_ids=token_ids,
+        slot_mapping=physical_slots(table, owners, slots, block_size),
+        logits_rows=np.arange(int(logits_start_loc[-1])) + np.repeat(num_skipped, logits_lens),
+        logits_start_loc=logits_start_loc,
+        attention=AttentionLayout(
+            query_start_loc=query_start_loc,
+            seq_lens=starts + query_lens,
+            block_table=table,
+            tree_starts=tree_starts,
+            positions=slots,
+            visible_lens=visible_lens,
+            ancestor_bits=np.zeros(num_tokens, np.int64),
+            block_size=block_size,
+        ),
+        nodes=nodes,
+    )
+
+
+def prefix_sums(counts: Sequence[int] | Ints) -> Ints:
+    """0 and the running sums of ``counts``: [n] -> int64 [n + 1]."""
+    return np.array([0, *accumulate(counts.tolist() if isinstance(counts, np.ndarray) else counts)])
+
+
+def physical_slots(table: Ints, owners: Ints, slots: Ints, block_size: int) -> Ints:
+    """Where the slots of requests lie in the cache: int64 [n].
+
+    Args:
+        table: [R, blocks], as made by `pad_block_tables`.
+        owners: [n], requests.
+        slots: [n], of these requests.
+        block_size: tokens per KV block.
+    """
+    blocks, offsets = np.divmod(slots, block_size)
+    return table[owners, blocks] * block_size + offsets
+
+
+def pad_block_tables(block_tables: Sequence[list[int]]) -> Ints:
+    """Block tables as rows of one array, int64 [R, longest table]; the tails repeat block 0 and are never read."""
+    width = max(map(len, block_tables))
+    return np.array([block_ids + [0] * (width - len(block_ids)) for block_ids in block_tables], np.int64)

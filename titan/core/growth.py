@@ -1,0 +1,174 @@
+"""How draft trees grow, as data: specs are made by a drafter's policy and carried out by a runner.
+
+Three ways to grow. A chain follows the most likely token. A beam expands the nodes with the greatest cumulative probability, as Li
+et al., "EAGLE-2", 2024; a beam of one node trades the far end of a chain for siblings nearer the root. A shape is known beforehand,
+and filled with the most likely tokens or, for a sampled proposal, with tokens sampled without replacement.
+
+Nodes of a tree that grows have **slots**, counted from the one after the root, where the draft's KV of those that are fed lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan.core.arrays import Ints
+from titan.core.sampling_params import SamplingParams
+from titan.core.trees import Parents, topology
+
+
+@dataclass(frozen=True, slots=True)
+class ChainSpec:
+    """Follow the most likely token."""
+
+    num_nodes: int  # at least 1
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that are written."""
+        return self.num_nodes - 1
+
+    @property
+    def max_fed(self) -> int:
+        """Most nodes that are fed at one depth."""
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSpec:
+    """Expand, at each depth, the nodes with the greatest cumulative probability, and keep the best of all."""
+
+    max_nodes: int  # of the tree
+    depth: int  # greatest depth of its nodes
+    width: int  # nodes expanded per depth
+    num_children: int  # tokens looked at after each, at least `width` and 2
+    temperature: float  # at which probabilities are compared
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that are written."""
+        return (self.depth - 1) * self.width
+
+    @property
+    def max_fed(self) -> int:
+        """Most nodes that are fed at one depth."""
+        return self.width
+
+    @property
+    def num_nodes(self) -> int:
+        """Places of the tree: no more than tokens that it is chosen from."""
+        return min(self.max_nodes, self.num_children * (1 + self.width * (self.depth - 1)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShapePlan:
+    """A shape and what filling it needs to know of it; shared by all requests whose trees have the shape."""
+
+    parents: Parents  # the path of first children first
+    ancestor_bits: Ints  # [num_nodes]
+    is_chain: bool
+    feeds: tuple[Ints, ...]  # by depth, from 1 on: the inner nodes
+    # int64 [6, num_inner], of the inner nodes, the root first: the node, -1 for the root; depth, 0 for the root; the parent's place
+    # among them, 0 for the root; how many earlier children the parent has; ancestor bits; number of children
+    inner: Ints
+    max_children: int
+    max_fed: int  # nodes of one depth
+    # of all nodes: [num_nodes] each
+    node_parents: Ints  # the parent's place among the inner nodes
+    ranks: Ints
+    slots: NDArray[np.int32]  # an inner node is fed at its own place; -1 for a leaf, which is not fed
+    inner_rows: Ints  # [1 + num_nodes], places of the root and the nodes among the inner ones; 0 for a leaf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShapeSpec:
+    """Fill a shape, each node with the next most likely token or with the next one sampled."""
+
+    plan: ShapePlan
+    params: SamplingParams | None = None  # how tokens are sampled; None: the most likely tokens
+    seed: int = 0
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the shape."""
+        return len(self.plan.parents)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that are written."""
+        return int(self.plan.inner[0, -1]) + 1
+
+    @property
+    def max_fed(self) -> int:
+        """Most nodes that are fed at one depth."""
+        return self.plan.max_fed
+
+
+GrowthSpec = ChainSpec | BeamSpec | ShapeSpec
+
+
+class Feed(NamedTuple):
+    """What one request feeds a draft model, and how its tree grows after that."""
+
+    row: int  # of the plan
+    block_ids: list[int]
+    start: int  # position of the first token
+    token_ids: Sequence[int]  # committed tokens that the draft lacks; with a spec, the last is the root
+    spec: GrowthSpec | None  # None: nothing grows
+
+    @property
+    def root(self) -> int:
+        """Position of the last token."""
+        return self.start + len(self.token_ids) - 1
+
+
+class MainPathOrder(NamedTuple):
+    """A shape with its path of first children first, then the other nodes as they were."""
+
+    nodes: Ints  # in the new order
+    parents: Parents
+
+
+@lru_cache(maxsize=4096)
+def main_path_order(parents: bytes) -> MainPathOrder:
+    """Put the path of first children of a shape (int32 parents, as bytes) first, so that to accept it moves no KV."""
+    old_parents = np.frombuffer(parents, np.int32)
+    path: list[int] = []
+    for node, parent in enumerate(old_parents.tolist()):
+        if parent == (path[-1] if path else -1):
+            path.append(node)
+    nodes = np.array([*path, *(node for node in range(len(old_parents)) if node not in path)], np.int64)
+    new_index = np.append(np.argsort(nodes), -1).astype(np.int32)  # the root stays -1
+    new_parents: Parents = new_index[old_parents[nodes]]
+    new_parents.flags.writeable = False
+    return MainPathOrder(nodes, new_parents)
+
+
+@lru_cache(maxsize=4096)
+def shape_plan(parents: bytes) -> ShapePlan:
+    """Look at a shape (int32 parents, as bytes; at least one node)."""
+    shape, parent_of = topology(parents), np.frombuffer(parents, np.int32)
+    node_parents = shape.inner_rows[1 + parent_of]
+    inner = shape.inner[1:]  # without the root
+    depths = shape.depths[inner]
+    columns = depths, node_parents[inner], shape.child_ranks[inner], shape.ancestor_bits[inner]
+    num_children = np.bincount(node_parents)
+    feeds = tuple(inner[depths == depth].astype(np.int64) for depth in range(1, int(depths.max(initial=0)) + 1))
+    return ShapePlan(
+        parents=parent_of,
+        ancestor_bits=shape.ancestor_bits,
+        is_chain=shape.is_chain,
+        feeds=feeds,
+        inner=np.stack((shape.inner.astype(np.int64), *(np.append(0, column) for column in columns), num_children)),
+        max_children=int(num_children.max()),
+        max_fed=max(map(len, feeds), default=0),
+        node_parents=node_parents,
+        ranks=shape.child_ranks,
+        slots=np.where(shape.inner_rows[1:] >= 0, np.arange(len(parent_of), dtype=np.int32), np.int32(-1)),
+        inner_rows=np.maximum(shape.inner_rows, 0),
+    )

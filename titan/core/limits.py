@@ -1,0 +1,6 @@
+"""Limits that several parts of the engine share."""
+
+from __future__ import annotations
+
+MAX_NODES = 63
+"""Most nodes in a draft tree: the ancestors of a node are the bits of one int64."""

@@ -1,0 +1,58 @@
+"""What options that look at the drafted prefix of a row, or at its length, make of the logits of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from titan.core.arrays import Ints
+from titan.core.request import Request
+from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, Upload
+from titan.sample.logits import TransformedRows, TransformResult, transform_logits
+
+
+def looks_at_prefix(request: Request) -> bool:
+    """Whether the options of a request look at drafted prefixes, now."""
+    return request.params.has_transforms or _holds_stops_back(request)
+
+
+def transform_rows(
+    logits: Tensor, requests: Sequence[Request], trees: DraftTrees | None, start_loc: Ints, upload: Upload
+) -> TransformResult:
+    """The logits of a step after the transforms of its requests.
+
+    Args:
+        logits: [L, vocab]; not changed.
+        requests: of all rows of the plan.
+        trees: of the same rows, on the host; ``None``: no request that looks at prefixes has nodes.
+        start_loc: [rows of the plan + 1], prefix sums of the rows of logits; those of empty places are left as they are.
+        upload: brings arrays to the device of the logits.
+    """
+    transforms: list[TransformedRows] = []
+    forbidden: list[tuple[int, list[int]]] = []
+    for i, (request, first, end) in enumerate(zip(requests, start_loc.tolist(), start_loc[1:].tolist(), strict=False)):
+        if first == end or not looks_at_prefix(request):
+            continue
+        tree = EMPTY_TREE if trees is None else trees[i]
+        if request.params.has_transforms:
+            paths = _paths(tree, first)
+            transforms.append(TransformedRows(request.params, request.prompt_token_ids, request.output_token_ids, paths))
+        if _holds_stops_back(request):
+            is_early = request.num_output_tokens + np.append(0, tree.topology.depths) < request.params.min_tokens
+            stop_ids = sorted(request.stop_token_ids)
+            forbidden += [(first + row, stop_ids) for row in np.flatnonzero(is_early).tolist()]
+    return transform_logits(logits, transforms, forbidden, upload)
+
+
+def _holds_stops_back(request: Request) -> bool:
+    return request.num_output_tokens < request.params.min_tokens and bool(request.stop_token_ids)
+
+
+def _paths(tree: DraftTree, first_row: int) -> dict[int, list[int]]:
+    """The draft tokens from the root down to each row's node, by row; the root's row is ``first_row``."""
+    paths: dict[int, list[int]] = {first_row: []}
+    for node, (token_id, parent) in enumerate(zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True)):
+        paths[first_row + 1 + node] = [*paths[first_row + 1 + parent], token_id]
+    return paths
