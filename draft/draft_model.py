@@ -74,7 +74,7 @@ class DraftModelDrafter:
         feeds = self._feeds(plan)
         proposal = self._draft(feeds, len(plan.requests))
         for feed in feeds:  # now that it is written
-            feed.request.num_drafted_context += len(feed.token_ids)
+            feed.request.cover_draft(len(feed.token_ids))
         return proposal
 
     def _draft(self, feeds: list[_Feed], num_rows: int) -> Proposal:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from titan.core.device_trees import DeviceTrees, Proposal, TreeOutline, outlines_of
-from titan.core.draft_history import DraftHistory
 from titan.core.options import EngineConfig
 from titan.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, merge_metrics
 from titan.core.request import Request
@@ -276,9 +275,7 @@ class Engine:
         if self.config.max_draft_tokens == 0:
             raise ValueError("swap_draft() contradicts max_draft_tokens=0: allowed with at least 1")
         self._use_drafter(create_drafter(draft, self._draft_context()))
-        self.kv.new_draft_epoch(self.scheduler.running)
-        for request in (*self.scheduler.running, *self.scheduler.waiting):
-            request.draft_history = DraftHistory()
+        self.kv.new_draft_epoch((*self.scheduler.running, *self.scheduler.waiting))
 
     def metrics(self) -> EngineMetrics:
         """A snapshot of the engine's totals and state."""

@@ -100,7 +100,6 @@ class Scheduler:
         for i, request in enumerate(plan.requests):
             if acceptance.token_ids[i] or acceptance.errors[i] is not None:
                 changed.append(request)
-            num_computed = request.num_computed_tokens + plan.num_tokens[i] + len(acceptance.paths[i])
             if acceptance.token_ids[i]:
                 num_emitted = append_tokens(request, acceptance.token_ids[i])
                 if request.logprobs is not None:
@@ -109,8 +108,7 @@ class Scheduler:
             if acceptance.errors[i] is not None and not request.is_finished:  # behind a stop it is nobody's
                 self.abort(request, acceptance.errors[i])
                 continue
-            request.num_computed_tokens = min(num_computed, request.num_tokens - 1 if acceptance.token_ids[i] else num_computed)
-            request.num_drafted_context = min(request.num_drafted_context, request.num_computed_tokens)
+            request.commit(plan.num_tokens[i] + len(acceptance.paths[i]))
             self.kv.seal(request)
         finished = [request for request in changed if request.is_finished and request.finish_reason is not FinishReason.ABORT]
         if finished:
