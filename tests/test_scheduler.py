@@ -258,6 +258,16 @@ def test_scarce_blocks_preempt_the_latest_and_change_no_output() -> None:
     assert world.requests[0].metrics.num_preemptions == 0, "the first come keeps its blocks"
 
 
+def test_none_joins_in_a_step_that_preempted() -> None:
+    """Not even the one that had to go, although it would find its prompt in the other's blocks."""
+    world = World(max_batch_size=4, num_kv_blocks=5)
+    first, second = (world.add([1] * 2 * BLOCK_SIZE, 5, ignore_eos=True) for _ in range(2))
+    plans = [world.step(0, Random(0)).requests for _ in range(3)]
+    assert plans == [[first, second], [first], [first, second]]
+    assert (first.metrics.num_preemptions, second.metrics.num_preemptions) == (0, 1)
+    world.drain(Random(0))
+
+
 def test_a_running_request_is_never_starved_by_others_prompts() -> None:
     world = World(max_batch_size=4, num_kv_blocks=40, max_num_batched_tokens=12, prefill_chunk_size=12)
     first = world.add([1] * 5, 25, ignore_eos=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -81,6 +82,15 @@ def test_a_stop_string_cuts_the_text_wherever_its_tokens_end(text: str, options:
     assert isinstance(request.stop_reason, str) and request.stop_reason in text
     assert request.stop_reason in tokenizer.decode(token_ids[:num_emitted])
     assert request.stop_reason not in tokenizer.decode(token_ids[: num_emitted - 1]) or "min_tokens" in options
+
+
+def test_of_stop_strings_that_end_at_one_character_the_one_that_begins_first_ends_the_text() -> None:
+    tokenizer = make_tokenizer()
+    for stops in permutations(["quick", "ick", "uick"]):
+        request = make_request(SamplingParams(stop=list(stops)), tokenizer=tokenizer)
+        append_tokens(request, tokenizer.encode("the quick fox"))
+        assert request.detokenizer is not None
+        assert (request.stop_reason, request.detokenizer.text) == ("quick", "the ")
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
