@@ -25,7 +25,7 @@ DEFAULTS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "draft_tree": "
 
 
 def make_engine(model: str, draft: DraftSpec = None, **options: Any) -> Engine:
-    return Engine(EngineConfig(**(DEFAULTS | options)), model, draft)
+    return Engine(EngineConfig.of(**(DEFAULTS | options)), model, draft)
 
 
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:
@@ -71,7 +71,7 @@ def by_slot(kv: Tensor) -> Tensor:
 
 def slots_of(engine: Engine, request: Request) -> Tensor:
     """The physical slots of a request's table, int64 [blocks * block_size]."""
-    block_size = engine.config.block_size
+    block_size = engine.kv.block_size
     block_ids = torch.tensor(request.block_ids, dtype=torch.int64)
     return (block_ids[:, None] * block_size + torch.arange(block_size)).flatten()
 

@@ -132,7 +132,7 @@ def test_sampling_options(options: dict[str, Any], parts: list[str]) -> None:
 )
 def test_engine_options(options: dict[str, Any], parts: list[str]) -> None:
     with raises(*parts):
-        EngineConfig(**options)
+        EngineConfig.of(**options)
 
 
 @pytest.mark.parametrize(

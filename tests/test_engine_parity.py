@@ -183,7 +183,7 @@ def test_half_precision_parts_with_its_plain_run_only_at_near_ties(zoo: Zoo, fam
 
 def poison(engine: Engine) -> None:
     """NaN where nothing valid is: free blocks that are not cached. Garbage where it may be read, but must not be seen."""
-    pool, block_size = engine.kv.pool, engine.config.block_size
+    pool, block_size = engine.kv.pool, engine.kv.block_size
     free = [block for block in range(pool.num_blocks) if pool.is_free(block) and block not in pool._hash_of]
     free_slots = (torch.tensor(free, dtype=torch.int64)[:, None] * block_size + torch.arange(block_size)).flatten()
     shared = [block for block in range(pool.num_blocks) if pool._ref_counts[block] > 1]  # another's draft may know them

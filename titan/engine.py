@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titan.core.device_trees import DeviceTrees, Proposal, TreeOutline, outlines_of
-from titan.core.options import EngineConfig
+from titan.core.options import EngineConfig, ModelOptions
 from titan.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, merge_metrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
@@ -61,7 +61,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, model: str | Decoder, draft: DraftSpec = None, tokenizer: str | None = None) -> None:
         self.config = config
-        self.device = choose_device(config.device)
+        self.device = choose_device(config.model.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # which is where Triton launches
         config.check_device(self.device)
@@ -70,19 +70,19 @@ class Engine:
         else:
             folder = resolve_model(model, "target")
             self.tokenizer = _load_tokenizer(folder, tokenizer)
-            target = load_model(folder, dtype=config.dtype, device=self.device)
+            target = load_model(folder, dtype=config.model.dtype, device=self.device)
         self.model_config = target.config
         self.dtype = target.dtype
-        self.max_model_len = _max_model_len(config, self.model_config)
-        draft = draft if config.use_speculative and config.max_draft_tokens > 0 else None
+        self.max_model_len = _max_model_len(config.model, self.model_config)
+        draft = draft if config.speculation.use_speculative and config.speculation.max_draft_tokens > 0 else None
         self.passes = PassCounts()
         num_kv_blocks = self._num_kv_blocks(target, draft_model_config(draft))
-        self.kv = KVCache(num_kv_blocks, config.block_size, config.enable_prefix_caching)
+        self.kv = KVCache(num_kv_blocks, config.memory.block_size, config.memory.enable_prefix_caching)
         target_kv = allocate_kv(
             self.model_config.num_layers,
             self.kv.pool.num_blocks,
             self.model_config.num_kv_heads,
-            config.block_size,
+            self.kv.block_size,
             self.model_config.head_dim,
             dtype=self.dtype,
             device=self.device,
@@ -90,7 +90,7 @@ class Engine:
         self.kv.attach("target", target_kv)
         self.runner = self._make_runner(target, target_kv)
         self.counters = EngineCounters()
-        self.scheduler = Scheduler(config, self.kv, self.counters)
+        self.scheduler = Scheduler(config.schedule, self.kv, self.counters)
         self.observers: list[StepObserver] = []
         self._num_requests = 0
         self._use_drafter(create_drafter(draft, self._draft_context()))
@@ -100,7 +100,7 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # another engine, or another thread, may have another one
         with torch.inference_mode():
-            plan = self.scheduler.schedule(min(self.drafter.max_draft_tokens, self.config.max_draft_tokens))
+            plan = self.scheduler.schedule(min(self.drafter.max_draft_tokens, self.config.speculation.max_draft_tokens))
             if not plan.requests:
                 return []
             self.kv.clear_new_blocks()
@@ -132,7 +132,7 @@ class Engine:
                     needs_logits=end == request.num_tokens,
                 )
             )
-        batch = build_batch(segments, block_size=self.config.block_size)
+        batch = build_batch(segments, block_size=self.kv.block_size)
         return replace(batch, grown=trees.grown) if isinstance(trees, DeviceTrees) else batch
 
     def _check_lengths(self, trees: Proposal, num_rows: int) -> None:
@@ -198,7 +198,7 @@ class Engine:
         stop_token_ids = frozenset((*eos_token_ids, *(params.stop_token_ids or ())))
         seed = params.seed
         if seed is None:
-            seed = _draw_seed(np.random.SeedSequence([self.config.seed, number]))
+            seed = _draw_seed(np.random.SeedSequence([self.config.model.seed, number]))
         family = tuple(
             Request(
                 request_id=f"{number}-{index}" if index else str(number),
@@ -270,9 +270,9 @@ class Engine:
         Raises:
             ValueError: as in the constructor; the present draft then stays.
         """
-        if not self.config.use_speculative:
+        if not self.config.speculation.use_speculative:
             raise ValueError("swap_draft() contradicts use_speculative=False: allowed with use_speculative=True only")
-        if self.config.max_draft_tokens == 0:
+        if self.config.speculation.max_draft_tokens == 0:
             raise ValueError("swap_draft() contradicts max_draft_tokens=0: allowed with at least 1")
         self._use_drafter(create_drafter(draft, self._draft_context()))
         self.kv.new_draft_epoch((*self.scheduler.running, *self.scheduler.waiting))
@@ -310,7 +310,7 @@ class Engine:
             vocab_size=self.model_config.vocab_size,
             max_model_len=self.max_model_len,
             num_kv_blocks=self.kv.pool.num_blocks,
-            block_size=self.config.block_size,
+            block_size=self.kv.block_size,
             has_tokenizer=self.tokenizer is not None,
         )
 
@@ -324,10 +324,10 @@ class Engine:
     def _draft_context(self) -> DraftContext:
         return DraftContext(
             target_vocab_size=self.model_config.vocab_size,
-            max_draft_tokens=self.config.max_draft_tokens,
-            draft_tree=self.config.draft_tree,
-            draft_sampling=self.config.draft_sampling,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_draft_tokens=self.config.speculation.max_draft_tokens,
+            draft_tree=self.config.speculation.draft_tree,
+            draft_sampling=self.config.speculation.draft_sampling,
+            max_num_batched_tokens=self.config.schedule.max_num_batched_tokens,
             dtype=str(self.dtype).removeprefix("torch."),
             device=self.device,
             make_runner=self._make_runner,
@@ -339,25 +339,28 @@ class Engine:
         return make_runner(model, kv, self._pass_limits(), self.passes)
 
     def _pass_limits(self) -> PassLimits:
-        config = self.config
-        num_drafts = config.max_draft_tokens if config.use_speculative else 0
-        return PassLimits(config.max_batch_size, 1 + num_drafts, -(-self.max_model_len // config.block_size))
+        speculation = self.config.speculation
+        num_drafts = speculation.max_draft_tokens if speculation.use_speculative else 0
+        return PassLimits(self.config.schedule.max_batch_size, 1 + num_drafts, self._max_blocks_per_request())
+
+    def _max_blocks_per_request(self) -> int:
+        return -(-self.max_model_len // self.config.memory.block_size)
 
     def _num_kv_blocks(self, target: Decoder, draft_config: ModelConfig | None) -> int:
         """Blocks of the pool: as given, or by memory; each block costs target and draft bytes."""
-        config = self.config
-        if config.num_kv_blocks is not None:
-            return config.num_kv_blocks
+        memory = self.config.memory
+        if memory.num_kv_blocks is not None:
+            return memory.num_kv_blocks
         bytes_per_token = self.model_config.kv_bytes_per_token(self.dtype)
         if draft_config is not None:
             bytes_per_token += draft_config.kv_bytes_per_token(self.dtype)
-        bytes_per_block = bytes_per_token * config.block_size
-        if config.kv_cache_memory is not None:
+        bytes_per_block = bytes_per_token * memory.block_size
+        if memory.kv_cache_memory is not None:
             try:
-                return num_blocks_for(config.kv_cache_memory, bytes_per_block)
+                return num_blocks_for(memory.kv_cache_memory, bytes_per_block)
             except ValueError as error:
-                raise ValueError(f"kv_cache_memory={config.kv_cache_memory} is not enough: {error}") from error
-        useful = config.max_batch_size * -(-self.max_model_len // config.block_size)
+                raise ValueError(f"kv_cache_memory={memory.kv_cache_memory} is not enough: {error}") from error
+        useful = self.config.schedule.max_batch_size * self._max_blocks_per_request()
         return min(useful, num_blocks_for(self._kv_memory(target, draft_config), bytes_per_block))
 
     def _kv_memory(self, target: Decoder, draft_config: ModelConfig | None) -> int:
@@ -410,10 +413,10 @@ def _load_tokenizer(folder: str | None, tokenizer: str | None) -> Any | None:
         return None
 
 
-def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+def _max_model_len(options: ModelOptions, model_config: ModelConfig) -> int:
     longest = model_config.max_position_embeddings
-    if config.max_model_len is None:
+    if options.max_model_len is None:
         return longest
-    if config.max_model_len > longest:
-        raise ValueError(f"max_model_len={config.max_model_len} is more than the model's positions: at most {longest} is allowed")
-    return config.max_model_len
+    if options.max_model_len > longest:
+        raise ValueError(f"max_model_len={options.max_model_len} is more than the model's positions: at most {longest} is allowed")
+    return options.max_model_len

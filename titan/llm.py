@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, Unpack
 
 from tqdm import tqdm
 
-from titan.core.options import EngineConfig
+from titan.core.options import EngineConfig, EngineOptions
 from titan.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from titan.core.request import FinishReason, Request
 from titan.core.sampling_params import SamplingParams
@@ -30,28 +30,8 @@ class LLM:
         draft_model: "demo", a folder or hub id of a model with the target's vocabulary, "ngram" (prompt lookup), a
             `titan.draft.base.Drafter`, or ``None`` for no speculation.
         tokenizer: folder or hub id of the tokenizer; ``None`` = the model's.
-        dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions), "float32", "bfloat16", "float16".
-        device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:N".
-        seed: of the requests that have none.
-        use_speculative: ``False`` never drafts, whatever ``draft_model`` says.
-        max_draft_tokens: most draft tokens per request and step, 0 to 63.
-        draft_tree: shape of the draft tree: "chain"; "dynamic", grown by the draft's cumulative probability; a list of parents
-            (-1 = the root); or "auto", chosen per request and step.
-        draft_sampling: "greedy" proposes the draft's most likely tokens, "sampled" draws them at the request's temperature, "auto"
-            takes what the target has matched better at the request's roots so far. At temperature 0 all three are greedy.
-        max_batch_size: most requests that run at once.
-        max_num_batched_tokens: most tokens of the target in one step, draft tokens included.
-        prefill_chunk_size: most prompt tokens of one request in one step.
-        max_model_len: most tokens of a request, prompt and output; ``None`` = the model's positions.
-        block_size: tokens per KV block: 8, 16, 32, 64 or 128; on CUDA 16 or 32.
-        num_kv_blocks: blocks in the KV cache; ``None`` = by memory.
-        kv_cache_memory: bytes for the KV cache of target and draft together; ``None`` = what ``max_batch_size`` requests of
-            ``max_model_len`` tokens need, within 40 % of a CPU's free memory, or 90 % of what the largest passes leave on a GPU.
-        enable_prefix_caching: reuse the KV of prompts that begin alike.
-        scheduling_policy: "fcfs".
-        max_waiting_requests: most requests that wait at once; `generate` takes longer lists and queues them in turn.
-        preemption_mode: "recompute".
-        swap_space: 0.
+        options: ``device``, ``max_draft_tokens``, ``max_batch_size`` and all others: the fields of `ModelOptions`,
+            `SpeculationOptions`, `ScheduleOptions` and `MemoryOptions` in `titan.core.options`, which say what they mean.
 
     Raises:
         ValueError: an argument is not allowed or a model cannot be loaded; the message names argument, value and what is
@@ -64,47 +44,9 @@ class LLM:
         draft_model: DraftSpec | PathLike[str] = None,
         *,
         tokenizer: str | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-        seed: int = 0,
-        use_speculative: bool = True,
-        max_draft_tokens: int = 6,
-        draft_tree: str | Sequence[int] = "auto",
-        draft_sampling: str = "auto",
-        max_batch_size: int = 32,
-        max_num_batched_tokens: int = 2048,
-        prefill_chunk_size: int = 512,
-        max_model_len: int | None = None,
-        block_size: int = 16,
-        num_kv_blocks: int | None = None,
-        kv_cache_memory: int | None = None,
-        enable_prefix_caching: bool = True,
-        scheduling_policy: str = "fcfs",
-        max_waiting_requests: int = 2000,
-        preemption_mode: str = "recompute",
-        swap_space: int = 0,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        config = EngineConfig(
-            dtype=dtype,
-            device=device,
-            seed=seed,
-            use_speculative=use_speculative,
-            max_draft_tokens=max_draft_tokens,
-            draft_tree=draft_tree,
-            draft_sampling=draft_sampling,
-            max_batch_size=max_batch_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-            prefill_chunk_size=prefill_chunk_size,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            num_kv_blocks=num_kv_blocks,
-            kv_cache_memory=kv_cache_memory,
-            enable_prefix_caching=enable_prefix_caching,
-            scheduling_policy=scheduling_policy,
-            max_waiting_requests=max_waiting_requests,
-            preemption_mode=preemption_mode,
-            swap_space=swap_space,
-        )
+        config = EngineConfig.of(**options)
         if not isinstance(model, str | PathLike):
             raise ValueError(f"model={model!r} is not allowed: it must be 'demo', a folder or a Hugging Face hub id")
         draft = fspath(draft_model) if isinstance(draft_model, PathLike) else draft_model
@@ -259,7 +201,7 @@ class LLM:
         with tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar:
             try:
                 while unfinished:
-                    while len(queued) < len(requests) and len(scheduler.waiting) < self.engine.config.max_waiting_requests:
+                    while len(queued) < len(requests) and len(scheduler.waiting) < self.engine.config.schedule.max_waiting_requests:
                         request = requests[len(queued)]
                         scheduler.add(request)
                         queued.add(request)

@@ -164,7 +164,7 @@ class EndToEnd:
         """One engine for all runs of Titan, with and without speculation."""
         max_batch, lengths = max(self.plan.batches), self.plan.lengths
         num_tokens = max(batch * (lengths.prompt_len + lengths.max_output_len(batch)) for batch in self.plan.batches)
-        config = EngineConfig(
+        config = EngineConfig.of(
             dtype="bfloat16",
             device=str(self.setting.device),
             max_draft_tokens=NUM_DRAFTS,
