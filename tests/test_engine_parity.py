@@ -153,7 +153,7 @@ def test_a_request_may_fill_the_pool_to_the_last_slot(zoo: Zoo, draft: str) -> N
     outputs = run_all(engine, prompts, params)
     assert outputs == [zoo.greedy("llama", prompt, 24 - len(prompt), ignore_eos=True) for prompt in prompts]
     with pytest.raises(ValueError, match="could never fit: the KV cache holds 24 tokens"):
-        engine.make_request(None, prompts[0], greedy(15))
+        submit(engine, prompts[:1], [greedy(15)])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

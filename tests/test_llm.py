@@ -260,7 +260,7 @@ def test_skip_special_tokens(llm: LLM) -> None:
 
 
 def test_chat_generates_after_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", TEMPLATE)
+    monkeypatch.setattr(llm.frontend.tokenizer, "chat_template", TEMPLATE)
     [expected] = llm.generate("user: the dog?\nassistant:", greedy(10), use_tqdm=False)
     [chatted] = llm.chat(ASK, greedy(10), use_tqdm=False)
     assert chatted.outputs[0] == expected.outputs[0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepping import check_blocks, greedy, make_engine
+from stepping import check_blocks, greedy, make_engine, submit
 from text_tools import make_byte_tokenizer, make_tokenizer
 from zoo import EOS_TOKEN_IDS, Zoo, random_prompts
 
@@ -247,8 +247,7 @@ def test_the_models_last_position_can_be_reached(zoo: Zoo, make_llm: Make, draft
 
 def test_a_draft_with_fewer_positions_stops_drafting_where_they_end(zoo: Zoo) -> None:
     engine = make_engine(zoo.path("llama"), zoo.path("short"), num_kv_blocks=64)
-    request = engine.make_request(None, PROMPT, greedy(60, ignore_eos=True))
-    engine.scheduler.add(request)
+    [request] = submit(engine, [PROMPT], [greedy(60, ignore_eos=True)])
     while engine.scheduler.has_unfinished:
         engine.step()
         assert request.num_drafted_context <= 40
