@@ -12,7 +12,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from titan.core.options import EngineConfig
+from titan.core.options import SpeculationOptions
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import create_drafter
@@ -83,7 +83,7 @@ class DraftRecipe:
             if recipe.num_tokens < 1:
                 raise ValueError(f"tokens={recipe.num_tokens} is not allowed: it must be at least 1")
             # the engine's own rules, and its words for them
-            EngineConfig(max_draft_tokens=recipe.num_tokens, draft_tree=recipe.tree, draft_sampling=recipe.sampling)
+            SpeculationOptions(max_draft_tokens=recipe.num_tokens, draft_tree=recipe.tree, draft_sampling=recipe.sampling)
         except ValueError as error:
             raise ValueError(f"draft {text!r} is not allowed: {error}") from error
         return recipe

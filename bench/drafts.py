@@ -158,7 +158,9 @@ class DraftBench:
         engine.observers.append(counts.observe)
         try:
             start = time.perf_counter()
-            requests = [engine.make_request(None, prompt, self._params(setting, i, output_len)) for i, prompt in enumerate(prompts)]
+            requests = [
+                self.llm.frontend.make_request(prompt, self._params(setting, i, output_len)) for i, prompt in enumerate(prompts)
+            ]
             for request in requests:
                 engine.scheduler.add(request)
             while not all(request.num_output_tokens or request.is_finished for request in requests):

@@ -15,6 +15,7 @@ from titan.bench.runs import RequestRun, Run, StepCounts
 from titan.bench.workloads import Workload
 from titan.core.request import Request
 from titan.engine import Engine
+from titan.frontend import FrontEnd
 from titan.metrics import ratio
 
 GPU_SAMPLE_SECONDS = 0.2
@@ -51,8 +52,9 @@ def _drive(
     rows_before = counters.num_sequence_steps
     gpu = _GpuMeter(engine.device)
     cpu_start, start = time.process_time(), time.monotonic()
+    frontend = FrontEnd(engine)
     requests = [
-        engine.make_request(None, prompt, greedy_params(output_len, use_speculative=use_speculative))
+        frontend.make_request(prompt, greedy_params(output_len, use_speculative=use_speculative))
         for prompt, output_len in zip(workload.prompts, output_lens, strict=True)
     ]
     waiting = deque(requests)

@@ -135,7 +135,7 @@ class LatencyBench:
 
     def _serve(self, bodies: Sequence[Body], times: Sequence[float], engine: str) -> list[RequestTimes]:
         arrivals = [TimedRequest(time, body.prompt, body.output_len) for time, body in zip(times, bodies, strict=True)]
-        return serve(self.llm.engine, arrivals, use_speculative=engine != NO_DRAFT, clock=self.clock)
+        return serve(self.llm.frontend, arrivals, use_speculative=engine != NO_DRAFT, clock=self.clock)
 
     def _times(self, rate: float, round_id: int) -> list[float]:
         """Arrival times of a round; a trace has the same in all."""

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from titan.bench.profiling import greedy_params
 from titan.core.request import Request
-from titan.engine import Engine
+from titan.frontend import FrontEnd
 
 TOLERATED_GROWTH = 0.1
 """Share of the second half of the requests by which the queue may grow, noise apart."""
@@ -124,14 +124,14 @@ class Limits:
     well_served_up_to: float | None  # rates up to here had `ATTAINED` of the requests within the target
 
 
-def serve(engine: Engine, arrivals: Sequence[TimedRequest], *, use_speculative: bool, clock: Clock) -> list[RequestTimes]:
+def serve(frontend: FrontEnd, arrivals: Sequence[TimedRequest], *, use_speculative: bool, clock: Clock) -> list[RequestTimes]:
     """Step an idle engine through a stream of requests: each is added when its time has come, whatever the engine is doing.
 
     Temperature 0, and the end of sequence is ignored. A request that comes during a step waits for its end, which its latency
     counts.
 
     Args:
-        engine: takes as many waiting requests as there are.
+        frontend: of an engine that takes as many waiting requests as there are.
         arrivals: in the order of their times, at least one.
         use_speculative: whether the engine may draft.
         clock: of the arrivals and of what is measured.
@@ -142,8 +142,9 @@ def serve(engine: Engine, arrivals: Sequence[TimedRequest], *, use_speculative: 
     Raises:
         RuntimeError: a request was ended before it had its tokens.
     """
+    engine = frontend.engine
     to_come = deque(
-        (each.time, engine.make_request(None, each.prompt, greedy_params(each.output_len, use_speculative=use_speculative)))
+        (each.time, frontend.make_request(each.prompt, greedy_params(each.output_len, use_speculative=use_speculative)))
         for each in arrivals
     )
     requests = [request for _, request in to_come]

@@ -14,6 +14,7 @@ from titan.bench.workloads import Workload
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
 from titan.execute.model_runner import Runner
+from titan.frontend import FrontEnd
 from titan.kernels.cpu.decoder import GrownTrees
 from titan.kernels.cpu.runner import CompiledRunner
 
@@ -111,9 +112,9 @@ def profile_shares(
     """
     if engine.device.type != "cpu":
         return None
-    requests = []
+    frontend, requests = FrontEnd(engine), []
     for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True):
-        requests.append(engine.make_request(None, prompt, greedy_params(output_len, use_speculative=use_speculative)))
+        requests.append(frontend.make_request(prompt, greedy_params(output_len, use_speculative=use_speculative)))
         engine.scheduler.add(requests[-1])
     while skip_prefill and any(request.metrics.first_token_time is None for request in requests):
         engine.step()

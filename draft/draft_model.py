@@ -56,7 +56,7 @@ class DraftModelDrafter:
             return DraftTrees.empty(num_rows, self._context.backend.device)
         trees = self.runner.grow(feeds, num_rows, self.target_vocab_size)
         for feed in feeds:  # now that it is written
-            plan.requests[feed.row].num_drafted_context += len(feed.token_ids)
+            plan.requests[feed.row].cover_draft(len(feed.token_ids))
         return trees
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:

@@ -14,6 +14,7 @@ from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
+from titan.frontend import FrontEnd, choose_tokenizer
 from titan.memory.kv_cache import Role
 
 SCARCE: dict[str, Any] = {"max_batch_size": 4, "prefill_chunk_size": 7, "block_size": 8, "num_kv_blocks": 14}
@@ -25,7 +26,7 @@ DEFAULTS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "draft_tree": "
 
 
 def make_engine(model: str, draft: DraftSpec = None, **options: Any) -> Engine:
-    return Engine(EngineConfig(**(DEFAULTS | options)), model, draft)
+    return Engine(EngineConfig.of(**(DEFAULTS | options)), model, draft, choose_tokenizer(model, None))
 
 
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:
@@ -33,7 +34,8 @@ def greedy(max_tokens: int, **options: Any) -> SamplingParams:
 
 
 def submit(engine: Engine, prompts: Iterable[Sequence[int]], params: Iterable[SamplingParams]) -> list[Request]:
-    requests = [engine.make_request(None, list(prompt), p) for prompt, p in zip(prompts, params, strict=True)]
+    frontend = FrontEnd(engine)
+    requests = [frontend.make_request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     for request in requests:
         engine.scheduler.add(request)
     return requests
@@ -71,7 +73,7 @@ def by_slot(kv: Tensor) -> Tensor:
 
 def slots_of(engine: Engine, request: Request) -> Tensor:
     """The physical slots of a request's table, int64 [blocks * block_size]."""
-    block_size = engine.config.block_size
+    block_size = engine.kv.block_size
     block_ids = torch.tensor(request.block_ids, dtype=torch.int64)
     return (block_ids[:, None] * block_size + torch.arange(block_size)).flatten()
 

@@ -132,7 +132,7 @@ def test_sampling_options(options: dict[str, Any], parts: list[str]) -> None:
 )
 def test_engine_options(options: dict[str, Any], parts: list[str]) -> None:
     with raises(*parts):
-        EngineConfig(**options)
+        EngineConfig.of(**options)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_text_needs_a_tokenizer(zoo: Zoo) -> None:
 
 @pytest.mark.parametrize("messages", [[], "the dog", 5, [[]], [{"role": "user"}], [{"content": "a"}], [[{"role": "user"}]], [5]])
 def test_messages_that_are_no_conversation(llm: LLM, messages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    monkeypatch.setattr(llm.frontend.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
     with raises("messages"):
         llm.chat(messages)
 
@@ -272,9 +272,9 @@ def test_chat_without_a_template(llm: LLM) -> None:
 def test_a_full_queue(zoo: Zoo) -> None:
     llm = LLM(zoo.path("llama"), num_kv_blocks=8, max_batch_size=1, max_waiting_requests=2, **CPU)
     for _ in range(2):
-        llm.engine.scheduler.add(llm.engine.make_request(None, [5], greedy(4)))
+        llm.engine.scheduler.add(llm.frontend.make_request([5], greedy(4)))
     with raises("max_waiting_requests=2", "request 2 is refused"):
-        llm.engine.scheduler.add(llm.engine.make_request(None, [5], greedy(4)))
+        llm.engine.scheduler.add(llm.frontend.make_request([5], greedy(4)))
     with raises("max_waiting_requests=2", "refused"):
         next(llm.stream([5]))
 

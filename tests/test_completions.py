@@ -15,6 +15,7 @@ from titan import LLM, RequestMetrics, SamplingParams
 from titan.core.outputs import merge_metrics
 from titan.core.request import Request
 from titan.engine import Engine
+from titan.frontend import FrontEnd
 
 PROMPT = random_prompts(2, seed=8, max_len=40)[1]  # 40 tokens
 CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu", "draft_sampling": "greedy"}  # so that a seed fixes the output
@@ -25,7 +26,7 @@ def sampled(n: int, max_tokens: int = 14, **options: Any) -> SamplingParams:
 
 
 def add(engine: Engine, params: SamplingParams, prompt: list[int] = PROMPT) -> tuple[Request, ...]:
-    family = engine.make_request(None, prompt, params).family
+    family = FrontEnd(engine).make_request(prompt, params).family
     for request in family:
         engine.scheduler.add(request)
     return family
@@ -111,7 +112,7 @@ def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared(zoo: Zoo, ca
 
 def test_a_sibling_takes_only_what_is_computed_and_covered_by_the_draft(zoo: Zoo) -> None:
     engine = make_engine(zoo.path("llama"), zoo.path("llama"), num_kv_blocks=80, block_size=8, enable_prefix_caching=False)
-    first, second, third = engine.make_request(None, PROMPT, greedy(8, n=3)).family
+    first, second, third = FrontEnd(engine).make_request(PROMPT, greedy(8, n=3)).family
     engine.scheduler.add(first)
     engine.step()
     engine.kv.match_prefix(second)

@@ -153,7 +153,7 @@ def test_a_request_may_fill_the_pool_to_the_last_slot(zoo: Zoo, draft: str) -> N
     outputs = run_all(engine, prompts, params)
     assert outputs == [zoo.greedy("llama", prompt, 24 - len(prompt), ignore_eos=True) for prompt in prompts]
     with pytest.raises(ValueError, match="could never fit: the KV cache holds 24 tokens"):
-        engine.make_request(None, prompts[0], greedy(15))
+        submit(engine, prompts[:1], [greedy(15)])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -183,7 +183,7 @@ def test_half_precision_parts_with_its_plain_run_only_at_near_ties(zoo: Zoo, fam
 
 def poison(engine: Engine) -> None:
     """NaN where nothing valid is: free blocks that are not cached. Garbage where it may be read, but must not be seen."""
-    pool, block_size = engine.kv.pool, engine.config.block_size
+    pool, block_size = engine.kv.pool, engine.kv.block_size
     free = [block for block in range(pool.num_blocks) if pool.is_free(block) and block not in pool._hash_of]
     free_slots = (torch.tensor(free, dtype=torch.int64)[:, None] * block_size + torch.arange(block_size)).flatten()
     shared = [block for block in range(pool.num_blocks) if pool._ref_counts[block] > 1]  # another's draft may know them

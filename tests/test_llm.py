@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, get_type_hints
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from zoo import Zoo, random_prompts
 
 import titan
 from titan import LLM, RequestOutput, SamplingParams
-from titan.core.options import EngineConfig
+from titan.core.options import EngineConfig, EngineOptions, MemoryOptions, ModelOptions, ScheduleOptions, SpeculationOptions
 from titan.engine import choose_device
 
 PROMPTS = ["the quick brown fox", "in the morning", "the", "dog jumps over the lazy dog"]
@@ -57,12 +56,20 @@ def test_the_public_names() -> None:
         titan.llama  # noqa: B018
 
 
-def test_every_engine_option_is_an_argument_with_the_same_default() -> None:
-    arguments = inspect.signature(LLM).parameters
-    options = inspect.signature(EngineConfig).parameters
-    assert list(arguments) == ["model", "draft_model", "tokenizer", *options]
-    assert all(arguments[name].default == options[name].default for name in options)
-    assert all(arguments[name].kind is inspect.Parameter.KEYWORD_ONLY for name in (*options, "tokenizer"))
+def test_every_engine_option_is_an_argument() -> None:
+    assert get_type_hints(LLM.__init__)["options"] == Unpack[EngineOptions]
+    groups = get_type_hints(EngineConfig).values()
+    assert get_type_hints(EngineOptions) == {name: kind for group in groups for name, kind in get_type_hints(group).items()}
+    assert EngineConfig.of() == EngineConfig()
+    config = EngineConfig.of(seed=3, draft_tree="chain", swap_space=0, max_batch_size=5, block_size=8)
+    assert config == EngineConfig(
+        ModelOptions(seed=3), SpeculationOptions(draft_tree="chain"), ScheduleOptions(max_batch_size=5), MemoryOptions(block_size=8)
+    )
+
+
+def test_an_option_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(TypeError, match=r"no option 'blocksize', 'sede'; allowed: dtype, device, seed, .*, block_size, "):
+        LLM("demo", seed=3, blocksize=8, sede=3)  # type: ignore[call-arg]
 
 
 def test_generate_takes_one_prompt_or_many_as_text_or_as_tokens(llm: LLM, zoo: Zoo) -> None:
@@ -253,7 +260,7 @@ def test_skip_special_tokens(llm: LLM) -> None:
 
 
 def test_chat_generates_after_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", TEMPLATE)
+    monkeypatch.setattr(llm.frontend.tokenizer, "chat_template", TEMPLATE)
     [expected] = llm.generate("user: the dog?\nassistant:", greedy(10), use_tqdm=False)
     [chatted] = llm.chat(ASK, greedy(10), use_tqdm=False)
     assert chatted.outputs[0] == expected.outputs[0]

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from titan.core.options import EngineConfig
+from titan.core.options import ScheduleOptions
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
@@ -35,12 +35,11 @@ def next_token(token_ids: list[int]) -> int:
 class World:
     """A scheduler whose steps are carried out by `next_token`."""
 
-    def __init__(self, **options: Any) -> None:
-        self.config = EngineConfig(block_size=BLOCK_SIZE, **options)
-        assert self.config.num_kv_blocks is not None
-        self.kv = KVCache(self.config.num_kv_blocks, BLOCK_SIZE, self.config.enable_prefix_caching)
+    def __init__(self, num_kv_blocks: int, *, enable_prefix_caching: bool = True, **options: Any) -> None:
+        self.options = ScheduleOptions(**options)
+        self.kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching)
         self.counters = EngineCounters()
-        self.scheduler = Scheduler(self.config, self.kv, self.counters)
+        self.scheduler = Scheduler(self.options, self.kv, self.counters)
         self.requests: list[Request] = []
         self.limit = MAX_MODEL_LEN
 
@@ -107,16 +106,16 @@ class World:
         return path
 
     def check_plan(self, plan: StepPlan, max_draft_tokens: int) -> None:
-        config = self.config
+        options = self.options
         assert bool(plan.requests) == self.scheduler.has_unfinished, "there is always one that gets on"
-        assert sum(plan.num_tokens) + sum(plan.draft_budgets) <= config.max_num_batched_tokens
-        assert len(set(map(id, plan.requests))) == len(plan.requests) <= config.max_batch_size
+        assert sum(plan.num_tokens) + sum(plan.draft_budgets) <= options.max_num_batched_tokens
+        assert len(set(map(id, plan.requests))) == len(plan.requests) <= options.max_batch_size
         if self.scheduler.running:
             assert plan.requests[0] is self.scheduler.running[0], "the first come is never passed over"
         for i, request in enumerate(plan.requests):
             num_tokens, budget = plan.num_tokens[i], plan.draft_budgets[i]
             end = request.num_computed_tokens + num_tokens
-            assert 1 <= num_tokens <= config.prefill_chunk_size and end <= request.num_tokens
+            assert 1 <= num_tokens <= options.prefill_chunk_size and end <= request.num_tokens
             assert 0 <= budget <= max_draft_tokens
             if budget:
                 assert plan.reaches_root(i) and request.params.use_speculative
@@ -131,8 +130,8 @@ class World:
     def check(self) -> None:
         running, waiting = self.scheduler.running, list(self.scheduler.waiting)
         self.kv.pool.check([request.block_ids for request in running])
-        assert len(running) <= self.config.max_batch_size
-        assert len(waiting) <= self.config.max_waiting_requests + self.config.max_batch_size, "only preempted ones come on top"
+        assert len(running) <= self.options.max_batch_size
+        assert len(waiting) <= self.options.max_waiting_requests + self.options.max_batch_size, "only preempted ones come on top"
         assert not any(request.is_finished for request in (*running, *waiting))
         order = [int(request.request_id) for request in (*running, *waiting)]
         assert order == sorted(set(order)), "first come, first served: who came later neither runs nor waits ahead"
@@ -208,9 +207,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             ]
         )
         max_tokens = random.randint(1, 30)
-        if len(self.world.scheduler.waiting) + options.get("n", 1) > self.world.config.max_waiting_requests:
+        if len(self.world.scheduler.waiting) + options.get("n", 1) > self.world.options.max_waiting_requests:
             options.pop("n", None)
-        if len(self.world.scheduler.waiting) >= self.world.config.max_waiting_requests:
+        if len(self.world.scheduler.waiting) >= self.world.options.max_waiting_requests:
             with pytest.raises(ValueError, match="max_waiting_requests=6"):
                 self.world.add(prompt, max_tokens, **options)
         else:
@@ -256,6 +255,16 @@ def test_scarce_blocks_preempt_the_latest_and_change_no_output() -> None:
     world.drain(Random(0))
     assert world.counters.num_preemptions > 0
     assert world.requests[0].metrics.num_preemptions == 0, "the first come keeps its blocks"
+
+
+def test_none_joins_in_a_step_that_preempted() -> None:
+    """Not even the one that had to go, although it would find its prompt in the other's blocks."""
+    world = World(max_batch_size=4, num_kv_blocks=5)
+    first, second = (world.add([1] * 2 * BLOCK_SIZE, 5, ignore_eos=True) for _ in range(2))
+    plans = [world.step(0, Random(0)).requests for _ in range(3)]
+    assert plans == [[first, second], [first], [first, second]]
+    assert (first.metrics.num_preemptions, second.metrics.num_preemptions) == (0, 1)
+    world.drain(Random(0))
 
 
 def test_a_running_request_is_never_starved_by_others_prompts() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import permutations
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepping import check_blocks, greedy, make_engine
+from stepping import check_blocks, greedy, make_engine, submit
 from text_tools import make_byte_tokenizer, make_tokenizer
 from zoo import EOS_TOKEN_IDS, Zoo, random_prompts
 
@@ -81,6 +82,15 @@ def test_a_stop_string_cuts_the_text_wherever_its_tokens_end(text: str, options:
     assert isinstance(request.stop_reason, str) and request.stop_reason in text
     assert request.stop_reason in tokenizer.decode(token_ids[:num_emitted])
     assert request.stop_reason not in tokenizer.decode(token_ids[: num_emitted - 1]) or "min_tokens" in options
+
+
+def test_of_stop_strings_that_end_at_one_character_the_one_that_begins_first_ends_the_text() -> None:
+    tokenizer = make_tokenizer()
+    for stops in permutations(["quick", "ick", "uick"]):
+        request = make_request(SamplingParams(stop=list(stops)), tokenizer=tokenizer)
+        append_tokens(request, tokenizer.encode("the quick fox"))
+        assert request.detokenizer is not None
+        assert (request.stop_reason, request.detokenizer.text) == ("quick", "the ")
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -237,8 +247,7 @@ def test_the_models_last_position_can_be_reached(zoo: Zoo, make_llm: Make, draft
 
 def test_a_draft_with_fewer_positions_stops_drafting_where_they_end(zoo: Zoo) -> None:
     engine = make_engine(zoo.path("llama"), zoo.path("short"), num_kv_blocks=64)
-    request = engine.make_request(None, PROMPT, greedy(60, ignore_eos=True))
-    engine.scheduler.add(request)
+    [request] = submit(engine, [PROMPT], [greedy(60, ignore_eos=True)])
     while engine.scheduler.has_unfinished:
         engine.step()
         assert request.num_drafted_context <= 40

@@ -224,7 +224,7 @@ def _print_trees(llm: LLM, trees: Sequence[VerifiedTree]) -> None:
     print(f"{LEGEND}\n")
     for step, each in enumerate(trees, start=1):
         print(f"step {step}: {len(each.path)} of {each.tree.num_nodes} draft tokens accepted")
-        print(render_tree(each, lambda token_id: token_text(llm.engine.tokenizer, token_id), color=color) + "\n")
+        print(render_tree(each, lambda token_id: token_text(llm.frontend.tokenizer, token_id), color=color) + "\n")
 
 
 def _tree_as_json(verified: VerifiedTree) -> dict[str, object]:

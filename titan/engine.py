@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
 from titan.core.device_trees import DeviceTrees, Proposal, TreeOutline, outlines_of
-from titan.core.draft_history import DraftHistory
-from titan.core.options import EngineConfig
-from titan.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, merge_metrics
+from titan.core.options import EngineConfig, ModelOptions
 from titan.core.request import Request
-from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree
-from titan.detokenizer import IncrementalDetokenizer
 from titan.draft.base import DraftContext, Drafter
 from titan.draft.registry import DraftSpec, create_drafter, draft_model_config
 from titan.execute.batch import RaggedBatch, Segment, build_batch
@@ -32,8 +26,8 @@ from titan.memory.kv_cache import KVCache, allocate_kv, num_blocks_for
 from titan.metrics import EngineCounters, EngineMetrics, ratio
 from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
-from titan.models.loader import load_model, load_tokenizer, resolve_model
-from titan.schedule.admission import Limits, check_request
+from titan.models.loader import load_model, resolve_model
+from titan.schedule.admission import Limits
 from titan.schedule.scheduler import Scheduler
 from titan.verify.accept import accept
 
@@ -54,36 +48,40 @@ class Engine:
         config: options.
         model: "demo", a folder, a hub id, or a decoder that is ready to run on the device, whatever the dtype asked for.
         draft: what drafts; see `titan.draft.registry`.
-        tokenizer: folder or hub id of the tokenizer; ``None`` = the model's. A model without one takes token ids only.
+        tokenizer: the target's, a transformers tokenizer, which a draft's must agree with; ``None`` = not known.
 
     Raises:
         ValueError: a model cannot be loaded, the draft has another vocabulary, or the KV cache has no room.
     """
 
-    def __init__(self, config: EngineConfig, model: str | Decoder, draft: DraftSpec = None, tokenizer: str | None = None) -> None:
+    def __init__(self, config: EngineConfig, model: str | Decoder, draft: DraftSpec = None, tokenizer: Any | None = None) -> None:
         self.config = config
-        self.device = choose_device(config.device)
+        self.device = choose_device(config.model.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # which is where Triton launches
         config.check_device(self.device)
-        if isinstance(model, Decoder):
-            self.tokenizer, target = _load_tokenizer(None, tokenizer), model
-        else:
-            folder = resolve_model(model, "target")
-            self.tokenizer = _load_tokenizer(folder, tokenizer)
-            target = load_model(folder, dtype=config.dtype, device=self.device)
+        target = model
+        if not isinstance(target, Decoder):
+            target = load_model(resolve_model(target, "target"), dtype=config.model.dtype, device=self.device)
         self.model_config = target.config
         self.dtype = target.dtype
-        self.max_model_len = _max_model_len(config, self.model_config)
-        draft = draft if config.use_speculative and config.max_draft_tokens > 0 else None
+        self.max_model_len = _max_model_len(config.model, self.model_config)
+        draft = draft if config.speculation.use_speculative and config.speculation.max_draft_tokens > 0 else None
         self.passes = PassCounts()
         num_kv_blocks = self._num_kv_blocks(target, draft_model_config(draft))
-        self.kv = KVCache(num_kv_blocks, config.block_size, config.enable_prefix_caching)
+        block_size = config.memory.block_size
+        self.limits = Limits(
+            vocab_size=self.model_config.vocab_size,
+            max_model_len=self.max_model_len,
+            num_kv_blocks=num_kv_blocks,
+            block_size=block_size,
+        )
+        self.kv = KVCache(num_kv_blocks, block_size, config.memory.enable_prefix_caching)
         target_kv = allocate_kv(
             self.model_config.num_layers,
             self.kv.pool.num_blocks,
             self.model_config.num_kv_heads,
-            config.block_size,
+            block_size,
             self.model_config.head_dim,
             dtype=self.dtype,
             device=self.device,
@@ -91,9 +89,9 @@ class Engine:
         self.kv.attach("target", target_kv)
         self.runner = self._make_runner(target, target_kv)
         self.counters = EngineCounters()
-        self.scheduler = Scheduler(config, self.kv, self.counters)
+        self.scheduler = Scheduler(config.schedule, self.kv, self.counters)
         self.observers: list[StepObserver] = []
-        self._num_requests = 0
+        self._tokenizer = tokenizer
         self._use_drafter(create_drafter(draft, self._draft_context()))
 
     def step(self) -> list[Request]:
@@ -101,7 +99,7 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # another engine, or another thread, may have another one
         with torch.inference_mode():
-            plan = self.scheduler.schedule(min(self.drafter.max_draft_tokens, self.config.max_draft_tokens))
+            plan = self.scheduler.schedule(min(self.drafter.max_draft_tokens, self.config.speculation.max_draft_tokens))
             if not plan.requests:
                 return []
             self.kv.clear_new_blocks()
@@ -133,7 +131,7 @@ class Engine:
                     needs_logits=end == request.num_tokens,
                 )
             )
-        batch = build_batch(segments, block_size=self.config.block_size)
+        batch = build_batch(segments, block_size=self.kv.block_size)
         return replace(batch, grown=trees.grown) if isinstance(trees, DeviceTrees) else batch
 
     def _check_lengths(self, trees: Proposal, num_rows: int) -> None:
@@ -177,108 +175,18 @@ class Engine:
                 f"{request.params.temperature:g}: they must be [nodes with children, {vocab_size}], at temperatures above 0 only"
             )
 
-    def make_request(
-        self, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, *, needs_text: bool = False
-    ) -> Request:
-        """Check a prompt and make a request of it; for ``params.n`` completions, the first of as many siblings.
-
-        Args:
-            prompt: its text, if it has one.
-            prompt_token_ids: its tokens.
-            params: options.
-            needs_text: keep the text up to date while the request runs.
-
-        Raises:
-            ValueError: the prompt is empty, too long, has tokens outside the vocabulary, or could never fit the KV cache.
-        """
-        max_tokens = check_request(prompt, prompt_token_ids, params, self._limits())
-        number = self._num_requests
-        self._num_requests += 1
-        is_text_needed = self.tokenizer is not None and (needs_text or params.stop_strings)
-        eos_token_ids = () if params.ignore_eos else self.model_config.eos_token_ids
-        stop_token_ids = frozenset((*eos_token_ids, *(params.stop_token_ids or ())))
-        seed = params.seed
-        if seed is None:
-            seed = _draw_seed(np.random.SeedSequence([self.config.seed, number]))
-        family = tuple(
-            Request(
-                request_id=f"{number}-{index}" if index else str(number),
-                prompt=prompt,
-                prompt_token_ids=prompt_token_ids,
-                params=params,
-                seed=_draw_seed(np.random.SeedSequence(seed, spawn_key=(index,))) if index else seed,
-                max_tokens=max_tokens,
-                stop_token_ids=stop_token_ids,
-                metrics=RequestMetrics(arrival_time=time.monotonic()),
-                detokenizer=self._make_detokenizer(prompt_token_ids, params) if is_text_needed else None,
-                index=index,
-            )
-            for index in range(params.n)
-        )
-        if len(family) > 1:
-            for request in family:
-                request.siblings = family
-        return family[0]
-
-    def output(self, request: Request) -> RequestOutput:
-        """What a user sees of a request and its siblings, now."""
-        family = request.family
-        return RequestOutput(
-            family[0].request_id,
-            request.prompt,
-            request.prompt_token_ids,
-            [self._completion(each) for each in family],
-            all(each.is_finished for each in family),
-            merge_metrics([each.metrics for each in family]) if request.siblings else request.metrics,
-            next((each.error for each in family if each.error is not None), None),
-        )
-
-    def _completion(self, request: Request) -> CompletionOutput:
-        reason = request.finish_reason
-        token_ids = request.output_token_ids
-        detokenizer = request.detokenizer
-        if detokenizer is None and self.tokenizer is not None:
-            detokenizer = self._make_detokenizer(request.prompt_token_ids, request.params)
-            detokenizer.finish(token_ids)
-        logprobs, cumulative_logprob = request.logprobs, None
-        if logprobs is not None:
-            self._decode_logprobs(logprobs)
-            logprobs = logprobs.copy()  # the request's own grows
-            cumulative_logprob = sum(entry[token_id].logprob for token_id, entry in zip(token_ids, logprobs, strict=True))
-        return CompletionOutput(
-            request.index,
-            "" if detokenizer is None else detokenizer.text,
-            token_ids,
-            cumulative_logprob,
-            logprobs,
-            None if reason is None else reason.value,
-            request.stop_reason,
-        )
-
-    def _decode_logprobs(self, logprobs: list[dict[int, Logprob]]) -> None:
-        """Give the entries that have come since the last time the text of their tokens."""
-        if self.tokenizer is None:
-            return
-        for entry in reversed(logprobs):
-            if next(iter(entry.values())).decoded_token is not None:
-                break
-            for token_id, logprob in entry.items():
-                logprob.decoded_token = self.tokenizer.decode([token_id])
-
     def swap_draft(self, draft: DraftSpec) -> None:
         """Change what drafts, between steps; requests in flight go on, and the new draft catches up with them.
 
         Raises:
             ValueError: as in the constructor; the present draft then stays.
         """
-        if not self.config.use_speculative:
+        if not self.config.speculation.use_speculative:
             raise ValueError("swap_draft() contradicts use_speculative=False: allowed with use_speculative=True only")
-        if self.config.max_draft_tokens == 0:
+        if self.config.speculation.max_draft_tokens == 0:
             raise ValueError("swap_draft() contradicts max_draft_tokens=0: allowed with at least 1")
         self._use_drafter(create_drafter(draft, self._draft_context()))
-        self.kv.new_draft_epoch(self.scheduler.running)
-        for request in (*self.scheduler.running, *self.scheduler.waiting):
-            request.draft_history = DraftHistory()
+        self.kv.new_draft_epoch((*self.scheduler.running, *self.scheduler.waiting))
 
     def metrics(self) -> EngineMetrics:
         """A snapshot of the engine's totals and state."""
@@ -305,18 +213,6 @@ class Engine:
             graph_hit_rate=self.passes.hit_rate,
         )
 
-    def _make_detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(self.tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
-
-    def _limits(self) -> Limits:
-        return Limits(
-            vocab_size=self.model_config.vocab_size,
-            max_model_len=self.max_model_len,
-            num_kv_blocks=self.kv.pool.num_blocks,
-            block_size=self.config.block_size,
-            has_tokenizer=self.tokenizer is not None,
-        )
-
     def _use_drafter(self, drafter: Drafter) -> None:
         if drafter.kv is None:
             self.kv.detach("draft")
@@ -327,40 +223,43 @@ class Engine:
     def _draft_context(self) -> DraftContext:
         return DraftContext(
             target_vocab_size=self.model_config.vocab_size,
-            max_draft_tokens=self.config.max_draft_tokens,
-            draft_tree=self.config.draft_tree,
-            draft_sampling=self.config.draft_sampling,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_draft_tokens=self.config.speculation.max_draft_tokens,
+            draft_tree=self.config.speculation.draft_tree,
+            draft_sampling=self.config.speculation.draft_sampling,
+            max_num_batched_tokens=self.config.schedule.max_num_batched_tokens,
             dtype=str(self.dtype).removeprefix("torch."),
             device=self.device,
             make_runner=self._make_runner,
             kv=self.kv,
-            tokenizer=self.tokenizer,
+            tokenizer=self._tokenizer,
         )
 
     def _make_runner(self, model: Decoder, kv: Tensor) -> Runner:
         return make_runner(model, kv, self._pass_limits(), self.passes)
 
     def _pass_limits(self) -> PassLimits:
-        config = self.config
-        num_drafts = config.max_draft_tokens if config.use_speculative else 0
-        return PassLimits(config.max_batch_size, 1 + num_drafts, -(-self.max_model_len // config.block_size))
+        speculation = self.config.speculation
+        num_drafts = speculation.max_draft_tokens if speculation.use_speculative else 0
+        return PassLimits(self.config.schedule.max_batch_size, 1 + num_drafts, self._max_blocks_per_request())
+
+    def _max_blocks_per_request(self) -> int:
+        return -(-self.max_model_len // self.config.memory.block_size)
 
     def _num_kv_blocks(self, target: Decoder, draft_config: ModelConfig | None) -> int:
         """Blocks of the pool: as given, or by memory; each block costs target and draft bytes."""
-        config = self.config
-        if config.num_kv_blocks is not None:
-            return config.num_kv_blocks
+        memory = self.config.memory
+        if memory.num_kv_blocks is not None:
+            return memory.num_kv_blocks
         bytes_per_token = self.model_config.kv_bytes_per_token(self.dtype)
         if draft_config is not None:
             bytes_per_token += draft_config.kv_bytes_per_token(self.dtype)
-        bytes_per_block = bytes_per_token * config.block_size
-        if config.kv_cache_memory is not None:
+        bytes_per_block = bytes_per_token * memory.block_size
+        if memory.kv_cache_memory is not None:
             try:
-                return num_blocks_for(config.kv_cache_memory, bytes_per_block)
+                return num_blocks_for(memory.kv_cache_memory, bytes_per_block)
             except ValueError as error:
-                raise ValueError(f"kv_cache_memory={config.kv_cache_memory} is not enough: {error}") from error
-        useful = config.max_batch_size * -(-self.max_model_len // config.block_size)
+                raise ValueError(f"kv_cache_memory={memory.kv_cache_memory} is not enough: {error}") from error
+        useful = self.config.schedule.max_batch_size * self._max_blocks_per_request()
         return min(useful, num_blocks_for(self._kv_memory(target, draft_config), bytes_per_block))
 
     def _kv_memory(self, target: Decoder, draft_config: ModelConfig | None) -> int:
@@ -394,29 +293,10 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _draw_seed(source: np.random.SeedSequence) -> int:
-    return int(source.generate_state(1, np.uint64)[0])
-
-
-def _load_tokenizer(folder: str | None, tokenizer: str | None) -> Any | None:
-    """The tokenizer asked for, else the one in the model's folder, else ``None``."""
-    if tokenizer is not None:
-        try:
-            return load_tokenizer(resolve_model(tokenizer, "target"))
-        except ValueError as error:
-            raise ValueError(f"tokenizer={tokenizer!r} cannot be used: {error}") from error
-    if folder is None:
-        return None
-    try:
-        return load_tokenizer(folder)
-    except ValueError:
-        return None
-
-
-def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+def _max_model_len(options: ModelOptions, model_config: ModelConfig) -> int:
     longest = model_config.max_position_embeddings
-    if config.max_model_len is None:
+    if options.max_model_len is None:
         return longest
-    if config.max_model_len > longest:
-        raise ValueError(f"max_model_len={config.max_model_len} is more than the model's positions: at most {longest} is allowed")
-    return config.max_model_len
+    if options.max_model_len > longest:
+        raise ValueError(f"max_model_len={options.max_model_len} is more than the model's positions: at most {longest} is allowed")
+    return options.max_model_len

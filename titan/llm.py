@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, Unpack
 
-from tqdm import tqdm
-
-from titan.core.options import EngineConfig
-from titan.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from titan.core.request import FinishReason, Request
+from titan.core.options import EngineConfig, EngineOptions
+from titan.core.outputs import RequestOutput
 from titan.core.sampling_params import SamplingParams
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
-from titan.metrics import EngineMetrics, ratio
+from titan.frontend import FrontEnd, Prompt, choose_tokenizer
+from titan.metrics import EngineMetrics
 
-Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]]
 
 
 class LLM:
@@ -30,28 +25,8 @@ class LLM:
         draft_model: "demo", a folder or hub id of a model with the target's vocabulary, "ngram" (prompt lookup), a
             `titan.draft.base.Drafter`, or ``None`` for no speculation.
         tokenizer: folder or hub id of the tokenizer; ``None`` = the model's.
-        dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions), "float32", "bfloat16", "float16".
-        device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:N".
-        seed: of the requests that have none.
-        use_speculative: ``False`` never drafts, whatever ``draft_model`` says.
-        max_draft_tokens: most draft tokens per request and step, 0 to 63.
-        draft_tree: shape of the draft tree: "chain"; "dynamic", grown by the draft's cumulative probability; a list of parents
-            (-1 = the root); or "auto", chosen per request and step.
-        draft_sampling: "greedy" proposes the draft's most likely tokens, "sampled" draws them at the request's temperature, "auto"
-            takes what the target has matched better at the request's roots so far. At temperature 0 all three are greedy.
-        max_batch_size: most requests that run at once.
-        max_num_batched_tokens: most tokens of the target in one step, draft tokens included.
-        prefill_chunk_size: most prompt tokens of one request in one step.
-        max_model_len: most tokens of a request, prompt and output; ``None`` = the model's positions.
-        block_size: tokens per KV block: 8, 16, 32, 64 or 128; on CUDA 16 or 32.
-        num_kv_blocks: blocks in the KV cache; ``None`` = by memory.
-        kv_cache_memory: bytes for the KV cache of target and draft together; ``None`` = what ``max_batch_size`` requests of
-            ``max_model_len`` tokens need, within 40 % of a CPU's free memory, or 90 % of what the largest passes leave on a GPU.
-        enable_prefix_caching: reuse the KV of prompts that begin alike.
-        scheduling_policy: "fcfs".
-        max_waiting_requests: most requests that wait at once; `generate` takes longer lists and queues them in turn.
-        preemption_mode: "recompute".
-        swap_space: 0.
+        options: ``device``, ``max_draft_tokens``, ``max_batch_size`` and all others: the fields of `ModelOptions`,
+            `SpeculationOptions`, `ScheduleOptions` and `MemoryOptions` in `titan.core.options`, which say what they mean.
 
     Raises:
         ValueError: an argument is not allowed or a model cannot be loaded; the message names argument, value and what is
@@ -64,51 +39,14 @@ class LLM:
         draft_model: DraftSpec | PathLike[str] = None,
         *,
         tokenizer: str | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-        seed: int = 0,
-        use_speculative: bool = True,
-        max_draft_tokens: int = 6,
-        draft_tree: str | Sequence[int] = "auto",
-        draft_sampling: str = "auto",
-        max_batch_size: int = 32,
-        max_num_batched_tokens: int = 2048,
-        prefill_chunk_size: int = 512,
-        max_model_len: int | None = None,
-        block_size: int = 16,
-        num_kv_blocks: int | None = None,
-        kv_cache_memory: int | None = None,
-        enable_prefix_caching: bool = True,
-        scheduling_policy: str = "fcfs",
-        max_waiting_requests: int = 2000,
-        preemption_mode: str = "recompute",
-        swap_space: int = 0,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        config = EngineConfig(
-            dtype=dtype,
-            device=device,
-            seed=seed,
-            use_speculative=use_speculative,
-            max_draft_tokens=max_draft_tokens,
-            draft_tree=draft_tree,
-            draft_sampling=draft_sampling,
-            max_batch_size=max_batch_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-            prefill_chunk_size=prefill_chunk_size,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            num_kv_blocks=num_kv_blocks,
-            kv_cache_memory=kv_cache_memory,
-            enable_prefix_caching=enable_prefix_caching,
-            scheduling_policy=scheduling_policy,
-            max_waiting_requests=max_waiting_requests,
-            preemption_mode=preemption_mode,
-            swap_space=swap_space,
-        )
+        config = EngineConfig.of(**options)
         if not isinstance(model, str | PathLike):
             raise ValueError(f"model={model!r} is not allowed: it must be 'demo', a folder or a Hugging Face hub id")
-        draft = fspath(draft_model) if isinstance(draft_model, PathLike) else draft_model
-        self.engine = Engine(config, fspath(model), draft, tokenizer)
+        target_tokenizer = choose_tokenizer(fspath(model), tokenizer)
+        self.engine = Engine(config, fspath(model), _as_draft(draft_model), target_tokenizer)
+        self.frontend = FrontEnd(self.engine, target_tokenizer)
 
     def generate(
         self,
@@ -132,20 +70,7 @@ class LLM:
         """
         prompt_list = _as_prompt_list(prompts)
         params_list = _as_params_list(sampling_params, len(prompt_list))
-        made = [self._try_request(prompt, params) for prompt, params in zip(prompt_list, params_list, strict=True)]
-        requests = [request for request in made if isinstance(request, Request)]
-        for i, refusal in enumerate(made):
-            if isinstance(refusal, ValueError):
-                if not requests:
-                    raise refusal
-                warnings.warn(f"prompt {i} was not run: {refusal}", stacklevel=2)
-        self._run([each for request in requests for each in request.family], use_tqdm)
-        return [
-            self.engine.output(request)
-            if isinstance(request, Request)
-            else _refused_output(i, prompt_list[i], params_list[i], request)
-            for i, request in enumerate(made)
-        ]
+        return self.frontend.generate(prompt_list, params_list, use_tqdm)
 
     def chat(
         self,
@@ -163,7 +88,7 @@ class LLM:
         Raises:
             ValueError: the tokenizer has no chat template, or as in `generate`.
         """
-        tokenizer = self.engine.tokenizer
+        tokenizer = self.frontend.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
         if not isinstance(messages, Sequence) or not messages:
@@ -177,7 +102,7 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def stream(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output as any completion grows: text and tokens so far, complete characters only.
 
         Other requests in flight go on beside it. It starts when the first output is asked for; leaving the loop early ends it.
@@ -186,8 +111,7 @@ class LLM:
             ValueError: the prompt is not allowed.
         """
         [params] = _as_params_list(sampling_params, 1)
-        request = self._make_request(prompt, params, needs_text=True)
-        return self._stream(request)
+        return self.frontend.stream(prompt, params)
 
     def swap_draft(self, draft_model: DraftSpec | PathLike[str]) -> None:
         """Change the drafter between steps; requests in flight go on.
@@ -198,7 +122,7 @@ class LLM:
         Raises:
             ValueError: the draft cannot be used; the present one then stays.
         """
-        self.engine.swap_draft(fspath(draft_model) if isinstance(draft_model, PathLike) else draft_model)
+        self.engine.swap_draft(_as_draft(draft_model))
 
     def metrics(self) -> EngineMetrics:
         """Totals since the engine started, and its present state."""
@@ -227,79 +151,12 @@ class LLM:
             findings.append(f"the draft's cache covers {metrics.draft_coverage:.0%} of the running requests: it is catching up")
         return findings
 
-    def _make_request(self, prompt: str | Sequence[int], params: SamplingParams, *, needs_text: bool = False) -> Request:
-        if isinstance(prompt, str):
-            if self.engine.tokenizer is None:
-                raise ValueError(f"prompt={prompt!r} is text, and the model has no tokenizer: allowed are token ids")
-            if any("\ud800" <= character <= "\udfff" for character in prompt):
-                raise ValueError(f"prompt={prompt!r} has a surrogate, which is half a character: allowed is what UTF-8 can hold")
-            return self.engine.make_request(prompt, self.engine.tokenizer.encode(prompt), params, needs_text=needs_text)
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-            raise ValueError(f"prompt={prompt!r} is not allowed: a prompt is a str or a list of int")
-        token_ids = []
-        for token_id in prompt:
-            if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise ValueError(f"prompt has {token_id!r}, which is not a token id: a prompt is a str or a list of int")
-            token_ids.append(token_id)
-        return self.engine.make_request(None, token_ids, params, needs_text=needs_text)
 
-    def _try_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request | ValueError:
-        """A request, or why the prompt is refused: one bad prompt must not cost the others their output."""
-        try:
-            return self._make_request(prompt, params)
-        except ValueError as error:
-            return error
-
-    def _run(self, requests: list[Request], use_tqdm: bool) -> None:
-        """Run requests to their end, queueing them as the waiting line has room; on an exception none stays behind."""
-        scheduler, counters = self.engine.scheduler, self.engine.counters
-        queued: set[Request] = set()
-        unfinished = set(requests)
-        start, num_tokens, num_rows = time.monotonic(), counters.num_emitted_tokens, counters.num_sequence_steps
-        with tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            try:
-                while unfinished:
-                    while len(queued) < len(requests) and len(scheduler.waiting) < self.engine.config.max_waiting_requests:
-                        request = requests[len(queued)]
-                        scheduler.add(request)
-                        queued.add(request)
-                    finished = unfinished.intersection(request for request in self.engine.step() if request.is_finished)
-                    unfinished -= finished
-                    emitted = counters.num_emitted_tokens - num_tokens
-                    rate = emitted / (time.monotonic() - start)
-                    per_row = ratio(emitted, counters.num_sequence_steps - num_rows)
-                    bar.set_postfix_str(f"{rate:.0f} tokens/s, {per_row:.2f} tokens/step", refresh=False)
-                    bar.update(len(finished))
-            finally:
-                for request in queued:
-                    if not request.is_finished:
-                        scheduler.abort(request)
-
-    def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        # what could be the beginning of a stop string is held back until it is decided
-        num_held = max((len(stop) for stop in request.params.stop_strings), default=1) - 1
-        num_shown, is_last = 0, False
-        queued: list[Request] = []
-        try:
-            for each in request.family:
-                self.engine.scheduler.add(each)
-                queued.append(each)
-            while not is_last:
-                # steps that others have made in the meantime count
-                while (num_tokens := sum(each.num_output_tokens for each in queued)) == num_shown:
-                    if all(each.is_finished for each in queued):
-                        break
-                    self.engine.step()
-                output = self.engine.output(request)
-                num_shown, is_last = num_tokens, output.finished
-                yield _hold_back(output, num_held) if num_held else output
-        finally:
-            for each in queued:
-                if not each.is_finished:
-                    self.engine.scheduler.abort(each)
+def _as_draft(draft_model: DraftSpec | PathLike[str]) -> DraftSpec:
+    return fspath(draft_model) if isinstance(draft_model, PathLike) else draft_model
 
 
-def _as_prompt_list(prompts: Prompts) -> list[str | Sequence[int]]:
+def _as_prompt_list(prompts: Prompts) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
@@ -333,22 +190,3 @@ def _check_conversation(conversation: object) -> None:
             f"messages has {conversation!r}, which is not a conversation: it must be a list of messages, "
             f'{{"role": "...", "content": "..."}} each'
         )
-
-
-def _refused_output(index: int, prompt: str | Sequence[int], params: SamplingParams, error: ValueError) -> RequestOutput:
-    """The output of a prompt that was not run."""
-    now = time.monotonic()
-    text = prompt if isinstance(prompt, str) else None
-    token_ids = [] if isinstance(prompt, str) else list(prompt)
-    completions = [CompletionOutput(i, "", [], finish_reason=FinishReason.ABORT.value) for i in range(params.n)]
-    metrics = RequestMetrics(arrival_time=now, finished_time=now)
-    return RequestOutput(f"refused-{index}", text, token_ids, completions, True, metrics, str(error))
-
-
-def _hold_back(output: RequestOutput, num_characters: int) -> RequestOutput:
-    """The output with less text where more is to come."""
-    completions = [
-        replace(completion, text=completion.text[:-num_characters]) if completion.finish_reason is None else completion
-        for completion in output.outputs
-    ]
-    return replace(output, outputs=completions)

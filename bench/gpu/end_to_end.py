@@ -39,6 +39,7 @@ from titan.draft.base import DraftContext, Drafter
 from titan.draft.registry import register
 from titan.draft.replay import ReplayDrafter
 from titan.engine import Engine
+from titan.frontend import FrontEnd
 from titan.models.decoder import Decoder
 
 BATCHES = (1, 4, 8, 16, 32, 64, 128)
@@ -164,7 +165,7 @@ class EndToEnd:
         """One engine for all runs of Titan, with and without speculation."""
         max_batch, lengths = max(self.plan.batches), self.plan.lengths
         num_tokens = max(batch * (lengths.prompt_len + lengths.max_output_len(batch)) for batch in self.plan.batches)
-        config = EngineConfig(
+        config = EngineConfig.of(
             dtype="bfloat16",
             device=str(self.setting.device),
             max_draft_tokens=NUM_DRAFTS,
@@ -233,7 +234,8 @@ class EndToEnd:
         recordings = {tuple(prompt): continuation(prompt, max_tokens, vocab_size) for prompt in prompts}
         self.replay.recordings, self.replay.acceptance = recordings, 0.0
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, use_speculative=acceptance is not None)
-        requests = [engine.make_request(None, prompt, params) for prompt in prompts]
+        frontend = FrontEnd(engine)
+        requests = [frontend.make_request(prompt, params) for prompt in prompts]
         with _running(engine, requests):
             while any(request.metrics.first_token_time is None for request in requests):
                 engine.step()

@@ -72,7 +72,7 @@ def test_attention_prefill(measure: Measure, stage: Stage, ops: LayerOps, num_re
     if num_requests > 1:
         pytest.skip("a prefill chunk is one request's")
     engine = stage.engine
-    block_size = engine.config.block_size
+    block_size = engine.kv.block_size
     segment = Segment(list(range(-(-PREFILL_LEN // block_size))), 0, [0] * PREFILL_LEN)
     attend(measure, stage, ops, build_batch([segment], block_size=block_size))
 

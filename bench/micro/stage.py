@@ -50,7 +50,7 @@ def make_engine(
     num_requests: int, seed: int, *, draft: str | None = DEMO, draft_tree: str = "dynamic", temperature: float = 0.0
 ) -> Engine:
     """Return an engine whose requests all have their prompts of `CONTEXT_LEN` random tokens behind them."""
-    engine = LLM(
+    llm = LLM(
         DEMO,
         draft,
         max_draft_tokens=NUM_DRAFT_TOKENS,
@@ -59,10 +59,11 @@ def make_engine(
         max_batch_size=num_requests,
         max_model_len=CONTEXT_LEN + MAX_OUTPUT_LEN,
         enable_prefix_caching=False,
-    ).engine
+    )
+    engine = llm.engine
     prompts = random_prompts(Lengths(CONTEXT_LEN, CONTEXT_LEN), engine.model_config.vocab_size, seed)
     params = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=MAX_OUTPUT_LEN, ignore_eos=True)
-    requests = [engine.make_request(None, next(prompts), params) for _ in range(num_requests)]
+    requests = [llm.frontend.make_request(next(prompts), params) for _ in range(num_requests)]
     for request in requests:
         engine.scheduler.add(request)
     while not all(request.num_output_tokens for request in requests):

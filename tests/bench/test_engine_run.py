@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from stepping import submit
 from zoo import Zoo, random_prompts
 
 from titan import LLM
@@ -150,7 +151,7 @@ def test_each_pass_of_a_chain_counts_also_if_all_of_them_are_one_call(chain_engi
     """Three draft tokens take three passes: two follow the one that reads what the step before emitted."""
     drafter = chain_engine.drafter
     assert isinstance(drafter, DraftModelDrafter)
-    chain_engine.scheduler.add(chain_engine.make_request(None, [5] * 8, greedy_params(40)))
+    submit(chain_engine, [[5] * 8], [greedy_params(40)])
     chain_engine.step()  # the prefill
     with timed_passes(drafter.runner) as draft, timed_passes(chain_engine.runner) as target:
         for _ in range(4):

@@ -58,10 +58,10 @@ class FakeEngine:
         self.clock = clock
         self.width = width
         self.queue: deque[FakeRequest] = deque()
-        self.scheduler = self
+        self.engine = self.scheduler = self
         self.num_speculative = 0
 
-    def make_request(self, _: None, prompt: list[int], params: Any) -> FakeRequest:
+    def make_request(self, prompt: list[int], params: Any) -> FakeRequest:
         self.num_speculative += params.use_speculative
         return FakeRequest(params.max_tokens)
 

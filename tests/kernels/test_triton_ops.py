@@ -185,7 +185,7 @@ def test_what_the_kernels_cannot_take_is_refused_by_the_engine(
 @pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
 def test_options_that_the_kernels_cannot_take_are_refused_by_name(device: str) -> None:
     for block_size in (8, 16, 32, 64, 128):
-        config = EngineConfig(block_size=block_size)
+        config = EngineConfig.of(block_size=block_size)
         config.check_device(torch.device("cpu"))
         if block_size in (16, 32):
             config.check_device(torch.device(device))
@@ -193,4 +193,4 @@ def test_options_that_the_kernels_cannot_take_are_refused_by_name(device: str) -
             with pytest.raises(ValueError, match=f"^block_size={block_size} is not supported on {device}: it must be 16 or 32$"):
                 config.check_device(torch.device(device))
     with pytest.raises(ValueError, match=f"^max_batch_size=1025 is not supported on {device}: it must be at most 1024$"):
-        EngineConfig(max_batch_size=1025).check_device(torch.device(device))
+        EngineConfig.of(max_batch_size=1025).check_device(torch.device(device))

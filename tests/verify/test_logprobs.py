@@ -68,7 +68,7 @@ def test_tokens_carry_their_text_in_generate_and_stream(zoo: Zoo) -> None:
         assert piece.logprobs is not None and len(piece.logprobs) == len(piece.token_ids)
         for entry in piece.logprobs:
             for token_id, logprob in entry.items():
-                assert logprob.decoded_token == llm.engine.tokenizer.decode([token_id])
+                assert logprob.decoded_token == llm.frontend.tokenizer.decode([token_id])
 
 
 def test_logprobs_are_trimmed_with_the_tokens_at_a_stop_inside_an_accepted_run(zoo: Zoo) -> None:

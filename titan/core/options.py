@@ -1,9 +1,13 @@
-"""Engine options: `EngineConfig`, checked once, never changed."""
+"""Engine options: `EngineConfig`, made of groups that are checked once and never changed.
+
+Raised by all of them: ``ValueError`` if a value is not allowed; the message names the argument, the value and what is allowed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -16,80 +20,55 @@ DRAFT_TREES = ("auto", "dynamic", "chain")
 DRAFT_SAMPLINGS = ("auto", "greedy", "sampled")
 SCHEDULING_POLICIES = ("fcfs",)
 PREEMPTION_MODES = ("recompute",)
+BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Options of an engine; see `titan.LLM` for what they mean.
+class ModelOptions:
+    """How the models run, and what their requests have in common.
 
-    Raises:
-        ValueError: a value is not allowed; the message names the argument, the value and what is allowed.
+    Args:
+        dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions), "float32", "bfloat16", "float16".
+        device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:N".
+        seed: of the requests that have none.
+        max_model_len: most tokens of a request, prompt and output; ``None`` = the model's positions.
     """
 
     dtype: str = "auto"
     device: str = "auto"
     seed: int = 0
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_range("seed", self.seed, 0, 2**63 - 1)
+        if self.max_model_len is not None:
+            _check_range("max_model_len", self.max_model_len, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationOptions:
+    """What is drafted.
+
+    Args:
+        use_speculative: ``False`` never drafts, whatever the draft model.
+        max_draft_tokens: most draft tokens per request and step, 0 to 63.
+        draft_tree: shape of the draft tree: "chain"; "dynamic", grown by the draft's cumulative probability; a list of parents
+            (-1 = the root); or "auto", chosen per request and step.
+        draft_sampling: "greedy" proposes the draft's most likely tokens, "sampled" draws them at the request's temperature, "auto"
+            takes what the target has matched better at the request's roots so far. At temperature 0 all three are greedy.
+    """
+
     use_speculative: bool = True
     max_draft_tokens: int = 6
     draft_tree: str | Sequence[int] = "auto"
     draft_sampling: str = "auto"
-    max_batch_size: int = 32
-    max_num_batched_tokens: int = 2048
-    prefill_chunk_size: int = 512
-    max_model_len: int | None = None
-    block_size: int = 16
-    num_kv_blocks: int | None = None
-    kv_cache_memory: int | None = None
-    enable_prefix_caching: bool = True
-    scheduling_policy: str = "fcfs"
-    max_waiting_requests: int = 2000
-    preemption_mode: str = "recompute"
-    swap_space: int = 0
 
     def __post_init__(self) -> None:
-        _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS)
-        _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
-        _check_choice("swap_space", self.swap_space, (0,))
-        for name in ("use_speculative", "enable_prefix_caching"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: it must be True or False")
-        _check_range("seed", self.seed, 0, 2**63 - 1)
+        _check_bool("use_speculative", self.use_speculative)
         _check_range("max_draft_tokens", self.max_draft_tokens, 0, MAX_NODES)
         self._check_draft_tree()
-        for name in ("max_batch_size", "max_num_batched_tokens", "prefill_chunk_size", "max_waiting_requests"):
-            _check_range(name, getattr(self, name), 1)
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory"):
-            if getattr(self, name) is not None:
-                _check_range(name, getattr(self, name), 1)
-        _check_choice("block_size", self.block_size, (8, 16, 32, 64, 128))
-        if self.num_kv_blocks is not None and self.kv_cache_memory is not None:
-            raise ValueError(
-                f"num_kv_blocks={self.num_kv_blocks} and kv_cache_memory={self.kv_cache_memory} both set the size of the "
-                f"KV cache: give at most one of them"
-            )
-        if self.max_num_batched_tokens < self.max_batch_size:
-            raise ValueError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_batch_size={self.max_batch_size}: "
-                f"every running request needs at least one token per step"
-            )
-
-    def check_device(self, device: torch.device) -> None:
-        """Refuse what the kernels of a device cannot take.
-
-        Raises:
-            ValueError: as in the constructor.
-        """
-        if not backend.takes_triton(device):
-            return
-        if self.block_size not in TRITON_BLOCK_SIZES:
-            allowed = " or ".join(map(str, TRITON_BLOCK_SIZES))
-            raise ValueError(f"block_size={self.block_size} is not supported on {device}: it must be {allowed}")
-        if self.max_batch_size > MAX_TRITON_REQUESTS:
-            raise ValueError(
-                f"max_batch_size={self.max_batch_size} is not supported on {device}: it must be at most {MAX_TRITON_REQUESTS}"
-            )
 
     def _check_draft_tree(self) -> None:
         parents = self.draft_tree
@@ -112,6 +91,151 @@ class EngineConfig:
                     f"draft_tree={list(parents)} is not topological: the parent of node {node} is {parent}, allowed are -1 (the "
                     f"root) to {node - 1}"
                 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleOptions:
+    """Who runs in a step, with how many tokens, and who waits.
+
+    Args:
+        max_batch_size: most requests that run at once.
+        max_num_batched_tokens: most tokens of the target in one step, draft tokens included.
+        prefill_chunk_size: most prompt tokens of one request in one step.
+        scheduling_policy: "fcfs".
+        max_waiting_requests: most requests that wait at once; `LLM.generate` takes longer lists and queues them in turn.
+        preemption_mode: "recompute".
+        swap_space: 0.
+    """
+
+    max_batch_size: int = 32
+    max_num_batched_tokens: int = 2048
+    prefill_chunk_size: int = 512
+    scheduling_policy: str = "fcfs"
+    max_waiting_requests: int = 2000
+    preemption_mode: str = "recompute"
+    swap_space: int = 0
+
+    def __post_init__(self) -> None:
+        _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        _check_choice("swap_space", self.swap_space, (0,))
+        for name in ("max_batch_size", "max_num_batched_tokens", "prefill_chunk_size", "max_waiting_requests"):
+            _check_range(name, getattr(self, name), 1)
+        if self.max_num_batched_tokens < self.max_batch_size:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_batch_size={self.max_batch_size}: "
+                f"every running request needs at least one token per step"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """The KV cache.
+
+    Args:
+        block_size: tokens per KV block: 8, 16, 32, 64 or 128; on CUDA 16 or 32.
+        num_kv_blocks: blocks in the KV cache; ``None`` = by memory.
+        kv_cache_memory: bytes for the KV cache of target and draft together; ``None`` = what ``max_batch_size`` requests of
+            ``max_model_len`` tokens need, within 40 % of a CPU's free memory, or 90 % of what the largest passes leave on a GPU.
+        enable_prefix_caching: reuse the KV of prompts that begin alike.
+    """
+
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _check_choice("block_size", self.block_size, BLOCK_SIZES)
+        for name in ("num_kv_blocks", "kv_cache_memory"):
+            if getattr(self, name) is not None:
+                _check_range(name, getattr(self, name), 1)
+        if self.num_kv_blocks is not None and self.kv_cache_memory is not None:
+            raise ValueError(
+                f"num_kv_blocks={self.num_kv_blocks} and kv_cache_memory={self.kv_cache_memory} both set the size of the "
+                f"KV cache: give at most one of them"
+            )
+        _check_bool("enable_prefix_caching", self.enable_prefix_caching)
+
+
+class EngineOptions(TypedDict, total=False):
+    """The options of all groups by name, for those who check types; defaults and meanings are the groups'."""
+
+    dtype: str
+    device: str
+    seed: int
+    max_model_len: int | None
+    use_speculative: bool
+    max_draft_tokens: int
+    draft_tree: str | Sequence[int]
+    draft_sampling: str
+    max_batch_size: int
+    max_num_batched_tokens: int
+    prefill_chunk_size: int
+    scheduling_policy: str
+    max_waiting_requests: int
+    preemption_mode: str
+    swap_space: int
+    block_size: int
+    num_kv_blocks: int | None
+    kv_cache_memory: int | None
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Options of an engine; each of its parts takes the group that it needs."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+
+    @classmethod
+    def of(cls, **options: Unpack[EngineOptions]) -> EngineConfig:
+        """Make the groups from their options by name.
+
+        Raises:
+            TypeError: there is no option of that name.
+        """
+        left: dict[str, Any] = dict(options)
+        config = cls(
+            _take(ModelOptions, left), _take(SpeculationOptions, left), _take(ScheduleOptions, left), _take(MemoryOptions, left)
+        )
+        if left:
+            unknown, allowed = ", ".join(map(repr, left)), ", ".join(EngineOptions.__annotations__)
+            raise TypeError(f"there is no option {unknown}; allowed: {allowed}")
+        return config
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse what the kernels of a device cannot take.
+
+        Raises:
+            ValueError: as in the constructor.
+        """
+        block_size, max_batch_size = self.memory.block_size, self.schedule.max_batch_size
+        if not backend.takes_triton(device):
+            return
+        if block_size not in TRITON_BLOCK_SIZES:
+            allowed = " or ".join(map(str, TRITON_BLOCK_SIZES))
+            raise ValueError(f"block_size={block_size} is not supported on {device}: it must be {allowed}")
+        if max_batch_size > MAX_TRITON_REQUESTS:
+            raise ValueError(
+                f"max_batch_size={max_batch_size} is not supported on {device}: it must be at most {MAX_TRITON_REQUESTS}"
+            )
+
+
+Group = TypeVar("Group", ModelOptions, SpeculationOptions, ScheduleOptions, MemoryOptions)
+
+
+def _take(group: type[Group], options: dict[str, Any]) -> Group:
+    """Make a group of those options that are its own, and take them out."""
+    return group(**{each.name: options.pop(each.name) for each in fields(group) if each.name in options})
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not allowed: it must be True or False")
 
 
 def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from titan.core.draft_history import DraftHistory
 from titan.core.outputs import Logprob, RequestMetrics
 from titan.core.sampling_params import SamplingParams
-from titan.detokenizer import IncrementalDetokenizer
 
 
 class FinishReason(StrEnum):
@@ -19,12 +20,25 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+class Detokenizer(Protocol):
+    """Makes text of a request's output as its tokens come; the front end gives it, and a stop string cuts its ``text``."""
+
+    text: str  # what is complete
+
+    def append(self, token_id: int) -> None:
+        """Take one more token."""
+
+    def finish(self) -> None:
+        """Complete the text: no more tokens come."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A request inside the engine: one completion of one prompt. Where a user asks for several, they are **siblings**.
 
     There are no phases: ``num_computed_tokens`` chases ``num_tokens``. A prefill chunk is many tokens, a decode is
-    one (the root), a verification is the root and the draft tree behind it.
+    one (the root), a verification is the root and the draft tree behind it. The block table and what is counted of its KV
+    change through the methods alone.
     """
 
     request_id: str
@@ -35,7 +49,7 @@ class Request:
     max_tokens: int  # the params' limit, lowered to what the model's length leaves
     stop_token_ids: frozenset[int]  # the params' and, unless ignored, the model's end-of-sequence tokens
     metrics: RequestMetrics
-    detokenizer: IncrementalDetokenizer | None  # where text is needed while the request runs
+    detokenizer: Detokenizer | None  # where text is needed while the request runs
     index: int = 0  # among its siblings
     siblings: tuple[Request, ...] = ()  # all completions of the prompt, itself included; none if it is the only one
 
@@ -90,3 +104,41 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    def extend_blocks(self, block_ids: Sequence[int]) -> None:
+        """Put blocks at the end of the block table."""
+        self.block_ids.extend(block_ids)
+
+    def commit(self, num_tokens: int) -> None:
+        """Keep so many more tokens, whose KV is valid now.
+
+        The root's never is, and what a stop has cut off counts in neither cache.
+        """
+        self.num_computed_tokens = min(self.num_computed_tokens + num_tokens, self.num_tokens - 1)
+        self.num_drafted_context = min(self.num_drafted_context, self.num_computed_tokens)
+
+    def cover_draft(self, num_tokens: int) -> None:
+        """Count so many more tokens as in the draft's cache."""
+        self.num_drafted_context += num_tokens
+
+    def mark_cached(self, block_hashes: Sequence[bytes], num_drafted_blocks: int) -> None:
+        """Note the hashes of the next full blocks, and how many leading blocks the prefix cache knows as covered by the draft."""
+        self.block_hashes.extend(block_hashes)
+        self.num_draft_marked_blocks = num_drafted_blocks
+
+    def forget_draft(self) -> None:
+        """Forget what the draft has covered and shown: another one comes, which has seen nothing of the request."""
+        self.num_drafted_context = self.num_draft_marked_blocks = 0
+        self.draft_history = DraftHistory()
+
+    def roll_back(self, num_blocks: int) -> list[int]:
+        """Keep only so many blocks of the table; returns the others, the last one first."""
+        surplus = self.block_ids[num_blocks:]
+        del self.block_ids[num_blocks:]
+        return surplus[::-1]
+
+    def release(self) -> list[int]:
+        """Give up all blocks and what was computed in them; returns them, the last one first."""
+        self.block_hashes.clear()
+        self.num_computed_tokens = self.num_drafted_context = self.num_draft_marked_blocks = 0
+        return self.roll_back(0)

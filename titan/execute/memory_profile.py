@@ -90,8 +90,8 @@ def memory_for_kv(
         peak = probe.peak(run_all)
     except torch.OutOfMemoryError as error:
         raise ValueError(
-            f"max_num_batched_tokens={config.max_num_batched_tokens} and max_batch_size={config.max_batch_size} need more memory "
-            f"than {target.device} has: lower them"
+            f"max_num_batched_tokens={config.schedule.max_num_batched_tokens} and max_batch_size={config.schedule.max_batch_size} "
+            f"need more memory than {target.device} has: lower them"
         ) from error
     return max(0, probe.free() - peak)  # free now: what was loaded for the first pass stays
 
@@ -110,18 +110,18 @@ def _run_largest_pass(model: Decoder, config: EngineConfig, limits: PassLimits, 
 
     Block tables are as long as any can be: their length decides how much room the parts of split contexts get.
     """
-    num_requests = config.max_batch_size
-    num_tokens = min(config.max_num_batched_tokens // num_requests, max_len)
+    num_requests, block_size = config.schedule.max_batch_size, config.memory.block_size
+    num_tokens = min(config.schedule.max_num_batched_tokens // num_requests, max_len)
     tree = DraftTree.chain([0] * min(limits.query_len - 1, num_tokens - 1))
-    block_ids = [0] * -(-max_len // config.block_size)
+    block_ids = [0] * -(-max_len // block_size)
     segment = Segment(block_ids, 0, [0] * (num_tokens - tree.num_nodes), tree, root_position=num_tokens - tree.num_nodes - 1)
     model_config = model.config
     kv = allocate_kv(
-        model_config.num_layers, 1, model_config.num_kv_heads, config.block_size, model_config.head_dim, model.dtype, model.device
+        model_config.num_layers, 1, model_config.num_kv_heads, block_size, model_config.head_dim, model.dtype, model.device
     )
     with torch.inference_mode():
         runner = make_runner(model, kv, limits, PassCounts())
-        logits = runner.forward(build_batch([segment] * num_requests, block_size=config.block_size))
+        logits = runner.forward(build_batch([segment] * num_requests, block_size=block_size))
         _use_logits(logits, num_requests)
 
 

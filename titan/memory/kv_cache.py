@@ -103,9 +103,10 @@ class KVCache:
         """
         prefix = self._find_prefix(request)
         self.pool.acquire(prefix.block_ids)
-        request.block_ids, request.block_hashes, request.num_draft_marked_blocks = prefix
-        request.num_computed_tokens = len(prefix.block_ids) * self.block_size
-        request.num_drafted_context = prefix.num_drafted_blocks * self.block_size
+        request.extend_blocks(prefix.block_ids)
+        request.mark_cached(prefix.block_hashes, prefix.num_drafted_blocks)
+        request.commit(len(prefix.block_ids) * self.block_size)
+        request.cover_draft(prefix.num_drafted_blocks * self.block_size)
         request.metrics.num_cached_tokens = len(prefix.block_hashes) * self.block_size
 
     def awaits_sibling(self, request: Request) -> bool:
@@ -127,7 +128,7 @@ class KVCache:
         if num_new > self.pool.num_free:
             return False
         block_ids = self.pool.allocate(num_new)
-        request.block_ids.extend(block_ids)
+        request.extend_blocks(block_ids)
         self._new_block_ids += block_ids
         return True
 
@@ -155,7 +156,7 @@ class KVCache:
                 slot_of = tree.draft_slots.tolist()
                 draft_slots = list(takewhile((0).__le__, [slot_of[node] for node in path]))
                 held.append(("draft", draft_slots))
-                request.num_drafted_context += len(draft_slots)
+                request.cover_draft(len(draft_slots))
             first_slot = request.num_computed_tokens + num_tokens  # of the nodes
             for role, slots in held:
                 if slots != list(range(len(slots))):
@@ -171,32 +172,28 @@ class KVCache:
         Called after the request's counters have advanced: gives surplus blocks back, and makes full blocks known to the
         prefix cache, with the present draft's epoch where the draft covers them.
         """
-        self._truncate(request, self._num_blocks_of(request.num_computed_tokens))
+        self.pool.release(request.roll_back(self._num_blocks_of(request.num_computed_tokens)))
         if not self.pool.enable_caching:
             return
         num_full_blocks = min(request.num_computed_tokens, request.num_tokens) // self.block_size
+        block_hashes = request.block_hashes[-1:] or [b""]
         for i in range(len(request.block_hashes), num_full_blocks):
-            request.block_hashes.append(self._hash_block(request, i, request.block_hashes[-1] if i else b""))
-            self.pool.register(request.block_ids[i], request.block_hashes[i])
+            block_hashes.append(self._hash_block(request, i, block_hashes[-1]))
+            self.pool.register(request.block_ids[i], block_hashes[-1])
         num_drafted_blocks = min(request.num_drafted_context // self.block_size, num_full_blocks)
         for block_id in request.block_ids[request.num_draft_marked_blocks : num_drafted_blocks]:
             self.pool.mark_drafted(block_id, self.draft_epoch)
-        request.num_draft_marked_blocks = num_drafted_blocks
+        request.mark_cached(block_hashes[1:], num_drafted_blocks)
 
     def free(self, request: Request) -> None:
         """Take all blocks of a request away: it is finished, aborted or preempted by recompute."""
-        self._truncate(request, 0)
-        request.block_hashes.clear()
-        request.num_computed_tokens = 0
-        request.num_drafted_context = 0
-        request.num_draft_marked_blocks = 0
+        self.pool.release(request.release())
 
     def new_draft_epoch(self, requests: Iterable[Request]) -> None:
-        """The draft has changed: no block, and none of these running requests, is covered by the new one."""
+        """The draft has changed: no block, and none of these unfinished requests, is covered by the new one."""
         self.draft_epoch += 1
         for request in requests:
-            request.num_drafted_context = 0
-            request.num_draft_marked_blocks = 0
+            request.forget_draft()
 
     def _num_blocks_of(self, num_slots: int) -> int:
         return -(-num_slots // self.block_size)
@@ -233,11 +230,6 @@ class KVCache:
     def _hash_block(self, request: Request, i: int, parent: bytes) -> bytes:
         """Hash of the request's logical block ``i``, all of whose tokens are committed."""
         return hash_block(parent, request.token_ids[i * self.block_size : (i + 1) * self.block_size], HASH_SALT)
-
-    def _truncate(self, request: Request, num_blocks: int) -> None:
-        """Give the blocks beyond the first ``num_blocks`` back, tail first."""
-        self.pool.release(reversed(request.block_ids[num_blocks:]))
-        del request.block_ids[num_blocks:]
 
 
 def allocate_kv(

@@ -16,7 +16,6 @@ class Limits:
     max_model_len: int  # tokens of a request, prompt and output
     num_kv_blocks: int
     block_size: int
-    has_tokenizer: bool
 
 
 def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams, limits: Limits) -> int:
@@ -27,8 +26,8 @@ def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: S
         limit, what the KV cache leaves as well.
 
     Raises:
-        ValueError: the prompt is empty, too long, has tokens outside the vocabulary, or could never fit the KV cache; or the
-            options need what the engine does not have.
+        ValueError: the prompt is empty, too long, or could never fit the KV cache; or it or the options have tokens outside the
+            vocabulary.
     """
     num_tokens = len(prompt_token_ids)
     if num_tokens == 0:
@@ -41,8 +40,6 @@ def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: S
             f"prompt has {num_tokens} tokens, which leaves no room to generate: at most {limits.max_model_len - 1} are "
             f"allowed (max_model_len={limits.max_model_len})"
         )
-    if params.stop_strings and not limits.has_tokenizer:
-        raise ValueError(f"stop={params.stop!r} needs a tokenizer, and the model has none: allowed is None")
     num_kv_tokens = limits.num_kv_blocks * limits.block_size
     max_tokens = limits.max_model_len - num_tokens
     if params.max_tokens is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from titan.core.options import EngineConfig
+from titan.core.options import ScheduleOptions
 from titan.core.request import FinishReason, Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree
@@ -22,13 +22,13 @@ class Scheduler:
     """Holds the waiting and the running requests.
 
     Args:
-        config: engine options.
+        options: who may run and wait.
         kv: block tables and KV of all requests.
         counters: totals to count in.
     """
 
-    def __init__(self, config: EngineConfig, kv: KVCache, counters: EngineCounters) -> None:
-        self.config = config
+    def __init__(self, options: ScheduleOptions, kv: KVCache, counters: EngineCounters) -> None:
+        self.options = options
         self.kv = kv
         self.counters = counters
         self.waiting: deque[Request] = deque()
@@ -39,15 +39,20 @@ class Scheduler:
         """Whether any request is waiting or running."""
         return bool(self.waiting or self.running)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no more requests may wait."""
+        return len(self.waiting) >= self.options.max_waiting_requests
+
     def add(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
             ValueError: the queue is full.
         """
-        if len(self.waiting) >= self.config.max_waiting_requests:
+        if self.is_full:
             raise ValueError(
-                f"max_waiting_requests={self.config.max_waiting_requests} requests are waiting already: "
+                f"max_waiting_requests={self.options.max_waiting_requests} requests are waiting already: "
                 f"request {request.request_id} is refused; add it again after some steps"
             )
         self.waiting.append(request)
@@ -68,7 +73,7 @@ class Scheduler:
             max_draft_tokens: most draft tokens per request that the present drafter proposes.
         """
         plan = StepPlan([], [], [])
-        budget = self.config.max_num_batched_tokens
+        budget = self.options.max_num_batched_tokens
         num_preemptions = self.counters.num_preemptions
         for request in list(self.running):
             if budget == 0 or request not in self.running:  # preempted meanwhile
@@ -78,7 +83,7 @@ class Scheduler:
                 budget -= plan.add(request, num_tokens, num_drafts)
         if self.counters.num_preemptions > num_preemptions:
             return plan  # no room for those that run: none joins
-        while budget > 0 and self.waiting and len(self.running) < self.config.max_batch_size:
+        while budget > 0 and self.waiting and len(self.running) < self.options.max_batch_size:
             request = self.waiting[0]
             if self.kv.awaits_sibling(request) or (self.running and not self._has_room(request, max_draft_tokens)):
                 break
@@ -100,7 +105,6 @@ class Scheduler:
         for i, request in enumerate(plan.requests):
             if acceptance.token_ids[i] or acceptance.errors[i] is not None:
                 changed.append(request)
-            num_computed = request.num_computed_tokens + plan.num_tokens[i] + len(acceptance.paths[i])
             if acceptance.token_ids[i]:
                 num_emitted = append_tokens(request, acceptance.token_ids[i])
                 if request.logprobs is not None:
@@ -109,8 +113,7 @@ class Scheduler:
             if acceptance.errors[i] is not None and not request.is_finished:  # behind a stop it is nobody's
                 self.abort(request, acceptance.errors[i])
                 continue
-            request.num_computed_tokens = min(num_computed, request.num_tokens - 1 if acceptance.token_ids[i] else num_computed)
-            request.num_drafted_context = min(request.num_drafted_context, request.num_computed_tokens)
+            request.commit(plan.num_tokens[i] + len(acceptance.paths[i]))
             self.kv.seal(request)
         finished = [request for request in changed if request.is_finished and request.finish_reason is not FinishReason.ABORT]
         if finished:
@@ -131,7 +134,7 @@ class Scheduler:
 
         Drafts only behind the root, and one less than the tokens that may still be emitted: the final token needs none.
         """
-        num_tokens = min(request.num_tokens - request.num_computed_tokens, self.config.prefill_chunk_size, budget)
+        num_tokens = min(request.num_tokens - request.num_computed_tokens, self.options.prefill_chunk_size, budget)
         params = request.params
         if not params.use_speculative or request.num_computed_tokens + num_tokens < request.num_tokens:
             return num_tokens, 0

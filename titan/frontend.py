@@ -1,0 +1,276 @@
+"""The front end: prompts in, text and outputs out, and the loop that steps the engine for all callers."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from titan.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, merge_metrics
+from titan.core.request import FinishReason, Request
+from titan.core.sampling_params import SamplingParams
+from titan.detokenizer import IncrementalDetokenizer
+from titan.engine import Engine
+from titan.metrics import ratio
+from titan.models.loader import load_tokenizer, resolve_model
+from titan.schedule.admission import check_request
+
+Prompt = str | Sequence[int]
+
+
+class FrontEnd:
+    """Makes requests of prompts, runs them, and shows what has become of them.
+
+    Args:
+        engine: what runs them.
+        tokenizer: a transformers tokenizer; ``None``: prompts are token ids, and outputs have no text.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Any | None = None) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._num_requests = 0
+
+    def generate(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        """Run prompts to their end, each with its own options; `titan.LLM.generate` says what comes of those that are refused."""
+        made = [self._try_request(*each) for each in zip(prompts, params, strict=True)]
+        requests = [request for request in made if isinstance(request, Request)]
+        for i, refusal in enumerate(made):
+            if isinstance(refusal, ValueError):
+                if not requests:
+                    raise refusal
+                warnings.warn(f"prompt {i} was not run: {refusal}", stacklevel=3)  # where the caller of the LLM is
+        self._run_all([each for request in requests for each in request.family], use_tqdm)
+        return [
+            self.output(request) if isinstance(request, Request) else _refused_output(i, prompts[i], params[i], request)
+            for i, request in enumerate(made)
+        ]
+
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
+        """Check the prompt at once, and run it as outputs are asked for: one whenever a completion has grown, whoever stepped.
+
+        Raises:
+            ValueError: the prompt is not allowed.
+        """
+        return self._stream(self.make_request(prompt, params, needs_text=True))
+
+    def make_request(self, prompt: Prompt, params: SamplingParams, *, needs_text: bool = False) -> Request:
+        """Check a prompt and make a request of it; for ``params.n`` completions, the first of as many siblings.
+
+        Args:
+            prompt: text or token ids.
+            params: options.
+            needs_text: keep the text up to date while the request runs.
+
+        Raises:
+            ValueError: the prompt is empty, too long, has tokens outside the vocabulary, or could never fit the KV cache; or it or
+                its options need a tokenizer, and there is none.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        prompt_token_ids = self._encode(prompt) if isinstance(prompt, str) else _as_token_ids(prompt)
+        max_tokens = check_request(text, prompt_token_ids, params, self.engine.limits)
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer, and the model has none: allowed is None")
+        number = self._num_requests
+        self._num_requests += 1
+        is_text_needed = self.tokenizer is not None and (needs_text or params.stop_strings)
+        eos_token_ids = () if params.ignore_eos else self.engine.model_config.eos_token_ids
+        stop_token_ids = frozenset((*eos_token_ids, *(params.stop_token_ids or ())))
+        seed = params.seed
+        if seed is None:
+            seed = _draw_seed(np.random.SeedSequence([self.engine.config.model.seed, number]))
+        family = tuple(
+            Request(
+                request_id=f"{number}-{index}" if index else str(number),
+                prompt=text,
+                prompt_token_ids=prompt_token_ids,
+                params=params,
+                seed=_draw_seed(np.random.SeedSequence(seed, spawn_key=(index,))) if index else seed,
+                max_tokens=max_tokens,
+                stop_token_ids=stop_token_ids,
+                metrics=RequestMetrics(arrival_time=time.monotonic()),
+                detokenizer=self._make_detokenizer(prompt_token_ids, params) if is_text_needed else None,
+                index=index,
+            )
+            for index in range(params.n)
+        )
+        if len(family) > 1:
+            for request in family:
+                request.siblings = family
+        return family[0]
+
+    def output(self, request: Request) -> RequestOutput:
+        """What a user sees of a request and its siblings, now."""
+        family = request.family
+        return RequestOutput(
+            family[0].request_id,
+            request.prompt,
+            request.prompt_token_ids,
+            [self._completion(each) for each in family],
+            all(each.is_finished for each in family),
+            merge_metrics([each.metrics for each in family]) if request.siblings else request.metrics,
+            next((each.error for each in family if each.error is not None), None),
+        )
+
+    def _run(self, requests: Sequence[Request], *, in_turn: bool) -> Generator[list[Request]]:
+        """Queue requests and step the engine until they have ended; yields what each step has changed, others' requests too.
+
+        A step is one for all callers: these requests may also end by another's. Those that are unfinished when the iteration ends,
+        by an exception or by the caller, are aborted.
+
+        Args:
+            requests: not queued yet.
+            in_turn: queue them as the waiting line has room; otherwise all at once, which a full line refuses.
+        """
+        scheduler = self.engine.scheduler
+        to_queue, unfinished = deque(requests), deque(requests)
+        try:
+            while unfinished:
+                while to_queue and not (in_turn and scheduler.is_full):
+                    scheduler.add(to_queue[0])
+                    to_queue.popleft()
+                yield self.engine.step()
+                while unfinished and unfinished[0].is_finished:
+                    unfinished.popleft()
+        finally:
+            for request in requests[: len(requests) - len(to_queue)]:
+                if not request.is_finished:
+                    scheduler.abort(request)
+
+    def _run_all(self, requests: Sequence[Request], use_tqdm: bool) -> None:
+        """Run requests to their end, with a progress bar if asked for."""
+        counters, own = self.engine.counters, set(requests)
+        start, num_tokens, num_rows = time.monotonic(), counters.num_emitted_tokens, counters.num_sequence_steps
+        with (
+            tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar,
+            closing(self._run(requests, in_turn=True)) as steps,
+        ):
+            for changed in steps:
+                emitted = counters.num_emitted_tokens - num_tokens
+                rate = emitted / (time.monotonic() - start)
+                per_row = ratio(emitted, counters.num_sequence_steps - num_rows)
+                bar.set_postfix_str(f"{rate:.0f} tokens/s, {per_row:.2f} tokens/step", refresh=False)
+                bar.update(sum(request.is_finished for request in own.intersection(changed)))
+
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        # what could be the beginning of a stop string is held back until it is decided
+        num_held = max((len(stop) for stop in request.params.stop_strings), default=1) - 1
+        shown = (0, False)
+        with closing(self._run(request.family, in_turn=False)) as steps:
+            for _ in steps:
+                # again after each output: steps that others have made in the meantime count
+                while (state := _progress(request)) != shown:
+                    shown = state
+                    output = self.output(request)
+                    yield _hold_back(output, num_held) if num_held else output
+
+    def _try_request(self, prompt: Prompt, params: SamplingParams) -> Request | ValueError:
+        """A request, or why the prompt is refused: one bad prompt must not cost the others their output."""
+        try:
+            return self.make_request(prompt, params)
+        except ValueError as error:
+            return error
+
+    def _encode(self, prompt: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"prompt={prompt!r} is text, and the model has no tokenizer: allowed are token ids")
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise ValueError(f"prompt={prompt!r} has a surrogate, which is half a character: allowed is what UTF-8 can hold")
+        token_ids: list[int] = self.tokenizer.encode(prompt)
+        return token_ids
+
+    def _make_detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self.tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+
+    def _completion(self, request: Request) -> CompletionOutput:
+        reason = request.finish_reason
+        token_ids = request.output_token_ids
+        detokenizer = request.detokenizer
+        if detokenizer is None and self.tokenizer is not None:
+            detokenizer = self._make_detokenizer(request.prompt_token_ids, request.params)
+            detokenizer.finish(token_ids)
+        logprobs, cumulative_logprob = request.logprobs, None
+        if logprobs is not None:
+            self._decode_logprobs(logprobs)
+            logprobs = logprobs.copy()  # the request's own grows
+            cumulative_logprob = sum(entry[token_id].logprob for token_id, entry in zip(token_ids, logprobs, strict=True))
+        return CompletionOutput(
+            request.index,
+            "" if detokenizer is None else detokenizer.text,
+            token_ids,
+            cumulative_logprob,
+            logprobs,
+            None if reason is None else reason.value,
+            request.stop_reason,
+        )
+
+    def _decode_logprobs(self, logprobs: list[dict[int, Logprob]]) -> None:
+        """Give the entries that have come since the last time the text of their tokens."""
+        if self.tokenizer is None:
+            return
+        for entry in reversed(logprobs):
+            if next(iter(entry.values())).decoded_token is not None:
+                break
+            for token_id, logprob in entry.items():
+                logprob.decoded_token = self.tokenizer.decode([token_id])
+
+
+def choose_tokenizer(model: str, tokenizer: str | None) -> Any | None:
+    """Load the tokenizer asked for, else the target model's own, ``None`` if it has none.
+
+    Raises:
+        ValueError: the tokenizer asked for cannot be used.
+    """
+    if tokenizer is not None:
+        try:
+            return load_tokenizer(resolve_model(tokenizer, "target"))
+        except ValueError as error:
+            raise ValueError(f"tokenizer={tokenizer!r} cannot be used: {error}") from error
+    try:
+        return load_tokenizer(resolve_model(model, "target"))
+    except ValueError:
+        return None
+
+
+def _as_token_ids(prompt: object) -> list[int]:
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise ValueError(f"prompt={prompt!r} is not allowed: a prompt is a str or a list of int")
+    for token_id in prompt:
+        if not isinstance(token_id, int) or isinstance(token_id, bool):
+            raise ValueError(f"prompt has {token_id!r}, which is not a token id: a prompt is a str or a list of int")
+    return list(prompt)
+
+
+def _draw_seed(source: np.random.SeedSequence) -> int:
+    return int(source.generate_state(1, np.uint64)[0])
+
+
+def _progress(request: Request) -> tuple[int, bool]:
+    """Output tokens of all completions, and whether all have ended."""
+    return sum(each.num_output_tokens for each in request.family), all(each.is_finished for each in request.family)
+
+
+def _refused_output(index: int, prompt: str | Sequence[int], params: SamplingParams, error: ValueError) -> RequestOutput:
+    """The output of a prompt that was not run."""
+    now = time.monotonic()
+    text = prompt if isinstance(prompt, str) else None
+    token_ids = [] if isinstance(prompt, str) else list(prompt)
+    completions = [CompletionOutput(i, "", [], finish_reason=FinishReason.ABORT.value) for i in range(params.n)]
+    metrics = RequestMetrics(arrival_time=now, finished_time=now)
+    return RequestOutput(f"refused-{index}", text, token_ids, completions, True, metrics, str(error))
+
+
+def _hold_back(output: RequestOutput, num_characters: int) -> RequestOutput:
+    """The output with less text where more is to come."""
+    completions = [
+        replace(completion, text=completion.text[:-num_characters]) if completion.finish_reason is None else completion
+        for completion in output.outputs
+    ]
+    return replace(output, outputs=completions)
