@@ -41,7 +41,7 @@ from titan.bench.workloads import Lengths
 from titan.core.trees import MAX_NODES
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
-from titan.metrics import ratio
+from titan.core.metrics import ratio
 from titan.models.loader import DEMO, DTYPES, resolve_model
 
 DEMO_DRAFTS = ("demo", "demo,tokens=2", "demo,tree=dynamic,tokens=8", "demo,bits=4", "truncated:1", "ngram")

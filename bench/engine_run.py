@@ -16,7 +16,7 @@ from titan.bench.workloads import Workload
 from titan.core.request import Request
 from titan.engine import Engine
 from titan.frontend import FrontEnd
-from titan.metrics import ratio
+from titan.core.metrics import ratio
 
 GPU_SAMPLE_SECONDS = 0.2
 """Time between two samples of a GPU's utilisation."""

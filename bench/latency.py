@@ -37,7 +37,7 @@ from titan.bench.provenance import Provenance, collect_provenance
 from titan.bench.report import Report, add_report_options, count, measure_and_publish, positive, use_threads
 from titan.bench.survivors import Survivors, error_line
 from titan.bench.workloads import Lengths
-from titan.metrics import ratio
+from titan.core.metrics import ratio
 from titan.models.loader import DEMO, DTYPES
 
 CAPACITY_SHARES = (0.3, 0.6, 0.8, 1.0, 1.3, 2.0)

@@ -25,7 +25,7 @@ ORDER = [
         "titan.schedule.admission",
         "titan.sample.distributions",
         "titan.schedule.stopping",
-        "titan.metrics",
+        "titan.core.metrics",
         "titan.tree_view",
     },
     {"titan.memory.kv_cache"},

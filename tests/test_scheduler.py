@@ -18,7 +18,7 @@ from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.memory.kv_cache import KVCache
-from titan.metrics import EngineCounters
+from titan.core.metrics import EngineCounters
 from titan.schedule.scheduler import Scheduler
 from titan.verify.reference import reference_walk
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from titan.core.metrics import EngineMetrics
 from titan.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from titan.core.sampling_params import SamplingParams
-from titan.metrics import EngineMetrics
 
 if TYPE_CHECKING:
     from titan.llm import LLM

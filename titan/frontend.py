@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from titan.core.metrics import ratio
 from titan.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, merge_metrics
 from titan.core.request import FinishReason, Request
 from titan.core.sampling_params import SamplingParams
 from titan.detokenizer import IncrementalDetokenizer
 from titan.engine import Engine
-from titan.metrics import ratio
 from titan.models.loader import load_tokenizer, resolve_model
 from titan.schedule.admission import check_request
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from os import PathLike, fspath
 from typing import Any, Unpack
 
+from titan.core.metrics import EngineMetrics
 from titan.core.options import EngineConfig, EngineOptions
 from titan.core.outputs import RequestOutput
 from titan.core.sampling_params import SamplingParams
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 from titan.frontend import FrontEnd, Prompt, choose_tokenizer
-from titan.metrics import EngineMetrics
 
 Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]]
 

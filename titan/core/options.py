@@ -9,11 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, TypeVar, Unpack
 
-import torch
-
-from titan.core.trees import MAX_NODES
-from titan.kernels import backend
-from titan.kernels.backend import MAX_TRITON_REQUESTS, TRITON_BLOCK_SIZES
+from titan.core.limits import MAX_NODES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DRAFT_TREES = ("auto", "dynamic", "chain")
@@ -206,23 +202,6 @@ class EngineConfig:
             unknown, allowed = ", ".join(map(repr, left)), ", ".join(EngineOptions.__annotations__)
             raise TypeError(f"there is no option {unknown}; allowed: {allowed}")
         return config
-
-    def check_device(self, device: torch.device) -> None:
-        """Refuse what the kernels of a device cannot take.
-
-        Raises:
-            ValueError: as in the constructor.
-        """
-        block_size, max_batch_size = self.memory.block_size, self.schedule.max_batch_size
-        if not backend.takes_triton(device):
-            return
-        if block_size not in TRITON_BLOCK_SIZES:
-            allowed = " or ".join(map(str, TRITON_BLOCK_SIZES))
-            raise ValueError(f"block_size={block_size} is not supported on {device}: it must be {allowed}")
-        if max_batch_size > MAX_TRITON_REQUESTS:
-            raise ValueError(
-                f"max_batch_size={max_batch_size} is not supported on {device}: it must be at most {MAX_TRITON_REQUESTS}"
-            )
 
 
 Group = TypeVar("Group", ModelOptions, SpeculationOptions, ScheduleOptions, MemoryOptions)

@@ -53,8 +53,6 @@ class Request:
     index: int = 0  # among its siblings
     siblings: tuple[Request, ...] = ()  # all completions of the prompt, itself included; none if it is the only one
 
-    is_plain: bool = field(init=False)  # whether its tokens come from the softmax of the logits as they are, at its temperature
-    takes_argmax: bool = field(init=False)  # whether they are the most likely ones of the logits as they are
     token_ids: list[int] = field(init=False)  # prompt and output
     block_ids: list[int] = field(default_factory=list)  # block table, for the target's and the draft's cache
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of committed tokens, chained
@@ -68,11 +66,8 @@ class Request:
     logprobs: list[dict[int, Logprob]] | None = field(init=False)  # of each output token, if asked for
 
     def __post_init__(self) -> None:
-        params = self.params
-        self.is_plain = params.min_tokens == 0 and not params.has_transforms and (params.is_greedy or not params.has_cuts)
-        self.takes_argmax = params.is_greedy and self.is_plain
         self.token_ids = list(self.prompt_token_ids)
-        self.logprobs = None if params.logprobs is None else []
+        self.logprobs = None if self.params.logprobs is None else []
 
     @property
     def family(self) -> tuple[Request, ...]:

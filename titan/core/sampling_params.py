@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING
 
+from titan.core.limits import MAX_NODES
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -103,7 +105,7 @@ class SamplingParams:
         if self.seed is not None:
             _check_integer("seed", self.seed, low=0, high=2**63 - 1)
         if self.max_draft_tokens is not None:
-            _check_integer("max_draft_tokens", self.max_draft_tokens, low=0, high=63)
+            _check_integer("max_draft_tokens", self.max_draft_tokens, low=0, high=MAX_NODES)
             if self.max_draft_tokens > 0 and not self.use_speculative:
                 raise ValueError(
                     f"max_draft_tokens={self.max_draft_tokens} contradicts use_speculative=False: allowed with it are None and 0"

@@ -14,12 +14,14 @@ class StepPlan:
     """Who runs in a step; entries of the lists belong together. Blocks for all of it are reserved.
 
     ``num_tokens[i]`` committed tokens of ``requests[i]``, from its ``num_computed_tokens`` on, go through the target. If
-    they reach the root, up to ``draft_budgets[i]`` draft nodes follow; otherwise the budget is 0.
+    they reach the root, up to ``draft_budgets[i]`` draft nodes follow; otherwise the budget is 0. ``num_slots[i]`` slots after the
+    root are reserved, at least as many as the budget: a beam writes the draft's KV of more nodes than it keeps.
     """
 
     requests: list[Request]
     num_tokens: list[int]
     draft_budgets: list[int]
+    num_slots: list[int]
 
     def add(self, request: Request, num_tokens: int, draft_budget: int) -> int:
         """Add a row; returns its tokens, drafts included."""

@@ -7,20 +7,16 @@ nodes of its tree moves KV.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from titan.core.kv_tensor import KVTensor
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
-from titan.execute.batch import pad_block_tables
-from titan.kernels import backend
-from titan.kernels.torch.cache import clear_blocks, move_kv
-from titan.kernels.upload import upload
+from titan.kernels.interfaces import CacheOps, PathMove
 from titan.memory.block_pool import BlockPool, hash_block
 
 Role = Literal["target", "draft"]
@@ -36,14 +32,6 @@ class Prefix(NamedTuple):
     num_drafted_blocks: int  # the leading ones that the present draft covers
 
 
-class PathMove(NamedTuple):
-    """An accepted path whose KV goes to the first slots of its tree."""
-
-    block_ids: list[int]  # of the request
-    first_slot: int  # of the tree, in the request
-    path: list[int]  # slots of the nodes, counted from there
-
-
 class KVCache:
     """Gives requests blocks, keeps what was accepted, and finds what was computed before.
 
@@ -51,14 +39,16 @@ class KVCache:
         num_blocks: blocks of every attached cache.
         block_size: tokens per block.
         enable_prefix_caching: whether full blocks are hashed and found again; if not, nothing is hashed.
+        ops: move and clear what is in the caches.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, ops: CacheOps) -> None:
+        self._ops = ops
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self.block_size = block_size
         self.draft_epoch = 0
         self._new_block_ids: list[int] = []  # not cleared yet
-        self._tensors: dict[Role, Tensor] = {}
+        self._tensors: dict[Role, KVTensor] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -66,20 +56,21 @@ class KVCache:
         return self.pool.num_blocks
 
     @property
-    def tensors(self) -> Mapping[Role, Tensor]:
-        """The attached caches, ``[num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]`` each."""
+    def tensors(self) -> Mapping[Role, KVTensor]:
+        """The attached caches."""
         return self._tensors
 
-    def attach(self, role: Role, tensor: Tensor) -> None:
-        """Let the block tables index ``tensor``, made by `allocate_kv`.
+    def attach(self, role: Role, tensor: KVTensor) -> None:
+        """Let the block tables index a cache.
 
         Raises:
-            ValueError: the tensor's blocks are not this cache's.
+            ValueError: its blocks are not those of the pool.
         """
-        shape = tuple(tensor.shape)
-        if len(shape) != 6 or (shape[1], shape[3], shape[4]) != (2, self.num_blocks, self.block_size):
-            wanted = f"[num_layers, 2, num_kv_heads, {self.num_blocks}, {self.block_size}, head_dim]"
-            raise ValueError(f"the {role}'s KV tensor has shape {list(shape)}: it must be {wanted}")
+        if (tensor.num_blocks, tensor.block_size) != (self.num_blocks, self.block_size):
+            raise ValueError(
+                f"the {role}'s KV tensor has {tensor.num_blocks} blocks of {tensor.block_size} slots: it must have "
+                f"{self.num_blocks} of {self.block_size}"
+            )
         self._tensors[role] = tensor
 
     def detach(self, role: Role) -> None:
@@ -139,7 +130,7 @@ class KVCache:
         block_ids = np.array(self._new_block_ids)
         self._new_block_ids.clear()
         for tensor in self._tensors.values():
-            clear_blocks(tensor, block_ids)
+            self._ops.clear_blocks(tensor, block_ids)
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Move the accepted paths to the slots right after their roots, in every attached cache.
@@ -149,24 +140,24 @@ class KVCache:
         + k``. A path of the first slots, as every path of a chain is, moves nothing. The draft's coverage grows by what it has.
         """
         moves: dict[Role, list[PathMove]] = {"target": [], "draft": []}
-        rows = zip(plan.requests, plan.num_tokens, acceptance.trees, acceptance.paths, strict=True)
-        for request, num_tokens, tree, path in rows:
-            held: list[tuple[Role, list[int]]] = [("target", path)]
-            if tree.draft_slots is not None:
-                slot_of = tree.draft_slots.tolist()
-                draft_slots = list(takewhile((0).__le__, [slot_of[node] for node in path]))
-                held.append(("draft", draft_slots))
-                request.cover_draft(len(draft_slots))
+        draft_slots, first_nodes = acceptance.trees.draft_slots.tolist(), acceptance.trees.start_loc.tolist()
+        for request, num_tokens, first_node, path in zip(
+            plan.requests, plan.num_tokens, first_nodes, acceptance.paths, strict=False
+        ):
+            if not path:
+                continue
+            drafted = list(takewhile((0).__le__, [draft_slots[first_node + node] for node in path]))
+            request.cover_draft(len(drafted))
             first_slot = request.num_computed_tokens + num_tokens  # of the nodes
+            held: tuple[tuple[Role, list[int]], ...] = ("target", path), ("draft", drafted)
             for role, slots in held:
                 if slots != list(range(len(slots))):
                     moves[role].append(PathMove(request.block_ids, first_slot, slots))
         for role, paths in moves.items():
             if paths and role in self._tensors:
-                move = _move_by_kernel if backend.takes_triton(self._tensors[role].device) else _move_by_slots
-                move(self._tensors[role], paths)
+                self._ops.move_paths(self._tensors[role], paths)
 
-    def seal(self, request: Request) -> None:
+    def cache_full_blocks(self, request: Request) -> None:
         """Roll back to the committed tokens, and let others find them.
 
         Called after the request's counters have advanced: gives surplus blocks back, and makes full blocks known to the
@@ -230,46 +221,3 @@ class KVCache:
     def _hash_block(self, request: Request, i: int, parent: bytes) -> bytes:
         """Hash of the request's logical block ``i``, all of whose tokens are committed."""
         return hash_block(parent, request.token_ids[i * self.block_size : (i + 1) * self.block_size], HASH_SALT)
-
-
-def allocate_kv(
-    num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """A cache of zeros, ``[num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]``."""
-    return torch.zeros(num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim, dtype=dtype, device=device)
-
-
-def _move_by_slots(kv: Tensor, moves: Sequence[PathMove]) -> None:
-    """Move paths by their physical slots."""
-    block_size = kv.shape[4]
-    slots: tuple[list[int], list[int]] = [], []
-    for move in moves:
-        for physical, nodes in zip(slots, (move.path, range(len(move.path))), strict=True):
-            for slot in (move.first_slot + node for node in nodes):
-                physical.append(move.block_ids[slot // block_size] * block_size + slot % block_size)
-    sources, targets = np.array(slots)
-    move_kv(kv, sources, targets)
-
-
-def _move_by_kernel(kv: Tensor, moves: Sequence[PathMove]) -> None:
-    """Move paths in one launch."""
-    from titan.kernels.triton.kv_moves import move_paths  # not every platform has triton
-
-    paths = np.zeros((len(moves), max(len(move.path) for move in moves)), np.int32)
-    for row, move in zip(paths, moves, strict=True):
-        row[: len(move.path)] = move.path
-    block_table = pad_block_tables([move.block_ids for move in moves]).astype(np.int32)
-    first_slots = np.array([move.first_slot for move in moves])
-    num_accepted = np.array([len(move.path) for move in moves], np.int32)
-    move_paths(kv, *upload([block_table, first_slots, paths, num_accepted], kv.device))
-
-
-def num_blocks_for(memory_bytes: int, bytes_per_block: int) -> int:
-    """How many blocks fit into the memory; ``bytes_per_block`` is of the target's and the draft's cache together.
-
-    Raises:
-        ValueError: not even one block fits.
-    """
-    if memory_bytes < bytes_per_block:
-        raise ValueError(f"{memory_bytes} bytes of KV cache memory are too few: one block takes {bytes_per_block} bytes")
-    return memory_bytes // bytes_per_block

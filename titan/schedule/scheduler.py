@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 
+from titan.core.metrics import EngineCounters
 from titan.core.options import ScheduleOptions
 from titan.core.request import FinishReason, Request
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import DraftTree
 from titan.memory.kv_cache import KVCache
-from titan.metrics import EngineCounters
 from titan.schedule.stopping import append_tokens
+
+Lookahead = Callable[[Request, int], int]
+"""Slots after the root that drafting so many nodes for a request would like to write: at least as many, and more for a beam."""
 
 
 class Scheduler:
@@ -66,13 +69,22 @@ class Scheduler:
         request.error = error
         self._finish(request, FinishReason.ABORT)
 
-    def schedule(self, max_draft_tokens: int) -> StepPlan:
+    def schedule(self, max_draft_tokens: int, lookahead: Lookahead) -> StepPlan:
         """Choose the rows of the next step and reserve the slots they write.
 
         Args:
             max_draft_tokens: most draft tokens per request that the present drafter proposes.
+            lookahead: of the same drafter; what goes beyond the drafts is reserved where blocks are free, and preempts nobody.
         """
-        plan = StepPlan([], [], [])
+        plan = StepPlan([], [], [], [])
+        self._choose_rows(plan, max_draft_tokens)
+        for request, budget in zip(plan.requests, plan.draft_budgets, strict=True):
+            num_slots = max(budget, lookahead(request, budget)) if budget else 0
+            plan.num_slots.append(num_slots if self.kv.reserve(request, request.num_tokens + num_slots) else budget)
+        return plan
+
+    def _choose_rows(self, plan: StepPlan, max_draft_tokens: int) -> None:
+        """Add the rows to a plan, with blocks for their tokens and drafts."""
         budget = self.options.max_num_batched_tokens
         num_preemptions = self.counters.num_preemptions
         for request in list(self.running):
@@ -82,7 +94,7 @@ class Scheduler:
             if self._reserve_by_preemption(request, request.num_computed_tokens + num_tokens + num_drafts):
                 budget -= plan.add(request, num_tokens, num_drafts)
         if self.counters.num_preemptions > num_preemptions:
-            return plan  # no room for those that run: none joins
+            return  # no room for those that run: none joins
         while budget > 0 and self.waiting and len(self.running) < self.options.max_batch_size:
             request = self.waiting[0]
             if self.kv.awaits_sibling(request) or (self.running and not self._has_room(request, max_draft_tokens)):
@@ -92,7 +104,6 @@ class Scheduler:
             is_reserved = self.kv.reserve(request, request.num_computed_tokens + num_tokens + num_drafts)
             assert is_reserved, "a request that runs alone fits: larger ones are refused when they are added"
             budget -= plan.add(request, num_tokens, num_drafts)
-        return plan
 
     def update(self, plan: StepPlan, acceptance: Acceptance) -> list[Request]:
         """Advance counters, append tokens, end what is finished.
@@ -102,6 +113,7 @@ class Scheduler:
         """
         changed = []
         now = time.monotonic()
+        depths, first_nodes = acceptance.trees.depths.tolist(), acceptance.trees.start_loc.tolist()
         for i, request in enumerate(plan.requests):
             if acceptance.token_ids[i] or acceptance.errors[i] is not None:
                 changed.append(request)
@@ -109,12 +121,12 @@ class Scheduler:
                 num_emitted = append_tokens(request, acceptance.token_ids[i])
                 if request.logprobs is not None:
                     request.logprobs += acceptance.logprobs[i][:num_emitted]
-                self._count(request, acceptance.trees[i], acceptance.paths[i], num_emitted, now)
+                self._count(request, depths[first_nodes[i] : first_nodes[i + 1]], acceptance.paths[i], num_emitted, now)
             if acceptance.errors[i] is not None and not request.is_finished:  # behind a stop it is nobody's
                 self.abort(request, acceptance.errors[i])
                 continue
             request.commit(plan.num_tokens[i] + len(acceptance.paths[i]))
-            self.kv.seal(request)
+            self.kv.cache_full_blocks(request)
         finished = [request for request in changed if request.is_finished and request.finish_reason is not FinishReason.ABORT]
         if finished:
             self.running = [request for request in self.running if not request.is_finished]
@@ -170,12 +182,11 @@ class Scheduler:
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = time.monotonic()
 
-    def _count(self, request: Request, tree: DraftTree, path: list[int], num_emitted: int, now: float) -> None:
+    def _count(self, request: Request, depths: Sequence[int], path: list[int], num_emitted: int, now: float) -> None:
         """Count one verification; draft tokens accepted behind a stop count as accepted only if they were emitted."""
         metrics = request.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
-        depths = tree.depths.tolist()
         for counts in (metrics, self.counters):
             counts.num_sequence_steps += 1
             counts.num_emitted_tokens += num_emitted
@@ -191,7 +202,7 @@ class Scheduler:
         self.kv.free(request)
 
 
-def _count_depths(counts: list[int], depths: list[int] | range) -> None:
+def _count_depths(counts: list[int], depths: Sequence[int]) -> None:
     """Add one to ``counts[d - 1]`` for each depth d."""
     for depth in depths:
         while len(counts) < depth:

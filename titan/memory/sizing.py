@@ -1,0 +1,34 @@
+"""How many blocks the pool has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from titan.core.kv_tensor import KVLayout
+from titan.core.options import MemoryOptions
+
+
+def num_kv_blocks(options: MemoryOptions, layouts: Sequence[KVLayout], num_useful: int, free_memory: Callable[[], int]) -> int:
+    """Blocks as given, or by memory: each costs the bytes of the target's and the draft's cache together.
+
+    Args:
+        options: of the user.
+        layouts: of these caches.
+        num_useful: more than so many blocks are of no use.
+        free_memory: bytes that the caches may take; asked for only if the user has not said how many.
+
+    Raises:
+        ValueError: not even one block fits.
+    """
+    if options.num_kv_blocks is not None:
+        return options.num_kv_blocks
+    bytes_per_block = options.block_size * sum(layout.bytes_per_token for layout in layouts)
+    if options.kv_cache_memory is not None:
+        num_blocks = options.kv_cache_memory // bytes_per_block
+        if not num_blocks:
+            raise ValueError(f"kv_cache_memory={options.kv_cache_memory} is not enough: one block takes {bytes_per_block} bytes")
+        return num_blocks
+    num_bytes = free_memory()
+    if num_bytes < bytes_per_block:
+        raise ValueError(f"{num_bytes} bytes of KV cache memory are too few: one block takes {bytes_per_block} bytes")
+    return min(num_useful, num_bytes // bytes_per_block)
