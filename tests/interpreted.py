@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
-from titan.kernels.triton.cuda_graphs import Capture, Replay
+from titan.kernels.triton.backend import TritonBackend
+from titan.kernels.triton.cuda_graphs import Capture, Replay, cuda_graph_capture
 from titan.kernels.triton.tools import INTERPRETED
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
 
 
 def eager_capture() -> Capture:
@@ -31,8 +31,6 @@ def eager_capture() -> Capture:
     return capture
 
 
-def take_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on, what is on `DEVICE` is handled as on CUDA."""
-    if INTERPRETED:
-        monkeypatch.setattr("titan.kernels.backend.takes_triton", lambda device: True)
-        monkeypatch.setattr("titan.execute.model_runner.cuda_graph_capture", eager_capture)
+def triton_backend() -> TritonBackend:
+    """The back end of a CUDA device, on `DEVICE`."""
+    return TritonBackend(DEVICE, eager_capture if INTERPRETED else cuda_graph_capture)
