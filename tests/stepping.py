@@ -15,6 +15,7 @@ from titan.core.sampling_params import SamplingParams
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 from titan.frontend import FrontEnd, choose_tokenizer
+from titan.kernels.interfaces import Backend
 from titan.memory.kv_cache import Role
 
 SCARCE: dict[str, Any] = {"max_batch_size": 4, "prefill_chunk_size": 7, "block_size": 8, "num_kv_blocks": 14}
@@ -25,8 +26,8 @@ AMPLE: dict[str, Any] = {"max_batch_size": 32, "block_size": 16, "num_kv_blocks"
 DEFAULTS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "draft_tree": "chain", "draft_sampling": "greedy"}
 
 
-def make_engine(model: str, draft: DraftSpec = None, **options: Any) -> Engine:
-    return Engine(EngineConfig.of(**(DEFAULTS | options)), model, draft, choose_tokenizer(model, None))
+def make_engine(model: str, draft: DraftSpec = None, *, backend: Backend | None = None, **options: Any) -> Engine:
+    return Engine(EngineConfig.of(**(DEFAULTS | options)), model, draft, choose_tokenizer(model, None), backend)
 
 
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:
@@ -80,7 +81,7 @@ def slots_of(engine: Engine, request: Request) -> Tensor:
 
 def kv_of(engine: Engine, role: Role, request: Request, num_tokens: int) -> Tensor:
     """The first tokens' KV of a request: [num_layers, 2, num_kv_heads, num_tokens, head_dim]."""
-    return by_slot(engine.kv.tensors[role])[:, :, :, slots_of(engine, request)[:num_tokens]]
+    return by_slot(engine.kv.tensors[role].groups[0])[:, :, :, slots_of(engine, request)[:num_tokens]]
 
 
 @torch.no_grad()
