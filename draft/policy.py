@@ -86,7 +86,7 @@ class DraftPolicy:
         return BeamSpec(budget, min(budget, self.beam_depth), self.width, self.width + 1, score_temperature(request))
 
     def _is_sampled(self, request: Request) -> bool:
-        """Whether to sample the proposal; with "auto", whether sampled ones have matched the target better at this request's roots."""
+        """Whether to sample the proposal; with "auto", whether sampled ones have matched better at this request's roots."""
         if request.params.is_greedy or self.draft_sampling == "greedy":
             return False
         if self.draft_sampling == "sampled":

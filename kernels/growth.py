@@ -55,7 +55,7 @@ def grow_by_passes(
     growing = [feed for feed in feeds if feed.spec is not None]
     if not growing:
         return DraftTrees.empty(num_rows, backend.device)
-    growths = _start(growing, backend, vocab_size)
+    growths = _group(growing, backend)
     draft_vocab_size = root_logits.shape[-1]
     num_missing = vocab_size - draft_vocab_size
 
@@ -114,26 +114,25 @@ class Growth(Protocol):
         """What the trees are chosen from, once all depths are fed."""
 
 
-def _start(feeds: Sequence[Feed], backend: Backend, vocab_size: int) -> list[tuple[Ints, Growth]]:
+def _group(feeds: Sequence[Feed], backend: Backend) -> list[tuple[Ints, Growth]]:
     """Requests that grow alike, by their indices, together."""
     members: dict[tuple[object, ...], list[int]] = {}
+    kinds: dict[tuple[object, ...], Callable[[Sequence[Feed], Backend], Growth]] = {}
     for i, feed in enumerate(feeds):
         match feed.spec:
             case ChainSpec():
-                key: tuple[object, ...] = (ChainSpec,)
+                key: tuple[object, ...] = ("chain",)
+                kinds[key] = ChainGrowth
             case BeamSpec(width=width, num_children=num_children):
-                key = BeamSpec, width, num_children
+                key = "beam", width, num_children
+                kinds[key] = BeamGrowth
             case ShapeSpec(params=params):
-                key = ShapeSpec, params is not None
+                key = "shape", params is not None
+                kinds[key] = ShapeGrowth
             case _:
                 raise TypeError(f"{type(feed.spec).__name__} is not a spec that can be grown")
         members.setdefault(key, []).append(i)
-    growths: list[tuple[Ints, Growth]] = []
-    for key, indices in members.items():
-        chosen = [feeds[i] for i in indices]
-        kind = {ChainSpec: ChainGrowth, BeamSpec: BeamGrowth, ShapeSpec: ShapeGrowth}[key[0]]  # type: ignore[index]
-        growths.append((np.array(indices), kind(chosen, backend)))
-    return growths
+    return [(np.array(indices), kinds[key]([feeds[i] for i in indices], backend)) for key, indices in members.items()]
 
 
 class ChainGrowth:
@@ -250,8 +249,9 @@ class BeamGrowth:
 
     def candidates(self) -> Candidates:
         num_nodes = np.array([spec.num_nodes for spec in self._specs])
-        columns = [torch.cat(column, 1) for column in zip(*self._levels, strict=True)]
-        return Candidates(self._rows, num_nodes, np.zeros(len(num_nodes), np.bool_), True, *columns)
+        token_ids, scores, parent_slots, slots = (torch.cat(column, 1) for column in zip(*self._levels, strict=True))
+        is_chain = np.zeros(len(num_nodes), np.bool_)
+        return Candidates(self._rows, num_nodes, is_chain, True, token_ids, scores, parent_slots, slots)
 
     def _add_level(self, token_ids: Tensor, scores: Tensor, parent_slots: Tensor, parent_bits: Tensor, depth: int) -> None:
         """Add the candidates of a depth, [n, c] each, and choose which of them are fed."""
@@ -288,8 +288,9 @@ class ShapeGrowth:
         self._plans = [spec.plan for spec in specs]
         self._starts = [0, *accumulate(plan.inner.shape[1] for plan in self._plans)]  # of each request's inner nodes
         self._max_children = max(plan.max_children for plan in self._plans)
-        sampled = [(spec.params, spec.seed, feed.root + 1) for spec, feed in zip(specs, feeds, strict=True)]
-        self._sampling = SamplingRows.of([(p, *key) for p, *key in sampled if p is not None]) if specs[0].params else None  # type: ignore[misc]
+        pairs = zip(specs, feeds, strict=True)
+        sampled = [(spec.params, spec.seed, feed.root + 1) for spec, feed in pairs if spec.params is not None]
+        self._sampling = SamplingRows.of(sampled) if sampled else None
         self._levels: list[ShapeLevel]
         self._children: Tensor  # int64 [I, most children], -1 where there is none
         self._probs: Tensor | None = None  # float32 [I, V], for proposals that are sampled

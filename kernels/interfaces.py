@@ -1,7 +1,7 @@
 """What a back end is: the protocols that it fills. Nothing here runs.
 
-A back end belongs to one device and is chosen once, by `titan.kernels.backend.choose_backend`. The parts of the engine get it handed
-in, and ask it for what they need; which device or library it is, none of them asks. A new back end is one folder.
+A back end belongs to one device and is chosen once, by `titan.kernels.backend.choose_backend`. The parts of the engine get it
+handed in and ask it for what they need; which device or library it is, none of them asks. A new back end is one folder.
 
 Legend: T query tokens, H query heads, K KV heads of dimension D; L rows of logits; S trees that are verified.
 """

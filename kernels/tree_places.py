@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan.core.arrays import Flags, Ints
 from titan.core.batch import prefix_sums
-from titan.core.trees import NODE_DTYPES, DraftTrees, Upload
+from titan.core.trees import DraftTrees, Upload
 from titan.kernels.interfaces import Candidates
 
 
@@ -33,9 +33,10 @@ class TreePlaces(NamedTuple):
             has_scores[each.rows], is_sampled[each.rows] = each.has_scores, each.probs is not None
         return cls(prefix_sums(counts), is_chain, is_sampled, has_scores)
 
-    def allocate(self, device: torch.device) -> list[Tensor]:
-        """Room for the columns of the nodes."""
-        return [torch.empty(int(self.start_loc[-1]), dtype=dtype, device=device) for dtype in NODE_DTYPES]
+    @property
+    def num_nodes(self) -> int:
+        """Places of all trees."""
+        return int(self.start_loc[-1])
 
     def trees(self, columns: Sequence[Tensor], found: Sequence[Candidates], upload: Upload) -> DraftTrees:
         """The trees, once the columns are filled.
@@ -47,8 +48,9 @@ class TreePlaces(NamedTuple):
         """
         for each in found:
             if each.probs is not None and each.probs_rows is not None:
-                return DraftTrees(*self, *columns, each.probs, self._draft_rows(columns[-1], each.rows, each.probs_rows, upload))
-        return DraftTrees(*self, *columns)
+                draft_rows = self._draft_rows(columns[-1], each.rows, each.probs_rows, upload)
+                return DraftTrees.from_columns(*self, columns, each.probs, draft_rows)
+        return DraftTrees.from_columns(*self, columns)
 
     def _draft_rows(self, draft_slots: Tensor, rows: Ints, probs_rows: Ints, upload: Upload) -> Tensor:
         """`DraftTrees.draft_rows`, by the slots of the nodes; arguments are those of `Candidates`."""
@@ -67,5 +69,4 @@ class TreePlaces(NamedTuple):
         )
         slots = draft_slots.index_select(0, nodes) if len(draft_slots) else torch.zeros_like(nodes)
         values = by_slot.view(-1).index_select(0, first_columns + torch.where(is_node, slots + 1, 0))
-        num_entries = int(self.start_loc[-1]) + len(self.is_chain)
-        return values.new_zeros(num_entries).index_copy_(0, entries, values)
+        return values.new_zeros(self.num_nodes + len(self.is_chain)).index_copy_(0, entries, values)

@@ -19,7 +19,7 @@ from titan.core.arrays import Ints
 from titan.core.batch import RaggedBatch, Window
 from titan.core.growth import ShapePlan
 from titan.core.kv_tensor import KVTensor
-from titan.core.trees import NODE_DTYPES
+from titan.core.trees import allocate_columns
 from titan.kernels.cpu.layers import NO_WINDOW, plan_struct
 from titan.kernels.cpu.library import kernel
 from titan.kernels.cpu.trees import NodeColumnsStruct
@@ -196,7 +196,7 @@ class CompiledDecoder:
             num_rows: of the plan.
             num_probs: inner nodes of all shapes that are sampled.
         """
-        columns = [torch.empty(num_nodes, dtype=dtype) for dtype in NODE_DTYPES]
+        columns = allocate_columns(num_nodes, torch.device("cpu"))
         draft_rows, is_chain = torch.zeros(num_nodes + num_rows, dtype=torch.int32), np.empty(len(growths), np.int32)
         probs = torch.empty(num_probs, target_vocab_size) if num_probs else None
         root_logits, fed_tokens, num_fed = (roots.data_ptr(), 0, 0) if isinstance(roots, Tensor) else (0, *_addresses(*roots))

@@ -29,7 +29,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """``weight`` [out_features, in_features] in the packed layout, which only the products of this file can read, if it is plain."""
+    """A weight [out_features, in_features] in the packed layout, which only the products of this file can read."""
     if weight.is_mkldnn or is_tiled(weight):
         return weight
     if can_tile(weight):

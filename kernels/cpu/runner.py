@@ -106,7 +106,7 @@ class CompiledRunner(TorchRunner):
             num_probs=num_probs,
         )
         is_chain[rows] = grown.is_chain
-        return DraftTrees(start_loc, is_chain, is_sampled, has_scores, *grown.columns, grown.probs, grown.draft_rows)
+        return DraftTrees.from_columns(start_loc, is_chain, is_sampled, has_scores, grown.columns, grown.probs, grown.draft_rows)
 
 
 def _growth(spec: GrowthSpec, root: int, first_node: int, first_row: int, first_inner: int) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +13,6 @@ from titan.core.random import Purpose
 from titan.core.sampling_rows import SamplingRows
 from titan.kernels.cpu.library import COMPILED_DTYPES, kernel
 from titan.kernels.torch.sampling import distributions
-
-
-class LazyProbs(NamedTuple):
-    """Distributions over the vocabulary, one per row, whose softmax the library computes where it needs it."""
-
-    values: Tensor  # [n, vocab], contiguous: logits; without temperatures probabilities, float32
-    temperatures: Tensor | None  # float32 [n]; 0 = the most likely token
 
 
 class CompiledSampling:
@@ -55,22 +48,19 @@ class CompiledSampling:
         self._call("softmax", logits, temperatures.contiguous(), probs, *logits.shape)
         return probs
 
-    def lazy_probs(self, logits: Tensor, rows: SamplingRows) -> LazyProbs:
-        """`probs` with their softmax still to come where that is all they need."""
-        if rows.has_cuts:
-            return LazyProbs(self.probs(logits, rows), None)
-        return LazyProbs(readable(logits), torch.from_numpy(rows.temperature))
-
     def sample_children(
         self, logits: Tensor, rows: SamplingRows, num_children: Ints, places: Tensor, probs: Tensor, children: Tensor
     ) -> None:
-        values, temperatures = self.lazy_probs(logits, rows)
+        # the library computes the softmax itself, but cuts nothing
+        values, temperatures = (
+            (self.probs(logits, rows), None) if rows.has_cuts else (readable(logits), torch.from_numpy(rows.temperature))
+        )
         keys = torch.from_numpy(rows.seeds), torch.from_numpy(rows.positions)
         tensors = (torch.from_numpy(num_children), places, probs, children)
         self._call("draw_children", values, temperatures, *keys, int(Purpose.DRAFT), *tensors, *values.shape, children.shape[1])
 
     def _call(self, name: str, values: Tensor, *arguments: Tensor | int | None) -> None:
-        """Call the function of the library for the dtype of ``values``, with tensors, ``None`` for one that is not there, and numbers."""
+        """Call a function of the library with tensors, of which ``values`` says the dtype, and numbers; ``None``: no tensor."""
         function = kernel(self._library, name, values.dtype)
         function.restype = None
         function(*map(_as_argument, (values, *arguments)))

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import DraftTrees
+from titan.core.trees import DraftTrees, allocate_columns
 from titan.kernels.cpu.library import kernel
-from titan.kernels.cpu.sampling import CompiledSampling
+from titan.kernels.cpu.sampling import CompiledSampling, readable
 from titan.kernels.interfaces import Candidates, Verified
 from titan.kernels.tree_places import TreePlaces
 
@@ -56,7 +56,7 @@ class CompiledTrees:
 
     def select(self, found: Sequence[Candidates], num_rows: int) -> DraftTrees:
         places = TreePlaces.of(found, num_rows)
-        columns = places.allocate(torch.device("cpu"))
+        columns = allocate_columns(places.num_nodes, torch.device("cpu"))
         struct = NodeColumnsStruct(*(column.data_ptr() for column in columns))
         for each in found:
             candidates = np.empty(each.token_ids.shape, CANDIDATE)
@@ -74,11 +74,11 @@ class CompiledTrees:
         return places.trees(columns, found, _upload)
 
     def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
-        values = logits
-        temperatures: NDArray[np.float32] | None = sampling.temperature
+        temperatures: NDArray[np.float32] | None = None
         if sampling.has_cuts:
-            values, temperatures = self._sampling.probs(logits, sampling.repeat(trees.counts[rows] + 1)), None
-        values, _ = self._sampling.lazy_probs(values, sampling) if temperatures is not None else (values, None)
+            values = self._sampling.probs(logits, sampling.repeat(trees.counts[rows] + 1))
+        else:
+            values, temperatures = readable(logits), sampling.temperature
         num_trees, max_depth = len(rows), max(int(trees.counts.max()), 1)
         paths = np.empty((num_trees, max_depth), np.int32)
         num_accepted, final_tokens = np.empty(num_trees, np.int32), np.empty(num_trees, np.int64)
@@ -86,14 +86,20 @@ class CompiledTrees:
         struct = _TreesStruct(
             num_trees,
             max_depth,
-            *map(_data, (rows, trees.start_loc, trees.is_sampled)),
+            _data(rows),
+            _data(trees.start_loc),
+            _data(trees.is_sampled),
             None if temperatures is None else _data(temperatures),
-            *map(_data, (sampling.seeds, sampling.positions)),
+            _data(sampling.seeds),
+            _data(sampling.positions),
             trees.token_ids.data_ptr(),
             trees.parents.data_ptr(),
             None if trees.draft_probs is None else trees.draft_probs.data_ptr(),
             None if trees.draft_rows is None else trees.draft_rows.data_ptr(),
-            *map(_data, (paths, num_accepted, final_tokens, matches)),
+            _data(paths),
+            _data(num_accepted),
+            _data(final_tokens),
+            _data(matches),
         )
         function = kernel(self._library, "verify_trees", values.dtype)
         function(_POINTER(values.data_ptr()), _INT(values.shape[1]), ctypes.byref(struct))

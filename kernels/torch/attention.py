@@ -16,6 +16,7 @@ from torch import Tensor
 
 from titan.core.arrays import Flags, Ints
 from titan.core.batch import AttentionLayout, Window
+from titan.core.limits import MAX_NODES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,9 +60,13 @@ def visible_slots(layout: AttentionLayout, request: int, window: Window) -> Flag
     visible: Flags = slots < layout.visible_lens[rows, None]
     if window is not None:
         visible &= slots > layout.positions[rows, None] - window
+    if not layout.ancestor_bits[rows].any():
+        return visible
     nodes = slots - layout.tree_starts[request]
     bits = np.array([nearest_ancestors(bits, window) for bits in layout.ancestor_bits[rows].tolist()], np.int64)
-    return visible | ((nodes >= 0) & (nodes < 63) & ((bits[:, None] >> np.clip(nodes, 0, 62)) & 1 == 1))
+    is_ancestor = (bits[:, None] >> np.clip(nodes, 0, MAX_NODES - 1)) & 1 == 1
+    visible |= is_ancestor & (nodes >= 0) & (nodes < MAX_NODES)
+    return visible
 
 
 def nearest_ancestors(ancestor_bits: int, window: Window) -> int:

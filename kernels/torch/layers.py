@@ -69,7 +69,8 @@ class TorchOps:
             queries_and_keys = self.rms_norm(queries_and_keys, qk_norm, eps)
         cos, sin = rope_table.index_select(0, positions).unsqueeze(2).unbind(1)
         queries_and_keys = queries_and_keys * cos + queries_and_keys.roll(head_dim // 2, -1) * sin
-        queries, keys = queries_and_keys.split([num_heads, num_kv_heads], dim=1)
+        queries: Tensor = queries_and_keys[:, :num_heads]
+        keys = queries_and_keys[:, num_heads:]
         kv_layer.flatten(2, 3).index_copy_(2, slot_mapping, torch.stack((keys, values)).transpose(1, 2))
         return queries
 

@@ -44,8 +44,9 @@ class TorchRunner:
     def forward(self, batch: RaggedBatch) -> Tensor:
         place_nodes(batch)
         self.model.check_positions(batch.attention.positions)
-        arrays = batch.token_ids, batch.attention.positions, batch.slot_mapping, batch.logits_rows
-        inputs = HostInputs(*(torch.from_numpy(array).to(self.backend.device) for array in arrays), batch.attention)
+        arrays = [batch.token_ids, batch.attention.positions, batch.slot_mapping, batch.logits_rows]
+        token_ids, positions, slot_mapping, logits_rows = (torch.from_numpy(array).to(self.backend.device) for array in arrays)
+        inputs = HostInputs(token_ids, positions, slot_mapping, logits_rows, batch.attention)
         return self.model.logits(self.model.hidden_states(inputs, self.kv))
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:

@@ -1,16 +1,16 @@
 """Choosing draft trees and verifying them, one obvious loop per tree: the rules, and what other back ends are held to.
 
-**Sample-and-match**, for deterministic proposals: the target samples its own token at the root, as it would without speculation, and
-the walk descends to the child that carries it; of equal siblings the first. Where no child does, the token is emitted as the
+**Sample-and-match**, for deterministic proposals: the target samples its own token at the root, as it would without speculation,
+and the walk descends to the child that carries it; of equal siblings the first. Where no child does, the token is emitted as the
 **recovered** token; past a leaf it is the **bonus** token. The output is thus distributed exactly as the target's own, and with
 randomness keyed by position it is the same sequence. At temperature 0 the sample is the argmax and the rule is greedy acceptance.
 
 **Recursive rejection**, for sampled proposals: at a node with target distribution p, the children x_0, x_1, ... were sampled from
-the draft's q without replacement. They are tried in that order: x_k is accepted with probability min(1, r_k(x_k) / q_k(x_k)), where
-r_0 = p, q_k is q without the earlier children, and a rejection leaves the residual r_{k+1} ~ max(r_k - q_k, 0), from which the final
-token is sampled when no child is left. One child is the classic rule of Leviathan et al., "Fast inference from transformers via
-speculative decoding", 2023; the recursion is that of Jeon et al., "Recursive speculative decoding", 2024. Either way the token is
-distributed as p.
+the draft's q without replacement. They are tried in that order: x_k is accepted with probability min(1, r_k(x_k) / q_k(x_k)),
+where r_0 = p, q_k is q without the earlier children, and a rejection leaves the residual r_{k+1} ~ max(r_k - q_k, 0), from which
+the final token is sampled when no child is left. One child is the classic rule of Leviathan et al., "Fast inference from
+transformers via speculative decoding", 2023; the recursion is that of Jeon et al., "Recursive speculative decoding", 2024. Either
+way the token is distributed as p.
 
 No residual is ever stored. With Q_k the q-mass of the first k children, r_k = max(p - s_k q, 0) / m_k, where s_0 = 0, m_0 = 1,
 s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)); tokens rejected before fall out by themselves.

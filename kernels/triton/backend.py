@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.kv_tensor import KVTensor
-from titan.kernels.interfaces import LayerOps, PassCounts, PassLimits, Runner
+from titan.kernels.interfaces import CacheOps, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.torch.runner import TorchRunner
 from titan.kernels.triton.attention_plan import BLOCK_SIZES, MAX_REQUESTS
@@ -23,8 +23,8 @@ from titan.kernels.triton.trees import TritonTrees
 from titan.kernels.triton.upload import download, upload
 
 KV_MEMORY_SHARE = 0.9
-"""Share of what the largest passes leave of the device's memory that the KV caches take, unless it is given; the rest is for graphs,
-and for drafts to come."""
+"""Share of what the largest passes leave of the device's memory that the KV caches take, unless it is given; the rest is for
+graphs, and for drafts to come."""
 
 TRAITS = frozenset(
     {"rms_norm", "silu", "rope", "sliding_window", "attention_bias", "output_bias", "mlp_bias", "qk_norm", "tied_embedding"}
@@ -46,7 +46,9 @@ class TritonBackend:
         self.device = device
         self._capture = capture
         sampling = TritonSampling(self.upload)
-        self.cache, self.sampling, self.trees = TritonCache(self.upload), sampling, TritonTrees(device, self.upload, sampling)
+        self.cache: CacheOps = TritonCache(self.upload)
+        self.sampling: SamplingOps = sampling
+        self.trees: TreeOps = TritonTrees(device, self.upload, sampling)
 
     def activate(self) -> None:
         if self.device.type == "cuda":  # another engine, or another thread, may have another one; Triton launches on the current

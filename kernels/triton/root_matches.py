@@ -58,10 +58,10 @@ def _root_matches_kernel(
 
 
 def root_matches(distributions: RowDistributions, draft_probs: Tensor, draft_rows: Tensor, node_start_loc: Tensor) -> Tensor:
-    """How likely a draft token behind the root is accepted, if the draft takes its most likely one, and if it draws one.
+    """How likely a draft token after the root is accepted, if the draft takes its most likely one, and if it samples one.
 
-    The arguments are those of `titan.kernels.triton.tree_rejection.reject_trees`, the L = N + S rows per request that of the root, then
-    those of its nodes; nothing is read back to the host.
+    The arguments are those of `titan.kernels.triton.tree_rejection.reject_trees`, the L = N + S rows per request that of the root,
+    then those of its nodes; nothing is read back to the host.
 
     Args:
         distributions: the target's, p, of the L rows.

@@ -63,11 +63,9 @@ class TritonRunner:
         if size is None:
             self._counts.num_eager += 1
             inputs = upload_inputs(batch, self._geometry, self.model.device, self._max_query_len)
-            logits: Tensor = self.model.logits(self._hidden_states(inputs))
-            return logits
+            return self._logits(self._hidden_states(inputs))
         hidden, rows = self._padded_hidden_states(batch, size), upload_rows(batch, self.model.device)
-        logits = self.model.logits(hidden[: len(batch.attention.positions)] if rows is None else hidden.index_select(0, rows))
-        return logits
+        return self._logits(hidden[: len(batch.attention.positions)] if rows is None else hidden.index_select(0, rows))
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
@@ -97,6 +95,10 @@ class TritonRunner:
                 size.num_tokens,
             )
         return replay
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.model.logits(hidden)
+        return logits
 
     def _hidden_states(self, inputs: DeviceInputs) -> Tensor:
         hidden: Tensor = self.model.hidden_states(inputs, self.kv)

@@ -1,7 +1,8 @@
 """One token per row of logits, each row with its own options and its own random number.
 
 The draw inverts the cumulative distribution in the order of the vocabulary, in float64, first among chunks, then among the tokens
-of one chunk. It is the draw of `titan.sample.distributions`, so both choose the same tokens but where a number falls on a border between two.
+of one chunk. It is the draw of `titan.kernels.torch.sampling`, so both choose the same tokens but where a number falls on a border
+between two.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def select_trees(
         slots: int64 [n, c], different ones of the candidates that may be parents, and -1 of the others.
         first_nodes: int32 [n], where the nodes of each tree begin.
         num_nodes: int32 [n], places of each tree, 0 to 63.
-        nodes: the columns of all trees, see `titan.core.trees.DraftTrees`, overwritten at these places; places for which there is no candidate are empty. That the places are
-            inside, and each of one tree only, is not checked: they are on the device.
+        nodes: the columns of all trees, see `titan.core.trees.DraftTrees`, overwritten at these places; places for which there is
+            no candidate are empty. That the places are inside, and each of one tree only, is not checked: they are on the device.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype, strides or device, or too many candidates.
@@ -140,7 +140,7 @@ def select_trees(
     for name, values in {"first_nodes": first_nodes, "num_nodes": num_nodes}.items():
         require(name, values, shape=(num_requests,), dtypes=(torch.int32,), device=device)
     for name, column, dtype in zip(NODE_FIELDS, nodes, NODE_DTYPES, strict=True):
-        require(f"nodes.{name}", column, shape=(len(nodes.token_ids),), dtypes=(dtype,), device=device, is_written=True)
+        require(f"nodes.{name}", column, shape=(len(nodes[0]),), dtypes=(dtype,), device=device, is_written=True)
     if num_requests:
         _select_kernel[(num_requests,)](
             *nodes,

@@ -15,7 +15,7 @@ from titan.core.arrays import Flags, Ints
 from titan.core.batch import prefix_sums
 from titan.core.random import Purpose
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import DraftTrees, Upload
+from titan.core.trees import DraftTrees, Upload, allocate_columns
 from titan.kernels.interfaces import Candidates, Verified
 from titan.kernels.tree_places import TreePlaces
 from titan.kernels.triton.root_matches import root_matches
@@ -42,7 +42,7 @@ class TritonTrees:
 
     def select(self, found: Sequence[Candidates], num_rows: int) -> DraftTrees:
         places = TreePlaces.of(found, num_rows)
-        columns = places.allocate(self._device)
+        columns = allocate_columns(places.num_nodes, self._device)
         for each in found:
             first, counts = self._upload([places.start_loc[each.rows].astype(np.int32), each.num_nodes.astype(np.int32)])
             select_trees(each.token_ids, each.scores, each.parent_slots, each.slots, first, counts, columns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +31,13 @@ class SamplingRows:
     def of(cls, rows: Iterable[tuple[SamplingParams, int, int]]) -> SamplingRows:
         """From parameters, seed and position of each row."""
         options = np.array([(p.temperature, p.top_k, p.top_p, p.min_p, seed, position) for p, seed, position in rows], _FIELDS)
-        return cls(*(np.ascontiguousarray(options[name]) for name in _FIELDS.names or ()))
+        columns: list[Any] = [np.ascontiguousarray(options[name]) for name in _FIELDS.names or ()]
+        return cls(*columns)
 
     def take(self, index: Ints) -> SamplingRows:
         """The rows of that index."""
-        columns = self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.positions
-        return SamplingRows(*(column[index] for column in columns))
+        options = self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index]
+        return SamplingRows(*options, self.seeds[index], self.positions[index])
 
     def repeat(self, counts: Ints) -> SamplingRows:
         """Each row as often as its count says."""

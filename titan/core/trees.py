@@ -190,11 +190,25 @@ class DraftTrees:
         return [self.token_ids, self.parents, self.depths, self.ancestor_bits, self.scores, self.draft_slots]
 
     @classmethod
+    def from_columns(
+        cls,
+        start_loc: Ints,
+        is_chain: Flags,
+        is_sampled: Flags,
+        has_scores: Flags,
+        columns: Sequence[Tensor],
+        draft_probs: Tensor | None = None,
+        draft_rows: Tensor | None = None,
+    ) -> DraftTrees:
+        """Trees whose node tensors come in the order of `columns`."""
+        nodes = dict(zip(NODE_FIELDS, columns, strict=True))
+        return cls(start_loc, is_chain, is_sampled, has_scores, **nodes, draft_probs=draft_probs, draft_rows=draft_rows)
+
+    @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> DraftTrees:
         """No draft tokens for any row."""
         flags = np.zeros(num_rows, np.bool_)
-        columns = [torch.empty(0, dtype=dtype, device=device) for dtype in NODE_DTYPES]
-        return cls(np.zeros(num_rows + 1, np.int64), flags, flags, flags, *columns)
+        return cls.from_columns(np.zeros(num_rows + 1, np.int64), flags, flags, flags, allocate_columns(0, device))
 
     @classmethod
     def of(
@@ -248,15 +262,13 @@ class DraftTrees:
                 np.concatenate(draft_rows).astype(np.int32),
             ]
         )
-        probs = [
-            tree.draft_probs for tree, is_sampled in zip(trees, sampled, strict=True) if is_sampled and tree.draft_probs is not None
-        ]
-        return cls(
+        probs = [tree.draft_probs for tree in trees if tree.draft_probs is not None and tree.num_nodes]
+        return cls.from_columns(
             np.cumsum([0, *(tree.num_nodes for tree in trees)]),
             np.array([tree.topology.is_chain for tree in trees]),
             np.array(sampled),
             np.array([tree.scores is not None for tree in trees]),
-            *columns,
+            columns,
             torch.cat(probs) if probs else None,
             rows if probs else None,
         )
@@ -271,7 +283,8 @@ class DraftTrees:
         for field_name, column, dtype in zip(NODE_FIELDS, self.columns, NODE_DTYPES, strict=True):
             if column.shape != (self.num_nodes,) or column.dtype != dtype:
                 raise ValueError(
-                    f"{name} gave {field_name} of shape {list(column.shape)}, {column.dtype}: it must be [{self.num_nodes}], {dtype}"
+                    f"{name} gave {field_name} of shape {list(column.shape)} and {column.dtype}: it must be [{self.num_nodes}] and "
+                    f"{dtype}"
                 )
         if self.is_sampled.any():
             probs, rows = self.draft_probs, self.draft_rows
@@ -295,7 +308,7 @@ class DraftTrees:
             start_loc = np.concatenate(([0], is_node.cumsum()))[self.start_loc]
             columns = [column[is_node] for column in columns]
         tensors = [torch.from_numpy(column) for column in columns]
-        return DraftTrees(start_loc, self.is_chain, self.is_sampled, self.has_scores, *tensors)
+        return DraftTrees.from_columns(start_loc, self.is_chain, self.is_sampled, self.has_scores, tensors)
 
     def __getitem__(self, row: int) -> DraftTree:
         """The tree of one row, of trees on the host, without q."""
@@ -307,6 +320,11 @@ class DraftTrees:
 NODE_FIELDS = ("token_ids", "parents", "depths", "ancestor_bits", "scores", "draft_slots")
 NODE_DTYPES = (torch.int64, torch.int32, torch.int64, torch.int64, torch.float32, torch.int32)
 """Names and dtypes of `DraftTrees.columns`."""
+
+
+def allocate_columns(num_nodes: int, device: torch.device) -> list[Tensor]:
+    """Room for `DraftTrees.columns` of that many nodes."""
+    return [torch.empty(num_nodes, dtype=dtype, device=device) for dtype in NODE_DTYPES]
 
 
 def _check_count(num_nodes: int, limit: TreeLimits, drafter: str) -> None:
@@ -323,9 +341,10 @@ def _check_tree(tree: DraftTree, limit: TreeLimits, drafter: str, vocab_size: in
     if probs is None:
         return
     if not limit.may_sample or probs.shape[1] != vocab_size:
+        where = "above 0" if limit.may_sample else "0"
         raise ValueError(
-            f"the drafter {drafter!r} gave draft_probs of shape {list(probs.shape)} at temperature {0 if not limit.may_sample else 'above 0'}: "
-            f"they must be [nodes with children, {vocab_size}], at temperatures above 0 only"
+            f"the drafter {drafter!r} gave draft_probs of shape {list(probs.shape)} at temperature {where}: they must be "
+            f"[nodes with children, {vocab_size}], at temperatures above 0 only"
         )
     rows = torch.from_numpy(tree.topology.inner_rows[1 + tree.parents]).to(probs.device)
     tokens = torch.from_numpy(token_ids).to(probs.device)

@@ -54,7 +54,7 @@ def run_largest_pass(backend: Backend, model: Decoder, config: EngineConfig, lim
 
 def _use_logits(backend: Backend, logits: Tensor, num_requests: int) -> None:
     """Penalise, and sample children from logits, [L, vocab], of which each request has as many."""
-    num_rows, vocab_size = logits.shape
+    num_rows = len(logits)
     of_requests = np.array_split(np.arange(num_rows), num_requests)
     penalized = [TransformedRows(ALL_PENALTIES, [0], [0], {row: [] for row in each.tolist()}) for each in of_requests]
     scores = transform_logits(logits, penalized, (), backend.upload).logits

@@ -108,7 +108,7 @@ class Decoder(nn.Module):
             raise IndexError(f"positions {positions.min()} to {positions.max()} are not allowed: there are {self.max_positions}")
 
     def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:
-        """Run the query tokens of a pass and write their KV, up to but without the output head, and without a look at the positions.
+        """Run the query tokens of a pass and write their KV, all but the output head; positions are not looked at.
 
         Args:
             inputs: of the pass, T query tokens of which L need logits; its ``attention`` is a layout of ``ops``.
