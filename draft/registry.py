@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from titan.draft.base import DraftContext, Drafter, NoDrafter
+from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.models.config import ModelConfig
@@ -39,13 +39,16 @@ def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
     """Make the drafter that ``spec`` means.
 
     Raises:
-        ValueError: the draft has another vocabulary than the target, or is not a model that can be loaded.
+        ValueError: the draft has another vocabulary than the target, is not a model that can be loaded, or has KV and takes no
+            cache.
     """
     if spec is None:
         return NoDrafter()
     if not isinstance(spec, str):
         if not isinstance(spec, Drafter):
             raise ValueError(f"draft_model={spec!r} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter")
+        if spec.kv is not None and not isinstance(spec, CachingDrafter):
+            raise ValueError(f"draft_model={spec!r} has kv, but is not a CachingDrafter: allowed with attach() and lookahead()")
         _check_deterministic(spec.name, context)
         return spec
     factory = _FACTORIES.get(spec)

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from zoo import VOCAB_SIZE
 
+from titan.core.kv_tensor import KVTensor
+from titan.core.limits import MAX_NODES
 from titan.core.options import EngineConfig
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
+from titan.core.trees import DraftTree, DraftTrees, TreeLimits, Upload
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 from titan.frontend import FrontEnd, choose_tokenizer
@@ -67,9 +71,17 @@ def run_all(
     return [request.output_token_ids for request in requests]
 
 
-def by_slot(kv: Tensor) -> Tensor:
-    """A view of a cache, [num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim]."""
-    return kv.flatten(3, 4)
+def host_trees(trees: Sequence[DraftTree]) -> DraftTrees:
+    """Trees of greedy proposals, as the rows of a plan."""
+    limits = [TreeLimits(MAX_NODES, may_sample=False)] * len(trees)
+    upload: Upload = lambda arrays: list(map(torch.from_numpy, arrays))  # noqa: E731
+    return DraftTrees.of(trees, limits, drafter="test", vocab_size=VOCAB_SIZE, upload=upload)
+
+
+def by_slot(kv: KVTensor) -> Tensor:
+    """A view of a cache of one group, [num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim]."""
+    [group] = kv.groups
+    return group.flatten(3, 4)
 
 
 def slots_of(engine: Engine, request: Request) -> Tensor:
@@ -81,7 +93,7 @@ def slots_of(engine: Engine, request: Request) -> Tensor:
 
 def kv_of(engine: Engine, role: Role, request: Request, num_tokens: int) -> Tensor:
     """The first tokens' KV of a request: [num_layers, 2, num_kv_heads, num_tokens, head_dim]."""
-    return by_slot(engine.kv.tensors[role].groups[0])[:, :, :, slots_of(engine, request)[:num_tokens]]
+    return by_slot(engine.kv.tensors[role])[:, :, :, slots_of(engine, request)[:num_tokens]]
 
 
 @torch.no_grad()

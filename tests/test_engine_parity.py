@@ -10,6 +10,8 @@ import torch
 from stepping import AMPLE, SCARCE, by_slot, greedy, make_engine, run_all, slots_of, submit
 from zoo import FAMILIES, VOCAB_SIZE, Zoo, random_prompts
 
+from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
+from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.draft.base import NoDrafter
 from titan.draft.ngram import NgramDrafter
@@ -201,26 +203,19 @@ def poison(engine: Engine) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_what_is_in_slots_without_valid_kv_never_reaches_an_output(zoo: Zoo, family: str, draft: str, caching: bool) -> None:
     engine = make_engine(zoo.path(family), draft_spec(zoo, family, draft), enable_prefix_caching=caching, **SCARCE)
-    drafts = run_drafts(engine)
+    drafts = record_drafts(engine)
     clean = make_engine(zoo.path(family), draft_spec(zoo, family, draft), enable_prefix_caching=caching, **SCARCE)
-    clean_drafts = run_drafts(clean)
+    clean_drafts = record_drafts(clean)
     assert run_all(engine, PROMPTS, GREEDY, before_step=lambda _: poison(engine)) == expected(zoo, family)
     assert engine.counters.num_preemptions > 0
     run_all(clean, PROMPTS, GREEDY)
     assert drafts == clean_drafts
 
 
-def run_drafts(engine: Engine) -> list[list[int]]:
-    """A list that receives every proposal of the engine's drafter."""
+def record_drafts(engine: Engine) -> list[list[int]]:
+    """A list that receives the draft tokens of every step."""
     drafts: list[list[int]] = []
-    propose = engine.drafter.propose
-
-    def recorded(plan: Any) -> Any:
-        trees = propose(plan)
-        drafts.extend(tree.token_ids.tolist() for tree in trees)
-        return trees
-
-    engine.drafter.propose = recorded  # type: ignore[method-assign]
+    engine.observers.append(lambda _, acceptance: drafts.append(acceptance.trees.token_ids.tolist()))
     return drafts
 
 
@@ -264,23 +259,35 @@ def test_a_swapped_in_draft_is_as_good_as_one_that_was_there_from_the_start(zoo:
     assert all(request.num_output_tokens == 40 for request in requests)
 
 
-class WrongShape(NoDrafter):
-    """A drafter made for another engine."""
+class Unattached(NoDrafter):
+    """A drafter that says it keeps KV, and takes no cache."""
 
-    name = "wrong"
-    kv = torch.zeros(1, 2, 3, 1, 8, 4)
+    name = "unattached"
+    kv: Any = KVLayout((KVGroup(1, 1, 4),), torch.float32)
+
+
+class Refusing(Unattached):
+    """A drafter that its cache does not suit."""
+
+    name = "refusing"
+
+    def attach(self, kv: KVTensor) -> None:
+        raise ValueError("this draft wants another cache")
+
+    def lookahead(self, request: Request, budget: int) -> int:
+        return budget
 
 
 def test_a_failing_swap_leaves_the_old_draft_in_place(zoo: Zoo) -> None:
     engine = make_engine(zoo.path("llama"), zoo.path("llama"), **SCARCE)
     drafter, kv, epoch = engine.drafter, engine.kv.tensors["draft"], engine.kv.draft_epoch
-    failing: list[Any] = [zoo.path("eight"), "/no/such/folder", 5, WrongShape()]
+    failing: list[Any] = [zoo.path("eight"), "/no/such/folder", 5, Unattached(), Refusing()]
 
     def swap(step: int) -> None:
         if step % 4 == 3 and failing:
             with pytest.raises(ValueError, match="draft"):
                 engine.swap_draft(failing.pop(0))
-            assert engine.drafter is drafter and engine.kv.tensors["draft"] is kv and engine.kv.draft_epoch == epoch
+            assert engine.drafter is drafter and engine.kv.tensors.get("draft") is kv and engine.kv.draft_epoch == epoch
 
     assert run_all(engine, PROMPTS, GREEDY, before_step=swap) == expected(zoo, "llama")
     assert not failing

@@ -25,7 +25,7 @@ from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model, resolve_model
 from titan.schedule.admission import Limits
-from titan.schedule.scheduler import Scheduler
+from titan.schedule.scheduler import Lookahead, Scheduler
 from titan.verify.accept import collect, launch
 
 StepObserver = Callable[[StepPlan, Acceptance], None]
@@ -126,9 +126,6 @@ class Engine:
             upload=self.backend.upload,
         )
 
-    def _lookahead(self, request: Request, budget: int) -> int:
-        return self.drafter.lookahead(request, budget) if isinstance(self.drafter, CachingDrafter) else budget
-
     def swap_draft(self, draft: DraftSpec) -> None:
         """Change what drafts, between steps; requests in flight go on, and the new draft catches up with them.
 
@@ -168,12 +165,15 @@ class Engine:
         )
 
     def _use_drafter(self, drafter: Drafter) -> None:
-        self.kv.detach("draft")
+        kv, lookahead = None, _only_the_drafts
         if isinstance(drafter, CachingDrafter) and drafter.kv is not None:
-            kv = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
-            drafter.attach(kv)
+            kv, lookahead = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device), drafter.lookahead
+            drafter.attach(kv)  # may refuse; the present draft then stays
+        self.kv.detach("draft")
+        if kv is not None:
             self.kv.attach("draft", kv)
         self.drafter = drafter
+        self._lookahead: Lookahead = lookahead
 
     def _draft_context(self) -> DraftContext:
         return DraftContext(
@@ -195,6 +195,10 @@ class Engine:
         return self.backend.memory_for_kv(
             lambda: run_largest_pass(self.backend, target, self.config, self._pass_limits, self.max_model_len)
         )
+
+
+def _only_the_drafts(_: Request, budget: int) -> int:
+    return budget
 
 
 def _max_model_len(options: ModelOptions, model_config: ModelConfig) -> int:

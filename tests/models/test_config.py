@@ -66,7 +66,7 @@ def test_dtype_and_memory_per_token(tmp_path: Path) -> None:
     assert read(tmp_path).dtype == torch.float32
     config = read(tmp_path, torch_dtype="bfloat16")
     assert config.dtype == torch.bfloat16
-    assert config.kv_bytes_per_token(torch.bfloat16) == 2 * 3 * 2 * 16 * 2
+    assert config.kv_layout(torch.bfloat16).bytes_per_token == 2 * 3 * 2 * 16 * 2
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from stepping import host_trees
 from tiny_models import MODEL_TYPES, make_model, reference_logits
 from torch import Tensor
 from zoo import LLAMA3_ROPE
 
-from titan.core.trees import DraftTree
-from titan.execute.batch import Segment, build_batch
-from titan.execute.model_runner import ModelRunner
-from titan.kernels.cpu.runner import make_compiled_runner
+from titan.core.batch import QueryRow, build_batch
+from titan.core.kv_tensor import KVTensor
+from titan.core.trees import EMPTY_TREE, DraftTree
+from titan.kernels.backend import choose_backend
 from titan.kernels.cpu.tiled_weights import has_tiles, is_tiled
+from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
 
-CPU = torch.device("cpu")
+BACKEND = choose_backend(torch.device("cpu"))
 BLOCK_SIZE = 16
 NUM_BLOCKS = 24
 
@@ -61,22 +63,21 @@ class Session:
     """One decoder, its KV, and requests that own blocks in scrambled order; passes of few tokens run as the engine runs them."""
 
     def __init__(self, model: Decoder, num_requests: int = 1) -> None:
-        config = model.config
         self.model = model
-        shape = (config.num_layers, 2, config.num_kv_heads, NUM_BLOCKS, BLOCK_SIZE, config.head_dim)
-        self.kv = torch.zeros(shape, dtype=model.dtype)
-        self.runner = make_compiled_runner(model, self.kv) or ModelRunner(model, self.kv)
+        kv = KVTensor(model.kv_layout, NUM_BLOCKS, BLOCK_SIZE, model.device)
+        self.runner = BACKEND.prepare(model, kv, PassLimits(num_requests, 64, NUM_BLOCKS), PassCounts())
         order = np.random.default_rng(0).permutation(NUM_BLOCKS).tolist()
         self.block_ids = [order[i::num_requests] for i in range(num_requests)]
 
-    def run(self, segments: Sequence[Segment]) -> Tensor:
-        batch = build_batch(segments, block_size=BLOCK_SIZE)
-        logits = self.runner.forward(batch)
+    def run(self, rows: Sequence[QueryRow], tree: DraftTree = EMPTY_TREE) -> Tensor:
+        """One pass; the tree hangs at the last row."""
+        trees = host_trees([EMPTY_TREE] * (len(rows) - 1) + [tree])
+        logits = self.runner.forward(build_batch(rows, trees, block_size=BLOCK_SIZE))
         assert logits.dtype == self.model.dtype
         return logits.float()
 
     def feed(self, token_ids: list[int], start: int) -> Tensor:
-        return self.run([Segment(self.block_ids[0], start, token_ids)])
+        return self.run([QueryRow(self.block_ids[0], start, token_ids)])
 
 
 def random_tokens(num_tokens: int, seed: int = 0) -> list[int]:
@@ -103,7 +104,7 @@ def assert_close(logits: Tensor, expected: Tensor, bound: float = 1e-4) -> None:
 
 
 def load(folder: Path, dtype: str = "float32", **options: Any) -> Decoder:
-    return load_model(str(folder), dtype=dtype, device=CPU, **options)
+    return load_model(str(folder), dtype=dtype, backend=BACKEND, **options)
 
 
 def check_passes(folder: Path, model_type: str, config: dict[str, Any]) -> None:
@@ -140,7 +141,7 @@ def test_checkpoints_in_bfloat16_are_exact_in_float32(tmp_path: Path, model_type
     assert_close(session.feed(token_ids[:100], 0), expected[99:100], 1e-5)  # longer than the compiled passes, then three of them
     assert_close(session.feed(token_ids[100:110], 100), expected[109:110], 1e-5)
     chain = DraftTree.chain(token_ids[111:])
-    logits = session.run([Segment(session.block_ids[0], 110, token_ids[110:111], chain, root_position=110)])
+    logits = session.run([QueryRow(session.block_ids[0], 110, token_ids[110:111])], chain)
     assert_close(logits, expected[110:], 1e-5)
     assert_close(session.feed(token_ids[149:], 149), expected[149:], 1e-5)
 
@@ -158,20 +159,9 @@ def test_every_node_of_a_tree_gets_the_logits_of_its_path(tmp_path: Path, model_
     prompt, tree = random_tokens(39), random_tree(12)
     session = Session(load(tmp_path))
     session.feed(prompt[:-1], 0)
-    logits = session.run([Segment(session.block_ids[0], 38, prompt[-1:], tree, root_position=38)])
+    logits = session.run([QueryRow(session.block_ids[0], 38, prompt[-1:])], tree)
     expected = [reference_logits(reference, prompt)[-1]]
     expected += [reference_logits(reference, prompt + path_to(tree, node))[-1] for node in range(tree.num_nodes)]
-    assert_close(logits, torch.stack(expected))
-
-
-def test_a_tree_may_be_fed_in_two_passes(tmp_path: Path) -> None:
-    reference = make_model(tmp_path)
-    prompt, tree = random_tokens(20), random_tree(9)
-    first = DraftTree(tree.token_ids[:4], tree.parents[:4])
-    session = Session(load(tmp_path))
-    session.run([Segment(session.block_ids[0], 0, prompt, first, root_position=19)])
-    logits = session.run([Segment(session.block_ids[0], 20, [], tree, first_node=4, root_position=19)])
-    expected = [reference_logits(reference, prompt + path_to(tree, node))[-1] for node in range(4, 9)]
     assert_close(logits, torch.stack(expected))
 
 
@@ -182,16 +172,17 @@ def test_prefill_decode_and_verification_share_a_pass(tmp_path: Path) -> None:
     session = Session(load(tmp_path), num_requests=4)
     blocks = session.block_ids
     silent = session.run(
-        [Segment(blocks[1], 0, decoded[:-1], needs_logits=False), Segment(blocks[2], 0, verified[:-1], needs_logits=False)]
+        [QueryRow(blocks[1], 0, decoded[:-1], needs_logits=False), QueryRow(blocks[2], 0, verified[:-1], needs_logits=False)]
     )
     assert silent.shape == (0, 131)
     logits = session.run(
         [
-            Segment(blocks[0], 0, chunk),
-            Segment(blocks[1], 20, decoded[-1:]),
-            Segment(blocks[3], 0, random_tokens(5, 4), needs_logits=False),
-            Segment(blocks[2], 32, verified[-1:], tree, root_position=32),
-        ]
+            QueryRow(blocks[0], 0, chunk),
+            QueryRow(blocks[1], 20, decoded[-1:]),
+            QueryRow(blocks[3], 0, random_tokens(5, 4), needs_logits=False),
+            QueryRow(blocks[2], 32, verified[-1:]),
+        ],
+        tree,
     )
     expected = [reference_logits(reference, token_ids)[-1] for token_ids in (chunk, decoded, verified)]
     expected += [reference_logits(reference, verified + path_to(tree, node))[-1] for node in range(6)]
@@ -207,7 +198,7 @@ def test_half_precision_is_as_close_as_transformers_is(tmp_path: Path, model_typ
     session = Session(load(tmp_path, dtype))
     session.feed(token_ids[:39], 0)
     chain = DraftTree.chain(token_ids[40:])
-    logits = session.run([Segment(session.block_ids[0], 39, token_ids[39:40], chain, root_position=39)])
+    logits = session.run([QueryRow(session.block_ids[0], 39, token_ids[39:40])], chain)
     theirs = reference_logits(reference.to(getattr(torch, dtype)), token_ids)[39:]
     assert (logits - expected).norm() <= 1.5 * (theirs - expected).norm()
 
@@ -238,6 +229,6 @@ def test_positions_beyond_the_trained_length_are_refused(tmp_path: Path, max_pos
 
 def test_a_decoder_that_was_not_prepared_says_so(tmp_path: Path) -> None:
     make_model(tmp_path)
-    decoder = Decoder(load(tmp_path).config, dtype=torch.float32, device=CPU)
+    decoder = Decoder(load(tmp_path).config, dtype=torch.float32, backend=BACKEND)
     with pytest.raises(RuntimeError, match=r"call prepare\(\)"):
         Session(decoder).feed([3], 0)

@@ -14,20 +14,22 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from interpreted import triton_backend
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from titan.kernels.backend import choose_backend
 from titan.models.decoder import Decoder
 from titan.models.loader import load_config, load_model, load_tokenizer, resolve_dtype, resolve_model
 
-CPU = torch.device("cpu")
+BACKEND = choose_backend(torch.device("cpu"))
 
 
 def load(folder: Path | str, dtype: str | torch.dtype = "float32", **options: Any) -> Decoder:
-    return load_model(str(folder), dtype=dtype, device=CPU, **options)
+    return load_model(str(folder), dtype=dtype, backend=BACKEND, **options)
 
 
 def edit_config(folder: Path, **entries: Any) -> None:
@@ -207,11 +209,11 @@ def test_the_tokenizer_is_read_and_its_absence_named(tmp_path: Path) -> None:
 def test_auto_dtype_avoids_emulated_half_precision(monkeypatch: pytest.MonkeyPatch, has_instructions: bool) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
     expected = torch.bfloat16 if has_instructions else torch.float32
-    assert resolve_dtype("auto", torch.bfloat16, CPU) == expected
-    assert resolve_dtype("auto", torch.float32, CPU) == torch.float32
-    assert resolve_dtype("auto", torch.bfloat16, torch.device("cuda")) == torch.bfloat16
-    assert resolve_dtype("bfloat16", torch.float32, CPU) == torch.bfloat16
-    assert resolve_dtype(torch.float16, torch.float32, CPU) == torch.float16
+    assert resolve_dtype("auto", torch.bfloat16, BACKEND) == expected
+    assert resolve_dtype("auto", torch.float32, BACKEND) == torch.float32
+    assert resolve_dtype("auto", torch.bfloat16, triton_backend()) == torch.bfloat16
+    assert resolve_dtype("bfloat16", torch.float32, BACKEND) == torch.bfloat16
+    assert resolve_dtype(torch.float16, torch.float32, BACKEND) == torch.float16
 
 
 @pytest.mark.parametrize("dtype", ["float64", "half", torch.int8, torch.float64])
@@ -231,14 +233,16 @@ def test_importing_the_decoder_loads_neither_transformers_nor_accelerate() -> No
 
 MEASURE_PEAK = """
 import sys, torch
+from titan.kernels.backend import choose_backend
 from titan.models.loader import load_model
+backend = choose_backend(torch.device("cpu"))
 def status(field):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
 tiny, folder, dtype = sys.argv[1:]
-load_model(tiny, dtype=dtype, device=torch.device("cpu"))  # imports and code pages are not the weights'
+load_model(tiny, dtype=dtype, backend=backend)  # imports and code pages are not the weights'
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # resets the high-water mark
-load_model(folder, dtype=dtype, device=torch.device("cpu"))
+load_model(folder, dtype=dtype, backend=backend)
 print(status("VmHWM") - before)
 """
 
