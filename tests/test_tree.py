@@ -1,14 +1,22 @@
-"""Draft trees: what follows from the parents, against the obvious walk."""
+"""Draft trees: what follows from the parents, against the obvious walk; and what a drafter may hand over."""
 
 from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from back_ends import make_back_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan.core.trees import EMPTY_TREE, MAX_NODES, DraftTree
+from titan.core.limits import MAX_NODES
+from titan.core.trees import EMPTY_TREE, NODE_DTYPES, NODE_FIELDS, DraftTree, DraftTrees, TreeLimits
+
+VOCAB_SIZE = 9
 
 
 @st.composite
@@ -28,38 +36,223 @@ def ancestors(parent_of: list[int], node: int) -> list[int]:
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(parents())
-def test_depths_paths_and_ancestors_follow_from_the_parents(parent_of: list[int]) -> None:
+def test_depths_ancestors_ranks_and_inner_nodes_follow_from_the_parents(parent_of: list[int]) -> None:
     tree = DraftTree(np.arange(len(parent_of)), np.array(parent_of, np.int32))
+    shape = tree.topology
     assert tree.num_nodes == len(parent_of)
-    assert tree.depths.tolist() == [len(ancestors(parent_of, node)) for node in range(tree.num_nodes)]
-    for node, bits in enumerate(tree.ancestor_bits.view(np.uint64).tolist()):
+    assert shape.depths.tolist() == [len(ancestors(parent_of, node)) for node in range(tree.num_nodes)]
+    assert shape.max_depth == max(shape.depths, default=0)
+    for node, bits in enumerate(shape.ancestor_bits.view(np.uint64).tolist()):
         assert [i for i in range(64) if bits >> i & 1] == sorted(ancestors(parent_of, node))
-        assert tree.path_to(node) == ancestors(parent_of, node)[::-1]
-    assert tree.path_to(-1) == []
-    assert tree.is_chain == (parent_of == list(range(-1, len(parent_of) - 1)))
+    assert shape.child_ranks.tolist() == [parent_of[:node].count(parent) for node, parent in enumerate(parent_of)]
+    inner = sorted(set(parent_of))
+    assert shape.inner.tolist() == inner
+    assert shape.inner_rows.tolist() == [inner.index(node) if node in inner else -1 for node in range(-1, tree.num_nodes)]
+    assert shape.is_chain == (parent_of == list(range(-1, len(parent_of) - 1)))
 
 
 @pytest.mark.parametrize("num_nodes", [0, 1, 6, MAX_NODES])
 def test_a_chain_follows_itself(num_nodes: int) -> None:
     tree = DraftTree.chain(range(100, 100 + num_nodes))
-    assert tree.is_chain
+    assert tree.topology.is_chain
     assert tree.token_ids.tolist() == list(range(100, 100 + num_nodes))
     assert tree.parents.tolist() == list(range(-1, num_nodes - 1))
-    assert tree.depths.tolist() == list(range(1, num_nodes + 1))
+    assert tree.topology.depths.tolist() == list(range(1, num_nodes + 1))
 
 
 def test_an_empty_tree_is_a_chain_of_nothing() -> None:
-    assert EMPTY_TREE.num_nodes == 0 and EMPTY_TREE.is_chain
+    assert EMPTY_TREE.num_nodes == 0 and EMPTY_TREE.topology.is_chain
 
 
-def test_the_shared_parents_of_chains_cannot_be_changed() -> None:
-    with pytest.raises(ValueError, match="read-only"):
-        DraftTree.chain([1, 2]).parents[0] = 1
+def test_what_trees_of_a_shape_share_cannot_be_changed() -> None:
+    tree = DraftTree(np.array([5, 6]), np.array([-1, -1], np.int32))
+    shared = (DraftTree.chain([1, 2]).parents, tree.topology.depths, tree.topology.inner_rows)
+    for array in shared:
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
 
 
-def test_numbers_of_other_dtypes_become_those_of_trees_and_other_distributions_are_refused() -> None:
-    tree = DraftTree(np.array([5, 6], np.int32), np.array([-1, 0], np.int64))
+def test_numbers_of_other_dtypes_become_those_of_trees() -> None:
+    tree = DraftTree(np.array([5, 6], np.int32), np.array([-1, 0], np.int64))  # type: ignore[arg-type]
     assert (tree.token_ids.dtype, tree.parents.dtype) == (np.int64, np.int32)
-    for dtype in (torch.float64, torch.bfloat16):
-        with pytest.raises(ValueError, match=f"draft_probs is {dtype}: it must be torch.float32"):
-            DraftTree(np.array([5]), np.array([-1], np.int32), torch.ones(1, 8, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "parent_of", "draft_probs", "message"),
+    [
+        ([5, 6], [-1], None, "token_ids has 2 nodes but parents has 1: they must be equal"),
+        ([5] * 64, range(-1, 63), None, "a draft tree of 64 nodes is too large: at most 63 are allowed"),
+        ([5, 6], [-1, 1], None, "parents=[-1, 1] is not topological: -1 <= parents[i] < i must hold"),
+        ([5, 6], [0, 0], None, "parents=[0, 0] is not topological"),
+        ([5, 6], [-2, 0], None, "parents=[-2, 0] is not topological"),
+        ([5, 6], [-1, 0], torch.ones(1, 8), "draft_probs has 1 rows: the tree has 2 nodes with children"),
+        ([5], [-1], torch.ones(1, 8).double(), "draft_probs is torch.float64: it must be torch.float32, as it was sampled from"),
+        ([5], [-1], torch.ones(1, 8).bfloat16(), "draft_probs is torch.bfloat16: it must be torch.float32"),
+    ],
+)
+def test_what_is_no_tree_is_refused(token_ids: list[int], parent_of: Any, draft_probs: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DraftTree(np.array(token_ids), np.array(parent_of, np.int32), draft_probs)
+
+
+# the trees of a step
+
+LIMITS = [TreeLimits(3, may_sample=False), TreeLimits(4, may_sample=True), TreeLimits(0, may_sample=True)]
+BUSHY = np.array([-1, 0, -1], np.int32)
+Q = torch.tensor([[0.5, 0.25, 0.25, *[0.0] * 6], [0.0, 1.0, *[0.0] * 7]])
+
+
+def of(proposal: Any, limits: list[TreeLimits] = LIMITS) -> DraftTrees:
+    return DraftTrees.of(proposal, limits, drafter="mine", vocab_size=VOCAB_SIZE, upload=make_back_end("torch").upload)
+
+
+def test_trees_are_joined_as_they_are() -> None:
+    """Scores, slots and q where they are given; the rows of q are those of the root and the nodes that have children."""
+    scored = DraftTree(
+        np.array([7, 8]),
+        np.array([-1, -1], np.int32),
+        draft_slots=np.array([2, -1], np.int32),
+        scores=np.array([-0.5, -1.0], np.float32),
+    )
+    sampled = DraftTree(np.array([1, 1, 2]), BUSHY, Q)
+    trees = of([scored, sampled, EMPTY_TREE])
+    assert (trees.num_rows, trees.num_nodes, trees.counts.tolist(), trees.start_loc.tolist()) == (3, 5, [2, 3, 0], [0, 2, 5, 5])
+    flags = trees.is_chain, trees.is_sampled, trees.has_scores
+    assert [each.tolist() for each in flags] == [[False, False, True], [False, True, False], [True, False, False]]
+    assert [column.tolist() for column in trees.columns] == [
+        [7, 8, 1, 1, 2],
+        [-1, -1, -1, 0, -1],
+        [1, 1, 1, 2, 1],
+        [0b1, 0b10, 0b1, 0b11, 0b100],
+        [-0.5, -1.0, 0.0, 0.0, 0.0],
+        [2, -1, -1, -1, -1],
+    ]
+    assert [column.dtype for column in trees.columns] == list(NODE_DTYPES)
+    assert trees.draft_probs is not None and trees.draft_rows is not None and trees.draft_rows.dtype == torch.int32
+    assert len(trees.draft_rows) == trees.num_nodes + trees.num_rows
+    of_sampled = trees.draft_rows[2 + 1 : 5 + 2].long()  # its root, then its nodes
+    assert torch.equal(trees.draft_probs[of_sampled[[0, 1]]], Q)
+    for row, tree in enumerate((scored, sampled, EMPTY_TREE)):
+        found = trees[row]
+        assert (found.token_ids.tolist(), found.parents.tolist()) == (tree.token_ids.tolist(), tree.parents.tolist())
+        assert found.draft_probs is None
+        assert (found.scores is None) == (tree.scores is None)
+        assert found.draft_slots is not None
+        assert found.draft_slots.tolist() == ([2, -1] if row == 0 else [-1] * tree.num_nodes)
+    assert trees[0].scores is not None and trees[0].scores.tolist() == [-0.5, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("proposal", "message"),
+    [
+        ([], "the drafter 'mine' proposed 0 trees: the plan has 3 rows"),
+        ([EMPTY_TREE] * 4, "the drafter 'mine' proposed 4 trees: the plan has 3 rows"),
+        (DraftTrees.empty(2, torch.device("cpu")), "the drafter 'mine' proposed 2 trees: the plan has 3 rows"),
+        ([DraftTree.chain([1] * 4), EMPTY_TREE, EMPTY_TREE], "the drafter 'mine' proposed 4 nodes: at most 3 were allowed"),
+        ([EMPTY_TREE, EMPTY_TREE, DraftTree.chain([1])], "the drafter 'mine' proposed 1 nodes: at most 0 were allowed"),
+        ([DraftTree.chain([1, 9]), *[EMPTY_TREE] * 2], "the drafter 'mine' proposed token ids [1, 9]: allowed are 0 to 8"),
+        ([DraftTree.chain([-1, 8]), *[EMPTY_TREE] * 2], "the drafter 'mine' proposed token ids [-1, 8]: allowed are 0 to 8"),
+        (
+            [DraftTree(np.array([1, 1, 2]), BUSHY, Q), *[EMPTY_TREE] * 2],
+            "the drafter 'mine' gave draft_probs of shape [2, 9] at temperature 0: they must be [nodes with children, 9], at "
+            "temperatures above 0 only",
+        ),
+        (
+            [EMPTY_TREE, DraftTree(np.array([1, 1, 2]), BUSHY, Q[:, :8]), EMPTY_TREE],
+            "the drafter 'mine' gave draft_probs of shape [2, 8] at temperature above 0: they must be [nodes with children, 9]",
+        ),
+        (
+            [EMPTY_TREE, DraftTree(np.array([1, 2, 2]), BUSHY, Q), EMPTY_TREE],
+            "the drafter 'mine' gave draft_probs that are 0 at tokens that were sampled: q must be above 0 there",
+        ),
+        (
+            [EMPTY_TREE, DraftTree(np.array([1, 1, 2]), BUSHY, Q * torch.nan), EMPTY_TREE],
+            "the drafter 'mine' gave draft_probs that are 0 at tokens that were sampled",
+        ),
+    ],
+)
+def test_proposals_that_would_reach_what_is_not_theirs_are_refused(proposal: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        of(proposal)
+
+
+def on_device(**changes: Any) -> DraftTrees:
+    """Trees of three nodes, none, and none, that are ready; with some fields changed."""
+    trees = of([EMPTY_TREE, DraftTree(np.array([1, 1, 2]), BUSHY, Q), EMPTY_TREE])
+    return replace(trees, **changes)
+
+
+def test_trees_that_are_ready_stay_where_they_are() -> None:
+    trees = on_device()
+    assert of(trees) is trees
+
+
+@pytest.mark.parametrize("name", NODE_FIELDS)
+def test_columns_that_would_be_misread_are_refused(name: str) -> None:
+    dtype = NODE_DTYPES[NODE_FIELDS.index(name)]
+    other = torch.int32 if dtype != torch.int32 else torch.int64
+    ones = [torch.ones(4, dtype=dtype), torch.ones(2, dtype=dtype), torch.ones(3, 1, dtype=dtype), torch.ones(3, dtype=other)]
+    for column in (*ones, torch.ones(3, 2, dtype=dtype)[:, 0]):
+        found = f"the drafter 'mine' gave {name} of shape {list(column.shape)} and {column.dtype}"
+        with pytest.raises(ValueError, match=re.escape(f"{found}: it must be [3] and {dtype}, contiguous")):
+            of(on_device(**{name: column}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"draft_probs": None}, "draft_probs None and draft_rows [6] torch.int32"),
+        ({"draft_rows": None}, "draft_probs [2, 9] torch.float32 and draft_rows None"),
+        ({"draft_probs": Q[:, :8].contiguous()}, "draft_probs [2, 8] torch.float32 and"),
+        ({"draft_probs": Q[0]}, "draft_probs [9] torch.float32 and"),
+        ({"draft_probs": Q.double()}, "draft_probs [2, 9] torch.float64 and"),
+        ({"draft_probs": Q.T.contiguous().T}, "draft_probs [2, 9] torch.float32 and"),
+        ({"draft_rows": torch.zeros(5, dtype=torch.int32)}, "and draft_rows [5] torch.int32"),
+        ({"draft_rows": torch.zeros(6, dtype=torch.int64)}, "and draft_rows [6] torch.int64"),
+        ({"draft_rows": torch.zeros(12, dtype=torch.int32)[::2]}, "and draft_rows [6] torch.int32"),
+    ],
+)
+def test_sampled_trees_without_readable_distributions_are_refused(changes: dict[str, Any], found: str) -> None:
+    allowed = ": they must be [any, 9] torch.float32 and [6] torch.int32, contiguous, where trees were sampled"
+    with pytest.raises(ValueError, match=f"the drafter 'mine' gave .*{re.escape(found)}.*{re.escape(allowed)}"):
+        of(on_device(**changes))
+    of(on_device(**changes, is_sampled=np.zeros(3, np.bool_)))  # nobody reads them
+
+
+def test_what_is_known_of_trees_on_the_device_is_held_to_the_limits() -> None:
+    few = [LIMITS[0], TreeLimits(2, may_sample=True), LIMITS[2]]
+    with pytest.raises(ValueError, match="the drafter 'mine' proposed 3 nodes: at most 2 were allowed"):
+        of(on_device(), few)
+    greedy = [LIMITS[0], TreeLimits(3, may_sample=False), LIMITS[2]]
+    with pytest.raises(ValueError, match="the drafter 'mine' sampled a tree at temperature 0: it may at temperatures above 0 only"):
+        of(on_device(), greedy)
+
+
+def test_on_the_host_empty_places_are_left_out() -> None:
+    """Of a tree with one node of three, one with none of two, and one that is whole."""
+    columns = [
+        torch.tensor([4, -1, -1, -1, -1, 5, 6]),
+        torch.tensor([-1, -2, -2, -2, -2, -1, 0], dtype=torch.int32),
+        torch.tensor([1, 1, 1, 1, 1, 1, 2]),
+        torch.tensor([1, 2, 4, 1, 2, 1, 3]),
+        torch.tensor([-0.5, *[-torch.inf] * 4, -1.0, -2.0]),
+        torch.tensor([3, -1, -1, -1, -1, 0, -1], dtype=torch.int32),
+    ]
+    has_scores = np.array([True, True, False])
+    trees = DraftTrees(np.array([0, 3, 5, 7]), np.array([False, False, True]), np.zeros(3, np.bool_), has_scores, *columns)
+    found = trees.on_host([column.numpy() for column in trees.columns])
+    assert found.start_loc.tolist() == [0, 1, 1, 3] and trees.start_loc.tolist() == [0, 3, 5, 7]
+    assert [column.tolist() for column in found.columns] == [
+        [4, 5, 6],
+        [-1, -1, 0],
+        [1, 1, 2],
+        [1, 1, 3],
+        [-0.5, -1.0, -2.0],
+        [3, 0, -1],
+    ]
+    assert [found[row].token_ids.tolist() for row in range(3)] == [[4], [], [5, 6]]
+    assert found[0].scores is not None and found[0].scores.tolist() == [-0.5]
+    assert found[1].scores is not None and found[2].scores is None
+    whole = on_device().on_host([column.numpy() for column in on_device().columns])
+    assert whole.draft_probs is None and whole.draft_rows is None and whole.start_loc.tolist() == [0, 0, 3, 3]
+    assert DraftTrees.empty(2, torch.device("cpu"))[1].num_nodes == 0

@@ -281,19 +281,22 @@ class DraftTrees:
             if is_sampled and not limit.may_sample:
                 raise ValueError(f"{name} sampled a tree at temperature 0: it may at temperatures above 0 only")
         for field_name, column, dtype in zip(NODE_FIELDS, self.columns, NODE_DTYPES, strict=True):
-            if column.shape != (self.num_nodes,) or column.dtype != dtype:
+            if column.shape != (self.num_nodes,) or column.dtype != dtype or not column.is_contiguous():
                 raise ValueError(
                     f"{name} gave {field_name} of shape {list(column.shape)} and {column.dtype}: it must be [{self.num_nodes}] and "
-                    f"{dtype}"
+                    f"{dtype}, contiguous"
                 )
         if self.is_sampled.any():
             probs, rows = self.draft_probs, self.draft_rows
             num_entries = self.num_nodes + self.num_rows
-            if probs is None or rows is None or probs.shape[1:] != (vocab_size,) or rows.shape != (num_entries,):
-                found = [None if each is None else list(each.shape) for each in (probs, rows)]
+            if not (
+                (probs is not None and probs.shape[1:] == (vocab_size,) and probs.dtype == torch.float32 and probs.is_contiguous())
+                and (rows is not None and rows.shape == (num_entries,) and rows.dtype == torch.int32 and rows.is_contiguous())
+            ):
+                found = [None if each is None else f"{list(each.shape)} {each.dtype}" for each in (probs, rows)]
                 raise ValueError(
-                    f"{name} gave draft_probs and draft_rows of shapes {found[0]} and {found[1]}: they must be [any, {vocab_size}] "
-                    f"and [{num_entries}] where trees were sampled"
+                    f"{name} gave draft_probs {found[0]} and draft_rows {found[1]}: they must be [any, {vocab_size}] torch.float32 "
+                    f"and [{num_entries}] torch.int32, contiguous, where trees were sampled"
                 )
 
     def on_host(self, columns: Sequence[NDArray[Any]]) -> DraftTrees:
