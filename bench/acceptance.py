@@ -46,13 +46,14 @@ class AcceptanceCounts:
 
     def observe(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Count the rows of a step that emitted tokens."""
-        for i, (tree, path) in enumerate(zip(acceptance.trees, acceptance.paths, strict=True)):
+        for i, path in enumerate(acceptance.paths):
             if not plan.reaches_root(i):
                 continue
-            self.tree_depths[int(tree.depths.max(initial=0))] += 1
+            tree = acceptance.trees[i]
+            self.tree_depths[tree.topology.max_depth] += 1
             self.path_depths[len(path)] += 1
             self.num_nodes += tree.num_nodes
-            inner = set(tree.inner.tolist())
+            inner = set(tree.topology.inner.tolist())
             self.num_tries += sum(node in inner for node in (-1, *path))
             self.num_descents += len(path)
 

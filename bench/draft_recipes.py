@@ -12,11 +12,13 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
+from titan.bench.profiling import model_of
 from titan.core.options import SpeculationOptions
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import create_drafter
 from titan.engine import Engine
+from titan.kernels.interfaces import Backend
 from titan.models.decoder import Decoder, is_linear_weight
 from titan.models.loader import load_model, resolve_model
 
@@ -102,8 +104,8 @@ class DraftRecipe:
             engine._draft_context(), max_draft_tokens=self.num_tokens, draft_tree=self.tree, draft_sampling=self.sampling
         )
         if self.num_layers is not None:
-            model = engine.runner.model if self.bits is None else _load_rounded(target, "target", self.bits, engine)
-            return DraftModelDrafter(self.text, truncate(model, self.num_layers), context)
+            model = model_of(engine.runner) if self.bits is None else _load_rounded(target, "target", self.bits, engine)
+            return DraftModelDrafter(self.text, truncate(model, self.num_layers, engine.backend), context)
         drafter = create_drafter(self.model, context)
         if self.bits is None:
             return drafter
@@ -112,12 +114,13 @@ class DraftRecipe:
         return DraftModelDrafter(self.text, _load_rounded(self.model, "draft", self.bits, engine), context)
 
 
-def truncate(model: Decoder, num_layers: int) -> Decoder:
+def truncate(model: Decoder, num_layers: int, backend: Backend) -> Decoder:
     """Return the first layers of a model with its embedding, final norm and head; the weights are shared.
 
     Args:
         model: ready to run.
         num_layers: 1 to one less than the model has.
+        backend: of the model.
 
     Raises:
         ValueError: there are not as many layers.
@@ -127,7 +130,7 @@ def truncate(model: Decoder, num_layers: int) -> Decoder:
         raise ValueError(f"{TRUNCATED}:{num_layers} is not allowed: the target has {config.num_layers} layers, so 1 to one less")
     shorter = replace(config, num_layers=num_layers, layer_windows=config.layer_windows[:num_layers])
     with init_empty_weights(include_buffers=False):
-        draft = Decoder(shorter, dtype=model.dtype, device=model.device, max_positions=model.max_positions)
+        draft = Decoder(shorter, dtype=model.dtype, backend=backend, max_positions=model.max_positions)
     draft.embedding, draft.final_norm, draft.lm_head = model.embedding, model.final_norm, model.lm_head
     draft.layers = nn.ModuleList(list(model.layers)[:num_layers])
     draft.prepare()
@@ -164,7 +167,7 @@ def _parse_tree(text: str) -> str | tuple[int, ...]:
 
 def _load_rounded(name: str, role: Literal["target", "draft"], bits: int, engine: Engine) -> Decoder:
     """Load a model once more, because packed weights cannot be rounded."""
-    model = load_model(resolve_model(name, role), dtype=engine.dtype, device=engine.device, pack=False)
+    model = load_model(resolve_model(name, role), dtype=engine.dtype, backend=engine.backend, pack=False)
     round_weights(model, bits)
     model.prepare()
     return model

@@ -38,16 +38,26 @@ from titan.bench.provenance import Provenance, collect_provenance, describe_mode
 from titan.bench.report import Report, add_report_options, count, measure_and_publish, positive, use_threads
 from titan.bench.survivors import Survivors, error_line
 from titan.bench.workloads import Lengths
-from titan.core.trees import MAX_NODES
+from titan.core.limits import MAX_NODES
+from titan.core.metrics import ratio
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
-from titan.core.metrics import ratio
 from titan.models.loader import DEMO, DTYPES, resolve_model
 
 DEMO_DRAFTS = ("demo", "demo,tokens=2", "demo,tree=dynamic,tokens=8", "demo,bits=4", "truncated:1", "ngram")
 OTHER_DRAFTS = ("truncated:1", "truncated:2", "ngram")
 NUM_WARM_UP_TOKENS = 16
 BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRun:
+    """One run of one draft."""
+
+    token_ids: list[list[int]]  # generated, by prompt
+    seconds: float
+    counts: AcceptanceCounts
+    times: PassTimes | None
 
 
 class DraftBench:
@@ -181,7 +191,7 @@ class DraftBench:
             if request.error is not None:
                 raise RuntimeError(f"request {request.request_id} ended early: {request.error}")
         times = None
-        if step.num_calls and engine.device.type == "cpu":  # elsewhere a pass returns before its work is done
+        if step.num_calls and engine.backend.device.type == "cpu":  # elsewhere a pass returns before its work is done
             num_passes = 0 if drafter is None else passes.num_calls
             times = PassTimes(
                 step.seconds / step.num_calls,
@@ -283,13 +293,3 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 if __name__ == "__main__":
     main()
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRun:
-    """One run of one draft."""
-
-    token_ids: list[list[int]]  # generated, by prompt
-    seconds: float
-    counts: AcceptanceCounts
-    times: PassTimes | None

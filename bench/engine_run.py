@@ -13,10 +13,10 @@ import torch
 from titan.bench.profiling import greedy_params
 from titan.bench.runs import RequestRun, Run, StepCounts
 from titan.bench.workloads import Workload
+from titan.core.metrics import ratio
 from titan.core.request import Request
 from titan.engine import Engine
 from titan.frontend import FrontEnd
-from titan.core.metrics import ratio
 
 GPU_SAMPLE_SECONDS = 0.2
 """Time between two samples of a GPU's utilisation."""
@@ -50,7 +50,7 @@ def _drive(
     counters = engine.counters
     before = engine.metrics()
     rows_before = counters.num_sequence_steps
-    gpu = _GpuMeter(engine.device)
+    gpu = _GpuMeter(engine.backend.device)
     cpu_start, start = time.process_time(), time.monotonic()
     frontend = FrontEnd(engine)
     requests = [

@@ -13,10 +13,11 @@ from titan import SamplingParams
 from titan.bench.workloads import Workload
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
-from titan.execute.model_runner import Runner
 from titan.frontend import FrontEnd
 from titan.kernels.cpu.decoder import GrownTrees
 from titan.kernels.cpu.runner import CompiledRunner
+from titan.kernels.interfaces import Runner
+from titan.models.decoder import Decoder
 
 
 @dataclass(slots=True)
@@ -83,12 +84,18 @@ def timed_passes(runner: Runner) -> Iterator[Timer]:
     with ExitStack() as stack:
         stack.enter_context(timed(runner, "forward", timer))
         if isinstance(runner, CompiledRunner):
-            stack.enter_context(timed(runner, "grow", timer, measure=_passes_of_trees))
+            stack.enter_context(timed(runner._compiled, "grow", timer, measure=_passes_of_trees))
         yield timer
 
 
 def _passes_of_trees(grown: GrownTrees) -> tuple[float, int]:
     return grown.pass_seconds, grown.num_passes
+
+
+def model_of(runner: Runner) -> Decoder:
+    """The model of a runner; those of all back ends have it as an attribute."""
+    model: Decoder = runner.model  # type: ignore[attr-defined]
+    return model
 
 
 def greedy_params(output_len: int, *, use_speculative: bool = True) -> SamplingParams:
@@ -110,7 +117,7 @@ def profile_shares(
     Returns:
         The shares; ``None`` on a GPU, where a call returns before its work is done.
     """
-    if engine.device.type != "cpu":
+    if engine.backend.device.type != "cpu":
         return None
     frontend, requests = FrontEnd(engine), []
     for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True):
@@ -123,7 +130,7 @@ def profile_shares(
         runners.append(engine.drafter.runner)
     with ExitStack() as stack:
         passes = [stack.enter_context(timed_passes(runner)) for runner in runners]
-        attention = [stack.enter_context(timed(runner.model.ops, "tree_attention")) for runner in runners]
+        attention = [stack.enter_context(timed(model_of(runner).ops, "tree_attention")) for runner in runners]
         step = stack.enter_context(timed(engine, "step"))
         before = _compiled_attention_seconds(runners)
         while not all(request.is_finished for request in requests):

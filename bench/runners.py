@@ -13,9 +13,9 @@ from titan.bench.engine_run import make_idle, run_continuous, run_static
 from titan.bench.peers.client import PeerError, PeerProcess
 from titan.bench.runs import Run
 from titan.bench.workloads import Workload
-from titan.draft.registry import draft_model_config
-from titan.engine import choose_device
-from titan.models.loader import resolve_model
+from titan.draft.ngram import NgramDrafter
+from titan.kernels.backend import choose_device
+from titan.models.loader import load_config, resolve_model
 
 TITAN = "titan"
 TITAN_DRAFT = "titan-draft"
@@ -271,5 +271,7 @@ def possible_modes(modes: Sequence[str], draft_model: str | None) -> list[str]:
     Raises:
         ValueError: the draft is unknown.
     """
-    has_model = draft_model is not None and draft_model_config(draft_model) is not None
+    has_model = draft_model is not None and draft_model != NgramDrafter.name
+    if draft_model is not None and has_model:
+        load_config(resolve_model(draft_model, "draft"))  # refuses what is no model
     return [mode for mode in modes if mode not in DRAFT_MODES or has_model or (draft_model is not None and mode == TITAN_DRAFT)]

@@ -169,9 +169,10 @@ class TreeBench:
             host_parts = [
                 stack.enter_context(timed(owner, name))
                 for owner, name in (
-                    (self.drafter, "propose"),
-                    (engine, "build_batch"),
-                    (titan.engine, "accept"),
+                    (engine, "_propose"),
+                    (titan.engine, "target_batch"),
+                    (titan.engine, "launch"),
+                    (titan.engine, "collect"),
                 )
             ]
             start = time.perf_counter()

@@ -1,8 +1,8 @@
 """Finds the fastest tiles of tree attention on this CUDA device and writes them to the checked-in table.
 
-    python -m titan.bench.tune                                 heads of 64 and 128, into kernels/tuning.py
+    python -m titan.bench.tune                                 heads of 64 and 128, into kernels/triton/tuning.py
     python -m titan.bench.tune --head-dims 128 --block-m 32
-    TRITON_INTERPRET=1 python -m titan.bench.tune --tiny --output FILE    a rehearsal; FILE is a copy of kernels/tuning.py
+    TRITON_INTERPRET=1 python -m titan.bench.tune --tiny --output FILE    a rehearsal; FILE is a copy of kernels/triton/tuning.py
 
 An entry of the table holds, for a compute capability, a padded head_dim and the bytes per element, one configuration for each
 number of query rows of a tile (block_m), and names the device that it was timed on. Every candidate runs the batches that get its
@@ -185,7 +185,7 @@ def tuning_shapes(head_dim: int, block_m: int, is_tiny: bool) -> list[Shape]:
 
 
 def with_entry(source: str, key: Key, configs: Sequence[TileConfig], note: str) -> str:
-    """The text of kernels/tuning.py with another entry in its table.
+    """The text of kernels/triton/tuning.py with another entry in its table.
 
     Args:
         source: the text.
@@ -198,7 +198,7 @@ def with_entry(source: str, key: Key, configs: Sequence[TileConfig], note: str) 
     """
     table = re.search(r"^TABLE[^=\n]* = \{\n(?P<entries>.*?)^\}\n", source, re.MULTILINE | re.DOTALL)
     if table is None:
-        raise ValueError("the text has no table: it must be that of kernels/tuning.py")
+        raise ValueError("the text has no table: it must be that of kernels/triton/tuning.py")
     capability = "SM90" if key[0] == tuning.SM90 else str(key[0])
     head = f"    ({capability}, {key[1]}, {key[2]}): ("
     lines = [f"        TileConfig({', '.join(map(str, astuple(config)))}),\n" for config in configs]
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_arguments(argv)
     if args.tiny and args.output is None:
-        raise ValueError("--tiny needs --output, a copy of kernels/tuning.py: what it times must not get into the table")
+        raise ValueError("--tiny needs --output, a copy of kernels/triton/tuning.py: what it times must not get into the table")
     output: Path = args.output or Path(tuning.__file__)
     with_entry(output.read_text(encoding="utf-8"), (0, 0, 0), [], "")  # refuses another file before the work
     device = choose_check_device(args.tiny)
@@ -279,7 +279,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--head-dims", nargs="+", type=int, choices=(64, 128, 256), default=list(HEAD_DIMS))
     parser.add_argument("--block-m", nargs="+", type=int, choices=BLOCK_MS, default=list(BLOCK_MS), help="rows (default: all)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: kernels/tuning.py itself")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: kernels/triton/tuning.py itself")
     parser.add_argument("--tiny", action="store_true", help="one tiny batch; times mean nothing then")
     add_report_options(parser)
     return parser.parse_args(argv)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.bench.gpu.attention_reference import reference_masked_attention
-from titan.core.attention_layout import Window
+from titan.core.batch import Window
 from titan.core.trees import topology
 from titan.kernels.triton.attention_plan import AttentionGeometry, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
@@ -44,7 +44,7 @@ class Query:
         return self.tree_start + len(self.parents)
 
     @property
-    def depths(self) -> NDArray[np.int32]:
+    def depths(self) -> NDArray[np.int64]:
         return topology(np.array(self.parents, np.int32).tobytes()).depths
 
     @property

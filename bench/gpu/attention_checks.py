@@ -14,7 +14,7 @@ from titan.bench.gpu.attention_batches import AttentionBatch, Query, make_batch,
 from titan.bench.gpu.checks import held_to
 from titan.bench.gpu.sections import Measurement, Setting, Task
 from titan.bench.gpu.timing import capture, synchronize
-from titan.core.attention_layout import Window
+from titan.core.batch import Window
 from titan.kernels.triton.attention_plan import AttentionGeometry
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 6e-3}

@@ -40,6 +40,8 @@ from titan.draft.registry import register
 from titan.draft.replay import ReplayDrafter
 from titan.engine import Engine
 from titan.frontend import FrontEnd
+from titan.kernels.backend import choose_backend
+from titan.kernels.interfaces import Backend
 from titan.models.decoder import Decoder
 
 BATCHES = (1, 4, 8, 16, 32, 64, 128)
@@ -151,6 +153,11 @@ class EndToEnd:
         self.plain_rates: dict[int, float] = {}  # tokens per second by batch
 
     @cached_property
+    def backend(self) -> Backend:
+        """What the models and the engine run on."""
+        return choose_backend(self.setting.device)
+
+    @cached_property
     def target(self) -> Decoder:
         """The target."""
         return self._make_decoder(self.plan.target)
@@ -167,7 +174,6 @@ class EndToEnd:
         num_tokens = max(batch * (lengths.prompt_len + lengths.max_output_len(batch)) for batch in self.plan.batches)
         config = EngineConfig.of(
             dtype="bfloat16",
-            device=str(self.setting.device),
             max_draft_tokens=NUM_DRAFTS,
             draft_tree="chain",
             draft_sampling="greedy",
@@ -184,7 +190,7 @@ class EndToEnd:
 
         name = f"replay at the cost of {self.plan.draft.name}"
         register(name, make_drafter)
-        return Engine(config, self.target, name)
+        return Engine(config, self.target, name, backend=self.backend)
 
     @cached_property
     def transformers_model(self) -> Any:
@@ -301,7 +307,7 @@ class EndToEnd:
         )
 
     def _make_decoder(self, shape: Shape) -> Decoder:
-        return make_decoder(shape, max_positions=self.plan.lengths.max_len, device=self.setting.device, seed=self.setting.seed)
+        return make_decoder(shape, max_positions=self.plan.lengths.max_len, backend=self.backend, seed=self.setting.seed)
 
     def _prompts(self, batch: int) -> list[list[int]]:
         rng = np.random.default_rng(self.setting.seed)

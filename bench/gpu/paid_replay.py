@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from torch import Tensor
 
-from titan.core.device_trees import DeviceTrees, Proposal, outlines_of
+from titan.core.kv_tensor import KVLayout, KVTensor
+from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import DraftTrees
 from titan.draft.base import DraftContext
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.replay import ReplayDrafter
-from titan.kernels.upload import to_device
 from titan.models.decoder import Decoder
 
 
@@ -20,8 +20,8 @@ class PaidReplayDrafter:
     """Proposes what `ReplayDrafter` proposes, after all the passes that a draft model takes for as many tokens.
 
     The draft model drafts greedy chains (so the engine's ``draft_tree`` must be "chain"), writes their KV and hears what was
-    accepted; what it would have proposed does not matter. On CUDA its trees stay on the device, as they do without a recording:
-    one more copy brings the recorded tokens there.
+    accepted; what it would have proposed does not matter. Its trees stay on the device, as they do without a recording: one more
+    copy brings the recorded tokens there.
 
     Args:
         model: of the draft.
@@ -33,25 +33,29 @@ class PaidReplayDrafter:
         self.name = "replay, paid"
         self.replay = replay
         self.draft = DraftModelDrafter(self.name, model, context)
+        self._upload = context.backend.upload
 
     @property
     def max_draft_tokens(self) -> int:
         return self.draft.max_draft_tokens
 
     @property
-    def kv(self) -> Tensor | None:
+    def kv(self) -> KVLayout:
         return self.draft.kv
 
-    def propose(self, plan: StepPlan) -> Proposal:
+    def attach(self, kv: KVTensor) -> None:
+        self.draft.attach(kv)
+
+    def lookahead(self, request: Request, budget: int) -> int:
+        return self.draft.lookahead(request, budget)
+
+    def propose(self, plan: StepPlan) -> DraftTrees:
         recordings = self.replay.propose(plan)
         # no more is drafted than was recorded; it may be less
         drafted = self.draft.propose(replace(plan, draft_budgets=[recording.num_nodes for recording in recordings]))
-        pairs = zip(recordings, outlines_of(drafted), strict=True)
-        token_ids = [recording.token_ids[: outline.num_nodes] for recording, outline in pairs]
-        if isinstance(drafted, DeviceTrees):
-            of_all = to_device(np.concatenate(token_ids), drafted.nodes.token_ids.device)
-            return replace(drafted, nodes=drafted.nodes._replace(token_ids=of_all))
-        return [replace(tree, token_ids=tokens) for tree, tokens in zip(drafted, token_ids, strict=True)]
+        pairs = zip(recordings, drafted.counts.tolist(), strict=True)
+        [token_ids] = self._upload([np.concatenate([recording.token_ids[:count] for recording, count in pairs])])
+        return replace(drafted, token_ids=token_ids)
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         self.draft.commit(plan, acceptance)

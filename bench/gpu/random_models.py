@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
 
@@ -70,11 +71,11 @@ DRAFT_OF_1B = Shape("0.12 B", 768, 3072, 3, 12, 4, 64)
 """A tenth of the 1 B, most of it the output head."""
 
 
-def make_decoder(shape: Shape, *, max_positions: int, device: torch.device, seed: int) -> Decoder:
-    """A model of the shape in bfloat16, ready to run."""
+def make_decoder(shape: Shape, *, max_positions: int, backend: Backend, seed: int) -> Decoder:
+    """A model of the shape in bfloat16, ready to run on a back end."""
     config = ModelConfig.read(shape.config(max_positions), "LlamaForCausalLM")
-    decoder = Decoder(config, dtype=torch.bfloat16, device=device)
-    generator = torch.Generator(device).manual_seed(seed)
+    decoder = Decoder(config, dtype=torch.bfloat16, backend=backend)
+    generator = torch.Generator(backend.device).manual_seed(seed)
     with torch.no_grad():
         for name, weight in decoder.named_parameters():
             if weight.ndim == 1:

@@ -15,13 +15,13 @@ from torch import Tensor
 from titan.bench.gpu.acceptance_reference import reference_reject, reference_walk
 from titan.bench.gpu.checks import held_to
 from titan.bench.gpu.sections import Measurement, Setting, Task
+from titan.core.random import Purpose, philox_uniform
 from titan.core.trees import DraftTree
 from titan.kernels.triton.root_matches import root_matches
 from titan.kernels.triton.row_distribution import RowDistributions, normalized_probs, row_distributions
 from titan.kernels.triton.sample_rows import draw_rows
 from titan.kernels.triton.tree_rejection import reject_trees
 from titan.kernels.triton.tree_walk import TreePaths, walk_matches
-from titan.sample.distributions import Purpose, philox_uniform
 
 MAX_DEPTH = 8
 CDF_TOLERANCE = 2e-5

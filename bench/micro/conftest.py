@@ -23,7 +23,7 @@ def num_requests(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def stage(num_requests: int, seed: int) -> Stage:
-    """An engine behind the verification of dynamic trees."""
+    """An engine before the verification of dynamic trees."""
     return make_stage(num_requests, seed)
 
 

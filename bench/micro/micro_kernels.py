@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from titan import SamplingParams
 from titan.bench.micro.stage import Stage, make_stage
-from titan.core.trees import EMPTY_TREE
-from titan.execute.batch import RaggedBatch, Segment, build_batch
-from titan.kernels.cpu.linear import linear, linear_add
-from titan.kernels.interfaces import LayerOps
-from titan.kernels.torch.cache import clear_blocks, move_kv, write_kv
+from titan.core.batch import QueryRow, RaggedBatch, build_batch
+from titan.core.kv_tensor import KVTensor
+from titan.core.sampling_rows import SamplingRows
+from titan.core.trees import DraftTrees
+from titan.execute.batch import target_batch
+from titan.kernels.interfaces import LayerOps, PathMove
 from titan.kernels.torch.layers import TorchOps
-from titan.sample.distributions import SamplingRows, sample_rows
-from titan.verify.accept import accept
 
 Measure = Callable[..., Any]
 pytestmark = pytest.mark.benchmark(group="kernel")
@@ -32,7 +32,7 @@ def ops(request: pytest.FixtureRequest, stage: Stage) -> LayerOps:
         return chosen
     if isinstance(chosen, TorchOps):
         pytest.skip("they are the ones that are chosen")
-    return TorchOps()
+    return TorchOps(stage.backend.device)
 
 
 def hidden(stage: Stage, num_rows: int | None = None) -> torch.Tensor:
@@ -53,8 +53,8 @@ def attend(measure: Measure, stage: Stage, ops: LayerOps, batch: RaggedBatch) ->
     """Benchmark the attention of the target's first layer over a batch."""
     config = stage.model.config
     q = heads(stage, len(batch.token_ids), config.num_heads).view(-1, config.num_heads, config.head_dim)
-    plan = ops.plan_attention(batch.attention, config.windows)
-    measure(ops.tree_attention, q, stage.kv[0], plan, scale=config.head_dim**-0.5, window=config.layer_windows[0])
+    plan = ops.plan_attention(stage.attention_layout(ops, batch), config.windows)
+    measure(ops.tree_attention, q, stage.kv.layers[0], plan, scale=config.head_dim**-0.5, window=config.layer_windows[0])
 
 
 def test_attention_verify(measure: Measure, stage: Stage, ops: LayerOps) -> None:
@@ -64,17 +64,17 @@ def test_attention_verify(measure: Measure, stage: Stage, ops: LayerOps) -> None
 
 def test_attention_decode(measure: Measure, stage: Stage, ops: LayerOps) -> None:
     """Decoding: one token per request."""
-    attend(measure, stage, ops, stage.engine.build_batch(stage.plan, [EMPTY_TREE] * len(stage.plan.requests)))
+    no_trees = DraftTrees.empty(len(stage.plan.requests), stage.backend.device)
+    attend(measure, stage, ops, target_batch(stage.plan, no_trees, block_size=stage.kv.block_size))
 
 
 def test_attention_prefill(measure: Measure, stage: Stage, ops: LayerOps, num_requests: int) -> None:
     """A prefill chunk beside no context."""
     if num_requests > 1:
         pytest.skip("a prefill chunk is one request's")
-    engine = stage.engine
-    block_size = engine.kv.block_size
-    segment = Segment(list(range(-(-PREFILL_LEN // block_size))), 0, [0] * PREFILL_LEN)
-    attend(measure, stage, ops, build_batch([segment], block_size=block_size))
+    block_size = stage.kv.block_size
+    row = QueryRow(list(range(-(-PREFILL_LEN // block_size))), 0, [0] * PREFILL_LEN)
+    attend(measure, stage, ops, build_batch([row], block_size=block_size))
 
 
 def test_rms_norm(measure: Measure, stage: Stage, ops: LayerOps) -> None:
@@ -91,9 +91,8 @@ def test_rope_and_write_kv(measure: Measure, stage: Stage, ops: LayerOps) -> Non
         ops.rope_and_write_kv,
         qkv,
         stage.model.rope_table,
-        batch.positions,
-        batch.slot_mapping,
-        stage.kv[0],
+        *stage.backend.upload([batch.attention.positions, batch.slot_mapping]),
+        stage.kv.layers[0],
         num_heads=config.num_heads,
         qk_norm=None,
         eps=config.rms_norm_eps,
@@ -110,65 +109,49 @@ def test_silu_mul(measure: Measure, stage: Stage, ops: LayerOps) -> None:
 def test_linear(measure: Measure, stage: Stage) -> None:
     """The gate and up projections of a verification's rows."""
     weights = stage.model.layer_weights[0]
-    measure(linear, hidden(stage), weights.gate_up_weight, None)
+    measure(stage.model.ops.linear, hidden(stage), weights.gate_up_weight, None)
 
 
-def test_linear_add(measure: Measure, stage: Stage) -> None:
-    """The attention's output projection with its residual."""
+def test_linear_add_norm(measure: Measure, stage: Stage) -> None:
+    """The attention's output projection with its residual, and the norm of their sum."""
     config, weights = stage.model.config, stage.model.layer_weights[0]
     attended = heads(stage, len(stage.batch.token_ids), config.num_heads)
-    measure(linear_add, attended, weights.output_weight, None, hidden(stage))
+    norm = weights.post_norm, config.rms_norm_eps
+    measure(stage.model.ops.linear_add_norm, attended, weights.output_weight, None, hidden(stage), *norm)
 
 
 def test_linear_head(measure: Measure, stage: Stage) -> None:
     """The output head over the rows that need logits."""
-    measure(linear, hidden(stage, len(stage.batch.logits_rows)), stage.model.head, None)
+    measure(stage.model.logits, hidden(stage, len(stage.batch.logits_rows)))
 
 
-def test_write_kv(measure: Measure, stage: Stage) -> None:
-    """The KV write alone, in PyTorch."""
-    config, num_tokens = stage.model.config, len(stage.batch.token_ids)
-    new_kv = heads(stage, num_tokens, 2 * config.num_kv_heads).view(num_tokens, 2, config.num_kv_heads, config.head_dim)
-    measure(write_kv, stage.kv[0].clone(), new_kv, stage.batch.slot_mapping)
-
-
-def test_move_kv(measure: Measure, stage: Stage) -> None:
+def test_move_paths(measure: Measure, stage: Stage) -> None:
     """An accepted path of two nodes per request moved by one slot."""
-    slots = stage.batch.slot_mapping[: 2 * len(stage.plan.requests)].cpu().numpy()
-    measure(move_kv, stage.kv.clone(), slots, slots[::-1].copy())
+    # of the slots of the plan, whose values nobody reads afterwards
+    moves = [PathMove(request.block_ids, request.num_tokens, [1, 2]) for request in stage.plan.requests]
+    measure(stage.backend.cache.move_paths, stage.kv, moves)
 
 
 def test_clear_blocks(measure: Measure, stage: Stage) -> None:
     """One new block per request."""
-    measure(clear_blocks, stage.kv.clone(), np.arange(len(stage.plan.requests)))
-
-
-def rows_of(stage: Stage, temperature: float, top_p: float) -> SamplingRows:
-    """Sampling options of the stage's logits."""
-    num_rows = len(stage.logits)
-    return SamplingRows(
-        temperature=np.full(num_rows, temperature, np.float32),
-        top_k=np.zeros(num_rows, np.int64),
-        top_p=np.full(num_rows, top_p, np.float32),
-        min_p=np.zeros(num_rows, np.float32),
-        seeds=np.arange(num_rows, dtype=np.uint64),
-        positions=np.arange(num_rows),
-        forbidden=(),
-    )
+    kv = KVTensor(stage.kv.layout, len(stage.plan.requests), stage.kv.block_size, stage.backend.device)
+    measure(stage.backend.cache.clear_blocks, kv, np.arange(kv.num_blocks))
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.8, 1.0), (0.8, 0.95)], ids=["greedy", "T=0.8", "T=0.8 top-p"])
 def test_sample(measure: Measure, stage: Stage, temperature: float, top_p: float) -> None:
-    """A token for every row of a verification."""
-    measure(sample_rows, stage.logits, rows_of(stage, temperature, top_p))
+    """A token for every row of a verification, as where nothing is drafted."""
+    num_rows, params = len(stage.logits), SamplingParams(temperature=temperature, top_p=top_p)
+    no_trees = DraftTrees.empty(num_rows, stage.backend.device)
+    options = SamplingRows.of((params, row, row) for row in range(num_rows))
+    measure(stage.backend.trees.verify, stage.logits, no_trees, np.arange(num_rows), options)
 
 
 def test_accept_greedy(measure: Measure, stage: Stage) -> None:
     """Acceptance of greedy dynamic trees."""
-    measure(accept, stage.plan, stage.trees, stage.batch, stage.logits)
+    measure(stage.verify)
 
 
 def test_accept_sampled(measure: Measure, num_requests: int, seed: int) -> None:
     """Acceptance of sampled trees at temperature 0.8: rejection over siblings."""
-    stage = make_stage(num_requests, seed, draft_tree="auto", temperature=0.8)
-    measure(accept, stage.plan, stage.trees, stage.batch, stage.logits)
+    measure(make_stage(num_requests, seed, draft_tree="auto", temperature=0.8).verify)
