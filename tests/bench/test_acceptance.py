@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy.stats import binomtest
+from stepping import host_trees
 
 from titan.bench.acceptance import AcceptanceCounts, wilson_interval
 from titan.core.step import Acceptance
@@ -20,7 +21,7 @@ def tree(parents: list[int]) -> DraftTree:
 
 def observe(counts: AcceptanceCounts, trees: list[DraftTree], paths: list[list[int]], unreached: int = -1) -> None:
     plan: Any = SimpleNamespace(reaches_root=lambda i: i != unreached)
-    counts.observe(plan, Acceptance(trees, paths, [[0]] * len(paths), [None] * len(paths)))
+    counts.observe(plan, Acceptance(host_trees(trees), paths, [[0]] * len(paths), [None] * len(paths)))
 
 
 def test_paths_through_trees_are_counted_by_depth() -> None:

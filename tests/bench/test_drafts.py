@@ -21,25 +21,25 @@ from titan.bench.draft_recipes import DraftRecipe, rounded, truncate
 from titan.bench.draft_report import draft_charts, draft_table
 from titan.bench.draft_rows import NO_DRAFT, PassTimes, Sample, Setting, make_rows
 from titan.bench.drafts import DraftBench, main, parse_arguments
+from titan.bench.profiling import model_of
+from titan.core.batch import QueryRow, build_batch
+from titan.core.kv_tensor import KVTensor
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
-from titan.execute.batch import Segment, build_batch
-from titan.memory.kv_cache import allocate_kv
+from titan.kernels.backend import choose_backend
+from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
 
-CPU = torch.device("cpu")
+BACKEND = choose_backend(torch.device("cpu"))
 
 
 def logits_of(model: Decoder, token_ids: list[int]) -> torch.Tensor:
     """Logits of every position: float32 [len(token_ids), vocab]."""
-    config = model.config
-    kv = allocate_kv(config.num_layers, 4, config.num_kv_heads, 16, config.head_dim, dtype=model.dtype, device=CPU)
-    rows = []
-    for i, token_id in enumerate(token_ids):
-        batch = build_batch([Segment([0, 1, 2, 3], i, [token_id])], block_size=16)
-        rows.append(model(batch, kv))
-    return torch.cat(rows).float()
+    kv = KVTensor(model.kv_layout, 4, 16, BACKEND.device)
+    runner = BACKEND.prepare(model, kv, PassLimits(num_requests=1, query_len=1, num_blocks=4), PassCounts())
+    batches = (build_batch([QueryRow([0, 1, 2, 3], i, [token_id])], block_size=16) for i, token_id in enumerate(token_ids))
+    return torch.cat([runner.forward(batch) for batch in batches]).float()
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_a_truncated_target_is_its_first_layers_in_transformers(zoo: Zoo, name: 
     token_ids = [5, 9, 77, 14, 5, 130, 21, 8, 3, 66, 12, 90, 41, 7, 18]
     shorter: Any = copy.deepcopy(zoo.model(name))
     shorter.model.layers = shorter.model.layers[:num_layers]
-    target = load_model(zoo.path(name), dtype="float32", device=CPU)
-    draft = truncate(target, num_layers)
+    target = load_model(zoo.path(name), dtype="float32", backend=BACKEND)
+    draft = truncate(target, num_layers, BACKEND)
     assert torch.allclose(logits_of(draft, token_ids), reference_logits(shorter, token_ids), atol=2e-4, rtol=1e-4)
     assert draft.embedding is target.embedding
     assert torch.allclose(logits_of(target, token_ids), reference_logits(zoo.model(name), token_ids), atol=2e-4, rtol=1e-4)
@@ -125,7 +125,7 @@ def test_rounding_changes_linear_weights_and_nothing_else(zoo: Zoo) -> None:
     assert torch.allclose(logits_of(drafter.model, token_ids), reference_logits(plain, token_ids), atol=2e-4, rtol=1e-4)
     # the engine's own weights stay as they are
     assert torch.allclose(
-        logits_of(engine.runner.model, token_ids), reference_logits(zoo.model("llama"), token_ids), atol=2e-4, rtol=1e-4
+        logits_of(model_of(engine.runner), token_ids), reference_logits(zoo.model("llama"), token_ids), atol=2e-4, rtol=1e-4
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from stepping import submit
+import torch
+from stepping import make_engine, submit
 from zoo import Zoo, random_prompts
 
 from titan import LLM
@@ -15,8 +16,8 @@ from titan.bench.runs import Percentiles, RequestRun, Run, count_equal
 from titan.bench.workloads import Workload
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
-from titan.execute import model_runner
 from titan.kernels.cpu.runner import CompiledRunner
+from titan.kernels.torch.backend import TorchBackend
 
 OUTPUT_LENS = [3, 12, 5, 6, 20, 4]
 
@@ -127,12 +128,10 @@ def test_shares_of_a_step_add_up(engine: Engine, workload: Workload, use_specula
 
 
 @pytest.fixture(params=["as it is", "operation by operation"])
-def chain_engine(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Engine:
+def chain_engine(zoo: Zoo, request: pytest.FixtureRequest) -> Engine:
     """An engine whose small passes are compiled, where there are compiled ones, and one that has none."""
-    if request.param == "operation by operation":
-        monkeypatch.setattr(model_runner, "make_compiled_runner", lambda *_: None)
-    options = {"max_draft_tokens": 3, "max_model_len": 80, "draft_tree": "chain"}
-    return LLM(zoo.path("llama"), zoo.path("llama~"), dtype="float32", device="cpu", **options).engine  # type: ignore[arg-type]
+    backend = None if request.param == "as it is" else TorchBackend(torch.device("cpu"))
+    return make_engine(zoo.path("llama"), zoo.path("llama~"), backend=backend, max_draft_tokens=3, max_model_len=80)
 
 
 def test_the_share_of_attention_is_told(chain_engine: Engine, workload: Workload) -> None:

@@ -11,10 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from interpreted import take_triton
+from interpreted import triton_backend
 from torch import Tensor
 
 from titan.bench import gpu_check
@@ -39,13 +38,11 @@ from titan.bench.gpu.sections import Goal, Measurement, Row, Section, Setting, T
 from titan.bench.gpu.timing import covered_seconds
 from titan.bench.peers.transformers_peer import StaticPeer
 from titan.bench.profiling import timed_passes
-from titan.core.device_trees import DeviceTrees
-from titan.core.step import Acceptance, StepPlan
-from titan.draft.shapes import chain_slots
+from titan.core.step import Acceptance
+from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.triton.tools import INTERPRETED
 from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
-from titan.verify import device_accept
 
 TINY = Setting(torch.device("cpu" if INTERPRETED else "cuda:0"), is_tiny=True, copy_bandwidth=1e9)
 
@@ -500,23 +497,17 @@ def test_acceptance_is_dialled_and_the_draft_is_paid_for(acceptance: float, toke
 
 def test_recorded_tokens_take_the_place_of_those_that_a_draft_left_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting, the target's pass and verification are what they are without a recording; warm-ups accept nothing, too."""
-    take_triton(monkeypatch)
-    found: list[Acceptance] = []
-
-    def noting(plan: StepPlan, trees: Any, *args: Any) -> Acceptance:
-        assert isinstance(trees, DeviceTrees) and all(outline.is_chain for outline in trees.outlines if outline.num_nodes)
-        found.append(accept_on_device(plan, trees, *args))
-        return found[-1]
-
-    accept_on_device = device_accept.accept_on_device
-    monkeypatch.setattr(device_accept, "accept_on_device", noting)
     monkeypatch.setattr("titan.draft.registry._FACTORIES", {})  # each engine registers its drafter
     bench = EndToEnd(Plan(LLAMA_8B, DRAFT_OF_8B).shrunk(), TINY)
+    bench.backend = triton_backend()
+    found: list[Acceptance] = []
+    bench.engine.observers.append(lambda plan, acceptance: found.append(acceptance))
     window = bench.run_titan(2, 1.0)  # which refuses other tokens than those of the recording
     assert window.num_tokens == 2 * window.num_steps * 7
     assert len(found) > window.num_steps and {len(path) for each in found for path in each.paths} == {0, 6}
-    assert {tree.num_nodes for each in found[1:] for tree in each.trees} == {6}
-    assert all(np.array_equal(tree.draft_slots, chain_slots(6)) for each in found[1:] for tree in each.trees)
+    trees = [each.trees for each in found[1:]]  # the first step is the prefill's
+    assert all((each.counts == 6).all() and each.is_chain.all() for each in trees)
+    assert all(each[row].draft_slots.tolist() == [0, 1, 2, 3, 4, -1] for each in trees for row in range(2))  # type: ignore[union-attr]
 
 
 def test_the_same_weights_write_the_same_in_transformers(bench: EndToEnd) -> None:
@@ -547,5 +538,5 @@ def test_a_draft_reads_a_tenth_of_its_target(target: Shape, draft: Shape) -> Non
     sizes = []
     for shape in (target, draft):
         config = ModelConfig.read(shape.config(64), "LlamaForCausalLM")
-        sizes.append(weight_bytes_per_step(Decoder(config, dtype=torch.bfloat16, device=torch.device("meta"))))
+        sizes.append(weight_bytes_per_step(Decoder(config, dtype=torch.bfloat16, backend=TorchBackend(torch.device("meta")))))
     assert sizes[1] / sizes[0] == pytest.approx(0.1, abs=0.005)
