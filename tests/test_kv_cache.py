@@ -17,18 +17,27 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from stepping import host_trees
 from torch import Tensor
 
+from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree
+from titan.kernels.backend import choose_backend
+from titan.kernels.interfaces import CacheOps, PathMove
+from titan.kernels.torch.cache import TorchCache, path_slots
 from titan.memory.block_pool import hash_block
-from titan.memory.kv_cache import HASH_SALT, KVCache, Role, allocate_kv, num_blocks_for
+from titan.memory.kv_cache import HASH_SALT, KVCache, Role
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
 CPU = torch.device("cpu")
+LAYOUTS: dict[Role, KVLayout] = {
+    "target": KVLayout((KVGroup(2, 1, 1), KVGroup(1, 2, 4)), torch.float64),
+    "draft": KVLayout((KVGroup(1, 2, 3),), torch.float64),
+}
 SHARED_TOKENS = [0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 1, 0, 1, 0, 1, 0]
 
 
@@ -36,10 +45,10 @@ def make_request(token_ids: Sequence[int]) -> Request:
     return Request("r", None, list(token_ids), SamplingParams(), 0, 1000, frozenset(), RequestMetrics(0.0), detokenizer=None)
 
 
-def make_kv(num_blocks: int = NUM_BLOCKS, caching: bool = True) -> KVCache:
-    kv = KVCache(num_blocks, BLOCK_SIZE, caching)
-    kv.attach("target", allocate_kv(2, num_blocks, 1, BLOCK_SIZE, 1, torch.float64, CPU))
-    kv.attach("draft", allocate_kv(1, num_blocks, 2, BLOCK_SIZE, 3, torch.float64, CPU))
+def make_kv(num_blocks: int = NUM_BLOCKS, caching: bool = True, ops: CacheOps | None = None) -> KVCache:
+    kv = KVCache(num_blocks, BLOCK_SIZE, caching, ops or choose_backend(CPU).cache)
+    for role, layout in LAYOUTS.items():
+        kv.attach(role, KVTensor(layout, num_blocks, BLOCK_SIZE, CPU))
     return kv
 
 
@@ -49,11 +58,11 @@ def value_of(model: str, prefix: tuple[int, ...]) -> float:
     return float(int.from_bytes(blake2b(f"{model} {prefix}".encode(), digest_size=5).digest()))
 
 
-def kv_of(tensor: Tensor, model: str, prefixes: Sequence[Sequence[int]]) -> Tensor:
+def kv_of(group: Tensor, model: str, prefixes: Sequence[Sequence[int]]) -> Tensor:
     """The same for each layer, key and value, head, prefix and dimension: ``[num_layers, 2, num_kv_heads, n, head_dim]``."""
-    num_layers, _, num_heads, _, _, head_dim = tensor.shape
-    offsets = torch.arange(num_layers * 2 * num_heads * head_dim, dtype=tensor.dtype) / 64
-    values = torch.tensor([value_of(model, tuple(prefix)) for prefix in prefixes], dtype=tensor.dtype)
+    num_layers, _, num_heads, _, _, head_dim = group.shape
+    offsets = torch.arange(num_layers * 2 * num_heads * head_dim, dtype=group.dtype) / 64
+    values = torch.tensor([value_of(model, tuple(prefix)) for prefix in prefixes], dtype=group.dtype)
     return offsets.reshape(num_layers, 2, num_heads, 1, head_dim) + values[:, None]
 
 
@@ -151,8 +160,11 @@ class KVMachine(RuleBasedStateMachine):
             self.holds()
 
     def step(self, random: Random) -> None:
-        """Draft, verify, commit and seal a random subset of the running requests."""
-        plan, accepted = StepPlan([], [], []), Acceptance([], [], [], [])
+        """Draft, verify, commit and cache a random subset of the running requests."""
+        plan = StepPlan([], [], [], [])
+        trees: list[DraftTree] = []
+        paths: list[list[int]] = []
+        token_ids: list[list[int]] = []
         is_drafted: list[bool] = []  # whether the draft was run
         for request in random.sample(self.running, random.randint(min(1, len(self.running)), len(self.running))):
             num_tokens = request.num_tokens - request.num_computed_tokens
@@ -168,29 +180,26 @@ class KVMachine(RuleBasedStateMachine):
                 assert missing > self.kv.pool.num_free and request.block_ids == before
                 continue
             assert len(request.block_ids) == len(before) + missing
-            plan.requests.append(request)
-            plan.num_tokens.append(num_tokens)
-            plan.draft_budgets.append(tree.num_nodes)
-            accepted.trees.append(tree)
+            plan.add(request, num_tokens, tree.num_nodes)
+            trees.append(tree)
             is_drafted.append(drafts)
-            node = random.randint(-1, tree.num_nodes - 1)
-            path = node_path(tree, node)
-            accepted.paths.append(path)
-            accepted.token_ids.append([*tree.token_ids[path].tolist(), random.randint(0, 1)] if reaches_root else [])
-            accepted.errors.append(None)
+            paths.append(node_path(tree, random.randint(-1, tree.num_nodes - 1)))
+            token_ids.append([*tree.token_ids[paths[-1]].tolist(), random.randint(0, 1)] if reaches_root else [])
         self.kv.clear_new_blocks()
+        if not plan.requests:
+            return
         for i, request in enumerate(plan.requests):
-            self.run_models(request, plan.num_tokens[i], accepted.trees[i], is_drafted[i])
+            self.run_models(request, plan.num_tokens[i], trees[i], is_drafted[i])
         before_commit = [request.num_drafted_context for request in plan.requests]
-        self.kv.commit(plan, accepted)
+        self.kv.commit(plan, Acceptance(host_trees(trees), paths, token_ids, [None] * len(paths)))
         for i, request in enumerate(plan.requests):
             num_full_before = request.num_computed_tokens // BLOCK_SIZE
-            request.num_computed_tokens += plan.num_tokens[i] + len(accepted.paths[i])
-            held = [accepted.trees[i].draft_slots[node] >= 0 for node in accepted.paths[i]]  # type: ignore[index]
+            held = [trees[i].draft_slots[node] >= 0 for node in paths[i]]  # type: ignore[index]
             assert request.num_drafted_context == before_commit[i] + [*held, False].index(False)
-            request.token_ids += accepted.token_ids[i]
+            request.token_ids += token_ids[i]
+            request.commit(plan.num_tokens[i] + len(paths[i]))
             self.know_hashes(request)
-            self.kv.seal(request)
+            self.kv.cache_full_blocks(request)
             self.check_findable(request, num_full_before)
             assert len(request.block_ids) == -(-request.num_computed_tokens // BLOCK_SIZE)
 
@@ -200,7 +209,7 @@ class KVMachine(RuleBasedStateMachine):
         starts: dict[Role, int] = {"target": request.num_computed_tokens, "draft": request.num_drafted_context}
         if is_drafted:
             node_slots["draft"] = [] if tree.draft_slots is None else tree.draft_slots.tolist()
-            request.num_drafted_context = end
+            request.cover_draft(end - request.num_drafted_context)
         for role, tensor in self.kv.tensors.items():
             if role in node_slots:
                 prefixes = [request.token_ids[: slot + 1] for slot in range(starts[role], end)]
@@ -208,7 +217,8 @@ class KVMachine(RuleBasedStateMachine):
                 prefixes += [request.token_ids[:end] + tree.token_ids[node_path(tree, node)].tolist() for node in written]
                 places = [*range(starts[role], end), *(end + node_slots[role][node] for node in written)]
                 slots = physical(request.block_ids, places)
-                tensor.flatten(3, 4)[:, :, :, slots] = kv_of(tensor, self.model(role), prefixes)
+                for group in tensor.groups:
+                    group.flatten(3, 4)[:, :, :, slots] = kv_of(group, self.model(role), prefixes)
 
     def know_hashes(self, request: Request) -> None:
         for i, block_hash in enumerate(chained_hashes(request.token_ids[: request.num_computed_tokens])):
@@ -234,7 +244,7 @@ class KVMachine(RuleBasedStateMachine):
     def swap_draft(self, present: bool) -> None:
         self.kv.detach("draft")
         if present:
-            self.kv.attach("draft", allocate_kv(1, NUM_BLOCKS, 2, BLOCK_SIZE, 3, torch.float64, CPU))
+            self.kv.attach("draft", KVTensor(LAYOUTS["draft"], NUM_BLOCKS, BLOCK_SIZE, CPU))
         self.kv.new_draft_epoch(self.running)
 
     @invariant()
@@ -245,7 +255,8 @@ class KVMachine(RuleBasedStateMachine):
         pool.check([request.block_ids for request in self.running])
         for role, tensor in self.kv.tensors.items():
             for request in self.running:
-                assert tensor[:, :, :, request.block_ids].isfinite().all(), "a request sees what a free block held"
+                for group in tensor.groups:
+                    assert group[:, :, :, request.block_ids].isfinite().all(), "a request sees what a free block held"
                 length = request.num_computed_tokens if role == "target" else request.num_drafted_context
                 self.check_slots(role, request.block_ids, request.token_ids, range(length))
             for block_id, block_hash in pool._hash_of.items():
@@ -254,14 +265,16 @@ class KVMachine(RuleBasedStateMachine):
                     table = [block_id] * (len(prefix) // BLOCK_SIZE)
                     self.check_slots(role, table, prefix, range(len(prefix) - BLOCK_SIZE, len(prefix)))
             free = [block for block in range(NUM_BLOCKS) if pool.is_free(block) and block not in pool._hash_of]
-            tensor[:, :, :, free] = torch.nan
+            for group in tensor.groups:
+                group[:, :, :, free] = torch.nan
 
     def check_slots(self, role: Role, block_ids: Sequence[int], token_ids: Sequence[int], slots: range) -> None:
-        tensor = self.kv.tensors[role]
-        expected = kv_of(tensor, self.model(role), [token_ids[: slot + 1] for slot in slots])
-        actual = tensor.flatten(3, 4)[:, :, :, physical(block_ids, slots)]
-        wrong = (actual != expected).any(dim=4).any(dim=2).any(dim=1).any(dim=0)
-        assert not wrong.any(), f"{role}: wrong KV in {slots}, {wrong.tolist()}, of blocks {block_ids}"
+        prefixes = [token_ids[: slot + 1] for slot in slots]
+        for group in self.kv.tensors[role].groups:
+            expected = kv_of(group, self.model(role), prefixes)
+            actual = group.flatten(3, 4)[:, :, :, physical(block_ids, slots)]
+            wrong = (actual != expected).any(dim=4).any(dim=2).any(dim=1).any(dim=0)
+            assert not wrong.any(), f"{role}: wrong KV in {slots}, {wrong.tolist()}, of blocks {block_ids}"
 
 
 TestKVMachine = KVMachine.TestCase
@@ -269,10 +282,11 @@ TestKVMachine.settings = settings(max_examples=120, stateful_step_count=20, dead
 
 
 def compute(kv: KVCache, request: Request, num_computed: int, num_drafted: int = 0) -> None:
-    """Let the request have computed that many tokens, and seal it."""
+    """Let the request have computed that many tokens."""
     assert kv.reserve(request, num_computed)
-    request.num_computed_tokens, request.num_drafted_context = num_computed, num_drafted
-    kv.seal(request)
+    request.commit(num_computed)
+    request.cover_draft(num_drafted)
+    kv.cache_full_blocks(request)
 
 
 def test_a_match_never_covers_the_root() -> None:
@@ -289,14 +303,14 @@ def test_only_computed_and_committed_full_blocks_are_hashed() -> None:
     kv = make_kv()
     request = make_request(range(12))
     assert kv.reserve(request, 12 + 4)  # room for four draft tokens
-    request.num_computed_tokens = 7
-    kv.seal(request)
+    request.commit(7)
+    kv.cache_full_blocks(request)
     hashes = chained_hashes(range(12))
     assert [kv.pool.lookup(block_hash) is not None for block_hash in hashes] == [True, False, False]
     assert kv.reserve(request, 16)
-    request.num_computed_tokens = 16  # as if draft tokens had been counted
-    kv.seal(request)
-    assert request.block_hashes == hashes, "a block of draft tokens has no hash"
+    request.commit(9)  # as if draft tokens were counted
+    kv.cache_full_blocks(request)
+    assert request.block_hashes == hashes[:2], "the blocks of the root and of draft tokens have no hash"
 
 
 def test_a_prefix_hit_counts_as_drafted_only_where_the_present_draft_was() -> None:
@@ -310,8 +324,8 @@ def test_a_prefix_hit_counts_as_drafted_only_where_the_present_draft_was() -> No
     after = make_request(range(13))
     kv.match_prefix(after)
     assert (after.num_computed_tokens, after.num_drafted_context) == (12, 0)
-    request.num_drafted_context = 4  # the new draft catches up
-    kv.seal(request)
+    request.cover_draft(4)  # the new draft catches up
+    kv.cache_full_blocks(request)
     late = make_request(range(13))
     kv.match_prefix(late)
     assert (late.num_computed_tokens, late.num_drafted_context) == (12, 4)
@@ -347,32 +361,43 @@ def test_a_failed_reservation_changes_nothing() -> None:
 
 def test_new_blocks_are_cleared_in_every_cache() -> None:
     kv = make_kv()
-    for tensor in kv.tensors.values():
-        tensor.fill_(torch.nan)
+    groups = [group for tensor in kv.tensors.values() for group in tensor.groups]
+    for group in groups:
+        group.fill_(torch.nan)
     request = make_request(range(8))
     assert kv.reserve(request, 8)
     kv.clear_new_blocks()
-    for tensor in kv.tensors.values():
-        assert (tensor[:, :, :, request.block_ids] == 0).all() and tensor[:, :, :, 2:].isnan().all()
+    for group in groups:
+        assert (group[:, :, :, request.block_ids] == 0).all() and group[:, :, :, 2:].isnan().all()
 
 
-def test_commit_moves_the_paths_of_all_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = make_kv()
-    moves: list[tuple[list[int], list[int]]] = []
-    monkeypatch.setattr("titan.memory.kv_cache.move_kv", lambda _, source, target: moves.append((source.tolist(), target.tolist())))
+class RecordedMoves(TorchCache):
+    """Notes the physical slots that nodes are in, and that they go to, instead of moving them."""
+
+    def __init__(self) -> None:
+        self.moves: list[tuple[list[int], list[int]]] = []
+
+    def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
+        sources, targets = path_slots(moves, kv.block_size)
+        self.moves.append((sources.tolist(), targets.tolist()))
+
+
+def test_commit_moves_the_paths_of_all_requests_at_once() -> None:
+    ops = RecordedMoves()
+    kv = make_kv(ops=ops)
     requests = [make_request(range(3)), make_request(range(5))]
     for request in requests:
         assert kv.reserve(request, request.num_tokens + 5)
-    plan = StepPlan(requests, [3, 5], [5, 5])
+    plan = StepPlan(requests, [3, 5], [5, 5], [5, 5])
     parents = np.array([-1, -1, 0, 1, 3], np.int32)
     tree = DraftTree(np.arange(5), parents, draft_slots=np.array([1, 0, 3, 2, -1], np.int32))
     chain = DraftTree.chain(range(5), draft_slots=np.arange(5, dtype=np.int32))
-    step_trees = [DraftTree(np.arange(5), parents), chain]
-    kv.commit(plan, Acceptance(step_trees, [[0], [0, 1, 2]], [[0, 9], [0, 1, 2, 9]], [None, None]))
-    assert moves == [], "paths of the first nodes stay where they are"
-    kv.commit(plan, Acceptance([tree, tree], [[1, 3, 4], [0, 2]], [[1, 3, 4, 9], [0, 2, 9]], [None, None]))
+    trees = host_trees([DraftTree(np.arange(5), parents), chain])
+    kv.commit(plan, Acceptance(trees, [[0], [0, 1, 2]], [[0, 9], [0, 1, 2, 9]], [None, None]))
+    assert ops.moves == [], "paths of the first nodes stay where they are"
+    kv.commit(plan, Acceptance(host_trees([tree, tree]), [[1, 3, 4], [0, 2]], [[1, 3, 4, 9], [0, 2, 9]], [None, None]))
     # request 0 has blocks 0, 1 and its nodes from slot 3 on; request 1 has blocks 2, 3, 4 and its nodes from slot 5 on
-    assert moves == [([4, 6, 7, 13, 15], [3, 4, 5, 13, 14]), ([3, 5, 14, 16], [3, 4, 13, 14])], "the target's and the draft's"
+    assert ops.moves == [([4, 6, 7, 13, 15], [3, 4, 5, 13, 14]), ([3, 5, 14, 16], [3, 4, 13, 14])], "the target's and the draft's"
     assert [request.num_drafted_context for request in requests] == [2, 3 + 2], "as far as the draft has the path"
 
 
@@ -386,17 +411,10 @@ def test_nothing_is_hashed_or_matched_without_prefix_caching() -> None:
 
 def test_attach_refuses_a_tensor_of_another_pool() -> None:
     kv = make_kv()
-    tensor = kv.tensors["draft"]
-    with pytest.raises(
-        ValueError, match=r"draft's KV tensor has shape .* it must be \[num_layers, 2, num_kv_heads, 12, 4, head_dim\]"
-    ):
-        kv.attach("draft", tensor[:, :, :, 1:])
+    for num_blocks, block_size in ((11, 4), (12, 8)):
+        message = f"draft's KV tensor has {num_blocks} blocks of {block_size} slots: it must have 12 of 4"
+        with pytest.raises(ValueError, match=message):
+            kv.attach("draft", KVTensor(LAYOUTS["draft"], num_blocks, block_size, CPU))
     kv.detach("draft")
     kv.detach("draft")
     assert list(kv.tensors) == ["target"]
-
-
-def test_num_blocks_for_memory() -> None:
-    assert num_blocks_for(1000, 300) == 3
-    with pytest.raises(ValueError, match="299 bytes of KV cache memory are too few: one block takes 300 bytes"):
-        num_blocks_for(299, 300)
