@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from titan.core.growth import BeamSpec, ChainSpec, GrowthSpec, ShapeSpec, shape_plan
+from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec, shape_plan
 from titan.core.limits import MAX_NODES
 from titan.core.request import Request
 from titan.core.trees import Parents, chain_parents
@@ -64,7 +64,7 @@ class DraftPolicy:
         if self.fixed_shape is not None:
             return ShapeSpec(shape_plan(self.fixed_shape[:budget].tobytes()))
         if self._is_chain(budget):
-            return ChainSpec(budget)
+            return ShapeSpec(shape_plan(chain_parents(budget).tobytes()))
         wide = self._beam(request, budget)
         if not self._is_narrow(budget) and wide.num_slots <= num_slots:
             return wide

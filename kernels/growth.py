@@ -28,7 +28,7 @@ from titan.core.batch import (
     physical_slots,
     prefix_sums,
 )
-from titan.core.growth import BeamSpec, ChainSpec, Feed, ShapeSpec
+from titan.core.growth import BeamSpec, Feed, ShapeSpec
 from titan.core.limits import MAX_NODES
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees
@@ -120,11 +120,8 @@ def _group(feeds: Sequence[Feed], backend: Backend) -> list[tuple[Ints, Growth]]
     kinds: dict[tuple[object, ...], Callable[[Sequence[Feed], Backend], Growth]] = {}
     for i, feed in enumerate(feeds):
         match feed.spec:
-            case ChainSpec():
-                key: tuple[object, ...] = ("chain",)
-                kinds[key] = ChainGrowth
             case BeamSpec(width=width, num_children=num_children):
-                key = "beam", width, num_children
+                key: tuple[object, ...] = "beam", width, num_children
                 kinds[key] = BeamGrowth
             case ShapeSpec(params=params):
                 key = "shape", params is not None
@@ -133,59 +130,6 @@ def _group(feeds: Sequence[Feed], backend: Backend) -> list[tuple[Ints, Growth]]
                 raise TypeError(f"{type(feed.spec).__name__} is not a spec that can be grown")
         members.setdefault(key, []).append(i)
     return [(np.array(indices), kinds[key]([feeds[i] for i in indices], backend)) for key, indices in members.items()]
-
-
-class ChainGrowth:
-    """Follows the most likely token of each request.
-
-    Args:
-        feeds: n of them, with specs of chains.
-        backend: of the draft.
-    """
-
-    def __init__(self, feeds: Sequence[Feed], backend: Backend) -> None:
-        self._rows = np.array([feed.row for feed in feeds])
-        self._depths = np.array([feed.spec.num_nodes for feed in feeds if isinstance(feed.spec, ChainSpec)])
-        self._backend = backend
-        self._going_on: list[Tensor | None]  # by depth, from 1 on: the requests that feed a node of that depth; None if all do
-        self._token_ids: list[Tensor] = []  # int64 [n] by depth, of all; stale where a chain has ended
-
-    @property
-    def fed_slots(self) -> list[list[Ints]]:
-        return [list(np.arange(depth - 1)[:, None]) for depth in self._depths.tolist()]
-
-    def start(self, logits: Tensor) -> None:
-        self._going_on = [
-            None if depth < self._depths.min() else self._backend.upload([np.flatnonzero(self._depths > depth)])[0]
-            for depth in range(1, self._depths.max())
-        ]
-        self._token_ids.append(self._best_tokens(logits))
-
-    def frontier(self, depth: int) -> Frontier:
-        index = self._going_on[depth - 1]
-        token_ids = self._token_ids[-1] if index is None else self._token_ids[-1][index]
-        return Frontier(token_ids, torch.full_like(token_ids, (1 << depth) - 1))
-
-    def extend(self, depth: int, logits: Tensor) -> None:
-        best, index = self._best_tokens(logits), self._going_on[depth - 1]
-        self._token_ids.append(best if index is None else self._token_ids[-1].index_copy(0, index, best))
-
-    def candidates(self) -> Candidates:
-        token_ids, depths = torch.stack(self._token_ids, 1), self._depths
-        levels = np.arange(token_ids.shape[1])
-        parent_slots, slots, scores = self._backend.upload(
-            [
-                np.tile(levels - 1, (len(depths), 1)),
-                np.where(levels < depths[:, None] - 1, levels, -1),  # the last node of a chain is not fed
-                np.zeros((len(depths), len(levels)), np.float32),
-            ]
-        )
-        is_chain = np.ones(len(depths), np.bool_)
-        return Candidates(self._rows, depths, is_chain, False, token_ids, scores, parent_slots, slots)
-
-    def _best_tokens(self, logits: Tensor) -> Tensor:
-        """The most likely token of each row, any where logits are not finite: int64 [rows]."""
-        return self._backend.sampling.argmax(logits).clamp_(min=0)
 
 
 class BeamGrowth:
@@ -314,6 +258,9 @@ class ShapeGrowth:
         level = self._levels[depth]
         if self._sampling is None or self._probs is None:
             count = min(int(level.num_children.max()), logits.shape[1])
+            if count == 1:
+                self._children[level.places, 0] = self._backend.sampling.argmax(logits).clamp_(min=0)
+                return
             best = logits.topk(count, dim=-1)
             self._children[level.places, :count] = best.indices.where(best.values > float("-inf"), -1)
             return

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.batch import RaggedBatch, pad_block_tables, prefix_sums
-from titan.core.growth import BeamSpec, ChainSpec, Feed, GrowthSpec, ShapeSpec
+from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees
 from titan.kernels.cpu.decoder import TREE_GROWTH, CompiledDecoder, DecoderStruct, layer_struct, shape_struct
@@ -113,8 +113,6 @@ def _growth(spec: GrowthSpec, root: int, first_node: int, first_row: int, first_
     """One `TREE_GROWTH`."""
     places = spec.num_nodes, first_node, first_row, first_inner
     match spec:
-        case ChainSpec(num_nodes=depth):
-            return 0, root, depth, 1, 1, *places, 0, 1.0, False
         case BeamSpec(depth=depth, width=width, num_children=num_children, temperature=temperature):
             return 0, root, depth, width, num_children, *places, 0, temperature, False
         case ShapeSpec(plan=plan, params=params, seed=seed):

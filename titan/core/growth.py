@@ -1,8 +1,8 @@
 """How draft trees grow, as data: specs are made by a drafter's policy and carried out by a runner.
 
-Three ways to grow. A chain follows the most likely token. A beam expands the nodes with the greatest cumulative probability, as Li
-et al., "EAGLE-2", 2024; a beam of one node trades the far end of a chain for siblings nearer the root. A shape is known beforehand,
-and filled with the most likely tokens or, for a sampled proposal, with tokens sampled without replacement.
+Two ways to grow. A beam expands the nodes with the greatest cumulative probability, as Li et al., "EAGLE-2", 2024; a beam of one
+node trades the far end of a chain for siblings nearer the root. A shape, such as a chain, is known beforehand, and filled with the
+most likely tokens or, for a sampled proposal, with tokens sampled without replacement.
 
 Nodes of a tree that grows have **slots**, counted from the one after the root, where the draft's KV of those that are fed lies.
 """
@@ -20,23 +20,6 @@ from numpy.typing import NDArray
 from titan.core.arrays import Ints
 from titan.core.sampling_params import SamplingParams
 from titan.core.trees import Parents, topology
-
-
-@dataclass(frozen=True, slots=True)
-class ChainSpec:
-    """Follow the most likely token."""
-
-    num_nodes: int  # at least 1
-
-    @property
-    def num_slots(self) -> int:
-        """Slots that are written."""
-        return self.num_nodes - 1
-
-    @property
-    def max_fed(self) -> int:
-        """Most nodes that are fed at one depth."""
-        return 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +92,7 @@ class ShapeSpec:
         return self.plan.max_fed
 
 
-GrowthSpec = ChainSpec | BeamSpec | ShapeSpec
+GrowthSpec = BeamSpec | ShapeSpec
 
 
 class Feed(NamedTuple):
