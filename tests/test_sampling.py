@@ -1,42 +1,40 @@
-"""Random numbers, distributions and draws: each held to published values, to transformers, or to exact probabilities."""
+"""Random numbers, distributions and samples: each held to published values, to transformers, or to exact probabilities."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from back_ends import BACK_ENDS, ON_HOST, make_back_end
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from titan.core.random import Purpose, philox, philox_uniform
+from titan.core.sampling_params import SamplingParams
+from titan.core.sampling_rows import SamplingRows
+from titan.core.trees import DraftTrees
+from titan.kernels.interfaces import Backend
 from titan.kernels.torch.sampling import draw
-from titan.sample.distributions import Purpose, SamplingRows, philox, philox_uniform, sample_rows, target_probs
 
 
-def rows_of(
-    num_rows: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int = 0,
-    forbidden: list[tuple[int, list[int]]] | None = None,
-) -> SamplingRows:
+def rows_of(num_rows: int, *, seed: int = 0, **options: Any) -> SamplingRows:
     """The same options for all rows, positions 0, 1, ..."""
-    return SamplingRows(
-        np.full(num_rows, temperature, np.float32),
-        np.full(num_rows, top_k, np.int64),
-        np.full(num_rows, top_p, np.float32),
-        np.full(num_rows, min_p, np.float32),
-        np.full(num_rows, seed, np.uint64),
-        np.arange(num_rows),
-        forbidden or [],
-    )
+    return SamplingRows.of([(SamplingParams(**options), seed, position) for position in range(num_rows)])
+
+
+def sample(backend: Backend, logits: Tensor, rows: SamplingRows) -> list[int]:
+    """A token of each row, as requests without drafts get them."""
+    trees = DraftTrees.empty(len(logits), backend.device)
+    verified = backend.trees.verify(logits.to(backend.device), trees, np.arange(len(logits)), rows)
+    assert verified.num_accepted.tolist() == [0] * len(logits)
+    return verified.final_tokens.tolist()
 
 
 def warped(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -112,9 +110,13 @@ OPTIONS = {
 }
 
 
-def p_value(tokens: Tensor, probs: Tensor) -> float:
-    """Of the tokens being drawn from ``probs`` [vocab]; 0 if one came out that cannot."""
-    observed = torch.bincount(tokens, minlength=len(probs)).double().numpy()
+def options_of(temperature: float, top_k: int, top_p: float, min_p: float) -> dict[str, Any]:
+    return {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+
+
+def p_value(tokens: list[int], probs: Tensor) -> float:
+    """Of the tokens being sampled from ``probs`` [vocab]; 0 if one came out that cannot."""
+    observed = np.bincount(tokens, minlength=len(probs)).astype(float)
     exact = (probs.double() / probs.double().sum()).numpy()
     if observed[exact == 0].sum() > 0:
         return 0.0
@@ -123,26 +125,27 @@ def p_value(tokens: Tensor, probs: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_tokens_are_drawn_from_the_exact_distribution(options: str, dtype: torch.dtype) -> None:
-    temperature, top_k, top_p, min_p = OPTIONS[options]
-    num_rows = 40_000
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("back_end", ON_HOST)
+def test_tokens_are_sampled_from_the_exact_distribution(back_end: str, name: str, dtype: torch.dtype) -> None:
+    temperature, *cuts = OPTIONS[name]
+    num_rows = 40_000 if back_end == "cpu" else 8_000  # PyTorch takes them one by one
     logits = (torch.randn(12, generator=torch.Generator().manual_seed(1)) * 1.5).to(dtype)
-    rows = rows_of(num_rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=11)
-    tokens = sample_rows(logits.expand(num_rows, -1), rows)
-    assert p_value(tokens, warped(logits[None], temperature, top_k, top_p, min_p)[0]) > 1e-3
-    wrong = warped(logits[None], temperature * 1.4, top_k, top_p, min_p)[0]
+    rows = rows_of(1, seed=11, **options_of(*OPTIONS[name])).repeat(np.array([num_rows]))
+    rows = replace(rows, positions=np.arange(num_rows))
+    tokens = sample(make_back_end(back_end), logits.expand(num_rows, -1), rows)
+    assert p_value(tokens, warped(logits[None], temperature, *cuts)[0]) > 1e-3
+    wrong = warped(logits[None], temperature * 1.4, *cuts)[0]
     assert p_value(tokens, wrong) < 1e-5, "a temperature that is 40 % off must be noticed"
 
 
-def test_one_seed_per_row_draws_from_the_exact_distribution_too() -> None:
+@pytest.mark.parametrize("back_end", ON_HOST)
+def test_one_seed_per_row_samples_from_the_exact_distribution_too(back_end: str) -> None:
     """As requests of different seeds at the same position do."""
     logits = torch.tensor([1.0, 0.0, 2.0, -1.0])
-    rows = rows_of(20_000)
-    rows = SamplingRows(
-        rows.temperature, rows.top_k, rows.top_p, rows.min_p, np.arange(20_000, dtype=np.uint64), np.full(20_000, 3), []
-    )
-    tokens = sample_rows(logits.expand(20_000, -1), rows)
+    num_rows = 20_000
+    rows = SamplingRows.of([(SamplingParams(), seed, 3) for seed in range(num_rows)])
+    tokens = sample(make_back_end(back_end), logits.expand(num_rows, -1), rows)
     assert p_value(tokens, logits.softmax(-1)) > 1e-3
     assert p_value(tokens, (logits * 1.1).softmax(-1)) < 1e-5
 
@@ -163,95 +166,101 @@ def test_one_seed_per_row_draws_from_the_exact_distribution_too() -> None:
     ),
 )
 @example(seed=0, vocab_size=1500, options=[(5.0, 0, 0.999, 0.0), (0.1, 0, 0.9, 0.0)])  # more than top-p's first candidates
-def test_the_distribution_is_that_of_transformers_row_by_row(
+def test_pytorchs_distribution_is_that_of_transformers_row_by_row(
     seed: int, vocab_size: int, options: list[tuple[float, int, float, float]]
 ) -> None:
-    """Rows of different options side by side."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(len(options), vocab_size, generator=generator) * 2
-    columns = list(zip(*options, strict=True))
-    rows = SamplingRows(
-        np.array(columns[0], np.float32),
-        np.array(columns[1], np.int64),
-        np.array(columns[2], np.float32),
-        np.array(columns[3], np.float32),
-        np.zeros(len(options), np.uint64),
-        np.arange(len(options)),
-        [],
-    )
-    probs = target_probs(logits, rows, np.arange(len(options))).double()
-    probs /= probs.sum(-1, keepdim=True)
+    """Rows of different options side by side; what the other back ends are held to."""
+    logits = torch.randn(len(options), vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
+    rows = SamplingRows.of([(SamplingParams(**options_of(*each)), 0, 0) for each in options])
+    probs = make_back_end("torch").sampling.probs(logits, rows).double()
     for i, (temperature, top_k, top_p, min_p) in enumerate(options):
         expected = warped(logits[i : i + 1], temperature, min(top_k, vocab_size), top_p, min_p)[0]
         torch.testing.assert_close(probs[i], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_row_depends_on_its_own_options_alone() -> None:
-    generator = torch.Generator().manual_seed(2)
-    logits = torch.randn(8, 50, generator=generator)
-    rows = SamplingRows(
-        np.array([0, 1, 0.5, 2, 1, 0, 1, 3], np.float32),
-        np.array([0, 3, 0, -1, 7, 2, 0, 0]),
-        np.array([1, 1, 0.5, 1, 0.9, 0.1, 1, 1], np.float32),
-        np.array([0, 0, 0, 0.2, 0, 0, 0, 0.1], np.float32),
-        np.arange(8, dtype=np.uint64),
-        np.arange(8) * 3,
-        [(2, [1, 2])],
-    )
-    together = sample_rows(logits.clone(), rows)
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"top_k": 3},
+    {"temperature": 0.5, "top_p": 0.5},
+    {"temperature": 2.0, "top_k": -1, "min_p": 0.2},
+    {"top_k": 7, "top_p": 0.9},
+    {"temperature": 0.0, "top_k": 2, "top_p": 0.1},
+    {},
+    {"temperature": 3.0, "min_p": 0.1},
+]
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_a_row_depends_on_its_own_options_alone(back_end: str) -> None:
+    """Its distribution bit by bit, and its token."""
+    backend = make_back_end(back_end)
+    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(2)).to(backend.device)
+    rows = SamplingRows.of([(SamplingParams(**options), i, 3 * i) for i, options in enumerate(MIXED)])
+    together, probs = sample(backend, logits, rows), backend.sampling.probs(logits, rows)
+    torch.testing.assert_close(probs.double().sum(-1).cpu(), torch.ones(8, dtype=torch.float64), rtol=0, atol=1e-5)
     for i in range(8):
-        alone = SamplingRows(
-            *(column[i : i + 1] for column in (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.positions)),
-            [(0, [1, 2])] if i == 2 else [],
-        )
-        assert sample_rows(logits[i : i + 1].clone(), alone) == together[i]
-    assert together[0] == logits[0].argmax()
-
-
-def test_probabilities_add_up_and_are_a_rows_own_whatever_its_neighbours_cut() -> None:
-    logits = torch.randn(4, 900, generator=torch.Generator().manual_seed(2)) * 2
-    options = [(1.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (1.3, 0, 0.8, 0.1)]
-    temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*options, strict=True))
-    rows = SamplingRows(
-        temperature.astype(np.float32), top_k, top_p.astype(np.float32), min_p.astype(np.float32), np.zeros(4, np.uint64), top_k, ()
-    )
-    probs = target_probs(logits, rows, np.arange(4))
-    torch.testing.assert_close(probs.double().sum(-1), torch.ones(4, dtype=torch.float64), rtol=0, atol=1e-5)
-    for i in range(4):
-        columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.positions)
-        alone = SamplingRows(*(column[i : i + 1] for column in columns), ())
-        assert torch.equal(target_probs(logits[i : i + 1], alone, np.arange(1))[0], probs[i])
-
-
-def test_forbidden_tokens_never_come_out() -> None:
-    logits = torch.zeros(2000, 5)
-    logits[:, 3] = 10
-    forbidden = [(row, [3, 0]) for row in range(2000)]
-    assert set(sample_rows(logits.clone(), rows_of(2000, forbidden=forbidden)).tolist()) == {1, 2, 4}
-    assert set(sample_rows(logits.clone(), rows_of(2000, temperature=0.0, forbidden=forbidden)).tolist()) == {1}
+        alone = rows.take(np.array([i]))
+        assert sample(backend, logits[i : i + 1], alone) == [together[i]]
+        assert torch.equal(backend.sampling.probs(logits[i : i + 1], alone)[0], probs[i])
+    assert [together[i] for i in (0, 5)] == logits[[0, 5]].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-30, 1e-44])
-def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
-    logits = torch.randn(500, 30, generator=torch.Generator().manual_seed(0)) * 20
-    assert torch.equal(sample_rows(logits, rows_of(500, temperature=temperature)), logits.argmax(-1))
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_a_tiny_temperature_is_greedy(back_end: str, temperature: float) -> None:
+    num_rows = 500 if back_end in ON_HOST else 20
+    logits = torch.randn(num_rows, 30, generator=torch.Generator().manual_seed(0)) * 20
+    assert sample(make_back_end(back_end), logits, rows_of(num_rows, temperature=temperature)) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_logits_that_are_not_finite_give_no_token(bad: float, temperature: float) -> None:
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_logits_that_are_not_finite_give_no_token(back_end: str, bad: float, temperature: float) -> None:
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
     logits[1, 4] = bad
     logits[2] = -torch.inf
     logits[3, 5] = -torch.inf  # one impossible token is fine
-    tokens = sample_rows(logits, rows_of(4, temperature=temperature)).tolist()
+    tokens = sample(make_back_end(back_end), logits, rows_of(4, temperature=temperature))
     assert tokens[1:3] == [-1, -1]
     assert tokens[0] >= 0 and tokens[3] >= 0
 
 
-def test_draws_at_the_ends_of_the_distribution_are_possible_tokens() -> None:
+def test_samples_at_the_ends_of_the_distribution_are_possible_tokens() -> None:
     probs = torch.tensor([[0, 0, 0.25, 0, 0.5, 0.25, 0, 0]])
     tiny = 2.0**-53
     cases = {tiny: 2, 0.25 - tiny: 2, 0.25: 4, 0.75 - tiny: 4, 0.75: 5, 1 - tiny: 5}
-    drawn = draw(probs.expand(len(cases), -1) * 4, torch.tensor(list(cases), dtype=torch.float64))
-    assert drawn.tolist() == list(cases.values())
+    tokens = draw(probs.expand(len(cases), -1) * 4, torch.tensor(list(cases), dtype=torch.float64))
+    assert tokens.tolist() == list(cases.values())
+
+
+def sampled_children(backend: Backend, q: Tensor, counts: list[int]) -> list[list[int]]:
+    """Children of rows with the distributions ``q``, written to tables in another order; the rows' q must come out too."""
+    num_rows = len(q)
+    places = torch.arange(num_rows).flip(0)
+    probs, children = torch.full_like(q, torch.nan), torch.full((num_rows, max(counts)), -1)
+    rows = SamplingRows.of([(SamplingParams(), seed, 9) for seed in range(num_rows)])
+    backend.sampling.sample_children(q.log(), rows, np.array(counts), places, probs, children)
+    torch.testing.assert_close(probs[places], q, rtol=1e-6, atol=1e-9, equal_nan=True)
+    return children[places].tolist()
+
+
+@pytest.mark.parametrize("back_end", ON_HOST)
+def test_children_are_sampled_without_replacement(back_end: str) -> None:
+    """Ordered pairs against their exact probabilities, q(a) q(b) / (1 - q(a))."""
+    backend = make_back_end(back_end)
+    q = torch.tensor([0.5, 0.2, 0.0, 0.3])
+    num_pairs = 20_000
+    pairs = np.array(sampled_children(backend, q.repeat(num_pairs, 1), [2] * num_pairs))
+    counts = np.zeros((4, 4))
+    np.add.at(counts, (pairs[:, 0], pairs[:, 1]), 1)
+    expected = q[:, None] * q / (1 - q[:, None]) * (1 - torch.eye(4))
+    possible = expected.numpy() > 0
+    assert counts[~possible].sum() == 0
+    frequencies = expected.double().numpy()[possible]
+    assert stats.chisquare(counts[possible], frequencies / frequencies.sum() * num_pairs).pvalue > 1e-3
+    with_replacement = (q[:, None] * q).double().numpy()[possible]
+    assert stats.chisquare(counts[possible], with_replacement / with_replacement.sum() * num_pairs).pvalue < 1e-6
+    exhausted = sampled_children(backend, torch.tensor([[0.0, 1.0], [0.5, 0.5], [torch.nan] * 2]), [3, 1, 2])
+    assert [exhausted[0], exhausted[2]] == [[1, -1, -1], [-1, -1, -1]]
+    assert exhausted[1][0] in (0, 1) and exhausted[1][1:] == [-1, -1]
