@@ -21,6 +21,7 @@ from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees
 from titan.kernels.interfaces import Backend
+from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.torch.sampling import draw
 
 
@@ -35,6 +36,18 @@ def sample(backend: Backend, logits: Tensor, rows: SamplingRows) -> list[int]:
     verified = backend.trees.verify(logits.to(backend.device), trees, np.arange(len(logits)), rows)
     assert verified.num_accepted.tolist() == [0] * len(logits)
     return verified.final_tokens.tolist()
+
+
+def sample_many(backend: Backend, logits: Tensor, rows: SamplingRows) -> list[int]:
+    """The same; PyTorch, which takes trees one by one, is asked for the tokens of a part of them and samples the rest at once."""
+    if backend.name != TorchBackend.name:
+        return sample(backend, logits, rows)
+    tokens = draw(
+        backend.sampling.probs(logits, rows), torch.from_numpy(philox_uniform(rows.seeds, rows.positions, Purpose.SAMPLE))
+    ).tolist()
+    few = np.arange(0, len(logits), 100)
+    assert sample(backend, logits[few], rows.take(few)) == [tokens[i] for i in few]
+    return tokens
 
 
 def warped(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -129,11 +142,11 @@ def p_value(tokens: list[int], probs: Tensor) -> float:
 @pytest.mark.parametrize("back_end", ON_HOST)
 def test_tokens_are_sampled_from_the_exact_distribution(back_end: str, name: str, dtype: torch.dtype) -> None:
     temperature, *cuts = OPTIONS[name]
-    num_rows = 40_000 if back_end == "cpu" else 8_000  # PyTorch takes them one by one
+    num_rows = 40_000
     logits = (torch.randn(12, generator=torch.Generator().manual_seed(1)) * 1.5).to(dtype)
     rows = rows_of(1, seed=11, **options_of(*OPTIONS[name])).repeat(np.array([num_rows]))
     rows = replace(rows, positions=np.arange(num_rows))
-    tokens = sample(make_back_end(back_end), logits.expand(num_rows, -1), rows)
+    tokens = sample_many(make_back_end(back_end), logits.expand(num_rows, -1), rows)
     assert p_value(tokens, warped(logits[None], temperature, *cuts)[0]) > 1e-3
     wrong = warped(logits[None], temperature * 1.4, *cuts)[0]
     assert p_value(tokens, wrong) < 1e-5, "a temperature that is 40 % off must be noticed"
@@ -145,7 +158,7 @@ def test_one_seed_per_row_samples_from_the_exact_distribution_too(back_end: str)
     logits = torch.tensor([1.0, 0.0, 2.0, -1.0])
     num_rows = 20_000
     rows = SamplingRows.of([(SamplingParams(), seed, 3) for seed in range(num_rows)])
-    tokens = sample(make_back_end(back_end), logits.expand(num_rows, -1), rows)
+    tokens = sample_many(make_back_end(back_end), logits.expand(num_rows, -1), rows)
     assert p_value(tokens, logits.softmax(-1)) > 1e-3
     assert p_value(tokens, (logits * 1.1).softmax(-1)) < 1e-5
 
