@@ -271,7 +271,22 @@ def possible_modes(modes: Sequence[str], draft_model: str | None) -> list[str]:
     Raises:
         ValueError: the draft is unknown.
     """
-    has_model = draft_model is not None and draft_model != NgramDrafter.name
-    if draft_model is not None and has_model:
-        load_config(resolve_model(draft_model, "draft"))  # refuses what is no model
+    has_model = draft_model is not None and _names_a_model(draft_model)
     return [mode for mode in modes if mode not in DRAFT_MODES or has_model or (draft_model is not None and mode == TITAN_DRAFT)]
+
+
+def _names_a_model(draft_model: str) -> bool:
+    """Whether a draft is a model; the n-gram drafter is none.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if draft_model == NgramDrafter.name:
+        return False
+    try:
+        load_config(resolve_model(draft_model, "draft"))
+    except ValueError as error:
+        raise ValueError(
+            f"draft_model={draft_model!r} cannot be used; besides models, {NgramDrafter.name!r} is allowed: {error}"
+        ) from error
+    return True

@@ -6,6 +6,7 @@ import torch
 from transformers import LlamaConfig
 
 from titan.bench.make_pair import LATE_LAYER_SCALE, greedy_agreement, make_pair, pair_config, save_pair
+from titan.kernels.torch.backend import TorchBackend
 from titan.models.loader import load_model
 
 
@@ -40,6 +41,6 @@ def test_same_seed_makes_the_same_pair_and_titan_loads_it(tmp_path: Path) -> Non
     again = make_pair(small_config(), seed=3).target
     for role in ("target", "draft"):
         assert sorted(path.suffix for path in (tmp_path / role).iterdir()) == [".json", ".json", ".safetensors"]
-        model = load_model(str(tmp_path / role), dtype="auto", device=torch.device("cpu"), pack=False)
+        model = load_model(str(tmp_path / role), dtype="auto", backend=TorchBackend(torch.device("cpu")), pack=False)
         assert model.dtype == torch.bfloat16
         assert torch.equal(model.embedding, again.model.embed_tokens.weight)
