@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from hashlib import blake2b
 from random import Random
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -28,7 +29,6 @@ from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree
 from titan.kernels.backend import choose_backend
 from titan.kernels.interfaces import CacheOps, PathMove
-from titan.kernels.torch.cache import TorchCache, path_slots
 from titan.memory.block_pool import hash_block
 from titan.memory.kv_cache import HASH_SALT, KVCache, Role
 
@@ -371,19 +371,8 @@ def test_new_blocks_are_cleared_in_every_cache() -> None:
         assert (group[:, :, :, request.block_ids] == 0).all() and group[:, :, :, 2:].isnan().all()
 
 
-class RecordedMoves(TorchCache):
-    """Notes the physical slots that nodes are in, and that they go to, instead of moving them."""
-
-    def __init__(self) -> None:
-        self.moves: list[tuple[list[int], list[int]]] = []
-
-    def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
-        sources, targets = path_slots(moves, kv.block_size)
-        self.moves.append((sources.tolist(), targets.tolist()))
-
-
 def test_commit_moves_the_paths_of_all_requests_at_once() -> None:
-    ops = RecordedMoves()
+    ops = Mock(spec=CacheOps)
     kv = make_kv(ops=ops)
     requests = [make_request(range(3)), make_request(range(5))]
     for request in requests:
@@ -394,10 +383,13 @@ def test_commit_moves_the_paths_of_all_requests_at_once() -> None:
     chain = DraftTree.chain(range(5), draft_slots=np.arange(5, dtype=np.int32))
     trees = host_trees([DraftTree(np.arange(5), parents), chain])
     kv.commit(plan, Acceptance(trees, [[0], [0, 1, 2]], [[0, 9], [0, 1, 2, 9]], [None, None]))
-    assert ops.moves == [], "paths of the first nodes stay where they are"
+    ops.move_paths.assert_not_called()  # paths of the first nodes stay where they are
     kv.commit(plan, Acceptance(host_trees([tree, tree]), [[1, 3, 4], [0, 2]], [[1, 3, 4, 9], [0, 2, 9]], [None, None]))
-    # request 0 has blocks 0, 1 and its nodes from slot 3 on; request 1 has blocks 2, 3, 4 and its nodes from slot 5 on
-    assert ops.moves == [([4, 6, 7, 13, 15], [3, 4, 5, 13, 14]), ([3, 5, 14, 16], [3, 4, 13, 14])], "the target's and the draft's"
+    expected: dict[Role, list[PathMove]] = {
+        "target": [PathMove([0, 1], 3, [1, 3, 4]), PathMove([2, 3, 4], 5, [0, 2])],
+        "draft": [PathMove([0, 1], 3, [0, 2]), PathMove([2, 3, 4], 5, [1, 3])],
+    }
+    assert ops.move_paths.call_args_list == [call(kv.tensors[role], moves) for role, moves in expected.items()]
     assert [request.num_drafted_context for request in requests] == [2, 3 + 2], "as far as the draft has the path"
 
 

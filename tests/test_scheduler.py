@@ -7,24 +7,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from exact_rules import reference_walk
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from stepping import host_trees
 
+from titan.core.metrics import EngineCounters
 from titan.core.options import ScheduleOptions
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree
+from titan.kernels.backend import choose_backend
 from titan.memory.kv_cache import KVCache
-from titan.core.metrics import EngineCounters
 from titan.schedule.scheduler import Scheduler
-from titan.verify.reference import reference_walk
 
 MAX_MODEL_LEN = 60
 BLOCK_SIZE = 8
 EOS = 0
+CACHE_OPS = choose_backend(torch.device("cpu")).cache
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -33,15 +37,15 @@ def next_token(token_ids: list[int]) -> int:
 
 
 class World:
-    """A scheduler whose steps are carried out by `next_token`."""
+    """A scheduler whose steps are carried out by `next_token`; its drafter would like ``num_more_slots`` beyond its drafts."""
 
-    def __init__(self, num_kv_blocks: int, *, enable_prefix_caching: bool = True, **options: Any) -> None:
+    def __init__(self, num_kv_blocks: int, *, enable_prefix_caching: bool = True, num_more_slots: int = 0, **options: Any) -> None:
         self.options = ScheduleOptions(**options)
-        self.kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching)
+        self.num_more_slots = num_more_slots
+        self.kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching, CACHE_OPS)
         self.counters = EngineCounters()
         self.scheduler = Scheduler(self.options, self.kv, self.counters)
         self.requests: list[Request] = []
-        self.limit = MAX_MODEL_LEN
 
     def add(self, prompt: list[int], max_tokens: int, **options: Any) -> Request:
         """Queue a request and its siblings, its limit lowered to what fits, as the engine does it."""
@@ -62,10 +66,12 @@ class World:
         return family[0]
 
     def step(self, max_draft_tokens: int, random: Random) -> StepPlan:
-        plan = self.scheduler.schedule(max_draft_tokens)
+        plan = self.scheduler.schedule(max_draft_tokens, lambda _, budget: budget + self.num_more_slots)
         self.check_plan(plan, max_draft_tokens)
+        if not plan.requests:
+            return plan
         trees = [self.draft(request, budget, random) for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)]
-        acceptance = Acceptance(trees, [], [], [])
+        acceptance = Acceptance(host_trees(trees), [], [], [])
         for i, (request, tree) in enumerate(zip(plan.requests, trees, strict=True)):
             tokens: list[int] = []
             if plan.reaches_root(i):
@@ -74,7 +80,7 @@ class World:
             acceptance.paths.append(self.path_of(tree, tokens[:-1]))
             acceptance.errors.append(None)
             if random.random() < 0.7:  # the draft's cache keeps up with some
-                request.num_drafted_context = request.num_computed_tokens + plan.num_tokens[i]
+                request.cover_draft(request.num_computed_tokens + plan.num_tokens[i] - request.num_drafted_context)
         self.kv.commit(plan, acceptance)
         before = {request.request_id: request.num_computed_tokens for request in plan.requests}
         changed = self.scheduler.update(plan, acceptance)
@@ -121,7 +127,8 @@ class World:
                 assert plan.reaches_root(i) and request.params.use_speculative
                 assert request.params.max_draft_tokens is None or budget <= request.params.max_draft_tokens
                 assert budget < request.num_remaining_tokens, "the final token needs no draft"
-            assert len(request.block_ids) * BLOCK_SIZE >= end + budget, "a slot for every token and node"
+            assert plan.num_slots[i] in (budget, budget + self.num_more_slots if budget else 0)
+            assert len(request.block_ids) * BLOCK_SIZE >= end + plan.num_slots[i], "a slot for every token, node and lookahead"
             for sibling in request.siblings:
                 shared = set(request.block_ids) & set(sibling.block_ids) if sibling is not request else set()
                 assert shared <= set(request.block_ids[: request.num_computed_tokens // BLOCK_SIZE]), "what is written is its own"
@@ -135,6 +142,8 @@ class World:
         assert not any(request.is_finished for request in (*running, *waiting))
         order = [int(request.request_id) for request in (*running, *waiting)]
         assert order == sorted(set(order)), "first come, first served: who came later neither runs nor waits ahead"
+        for request in running:
+            assert len(request.block_ids) == -(-request.num_computed_tokens // BLOCK_SIZE), "what was not accepted is given back"
         for request in waiting:
             assert (request.block_ids, request.num_computed_tokens, request.num_drafted_context) == ([], 0, 0)
         for request in self.requests:
@@ -178,12 +187,14 @@ class World:
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**32), batch=st.integers(1, 5), budget=st.integers(0, 40), chunk=st.integers(1, 20),
-        blocks=st.integers(3, 14), caching=st.booleans(), drafts=st.integers(0, 6),
+        blocks=st.integers(3, 14), caching=st.booleans(), drafts=st.integers(0, 6), more_slots=st.sampled_from([0, 0, 3, 20]),
     )  # fmt: skip
-    def create(self, seed: int, batch: int, budget: int, chunk: int, blocks: int, caching: bool, drafts: int) -> None:
+    def create(
+        self, seed: int, batch: int, budget: int, chunk: int, blocks: int, caching: bool, drafts: int, more_slots: int
+    ) -> None:
         self.world = World(
             max_batch_size=batch, max_num_batched_tokens=batch + budget, prefill_chunk_size=chunk, num_kv_blocks=blocks,
-            enable_prefix_caching=caching, max_waiting_requests=6,
+            enable_prefix_caching=caching, max_waiting_requests=6, num_more_slots=more_slots,
         )  # fmt: skip
         self.random = Random(seed)
         self.max_draft_tokens = drafts
@@ -255,6 +266,39 @@ def test_scarce_blocks_preempt_the_latest_and_change_no_output() -> None:
     world.drain(Random(0))
     assert world.counters.num_preemptions > 0
     assert world.requests[0].metrics.num_preemptions == 0, "the first come keeps its blocks"
+
+
+def test_lookahead_is_reserved_where_blocks_are_free_and_given_back() -> None:
+    world = World(max_batch_size=2, num_kv_blocks=3, num_more_slots=6)
+    requests = [world.add([i] * 5, 6, ignore_eos=True) for i in (1, 2)]
+    plan = world.scheduler.schedule(2, lambda _, budget: budget + 6)
+    assert (plan.draft_budgets, plan.num_slots) == ([2, 2], [8, 2]), "the third block is the first come's"
+    assert [len(request.block_ids) for request in requests] == [2, 1]
+    nothing = Acceptance(host_trees([EMPTY_TREE] * 2), [[], []], [[9], [9]], [None, None])
+    world.kv.commit(plan, nothing)
+    world.scheduler.update(plan, nothing)
+    assert [len(request.block_ids) for request in requests] == [1, 1]
+    without = world.scheduler.schedule(0, lambda _, budget: budget + 6)
+    assert without.num_slots == [0, 0], "who drafts nothing looks ahead at nothing"
+
+
+@pytest.mark.parametrize("num_more_slots", [5, 20])
+def test_lookahead_preempts_nobody_and_changes_no_plan(num_more_slots: int) -> None:
+    """Without a prefix cache, which is the smaller the more blocks are written."""
+    steps = []
+    for num_more in (0, num_more_slots):
+        world = World(max_batch_size=4, num_kv_blocks=9, num_more_slots=num_more, enable_prefix_caching=False)
+        for i in range(6):
+            world.add([i + 1] * 10, 30, ignore_eos=True)
+        random, plans, num_looked_ahead = Random(0), [], 0
+        while world.scheduler.has_unfinished:
+            plan = world.step(4, random)
+            plans.append(([request.request_id for request in plan.requests], plan.num_tokens, plan.draft_budgets))
+            num_looked_ahead += sum(slots > budget for slots, budget in zip(plan.num_slots, plan.draft_budgets, strict=True))
+        assert world.counters.num_preemptions > 0
+        assert (num_looked_ahead > 0) == (num_more > 0)
+        steps.append((plans, world.counters.num_preemptions))
+    assert steps[0] == steps[1]
 
 
 def test_none_joins_in_a_step_that_preempted() -> None:
