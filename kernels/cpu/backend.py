@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from titan.core.kv_tensor import KVTensor
-from titan.kernels.cpu.cache import CompiledCache
 from titan.kernels.cpu.layers import CompiledOps
 from titan.kernels.cpu.library import COMPILED_DTYPES, load_library
 from titan.kernels.cpu.linear import can_pack
@@ -33,7 +32,7 @@ class CpuBackend(TorchBackend):
         super().__init__(torch.device("cpu"))
         sampling = CompiledSampling(library)
         self._library = library
-        self.cache, self.sampling, self.trees = CompiledCache(library), sampling, CompiledTrees(library, sampling)
+        self.sampling, self.trees = sampling, CompiledTrees(library, sampling)
 
     def layer_ops(self, dtype: torch.dtype, traits: frozenset[str]) -> LayerOps:
         if dtype in COMPILED_DTYPES and traits <= TRAITS:

@@ -1,10 +1,9 @@
-// What Python calls: every function for every type of tensor, but for `has_tiles` and those that move bytes. Plain C++ and vectors
-// of it, but for AMX; OpenMP for threads.
+// What Python calls: every function for every type of tensor, but for `has_tiles` and `select_trees`. Plain C++ and vectors of it,
+// but for AMX; OpenMP for threads.
 //
 // `library.py` compiles this file; the other modules of this folder call it, and tell shapes and meanings.
 
 #include "attention.h"
-#include "cache.h"
 #include "decoder.h"
 #include "growth.h"
 #include "layer.h"

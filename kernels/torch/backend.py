@@ -33,7 +33,7 @@ class TorchBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.cache: CacheOps = TorchCache()
+        self.cache: CacheOps = TorchCache(self.upload)
         self.sampling: SamplingOps = TorchSampling(self.upload)
         self.trees: TreeOps = TorchTrees(self.sampling)
 

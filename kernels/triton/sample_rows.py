@@ -18,7 +18,6 @@ from titan.kernels.triton.row_distribution import (
     is_finite,
     load_distribution,
     load_logits,
-    row_distributions,
     weigh_kept,
 )
 from titan.kernels.triton.tools import require
@@ -102,36 +101,3 @@ def draw_rows(distributions: RowDistributions, seeds: Tensor, positions: Tensor,
         arguments = (tokens, seeds, positions, *distributions.kernel_arguments)
         _draw_kernel[(num_rows,)](*arguments, **distributions.sizes, PURPOSE=purpose, num_warps=8)
     return tokens
-
-
-def sample_rows(
-    logits: Tensor,
-    *,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    purpose: int,
-) -> Tensor:
-    """Draw one token per row of logits, or take the most likely one; nothing is read back to the host.
-
-    Args:
-        logits: [R, vocab], float32, float16 or bfloat16; rows may be strided.
-        temperature: float32 [R]; 0 = greedy, the first of equal ones.
-        top_k: int32 [R]; 0 or less, or the vocabulary or more: all.
-        top_p: float32 [R]; 1 = all.
-        min_p: float32 [R]; 0 = all.
-        seeds: int64 [R], the bits of the uint64 seeds.
-        positions: int64 [R], below 2**32.
-        purpose: the stream of random numbers, 0 to 255.
-
-    Returns:
-        int64 [R]; -1 where the row's largest logit is not finite.
-
-    Raises:
-        ValueError: a tensor of the wrong shape, dtype, strides or device, an empty vocabulary, or a purpose out of range.
-    """
-    distributions = row_distributions(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    return draw_rows(distributions, seeds, positions, purpose=purpose)

@@ -18,7 +18,6 @@ from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees, Upload, allocate_columns
 from titan.kernels.interfaces import Candidates, Verified
 from titan.kernels.tree_places import TreePlaces
-from titan.kernels.triton.root_matches import root_matches
 from titan.kernels.triton.sample_rows import draw_rows
 from titan.kernels.triton.sampling import TritonSampling
 from titan.kernels.triton.tree_rejection import reject_trees
@@ -79,8 +78,10 @@ class TritonTrees:
         entries = np.arange(len(logits_rows)) + np.repeat(
             first_entries - start_loc[:-1] - np.arange(len(part_rows)), counts[part_rows] + 1
         )
-        seeds, positions, node_index, logits_index, node_rows_index, entries_index, node_start_loc = self._upload(
-            [options.seeds.view(np.int64), options.positions, nodes, logits_rows, node_rows, entries, start_loc.astype(np.int32)]
+        root_rows = start_loc[:-1] + np.arange(len(part_rows))
+        columns = [nodes, logits_rows, node_rows, root_rows, entries, start_loc.astype(np.int32)]
+        seeds, positions, node_index, logits_index, node_rows_index, roots_index, entries_index, node_start_loc = self._upload(
+            [options.seeds.view(np.int64), options.positions, *columns]
         )
         if not is_part.all():
             logits = logits.index_select(0, logits_index)
@@ -97,6 +98,11 @@ class TritonTrees:
             wanted = draw_rows(distributions, seeds, positions, purpose=Purpose.SAMPLE)
             return Verified(*walk_matches(token_ids, parents, node_start_loc, wanted, max_depth=max_depth), no_matches)
         assert trees.draft_probs is not None and trees.draft_rows is not None
-        q = trees.draft_probs, trees.draft_rows.index_select(0, entries_index)
-        paths = reject_trees(distributions, *q, token_ids, parents, node_start_loc, seeds, positions, max_depth=max_depth)
-        return Verified(*paths, root_matches(distributions, *q, node_start_loc))
+        draft_probs, draft_rows = trees.draft_probs, trees.draft_rows.index_select(0, entries_index)
+        nodes_of_trees = token_ids, parents, node_start_loc
+        paths = reject_trees(distributions, draft_probs, draft_rows, *nodes_of_trees, seeds, positions, max_depth=max_depth)
+        # how often draft tokens at the root would be accepted: of all rows, only these are written out
+        p = self._sampling.probs(logits.index_select(0, roots_index), sampling.take(np.flatnonzero(is_part)))
+        q_roots = draft_probs.index_select(0, draft_rows.index_select(0, roots_index))
+        greedy = p.gather(1, q_roots.max(1, keepdim=True).indices)
+        return Verified(*paths, torch.cat((greedy, torch.minimum(p, q_roots).sum(1, keepdim=True)), 1))
