@@ -67,7 +67,7 @@ class AcceptanceCounts:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per request and target step, final token included; tokens behind a stop count too."""
+        """Tokens per request and target step, final token included; tokens after a stop count too."""
         return 1 + self.num_descents / self.path_depths.total() if self.path_depths else 1.0
 
     @property

@@ -18,7 +18,7 @@ BURSTY_VARIATION = 3.0
 class TraceEntry:
     """One request of a trace."""
 
-    time: float  # seconds behind the first
+    time: float  # seconds after the first
     prompt_len: int  # tokens
     output_len: int  # tokens
 
@@ -54,7 +54,7 @@ class ArrivalProcess:
             if name == BURSTY:
                 return cls(float(variation or BURSTY_VARIATION))
         except ValueError as error:
-            raise ValueError(f"arrivals {text!r} are not allowed: behind {BURSTY}: stands a number above 0") from error
+            raise ValueError(f"arrivals {text!r} are not allowed: after {BURSTY}: stands a number above 0") from error
         raise ValueError(f"arrivals {text!r} are unknown: allowed are {POISSON}, {BURSTY}, {BURSTY}:VARIATION, or a trace's file")
 
     def times(self, rate: float, seed: int) -> Iterator[float]:

@@ -27,7 +27,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """Mean seconds of the steps behind the prefill and of their passes, and draft passes per step."""
+    """Mean seconds of the steps after the prefill and of their passes, and draft passes per step."""
 
     step: float
     target_pass: float

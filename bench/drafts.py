@@ -11,7 +11,7 @@ not the speed of integer arithmetic, because the rounded weights run in the mode
 
 The drafts take turns, with no draft among them, in rounds of new prompts that are the same for all. The end of sequence is
 ignored, and request i has seed i. Tokens per second count the wall time of the run, prefill included; the costs of passes and the
-step are those behind the prefill. Ctrl-C ends the measurement and reports what there is.
+step are those after the prefill. Ctrl-C ends the measurement and reports what there is.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from titan.bench.report import Report, Table, add_report_options, format_figure,
 MICRO = Path(__file__).resolve().parent / "micro"
 REFERENCE = "reference_"
 LAST = "[last]"
-"""How the names of references end that run behind all others."""
+"""How the names of references end that run after all others."""
 INTERRUPTED = 2
 """Exit status of pytest after Ctrl-C."""
 NOTHING_SELECTED = 5

@@ -51,7 +51,7 @@ class WallClock:
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A request and when it arrives, in seconds behind the first."""
+    """A request and when it arrives, in seconds after the first."""
 
     time: float
     prompt: list[int]

@@ -233,7 +233,7 @@ def _documented(source: str) -> list[tuple[str, str]]:
 
 
 def _running_on(groups: Sequence[Sequence[str]]) -> list[str]:
-    """Each text with those that follow it in its group behind it."""
+    """Each text with those that follow it in its group after it."""
     return ["\n\n".join(texts[first:])[:MAX_CHARACTERS] for texts in groups for first in range(len(texts))]
 
 

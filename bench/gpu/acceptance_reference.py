@@ -1,6 +1,6 @@
-"""Slow twins of the kernels for sampling, acceptance and grown nodes: one row or one request at a time, the oracle of their tests.
+"""Oracles of the kernels for sampling, acceptance and the places of nodes: one row or one request at a time, in float64.
 
-Numbers are float64.
+They know nothing of `titan.kernels`; the checks on a device and the tests hold its kernels to them.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def reference_reject(
 
     Args:
         p: float64 [1 + nodes, vocab], the target's distributions at the root and the nodes.
-        q: float64 [1 + nodes, vocab], what the children of the root and of the nodes were drawn from; not read at leaves.
+        q: float64 [1 + nodes, vocab], what the children of the root and of the nodes were sampled from; not read at leaves.
         token_ids: of the nodes.
-        parents: of the nodes; siblings stand in the order they were drawn.
+        parents: of the nodes; siblings stand in the order they were sampled.
         coin: row and rank among siblings -> the number that decides whether the child is accepted.
-        uniform: row, and whether the node has children -> the number that the final token is drawn with.
+        uniform: row, and whether the node has children -> the number that the final token is sampled with.
     """
     path: list[int] = []
     node = -1
@@ -117,7 +117,7 @@ def reference_place_nodes(
     node_ancestor_bits: Tensor,
     node_depths: Tensor | None,
 ) -> None:
-    """Write grown nodes over the last queries of their requests; arguments as those of the kernel."""
+    """Write nodes over the last queries of their requests; arguments as those of `titan.kernels.triton.place_nodes.place_nodes`."""
     ends, starts, node_loc = query_start_loc[1:].tolist(), tree_starts.tolist(), node_start_loc.tolist()
     for end, start, first, last in zip(ends, starts, node_loc[:-1], node_loc[1:], strict=True):
         for node in range(first, last):

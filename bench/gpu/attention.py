@@ -24,7 +24,7 @@ LLAMA_3_8B = AttentionGeometry(32, 8, 128, 16, torch.bfloat16)
 TINY = AttentionGeometry(4, 1, 32, 16, torch.bfloat16)
 CHAIN = (-1, 0, 1, 2, 3, 4)
 TREE = (-1, 0, 1, -1, 3, 0)
-"""The nodes behind the root: with it, seven tokens."""
+"""The nodes after the root: with it, seven tokens."""
 
 CACHE_BYTES = 180 * 2**20
 """Distinct KV of a row, at least: three times the second-level cache of an H200."""

@@ -115,7 +115,7 @@ class AttentionBatch:
         return torch.empty(shape, dtype=geometry.dtype, device=device).normal_(generator=generator)
 
     def poison(self, kv_layer: Tensor) -> None:
-        """Fill with NaN what belongs to nobody: free blocks, and slots behind the last one of a request."""
+        """Fill with NaN what belongs to nobody: free blocks, and slots after the last one of a request."""
         is_free = torch.ones(kv_layer.shape[2], self.geometry.block_size, dtype=torch.bool, device=kv_layer.device)
         for query, blocks in zip(self.queries, self.block_table.long(), strict=True):
             slots = torch.arange(query.seq_len, device=kv_layer.device)
@@ -124,7 +124,7 @@ class AttentionBatch:
 
     def exact(self, q: Tensor, kv_layer: Tensor, *, window: Window = None, softcap: float | None = None) -> Tensor:
         """The output in float64, on the device, [T, num_heads * D]."""
-        with q.device:  # where the twin makes its tensors
+        with q.device:  # where the oracle makes its tensors
             return reference_masked_attention(
                 q,
                 kv_layer,

@@ -101,7 +101,7 @@ def _shrunk(case: Case) -> Case:
 
 
 def random_queries(case: Case, seed: int) -> list[Query]:
-    """Trees of random shapes behind random contexts, and chunks between them."""
+    """Trees of random shapes after random contexts, and chunks between them."""
     rng = np.random.default_rng(seed)
     contexts = rng.integers(case.max_context // 2, case.max_context, case.num_requests, endpoint=True)
     queries = [Query(int(context), 1, tuple(int(rng.integers(-1, node)) for node in range(case.num_nodes))) for context in contexts]

@@ -1,4 +1,4 @@
-"""Slow twins: one obvious loop per request, the oracle of the kernel tests."""
+"""Oracles of tree attention over paged KV, in float64: a loop over tokens and heads, and a faster one over requests."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def make_tasks(setting: Setting) -> Sequence[Task]:
 
 
 def check_rope(setting: Setting, *, head_dim: int, has_norm: bool) -> Measurement:
-    """Queries and the whole cache, against the token-by-token twin."""
+    """Queries and the whole cache, against the token-by-token oracle."""
     num_heads, num_kv_heads, num_tokens, num_blocks = (4, 2, 5, 3) if setting.is_tiny else (32, 8, 128, 256)
     dtype, generator = torch.bfloat16, _generator(setting)
     qkv = _random(generator, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Slow twins of the layer and KV kernels: plain PyTorch, the oracle of their tests."""
+"""Oracles of the kernels of a layer and of the KV, named after them: plain loops, in float64 where numbers are computed."""
 
 from __future__ import annotations
 

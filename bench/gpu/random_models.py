@@ -1,7 +1,7 @@
 """Models of real shapes, made on the device in seconds, with nothing to download: random weights that write a known text.
 
 The output head is the embedding, moved on by one token, and the layers add less to the residual stream than a token's embedding.
-So whatever the layers compute, and however it is rounded, the most likely token behind ``t`` is ``t + 1``: a long greedy
+So whatever the layers compute, and however it is rounded, the most likely token after ``t`` is ``t + 1``: a long greedy
 continuation is known without running the target, and a recording of it can be replayed as drafts. A token costs what it costs in a
 trained model of the shape.
 """
@@ -91,7 +91,7 @@ def make_decoder(shape: Shape, *, max_positions: int, backend: Backend, seed: in
 
 
 def continuation(prompt: list[int], length: int, vocab_size: int) -> list[int]:
-    """What such a model writes behind a prompt, greedily."""
+    """What such a model writes after a prompt, greedily."""
     return [(prompt[-1] + 1 + i) % vocab_size for i in range(length)]
 
 

@@ -132,7 +132,7 @@ def check_walk(setting: Setting) -> Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Trees whose nodes were drawn from q, and p at their roots and nodes; arrays are over a small part of the vocabulary."""
+    """Trees whose nodes were sampled from q, and p at their roots and nodes; arrays are over a small part of the vocabulary."""
 
     trees: list[DraftTree]
     p: list[NDArray[np.float64]]  # per request [1 + nodes, small]
@@ -148,7 +148,7 @@ class Drafts:
 
 
 def make_drafts(setting: Setting) -> Drafts:
-    """Random trees; the mass lies on few tokens, so that no draw is near the border between two."""
+    """Random trees; the mass lies on few tokens, so that no sample is near the border between two."""
     num_requests, num_tokens, vocab_size = (48, 8, 300) if setting.is_tiny else (192, 8, 128_256)
     rng = np.random.default_rng(setting.seed)
     ids = np.sort(rng.permutation(vocab_size)[:num_tokens])

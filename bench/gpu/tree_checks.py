@@ -54,7 +54,7 @@ def check_choice(setting: Setting) -> Measurement:
 
 
 def check_places(setting: Setting) -> Measurement:
-    """Random trees and chains behind prefill chunks."""
+    """Random trees and chains after prefill chunks."""
     num_requests, max_nodes = (5, 9) if setting.is_tiny else (256, MAX_NODES)
     rng = np.random.default_rng(setting.seed)
     trees = _random_trees(rng, num_requests, max_nodes)

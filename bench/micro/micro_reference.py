@@ -1,4 +1,4 @@
-"""What the machine itself does: the measures that the other benchmarks are divided by, before them and behind them."""
+"""What the machine itself does: the measures that the other benchmarks are divided by, before them and after them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Measure = Callable[..., Any]
 
 @pytest.fixture(params=["first", "last"])
 def moment(request: pytest.FixtureRequest) -> str:
-    """When a reference runs: before all others, or behind them."""
+    """When a reference runs: before all others, or after them."""
     name: str = request.param
     return name
 
