@@ -1,0 +1,104 @@
+"""Moves of accepted paths, copies and clearing of blocks: every back end against a loop, whole caches compared bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
+from titan.kernels.interfaces import Backend, PathMove
+
+NUM_BLOCKS, BLOCK_SIZE = 14, 16
+GROUPS = (KVGroup(num_layers=2, num_kv_heads=2, head_dim=20), KVGroup(num_layers=1, num_kv_heads=3, head_dim=8))
+BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+
+
+def random_kv(backend: Backend, dtype: torch.dtype) -> KVTensor:
+    """Random bits: NaN, infinities and subnormal numbers are among them."""
+    kv, generator = KVTensor(KVLayout(GROUPS, dtype), NUM_BLOCKS, BLOCK_SIZE, backend.device), torch.Generator().manual_seed(0)
+    for group in kv.groups:
+        bits = torch.randint(-(2**31), 2**31, group.shape, generator=generator).to(BITS[dtype])
+        group.copy_(bits.view(dtype))
+    return kv
+
+
+def bits_of(kv: KVTensor) -> list[Tensor]:
+    """A copy of each group on the host."""
+    return [group.cpu().view(BITS[kv.layout.dtype]).clone() for group in kv.groups]
+
+
+def assert_bits(kv: KVTensor, expected: list[Tensor]) -> None:
+    assert all(torch.equal(actual, each) for actual, each in zip(bits_of(kv), expected, strict=True))
+
+
+def check_moves(backend: Backend, moves: list[PathMove], dtype: torch.dtype = torch.float32) -> None:
+    kv = random_kv(backend, dtype)
+    before, expected = bits_of(kv), bits_of(kv)
+    for move in moves:
+        for j, node in enumerate(move.path):
+            (target, to), (source, at) = (divmod(move.first_slot + each, BLOCK_SIZE) for each in (j, node))
+            for old, new in zip(before, expected, strict=True):
+                new[:, :, :, move.block_ids[target], to] = old[:, :, :, move.block_ids[source], at]
+    backend.cache.move_paths(kv, moves)
+    assert_bits(kv, expected)
+
+
+def random_path(rng: np.random.Generator, num_nodes: int) -> list[int]:
+    """The nodes on the way to some node of a random tree, ascending."""
+    parents = [int(rng.integers(-1, node)) for node in range(num_nodes)]
+    path, node = [], int(rng.integers(num_nodes))
+    while node >= 0:
+        path.insert(0, node)
+        node = parents[node]
+    return path
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_accepted_paths_of_random_trees_move(backend: Backend, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(1)
+    blocks = rng.permutation(NUM_BLOCKS).tolist()
+    tables = [blocks[:6], blocks[6:10], blocks[10:12], blocks[12:]]
+    paths = [random_path(rng, 63), random_path(rng, 40), random_path(rng, 12), []]
+    starts = [int(rng.integers(20)), 9, 14, 3]
+    check_moves(backend, [PathMove(*each) for each in zip(tables, starts, paths, strict=True)], dtype)
+
+
+@pytest.mark.parametrize("first_slot", [0, 9, 14, 15, 16])
+def test_paths_move_across_block_edges_onto_the_sources_of_later_nodes(backend: Backend, first_slot: int) -> None:
+    check_moves(backend, [PathMove([4, 1, 3], first_slot, [1, 2, 3, 5, 6, 20])])
+
+
+def test_a_path_in_any_order_is_read_before_it_is_written(backend: Backend) -> None:
+    check_moves(backend, [PathMove([2, 0], 14, [2, 0, 3, 1]), PathMove([7, 3], 2, [1, 0, 20, 6, 2])])
+
+
+def test_a_path_that_is_in_place_moves_nothing(backend: Backend) -> None:
+    check_moves(backend, [PathMove([1, 0], 3, [0, 1, 2, 3])])
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_copies_and_clearing_touch_whole_blocks_and_nothing_else(backend: Backend, dtype: torch.dtype) -> None:
+    kv = random_kv(backend, dtype)
+    for group in kv.groups:
+        group[:, :, :, 11] = torch.nan
+    expected = bits_of(kv)
+    pairs = [(3, 0), (3, 6), (1, 4), (11, 12)]
+    backend.cache.copy_blocks(kv, *np.array(pairs).T.copy())
+    for group in expected:
+        for source, target in pairs:
+            group[:, :, :, target] = group[:, :, :, source]
+    assert_bits(kv, expected)
+    backend.cache.clear_blocks(kv, np.array([6, 11, 3]))
+    for group in expected:
+        group[:, :, :, [3, 6, 11]] = 0
+    assert_bits(kv, expected)
+
+
+def test_no_blocks_are_no_work(backend: Backend) -> None:
+    kv = random_kv(backend, torch.float32)
+    before, none = bits_of(kv), np.zeros(0, np.int64)
+    backend.cache.copy_blocks(kv, none, none)
+    backend.cache.clear_blocks(kv, none)
+    assert_bits(kv, before)

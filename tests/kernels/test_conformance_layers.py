@@ -1,0 +1,152 @@
+"""Norms, gates, linear layers, rotation and KV writes: every back end against the definitions in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan.bench.gpu.layer_reference import reference_rms_norm, reference_rope_and_write_kv, reference_silu_mul
+from titan.kernels.interfaces import Backend, LayerOps
+from titan.kernels.torch.layers import TorchOps
+from titan.kernels.triton.layers import TritonOps
+from titan.models.rope import Rope, rope_table
+
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""Of ``|actual - exact| / |exact|``."""
+HALF_ULP = {torch.float32: 1e-6, torch.bfloat16: 2**-8 + 1e-6, torch.float16: 2**-11 + 1e-6}
+DTYPES = list(BOUNDS)
+
+
+def make_ops(backend: Backend, dtype: torch.dtype) -> LayerOps:
+    return backend.layer_ops(dtype, frozenset())
+
+
+def random(backend: Backend, *shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0, mean: float = 0.0) -> Tensor:
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale + mean
+    return numbers.to(backend.device, dtype)
+
+
+def assert_near(ops: LayerOps, actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """A Triton kernel rounds once: within half a unit in the last place, up to the float32 arithmetic."""
+    assert actual.dtype == dtype and actual.shape == exact.shape
+    assert (actual.double() - exact).norm() <= BOUNDS[dtype] * exact.norm()
+    if isinstance(ops, TritonOps) or (dtype == torch.float32 and not isinstance(ops, TorchOps)):
+        torch.testing.assert_close(actual.double(), exact, rtol=HALF_ULP[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (1, 7), (3, 64), (4, 768), (100, 100), (2, 4096)])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_rms_norm_is_its_definition(backend: Backend, dtype: torch.dtype, num_rows: int, size: int, scale: float) -> None:
+    ops = make_ops(backend, dtype)
+    x = random(backend, num_rows, size, dtype=dtype, scale=scale, mean=scale)  # a mean that layer norm would take away
+    weight, before = random(backend, size, dtype=dtype, seed=1), x.clone()
+    assert_near(ops, ops.rms_norm(x, weight, 1e-6), reference_rms_norm(x, weight, 1e-6), dtype)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1e4])
+def test_eps_counts_where_rows_are_small(backend: Backend, scale: float) -> None:
+    ops, weight = make_ops(backend, torch.float32), torch.ones(64, device=backend.device)
+    x = random(backend, 2, 64, dtype=torch.float32, scale=scale, mean=scale / 2)
+    assert_near(ops, ops.rms_norm(x, weight, 1e-6), reference_rms_norm(x, weight, 1e-6), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_with_nan_spoils_no_other(backend: Backend, dtype: torch.dtype) -> None:
+    ops = make_ops(backend, dtype)
+    x = random(backend, 9, 64, dtype=dtype)
+    x[4, 5] = torch.nan
+    weight = random(backend, 24, 64, dtype=dtype, seed=1)
+    for output in (ops.rms_norm(x, weight[0], 1e-6), ops.linear(x, ops.pack(weight), None)):
+        assert output.isnan().all(1).nonzero()[:, 0].tolist() == [4]
+        assert int(output.isnan().any(1).sum()) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (1, 5), (4, 64), (100, 65), (2, 2100)])
+def test_silu_mul_is_its_definition(backend: Backend, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    ops, gate_up = make_ops(backend, dtype), random(backend, num_rows, 2 * size, dtype=dtype, scale=8.0)
+    assert_near(ops, ops.silu_mul(gate_up), reference_silu_mul(gate_up), dtype)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's in the interpreter, as exp(1000) is infinite
+def test_large_gates_are_closed_or_open(backend: Backend) -> None:
+    gates = [-1e30, -1000.0, -200.0, -50.0, -0.0, 200.0, 1000.0, torch.inf, torch.nan]
+    gate_up = torch.tensor([gates + [3.0] * len(gates)], device=backend.device)
+    output = make_ops(backend, torch.float32).silu_mul(gate_up)[0]
+    assert output[:5].abs().max() < 1e-19 and output[5:8].tolist() == [600, 3000, torch.inf] and output[8].isnan()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 33])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_linear_layer_with_what_follows_it(backend: Backend, dtype: torch.dtype, has_bias: bool, num_rows: int) -> None:
+    ops = make_ops(backend, dtype)
+    weight, x = random(backend, 50, 70, dtype=dtype), random(backend, num_rows, 70, dtype=dtype, seed=1)
+    bias = random(backend, 50, dtype=dtype, seed=2) if has_bias else None
+    residual = random(backend, num_rows, 50, dtype=dtype, seed=3, scale=30.0)
+    norm_weight = random(backend, 50, dtype=dtype, seed=4)
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    for kept in (weight, ops.pack(weight)):
+        output = ops.linear(x, kept, bias)
+        assert output.dtype == dtype
+        torch.testing.assert_close(output.double(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max()))
+        stream, normed = ops.linear_add_norm(x, kept, bias, residual.clone(), norm_weight, 1e-5)
+        wanted = residual.double() + exact
+        assert stream.dtype == dtype and (stream.double() - wanted).norm() <= BOUNDS[dtype] * wanted.norm()
+        assert_near(ops, normed, reference_rms_norm(stream, norm_weight, 1e-5), dtype)
+
+
+HEADS = [(4, 2, 16), (3, 3, 10), (8, 1, 64), (2, 1, 80), (7, 1, 128), (28, 4, 6), (5, 5, 2)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
+@pytest.mark.parametrize(("has_norm", "num_tokens"), [(False, 1), (True, 24)])
+def test_heads_are_normed_and_rotated_and_only_their_slots_change(
+    backend: Backend, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool, num_tokens: int
+) -> None:
+    ops, num_blocks, block_size = make_ops(backend, dtype), 6, 16
+    qkv = random(backend, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    qk_norm = random(backend, num_heads + num_kv_heads, head_dim, dtype=dtype, seed=1, mean=1.0) if has_norm else None
+    frequencies = tuple(100.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))
+    table = rope_table(Rope("default", frequencies, 1.0), 50).to(backend.device, dtype)
+    generator = torch.Generator().manual_seed(3)
+    positions = torch.randint(50, (num_tokens,), generator=generator)
+    positions[: num_tokens // 2] = 49
+    slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens]
+    if not isinstance(ops, TorchOps) and num_tokens > 1:  # others pad a pass with it
+        slots[[3, -1]] = -1
+    cache = random(backend, 3, 2, num_kv_heads, num_blocks, block_size, head_dim, dtype=dtype, seed=5)
+    arguments = table, positions.to(backend.device), slots.to(backend.device)
+    before, values = cache.clone(), qkv.view(num_tokens, -1, head_dim)[:, num_heads + num_kv_heads :].clone()
+    exact_kv = cache[1].double()
+    exact_q = reference_rope_and_write_kv(qkv, *arguments, exact_kv, num_heads=num_heads, qk_norm=qk_norm, eps=1e-3)
+
+    q = ops.rope_and_write_kv(qkv, *arguments, cache[1], num_heads=num_heads, qk_norm=qk_norm, eps=1e-3)
+    assert_near(ops, q, exact_q, dtype)
+    assert_near(ops, cache[1], exact_kv, dtype)
+    assert torch.equal(cache[[0, 2]], before[[0, 2]])
+    is_written = torch.zeros(num_blocks * block_size, dtype=torch.bool)
+    is_written[slots[slots >= 0]] = True
+    by_slot, before_by_slot = (each[1].flatten(2, 3).cpu() for each in (cache, before))
+    assert torch.equal(by_slot[:, :, ~is_written], before_by_slot[:, :, ~is_written])
+    written = by_slot[1][:, slots[slots >= 0]].transpose(0, 1)
+    assert torch.equal(written, values.cpu()[slots >= 0])  # not a bit of them changes
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's in the interpreter
+def test_values_that_are_not_finite_reach_the_cache_as_they_are(backend: Backend) -> None:
+    qkv = torch.zeros(1, 3 * 8, device=backend.device)
+    qkv[0, 16:] = torch.tensor([torch.inf, -torch.inf, math.nan, -0.0, 1, 2, 3, 4])
+    values = qkv[0, 16:].clone()
+    kv_layer, slots = torch.zeros(2, 1, 1, 16, 8, device=backend.device), torch.tensor([5], device=backend.device)
+    table = torch.stack((torch.ones(1, 8), torch.zeros(1, 8)), 1).to(backend.device)
+    ops = make_ops(backend, torch.float32)
+    ops.rope_and_write_kv(qkv, table, slots * 0, slots, kv_layer, num_heads=1, qk_norm=None, eps=0.0)
+    assert torch.equal(kv_layer[1, 0, 0, 5].view(torch.int32), values.view(torch.int32))
