@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -94,44 +94,6 @@ class Frontier(NamedTuple):
     ancestor_bits: Tensor  # int64 [rows], over the slots after the root
 
 
-class Growth(Protocol):
-    """Trees of some requests while they grow."""
-
-    @property
-    def fed_slots(self) -> Sequence[Sequence[Ints]]:
-        """Per request and depth, from 1 on: where the nodes of that depth are fed, counted from the slot after the root."""
-
-    def start(self, logits: Tensor) -> None:
-        """Take the logits of the roots, [n, V]."""
-
-    def frontier(self, depth: int) -> Frontier:
-        """The nodes to feed at that depth."""
-
-    def extend(self, depth: int, logits: Tensor) -> None:
-        """Take the logits of the nodes fed at that depth, [rows, V]."""
-
-    def candidates(self) -> Candidates:
-        """What the trees are chosen from, once all depths are fed."""
-
-
-def _group(feeds: Sequence[Feed], backend: Backend) -> list[tuple[Ints, Growth]]:
-    """Requests that grow alike, by their indices, together."""
-    members: dict[tuple[object, ...], list[int]] = {}
-    kinds: dict[tuple[object, ...], Callable[[Sequence[Feed], Backend], Growth]] = {}
-    for i, feed in enumerate(feeds):
-        match feed.spec:
-            case BeamSpec(width=width, num_children=num_children):
-                key: tuple[object, ...] = "beam", width, num_children
-                kinds[key] = BeamGrowth
-            case ShapeSpec(params=params):
-                key = "shape", params is not None
-                kinds[key] = ShapeGrowth
-            case _:
-                raise TypeError(f"{type(feed.spec).__name__} is not a spec that can be grown")
-        members.setdefault(key, []).append(i)
-    return [(np.array(indices), kinds[key]([feeds[i] for i in indices], backend)) for key, indices in members.items()]
-
-
 class BeamGrowth:
     """Expands, at each depth, the nodes with the greatest cumulative probability.
 
@@ -157,6 +119,7 @@ class BeamGrowth:
 
     @property
     def fed_slots(self) -> list[list[Ints]]:
+        """Per request and depth, from 1 on: where the nodes of that depth are fed, counted from the slot after the root."""
         return [list(np.arange((depth - 1) * self._width).reshape(-1, self._width)) for depth in self._depths.tolist()]
 
     def start(self, logits: Tensor) -> None:
@@ -314,6 +277,27 @@ class ShapeGrowth:
             ShapeLevel(next(columns), next(columns), next(columns), owners=owners[level], num_children=num_children[level])
             for level in of_levels
         ]
+
+
+Growth = BeamGrowth | ShapeGrowth
+
+
+def _group(feeds: Sequence[Feed], backend: Backend) -> list[tuple[Ints, Growth]]:
+    """Requests that grow alike, by their indices, together."""
+    members: dict[tuple[object, ...], list[int]] = {}
+    kinds: dict[tuple[object, ...], type[Growth]] = {}
+    for i, feed in enumerate(feeds):
+        match feed.spec:
+            case BeamSpec(width=width, num_children=num_children):
+                key: tuple[object, ...] = "beam", width, num_children
+                kinds[key] = BeamGrowth
+            case ShapeSpec(params=params):
+                key = "shape", params is not None
+                kinds[key] = ShapeGrowth
+            case _:
+                raise TypeError(f"{type(feed.spec).__name__} is not a spec that can be grown")
+        members.setdefault(key, []).append(i)
+    return [(np.array(indices), kinds[key]([feeds[i] for i in indices], backend)) for key, indices in members.items()]
 
 
 class FrontierLayout(NamedTuple):

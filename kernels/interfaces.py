@@ -110,6 +110,17 @@ class LayerOps(Protocol):
         """``silu(gate) * up``: [T, 2 * size] -> [T, size]."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PassInputs:
+    """What a model reads of the batch of one pass, made by the runner of a back end."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T], rope positions
+    slot_mapping: Tensor  # int64 [T], where keys and values are written; -1 = nowhere
+    logits_rows: Tensor | None  # int64 [L], rows of T whose logits are wanted; None: all
+    attention: Any  # the layout that the `LayerOps` of the same back end plan attention from
+
+
 class Model(Protocol):
     """A causal language model as runners see it; `titan.models.decoder.Decoder` is one."""
 
@@ -119,8 +130,8 @@ class Model(Protocol):
     def check_positions(self, positions: Ints) -> None:
         """Refuse positions that the model does not have."""
 
-    def hidden_states(self, inputs: Any, kv: KVTensor) -> Tensor:
-        """All but the output head, for the inputs of a pass that a runner makes: [L, hidden_size]."""
+    def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:
+        """All but the output head: [L, hidden_size]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The output head: [L, hidden_size] -> [L, vocab_size]."""

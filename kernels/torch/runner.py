@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from titan.core.batch import AttentionLayout, RaggedBatch
+from titan.core.batch import RaggedBatch
 from titan.core.growth import Feed
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees
 from titan.kernels.growth import grow_by_passes
-from titan.kernels.interfaces import Backend, Model
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostInputs:
-    """See `titan.models.layers.PassInputs`."""
-
-    token_ids: Tensor  # int64 [T]
-    positions: Tensor  # int64 [T]
-    slot_mapping: Tensor  # int64 [T]
-    logits_rows: Tensor  # int64 [L]
-    attention: AttentionLayout
+from titan.kernels.interfaces import Backend, Model, PassInputs
 
 
 class TorchRunner:
@@ -46,7 +34,7 @@ class TorchRunner:
         self.model.check_positions(batch.attention.positions)
         arrays = [batch.token_ids, batch.attention.positions, batch.slot_mapping, batch.logits_rows]
         token_ids, positions, slot_mapping, logits_rows = (torch.from_numpy(array).to(self.backend.device) for array in arrays)
-        inputs = HostInputs(token_ids, positions, slot_mapping, logits_rows, batch.attention)
+        inputs = PassInputs(token_ids, positions, slot_mapping, logits_rows, batch.attention)
         return self.model.logits(self.model.hidden_states(inputs, self.kv))
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:

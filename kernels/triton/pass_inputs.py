@@ -7,8 +7,6 @@ Legend: T query tokens and R requests, padded ones included.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.batch import RaggedBatch
+from titan.kernels.interfaces import PassInputs
 from titan.kernels.triton.attention_plan import AttentionGeometry
 from titan.kernels.triton.cuda_graphs import PassSize
 from titan.kernels.triton.layers import DeviceLayout
@@ -31,17 +30,6 @@ BLOCK_TABLE = 8
 """Which of these arrays is the block table."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceInputs:
-    """See `titan.models.layers.PassInputs`."""
-
-    token_ids: Tensor  # int64 [T]
-    positions: Tensor  # int64 [T]
-    slot_mapping: Tensor  # int64 [T], -1 = written nowhere
-    logits_rows: Tensor | None  # int64 [L]
-    attention: DeviceLayout
-
-
 def size_of(batch: RaggedBatch) -> PassSize:
     """The shapes of a batch as it is."""
     query_lens = np.diff(batch.attention.query_start_loc)
@@ -54,7 +42,7 @@ def upload_rows(batch: RaggedBatch, device: torch.device) -> Tensor | None:
     return None if len(rows) == len(batch.attention.positions) else to_device(rows, device)
 
 
-def upload_inputs(batch: RaggedBatch, geometry: AttentionGeometry, device: torch.device, max_short_query: int) -> DeviceInputs:
+def upload_inputs(batch: RaggedBatch, geometry: AttentionGeometry, device: torch.device, max_short_query: int) -> PassInputs:
     """Bring a batch to fresh memory, as it is.
 
     Args:
@@ -94,7 +82,7 @@ class StaticInputs:
         """Whether the batch's block tables are short enough."""
         return bool(batch.attention.block_table.shape[1] <= self.block_table.shape[1])
 
-    def fill(self, batch: RaggedBatch, size: PassSize) -> DeviceInputs:
+    def fill(self, batch: RaggedBatch, size: PassSize) -> PassInputs:
         """Bring a batch, padded to a size that holds it, to the memory of that size."""
         tensors = upload(_packed_arrays(batch, size), self.device, into=self.packed)
         _place_nodes(batch, tensors)
@@ -145,7 +133,7 @@ def _inputs(
     short_query_len: int,
     max_query_len: int,
     logits_rows: Tensor | None,
-) -> DeviceInputs:
+) -> PassInputs:
     token_ids, ancestor_bits, positions, slot_mapping, visible_lens, query_start_loc, seq_lens, tree_starts = tensors[:BLOCK_TABLE]
     layout = DeviceLayout(
         geometry=geometry,
@@ -159,7 +147,7 @@ def _inputs(
         short_query_len=short_query_len,
         max_query_len=max_query_len,
     )
-    return DeviceInputs(token_ids, positions, slot_mapping, logits_rows, layout)
+    return PassInputs(token_ids, positions, slot_mapping, logits_rows, layout)
 
 
 def _place_nodes(batch: RaggedBatch, tensors: list[Tensor]) -> None:

@@ -14,10 +14,10 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.core.trees import DraftTrees
 from titan.kernels.growth import grow_by_passes
-from titan.kernels.interfaces import Backend, PassCounts, PassLimits
+from titan.kernels.interfaces import Backend, PassCounts, PassInputs, PassLimits
 from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry
 from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassSize, Replay
-from titan.kernels.triton.pass_inputs import DeviceInputs, StaticInputs, size_of, upload_inputs, upload_rows
+from titan.kernels.triton.pass_inputs import StaticInputs, size_of, upload_inputs, upload_rows
 
 
 class TritonRunner:
@@ -84,7 +84,7 @@ class TritonRunner:
             self._replays[size] = self._captured(inputs, size)
         return hidden
 
-    def _captured(self, inputs: DeviceInputs, size: PassSize) -> Replay | None:
+    def _captured(self, inputs: PassInputs, size: PassSize) -> Replay | None:
         """The pass over these inputs; ``None``, said once in the log, if memory is too short for it."""
         replay = self._capture(lambda: self._hidden_states(inputs))
         if replay is None and None not in self._replays.values():
@@ -100,6 +100,6 @@ class TritonRunner:
         logits: Tensor = self.model.logits(hidden)
         return logits
 
-    def _hidden_states(self, inputs: DeviceInputs) -> Tensor:
+    def _hidden_states(self, inputs: PassInputs) -> Tensor:
         hidden: Tensor = self.model.hidden_states(inputs, self.kv)
         return hidden

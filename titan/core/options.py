@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, TypeVar, Unpack
 
+from titan.core.checks import check_bool, check_choice, check_integer
 from titan.core.limits import MAX_NODES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -36,10 +37,10 @@ class ModelOptions:
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_range("seed", self.seed, 0, 2**63 - 1)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_integer("seed", self.seed, 0, 2**63 - 1)
         if self.max_model_len is not None:
-            _check_range("max_model_len", self.max_model_len, 1)
+            check_integer("max_model_len", self.max_model_len, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +62,15 @@ class SpeculationOptions:
     draft_sampling: str = "auto"
 
     def __post_init__(self) -> None:
-        _check_choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS)
-        _check_bool("use_speculative", self.use_speculative)
-        _check_range("max_draft_tokens", self.max_draft_tokens, 0, MAX_NODES)
+        check_choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS)
+        check_bool("use_speculative", self.use_speculative)
+        check_integer("max_draft_tokens", self.max_draft_tokens, 0, MAX_NODES)
         self._check_draft_tree()
 
     def _check_draft_tree(self) -> None:
         parents = self.draft_tree
         if isinstance(parents, str):
-            _check_choice("draft_tree", parents, DRAFT_TREES)
+            check_choice("draft_tree", parents, DRAFT_TREES)
             return
         is_list = isinstance(parents, Sequence) and all(isinstance(each, int) and not isinstance(each, bool) for each in parents)
         if not is_list or len(parents) == 0:
@@ -112,11 +113,11 @@ class ScheduleOptions:
     swap_space: int = 0
 
     def __post_init__(self) -> None:
-        _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
-        _check_choice("swap_space", self.swap_space, (0,))
+        check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        check_choice("swap_space", self.swap_space, (0,))
         for name in ("max_batch_size", "max_num_batched_tokens", "prefill_chunk_size", "max_waiting_requests"):
-            _check_range(name, getattr(self, name), 1)
+            check_integer(name, getattr(self, name), 1)
         if self.max_num_batched_tokens < self.max_batch_size:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_batch_size={self.max_batch_size}: "
@@ -142,16 +143,16 @@ class MemoryOptions:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        _check_choice("block_size", self.block_size, BLOCK_SIZES)
+        check_choice("block_size", self.block_size, BLOCK_SIZES)
         for name in ("num_kv_blocks", "kv_cache_memory"):
             if getattr(self, name) is not None:
-                _check_range(name, getattr(self, name), 1)
+                check_integer(name, getattr(self, name), 1)
         if self.num_kv_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError(
                 f"num_kv_blocks={self.num_kv_blocks} and kv_cache_memory={self.kv_cache_memory} both set the size of the "
                 f"KV cache: give at most one of them"
             )
-        _check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -211,19 +212,3 @@ def _take(group: type[Group], options: dict[str, Any]) -> Group:
     """Make a group of those options that are its own, and take them out."""
     return group(**{each.name: options.pop(each.name) for each in fields(group) if each.name in options})
 
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} is not allowed: it must be True or False")
-
-
-def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not supported; allowed: {', '.join(map(repr, allowed))}")
-
-
-def _check_range(name: str, value: object, low: int, high: int | None = None) -> None:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or value < low or (high is not None and value > high):  # type: ignore[operator]
-        allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-        raise ValueError(f"{name}={value!r} is not allowed: it must be {allowed}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING
 
+from titan.core.checks import check_bool, check_integer
 from titan.core.limits import MAX_NODES
 
 if TYPE_CHECKING:
@@ -81,11 +82,11 @@ class SamplingParams:
     max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check_integer("n", self.n, low=1)
+        check_integer("n", self.n, 1)
         _check_number("temperature", self.temperature, low=0.0)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
-        _check_integer("top_k", self.top_k, low=-1)
+        check_integer("top_k", self.top_k, -1)
         _check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
         _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
@@ -94,18 +95,18 @@ class SamplingParams:
         if processors is not None and not (isinstance(processors, Sequence) and all(map(callable, processors))):
             raise ValueError(f"logits_processors={processors!r} is not allowed: it must be a sequence of callables, or None")
         if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
-        _check_integer("min_tokens", self.min_tokens, low=0)
+            check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, low=1)
+            check_integer("max_tokens", self.max_tokens, 1)
             if self.min_tokens > self.max_tokens:
                 raise ValueError(
                     f"min_tokens={self.min_tokens} contradicts max_tokens={self.max_tokens}: min_tokens must be at most max_tokens"
                 )
         if self.seed is not None:
-            _check_integer("seed", self.seed, low=0, high=2**63 - 1)
+            check_integer("seed", self.seed, 0, 2**63 - 1)
         if self.max_draft_tokens is not None:
-            _check_integer("max_draft_tokens", self.max_draft_tokens, low=0, high=MAX_NODES)
+            check_integer("max_draft_tokens", self.max_draft_tokens, 0, MAX_NODES)
             if self.max_draft_tokens > 0 and not self.use_speculative:
                 raise ValueError(
                     f"max_draft_tokens={self.max_draft_tokens} contradicts use_speculative=False: allowed with it are None and 0"
@@ -115,16 +116,15 @@ class SamplingParams:
         if not isinstance(self.stop_token_ids, list | tuple | None):
             raise ValueError(f"stop_token_ids={self.stop_token_ids!r} is not allowed: it must be a list of token ids or None")
         for token_id in self.stop_token_ids or ():
-            _check_integer("stop_token_ids", token_id, low=0)
+            check_integer("stop_token_ids", token_id, 0)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "use_speculative"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: it must be True or False")
+            check_bool(name, getattr(self, name))
 
     def _check_logit_bias(self) -> None:
         if not isinstance(self.logit_bias, dict | None):
             raise ValueError(f"logit_bias={self.logit_bias!r} is not allowed: it must be a dict of token ids to numbers, or None")
         for token_id, bias in (self.logit_bias or {}).items():
-            _check_integer("logit_bias", token_id, low=0)
+            check_integer("logit_bias", token_id, 0)
             _check_number(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
 
     @property
@@ -170,9 +170,3 @@ def _as_float32(value: float) -> float:
     except OverflowError:
         return inf
 
-
-def _check_integer(name: str, value: int, *, low: int, high: int | None = None) -> None:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or value < low or (high is not None and value > high):
-        allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-        raise ValueError(f"{name}={value!r} is not allowed: it must be {allowed}")

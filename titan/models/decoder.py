@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVLayout, KVTensor
-from titan.kernels.interfaces import Backend
+from titan.kernels.interfaces import Backend, PassInputs
 from titan.models.config import ModelConfig
-from titan.models.layers import LayerStep, LayerWeights, PassInputs, attention, gated, layer_shapes
+from titan.models.layers import LayerStep, LayerWeights, attention, gated, layer_shapes
 from titan.models.rope import rope_table
 
 MAX_HEAD_COPY_BYTES = 128 * 2**20

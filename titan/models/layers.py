@@ -6,7 +6,7 @@ Legend: T query tokens, H = num_heads, K = num_kv_heads, D = head_dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -32,30 +32,6 @@ class LayerWeights:
     output_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-
-
-class PassInputs(Protocol):
-    """What a model reads of the batch of one pass; made by the runner of a back end."""
-
-    @property
-    def token_ids(self) -> Tensor:
-        """Int64 [T]."""
-
-    @property
-    def positions(self) -> Tensor:
-        """Int64 [T], rope positions."""
-
-    @property
-    def slot_mapping(self) -> Tensor:
-        """Int64 [T], where keys and values are written."""
-
-    @property
-    def logits_rows(self) -> Tensor | None:
-        """Int64 [L], rows of T whose logits are wanted; ``None``: all."""
-
-    @property
-    def attention(self) -> Any:
-        """The layout that the model's `LayerOps` plan attention from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
