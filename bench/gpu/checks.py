@@ -25,9 +25,3 @@ def largest_difference(output: Tensor, exact: Tensor) -> float:
     exact = exact.double()
     difference = (output.double() - exact).abs() / exact.abs().clamp(min=1)
     return float(difference.max())  # NaN wins
-
-
-def num_different(output: Tensor, exact: Tensor) -> int:
-    """How many numbers differ in any bit that a comparison sees; NaN equals NaN."""
-    is_equal = (output == exact) | (output.isnan() & exact.isnan())
-    return int((~is_equal).sum())

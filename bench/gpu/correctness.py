@@ -10,7 +10,7 @@ from titan.bench.gpu.sections import Section, Setting, Task
 
 
 def make_tasks(setting: Setting) -> Sequence[Task]:
-    """All checks: attention, the other kernels of a layer and of the KV, then those of sampling and acceptance."""
+    """All checks: attention, the other kernels of a layer, then those of sampling and acceptance."""
     modules = attention_checks, layer_checks, sampling_checks, tree_checks
     return [task for module in modules for task in module.make_tasks(setting)]
 

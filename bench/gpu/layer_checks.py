@@ -1,4 +1,4 @@
-"""Rotation, norms, gate, and moves of KV at full shapes."""
+"""Rotation with the KV write, norms and gate at full shapes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan.bench.gpu.checks import ROUNDED_ONCE, held_to, largest_difference, num_different
+from titan.bench.gpu.checks import ROUNDED_ONCE, held_to, largest_difference
 from titan.bench.gpu.layer_reference import (
     reference_add_rms_norm,
-    reference_clear_blocks,
-    reference_copy_blocks,
-    reference_move_paths,
     reference_rms_norm,
     reference_rope_and_write_kv,
     reference_silu_mul,
 )
 from titan.bench.gpu.sections import Measurement, Setting, Task
 from titan.kernels.triton.gate import silu_mul
-from titan.kernels.triton.kv_moves import clear_blocks, copy_blocks, move_paths
 from titan.kernels.triton.norm import add_rms_norm, rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
 from titan.models.rope import Rope, rope_table
@@ -39,8 +35,6 @@ def make_tasks(setting: Setting) -> Sequence[Task]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         checks[f"norms, {str(dtype).removeprefix('torch.')}"] = partial(check_norms, setting, dtype)
         checks[f"gate, {str(dtype).removeprefix('torch.')}"] = partial(check_gate, setting, dtype)
-    checks["moves of accepted paths"] = partial(check_move_paths, setting)
-    checks["copies and clearing of blocks"] = partial(check_blocks, setting)
     return [Task(name, check, seconds=3, rank=1) for name, check in checks.items()]
 
 
@@ -90,52 +84,9 @@ def check_gate(setting: Setting, dtype: torch.dtype) -> Measurement:
     return held_to(error, ROUNDED_ONCE[dtype], f"{num_tokens} x {size}")
 
 
-def check_move_paths(setting: Setting) -> Measurement:
-    """Random accepted paths, the whole cache compared."""
-    num_requests, num_blocks_each = (3, 3) if setting.is_tiny else (64, 8)
-    kv = _cache(setting, num_requests * num_blocks_each)
-    rng = np.random.default_rng(setting.seed)
-    table = rng.permutation(num_requests * num_blocks_each).reshape(num_requests, -1)
-    max_path = 7
-    paths = np.stack([np.sort(rng.permutation(20)[:max_path]) for _ in range(num_requests)])
-    arguments = (
-        _int32(table, setting),
-        _int32(rng.integers(0, num_blocks_each * BLOCK_SIZE - 20, num_requests), setting),
-        _int32(paths, setting),
-        _int32(rng.integers(0, max_path, num_requests, endpoint=True), setting),
-    )
-    exact = kv.clone()
-    reference_move_paths(exact, *arguments)
-    move_paths(kv, *arguments)
-    return held_to(num_different(kv, exact), 0, f"{num_requests} paths, cache {list(kv.shape)}")
-
-
-def check_blocks(setting: Setting) -> Measurement:
-    """Copies to free blocks, then clearing, the whole cache compared."""
-    num_blocks = 12 if setting.is_tiny else 512
-    kv = _cache(setting, num_blocks)
-    order = torch.from_numpy(np.random.default_rng(setting.seed).permutation(num_blocks)).to(setting.device)
-    pairs, cleared = order[: num_blocks // 2].view(-1, 2).contiguous(), order[num_blocks // 2 : num_blocks * 3 // 4].contiguous()
-    exact = kv.clone()
-    reference_copy_blocks(exact, pairs)
-    reference_clear_blocks(exact, cleared)
-    copy_blocks(kv, pairs)
-    clear_blocks(kv, cleared)
-    return held_to(num_different(kv, exact), 0, f"{len(pairs)} copies, cache {list(kv.shape)}")
-
-
-def _cache(setting: Setting, num_blocks: int) -> Tensor:
-    num_layers, num_kv_heads, head_dim = (2, 2, 8) if setting.is_tiny else (32, 8, 128)
-    return _random(_generator(setting), num_layers, 2, num_kv_heads, num_blocks, BLOCK_SIZE, head_dim, dtype=torch.bfloat16)
-
-
 def _generator(setting: Setting) -> torch.Generator:
     return torch.Generator(setting.device).manual_seed(setting.seed)
 
 
 def _random(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=generator.device).normal_(generator=generator)
-
-
-def _int32(values: np.typing.NDArray[np.int64], setting: Setting) -> Tensor:
-    return torch.from_numpy(values).to(setting.device, torch.int32)

@@ -1,4 +1,4 @@
-"""Oracles of the kernels of a layer and of the KV, named after them: plain loops, in float64 where numbers are computed."""
+"""Oracles of the kernels of a layer, named after them, in float64."""
 
 from __future__ import annotations
 
@@ -64,26 +64,3 @@ def reference_silu_mul(gate_up: Tensor) -> Tensor:
     """What `silu_mul` computes, in float64: [T, 2 * intermediate_size] -> [T, intermediate_size]."""
     gate, up = gate_up.double().chunk(2, -1)
     return gate / (1 + torch.exp(-gate)) * up
-
-
-def reference_move_paths(kv: Tensor, block_table: Tensor, first_slots: Tensor, paths: Tensor, num_accepted: Tensor) -> None:
-    """What `move_paths` does to ``kv`` for ascending paths: one node after another, in place."""
-    block_size = kv.shape[4]
-    for request, blocks in enumerate(block_table.tolist()):
-        first_slot = int(first_slots[request])
-        for j in range(int(num_accepted[request])):
-            source, target = first_slot + int(paths[request, j]), first_slot + j
-            source_kv = kv[:, :, :, blocks[source // block_size], source % block_size].clone()
-            kv[:, :, :, blocks[target // block_size], target % block_size] = source_kv
-
-
-def reference_copy_blocks(kv: Tensor, pairs: Tensor) -> None:
-    """What `copy_blocks` does to ``kv``: one pair after another, in place."""
-    for source, target in pairs.tolist():
-        kv[:, :, :, target] = kv[:, :, :, source].clone()
-
-
-def reference_clear_blocks(kv: Tensor, block_ids: Tensor) -> None:
-    """What `clear_blocks` does to ``kv``: one block after another, in place."""
-    for block in block_ids.tolist():
-        kv[:, :, :, block] = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -16,8 +16,10 @@ from titan.bench.gpu.acceptance_reference import reference_reject, reference_wal
 from titan.bench.gpu.checks import held_to
 from titan.bench.gpu.sections import Measurement, Setting, Task
 from titan.core.random import Purpose, philox_uniform
-from titan.core.trees import DraftTree
-from titan.kernels.triton.root_matches import root_matches
+from titan.core.sampling_params import SamplingParams
+from titan.core.sampling_rows import SamplingRows
+from titan.core.trees import DraftTree, DraftTrees, TreeLimits
+from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.row_distribution import RowDistributions, normalized_probs, row_distributions
 from titan.kernels.triton.sample_rows import draw_rows
 from titan.kernels.triton.tree_rejection import reject_trees
@@ -236,8 +238,16 @@ def check_rejection(setting: Setting) -> Measurement:
 def check_root_matches(setting: Setting) -> Measurement:
     """How often a draft token would be accepted: p of q's most likely token, and ``sum(min(p, q))``."""
     drafts = make_drafts(setting)
-    distributions, draft_probs, draft_rows, start_loc, _, _ = _verify_by_kernels(drafts, setting)
-    found = root_matches(distributions, draft_probs, draft_rows, start_loc).double().cpu().numpy()
+    backend = TritonBackend(setting.device)
+    trees = [
+        replace(tree, draft_probs=drafts.wide(q[q.any(-1)]).float().to(setting.device))
+        for tree, q in zip(drafts.trees, drafts.q, strict=True)
+    ]
+    limits = [TreeLimits(tree.num_nodes, may_sample=True) for tree in trees]
+    options = SamplingRows.of((SamplingParams(temperature=1.0), 0, 0) for _ in trees)
+    logits = drafts.wide(np.concatenate(drafts.p)).log().float().to(setting.device)
+    joined = DraftTrees.of(trees, limits, drafter="check", vocab_size=drafts.vocab_size, upload=backend.upload)
+    found = backend.trees.verify(logits, joined, np.arange(len(trees)), options).matches.double().cpu().numpy()
     roots = [(p[0], q[0]) for p, q in zip(drafts.p, drafts.q, strict=True)]
     exact = np.array([(p[q.argmax()], np.minimum(p, q).sum()) for p, q in roots])
     return held_to(float(np.abs(found - exact).max()), CDF_TOLERANCE, f"{len(roots)} roots")
