@@ -328,10 +328,7 @@ class Backend(Protocol):
         """Bytes that the KV caches may take where the user has not said how many.
 
         Args:
-            run_largest_passes: of all models; called where that is how to find out.
-
-        Raises:
-            ValueError: not even these passes fit.
+            run_largest_passes: called where that is how to find out.
         """
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:

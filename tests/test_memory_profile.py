@@ -1,86 +1,86 @@
-"""What the largest passes leave for the KV cache, with memory that a test makes up."""
+"""What the largest passes leave for the KV cache, with CUDA memory that a test makes up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from interpreted import DEVICE, take_triton
+from interpreted import triton_backend
 from stepping import greedy, make_engine, run_all
 from tiny_models import make_model
 from torch import Tensor
 from zoo import Zoo
 
-from titan.kernels.triton import layers as triton_ops
+from titan.core.kv_tensor import KVTensor
+from titan.kernels.triton import layers as triton_layers
 from titan.kernels.triton.attention_plan import TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.models.decoder import Decoder
 
-FREE, PEAK = 1_900_000, 1_000_000
+HELD, PEAK, FREE = 300_000, 1_000_000, 1_900_000
+OPTIONS: dict[str, Any] = {"max_batch_size": 3, "max_num_batched_tokens": 70, "max_draft_tokens": 4}
 
 
-class FakeMemory:
-    """Free memory and a peak that a test chose; notes which passes ran meanwhile."""
+class Device:
+    """A CUDA device of which `FREE` bytes are free, once and for all, and whose passes take `PEAK` beyond what was `HELD`."""
 
-    passes: list[tuple[int, int, int]]  # (tokens, requests, logits rows)
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def free(self) -> int:
-        return FREE
-
-    def peak(self, function: Callable[[], None]) -> int:
-        FakeMemory.passes = []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free = FREE
+        self.passes: list[tuple[int, int, int]] = []  # (tokens, requests, logits rows) while its peak is measured
+        self._shape = (0, 0)
+        self._is_measured = False
         hidden_states, logits = Decoder.hidden_states, Decoder.logits
-        shapes: list[tuple[int, int]] = []
 
-        def recorded(model: Decoder, inputs: Any, kv: Tensor) -> Tensor:
-            shapes.append((len(inputs.token_ids), len(inputs.attention.seq_lens)))
+        def recorded(model: Decoder, inputs: Any, kv: KVTensor) -> Tensor:
+            self._shape = len(inputs.token_ids), len(inputs.attention.seq_lens)
             return hidden_states(model, inputs, kv)
 
         def recorded_logits(model: Decoder, hidden: Tensor) -> Tensor:
-            FakeMemory.passes.append((*shapes[-1], len(hidden)))
+            if self._is_measured:
+                self.passes.append((*self._shape, len(hidden)))
             return logits(model, hidden)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Decoder, "hidden_states", recorded)
-            patch.setattr(Decoder, "logits", recorded_logits)
-            function()
-        return PEAK
+        monkeypatch.setattr(Decoder, "hidden_states", recorded)
+        monkeypatch.setattr(Decoder, "logits", recorded_logits)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: HELD)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: self._measure(True))
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: self._measure(False))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 2 * FREE))
+
+    def _measure(self, is_measured: bool) -> int:
+        self._is_measured = is_measured
+        return HELD + PEAK
 
 
 @pytest.fixture(autouse=True)
-def _fake_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_triton(monkeypatch)
-    monkeypatch.setattr("titan.engine.CudaMemory", FakeMemory)
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
 
 
-OPTIONS: dict[str, Any] = {"max_batch_size": 3, "max_num_batched_tokens": 70, "max_draft_tokens": 4}
-ON_TRITON = {"device": str(DEVICE)}
-
-
-def test_pool_takes_its_share_of_what_the_largest_passes_leave(zoo: Zoo) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("other"), **OPTIONS, **ON_TRITON)
-    assert FakeMemory.passes == [(69, 3, 15), (69, 3, 15)], "the target's and the draft's"
+def test_pool_takes_its_share_of_what_the_largest_passes_leave(zoo: Zoo, device: Device) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("other"), backend=triton_backend(), **OPTIONS)
+    assert device.passes == [(69, 3, 15)], "the target's: a draft needs no more"
     bytes_per_block = 16 * (3 + 2) * 2 * 2 * 16 * 4  # tokens, layers of both, K and V, heads, head_dim, float32
     useful = 3 * 16
     assert engine.kv.num_blocks == min(int((FREE - PEAK) * 0.9) // bytes_per_block, useful) < useful
     assert run_all(engine, [[5, 6, 7]], [greedy(2)]) == [zoo.greedy("llama", [5, 6, 7], 2)]
 
 
-def test_given_sizes_are_kept_and_nothing_is_profiled(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan.engine.CudaMemory", None)
-    assert make_engine(zoo.path("llama"), num_kv_blocks=17, **ON_TRITON).kv.num_blocks == 17
-    assert make_engine(zoo.path("llama"), kv_cache_memory=16 * 3 * 2 * 2 * 16 * 4 * 9, **ON_TRITON).kv.num_blocks == 9
+def test_given_sizes_are_kept_and_nothing_is_profiled(zoo: Zoo, device: Device) -> None:
+    assert make_engine(zoo.path("llama"), backend=triton_backend(), num_kv_blocks=17).kv.num_blocks == 17
+    kv_cache_memory = 16 * 3 * 2 * 2 * 16 * 4 * 9
+    assert make_engine(zoo.path("llama"), backend=triton_backend(), kv_cache_memory=kv_cache_memory).kv.num_blocks == 9
+    assert device.passes == []
 
 
-def test_passes_stay_within_the_models_positions(zoo: Zoo) -> None:
-    make_engine(zoo.path("short"), max_batch_size=2, max_num_batched_tokens=2048, max_draft_tokens=0, **ON_TRITON)
-    assert FakeMemory.passes == [(2 * 40, 2, 2)]
+def test_passes_stay_within_the_models_positions(zoo: Zoo, device: Device) -> None:
+    options = {"max_batch_size": 2, "max_num_batched_tokens": 2048, "max_draft_tokens": 0}
+    make_engine(zoo.path("short"), backend=triton_backend(), **options)
+    assert device.passes == [(2 * 40, 2, 2)]
 
 
 def test_the_parts_of_split_contexts_have_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +92,9 @@ def test_the_parts_of_split_contexts_have_their_room(tmp_path: Path, monkeypatch
         taken.append(sum(launch.part_outputs.nbytes for launches in plan.launches.values() for launch in launches))
         return plan
 
-    monkeypatch.setattr(triton_ops, "plan_tree_attention", recorded)
+    monkeypatch.setattr(triton_layers, "plan_tree_attention", recorded)
     make_model(tmp_path, num_hidden_layers=1)
-    engine = make_engine(str(tmp_path), **OPTIONS, **ON_TRITON)
+    engine = make_engine(str(tmp_path), backend=triton_backend(), **OPTIONS)
     profiled = max(taken)
     taken.clear()
     run_all(engine, [[5 + i % 90 for i in range(130)]], [greedy(1)])
@@ -102,15 +102,15 @@ def test_the_parts_of_split_contexts_have_their_room(tmp_path: Path, monkeypatch
 
 
 def test_passes_that_do_not_fit_are_refused_by_what_makes_them_large(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(memory: FakeMemory, function: Callable[[], None]) -> int:
+    def fail(model: Decoder, inputs: Any, kv: KVTensor) -> Tensor:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(FakeMemory, "peak", fail)
+    monkeypatch.setattr(Decoder, "hidden_states", fail)
     with pytest.raises(ValueError, match=r"max_num_batched_tokens=70 and max_batch_size=3 need more memory than .*: lower them"):
-        make_engine(zoo.path("llama"), **OPTIONS, **ON_TRITON)
+        make_engine(zoo.path("llama"), backend=triton_backend(), **OPTIONS)
 
 
-def test_no_room_is_refused(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeMemory, "free", lambda self: PEAK - 5)
-    with pytest.raises(ValueError, match="0 bytes of KV cache memory are too few: one block takes 12288 bytes"):
-        make_engine(zoo.path("llama"), **OPTIONS, **ON_TRITON)
+def test_no_room_is_refused(zoo: Zoo, device: Device) -> None:
+    device.free = PEAK - 5
+    with pytest.raises(ValueError, match="0 bytes of KV cache memory are too few: one block takes 4096 bytes"):
+        make_engine(zoo.path("short"), backend=triton_backend(), **OPTIONS)

@@ -32,7 +32,20 @@ def run_largest_pass(backend: Backend, model: Decoder, config: EngineConfig, lim
         config: of the engine.
         limits: of the small passes.
         max_model_len: most tokens of a request.
+
+    Raises:
+        ValueError: the device has not the memory.
     """
+    try:
+        _run(backend, model, config, limits, max_model_len)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"max_num_batched_tokens={config.schedule.max_num_batched_tokens} and max_batch_size={config.schedule.max_batch_size} "
+            f"need more memory than {backend.device} has: lower them"
+        ) from error
+
+
+def _run(backend: Backend, model: Decoder, config: EngineConfig, limits: PassLimits, max_model_len: int) -> None:
     num_requests, block_size = config.schedule.max_batch_size, config.memory.block_size
     max_len = min(max_model_len, model.max_positions)
     num_tokens = min(config.schedule.max_num_batched_tokens // num_requests, max_len)
