@@ -1,28 +1,35 @@
-"""The acceptance rule against its slow twin, on random trees."""
+"""Sample-and-match against its slow twin, on random trees, from the logits of a step to its `Acceptance`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from back_ends import BACK_ENDS, ON_HOST, make_back_end
+from exact_rules import inverse_cdf, reference_walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_logits import slow_probs, slow_transform
+from stepping import host_trees
+from torch import Tensor
 
 from titan.core.outputs import RequestMetrics
+from titan.core.random import Purpose, philox_uniform
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
+from titan.core.sampling_rows import SamplingRows
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import EMPTY_TREE, DraftTree
-from titan.execute.batch import RaggedBatch
-from titan.sample.distributions import SamplingRows, sample_rows
-from titan.verify.accept import accept, walk
-from titan.verify.reference import reference_walk
+from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, TreeLimits
+from titan.kernels.interfaces import Backend
+from titan.verify import accept
+from titan.verify.accept import collect, launch
 
 VOCAB_SIZE = 5
 EOS = 4
+PROMPT_TOKEN = 0
 
 
 @st.composite
@@ -48,37 +55,72 @@ def pseudo_random_token(seed: int, prefix: Sequence[int], vocab_size: int = 3) -
     return int(np.random.default_rng([seed, *prefix]).integers(vocab_size))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(tree=trees(), seed=st.integers(0, 1000))
-def test_the_walk_is_that_of_the_slow_twin(tree: DraftTree, seed: int) -> None:
-    tokens = [pseudo_random_token(seed, path_tokens(tree, node)) for node in range(-1, tree.num_nodes)]
-    path = walk(tree, tokens)
-    emitted = [*tree.token_ids[path].tolist(), tokens[1 + path[-1] if path else 0]]
-    assert emitted == reference_walk(tree, lambda prefix: pseudo_random_token(seed, prefix))
-    assert [int(tree.parents[node]) for node in path] == [-1, *path][: len(path)], "a path goes from parent to child"
+def greedy_paths(backend: Backend, step_trees: Sequence[DraftTree], tokens: Sequence[int]) -> list[tuple[list[int], int]]:
+    """The accepted nodes and the final token of each tree, where these tokens are the most likely at its root and its nodes."""
+    logits = torch.nn.functional.one_hot(torch.tensor(tokens), 10).float()
+    sampling = SamplingRows.of([(SamplingParams(temperature=0.0), 0, 7)] * len(step_trees))
+    placed = DraftTrees.of(
+        step_trees, [TreeLimits(63, may_sample=False)] * len(step_trees), drafter="test", vocab_size=10, upload=backend.upload
+    )
+    verified = backend.trees.verify(logits.to(backend.device), placed, np.arange(len(step_trees)), sampling)
+    paths, counts = verified.paths.tolist(), verified.num_accepted.tolist()
+    assert verified.matches.isnan().all(), "nothing was sampled"
+    return [(path[:count], final) for path, count, final in zip(paths, counts, verified.final_tokens.tolist(), strict=True)]
 
 
-def test_of_equal_siblings_the_first_is_taken() -> None:
+@pytest.mark.parametrize(("back_end", "num_examples"), [("torch", 80), ("cpu", 80), ("triton", 4)])
+def test_the_walk_is_that_of_the_slow_twin(back_end: str, num_examples: int) -> None:
+    backend = make_back_end(back_end)
+
+    @settings(max_examples=num_examples, deadline=None, derandomize=True)
+    @given(step_trees=st.lists(trees(), min_size=1, max_size=8), seed=st.integers(0, 1000))
+    def check(step_trees: list[DraftTree], seed: int) -> None:
+        tokens = [pseudo_random_token(seed, path_tokens(tree, node)) for tree in step_trees for node in range(-1, tree.num_nodes)]
+        for tree, (path, final_token) in zip(step_trees, greedy_paths(backend, step_trees, tokens), strict=True):
+            emitted = [*tree.token_ids[path].tolist(), final_token]
+            assert emitted == reference_walk(tree, lambda prefix: pseudo_random_token(seed, prefix))
+            assert [int(tree.parents[node]) for node in path] == [-1, *path][: len(path)], "a path goes from parent to child"
+
+    check()
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_of_equal_siblings_the_first_is_taken(back_end: str) -> None:
     tree = DraftTree(np.array([7, 7, 8, 9, 8]), np.array([-1, -1, 1, 0, 0], np.int32))
-    assert walk(tree, [7, 8, 8, 1, 2, 3]) == [0, 4]
+    assert greedy_paths(make_back_end(back_end), [tree], [7, 8, 8, 1, 2, 3]) == [([0, 4], 3)]
 
 
 def make_request(params: SamplingParams, seed: int = 0, num_prompt: int = 3, num_output: int = 0) -> Request:
-    request = Request("r", None, [0] * num_prompt, params, seed, 1000, frozenset({EOS}), RequestMetrics(0.0), detokenizer=None)
+    prompt = [PROMPT_TOKEN] * num_prompt
+    request = Request("r", None, prompt, params, seed, 1000, frozenset({EOS}), RequestMetrics(0.0), detokenizer=None)
     request.token_ids += [1] * num_output
     return request
 
 
-def run_accept(requests: list[Request], step_trees: list[DraftTree], has_rows: list[bool], logits: torch.Tensor) -> Acceptance:
-    plan = StepPlan(requests, [1] * len(requests), [tree.num_nodes for tree in step_trees])
-    counts = [1 + tree.num_nodes if rows else 0 for tree, rows in zip(step_trees, has_rows, strict=True)]
-    batch = RaggedBatch(*[cast(Any, None)] * 4, np.cumsum([0, *counts]), cast(Any, None))
-    return accept(plan, step_trees, batch, logits)
+def run_accept(
+    backend: Backend, requests: list[Request], step_trees: list[DraftTree], has_rows: list[bool], logits: Tensor
+) -> Acceptance:
+    counts = [tree.num_nodes for tree in step_trees]
+    plan = StepPlan(requests, [1] * len(requests), counts, counts)
+    limits = [TreeLimits(count, may_sample=False) for count in counts]
+    placed = DraftTrees.of(step_trees, limits, drafter="test", vocab_size=VOCAB_SIZE, upload=backend.upload)
+    start_loc = np.cumsum([0, *(1 + count if rows else 0 for count, rows in zip(counts, has_rows, strict=True))])
+    return collect(backend, launch(backend, plan, placed, start_loc, logits.to(backend.device)))
 
 
-def target_logits(prefix: Sequence[int]) -> torch.Tensor:
+def target_logits(prefix: Sequence[int]) -> Tensor:
     """A target that is a function of the tokens behind the root."""
     return torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(hash(tuple(prefix)) % 2**32)) * 2
+
+
+def decode(prefix: Sequence[int], request: Request) -> int:
+    """The request's token after these behind the root, as transformers' warpers and the request's random numbers give it."""
+    output = [*request.output_token_ids, *prefix]
+    scores = slow_transform(target_logits(prefix), request.params, request.prompt_token_ids, output, [EOS])
+    if request.params.is_greedy:
+        return int(scores.argmax())
+    uniform = float(philox_uniform(request.seed, request.num_tokens + len(prefix), Purpose.SAMPLE))
+    return inverse_cdf(slow_probs(scores.double(), request.params).numpy(), uniform)[0]
 
 
 PARAMS = [
@@ -88,76 +130,106 @@ PARAMS = [
     SamplingParams(temperature=2.0, top_p=0.8, min_tokens=2),
     SamplingParams(temperature=0.0, min_tokens=4),
     SamplingParams(temperature=1.3, min_p=0.1, min_tokens=9),
+    SamplingParams(temperature=0.9, repetition_penalty=1.3, presence_penalty=0.4),
 ]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    rows=st.lists(
-        st.tuples(
-            trees(VOCAB_SIZE), st.booleans(), st.sampled_from(PARAMS), st.integers(0, 2**63), st.integers(1, 4), st.integers(0, 5)
-        ),
-        min_size=1,
-        max_size=5,
-    )
-)
-def test_accepted_tokens_are_those_that_token_by_token_decoding_draws(
-    rows: list[tuple[DraftTree, bool, SamplingParams, int, int, int]],
-) -> None:
+@pytest.mark.parametrize(("back_end", "num_examples"), [("torch", 150), ("cpu", 150), ("triton", 4)])
+def test_accepted_tokens_are_those_that_token_by_token_decoding_samples(back_end: str, num_examples: int) -> None:
     """Each row by itself: the options of its request, the position that its token will have, and its prefix' stops."""
-    requests = [make_request(params, seed, num_prompt, num_output) for _, _, params, seed, num_prompt, num_output in rows]
-    step_trees = [EMPTY_TREE if is_prefill else tree for tree, is_prefill, *_ in rows]
-    logits = [
-        target_logits(path_tokens(tree, node))
-        for (tree, is_prefill, *_) in rows
-        for node in (range(-1, tree.num_nodes) if not is_prefill else ())
-    ]
-    stacked = torch.stack(logits) if logits else torch.empty(0, VOCAB_SIZE)
-    acceptance = run_accept(requests, step_trees, [not is_prefill for _, is_prefill, *_ in rows], stacked)
-    for i, (tree, is_prefill, params, seed, num_prompt, num_output) in enumerate(rows):
-        if is_prefill:
-            assert (acceptance.paths[i], acceptance.token_ids[i], acceptance.errors[i]) == ([], [], None)
-            continue
+    backend = make_back_end(back_end)
 
-        def decode(prefix: Sequence[int]) -> int:
-            position = num_prompt + num_output + len(prefix)  # noqa: B023
-            sampling = SamplingRows(
-                np.array([params.temperature], np.float32),  # noqa: B023
-                np.array([params.top_k]),  # noqa: B023
-                np.array([params.top_p], np.float32),  # noqa: B023
-                np.array([params.min_p], np.float32),  # noqa: B023
-                np.array([seed], np.uint64),  # noqa: B023
-                np.array([position]),
-                [(0, [EOS])] if position - num_prompt < params.min_tokens else [],  # noqa: B023
-            )
-            return int(sample_rows(target_logits(prefix)[None], sampling))
+    @settings(max_examples=num_examples, deadline=None, derandomize=True)
+    @given(
+        rows=st.lists(
+            st.tuples(
+                trees(VOCAB_SIZE),
+                st.booleans(),
+                st.sampled_from(PARAMS),
+                st.integers(0, 2**63),
+                st.integers(1, 4),
+                st.integers(0, 5),
+            ),
+            min_size=1,
+            max_size=5,
+        )
+    )
+    def check(rows: list[tuple[DraftTree, bool, SamplingParams, int, int, int]]) -> None:
+        requests = [make_request(params, seed, num_prompt, num_output) for _, _, params, seed, num_prompt, num_output in rows]
+        step_trees = [EMPTY_TREE if is_prefill else tree for tree, is_prefill, *_ in rows]
+        logits = [
+            target_logits(path_tokens(tree, node))
+            for (tree, is_prefill, *_) in rows
+            for node in (range(-1, tree.num_nodes) if not is_prefill else ())
+        ]
+        stacked = torch.stack(logits) if logits else torch.empty(0, VOCAB_SIZE)
+        acceptance = run_accept(backend, requests, step_trees, [not is_prefill for _, is_prefill, *_ in rows], stacked)
+        assert acceptance.matches == {} and acceptance.logprobs == {}
+        for i, (tree, is_prefill, *_) in enumerate(rows):
+            assert acceptance.errors[i] is None
+            if is_prefill:
+                assert (acceptance.paths[i], acceptance.token_ids[i]) == ([], [])
+                continue
+            assert acceptance.token_ids[i] == reference_walk(tree, lambda prefix: decode(prefix, requests[i]))  # noqa: B023
+            assert acceptance.token_ids[i][:-1] == tree.token_ids[acceptance.paths[i]].tolist()
+            assert acceptance.trees[i].token_ids.tolist() == tree.token_ids.tolist()
 
-        assert acceptance.token_ids[i] == reference_walk(tree, decode)
-        assert acceptance.errors[i] is None
-        assert acceptance.token_ids[i][:-1] == tree.token_ids[acceptance.paths[i]].tolist()
+    check()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-3])
 @pytest.mark.parametrize("num_output", range(5))
-def test_an_end_is_held_back_up_to_min_tokens_within_a_run(num_output: int, temperature: float) -> None:
+@pytest.mark.parametrize("back_end", ON_HOST)
+def test_an_end_is_held_back_up_to_min_tokens_within_a_run(back_end: str, num_output: int, temperature: float) -> None:
     """A target that always wants to end: it may after three tokens, wherever in the run they are reached."""
     logits = torch.zeros(6, VOCAB_SIZE)
     logits[:, 2], logits[:, EOS] = 1.0, 2.0
     request = make_request(SamplingParams(temperature=temperature, min_tokens=3), num_output=num_output)
-    acceptance = run_accept([request], [DraftTree.chain([2] * 5)], [True], logits)
+    acceptance = run_accept(make_back_end(back_end), [request], [DraftTree.chain([2] * 5)], [True], logits)
     assert acceptance.token_ids == [[2] * max(3 - num_output, 0) + [EOS]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad_row", ["root", "accepted", "rejected"])
-def test_logits_that_are_not_finite_end_their_request_if_they_are_needed(bad_row: str, temperature: float) -> None:
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_logits_that_are_not_finite_end_their_request_if_they_are_needed(back_end: str, bad_row: str, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, top_k=1)
     logits = torch.zeros(3 + 1 + 3, VOCAB_SIZE)
     logits[:, 2] = 1.0
     logits[{"root": 0, "accepted": 1, "rejected": 6}[bad_row]] = torch.nan
     requests = [make_request(params), make_request(params), make_request(params)]
     step_trees = [DraftTree.chain([2, 2]), EMPTY_TREE, DraftTree.chain([2, 3])]
-    acceptance = run_accept(requests, step_trees, [True] * 3, logits)
+    acceptance = run_accept(make_back_end(back_end), requests, step_trees, [True] * 3, logits)
     is_broken = bad_row != "rejected"
     assert acceptance.errors == ["the target's logits are not finite" if is_broken else None, None, None]
     assert acceptance.token_ids == [{"root": [], "accepted": [2]}.get(bad_row, [2, 2, 2]), [2], [2, 2]]
+
+
+def fail(token_ids: list[int], logits: Tensor) -> Tensor:
+    if token_ids[-1] == 2:
+        raise KeyError("no such rule")
+    return logits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_a_processor_that_fails_behind_the_root_ends_its_request_there(back_end: str, temperature: float) -> None:
+    logits = torch.zeros(6, VOCAB_SIZE)
+    logits[:, 2] = 40.0
+    params: list[dict[str, Any]] = [{"logits_processors": [fail]}, {}]
+    requests = [make_request(SamplingParams(temperature=temperature, **each)) for each in params]
+    acceptance = run_accept(make_back_end(back_end), requests, [DraftTree.chain([2, 2])] * 2, [True] * 2, logits)
+    assert acceptance.errors == ["logits_processors: KeyError: 'no such rule'", None]
+    assert acceptance.token_ids == [[2], [2, 2, 2]]
+
+
+def test_greedy_rows_without_options_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unwanted(*args: Any) -> None:
+        raise AssertionError("nothing is to be transformed")
+
+    monkeypatch.setattr(accept, "transform_rows", unwanted)
+    backend, request = make_back_end("torch"), make_request(SamplingParams(temperature=0.0))
+    plan = StepPlan([request], [1], [1], [1])
+    logits = torch.randn(2, VOCAB_SIZE)
+    launched = launch(backend, plan, host_trees([DraftTree.chain([3])]), np.array([0, 2]), logits)
+    assert launched.logits is logits and collect(backend, launched).errors == [None]
