@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
-from titan.kernels.cpu.library import usable_library
+from titan.kernels.cpu.library import CPU_KERNELS, load_library, usable_library
 from titan.kernels.interfaces import Backend
 from titan.kernels.torch.backend import TorchBackend
 
@@ -16,14 +18,15 @@ def choose_backend(device: torch.device) -> Backend:
         device: with its index.
 
     Raises:
-        ValueError: a card that Triton does not support, or the environment variable `TITAN_CPU_KERNELS` has an unknown value.
+        ValueError: the environment variable `TITAN_CPU_KERNELS` has an unknown value.
     """
     if device.type == "cuda":
         from titan.kernels.triton.backend import TritonBackend  # not every platform has triton
 
         return TritonBackend(device)
     if (library := usable_library()) is None:
-        return TorchBackend(device)
+        is_chosen = os.environ.get(CPU_KERNELS) == "torch"
+        return TorchBackend(device, "PyTorch" if is_chosen else f"PyTorch; the C++ was {load_library().description}")
     from titan.kernels.cpu.backend import CpuBackend
 
     return CpuBackend(library)

@@ -12,18 +12,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+
+import torch
 
 from titan import __version__
 from titan.core.options import DRAFT_SAMPLINGS, DTYPES
 from titan.core.outputs import RequestMetrics, RequestOutput
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
+from titan.kernels.backend import choose_backend, choose_device
+from titan.kernels.interfaces import Backend
 from titan.llm import LLM
+from titan.models.loader import DTYPES as TORCH_DTYPES
 from titan.tree_view import LEGEND, VerifiedTree, render_tree, token_text, verified_trees
-
-if TYPE_CHECKING:
-    import torch
 
 BENCHES = {
     "throughput": "batching modes, speculation and other engines on the same requests",
@@ -273,30 +274,14 @@ def _as_json(run: Run, plain: Run | None) -> dict[str, object]:
 
 def _info(args: argparse.Namespace) -> int:
     """Print the versions of Titan and what it stands on, the device, and which kernels run."""
-    import torch
-
-    from titan.kernels.cpu.library import load_library
-    from titan.kernels.cpu.linear import can_pack
-    from titan.kernels.cpu.tiled_weights import has_tiles
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    backend = choose_backend(choose_device("auto"))
     facts = {
         "titan": __version__,
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "transformers", "triton", "accelerate", "safetensors", "tokenizers")},
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
-        **{f"layers, {name}": _layer_kernels(torch.device(device), dtype) for name, dtype in dtypes.items()},
-        "CPU kernels": load_library().description,
-        **{
-            f"linear, {name}": "oneDNN, packed weights"
-            if can_pack(torch.empty(1, 1, dtype=dtype, device=device))
-            else "torch.nn.functional.linear"
-            for name, dtype in dtypes.items()
-        },
+        **backend.facts(),
+        **{f"layers, {name}": _layer_kernels(backend, dtype) for name, dtype in TORCH_DTYPES.items()},
     }
-    if device == "cpu" and has_tiles():
-        facts["linear, float32"] = "AMX where bfloat16 holds the weight exactly, else " + facts["linear, float32"]
     if args.json:
         print(json.dumps(facts))
     else:
@@ -305,11 +290,9 @@ def _info(args: argparse.Namespace) -> int:
     return 0
 
 
-def _layer_kernels(device: torch.device, dtype: torch.dtype) -> str:
-    from titan.kernels.interfaces import choose_layer_ops
-
+def _layer_kernels(backend: Backend, dtype: torch.dtype) -> str:
     try:
-        return choose_layer_ops(device, dtype).name
+        return backend.layer_ops(dtype, frozenset()).name
     except ValueError as error:  # a card that is not supported
         return f"none: {error}"
 

@@ -165,15 +165,16 @@ class Engine:
         )
 
     def _use_drafter(self, drafter: Drafter) -> None:
-        kv, lookahead = None, _only_the_drafts
+        kv: KVTensor | None = None
+        lookahead: Lookahead = _only_the_drafts
         if isinstance(drafter, CachingDrafter) and drafter.kv is not None:
-            kv, lookahead = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device), drafter.lookahead
+            kv = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
             drafter.attach(kv)  # may refuse; the present draft then stays
+            lookahead = drafter.lookahead
         self.kv.detach("draft")
         if kv is not None:
             self.kv.attach("draft", kv)
-        self.drafter = drafter
-        self._lookahead: Lookahead = lookahead
+        self.drafter, self._lookahead = drafter, lookahead
 
     def _draft_context(self) -> DraftContext:
         return DraftContext(

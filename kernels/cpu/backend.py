@@ -29,7 +29,7 @@ class CpuBackend(TorchBackend):
     name = "compiled C++"
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__(torch.device("cpu"), load_library().description)
         sampling = CompiledSampling(library)
         self._library = library
         self.sampling, self.trees = sampling, CompiledTrees(library, sampling)
@@ -53,4 +53,4 @@ class CpuBackend(TorchBackend):
         }
         if has_tiles():
             packed["linear, float32"] = f"AMX where bfloat16 holds the weight exactly, else {packed['linear, float32']}"
-        return super().facts() | {"kernels": load_library().description} | packed
+        return super().facts() | packed

@@ -27,12 +27,14 @@ class TorchBackend:
 
     Args:
         device: any that PyTorch has; memory is looked for in that of the host.
+        description: of the kernels, for people: where others were to be expected, it says why there are none.
     """
 
     name = "PyTorch"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, description: str = "PyTorch") -> None:
         self.device = device
+        self._description = description
         self.cache: CacheOps = TorchCache(self.upload)
         self.sampling: SamplingOps = TorchSampling(self.upload)
         self.trees: TreeOps = TorchTrees(self.sampling)
@@ -64,4 +66,4 @@ class TorchBackend:
         return [tensor.cpu().numpy() for tensor in tensors]
 
     def facts(self) -> dict[str, str]:
-        return {"device": f"{self.device.type}, {torch.get_num_threads()} threads", "kernels": "PyTorch"}
+        return {"device": f"{self.device.type}, {torch.get_num_threads()} threads", "kernels": self._description}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +44,10 @@ class TorchRunner:
 
 def place_nodes(batch: RaggedBatch) -> None:
     """Bring the nodes of a batch, if it has any, to their places on the host."""
-    if (nodes := batch.nodes) is not None:
-        token_ids, ancestor_bits = (column.cpu().numpy() for column in (nodes.token_ids, nodes.ancestor_bits))
-        batch.place_nodes(token_ids, ancestor_bits, None if nodes.depths is None else nodes.depths.cpu().numpy())
+    if (nodes := batch.nodes) is None:
+        return
+    rows, roots, masks = batch.node_places()
+    batch.token_ids[rows] = np.maximum(nodes.token_ids.cpu().numpy(), 0)  # empty places have token -1
+    batch.attention.ancestor_bits[rows] = nodes.ancestor_bits.cpu().numpy() & masks
+    if nodes.depths is not None:
+        batch.attention.positions[rows] = roots + nodes.depths.cpu().numpy()

@@ -18,10 +18,9 @@ from titan.kernels.interfaces import PassInputs
 from titan.kernels.triton.attention_plan import AttentionGeometry
 from titan.kernels.triton.cuda_graphs import PassSize
 from titan.kernels.triton.layers import DeviceLayout
-from titan.kernels.triton.place_nodes import place_nodes
 from titan.kernels.triton.upload import to_device, upload
 
-MAX_PACKED_BYTES_PER_TOKEN = 40
+MAX_PACKED_BYTES_PER_TOKEN = 64
 MAX_PACKED_BYTES_PER_REQUEST = 16
 MAX_PADDING = 256
 """Of the arrays of a batch, packed; see `_packed_arrays`."""
@@ -95,7 +94,7 @@ class StaticInputs:
 def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[np.int64] | NDArray[np.int32]]:
     """The arrays of a batch in the order that `_inputs` knows, padded to ``size``, but for the block table.
 
-    Where there are nodes, one more array says how many each request has.
+    Where there are nodes, three more say where these belong.
     """
     layout = batch.attention
     num_tokens, num_requests, _ = size
@@ -120,10 +119,7 @@ def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[np.int64]
         padded(layout.tree_starts, num_requests, np.int32),
         layout.block_table.astype(np.int32),
     ]
-    if batch.nodes is not None:
-        start_loc = batch.nodes.start_loc
-        arrays.append(padded(start_loc, num_requests + 1, np.int32, int(start_loc[-1])))
-    return arrays
+    return arrays if batch.nodes is None else [*arrays, *batch.node_places()]
 
 
 def _inputs(
@@ -154,9 +150,11 @@ def _place_nodes(batch: RaggedBatch, tensors: list[Tensor]) -> None:
     """Write the nodes, which the device alone may know, to the places that the host has kept for them."""
     if (nodes := batch.nodes) is None:
         return
-    token_ids, ancestor_bits, positions, _, _, query_start_loc, _, tree_starts = tensors[:BLOCK_TABLE]
-    places = token_ids, positions, ancestor_bits, query_start_loc, tree_starts
-    place_nodes(*places, tensors[-1], nodes.token_ids, nodes.ancestor_bits, nodes.depths)
+    (token_ids, ancestor_bits, positions), (rows, roots, masks) = tensors[:3], tensors[-3:]
+    token_ids.index_copy_(0, rows, nodes.token_ids.clamp(min=0))  # empty places have token -1
+    ancestor_bits.index_copy_(0, rows, nodes.ancestor_bits & masks)
+    if nodes.depths is not None:
+        positions.index_copy_(0, rows, roots + nodes.depths)
 
 
 def _short_query_len(batch: RaggedBatch, max_short_query: int) -> int:

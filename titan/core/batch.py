@@ -38,6 +38,14 @@ class NodeQueries(NamedTuple):
     depths: Tensor | None  # int64 [N]; None: the host knows the positions
 
 
+class NodePlaces(NamedTuple):
+    """Where the nodes of a batch belong: [N] each."""
+
+    rows: Ints  # of the query tokens
+    roots: Ints  # positions of the roots, where nodes come with depths
+    masks: Ints  # of the ancestor bits: -1 in a tree, 0 in a chain, each node of which sees whatever lies before it
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayout:
     """Which slots each query token sees; arrays are int64, contiguous, and on the host.
@@ -62,7 +70,7 @@ class RaggedBatch:
     """Everything one forward pass needs; passed explicitly to the runner.
 
     Tokens, ancestor bits and depths of tree nodes are in ``nodes``. Their places in the arrays hold token 0, no bits, and the
-    positions of a chain, until the runner has put them there: on the host by `place_nodes`, or on its device.
+    positions of a chain, until the runner has put them there, on the host or on its device.
     """
 
     token_ids: Ints  # [T]
@@ -72,27 +80,17 @@ class RaggedBatch:
     attention: AttentionLayout
     nodes: NodeQueries | None = None
 
-    def place_nodes(self, token_ids: Ints, ancestor_bits: Ints, depths: Ints | None) -> None:
-        """Write nodes, brought to the host, to their places.
-
-        Args:
-            token_ids: [N].
-            ancestor_bits: [N].
-            depths: [N]; ``None``: the positions are right already.
-        """
+    def node_places(self) -> NodePlaces:
+        """Where the nodes belong, of a batch that has some."""
         assert self.nodes is not None, "called for batches with nodes"
         layout, start_loc = self.attention, self.nodes.start_loc
         counts = start_loc[1:] - start_loc[:-1]
-        places = np.repeat(layout.query_start_loc[1:] - start_loc[1:], counts) + np.arange(len(token_ids))
-        self.token_ids[places] = np.maximum(token_ids, 0)
-        if not layout.tree_starts.any():
-            return
-        starts = np.repeat(layout.tree_starts, counts)
-        is_tree = starts > 0
-        places = places[is_tree]
-        if depths is not None:
-            layout.positions[places] = (starts - 1 + depths)[is_tree]
-        layout.ancestor_bits[places] = ancestor_bits[is_tree]
+        owners = np.repeat(np.arange(len(counts)), counts)
+        return NodePlaces(
+            np.arange(len(owners)) + (layout.query_start_loc[1:] - start_loc[1:])[owners],
+            (layout.seq_lens - counts - 1)[owners],
+            -(layout.tree_starts[owners] > 0).astype(np.int64),
+        )
 
 
 def build_batch(rows: Sequence[QueryRow], trees: DraftTrees | None = None, *, block_size: int) -> RaggedBatch:
