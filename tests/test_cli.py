@@ -1,4 +1,4 @@
-"""The command line's `generate`: trees, and the options that shape them."""
+"""The command line's `generate`: trees, and the options that shape them; and `info`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+from cpu_kernels import choose_cpu_kernels
 from zoo import Zoo
 
+from titan import __version__
 from titan.cli import main
+from titan.kernels.cpu.library import LoadedLibrary, load_library
 
 ESCAPE = "\x1b["
 
@@ -104,3 +108,49 @@ def test_trees_without_a_draft_are_refused(zoo: Zoo, capsys: pytest.CaptureFixtu
 def test_a_drafter_that_found_nothing_has_an_empty_tree(zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
     result = generate_json(capsys, "--model", zoo.path("llama+text"), "--draft-model", "ngram", "--show-tree")
     assert result["trees"][0]["token_ids"] == result["trees"][0]["path"] == []
+
+
+@pytest.fixture
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def info(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """What `info --json` prints, which is what `info` prints as text."""
+    assert main(["info", "--json"]) == 0
+    facts: dict[str, str] = json.loads(capsys.readouterr().out)
+    assert main(["info"]) == 0
+    lines = [line.split("  ", 1) for line in capsys.readouterr().out.splitlines()]
+    assert {name: value.strip() for name, value in lines} == facts
+    return facts
+
+
+@pytest.mark.usefixtures("without_cuda")
+def test_info_says_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = info(capsys)
+    assert (facts["titan"], facts["torch"]) == (__version__, torch.__version__)
+    assert facts["device"] == f"cpu, {torch.get_num_threads()} threads"
+    assert load_library().description in facts["kernels"]
+    compiled = "PyTorch" if load_library().library is None else "compiled C++"
+    assert [facts[f"layers, {dtype}"] for dtype in ("float32", "bfloat16", "float16")] == [compiled, compiled, "PyTorch"]
+
+
+@pytest.mark.usefixtures("without_cuda")
+def test_info_says_why_nothing_is_compiled(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_cpu_kernels(monkeypatch, "torch")
+    facts = info(capsys)
+    assert facts["kernels"] == facts["layers, float32"] == "PyTorch", "as was asked for"
+    choose_cpu_kernels(monkeypatch, "auto")
+    for module in ("titan.kernels.cpu.library", "titan.kernels.backend"):
+        monkeypatch.setattr(f"{module}.load_library", lambda: LoadedLibrary(None, "not compiled: no C++ compiler was found"))
+    assert info(capsys)["kernels"] == "PyTorch; the C++ was not compiled: no C++ compiler was found"
+
+
+def test_info_outlives_a_card_that_is_too_old(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"is_available": True, "device_count": 1, "current_device": 0}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    facts = info(capsys)
+    assert (facts["device"], facts["kernels"]) == ("Tesla T4", "Triton")
+    assert facts["layers, float32"].startswith("none: device='cuda:0' is a Tesla T4 of compute capability 7.5")
