@@ -1,4 +1,4 @@
-"""Oracles of the kernels for sampling, acceptance and the places of nodes: one row or one request at a time, in float64.
+"""Oracles of the kernels for sampling and acceptance: one row or one request at a time, in float64.
 
 They know nothing of `titan.kernels`; the checks on a device and the tests hold its kernels to them.
 """
@@ -104,26 +104,3 @@ def reference_reject(
             left = left / left.sum() if left.sum() > 0 else left
         else:
             return path, reference_draw(residual, uniform(row, bool(children)))
-
-
-def reference_place_nodes(
-    token_ids: Tensor,
-    positions: Tensor,
-    ancestor_bits: Tensor,
-    query_start_loc: Tensor,
-    tree_starts: Tensor,
-    node_start_loc: Tensor,
-    node_token_ids: Tensor,
-    node_ancestor_bits: Tensor,
-    node_depths: Tensor | None,
-) -> None:
-    """Write nodes over the last queries of their requests; arguments as those of `titan.kernels.triton.place_nodes.place_nodes`."""
-    ends, starts, node_loc = query_start_loc[1:].tolist(), tree_starts.tolist(), node_start_loc.tolist()
-    for end, start, first, last in zip(ends, starts, node_loc[:-1], node_loc[1:], strict=True):
-        for node in range(first, last):
-            query = end - last + node
-            token_ids[query] = max(int(node_token_ids[node]), 0)
-            if start:
-                ancestor_bits[query] = node_ancestor_bits[node]
-                if node_depths is not None:
-                    positions[query] = start - 1 + node_depths[node]

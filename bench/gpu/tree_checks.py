@@ -1,32 +1,25 @@
-"""Draft trees that stay on the device: their choice, and their nodes' way into a batch."""
+"""Draft trees that stay on the device: their choice."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from titan.bench.gpu.checks import held_to
 from titan.bench.gpu.sections import Measurement, Setting, Task
 from titan.core.limits import MAX_NODES
-from titan.core.trees import NODE_DTYPES, DraftTree
+from titan.core.trees import allocate_columns
 from titan.kernels.interfaces import Candidates
 from titan.kernels.torch.backend import TorchBackend
-from titan.kernels.triton.place_nodes import place_nodes
 from titan.kernels.triton.tree_select import select_trees
 
 
 def make_tasks(setting: Setting) -> Sequence[Task]:
     """One task per kernel."""
-    return [
-        Task("choice of trees", partial(check_choice, setting), seconds=3, rank=1),
-        Task("grown nodes in their places", partial(check_places, setting), seconds=3, rank=1),
-    ]
+    return [Task("choice of trees", partial(check_choice, setting), seconds=3, rank=1)]
 
 
 def check_choice(setting: Setting) -> Measurement:
@@ -35,14 +28,14 @@ def check_choice(setting: Setting) -> Measurement:
     rng = np.random.default_rng(setting.seed)
     candidates = _random_beams(rng, num_requests, num_candidates)
     expected = TorchBackend(torch.device("cpu")).trees.select([candidates], num_requests)
-    nodes = [torch.empty(expected.num_nodes, dtype=dtype, device=setting.device) for dtype in NODE_DTYPES]
+    nodes = allocate_columns(expected.num_nodes, setting.device)
     select_trees(
         candidates.token_ids.to(setting.device),
         candidates.scores.to(setting.device),
         candidates.parent_slots.to(setting.device),
         candidates.slots.to(setting.device),
-        _on_device(expected.start_loc[:-1].astype(np.int32), setting),
-        _on_device(candidates.num_nodes.astype(np.int32), setting),
+        torch.from_numpy(expected.start_loc[:-1].astype(np.int32)).to(setting.device),
+        torch.from_numpy(candidates.num_nodes.astype(np.int32)).to(setting.device),
         nodes,
     )
     is_wrong = np.zeros(expected.num_nodes, np.bool_)
@@ -51,30 +44,6 @@ def check_choice(setting: Setting) -> Measurement:
     first_wrong = np.concatenate(([0], is_wrong.cumsum()))[expected.start_loc]
     num_wrong = int((np.diff(first_wrong) > 0).sum())
     return held_to(num_wrong, 0, f"{num_requests} trees of up to {MAX_NODES} of {num_candidates} candidates")
-
-
-def check_places(setting: Setting) -> Measurement:
-    """Random trees and chains after prefill chunks."""
-    num_requests, max_nodes = (5, 9) if setting.is_tiny else (256, MAX_NODES)
-    rng = np.random.default_rng(setting.seed)
-    trees = _random_trees(rng, num_requests, max_nodes)
-    num_committed = rng.integers(1, 40, num_requests)
-    num_nodes = np.array([tree.num_nodes for tree in trees])
-    counts = num_committed + num_nodes, num_nodes
-    query_start_loc, node_start_loc = (np.cumsum([0, *each]).astype(np.int32) for each in counts)
-    starts = np.where([tree.topology.is_chain for tree in trees], 0, rng.integers(1, 1000, num_requests)).astype(np.int32)
-    expected = rng.integers(0, 1000, (3, int(query_start_loc[-1])))
-    queries = _on_device(expected.copy(), setting)
-    for tree, start, end in zip(trees, starts, query_start_loc[1:], strict=True):
-        rows = slice(int(end) - tree.num_nodes, int(end))
-        expected[0, rows] = tree.token_ids
-        if start:
-            expected[1, rows], expected[2, rows] = start - 1 + tree.topology.depths, tree.topology.ancestor_bits
-    layout = (_on_device(each, setting) for each in (query_start_loc, starts, node_start_loc))
-    columns = ([tree.token_ids, tree.topology.ancestor_bits, tree.topology.depths] for tree in trees)
-    nodes = (_on_device(np.concatenate(column), setting) for column in zip(*columns, strict=True))
-    place_nodes(*queries, *layout, *nodes)
-    return held_to(int((queries.cpu().numpy() != expected).sum()), 0, f"{num_requests} trees of up to {max_nodes} nodes")
 
 
 def _random_beams(rng: np.random.Generator, num_requests: int, num_candidates: int) -> Candidates:
@@ -96,17 +65,3 @@ def _random_beams(rng: np.random.Generator, num_requests: int, num_candidates: i
         parent_slots=torch.from_numpy(parent_slots),
         slots=torch.from_numpy(slots),
     )
-
-
-def _random_trees(rng: np.random.Generator, num_trees: int, max_nodes: int) -> list[DraftTree]:
-    """Of up to so many nodes; every third is a chain."""
-    trees = []
-    for i in range(num_trees):
-        num_nodes = int(rng.integers(0, max_nodes, endpoint=True))
-        parents = [node - 1 if i % 3 == 0 else int(rng.integers(-1, node)) for node in range(num_nodes)]
-        trees.append(DraftTree(rng.integers(0, 1000, num_nodes), np.array(parents, np.int32)))
-    return trees
-
-
-def _on_device(array: NDArray[Any], setting: Setting) -> Tensor:
-    return torch.from_numpy(array).to(setting.device)
