@@ -1,0 +1,196 @@
+"""The most likely tokens, distributions and samples: every back end against their definitions in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from titan.bench.gpu.acceptance_reference import reference_draw, reference_probs
+from titan.core.random import Purpose, philox_uniform
+from titan.core.sampling_rows import SamplingRows
+from titan.kernels.interfaces import Backend
+from titan.kernels.torch.sampling import draw
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INF, NAN = torch.inf, torch.nan
+Options = Sequence[tuple[float, int, float, float]]
+ALL_OPTIONS = list(product((0.0, 0.7, 5.0), (0, 3, 50), (1.0, 0.9, 0.3), (0.0, 0.1)))
+"""Temperature, top-k, top-p, min-p."""
+
+
+def sampling_rows(options: Options) -> SamplingRows:
+    temperature, top_k, top_p, min_p = zip(*options, strict=True)
+    floats = [np.array(column, np.float32) for column in (temperature, top_p, min_p)]
+    seeds = np.arange(len(options), dtype=np.uint64) * np.uint64(2**60 + 12345)
+    return SamplingRows(floats[0], np.array(top_k, np.int64), floats[1], floats[2], seeds, np.arange(len(options)) * 3 + 7)
+
+
+def random_logits(backend: Backend, num_rows: int, vocab_size: int, dtype: torch.dtype = torch.float32, scale: float = 2) -> Tensor:
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * scale
+    return logits.to(backend.device, dtype)
+
+
+def expected_probs(logits: Tensor, options: Options) -> Tensor:
+    rows = zip(logits.cpu(), options, strict=True)
+    return torch.stack([reference_probs(row, temperature=t, top_k=k, top_p=p, min_p=m) for row, (t, k, p, m) in rows])
+
+
+def assert_same_distribution(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual > 0, expected > 0)
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 1), (2, 5), (60, 1031), (9, 20000)])
+def test_argmax_is_the_first_of_the_largest(backend: Backend, dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
+    logits = random_logits(backend, num_rows, vocab_size, dtype, scale=8)
+    logits[:, vocab_size // 2 :] = logits[:, : vocab_size - vocab_size // 2].clone()  # every value twice
+    assert backend.sampling.argmax(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
+
+
+def test_argmax_of_rows_that_are_not_finite(backend: Backend) -> None:
+    rows = [[1.0, -INF, 2.0], [1.0, INF, 0.0], [NAN, 1.0, 0.0], [1.0, NAN, 2.0], [-INF, -INF, -INF], [-INF, -5.0, -INF]]
+    assert backend.sampling.argmax(torch.tensor(rows, device=backend.device)).tolist() == [2, -1, -1, -1, -1, 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 3, 9])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 5), (7, 64), (12, 700)])
+def test_top_candidates_are_the_most_likely_tokens(
+    backend: Backend, num_rows: int, vocab_size: int, count: int, dtype: torch.dtype
+) -> None:
+    logits = random_logits(backend, num_rows, vocab_size, dtype, scale=8)
+    temperatures = torch.linspace(0.05, 2, num_rows, device=backend.device)
+    tokens, logprobs = backend.sampling.top_candidates(logits, count, temperatures)
+    exact = (logits.double() / temperatures.double()[:, None]).log_softmax(-1)
+    kept = min(count, vocab_size)
+    best = exact.sort(-1, descending=True).values[:, :kept]
+    torch.testing.assert_close(logprobs[:, :kept].double(), best, rtol=1e-4, atol=2e-4)
+    torch.testing.assert_close(exact.gather(1, tokens[:, :kept]), best, rtol=0, atol=0)
+    assert all(len(set(row)) == kept for row in tokens[:, :kept].tolist())
+    assert tokens.shape == logprobs.shape == (num_rows, count) and logprobs.max() <= 0 and (logprobs[:, kept:] == -INF).all()
+
+
+def test_top_candidates_of_rows_that_are_not_finite(backend: Backend) -> None:
+    rows = torch.tensor([[1.0, -INF, 2.0], [1.0, INF, 0.0], [NAN, 1.0, 0.0], [-INF, -INF, -INF]], device=backend.device)
+    tokens, logprobs = backend.sampling.top_candidates(rows, 3, torch.full((4,), 1e-30, device=backend.device))
+    assert tokens[0, :2].tolist() == [2, 0] and logprobs[0, 0] == 0 and logprobs[0, 1] < -1e29 and logprobs[0, 2] == -INF
+    assert not logprobs[1:, 0].isfinite().any()
+    assert (tokens >= 0).all() and (tokens < 3).all()
+
+
+@pytest.mark.parametrize(("vocab_size", "options"), [(7, ALL_OPTIONS[::5]), (100, ALL_OPTIONS), (5000, ALL_OPTIONS[1::7])])
+def test_probs_for_all_options_side_by_side(backend: Backend, vocab_size: int, options: Options) -> None:
+    logits = random_logits(backend, len(options), vocab_size)
+    before = logits.clone()
+    probs = backend.sampling.probs(logits, sampling_rows(options))
+    assert_same_distribution(probs.cpu(), expected_probs(logits, options))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 5), (3, 700), (40, 1031)])
+def test_probs_without_cuts_are_the_softmax(backend: Backend, dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
+    logits = random_logits(backend, num_rows, vocab_size, dtype, scale=8)
+    temperatures = np.linspace(0.1, 3, num_rows)
+    probs = backend.sampling.probs(logits, sampling_rows([(each, 0, 1.0, 0.0) for each in temperatures]))
+    exact = (logits.double() / torch.from_numpy(temperatures.astype(np.float32)).to(logits.device)[:, None]).softmax(-1)
+    torch.testing.assert_close(probs.double(), exact, rtol=1e-4, atol=1e-30)
+
+
+@pytest.mark.parametrize("option", [(1.0, 2400, 1.0, 0.0), (3.0, 0, 0.98, 0.0), (2.0, 3000, 0.97, 0.0)])
+def test_cuts_that_keep_thousands_of_tokens(backend: Backend, option: tuple[float, int, float, float]) -> None:
+    logits = random_logits(backend, 1, 6000, scale=1)
+    actual, expected = backend.sampling.probs(logits, sampling_rows([option])).cpu(), expected_probs(logits, [option])
+    assert 2048 < (expected > 0).sum() < 6000
+    # thousands of tokens are added up in float32: the last of them may differ
+    assert ((actual > 0) != (expected > 0)).sum() <= (3 if option[2] < 1 else 0)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-44])
+def test_a_tiny_temperature_or_top_p_leaves_the_most_likely_token(backend: Backend, temperature: float) -> None:
+    logits = random_logits(backend, 4, 30, scale=100)
+    options = [(temperature, 0, 1.0, 0.0), (temperature, 5, 0.9, 0.0), (temperature, 0, 1.0, 0.2), (9.0, 0, 0.0, 0.0)]
+    probs = backend.sampling.probs(logits, sampling_rows(options))
+    assert torch.equal(probs, torch.nn.functional.one_hot(logits.argmax(-1), 30).float())
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's in the interpreter
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-4])
+def test_the_smallest_temperatures_leave_the_largest_logits(backend: Backend, temperature: float) -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, -2e38]], device=backend.device)
+    assert backend.sampling.probs(logits, sampling_rows([(temperature, 0, 1.0, 0.0)])).tolist() == [[0, 0.5, 0.5, 0]]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's in the interpreter
+def test_impossible_tokens_stay_impossible_and_broken_rows_are_marked(backend: Backend) -> None:
+    options = [(1.0, 0, 1.0, 0.0), (1.0, 4, 1.0, 0.0), (1.0, 0, 0.99, 0.0), (1.0, 0, 1.0, 0.1), (0.0, 0, 1.0, 0.0)]
+    logits = random_logits(backend, 2 * len(options) + 1, 5)
+    logits[:5, [0, 3]] = -INF  # fewer tokens are left than top-k
+    logits[5, 2] = logits[8, 4] = logits[9, 0] = NAN
+    logits[6, 1] = logits[10, 2] = INF
+    logits[7] = -INF
+    probs = backend.sampling.probs(logits, sampling_rows([*options, *options, options[0]])).cpu()
+    assert_same_distribution(probs[:5], expected_probs(logits[:5], options))
+    assert probs[5:].isnan().all()
+
+
+def test_a_row_does_not_depend_on_its_neighbours(backend: Backend) -> None:
+    options = ALL_OPTIONS[::4]
+    logits, rows = random_logits(backend, len(options), 50), sampling_rows(options)
+    together = backend.sampling.probs(logits, rows)
+    alone = [backend.sampling.probs(logits[i : i + 1], rows.take(np.array([i]))) for i in range(len(options))]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "options"),
+    [
+        (3, [(1.0, 0, 1.0, 0.0), (1.0, 2, 1.0, 0.0), (5.0, 0, 1.0, 0.0)] * 4),
+        (40, ALL_OPTIONS[12::2]),
+        (1500, [(0.7, 0, 1.0, 0.0), (1.3, 3, 1.0, 0.0), (5.0, 0, 0.95, 0.0)] * 4),
+    ],
+)
+def test_children_are_sampled_without_replacement(backend: Backend, vocab_size: int, options: Options) -> None:
+    """By inverse CDFs, at the random numbers of their ranks; -1 where no token is left, and nothing else is written."""
+    rng, n, most = np.random.default_rng(0), len(options), 5
+    logits, rows, num_children = random_logits(backend, n, vocab_size), sampling_rows(options), rng.integers(1, most + 1, n)
+    places = rng.permutation(n + 3)[:n]
+    probs = torch.full((n + 3, vocab_size), 7.0, device=backend.device)
+    children = torch.full((n + 3, most), 77, device=backend.device)
+    backend.sampling.sample_children(logits, rows, num_children, torch.from_numpy(places).to(backend.device), probs, children)
+    assert_same_distribution(probs.cpu()[places], expected_probs(logits, options))
+    others = np.setdiff1d(np.arange(n + 3), places)
+    assert (probs[others] == 7).all() and (children[others] == 77).all()
+    num_short = 0
+    for i, place in enumerate(places.tolist()):
+        left, expected = probs[place].double().cpu().clone(), []
+        for rank in range(int(num_children[i])):
+            uniform = float(philox_uniform(int(rows.seeds[i]), int(rows.positions[i]), Purpose.DRAFT, sibling=rank))
+            expected.append(reference_draw(left / left.sum(), uniform) if left.sum() > 0 else -1)
+            left[expected[-1]] = 0
+        num_short += -1 in expected
+        assert children[place, : len(expected)].tolist() == expected
+        assert set(children[place, len(expected) :].tolist()) <= {-1, 77}
+    assert num_short > 0 or vocab_size > 40
+
+
+def test_no_rows_have_no_distributions(backend: Backend) -> None:
+    none = sampling_rows([(1.0, 3, 1.0, 0.0)]).take(np.zeros(0, np.int64))
+    assert backend.sampling.probs(torch.zeros(0, 9, device=backend.device), none).shape == (0, 9)
+
+
+@pytest.mark.parametrize("uniform", [2.0**-53, 1 - 2.0**-53])
+def test_impossible_entries_never_come_out_at_the_ends(uniform: float) -> None:
+    probs = torch.zeros(1, 1200)
+    probs[0, 300], probs[0, 900] = 1e-30, 3.0
+    assert draw(probs, torch.tensor([uniform], dtype=torch.float64)).tolist() == [900]
+    probs[0, 300] = 1.0
+    assert draw(probs, torch.tensor([uniform], dtype=torch.float64)).tolist() == [300 if uniform < 0.5 else 900]
