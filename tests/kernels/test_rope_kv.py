@@ -134,7 +134,7 @@ def test_a_layer_of_these_kernels_equals_that_of_transformers(family: str, zoo: 
 
     attention, mlp = layer.self_attn, layer.mlp
     qk_norm = None
-    if config.qk_norm:
+    if "qk_norm" in config.traits:
         qk_norm = torch.stack([attention.q_norm.weight] * num_heads + [attention.k_norm.weight] * num_kv_heads)
     qkv_weight = torch.cat((attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight))
     gate_up_weight = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))

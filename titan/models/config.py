@@ -28,18 +28,14 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    attention_bias: bool  # of the q, k and v projections
-    output_bias: bool  # of the attention's output projection
-    mlp_bias: bool
-    qk_norm: bool  # RMSNorm over each head of q and k
-    tie_word_embeddings: bool
     max_position_embeddings: int
     layer_windows: tuple[Window, ...]  # sliding window of each layer; None = full attention
     rope: Rope
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype  # of the checkpoint
-    # what the model is made of, by name; a back end lists those that its fast paths know, and a model with another one runs on the
-    # general path
+    # what the model is made of: "rms_norm", "silu", "rope", "sliding_window", "attention_bias" (of the q, k and v projections),
+    # "output_bias" (of the attention's output projection), "mlp_bias", "qk_norm" (RMSNorm over each head of q and k),
+    # "tied_embedding"; a back end lists those that its fast paths know, and a model with another one runs on the general path
     traits: frozenset[str]
 
     @classmethod
@@ -60,18 +56,15 @@ class ModelConfig:
             raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
         if head_dim % 2:
             raise ValueError(f"head_dim={head_dim} is odd: rotary embeddings need an even one")
-        traits = ARCHITECTURES[architecture](config)
+        family = ARCHITECTURES[architecture](config)
         max_position_embeddings = config.max_position_embeddings
         # A window that no position can leave is no window.
-        windows = tuple(None if w is None or w >= max_position_embeddings else w for w in traits.layer_windows)
-        optional = {
-            "sliding_window": any(window is not None for window in windows),
-            "attention_bias": traits.attention_bias,
-            "output_bias": traits.output_bias,
-            "mlp_bias": traits.mlp_bias,
-            "qk_norm": traits.qk_norm,
-            "tied_embedding": bool(config.tie_word_embeddings),
-        }
+        windows = tuple(None if w is None or w >= max_position_embeddings else w for w in family.layer_windows)
+        traits = {"rms_norm", "silu", "rope", *family.traits}
+        if any(window is not None for window in windows):
+            traits.add("sliding_window")
+        if config.tie_word_embeddings:
+            traits.add("tied_embedding")
         return cls(
             architecture=architecture,
             vocab_size=config.vocab_size,
@@ -82,17 +75,12 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=config.rms_norm_eps,
-            attention_bias=traits.attention_bias,
-            output_bias=traits.output_bias,
-            mlp_bias=traits.mlp_bias,
-            qk_norm=traits.qk_norm,
-            tie_word_embeddings=bool(config.tie_word_embeddings),
             max_position_embeddings=max_position_embeddings,
             layer_windows=windows,
             rope=read_rope(config, head_dim),
             eos_token_ids=as_token_ids(config.eos_token_id) if eos_token_ids is None else eos_token_ids,
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32,
-            traits=frozenset({"rms_norm", "silu", "rope", *(name for name, is_present in optional.items() if is_present)}),
+            traits=frozenset(traits),
         )
 
     @property

@@ -52,7 +52,7 @@ class Decoder(nn.Module):
             nn.ParameterDict({name: empty(*shape) for name, shape in shapes.items()}) for _ in range(config.num_layers)
         )
         self.final_norm = empty(config.hidden_size)
-        self.lm_head = None if config.tie_word_embeddings else empty(config.vocab_size, config.hidden_size)
+        self.lm_head = None if "tied_embedding" in config.traits else empty(config.vocab_size, config.hidden_size)
         # The table is computed in float32 and rounded once, as transformers rounds its cosines and sines.
         self.rope_table = rope_table(config.rope, self.max_positions).to(device, dtype)
         self._layer_weights: tuple[LayerWeights, ...] = ()

@@ -57,13 +57,13 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "gate_up_weight": (2 * intermediate_size, hidden_size),
         "down_weight": (hidden_size, intermediate_size),
     }
-    if config.attention_bias:
+    if "attention_bias" in config.traits:
         shapes["qkv_bias"] = (qkv_size,)
-    if config.qk_norm:
+    if "qk_norm" in config.traits:
         shapes["qk_norm"] = (config.num_heads + config.num_kv_heads, config.head_dim)
-    if config.output_bias:
+    if "output_bias" in config.traits:
         shapes["output_bias"] = (hidden_size,)
-    if config.mlp_bias:
+    if "mlp_bias" in config.traits:
         shapes |= {"gate_up_bias": (2 * intermediate_size,), "down_bias": (hidden_size,)}
     return shapes
 

@@ -246,7 +246,7 @@ def _destinations(model: Decoder) -> dict[str, _Destination]:
         stacked(f"{prefix}self_attn.", layer, "output", {"o_proj": config.hidden_size})
         stacked(f"{prefix}mlp.", layer, "gate_up", {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size})
         stacked(f"{prefix}mlp.", layer, "down", {"down_proj": config.hidden_size})
-        if config.qk_norm:
+        if "qk_norm" in config.traits:
             q_rows, k_rows = slice(0, config.num_heads), slice(config.num_heads, None)
             for source, rows in (("q_norm", q_rows), ("k_norm", k_rows)):  # one weight for all heads
                 destinations[f"{prefix}self_attn.{source}.weight"] = _Destination(layer, "qk_norm", rows, (config.head_dim,))
@@ -257,7 +257,7 @@ def _check_weights(
     destinations: dict[str, _Destination], tensors: dict[str, _StoredTensor], config: ModelConfig, name: str
 ) -> None:
     """Raise a `ValueError` for missing, unexpected or wrongly shaped tensors."""
-    is_tied = config.tie_word_embeddings
+    is_tied = "tied_embedding" in config.traits
     ignored = {key for key in tensors if key.endswith("rotary_emb.inv_freq") or (is_tied and key == "lm_head.weight")}
     missing = sorted(destinations.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - destinations.keys() - ignored)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -12,33 +11,29 @@ if TYPE_CHECKING:
 Window = int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Traits:
+class Family(NamedTuple):
     """In what the decoders of the families differ."""
 
     layer_windows: tuple[Window, ...]  # sliding window of each layer; None = full attention
-    attention_bias: bool = False  # of the q, k and v projections
-    output_bias: bool = False  # of the attention's output projection
-    mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each head of q and k
+    traits: frozenset[str]  # see `titan.models.config.ModelConfig.traits`
 
 
-def _llama(config: PretrainedConfig) -> Traits:
-    bias = bool(config.attention_bias)
-    return Traits((None,) * config.num_hidden_layers, attention_bias=bias, output_bias=bias, mlp_bias=bool(config.mlp_bias))
+def _llama(config: PretrainedConfig) -> Family:
+    biases = {"attention_bias": config.attention_bias, "output_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    return Family((None,) * config.num_hidden_layers, frozenset(name for name, is_there in biases.items() if is_there))
 
 
-def _mistral(config: PretrainedConfig) -> Traits:
-    return Traits((config.sliding_window,) * config.num_hidden_layers)
+def _mistral(config: PretrainedConfig) -> Family:
+    return Family((config.sliding_window,) * config.num_hidden_layers, frozenset())
 
 
-def _qwen2(config: PretrainedConfig) -> Traits:
-    return Traits(_windows_by_layer_type(config), attention_bias=True)
+def _qwen2(config: PretrainedConfig) -> Family:
+    return Family(_windows_by_layer_type(config), frozenset({"attention_bias"}))
 
 
-def _qwen3(config: PretrainedConfig) -> Traits:
-    bias = bool(config.attention_bias)
-    return Traits(_windows_by_layer_type(config), attention_bias=bias, output_bias=bias, qk_norm=True)
+def _qwen3(config: PretrainedConfig) -> Family:
+    biases = {"attention_bias", "output_bias"} if config.attention_bias else set()
+    return Family(_windows_by_layer_type(config), frozenset({"qk_norm", *biases}))
 
 
 def _windows_by_layer_type(config: PretrainedConfig) -> tuple[Window, ...]:
@@ -49,7 +44,7 @@ def _windows_by_layer_type(config: PretrainedConfig) -> tuple[Window, ...]:
     return tuple(windows[layer_type] for layer_type in config.layer_types)
 
 
-ARCHITECTURES: dict[str, Callable[[PretrainedConfig], Traits]] = {
+ARCHITECTURES: dict[str, Callable[[PretrainedConfig], Family]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
