@@ -5,15 +5,14 @@ The vocabulary has eight tokens, so that every sequence can be enumerated and it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate, count, product
+from itertools import count, product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cpu_kernels import choose_cpu_kernels
+from back_ends import ON_HOST, make_back_end
 from numpy.typing import NDArray
 from scipy import stats
 from stepping import make_engine, run_all
@@ -22,9 +21,9 @@ from transformers import MinPLogitsWarper, PreTrainedModel, TemperatureLogitsWar
 from zoo import Zoo
 
 from titan.core.sampling_params import SamplingParams
-from titan.core.trees import DraftTree
-from titan.kernels.torch.sampling import WalkedTree, WalkEnd, verify_compiled
-from titan.verify.accept import walk
+from titan.core.sampling_rows import SamplingRows
+from titan.core.trees import DraftTrees
+from titan.kernels.interfaces import Backend, Verified
 
 VOCAB_SIZE = 8
 LENGTH = 3
@@ -78,12 +77,14 @@ class Sampler:
         self.zoo = zoo
         self.sample = cache(self._sample)
 
-    def _sample(self, sampling: str, draft: str | None, has_seed: bool) -> tuple[list[list[int]], float]:
+    def _sample(
+        self, sampling: str, draft: str | None, has_seed: bool, backend: Backend | None = None
+    ) -> tuple[list[list[int]], float]:
         """The outputs and the mean acceptance length."""
         engine = make_engine(
             self.zoo.path("eight"),
             draft if draft in (None, "ngram") else self.zoo.path(draft),
-            max_batch_size=128, block_size=8, num_kv_blocks=300, max_waiting_requests=NUM_SEQUENCES, seed=5,
+            backend=backend, max_batch_size=128, block_size=8, num_kv_blocks=300, max_waiting_requests=NUM_SEQUENCES, seed=5,
         )  # fmt: skip
         options = SAMPLINGS[sampling]
         params = [
@@ -108,6 +109,14 @@ def test_speculation_keeps_the_targets_distribution(sampler: Sampler, sampling: 
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_pytorch_keeps_the_targets_distribution(zoo: Zoo, sampling: str) -> None:
+    """Where there is a compiler, the other tests here run C++."""
+    outputs, acceptance_length = Sampler(zoo)._sample(sampling, "eight~", True, make_back_end("torch"))
+    assert acceptance_length > 1.15
+    assert p_value(outputs, exact_distribution(zoo.model("eight"), **SAMPLINGS[sampling])) > 1e-3
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_the_chi_square_notices_a_distribution_that_is_slightly_wrong(sampler: Sampler, sampling: str) -> None:
     """The negative control: the same outputs do not pass for those of another temperature."""
     outputs, _ = sampler.sample(sampling, "eight~", True)
@@ -116,29 +125,21 @@ def test_the_chi_square_notices_a_distribution_that_is_slightly_wrong(sampler: S
     assert p_value(outputs, exact_distribution(sampler.zoo.model("eight"), **wrong)) < 1e-6
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_the_chi_square_notices_a_lossy_acceptance_rule(zoo: Zoo, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("back_end", ON_HOST)
+def test_the_chi_square_notices_a_lossy_acceptance_rule(zoo: Zoo, back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the rule: now and then a draft token is taken for good."""
-    choose_cpu_kernels(monkeypatch, kernels)
-    num_walks = count()
+    backend, num_walks = make_back_end(back_end), count()
+    verify = backend.trees.verify
 
-    def carelessly_compiled(values: Tensor, trees: Sequence[WalkedTree], *, is_logits: bool) -> list[WalkEnd] | None:
-        ends = verify_compiled(values, trees, is_logits=is_logits)
-        if ends is None:
-            return None
-        roots = accumulate((1 + len(tree.token_ids) for tree in trees), initial=0)
-        return [
-            end._replace(row=root + 1) if next(num_walks) % 5 == 0 and len(tree.token_ids) and end.row == root else end
-            for root, tree, end in zip(roots, trees, ends, strict=False)
-        ]
+    def careless(logits: Tensor, trees: DraftTrees, rows: NDArray[np.int64], sampling: SamplingRows) -> Verified:
+        verified = verify(logits, trees, rows, sampling)
+        for i, num_nodes in enumerate(trees.counts[rows].tolist()):
+            if next(num_walks) % 5 == 0 and num_nodes and not verified.num_accepted[i]:
+                verified.num_accepted[i], verified.paths[i, :1] = 1, 0
+        return verified._replace(paths=verified.paths if verified.paths.shape[1] else torch.zeros(len(rows), 1, dtype=torch.int32))
 
-    def careless(tree: DraftTree, tokens: Sequence[int]) -> list[int]:
-        is_taken = next(num_walks) % 5 == 0 and tree.num_nodes > 0
-        return walk(tree, tokens) or ([0] if is_taken else [])
-
-    monkeypatch.setattr("titan.verify.accept.walk", careless)
-    monkeypatch.setattr("titan.verify.accept.verify_compiled", carelessly_compiled)
-    outputs, _ = Sampler(zoo).sample("plain", "eight~", True)
+    monkeypatch.setattr(backend.trees, "verify", careless)
+    outputs, _ = Sampler(zoo)._sample("plain", "eight~", True, backend)
     assert p_value(outputs, exact_distribution(zoo.model("eight"), **SAMPLINGS["plain"])) < 1e-6
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from back_ends import make_back_end
 from stepping import make_engine, run_all, submit
 from tiny_models import reference_logits
 from zoo import VOCAB_SIZE, Zoo, random_prompts
@@ -15,6 +16,8 @@ from titan import LLM, CompletionOutput, Logprob, SamplingParams
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.verify.logprobs import emitted_logprobs
+
+upload = make_back_end("torch").upload
 
 PROMPTS = random_prompts(6, seed=4, max_len=20)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -106,7 +109,7 @@ def test_paths_through_branching_trees_and_more_logprobs_than_tokens_in_the_voca
     requests = [Request("r", None, [1], each, 0, 9, frozenset(), RequestMetrics(0.0), None) for each in params]
     probs = np.random.default_rng(0).dirichlet(np.ones(4), size=6)
     logits = torch.tensor(np.log(probs) + 3.0)
-    result = emitted_logprobs(requests, np.array([0, 4, 5, 6]), [[0, 2], [], []], [[3, 1, 0], [2], [2]], logits)
+    result = emitted_logprobs(requests, np.array([0, 4, 5, 6]), [[0, 2], [], []], [[3, 1, 0], [2], [2]], logits, upload)
     assert sorted(result) == [0, 2]
     assert [list(entry) for entry in result[0]] == [
         list(dict.fromkeys([token_id, *probs[row].argsort()[::-1][:2]])) for token_id, row in ((3, 0), (1, 1), (0, 3))
@@ -116,3 +119,11 @@ def test_paths_through_branching_trees_and_more_logprobs_than_tokens_in_the_voca
             rank = int((probs[row] > probs[row, token_id]).sum()) + 1
             assert logprob == Logprob(pytest.approx(np.log(probs[row, token_id]), abs=1e-5), rank)
     assert len(result[2][0]) == 4 < VOCAB_SIZE
+
+
+def test_tokens_that_tie_have_the_rank_of_the_first() -> None:
+    request = Request("r", None, [1], SamplingParams(logprobs=0), 0, 9, frozenset(), RequestMetrics(0.0), None)
+    logits = torch.tensor([[1.0, 2.0, 2.0, 0.5, 2.0]]).repeat(5, 1)
+    paths, tokens = [[0, 1, 2, 3]], [[0, 1, 2, 3, 4]]
+    [entries] = emitted_logprobs([request], np.array([0, 5]), paths, tokens, logits, upload).values()
+    assert [entry[token_id].rank for token_id, entry in enumerate(entries)] == [4, 1, 1, 5, 1]
