@@ -355,7 +355,7 @@ def test_a_logits_processor_that_fails_aborts_the_request_that_has_it(zoo: Zoo) 
         assert llm.diagnose() == []
 
 
-def test_a_logits_processor_that_fails_on_drafts_behind_the_end_is_no_error(zoo: Zoo) -> None:
+def test_a_logits_processor_that_fails_on_drafts_after_the_end_is_no_error(zoo: Zoo) -> None:
     """A grammar knows no token after the end; the draft does not know the end."""
     prompt = next(p for p in random_prompts(30, seed=11) if 2 <= len(zoo.greedy("llama", p, 30)) < 30)
     expected = zoo.greedy("llama", prompt, 30)

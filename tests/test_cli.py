@@ -72,7 +72,7 @@ def test_a_shape_that_is_none_is_refused(models: list[str], capsys: pytest.Captu
     assert message in capsys.readouterr().err
 
 
-def test_trees_are_shown_behind_the_text_and_before_the_speed(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_trees_are_shown_after_the_text_and_before_the_speed(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(*models, "--show-tree") == 0
     out = capsys.readouterr().out
     steps = [line for line in out.splitlines() if line.startswith("step ")]

@@ -264,7 +264,7 @@ def test_an_exception_leaves_no_completion_behind(llm: LLM, monkeypatch: pytest.
 
 
 def test_an_error_in_one_completion_is_named_and_costs_no_other(llm: LLM) -> None:
-    """A processor that fails behind one completion's first token."""
+    """A processor that fails after one completion's first token."""
     params = SamplingParams(n=4, temperature=1.5, seed=7, max_tokens=8, ignore_eos=True)
     [good] = llm.generate("the dog", params, use_tqdm=False)
     tokens = [completion.token_ids for completion in good.outputs]

@@ -162,7 +162,7 @@ def free_running(zoo: Zoo, make_llm: Make) -> RequestOutput:
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_every_position_of_a_run_can_be_its_end(make_llm: Make, free_running: RequestOutput, draft: str) -> None:
-    """Stop tokens at each of the first 16 tokens: what was accepted behind them is dropped."""
+    """Stop tokens at each of the first 16 tokens: what was accepted after them is dropped."""
     llm = make_llm(draft)
     tokens = free_running.outputs[0].token_ids
     for token in tokens[:16]:

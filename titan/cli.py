@@ -126,7 +126,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--draft-sampling",
         choices=DRAFT_SAMPLINGS,
         default="auto",
-        help="propose the draft's most likely tokens, draw them, or what has done better; at temperature 0 all are greedy "
+        help="propose the draft's most likely tokens, sample them, or what has done better; at temperature 0 all are greedy "
         "(default: auto)",
     )
     add("--show-tree", action="store_true", help="print the draft tree of each step; with --json, add them to the object")

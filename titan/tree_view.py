@@ -18,8 +18,8 @@ _GREEN, _DIM, _BOLD, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 class VerifiedTree:
     """A draft tree after its verification.
 
-    ``path`` are the accepted nodes from the root down; ``final_token_id`` is ``None`` where the logits behind the path could not
-    be used. A stop within the path ends the output there: what lies behind it was accepted but is not emitted.
+    ``path`` are the accepted nodes from the root down; ``final_token_id`` is ``None`` where the logits after the path could not
+    be used. A stop within the path ends the output there: what comes after it was accepted but is not emitted.
     """
 
     root_token_id: int
