@@ -46,7 +46,7 @@ def read_rope(config: PretrainedConfig, head_dim: int) -> Rope:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         inverse_frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     else:
-        inverse_frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+        inverse_frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config)
     return Rope(rope_type, tuple(inverse_frequencies.tolist()), float(scaling))
 
 
