@@ -2,221 +2,285 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from stepping import AMPLE, make_engine, run_all, submit
-from torch import Tensor
+from back_ends import make_back_end
+from proposals import trees_on_host
+from stepping import make_engine, run_all
 from zoo import Zoo, random_prompts
 
-from titan.core.request import Request
+from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, shape_plan
+from titan.core.kv_tensor import KVTensor
+from titan.core.limits import MAX_NODES
 from titan.core.sampling_params import SamplingParams
-from titan.core.trees import MAX_NODES, DraftTree
-from titan.draft.compiled_growth import CompiledGrower
-from titan.draft.draft_model import DraftModelDrafter, _Feed
+from titan.core.trees import DraftTrees, Parents, chain_parents
+from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.shapes import in_main_path_order
-from titan.draft.tree_builder import BeamGrowth, ChainGrowth, Growth, ShapeGrowth
 from titan.engine import Engine
-from titan.kernels.cpu.library import usable_library
+from titan.kernels.cpu import runner as cpu_runner
+from titan.kernels.cpu.library import load_library
+from titan.kernels.cpu.runner import CompiledRunner
+from titan.kernels.growth import grow_by_passes
+from titan.kernels.interfaces import PassCounts, PassLimits
+from titan.kernels.torch.runner import TorchRunner
+from titan.models.loader import load_model
 
-pytestmark = pytest.mark.skipif(usable_library() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(load_library().library is None, reason="no C++ compiler")
 
+BLOCK_SIZE, NUM_BLOCKS, BLOCKS_PER_REQUEST = 16, 56, 8
 PROMPTS = random_prompts(5, seed=4, max_len=40)
 TEMPERATURES = [0.7, 1.0, 1.4, 0.3, 1.0]
 BUSHY = np.array([-1, 0, 1, -1, 0, 3, 5, -1], np.int32)
 WIDE = np.full(12, -1, np.int32)
-LINE = np.arange(5, dtype=np.int32) - 1
+LINE = chain_parents(5)
+SHAPES = [BUSHY, LINE, WIDE, BUSHY, BUSHY]
 
-Growths = list[tuple[list[int], Growth]]
+
+def filled(parents: Parents) -> ShapeSpec:
+    return ShapeSpec(shape_plan(parents.tobytes()))
 
 
-MAKERS: dict[str, Callable[[list[Request]], Growths]] = {
-    "chains": lambda _: [([0, 1, 2, 3, 4], ChainGrowth([4, 1, 6, 2, 6]))],
-    "chains with siblings": lambda _: [([0, 1, 2, 3, 4], BeamGrowth([6] * 5, [4, 1, 6, 2, 6], 1, 3, TEMPERATURES))],
-    "beams": lambda _: [([0, 1, 2, 3, 4], BeamGrowth([9, 1, 6, 2, 16], [5, 1, 4, 2, 5], 2, 3, TEMPERATURES))],
-    "large beams": lambda _: [([0, 1, 2, 3, 4], BeamGrowth([MAX_NODES] * 5, [8] * 5, 7, 8, TEMPERATURES))],
-    "shapes": lambda _: [([0, 1, 2, 3, 4], ShapeGrowth([BUSHY, LINE, WIDE, BUSHY, BUSHY], None))],
-    "drawn": lambda requests: [([0, 1, 2, 3, 4], ShapeGrowth([BUSHY, LINE, WIDE, BUSHY, BUSHY], requests))],
-    "all kinds": lambda requests: [
-        ([3], ChainGrowth([3])),
-        ([4], BeamGrowth([6], [3], 2, 3, [0.5])),
-        ([0, 2], ShapeGrowth([BUSHY, LINE], [requests[0], requests[2]])),
-        ([1], ShapeGrowth([WIDE], None)),
-    ],
+def sampled(parents: Parents, i: int, **cuts: Any) -> ShapeSpec:
+    return replace(filled(parents), params=SamplingParams(temperature=TEMPERATURES[i], **cuts), seed=i)
+
+
+SPECS: dict[str, list[GrowthSpec]] = {
+    "chains": [filled(chain_parents(n)) for n in (4, 1, 6, 2, 6)],
+    "chains with siblings": [BeamSpec(6, depth, 1, 3, t) for depth, t in zip((4, 1, 6, 2, 6), TEMPERATURES, strict=True)],
+    "beams": [BeamSpec(n, depth, 2, 3, t) for n, depth, t in zip((9, 1, 6, 2, 16), (5, 1, 4, 2, 5), TEMPERATURES, strict=True)],
+    "large beams": [BeamSpec(MAX_NODES, 8, 7, 8, t) for t in TEMPERATURES],
+    "shapes": [filled(shape) for shape in SHAPES],
+    "sampled": [sampled(shape, i) for i, shape in enumerate(SHAPES)],
+    "all kinds": [sampled(BUSHY, 0), filled(WIDE), sampled(LINE, 2), filled(chain_parents(3)), BeamSpec(6, 3, 2, 3, 0.5)],
 }
 
 
-def drafter_of(engine: Engine) -> tuple[DraftModelDrafter, CompiledGrower]:
-    drafter = engine.drafter
-    assert isinstance(drafter, DraftModelDrafter)
-    if drafter._compiled is None:
-        pytest.skip("a layout of this processor that the library does not read")
-    return drafter, drafter._compiled
+class Twins:
+    """A draft on PyTorch and compiled, each with its own KV, and requests that it lacks a few tokens of."""
 
+    def __init__(self, path: str, vocab_size: int, prompts: Sequence[Sequence[int]] = PROMPTS) -> None:
+        torch_backend, self.backend = make_back_end("torch"), make_back_end("cpu")
+        limits = PassLimits(num_requests=8, query_len=7, num_blocks=BLOCKS_PER_REQUEST)
+        plain, model = (load_model(path, dtype="float32", backend=each) for each in (torch_backend, self.backend))
+        kvs = [KVTensor(plain.kv_layout, NUM_BLOCKS, BLOCK_SIZE, torch.device("cpu")) for _ in range(2)]
+        self.plain = TorchRunner(torch_backend, plain, kvs[0])
+        runner = self.backend.prepare(model, kvs[1], limits, PassCounts())
+        if not isinstance(runner, CompiledRunner):
+            pytest.skip("a layout of this processor that the library does not read")
+        self.compiled = runner
+        self.vocab_size = vocab_size
+        order = np.random.default_rng(0).permutation(NUM_BLOCKS).tolist()
+        self.tables = [order[i::7] for i in range(7)]
+        self.tokens = [[*prompt, 5, 6, 7][: len(prompt) + 1 + i % 3] for i, prompt in enumerate(prompts)]
+        self.num_fed = [len(prompt) - 1 for prompt in prompts]
+        cached = [
+            Feed(i, table, 0, tokens[:count], None)
+            for i, (table, tokens, count) in enumerate(zip(self.tables, self.tokens, self.num_fed, strict=False))
+            if count
+        ]
+        self.grow(cached)
+        self.expected(cached)
 
-def running(zoo: Zoo, family: str, draft: str, prompts: list[list[int]] = PROMPTS, **options: Any) -> tuple[Engine, list[Request]]:
-    """Requests in flight that have room for the largest tree, some of which the draft lacks tokens of."""
-    engine = make_engine(zoo.path(family), zoo.path(draft), max_draft_tokens=6, **AMPLE | options)
-    params = [SamplingParams(temperature=t, seed=i, max_tokens=30, ignore_eos=True) for i, t in enumerate(TEMPERATURES)]
-    requests = submit(engine, prompts, params)
-    for _ in range(3):
-        engine.step()
-    for i, request in enumerate(requests):
-        request.num_drafted_context -= i % 3
-        assert engine.kv.reserve(request, request.num_tokens + MAX_NODES)
-    engine.kv.clear_new_blocks()
-    return engine, requests
+    def feeds(self, specs: Sequence[GrowthSpec | None]) -> list[Feed]:
+        """Of one or two tokens or three."""
+        return [Feed(i, self.tables[i], self.num_fed[i], self.tokens[i][self.num_fed[i] :], spec) for i, spec in enumerate(specs)]
 
+    def chunk(self) -> Feed:
+        """Of a prompt of which nothing has been fed; nothing grows."""
+        return Feed(6, self.tables[6], 0, random_prompts(2, seed=9, max_len=50)[1], None)
 
-def lacking(request: Request) -> list[int]:
-    return request.token_ids[request.num_drafted_context :]
+    def grow(self, feeds: Sequence[Feed]) -> DraftTrees:
+        with torch.inference_mode():
+            return self.compiled.grow(feeds, 7, self.vocab_size)
 
+    def expected(self, feeds: Sequence[Feed]) -> DraftTrees:
+        """The general form, with PyTorch's operations."""
+        with torch.inference_mode():
+            return grow_by_passes(self.plain.forward, self.plain.backend, feeds, 7, self.vocab_size, BLOCK_SIZE)
 
-def feed(drafter: DraftModelDrafter, requests: list[Request]) -> Tensor:
-    return drafter._feed([_Feed(i, request, lacking(request), 1) for i, request in enumerate(requests)])
-
-
-def assert_same(actual: list[DraftTree], expected: list[DraftTree]) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
-        assert one.parents.tolist() == other.parents.tolist()
-        assert (one.draft_slots is None) == (other.draft_slots is None)
-        if one.draft_slots is not None and other.draft_slots is not None:
+    def assert_same(self, actual: DraftTrees, expected: DraftTrees, rows: Sequence[int] = range(7)) -> None:
+        for name in ("start_loc", "is_sampled", "has_scores"):
+            assert getattr(actual, name).tolist() == getattr(expected, name).tolist()
+        trees = (trees_on_host(self.backend, each) for each in (actual, expected))
+        for row, (one, other) in enumerate(zip(*trees, strict=True)):
+            if row not in rows:
+                continue
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            assert one.parents.tolist() == other.parents.tolist()
+            assert one.topology.is_chain or not actual.is_chain[row]
+            assert one.draft_slots is not None and other.draft_slots is not None
             assert one.draft_slots.tolist() == other.draft_slots.tolist()
-        assert (one.scores is None) == (other.scores is None)
-        if one.scores is not None:
-            np.testing.assert_allclose(one.scores, other.scores, rtol=1e-4, atol=1e-4)
-        assert (one.draft_probs is None) == (other.draft_probs is None)
-        if one.draft_probs is not None and other.draft_probs is not None:
-            torch.testing.assert_close(one.draft_probs, other.draft_probs, rtol=1e-4, atol=1e-6)
+            if one.scores is not None and other.scores is not None:
+                np.testing.assert_allclose(one.scores, other.scores, rtol=1e-4, atol=1e-4)
+            assert (one.draft_probs is None) == (other.draft_probs is None)
+            if one.draft_probs is not None and other.draft_probs is not None:
+                torch.testing.assert_close(one.draft_probs, other.draft_probs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize(("family", "draft"), [("llama", "other"), ("narrow_window", "narrow_window~")])
+@pytest.fixture
+def num_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Receives "compiled" or "general" for each step that grows."""
+    calls: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: (calls.append(name), function(*args, **options))[1]
+
+    monkeypatch.setattr(CompiledRunner, "_grow", noted("compiled", CompiledRunner._grow))
+    monkeypatch.setattr(cpu_runner, "grow_by_passes", noted("general", cpu_runner.grow_by_passes))
+    return calls
+
+
+@pytest.mark.parametrize("has_chunk", [False, True], ids=["roots in the call", "roots beside a chunk"])
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("draft", ["other", "narrow_window~"])
 def test_the_trees_are_those_that_are_grown_depth_by_depth(
-    zoo: Zoo, family: str, draft: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    zoo: Zoo, draft: str, kind: str, has_chunk: bool, num_calls: list[str]
 ) -> None:
-    """The same nodes, scores and distributions, and the same KV; whether the roots are fed in the same call or before."""
-    engine, requests = running(zoo, family, draft)
-    drafter, compiled = drafter_of(engine)
-    make = MAKERS[kind]
-    with torch.inference_mode():
-        before = drafter.kv.clone()
-        in_one_call = compiled.grow(requests, make(requests), [lacking(request) for request in requests])
-        kv = drafter.kv.clone()
-        drafter.kv.copy_(before)
-        behind_roots = compiled.grow(requests, make(requests), feed(drafter, requests))
-        drafter.kv.copy_(before)
-        monkeypatch.setattr(drafter.runner, "max_rows", 0)  # all passes operation by operation
-        growths = make(requests)
-        drafter._grow(requests, growths, feed(drafter, requests))
-        by_request = {i: tree for rows, growth in growths for i, tree in zip(rows, growth.harvest(), strict=True)}
-        expected = [by_request[i] for i in range(len(requests))]
-        assert_same(in_one_call, expected)
-        assert_same(behind_roots, expected)
-        torch.testing.assert_close(kv, drafter.kv, rtol=1e-4, atol=1e-5)
-    assert not torch.equal(kv, before)
+    """The same nodes, scores and distributions, and the same KV."""
+    twins = Twins(zoo.path(draft), 131)
+    feeds = [*twins.feeds(SPECS[kind]), *([twins.chunk()] if has_chunk else [])]
+    del num_calls[:]
+    before = twins.compiled.kv.groups[0].clone()
+    trees = twins.grow(feeds)
+    assert num_calls == ["compiled"]
+    twins.assert_same(trees, twins.expected(feeds))
+    [kv], [expected] = twins.compiled.kv.groups, twins.plain.kv.groups
+    torch.testing.assert_close(kv, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(kv, before) and trees.num_nodes >= 5
 
 
 @pytest.mark.parametrize("kind", ["chains", "beams", "all kinds"])
 def test_a_tree_does_not_depend_on_its_neighbours(zoo: Zoo, kind: str) -> None:
     """Bit by bit."""
-    engine, requests = running(zoo, "llama", "other")
-    _, compiled = drafter_of(engine)
-    with torch.inference_mode():
-        together = compiled.grow(requests, MAKERS[kind](requests), [lacking(request) for request in requests])
-        [(rows, growth)] = [each for each in MAKERS[kind](requests) if 4 in each[0]]
-        place = rows.index(4)
-        alone: Growth
-        if isinstance(growth, BeamGrowth):
-            columns = [growth.budgets[place]], [int(growth.depths[place])], growth.width, growth.num_children
-            alone = BeamGrowth(*columns, [float(growth.temperatures[place])])
-        else:
-            assert isinstance(growth, ChainGrowth)
-            alone = ChainGrowth([int(growth.depths[place])])
-        [tree] = compiled.grow(requests[4:], [([0], alone)], [lacking(requests[4])])
-    assert tree.token_ids.tolist() == together[4].token_ids.tolist()
-    assert tree.scores is None or tree.scores.tolist() == together[4].scores.tolist()  # type: ignore[union-attr]
+    twins = Twins(zoo.path("other"), 131)
+    feeds = twins.feeds(SPECS[kind])
+    together, alone = (trees_on_host(twins.backend, twins.grow(each))[4] for each in (feeds, feeds[4:]))
+    assert alone.token_ids.tolist() == together.token_ids.tolist() and alone.num_nodes > 2
+    assert alone.scores is None or together.scores is None or alone.scores.tolist() == together.scores.tolist()
 
 
-def test_steps_grow_trees_in_one_call_and_emit_the_same(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def drafting(engine: Engine) -> CompiledRunner:
+    assert isinstance(engine.drafter, DraftModelDrafter)
+    if not isinstance(engine.drafter.runner, CompiledRunner):
+        pytest.skip("a layout of this processor that the library does not read")
+    return engine.drafter.runner
+
+
+@pytest.mark.parametrize(
+    "options", [{"draft_tree": "chain"}, {"draft_tree": "auto"}, {"draft_tree": "dynamic"}, {"draft_sampling": "sampled"}]
+)
+def test_steps_grow_trees_in_one_call_and_emit_the_same(
+    zoo: Zoo, options: dict[str, Any], num_calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With an engine around it, for as many requests as make short passes."""
-    for options in ({"draft_tree": "chain"}, {"draft_tree": "auto"}, {"draft_tree": "dynamic"}, {"draft_sampling": "sampled"}):
-        engine = make_engine(zoo.path("llama"), zoo.path("other"), max_batch_size=4, num_kv_blocks=100, **options)
-        _, compiled = drafter_of(engine)
-        calls: list[int] = []
-        grow = compiled.grow
+    temperature = float("draft_sampling" in options)
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=12, ignore_eos=True) for i in range(len(PROMPTS))]
 
-        def counted(requests: list[Request], *rest: Any, grow: Any = grow, calls: list[int] = calls) -> list[DraftTree]:
-            calls.append(len(requests))
-            return grow(requests, *rest)  # type: ignore[no-any-return]
+    def run() -> list[list[int]]:
+        engine = make_engine(
+            zoo.path("llama"), zoo.path("other"), backend=make_back_end("cpu"), max_batch_size=4, num_kv_blocks=100, **options
+        )
+        drafting(engine)
+        return run_all(engine, PROMPTS, params)
 
-        monkeypatch.setattr(compiled, "grow", counted)
-        temperature = float("draft_sampling" in options)
-        params = [SamplingParams(temperature=temperature, seed=i, max_tokens=12, ignore_eos=True) for i in range(len(PROMPTS))]
-        outputs = run_all(engine, PROMPTS, params)
-        assert len(calls) > 3 and max(calls) > 1
-        other = make_engine(zoo.path("llama"), zoo.path("other"), max_batch_size=4, num_kv_blocks=100, **options)
-        other_drafter, _ = drafter_of(other)
-        other_drafter._compiled = None
-        assert run_all(other, PROMPTS, params) == outputs
+    outputs = run()
+    assert num_calls.count("compiled") > 3
+    monkeypatch.setattr(CompiledRunner, "_is_compiled", lambda *_: False)
+    del num_calls[:]
+    assert run() == outputs
+    assert num_calls.count("general") > 3 and "compiled" not in num_calls
 
 
-def test_cuts_and_long_passes_are_left_to_pytorch(zoo: Zoo) -> None:
-    engine, requests = running(zoo, "llama", "other")
-    _, compiled = drafter_of(engine)
-    assert all(compiled.can_grow(make(requests)) for name, make in MAKERS.items() if name in ("chains", "chains with siblings"))
-    too_many = [([0], BeamGrowth([MAX_NODES], [2], compiled.max_rows + 1, 80, [1.0]))]
-    assert not compiled.can_grow(too_many)
-    requests[0].params = SamplingParams(temperature=1.0, top_p=0.9)
-    assert not compiled.can_grow([([0], ShapeGrowth([LINE], requests[:1]))])
+@pytest.mark.parametrize(
+    "specs",
+    [
+        [sampled(BUSHY, 0, top_k=3), sampled(LINE, 1)],
+        [filled(chain_parents(3)), sampled(WIDE, 1, top_p=0.8), BeamSpec(6, 3, 2, 3, 0.5)],
+        [sampled(LINE, 0, min_p=0.2)],
+    ],
+    ids=["top_k", "top_p", "min_p"],
+)
+def test_cuts_are_left_to_pytorch(zoo: Zoo, specs: list[GrowthSpec], num_calls: list[str]) -> None:
+    twins = Twins(zoo.path("other"), 131)
+    feeds = twins.feeds(specs)
+    del num_calls[:]
+    trees = twins.grow(feeds)
+    assert num_calls == ["general"]
+    twins.assert_same(trees, twins.expected(feeds))
+
+
+def test_long_passes_are_left_to_pytorch(zoo: Zoo, num_calls: list[str]) -> None:
+    twins = Twins(zoo.path("other"), 131)
+    width = twins.compiled.max_rows + 1
+    feeds = twins.feeds([BeamSpec(20, 2, width, width + 1, 1.0), filled(chain_parents(3))])
+    del num_calls[:]
+    assert width < 100, "the block table covers the beam"
+    trees = twins.grow(feeds)
+    assert num_calls == ["general"]
+    twins.assert_same(trees, twins.expected(feeds))
 
 
 def test_slots_without_blocks_and_positions_without_rotations_are_refused(zoo: Zoo) -> None:
-    engine, requests = running(zoo, "llama", "other")
-    drafter, compiled = drafter_of(engine)
-    request = requests[0]
-    del request.block_ids[-4:]
-    beam = [([0], BeamGrowth([MAX_NODES], [8], 7, 8, [1.0]))]
+    twins = Twins(zoo.path("other"), 131)
+    [beam] = twins.feeds([BeamSpec(MAX_NODES, 8, 7, 8, 1.0)])
     with pytest.raises(IndexError, match="do not cover slots"):
-        compiled.grow([request], beam, [lacking(request)])
-    request.token_ids += [5] * drafter.max_len
-    with pytest.raises(IndexError, match=str(drafter.max_len)):
-        compiled.grow([request], [([0], ChainGrowth([3]))], [[5]])
+        twins.grow([beam._replace(block_ids=beam.block_ids[:2])])
+    with pytest.raises(IndexError, match="256"):
+        twins.grow([Feed(0, list(range(20)), 254, [5], filled(chain_parents(3)))])
 
 
-@pytest.mark.parametrize("kind", ["chains", "chains with siblings", "beams", "shapes", "drawn"])
-def test_logits_that_are_not_finite_cost_the_neighbours_nothing(zoo: Zoo, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["chains", "chains with siblings", "beams", "shapes", "sampled"])
+def test_logits_that_are_not_finite_cost_the_neighbours_nothing(zoo: Zoo, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A root whose logits are NaN may get any tree of known tokens, or none."""
-    engine, requests = running(zoo, "llama", "other")
-    drafter, compiled = drafter_of(engine)
-    make = MAKERS[kind]
-    with torch.inference_mode():
-        logits = feed(drafter, requests)
-        expected = compiled.grow(requests, make(requests), logits)
-        broken = logits.clone()
-        broken[2] = torch.nan
-        actual = compiled.grow(requests, make(requests), broken)
-    others = [0, 1, 3, 4]
-    assert_same([actual[i] for i in others], [expected[i] for i in others])
-    assert ((actual[2].token_ids >= 0) & (actual[2].token_ids < drafter.target_vocab_size)).all()
+    twins = Twins(zoo.path("other"), 131)
+    feeds = [*twins.feeds(SPECS[kind]), twins.chunk()]
+    expected = twins.grow(feeds)
+    forward = twins.compiled.forward
+
+    def broken(batch: Any) -> torch.Tensor:
+        logits = forward(batch)
+        logits[2] = torch.nan
+        return logits
+
+    monkeypatch.setattr(twins.compiled, "forward", broken)
+    actual = twins.grow(feeds)
+    twins.assert_same(actual, expected, [0, 1, 3, 4, 5, 6])
+    token_ids = trees_on_host(twins.backend, actual)[2].token_ids
+    assert ((token_ids >= 0) & (token_ids < 131)).all()
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
-def test_a_shape_with_more_children_than_there_are_tokens_is_cut(zoo: Zoo, is_drawn: bool) -> None:
+@pytest.mark.parametrize("vocab_size", [8, 11], ids=["the same vocabulary", "a larger one"])
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_a_shape_with_more_children_than_the_draft_has_tokens_leaves_places_empty(
+    zoo: Zoo, is_sampled: bool, vocab_size: int, num_calls: list[str]
+) -> None:
     """Also where a node that is missing would have children of its own, which are fed as if it were there."""
-    engine, requests = running(zoo, "eight", "eight_other", prompts=[[3, 4], [5, 6, 3], [4], [3], [7, 7]])
-    drafter, compiled = drafter_of(engine)
+    twins = Twins(zoo.path("eight_other"), vocab_size, [[3, 4], [5, 6, 3], [4], [3], [7, 7]])
+    twins.tokens = [[min(token, 7) for token in tokens] for tokens in twins.tokens]
     wide = in_main_path_order(np.array([*[-1] * 12, 10, 10, 11, 0, 12], np.int32))
-    with torch.inference_mode():
-        feeds = [lacking(request) for request in requests]
-        members = list(range(len(requests)))
-        growths: Growths = [(members, ShapeGrowth([wide] * 5, requests if is_drawn else None))]
-        actual = compiled.grow(requests, growths, feeds)
-        growths = [(members, ShapeGrowth([wide] * 5, requests if is_drawn else None))]
-        drafter._grow(requests, growths, feed(drafter, requests))
-        assert_same(actual, growths[0][1].harvest())
-    assert {tree.num_nodes for tree in actual} == {9}, "a star of all eight tokens, and a node behind the first"
+    feeds = twins.feeds([sampled(wide, i) if is_sampled else filled(wide) for i in range(5)])
+    del num_calls[:]
+    trees = twins.grow(feeds)
+    assert num_calls == ["compiled"]
+    twins.assert_same(trees, twins.expected(feeds))
+    assert {tree.num_nodes for tree in trees_on_host(twins.backend, trees)[:5]} == {9}, "a star of all eight, and one below"
+    assert trees.num_nodes == 5 * len(wide)
+    if is_sampled:
+        assert trees.draft_probs is not None and trees.draft_probs.shape[1] == vocab_size
+        assert not trees.draft_probs[:, 8:].any()
+
+
+@pytest.mark.parametrize("vocab_size", [90, 150])
+@pytest.mark.parametrize("kind", ["chains", "beams", "sampled", "all kinds"])
+def test_a_target_with_another_padded_vocabulary_bounds_the_tokens(zoo: Zoo, kind: str, vocab_size: int) -> None:
+    """90 tokens of the target, of 131 that the draft has; or more than it has."""
+    twins = Twins(zoo.path("other"), vocab_size)
+    feeds = twins.feeds(SPECS[kind])
+    trees = twins.grow(feeds)
+    twins.assert_same(trees, twins.expected(feeds))
+    assert int(trees.token_ids.max()) < min(vocab_size, 131)

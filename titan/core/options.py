@@ -211,4 +211,3 @@ Group = TypeVar("Group", ModelOptions, SpeculationOptions, ScheduleOptions, Memo
 def _take(group: type[Group], options: dict[str, Any]) -> Group:
     """Make a group of those options that are its own, and take them out."""
     return group(**{each.name: options.pop(each.name) for each in fields(group) if each.name in options})
-

@@ -169,4 +169,3 @@ def _as_float32(value: float) -> float:
         return struct.unpack("f", struct.pack("f", value))[0]  # type: ignore[no-any-return]
     except OverflowError:
         return inf
-
