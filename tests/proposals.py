@@ -1,0 +1,54 @@
+"""Looking at what a drafter proposes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from titan.core.step import StepPlan
+from titan.core.trees import DraftTree, DraftTrees
+from titan.draft.base import Drafter
+from titan.engine import Engine
+from titan.kernels.interfaces import Backend
+
+
+class Proposal(NamedTuple):
+    """Of one row of a step."""
+
+    token_ids: list[int]  # of the request, before
+    budget: int
+    tree: DraftTree
+
+
+def trees_on_host(backend: Backend, trees: DraftTrees) -> list[DraftTree]:
+    """The trees one by one, with their q where they were sampled."""
+    found = trees.on_host(backend.download(trees.columns))
+    return [_with_q(found[row], trees, row) for row in range(trees.num_rows)]
+
+
+def _with_q(tree: DraftTree, trees: DraftTrees, row: int) -> DraftTree:
+    if not trees.is_sampled[row] or not tree.num_nodes:
+        return tree
+    assert trees.draft_probs is not None and trees.draft_rows is not None
+    of_root = int(trees.start_loc[row]) + row
+    entries = torch.from_numpy(of_root + 1 + tree.topology.inner.astype("int64")).to(trees.draft_rows.device)
+    return replace(tree, draft_probs=trees.draft_probs[trees.draft_rows[entries].long()].cpu())
+
+
+def record(engine: Engine) -> list[Proposal]:
+    """A list that receives what is proposed for each row of each step."""
+    proposals: list[Proposal] = []
+    drafter: Drafter = engine.drafter
+    propose = drafter.propose
+
+    def recorded(plan: StepPlan) -> DraftTrees:
+        trees = propose(plan)
+        assert isinstance(trees, DraftTrees)
+        for request, budget, tree in zip(plan.requests, plan.draft_budgets, trees_on_host(engine.backend, trees), strict=True):
+            proposals.append(Proposal(list(request.token_ids), budget, tree))
+        return trees
+
+    drafter.propose = recorded  # type: ignore[method-assign]
+    return proposals
