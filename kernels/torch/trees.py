@@ -188,7 +188,7 @@ class _Tree(NamedTuple):
             coin = float(philox_uniform(self.seed, self.position + depth, Purpose.ACCEPT, sibling=rank))
             if coin * mass * q_child < max(p_child - scale * q_child, 0.0) * left:
                 return child, scale
-            scale += mass / left
+            scale += mass / left if left > 0 else 0.0  # nothing of q is left to subtract
             tried += q_child
         return None, scale
 
