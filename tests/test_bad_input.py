@@ -17,6 +17,7 @@ from tiny_models import make_model
 from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
+from titan.core.kv_tensor import KVGroup, KVLayout
 from titan.core.options import EngineConfig
 from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
@@ -133,6 +134,11 @@ def test_sampling_options(options: dict[str, Any], parts: list[str]) -> None:
 def test_engine_options(options: dict[str, Any], parts: list[str]) -> None:
     with raises(*parts):
         EngineConfig.of(**options)
+
+
+def test_an_option_that_there_is_not() -> None:
+    with pytest.raises(TypeError, match=r"there is no option 'max_batch'; allowed: dtype, device, .*max_batch_size"):
+        LLM("demo", max_batch=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -385,25 +391,21 @@ class Greedy(NoDrafter):
         return [DraftTree.chain([5] * (budget + 1)) for budget in plan.draft_budgets]
 
 
+class Homeless(NoDrafter):
+    """A drafter that says it keeps KV, and takes no cache."""
+
+    name = "homeless"
+    kv: Any = KVLayout((KVGroup(1, 1, 4),), torch.float32)
+
+
+def test_a_drafter_that_keeps_kv_but_takes_no_cache(zoo: Zoo) -> None:
+    with raises("draft_model=", "Homeless", "CachingDrafter", "attach() and lookahead()"):
+        LLM(zoo.path("llama"), Homeless(), num_kv_blocks=16, **CPU)
+
+
 def test_a_drafter_that_proposes_more_than_it_may_is_named(zoo: Zoo) -> None:
     """What it would write lies in blocks of other requests: better no step than a wrong one."""
     llm = LLM(zoo.path("llama"), Greedy(), num_kv_blocks=16, **CPU)
     with raises("drafter 'greedy'", "5 nodes", "at most 4"):
         llm.generate([[5, 6], [7, 8]], greedy(8), use_tqdm=False)
     assert not llm.engine.scheduler.has_unfinished
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "parents", "parts"),
-    [
-        ([1, 2], [-1], ["2 nodes", "parents has 1"]),
-        ([1, 2], [-1, 1], ["parents=[-1, 1]", "-1 <= parents[i] < i"]),
-        ([1, 2], [-2, 0], ["parents=[-2, 0]", "-1 <= parents[i] < i"]),
-        ([1] * 64, [-1] * 64, ["64 nodes", "at most 63"]),
-    ],
-)
-def test_trees_that_are_none(token_ids: list[int], parents: list[int], parts: list[str]) -> None:
-    import numpy as np
-
-    with raises(*parts):
-        DraftTree(np.array(token_ids), np.array(parents, np.int32))

@@ -259,17 +259,11 @@ def test_a_swapped_in_draft_is_as_good_as_one_that_was_there_from_the_start(zoo:
     assert all(request.num_output_tokens == 40 for request in requests)
 
 
-class Unattached(NoDrafter):
-    """A drafter that says it keeps KV, and takes no cache."""
-
-    name = "unattached"
-    kv: Any = KVLayout((KVGroup(1, 1, 4),), torch.float32)
-
-
-class Refusing(Unattached):
+class Refusing(NoDrafter):
     """A drafter that its cache does not suit."""
 
     name = "refusing"
+    kv: Any = KVLayout((KVGroup(1, 1, 4),), torch.float32)
 
     def attach(self, kv: KVTensor) -> None:
         raise ValueError("this draft wants another cache")
@@ -281,7 +275,7 @@ class Refusing(Unattached):
 def test_a_failing_swap_leaves_the_old_draft_in_place(zoo: Zoo) -> None:
     engine = make_engine(zoo.path("llama"), zoo.path("llama"), **SCARCE)
     drafter, kv, epoch = engine.drafter, engine.kv.tensors["draft"], engine.kv.draft_epoch
-    failing: list[Any] = [zoo.path("eight"), "/no/such/folder", 5, Unattached(), Refusing()]
+    failing: list[Any] = [zoo.path("eight"), "/no/such/folder", 5, Refusing()]
 
     def swap(step: int) -> None:
         if step % 4 == 3 and failing:
