@@ -348,7 +348,8 @@ void reject_tree(const VerifiedTree<T>& tree, int64_t* final_token, float* match
   int64_t reached = -1, depth = 0, rank = 0;
   double scale = 0, drawn = 0; // s and Q of the children tried so far
   const float *probs = tree.probs(reached, room.get()), *draft_probs = tree.sampled_from(reached);
-  if (tree.num_nodes) match_rows(probs, draft_probs, matches, size);
+  // though all of its places may be empty
+  if (tree.num_nodes) match_rows(probs, tree.draft_probs + tree.draft_rows[0] * size, matches, size);
   for (int64_t node = 0; node < tree.num_nodes; ++node) {
     if (tree.parents[node] != reached) continue;
     const int64_t token = tree.token_ids[node];
