@@ -95,7 +95,7 @@ def test_a_prefix_hit_that_the_present_draft_has_not_seen_is_a_hit_of_the_target
     def admit(max_tokens: int = 20, **options: Any) -> tuple[int, int, int]:
         """Cached tokens of a new request with this prompt; those its draft lacked after its first step; accepted - proposed."""
         [request] = submit(engine, [prompt], [greedy(max_tokens, ignore_eos=True, **options)])
-        plan = engine.scheduler.schedule(0)
+        plan = engine.scheduler.schedule(0, lambda request, budget: budget)
         drafted = request.num_drafted_context
         engine.scheduler._preempt(request)  # back to the queue, as if it had not been looked at
         assert plan.requests == [request]

@@ -6,25 +6,19 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from auditor import Auditor
-from cpu_kernels import choose_cpu_kernels
-from numpy.typing import NDArray
-from scipy import stats
+from back_ends import ON_HOST, make_back_end
+from proposals import record
 from stepping import AMPLE, SCARCE, check_blocks, greedy, make_engine, run_all, submit
 from torch import Tensor
 from zoo import FAMILIES, Zoo, random_prompts
 
 from titan.core.draft_history import Average, DraftHistory
 from titan.core.sampling_params import SamplingParams
-from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
 from titan.draft.policy import CHAIN_CHILDREN, GREEDY_TEMPERATURE, MAX_CHAIN_NODES, MAX_NARROW_NODES
-from titan.draft.tree_builder import BeamGrowth, Candidates, best_trees, draw_children
-from titan.engine import Engine
-from titan.kernels.torch.sampling import LazyProbs
 
 PROMPTS = random_prompts(10, seed=8, max_len=40)
 BUSHY = [-1, -1, 0, 0, 1, 2, 5]
@@ -38,30 +32,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 LARGE = ("auto_16", "dynamic_63")  # few requests have room beside each other
 ALL_SHAPES = SHAPES | {"chain": {"draft_tree": "chain", "max_draft_tokens": 6}}
 
-Row = tuple[list[int], int, DraftTree]  # tokens, budget, tree
-
-
-def record(engine: Engine) -> list[Row]:
-    """A list that receives, of every row that drafted: tokens, budget, tree."""
-    rows: list[Row] = []
-    propose = engine.drafter.propose
-
-    def recorded(plan: StepPlan) -> list[DraftTree]:
-        trees = propose(plan)
-        rows.extend(
-            (list(request.token_ids), budget, tree)
-            for request, budget, tree in zip(plan.requests, plan.draft_budgets, trees, strict=True)
-            if tree.num_nodes
-        )
-        return trees
-
-    engine.drafter.propose = recorded  # type: ignore[method-assign]
-    return rows
-
 
 def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
     """The tokens from the root down to each node."""
-    return [tuple(tree.token_ids[tree.path_to(node)].tolist()) for node in range(tree.num_nodes)]
+    paths: list[tuple[int, ...]] = []
+    for token_id, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token_id))
+    return paths
 
 
 class Draft:
@@ -114,8 +91,9 @@ def test_both_caches_hold_the_committed_tokens_after_every_step(zoo: Zoo, shape:
     assert engine.counters.num_preemptions > 0 or shape in LARGE
 
 
-def test_a_fixed_shape_holds_the_drafts_most_likely_tokens_by_rank(zoo: Zoo) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("other"), **AMPLE | SHAPES["parents"])
+@pytest.mark.parametrize("back_end", ON_HOST)
+def test_a_fixed_shape_holds_the_drafts_most_likely_tokens_by_rank(zoo: Zoo, back_end: str) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("other"), backend=make_back_end(back_end), **AMPLE | SHAPES["parents"])
     rows = record(engine)
     run_all(engine, PROMPTS, [greedy(9, ignore_eos=True)] * len(PROMPTS))
     whole = [(context, tree) for context, budget, tree in rows if budget == 7][::4]
@@ -148,11 +126,12 @@ def beam_search(draft: Draft, width: int, num_children: int, depth: int, budget:
 @pytest.mark.parametrize(
     ("shape", "temperature"), [("dynamic", 0.0), ("dynamic", 1.5), ("auto_16", 0.0), ("auto", 0.0), ("auto", 1.5)]
 )
+@pytest.mark.parametrize("back_end", ON_HOST)
 def test_a_grown_tree_is_the_best_ancestor_closed_set_of_what_was_expanded(
-    zoo: Zoo, shape: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+    zoo: Zoo, back_end: str, shape: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DraftHistory, "note_confidence", lambda *_: None)  # the temperature stays where it starts
-    engine = make_engine(zoo.path("llama"), zoo.path("other"), **AMPLE | ALL_SHAPES[shape])
+    engine = make_engine(zoo.path("llama"), zoo.path("other"), backend=make_back_end(back_end), **AMPLE | ALL_SHAPES[shape])
     policy: Any = engine.drafter.policy  # type: ignore[attr-defined]
     rows = record(engine)
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=12, ignore_eos=True) for i in range(len(PROMPTS))]
@@ -177,7 +156,8 @@ def test_the_likeliest_path_comes_first_so_that_to_accept_it_moves_nothing(zoo: 
     engine = make_engine(zoo.path("llama"), zoo.path("other"), **AMPLE | SHAPES["dynamic"])
     rows = record(engine)
     run_all(engine, PROMPTS, [greedy(12, ignore_eos=True)] * len(PROMPTS))
-    for context, _, tree in rows[::11]:
+    drafted = [(context, tree) for context, _, tree in rows if tree.num_nodes]
+    for context, tree in drafted[::11]:
         draft = Draft(zoo, "other", context, 1.0)
         path: tuple[int, ...] = ()
         for node in range(tree.num_nodes):
@@ -190,15 +170,19 @@ def test_the_likeliest_path_comes_first_so_that_to_accept_it_moves_nothing(zoo: 
             path = (*path, int(tree.token_ids[node]))
 
 
+@pytest.mark.parametrize("back_end", ON_HOST)
 @pytest.mark.parametrize("shape", ["chain", "auto", "dynamic", "parents"])
-def test_a_sampled_proposal_carries_the_distributions_it_was_drawn_from(zoo: Zoo, shape: str) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("other"), draft_sampling="sampled", **AMPLE | ALL_SHAPES[shape])
+def test_a_sampled_proposal_carries_the_distributions_it_was_sampled_from(zoo: Zoo, back_end: str, shape: str) -> None:
+    options = {"draft_sampling": "sampled", "backend": make_back_end(back_end)} | AMPLE | ALL_SHAPES[shape]
+    engine = make_engine(zoo.path("llama"), zoo.path("other"), **options)
     rows = record(engine)
     run_all(engine, PROMPTS, [SamplingParams(temperature=1.3, seed=i, max_tokens=9, ignore_eos=True) for i in range(len(PROMPTS))])
-    for context, _, tree in rows[::13]:
+    drafted = [(context, tree) for context, _, tree in rows if tree.num_nodes]
+    assert len(drafted) > 26
+    for context, tree in drafted[::13]:
         draft = Draft(zoo, "other", context, 1.3)
         assert tree.draft_probs is not None
-        for probs, node in zip(tree.draft_probs, tree.inner.tolist(), strict=True):
+        for probs, node in zip(tree.draft_probs, tree.topology.inner.tolist(), strict=True):
             path = () if node < 0 else paths_of(tree)[node]
             assert torch.allclose(probs, draft.logprobs(path).exp(), atol=2e-5)
             children = tree.token_ids[tree.parents == node].tolist()
@@ -237,71 +221,6 @@ def test_a_sampled_output_is_its_own_whatever_the_neighbours_chunks_and_preempti
     assert scarce.counters.num_preemptions > 0
 
 
-def drawn_children(q: Tensor, counts: list[int], seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Children of rows with the distributions ``q``, written to tables in another order; the rows' q must come out too."""
-    num_rows = len(q)
-    places = torch.arange(num_rows).flip(0)
-    probs, children = torch.full_like(q, torch.nan), torch.full((num_rows, max(counts)), -1)
-    draw_children(LazyProbs(q, None), seeds, positions, np.array(counts), places, probs, children)
-    torch.testing.assert_close(probs[places], q, rtol=0, atol=0, equal_nan=True)
-    return children[places].numpy()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_children_are_drawn_without_replacement(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ordered pairs of draws against their exact probabilities, q(a) q(b) / (1 - q(a))."""
-    choose_cpu_kernels(monkeypatch, kernels)
-    q = torch.tensor([0.5, 0.2, 0.0, 0.3])
-    num_draws = 20_000
-    seeds = np.arange(num_draws, dtype=np.uint64)
-    pairs = drawn_children(q.repeat(num_draws, 1), [2] * num_draws, seeds, np.full(num_draws, 9))
-    counts = np.zeros((4, 4))
-    np.add.at(counts, (pairs[:, 0], pairs[:, 1]), 1)
-    expected = q[:, None] * q / (1 - q[:, None]) * (1 - torch.eye(4))
-    possible = expected.numpy() > 0
-    assert counts[~possible].sum() == 0
-    frequencies = expected.double().numpy()[possible]
-    assert stats.chisquare(counts[possible], frequencies / frequencies.sum() * num_draws).pvalue > 1e-3
-    exhausted = drawn_children(torch.tensor([[0.0, 1.0], [0.5, 0.5], [torch.nan] * 2]), [3, 1, 2], seeds[:3], np.arange(3))
-    assert exhausted[[0, 2]].tolist() == [[1, -1, -1], [-1, -1, -1]]
-    assert exhausted[1, 0] in (0, 1) and exhausted[1, 1:].tolist() == [-1, -1]
-
-
-@pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0])
-def test_chains_of_near_certain_nodes_keep_their_parents(temperature: float) -> None:
-    """A child with a log-probability of nearly 0 must not overtake its parent by rounding."""
-    torch.manual_seed(0)
-    n, vocab_size, depth = 64, 12, 6
-    growth = BeamGrowth([4] * n, [depth] * n, 1, CHAIN_CHILDREN, [temperature] * n)
-    for level in range(depth):
-        logits = torch.randn(n, vocab_size)
-        logits[torch.arange(n), torch.randint(vocab_size, (n,))] += torch.where(torch.rand(n) < 0.5, 30 * temperature, 0.0)
-        growth.plant(logits) if level == 0 else growth.grow(level, logits)
-    assert all(tree.num_nodes == 4 for tree in growth.harvest())
-
-
-def test_where_logits_tie_the_chain_that_is_proposed_is_the_one_that_was_fed() -> None:
-    torch.manual_seed(0)
-    n, vocab_size, depth = 50, 300, 4
-    growth = BeamGrowth([depth] * n, [depth] * n, 1, CHAIN_CHILDREN, [0.05] * n)
-    fed = []
-    growth.plant(torch.randint(4, (n, vocab_size)).bfloat16())
-    for level in range(1, depth):
-        fed.append(growth.frontier(level).token_ids)
-        growth.grow(level, torch.randint(4, (n, vocab_size)).bfloat16())
-    num_checked = 0
-    for i, tree in enumerate(growth.harvest()):
-        assert tree.draft_slots is not None
-        for node, slot in enumerate(tree.draft_slots.tolist()):
-            if slot >= 0:
-                assert tree.token_ids[node] == fed[slot][i]
-                num_checked += 1
-        for parent in tree.inner.tolist():
-            children = tree.token_ids[tree.parents == parent].tolist()
-            assert len(set(children)) == len(children)
-    assert num_checked > 20
-
-
 @pytest.mark.parametrize("shape", ALL_SHAPES)
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 def test_a_draft_that_breaks_down_for_one_request_costs_nobody_an_output(zoo: Zoo, sampling: str, shape: str) -> None:
@@ -335,26 +254,13 @@ def history_of(greedy_match: float, sampled_match: float, num_drafts: int = 1) -
     return DraftHistory(greedy_match=Average(greedy_match), sampled_match=Average(sampled_match), num_drafts=num_drafts)
 
 
-def test_auto_draws_unless_the_most_likely_tokens_have_matched_clearly_better(zoo: Zoo) -> None:
+def test_auto_samples_unless_the_most_likely_tokens_have_matched_clearly_better(zoo: Zoo) -> None:
     engine = make_engine(zoo.path("llama"), zoo.path("other"), draft_sampling="auto", **AMPLE)
     policy: Any = engine.drafter.policy  # type: ignore[attr-defined]
     [hot, cold] = submit(engine, [[5], [6]], [SamplingParams(temperature=1.0), greedy(5)])
-    for history, is_drawn in (
+    for history, is_sampled in (
         (history_of(0.5, 0.6), True), (history_of(0.6, 0.59), True), (history_of(0.9, 0.4), False), (history_of(0.9, 0.4, 8), True)
     ):  # fmt: skip
         hot.draft_history = cold.draft_history = history
-        assert policy._is_drawn(hot) == is_drawn
-        assert not policy._is_drawn(cold)
-
-
-def test_of_equal_scores_the_parent_is_kept() -> None:
-    """A draft that is certain gives a child the score of its parent."""
-    candidates = Candidates(
-        token_ids=np.array([[5, 6, 7, 8]]),
-        scores=np.array([[-1.0, -2.0, -1.0, -1.0]], np.float32),
-        parent_slots=np.array([[-1, -1, 0, 1]]),
-        slots=np.array([[0, -1, 1, -1]]),
-    )
-    [tree] = best_trees(candidates, [2])
-    assert (tree.token_ids.tolist(), tree.parents.tolist()) == ([5, 7], [-1, 0])
-    assert tree.draft_slots is not None and tree.draft_slots.tolist() == [0, 1]
+        assert policy._is_sampled(hot) == is_sampled
+        assert not policy._is_sampled(cold)

@@ -24,20 +24,20 @@ def request_of(seed: int, num_output: int) -> Request:
 def test_proposals_continue_the_recording_from_where_the_output_is() -> None:
     drafter = ReplayDrafter({(1, 2): RECORDING}, acceptance=1.0, vocab_size=50, max_draft_tokens=4)
     requests = [request_of(0, num_output) for num_output in (0, 7, 28, 30)]
-    trees = drafter.propose(StepPlan(requests, [1] * 4, [4, 2, 4, 4]))
+    trees = drafter.propose(StepPlan(requests, [1] * 4, [4, 2, 4, 4], [4] * 4))
     assert [tree.token_ids.tolist() for tree in trees] == [RECORDING[:4], RECORDING[7:9], RECORDING[28:], []]
-    assert all(tree.is_chain for tree in trees)
+    assert all(tree.topology.is_chain for tree in trees)
 
 
 def test_a_prompt_without_a_recording_is_not_drafted_for() -> None:
     drafter = ReplayDrafter({(7,): RECORDING}, acceptance=1.0, vocab_size=50, max_draft_tokens=4)
-    assert drafter.propose(StepPlan([request_of(0, 0)], [1], [4]))[0].num_nodes == 0
+    assert drafter.propose(StepPlan([request_of(0, 0)], [1], [4], [4]))[0].num_nodes == 0
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.7, 1.0])
 def test_tokens_are_kept_as_often_as_asked_and_reproducibly(acceptance: float) -> None:
     drafter = ReplayDrafter({(1, 2): RECORDING}, acceptance=acceptance, vocab_size=40, max_draft_tokens=6)
-    plan = StepPlan([request_of(seed, 20) for seed in range(1000)], [1] * 1000, [6] * 1000)
+    plan = StepPlan([request_of(seed, 20) for seed in range(1000)], [1] * 1000, [6] * 1000, [6] * 1000)
     trees = drafter.propose(plan)
     kept = [[token == recorded for token, recorded in zip(tree.token_ids, RECORDING[20:26], strict=True)] for tree in trees]
     assert all(

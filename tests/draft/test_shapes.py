@@ -7,8 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 
+from titan.core.growth import shape_plan
 from titan.core.trees import Parents, topology
-from titan.draft.shapes import expected_shape, in_main_path_order, shape_plan
+from titan.draft.shapes import expected_shape, in_main_path_order
 
 
 def all_shapes(num_nodes: int) -> list[Parents]:

@@ -174,6 +174,34 @@ def test_where_rounding_leaves_nothing_of_the_residual_p_itself_is_sampled_from(
     assert len(set(tokens)) > 2
 
 
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_a_sampled_tree_all_of_whose_places_are_empty_decodes(back_end: str) -> None:
+    """Beside one that has an empty place, and whose node is accepted."""
+    backend = make_back_end(back_end)
+    p = torch.tensor(np.random.default_rng(0).dirichlet(np.ones(VOCAB_SIZE), size=2), dtype=torch.float32)
+    certain = torch.zeros(VOCAB_SIZE)
+    certain[3] = 1.0
+    columns = [
+        np.array([-1, -1, 3, -1]),
+        np.array([-2, -2, -1, -2], np.int32),
+        np.ones(4, np.int64),
+        np.array([1, 2, 1, 2]),
+        np.full(4, -np.inf, np.float32),
+        np.full(4, -1, np.int32),
+    ]
+    flags = np.zeros((2, 2), np.bool_)
+    q = torch.stack((torch.full((VOCAB_SIZE,), torch.nan), certain)).to(backend.device)
+    draft_rows = torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32).to(backend.device)
+    trees = DraftTrees(np.array([0, 2, 4]), flags[0], ~flags[0], flags[1], *backend.upload(columns), q, draft_rows)
+    logits = torch.stack((p[0], p[0], p[0], certain, p[1], p[1])).log().to(backend.device)
+    verified = backend.trees.verify(
+        logits, trees, np.arange(2), SamplingRows.of([(SamplingParams(), seed, POSITION) for seed in (4, 5)])
+    )
+    assert (verified.num_accepted.tolist(), verified.paths[1, 0].item()) == ([0, 1], 0)
+    heights = [float(philox_uniform(seed, POSITION + depth, Purpose.SAMPLE)) for seed, depth in ((4, 0), (5, 1))]
+    assert verified.final_tokens.tolist() == [inverse_cdf(p[i].double().numpy(), height)[0] for i, height in enumerate(heights)]
+
+
 PARENTS = {"chain": [-1, 0, 1], "star": [-1, -1, -1], "bushy": [-1, 0, -1, 0, 2, 1, 2]}
 NUM_TREES = {"torch": 4_000, "cpu": 20_000}
 TARGET, DRAFT = np.random.default_rng(3).dirichlet(np.ones(VOCAB_SIZE), size=(2, VOCAB_SIZE + 1))

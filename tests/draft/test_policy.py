@@ -1,0 +1,90 @@
+"""The policy: what grows fits the budget and the slots that were reserved for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from titan.core.draft_history import Average, DraftHistory
+from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec
+from titan.core.outputs import RequestMetrics
+from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
+from titan.draft.policy import CHAIN_CHILDREN, DraftPolicy
+
+BUSHY = [-1, -1, 0, 0, 1, 2, 5]
+
+
+def make_request(temperature: float = 0.0) -> Request:
+    return Request("r", None, [1, 2], SamplingParams(temperature=temperature), 7, 100, frozenset(), RequestMetrics(0.0), None)
+
+
+def kind_of(spec: GrowthSpec) -> str:
+    if isinstance(spec, BeamSpec):
+        return "siblings" if spec.width == 1 else "beam"
+    return "sampled" if spec.params is not None else "chain" if spec.plan.is_chain else "shape"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("draft_sampling", ["greedy", "sampled", "auto"])
+@pytest.mark.parametrize("draft_tree", ["chain", "auto", "dynamic", BUSHY])
+def test_a_tree_fits_its_budget_and_the_slots_that_it_asks_for(
+    draft_tree: str | Sequence[int], draft_sampling: str, temperature: float
+) -> None:
+    """Whatever the history; and where no more slots are there than nodes, it grows within these."""
+    for max_draft_tokens in (7, 16, 63):
+        policy = DraftPolicy(draft_tree, draft_sampling, max_draft_tokens)
+        for history in (DraftHistory(), DraftHistory(tree_depth=Average(2.0)), DraftHistory(greedy_match=Average(0.9))):
+            request = make_request(temperature)
+            request.draft_history = history
+            assert policy.lookahead(request, 0) == 0
+            for budget in range(1, max_draft_tokens + 1):
+                lookahead = policy.lookahead(request, budget)
+                assert lookahead >= budget
+                for num_slots in (lookahead, budget):
+                    spec = policy.spec(request, budget, num_slots)
+                    assert 0 <= spec.num_slots <= num_slots and 1 <= spec.num_nodes <= budget
+
+
+@pytest.mark.parametrize(
+    ("draft_tree", "draft_sampling", "temperature", "budget", "kind"),
+    [
+        ("chain", "greedy", 0.8, 6, "chain"),
+        ("auto", "greedy", 0.0, 4, "chain"),
+        ("auto", "greedy", 0.0, 5, "siblings"),
+        ("auto", "greedy", 0.8, 8, "siblings"),
+        ("auto", "greedy", 0.0, 9, "beam"),
+        ("dynamic", "greedy", 0.0, 1, "chain"),
+        ("dynamic", "greedy", 0.0, 2, "beam"),
+        (BUSHY, "greedy", 0.0, 7, "shape"),
+        (BUSHY, "sampled", 0.0, 7, "shape"),
+        (BUSHY, "sampled", 0.8, 7, "sampled"),
+        ("dynamic", "sampled", 0.8, 7, "sampled"),
+        ("auto", "auto", 0.8, 7, "sampled"),
+        ("auto", "auto", 0.0, 7, "siblings"),
+    ],
+)
+def test_what_grows(draft_tree: str | Sequence[int], draft_sampling: str, temperature: float, budget: int, kind: str) -> None:
+    policy, request = DraftPolicy(draft_tree, draft_sampling, 16), make_request(temperature)
+    spec = policy.spec(request, budget, policy.lookahead(request, budget))
+    assert kind_of(spec) == kind
+    if isinstance(spec, ShapeSpec) and spec.params is not None:
+        assert (spec.params, spec.seed) == (request.params, request.seed)
+
+
+def test_a_beam_without_its_slots_is_a_chain_with_siblings() -> None:
+    policy, request = DraftPolicy("dynamic", "greedy", 16), make_request()
+    lookahead = policy.lookahead(request, 9)
+    assert lookahead > 9 and kind_of(policy.spec(request, 9, lookahead)) == "beam"
+    narrow = policy.spec(request, 9, lookahead - 1)
+    assert isinstance(narrow, BeamSpec) and (narrow.width, narrow.num_children) == (1, CHAIN_CHILDREN)
+
+
+def test_the_calibrated_temperature_is_that_of_the_beam() -> None:
+    policy, request = DraftPolicy("dynamic", "greedy", 16), make_request(0.8)
+    first = policy.spec(request, 9, 63)
+    request.draft_history.temperature = 0.3
+    second = policy.spec(request, 9, 63)
+    assert isinstance(first, BeamSpec) and isinstance(second, BeamSpec)
+    assert (first.temperature, second.temperature) == (0.8, 0.3)
