@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.core.attention_layout import Window
-from titan.kernels.backend import MAX_TRITON_REQUESTS
-from titan.kernels.triton.attention_plan import AttentionGeometry, TileLaunch, TreeAttentionPlan
+from titan.core.batch import Window
+from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, TileLaunch, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.tools import INTERPRETED
 from titan.kernels.triton.tuning import num_multiprocessors, tile_config
@@ -193,7 +192,7 @@ def test_few_requests_with_long_contexts_are_split_and_many_are_not() -> None:
     few = Batch(geometry, [4], [4000], [3], 8, 0).plan((None,), None).launches[None][0]
     num_running = few.num_running // geometry.num_kv_heads
     assert min(num_running, 4000 // 128) / 2 <= few.counts[0] <= 2 * num_running
-    number = min(8 * num_running, MAX_TRITON_REQUESTS)
+    number = min(8 * num_running, MAX_REQUESTS)
     many = Batch(geometry, [4] * number, [4000] * number, [3] * number, 8, 0).plan((None,), None).launches[None][0]
     assert many.counts.tolist() == [number, 0]
 
@@ -256,7 +255,7 @@ def test_what_cannot_be_planned_is_refused_by_name(changes: dict[str, Any], mess
 
 
 def test_too_many_requests_are_refused() -> None:
-    ones = [1] * (MAX_TRITON_REQUESTS + 1)
+    ones = [1] * (MAX_REQUESTS + 1)
     many = Batch(SMALL.geometry, ones, ones, [0] * len(ones), 8, 0)
     with pytest.raises(ValueError, match=r"^seq_lens has 1025 requests: there must be 1 to 1024"):
         many.plan((None,), None)

@@ -1,4 +1,4 @@
-"""Random numbers of the kernels are those of `titan.sample.distributions`, bit for bit."""
+"""Random numbers of the kernels are those of `titan.core.random`, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from titan.kernels.triton import philox
+from titan.core.random import Purpose
+from titan.core.random import philox_uniform as host_uniform
 from titan.kernels.triton.philox import philox_uniform
 from titan.kernels.triton.tools import INTERPRETED
-from titan.sample.distributions import Purpose
-from titan.sample.distributions import philox_uniform as host_uniform
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SIZE = 1024
@@ -37,8 +36,3 @@ def test_uniform_numbers_are_those_of_the_host_bit_for_bit(purpose: Purpose, sib
     arguments = (uniform, torch.from_numpy(seeds.view(np.int64)).to(DEVICE), torch.from_numpy(positions).to(DEVICE), sibling)
     store_uniform[(1,)](*arguments, PURPOSE=int(purpose), SIZE=SIZE)
     assert np.array_equal(uniform.cpu().numpy(), host_uniform(seeds, positions, purpose, sibling=sibling))
-
-
-@pytest.mark.parametrize("name", ["SAMPLE", "ACCEPT", "RESIDUAL"])
-def test_purposes_have_the_numbers_of_the_host(name: str) -> None:
-    assert getattr(philox, name).value == Purpose[name]

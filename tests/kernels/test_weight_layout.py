@@ -11,8 +11,8 @@ from torch import Tensor
 from titan.kernels.cpu import weight_layout
 from titan.kernels.cpu.library import usable_library
 from titan.kernels.cpu.linear import can_pack, pack_weight
-from titan.kernels.cpu.rows import WeightStruct, max_rows, multiply_rows
 from titan.kernels.cpu.weight_layout import find_weight
+from titan.kernels.cpu.weights import WeightStruct, max_rows, multiply_rows
 
 DTYPES = [torch.float32, torch.bfloat16]
 FEW = 8  # so many rows everywhere; more with AMX
@@ -32,7 +32,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def packed(weight: Tensor) -> Tensor:
-    if not can_pack(weight):
+    if not can_pack(weight.dtype):
         pytest.skip(f"oneDNN packs no {weight.dtype} on this processor")
     return pack_weight(weight)
 

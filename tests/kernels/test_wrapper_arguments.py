@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from interpreted import DEVICE
 from torch import Tensor
 
+from titan.core.trees import NODE_DTYPES, NODE_FIELDS
 from titan.kernels.triton import tools as triton_tools
 from titan.kernels.triton.attention_plan import AttentionGeometry
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.gate import silu_mul
-from titan.kernels.triton.kv_moves import clear_blocks, copy_blocks, move_paths
 from titan.kernels.triton.norm import add_rms_norm, rms_norm
-from titan.kernels.triton.root_matches import root_matches
 from titan.kernels.triton.rope_kv import rope_and_write_kv
 from titan.kernels.triton.row_distribution import RowDistributions, row_distributions
-from titan.kernels.triton.sample_rows import draw_rows, sample_rows
-from titan.kernels.triton.tools import INTERPRETED
+from titan.kernels.triton.sample_rows import draw_rows
 from titan.kernels.triton.tree_attention import tree_attention
 from titan.kernels.triton.tree_rejection import reject_trees
+from titan.kernels.triton.tree_select import MAX_CANDIDATES, select_trees
 from titan.kernels.triton.tree_walk import walk_matches
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
 NUM_ROWS, VOCAB_SIZE, HEAD_DIM = 3, 20, 16
 
 
@@ -97,21 +97,19 @@ WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
         "num_heads": 4,
         "qk_norm": floats(6, HEAD_DIM),
     },
-    move_paths: lambda: {
-        "kv": kv(),
-        "block_table": ints([[0, 0], [0, 0]]),
-        "first_slots": longs([0, 0]),
-        "paths": ints([[0, 2], [0, 1]]),
-        "num_accepted": ints([2, 1]),
-    },
-    copy_blocks: lambda: {"kv": kv(), "pairs": longs([[0, 1], [0, 2]])},
-    clear_blocks: lambda: {"kv": kv(), "block_ids": longs([0, 1])},
     row_distributions: lambda: {"logits": floats(NUM_ROWS, VOCAB_SIZE)} | options(),
     draw_rows: lambda: {"distributions": distributions(), "purpose": 0} | NUMBERS,
-    sample_rows: lambda: {"logits": floats(NUM_ROWS, VOCAB_SIZE), "purpose": 0} | options() | NUMBERS,
+    select_trees: lambda: {
+        "token_ids": longs([[1, 2, 3]] * 2),
+        "scores": floats(2, 3),
+        "parent_slots": longs([[-1, 0, 1]] * 2),
+        "slots": longs([[0, 1, 2]] * 2),
+        "first_nodes": ints([0, 3]),
+        "num_nodes": ints([3, 1]),
+        "nodes": [torch.zeros(4, dtype=dtype, device=DEVICE) for dtype in NODE_DTYPES],
+    },
     walk_matches: lambda: {"wanted": longs([1, 2, 3]), "max_depth": 2} | trees(),
     reject_trees: lambda: {"distributions": distributions(), "max_depth": 2} | trees() | DRAFTS | NUMBERS,
-    root_matches: lambda: {"distributions": distributions(), "node_start_loc": trees()["node_start_loc"]} | DRAFTS,
 }
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -125,9 +123,6 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 WRITTEN = [
     (add_rms_norm, "residual"),
     (rope_and_write_kv, "kv_layer"),
-    (move_paths, "kv"),
-    (copy_blocks, "kv"),
-    (clear_blocks, "kv"),
 ]
 
 
@@ -153,14 +148,61 @@ def test_what_is_written_has_a_place_for_each_number(wrapper: Callable[..., obje
         wrapper(**arguments)
 
 
-@pytest.mark.parametrize(("wrapper", "name"), WRITTEN[1:])
-@pytest.mark.parametrize("dimension", ["heads", "head_dim"])
-def test_caches_that_hold_nothing_are_refused(wrapper: Callable[..., object], name: str, dimension: str) -> None:
-    arguments = WRAPPERS[wrapper]()
-    cache = arguments[name]
-    arguments[name] = cache[..., :0] if dimension == "head_dim" else cache.narrow(-4, 0, 0)
-    with pytest.raises(ValueError, match=rf"^{name} has shape \["):
-        wrapper(**arguments)
+MESSAGES: list[tuple[Callable[..., object], str, Any, str]] = [
+    (rms_norm, "x", floats(2, 16385), "x has shape [2, 16385]: hidden_size must be 1 to 16384"),
+    (rms_norm, "x", floats(2, 0), "x has shape [2, 0]: hidden_size must be 1 to 16384"),
+    (rms_norm, "weight", floats(7), "weight has shape [7]: it must be [8]"),
+    (add_rms_norm, "residual", floats(2, 8), "residual has shape [2, 8]: it must be [3, 8]"),
+    (add_rms_norm, "residual", floats(3, 8).half(), "residual has dtype torch.float16: it must be torch.float32"),
+    (silu_mul, "gate_up", floats(2, 7), "gate_up has shape [2, 7]: its rows must have two halves"),
+    (silu_mul, "gate_up", floats(2, 0), "gate_up has shape [2, 0]: its rows must have two halves"),
+    (rope_and_write_kv, "qkv", floats(3, 40), "qkv has shape [3, 40]: it must be [any, 128]"),
+    (rope_and_write_kv, "num_heads", 5, "qkv has shape [3, 128]: it must be [any, 144]"),
+    (rope_and_write_kv, "qkv", floats(3, 128).half(), "qkv has dtype torch.float16: it must be torch.float32"),
+    (rope_and_write_kv, "rope_table", floats(9, 2, 8), "rope_table has shape [9, 2, 8]: it must be [any, 2, 16]"),
+    (rope_and_write_kv, "positions", longs([0, 1]), "positions has shape [2]: it must be [3]"),
+    (rope_and_write_kv, "kv_layer", floats(2, 1, 3, 16, 9), "kv_layer has shape [2, 1, 3, 16, 9]: head_dim must be even"),
+    (rope_and_write_kv, "kv_layer", floats(2, 1, 3, 16, 0), "kv_layer has shape [2, 1, 3, 16, 0]: head_dim must be even, and no"),
+    (rope_and_write_kv, "kv_layer", floats(2, 0, 3, 16, 8), "kv_layer has shape [2, 0, 3, 16, 8]: head_dim must be even, and no"),
+    (rope_and_write_kv, "qk_norm", floats(2, 16), "qk_norm has shape [2, 16]: it must be [6, 16]"),
+    (row_distributions, "logits", floats(3, 0), "logits has shape [3, 0]: there must be at least one token"),
+    (row_distributions, "temperature", floats(2), "temperature has shape [2]: it must be [3]"),
+    (draw_rows, "seeds", longs([1, 2]), "seeds has shape [2]: it must be [3]"),
+    (draw_rows, "purpose", 256, "purpose=256 is not allowed: it must be 0 to 255"),
+    (draw_rows, "purpose", -1, "purpose=-1 is not allowed: it must be 0 to 255"),
+    (select_trees, "token_ids", longs([[], []]), "token_ids has shape [2, 0]: there must be 1 to 4096 candidates"),
+    (
+        select_trees,
+        "token_ids",
+        longs([[0] * (MAX_CANDIDATES + 1)] * 2),
+        "token_ids has shape [2, 4097]: there must be 1 to 4096 candidates",
+    ),
+    (select_trees, "scores", floats(2, 4), "scores has shape [2, 4]: it must be [2, 3]"),
+    (select_trees, "first_nodes", ints([0, 1, 2]), "first_nodes has shape [3]: it must be [2]"),
+    (walk_matches, "parents", ints([-1, 0, 1]), "parents has shape [3]: it must be [2]"),
+    (walk_matches, "node_start_loc", ints([]), "node_start_loc is empty: it must have "),
+    (walk_matches, "wanted", longs([1, 2]), "wanted has shape [2]: it must be [3]"),
+    (walk_matches, "max_depth", 0, "max_depth=0 is not allowed: it must be 1 to 63"),
+    (reject_trees, "max_depth", 64, "max_depth=64 is not allowed: it must be 1 to 63"),
+    (reject_trees, "draft_probs", floats(2, 8), "draft_probs has shape [2, 8]: it must be [any, 20]"),
+    (reject_trees, "seeds", longs([1]), "seeds has shape [1]: it must be [3]"),
+    (reject_trees, "node_start_loc", ints([0, 2, 2]), "distributions has 3 rows on "),
+]
+
+
+@pytest.mark.parametrize(("wrapper", "name", "value", "message"), MESSAGES)
+def test_sizes_and_numbers_are_refused_by_name(wrapper: Callable[..., object], name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        wrapper(**(WRAPPERS[wrapper]() | {name: value}))
+
+
+@pytest.mark.parametrize("i", range(len(NODE_DTYPES)))
+def test_columns_of_nodes_are_refused_by_name(i: int) -> None:
+    for change, problem in ((torch.Tensor.double, "dtype"), (lambda x: x[None], "shape"), (lambda x: x[:1].expand(4), "strides")):
+        arguments = WRAPPERS[select_trees]()
+        arguments["nodes"][i] = change(arguments["nodes"][i])
+        with pytest.raises(ValueError, match=rf"^nodes\.{NODE_FIELDS[i]} has {problem}"):
+            select_trees(**arguments)
 
 
 def test_a_cuda_device_that_is_not_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,108 @@
+"""How tensors may lie where the Triton kernels of layers read and write them, and the largest that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from interpreted import DEVICE
+from torch import Tensor
+
+from titan.bench.gpu.layer_reference import (
+    reference_add_rms_norm,
+    reference_rms_norm,
+    reference_rope_and_write_kv,
+    reference_silu_mul,
+)
+from titan.kernels.triton.gate import silu_mul
+from titan.kernels.triton.norm import add_rms_norm, rms_norm
+from titan.kernels.triton.rope_kv import rope_and_write_kv
+from titan.models.rope import Rope, rope_table
+
+HALF_ULP = {torch.float32: 1e-6, torch.float16: 2**-11 + 1e-6, torch.bfloat16: 2**-8 + 1e-6}
+
+
+def assert_rounded_once(actual: Tensor, exact: Tensor) -> None:
+    """Within half a unit in the last place, up to the float32 arithmetic."""
+    torch.testing.assert_close(actual.double(), exact, rtol=HALF_ULP[actual.dtype], atol=1e-6)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def in_a_wider_tensor(x: Tensor) -> Tensor:
+    """The same rows with NaN beside them."""
+    wide = torch.full((x.shape[0], x.shape[1] + 16), torch.nan, dtype=x.dtype, device=DEVICE)
+    return wide[:, 8:-8].copy_(x)
+
+
+def far_apart(x: Tensor) -> Tensor:
+    """The same rows beyond 32 bits: few pages are touched, and an offset that wraps around is 2048 elements before its base."""
+    storage = torch.empty(2**32 + 4096, dtype=x.dtype, device=DEVICE)
+    return storage.as_strided(x.shape, (2**31 - 1024, 1), 2048).copy_(x)
+
+
+def make_table(num_positions: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    frequencies = tuple(100.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))
+    return rope_table(Rope("default", frequencies, 1.0), num_positions).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("place", [in_a_wider_tensor, far_apart])
+def test_rows_of_norms_and_gates_may_lie_apart(place: Callable[[Tensor], Tensor]) -> None:
+    x, residual, weight = place(random(3, 64)), random(3, 64, seed=1) * 300, random(64, seed=2)
+    given = x.clone()
+    assert_rounded_once(rms_norm(x, weight, 1e-5), reference_rms_norm(x, weight, 1e-5))
+    assert_rounded_once(silu_mul(x), reference_silu_mul(x))
+    for stream in (residual.clone(), place(residual)):
+        expected_stream = residual.clone()
+        exact = reference_add_rms_norm(x, expected_stream, weight, 1e-5)
+        assert_rounded_once(add_rms_norm(x, stream, weight, 1e-5), exact)  # of the rounded residual
+        assert torch.equal(stream, expected_stream) and torch.equal(x, given)
+        if stream.stride(0) == 80:  # what lies beside the rows
+            assert int(stream.as_strided((3 * 80,), (1,), 0).isnan().sum()) == 3 * 16
+
+
+@pytest.mark.parametrize("dtype", HALF_ULP)
+def test_the_largest_rows_and_heads(dtype: torch.dtype) -> None:
+    x, weight = random(2, 16384, dtype=dtype) + 0.5, random(16384, dtype=dtype, seed=1)
+    assert_rounded_once(rms_norm(x, weight, 1e-5), reference_rms_norm(x, weight, 1e-5))
+    qkv, norm = random(2, 4 * 2048, dtype=dtype), random(3, 2048, dtype=dtype, seed=1) + 1  # one head per program
+    places, cache = torch.tensor([3, 0], device=DEVICE), torch.zeros(2, 1, 1, 16, 2048, dtype=dtype, device=DEVICE)
+    arguments, exact_cache = (qkv, make_table(4, 2048, dtype), places.int(), places), cache.double()
+    exact = reference_rope_and_write_kv(*arguments, exact_cache, num_heads=2, qk_norm=norm, eps=1e-3)
+    assert_rounded_once(rope_and_write_kv(*arguments, cache, num_heads=2, qk_norm=norm, eps=1e-3), exact)
+    assert_rounded_once(cache, exact_cache)
+
+
+@pytest.mark.parametrize("far", ["beside", "tokens", "heads", "blocks", "by_block"])
+def test_queries_and_caches_may_lie_apart(far: str) -> None:
+    num_kv_heads = 3 if far == "heads" else 1
+    qkv, storage = random(3, (1 + 2 * num_kv_heads) * 8), torch.empty(2**32 + 4096, dtype=torch.float16, device=DEVICE)
+    kv_layer = torch.empty(2, num_kv_heads, 3, 16, 8, dtype=torch.float16, device=DEVICE)
+    match far:
+        case "beside":
+            qkv = in_a_wider_tensor(qkv)
+        case "tokens":
+            qkv = far_apart(qkv)
+        case "by_block":
+            kv_layer = torch.empty(3, 2, 16, 1, 8, dtype=torch.float16, device=DEVICE).permute(1, 3, 0, 2, 4)
+        case _:
+            head_and_block = (2**31 - 1024, 128) if far == "heads" else (128, 2**31 - 1024)
+            kv_layer = storage.as_strided(kv_layer.shape, (512, *head_and_block, 8, 1), 2048)
+    kv_layer[:, :, [0, 2], 0] = 0
+    positions, slots = torch.arange(3, device=DEVICE), torch.tensor([-1, -1, 2 * 16], device=DEVICE)
+    arguments = qkv, make_table(3, 8, torch.float16), positions, slots
+    exact_kv = torch.zeros(kv_layer.shape, dtype=torch.float64, device=DEVICE)
+    exact_q = reference_rope_and_write_kv(*arguments, exact_kv, num_heads=1)
+    assert_rounded_once(rope_and_write_kv(*arguments, kv_layer, num_heads=1), exact_q)
+    assert_rounded_once(kv_layer[:, :, [0, 2], 0], exact_kv[:, :, [0, 2], 0])
+
+
+def test_nothing_is_no_work() -> None:
+    none, kv_layer = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(2, 1, 2, 16, 8, device=DEVICE)
+    table = make_table(1, 8, torch.float32)
+    assert rope_and_write_kv(torch.zeros(0, 24, device=DEVICE), table, none, none, kv_layer, num_heads=1).shape == (0, 1, 8)
+    assert rms_norm(torch.zeros(0, 8, device=DEVICE), torch.ones(8, device=DEVICE), 1e-5).shape == (0, 8)
+    assert silu_mul(torch.zeros(0, 16, device=DEVICE)).shape == (0, 8) and not kv_layer.any()
