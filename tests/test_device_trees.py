@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from cpu_kernels import choose_cpu_kernels
-from interpreted import DEVICE, take_triton
-from stepping import check_blocks, make_engine, submit
+from back_ends import ON_HOST, make_back_end
+from proposals import trees_on_host
+from stepping import check_blocks, host_trees, make_engine, submit
+from torch import Tensor
 from zoo import Zoo, random_prompts
 
-from titan.core.device_trees import DeviceTrees, TreeOutline
+from titan.core.batch import QueryRow, build_batch
+from titan.core.limits import MAX_NODES
 from titan.core.sampling_params import SamplingParams
-from titan.draft.device_growth import device_trees
+from titan.core.step import StepPlan
+from titan.core.trees import DraftTree, DraftTrees, topology
 from titan.engine import Engine
-from titan.execute.batch import Segment, build_batch
-from titan.kernels.triton.tree_nodes import allocate_nodes
-from titan.kernels.upload import download
-from titan.verify import device_accept
+from titan.kernels.interfaces import Backend
 
-CPU = torch.device("cpu")
 PROMPTS = [*random_prompts(3, seed=6, max_len=9), random_prompts(1, seed=7, max_len=25)[0]]
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"draft_tree": "chain", "max_draft_tokens": 4},
@@ -47,7 +45,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"temperature": 1.0, "presence_penalty": 0.5},
     ],
 }
-NUM_COLUMNS = 4
+NUM_COLUMNS = 6
 """Of trees on the device, brought to the host."""
 
 POOL: dict[str, Any] = {"max_batch_size": 4, "prefill_chunk_size": 6, "num_kv_blocks": 40, "max_num_batched_tokens": 40}
@@ -69,10 +67,10 @@ def trace(engine: Engine, options: list[dict[str, Any]], max_tokens: int = 4, pr
     matches: list[tuple[int, float, float]] = []
 
     def observe(plan: Any, acceptance: Any) -> None:
-        trees = [(tree.token_ids.tolist(), tree.parents.tolist()) for tree in acceptance.trees]
-        slots = [[] if tree.draft_slots is None else tree.draft_slots.tolist() for tree in acceptance.trees]
+        trees = acceptance.trees
+        columns = [each.tolist() for each in (trees.start_loc, trees.token_ids, trees.parents, trees.draft_slots)]
         matches.extend((i, *match) for i, match in acceptance.matches.items())
-        steps.append((trees, slots, acceptance.paths, acceptance.token_ids, acceptance.errors))
+        steps.append((columns, acceptance.paths, acceptance.token_ids, acceptance.errors))
 
     engine.observers.append(observe)
     params = [SamplingParams(max_tokens=max_tokens, seed=i, **({"ignore_eos": True} | each)) for i, each in enumerate(options)]
@@ -91,15 +89,16 @@ def assert_same(actual: Trace, expected: Trace) -> None:
     np.testing.assert_allclose(actual.matches, expected.matches, atol=1e-4)
 
 
-def count_downloads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_downloads(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that receives the number of tensors of each copy to the host."""
     counts: list[int] = []
+    download = backend.download
 
-    def counted(tensors: Any) -> Any:
+    def counted(tensors: Sequence[Tensor]) -> Any:
         counts.append(len(tensors))
         return download(tensors)
 
-    monkeypatch.setattr(device_accept, "download", counted)
+    monkeypatch.setattr(backend, "download", counted)
     return counts
 
 
@@ -118,127 +117,105 @@ CASES = [
 def test_steps_on_triton_are_those_on_pytorch(
     shape: str, options: str, draft_sampling: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(device: torch.device) -> Trace:
-        choice = POOL | SHAPES[shape] | {"draft_sampling": draft_sampling, "device": str(device)}
-        return trace(make_engine(zoo.path("short"), zoo.path("short~"), **choice), OPTIONS[options])
+    def run(backend: Backend) -> Trace:
+        choice = POOL | SHAPES[shape] | {"draft_sampling": draft_sampling}
+        return trace(make_engine(zoo.path("short"), zoo.path("short~"), backend=backend, **choice), OPTIONS[options])
 
-    choose_cpu_kernels(monkeypatch, "torch")
-    expected = run(CPU)
-    take_triton(monkeypatch)
-    downloads = count_downloads(monkeypatch)
-    assert_same(run(DEVICE), expected)
+    expected = run(make_back_end("torch"))
+    triton = make_back_end("triton")
+    downloads = count_downloads(triton, monkeypatch)
+    assert_same(run(triton), expected)
     assert len(downloads) - downloads.count(NUM_COLUMNS) <= len(expected.steps), "one look per step; none where nothing is drafted"
     assert (NUM_COLUMNS in downloads) == (options == "looking back"), "the trees alone, because options look at them"
     assert sum(expected.accepted_per_depth) >= 3
 
 
+def propose_one_by_one(engine: Engine) -> None:
+    """As a drafter does that knows nothing of trees on the device."""
+    drafter = engine.drafter
+    propose = drafter.propose
+
+    def one_by_one(plan: StepPlan) -> list[DraftTree]:
+        trees = propose(plan)
+        assert isinstance(trees, DraftTrees)
+        return trees_on_host(engine.backend, trees)
+
+    drafter.propose = one_by_one  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("back_end", [*ON_HOST, "triton"])
 @pytest.mark.parametrize(("shape", "options"), [("chain", "sampled"), ("auto", "looking back"), ("parents", "sampled")])
-def test_drawn_trees_of_the_host_are_verified_on_triton(
-    shape: str, options: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a drafter may propose them that knows nothing of trees on the device; some of each step are not drawn."""
+def test_trees_one_by_one_are_verified_as_those_that_were_ready(shape: str, options: str, back_end: str, zoo: Zoo) -> None:
+    """With their q; some of each step are not sampled."""
 
-    def run(device: torch.device) -> Trace:
-        choice = POOL | SHAPES[shape] | {"draft_sampling": "sampled", "device": str(device)}
-        return trace(make_engine(zoo.path("short"), zoo.path("short~"), **choice), OPTIONS[options])
+    def run(backend: Backend, *, is_ready: bool) -> Trace:
+        choice = POOL | SHAPES[shape] | {"draft_sampling": "sampled"}
+        engine = make_engine(zoo.path("short"), zoo.path("short~"), backend=backend, **choice)
+        if not is_ready:
+            propose_one_by_one(engine)
+        return trace(engine, OPTIONS[options])
 
-    choose_cpu_kernels(monkeypatch, "torch")
-    expected = run(CPU)
-    take_triton(monkeypatch)
-    monkeypatch.setattr("titan.draft.draft_model.backend", SimpleNamespace(takes_triton=lambda device: False))
-    downloads = count_downloads(monkeypatch)
-    assert_same(run(DEVICE), expected)
-    assert len(downloads) >= 2 and NUM_COLUMNS not in downloads, "the trees are known"
+    expected = run(make_back_end("torch"), is_ready=True)
+    assert_same(run(make_back_end(back_end), is_ready=False), expected)
     assert sum(expected.accepted_per_depth) >= 3
 
 
+@pytest.mark.parametrize("back_end", ["cpu", "triton"])
 @pytest.mark.parametrize("draft_sampling", ["greedy", "sampled"])
-def test_a_draft_without_enough_tokens_leaves_places_empty(draft_sampling: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Top-k cuts siblings of drawn shapes; a vocabulary of eight has too few for a beam of that width; a draft breaks down."""
+def test_a_draft_without_enough_tokens_leaves_places_empty(
+    draft_sampling: str, back_end: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Top-k cuts siblings of sampled shapes; a vocabulary of eight has too few for a beam of that width; a draft breaks down."""
     options: list[dict[str, Any]] = [{"temperature": 1.0, "top_k": 1}, {"temperature": 1.3, "top_k": 2}, {"temperature": 0.0}]
     choices: dict[str, Any] = POOL | {"draft_sampling": draft_sampling, "max_draft_tokens": 12}
     choices["draft_tree"] = "dynamic" if draft_sampling == "greedy" else [-1, -1, -1, 0, 0, 1, 3, 3]
     num_empty = 0
 
-    def run(device: torch.device) -> Trace:
-        engine = make_engine(zoo.path("eight"), zoo.path("eight"), device=str(device), **choices)
+    def run(backend: Backend) -> Trace:
+        nonlocal num_empty
+        engine = make_engine(zoo.path("eight"), zoo.path("eight"), backend=backend, **choices)
         runner: Any = engine.drafter.runner  # type: ignore[attr-defined]
+        if hasattr(runner, "_is_compiled"):
+            monkeypatch.setattr(runner, "_is_compiled", lambda feeds: False)  # whose passes are no calls of `forward`
         forward, num_passes = runner.forward, 0
 
-        def breaking_down(batch: Any) -> torch.Tensor:
+        def breaking_down(batch: Any) -> Tensor:
             nonlocal num_passes
             num_passes += 1
-            logits: torch.Tensor = forward(batch).clone()
+            logits: Tensor = forward(batch).clone()
             if num_passes % 4 == 3:
                 logits[:1] = torch.nan
             return logits
 
         runner.forward = breaking_down
+        propose = engine.drafter.propose
+
+        def counted(plan: StepPlan) -> Any:
+            nonlocal num_empty
+            trees = propose(plan)
+            assert isinstance(trees, DraftTrees)
+            num_empty += int((trees.token_ids < 0).sum())
+            return trees
+
+        engine.drafter.propose = counted  # type: ignore[method-assign]
         return trace(engine, options, 11, [[3, 4], [5, 6, 7], [4]])
 
-    def counted(*args: Any) -> DeviceTrees:
-        nonlocal num_empty
-        trees = device_trees(*args)
-        num_empty += int((trees.nodes.token_ids < 0).sum())
-        return trees
-
-    choose_cpu_kernels(monkeypatch, "torch")
-    expected = run(CPU)
-    take_triton(monkeypatch)
-    monkeypatch.setattr("titan.draft.draft_model.device_trees", counted)
-    assert_same(run(DEVICE), expected)
+    expected = run(make_back_end("torch"))
+    num_empty = 0
+    assert_same(run(make_back_end(back_end)), expected)
     assert num_empty > 0 and sum(expected.accepted_per_depth) > 0
-
-
-def test_a_tree_that_is_larger_than_its_budget_is_refused(zoo: Zoo) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), max_draft_tokens=3, num_kv_blocks=40)
-    submit(engine, [[5, 6]], [SamplingParams(max_tokens=9)])
-    plan = engine.scheduler.schedule(3)
-    trees = DeviceTrees([TreeOutline(4)], allocate_nodes(4, DEVICE))
-    with pytest.raises(ValueError, match="proposed 4 nodes: at most 3 were allowed"):
-        engine.build_batch(plan, trees)
-
-
-@pytest.mark.parametrize(
-    ("outlines", "num_nodes", "q", "temperature", "message"),
-    [
-        ([TreeOutline(2)] * 2, 4, None, 0.0, "proposed 2 trees: the plan has 1 rows"),
-        ([], 0, None, 0.0, "proposed 0 trees: the plan has 1 rows"),
-        ([TreeOutline(2)], 3, None, 0.0, "gave nodes.token_ids of length 3: the outlines have 2 nodes"),
-        ([TreeOutline(2, is_drawn=True)], 2, (131, 3), 0.0, "drew a tree at temperature 0: it may at temperatures above 0 only"),
-        (
-            [TreeOutline(2, is_drawn=True)],
-            2,
-            None,
-            1.0,
-            "gave draft_probs of shape None and 0 draft_rows: they must be [any, 131] and 3,",
-        ),
-        ([TreeOutline(2, is_drawn=True)], 2, (9, 3), 1.0, "gave draft_probs of shape [2, 9] and 3 draft_rows: they must be"),
-        ([TreeOutline(2, is_drawn=True)], 2, (131, 2), 1.0, "gave draft_probs of shape [2, 131] and 2 draft_rows: they must be"),
-    ],
-)
-def test_trees_that_are_not_what_their_outlines_say_are_refused(
-    outlines: list[TreeOutline], num_nodes: int, q: tuple[int, int] | None, temperature: float, message: str, zoo: Zoo
-) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), max_draft_tokens=3, num_kv_blocks=40)
-    submit(engine, [[5, 6]], [SamplingParams(max_tokens=9, temperature=temperature)])
-    plan = engine.scheduler.schedule(3)
-    probs, rows = (None, None) if q is None else (torch.zeros(2, q[0]), torch.zeros(q[1], dtype=torch.int32))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        engine.build_batch(plan, DeviceTrees(outlines, allocate_nodes(num_nodes, CPU), probs, rows))
 
 
 def test_places_in_a_batch_bound_what_the_device_will_write() -> None:
     """Positions that the host checks are no smaller than any that a tree of so many nodes can have."""
-    for num_nodes in (1, 5, 63):
-        for outline in (TreeOutline(num_nodes), TreeOutline(num_nodes, is_chain=True)):
-            [branching, chunk] = (
-                Segment([0] * 9, start, [3] * (root + 1 - start), outline, root_position=root)
-                for start, root in ((40, 40), (10, 30))
-            )
-            batch = build_batch([branching, chunk], block_size=16)
+    for num_nodes in (1, 5, MAX_NODES):
+        for parents in (np.arange(-1, num_nodes - 1, dtype=np.int32), np.full(num_nodes, -1, np.int32)):
+            tree = DraftTree(np.full(num_nodes, 7), parents)
+            is_chain = topology(parents.tobytes()).is_chain
+            rows = [QueryRow([0] * 9, start, [3] * (root + 1 - start)) for start, root in ((40, 40), (10, 30))]
+            batch = build_batch(rows, host_trees([tree, tree]), block_size=16)
             layout = batch.attention
             ends = layout.query_start_loc[1:] - 1
             assert layout.positions[ends].tolist() == [40 + num_nodes, 30 + num_nodes]
-            assert (layout.tree_starts.tolist() == [0, 0]) == outline.is_chain
+            assert (layout.tree_starts.tolist() == [0, 0]) == is_chain
             assert layout.seq_lens.tolist() == [41 + num_nodes, 31 + num_nodes]

@@ -104,5 +104,6 @@ class TritonTrees:
         # how often draft tokens at the root would be accepted: of all rows, only these are written out
         p = self._sampling.probs(logits.index_select(0, roots_index), sampling.take(np.flatnonzero(is_part)))
         q_roots = draft_probs.index_select(0, draft_rows.index_select(0, roots_index))
-        greedy = p.gather(1, q_roots.max(1, keepdim=True).indices)
+        best = q_roots.max(1, keepdim=True)
+        greedy = p.gather(1, best.indices).masked_fill(~best.values.isfinite(), torch.nan)  # then all places are empty
         return Verified(*paths, torch.cat((greedy, torch.minimum(p, q_roots).sum(1, keepdim=True)), 1))

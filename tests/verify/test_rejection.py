@@ -198,6 +198,7 @@ def test_a_sampled_tree_all_of_whose_places_are_empty_decodes(back_end: str) -> 
         logits, trees, np.arange(2), SamplingRows.of([(SamplingParams(), seed, POSITION) for seed in (4, 5)])
     )
     assert (verified.num_accepted.tolist(), verified.paths[1, 0].item()) == ([0, 1], 0)
+    assert verified.matches[0, 0].isnan() and verified.matches[1].tolist() == pytest.approx([1.0, 1.0])
     heights = [float(philox_uniform(seed, POSITION + depth, Purpose.SAMPLE)) for seed, depth in ((4, 0), (5, 1))]
     assert verified.final_tokens.tolist() == [inverse_cdf(p[i].double().numpy(), height)[0] for i, height in enumerate(heights)]
 
