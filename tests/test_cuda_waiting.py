@@ -12,37 +12,38 @@ import numpy as np
 import pytest
 import torch
 from interpreted import eager_capture
+from numpy.typing import NDArray
 from stepping import submit
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo import Zoo
 
-from titan.core.device_trees import DeviceTrees
+from titan.core.batch import NodeQueries, QueryRow, RaggedBatch, build_batch
+from titan.core.growth import BeamSpec, Feed
+from titan.core.kv_tensor import KVTensor
 from titan.core.options import EngineConfig
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
-from titan.core.step import Acceptance, StepPlan
+from titan.core.sampling_rows import SamplingRows
+from titan.core.trees import DraftTree, DraftTrees, TreeLimits
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import DraftPolicy
-from titan.draft.tree_builder import BeamGrowth
 from titan.engine import Engine
-from titan.execute.batch import build_draft_passes
-from titan.execute.model_runner import make_runner
-from titan.kernels.triton.cuda_graphs import PassCounts, PassLimits
+from titan.kernels.growth import BeamGrowth, grow_by_passes
+from titan.kernels.interfaces import PassCounts, PassLimits, Verified
+from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.tree_walk import _walk_kernel
-from titan.memory.kv_cache import allocate_kv
 from titan.models.decoder import Decoder
 from titan.models.loader import load_config
 from titan.sample.logits import TransformedRows, transform_logits
-from titan.verify import device_accept
 from titan.verify.logprobs import emitted_logprobs
 
 META = torch.device("meta")
 VOCAB_SIZE = 96
 
-NUM_COLUMNS = 4
+NUM_COLUMNS = 6
 """Of trees on the device, the last that are fetched."""
 
 
@@ -85,6 +86,41 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Uploads]:
         yield mode
 
 
+class Device(TritonBackend):
+    """A device on which kernels do nothing; a look at results finds what is made up here.
+
+    Every tree that is not empty is a star, and its second node is accepted, so that KV is moved in both caches.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(META, eager_capture)
+        self.num_looks = 0
+        self._verify = self.trees.verify
+        self.trees.verify = self._noting_sizes  # type: ignore[method-assign]
+
+    def _noting_sizes(self, logits: Tensor, trees: DraftTrees, rows: NDArray[np.int64], sampling: SamplingRows) -> Verified:
+        self._has_second = trees.counts[rows] > 1
+        return self._verify(logits, trees, rows, sampling)
+
+    def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
+        assert all(tensor.device == META for tensor in tensors)
+        self.num_looks += 1
+        arrays: list[NDArray[Any]] = [np.ones(tensor.shape, tensor.new_empty(0, device="cpu").numpy().dtype) for tensor in tensors]
+        if len(arrays) >= NUM_COLUMNS:
+            _, parents, *_, draft_slots = arrays[-NUM_COLUMNS:]
+            parents[:], draft_slots[:] = -1, np.arange(len(draft_slots)) % 2
+        if len(arrays) != NUM_COLUMNS:
+            arrays[1][:] = self._has_second  # the number of accepted nodes
+        return arrays
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    monkeypatch.setattr("titan.kernels.triton.tools.is_launchable", lambda device: True)
+    monkeypatch.setattr(type(_walk_kernel), "run", lambda *_, **__: None)
+    return Device()
+
+
 def make_request(params: SamplingParams) -> Request:
     return Request("r", None, [1, 2, 3], params, 5, 1000, frozenset(), RequestMetrics(0.0), detokenizer=None)
 
@@ -109,7 +145,7 @@ def test_what_is_forbidden_here_is_found(uploads: Uploads) -> None:
             read()
 
 
-def test_transforms_of_many_requests_take_three_copies(uploads: Uploads) -> None:
+def test_transforms_of_many_requests_take_three_copies(device: Device, uploads: Uploads) -> None:
     """One of the biases, one of what is forbidden, one of the penalties; however many requests there are."""
     options: list[dict[str, Any]] = [
         {"logit_bias": {3: 1.0, 4: -100.0}, "presence_penalty": 0.5},
@@ -120,11 +156,11 @@ def test_transforms_of_many_requests_take_three_copies(uploads: Uploads) -> None
     requests = [
         TransformedRows(SamplingParams(**each), [1, 2], [3] * i, {2 * i: [], 2 * i + 1: [4]}) for i, each in enumerate(options)
     ]
-    result = transform_logits(logits_of(8), requests, [(0, [7, 8]), (3, [7])])
+    result = transform_logits(logits_of(8), requests, [(0, [7, 8]), (3, [7])], device.upload)
     assert result.logits.device == META and result.errors == {} and uploads.count == 3
 
 
-def test_logprobs_take_one_copy_there_and_one_back(uploads: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logprobs_take_one_copy_there_and_one_back(device: Device, uploads: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Tensor] = []
 
     def zeros(tensor: Tensor) -> Any:
@@ -134,103 +170,73 @@ def test_logprobs_take_one_copy_there_and_one_back(uploads: Uploads, monkeypatch
     monkeypatch.setattr(Tensor, "tolist", zeros)
     requests = [make_request(SamplingParams(logprobs=count)) for count in (2, None, 0, 20)]
     start_loc = np.array([0, 3, 4, 6, 7])
-    result = emitted_logprobs(requests, start_loc, [[0, 1], [], [0], []], [[5, 6, 7], [1], [2, 3], [4]], logits_of(7))
+    paths, token_ids = [[0, 1], [], [0], []], [[5, 6, 7], [1], [2, 3], [4]]
+    result = emitted_logprobs(requests, start_loc, paths, token_ids, logits_of(7), device.upload)
     assert sorted(result) == [0, 2, 3] and [len(each) for each in result.values()] == [3, 2, 1]
     assert uploads.count == 1 and [each.shape for each in read] == [(6, 2 + 2 * 20)]
 
 
-def test_a_beam_brings_what_it_knows_of_all_depths_in_one_copy(uploads: Uploads) -> None:
-    growth = BeamGrowth([9, 5, 9], [6, 2, 4], 2, 3, [0.7, 1.0, 0.1])
-    growth.plant(logits_of(3))
-    num_masks = 1  # one per level says whose last it is
-    assert uploads.count == 1 + num_masks
+def test_a_beam_brings_what_it_knows_of_all_depths_in_one_copy(device: Device, uploads: Uploads) -> None:
+    shapes = [(9, 6, 0.7), (5, 2, 1.0), (9, 4, 0.1)]
+    growth = BeamGrowth([Feed(i, [0], 3, [1], BeamSpec(n, depth, 2, 3, t)) for i, (n, depth, t) in enumerate(shapes)], device)
+    growth.start(logits_of(3))
     for depth, num_fed in enumerate((3, 2, 2, 1, 1), start=1):
         assert growth.frontier(depth).token_ids.shape == (2 * num_fed,)
-        growth.grow(depth, logits_of(2 * num_fed))
-        num_masks += 1
-    assert uploads.count == 1 + num_masks
+        growth.extend(depth, logits_of(2 * num_fed))
+    assert uploads.count == 1
 
 
+@pytest.mark.parametrize("draft_sampling", ["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("draft_tree", "max_draft_tokens"), [("chain", 6), ("auto", 6), ("dynamic", 6), ("dynamic", 63), ([-1, -1, 0, 0, 2], 5)]
 )
-def test_trees_grow_on_the_device(uploads: Uploads, draft_tree: str | list[int], max_draft_tokens: int) -> None:
-    """From the logits of the roots to those of the last depth, for requests of different budgets."""
-    policy = DraftPolicy(draft_tree, "greedy", max_draft_tokens)
-    requests = [make_request(SamplingParams(temperature=0.0)) for _ in range(3)]
+def test_trees_grow_on_the_device(
+    device: Device, uploads: Uploads, draft_tree: str | list[int], max_draft_tokens: int, draft_sampling: str
+) -> None:
+    """From the logits of the roots to the choice of the trees, for requests of different budgets, one of which is greedy."""
+    policy = DraftPolicy(draft_tree, draft_sampling, max_draft_tokens)
+    requests = [make_request(SamplingParams(temperature=temperature)) for temperature in (0.8, 0.8, 0.0)]
     budgets = [max_draft_tokens, max_draft_tokens - 2, max_draft_tokens]
-    num_fed = 0
-    for rows, growth in policy.growths(requests, budgets, lambda request, num_nodes: True):
-        growth.plant(logits_of(len(rows)))
-        for depth in range(1, max(map(len, growth.feeds)) + 1):
-            fed = sum(len(feed[depth - 1]) for feed in growth.feeds if len(feed) >= depth)
-            frontier = growth.frontier(depth)
-            assert frontier.token_ids.shape == frontier.ancestor_bits.shape == (fed,) and frontier.token_ids.device == META
-            growth.grow(depth, logits_of(fed))
-            num_fed += fed
-    assert num_fed >= 3
+    feeds = [
+        Feed(i, list(range(9)), 2, [3], policy.spec(request, budget, policy.lookahead(request, budget)))
+        for i, (request, budget) in enumerate(zip(requests, budgets, strict=True))
+    ]
+    num_fed: list[int] = []
+
+    def forward(batch: RaggedBatch) -> Tensor:
+        if batch.nodes is not None:
+            assert batch.nodes.token_ids.device == batch.nodes.ancestor_bits.device == META
+            num_fed.append(len(batch.nodes.token_ids))
+        return logits_of(len(batch.logits_rows))
+
+    trees = grow_by_passes(forward, device, feeds, 3, VOCAB_SIZE, 16)
+    assert all(column.device == META for column in trees.columns) and (trees.counts <= budgets).all()
+    assert (trees.draft_probs is not None) == (draft_sampling == "sampled")
+    assert sum(num_fed) >= 3 and device.num_looks == 0
 
 
-class Device:
-    """An engine's device, on which kernels do nothing; the one look at its results finds what is made up here.
-
-    Every tree that is not empty is a star, and its second node is accepted, so that KV is moved in both caches.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_looks = 0
-        monkeypatch.setattr("titan.kernels.backend.takes_triton", lambda device: True)
-        monkeypatch.setattr("titan.kernels.triton.tools.is_launchable", lambda device: True)
-        monkeypatch.setattr(type(_walk_kernel), "run", lambda *_, **__: None)
-        monkeypatch.setattr("titan.engine.choose_device", lambda name: META)
-        monkeypatch.setattr("titan.execute.model_runner.cuda_graph_capture", eager_capture)
-        monkeypatch.setattr("titan.verify.device_accept.download", self.download)
-        self.accept, self.found = device_accept.accept_on_device, device_accept._Verified.found
-        monkeypatch.setattr("titan.verify.device_accept.accept_on_device", self.noting_sizes)
-        monkeypatch.setattr("titan.verify.device_accept._Verified.found", lambda *args: self.finding_one(*args))
-
-    def noting_sizes(self, plan: StepPlan, trees: DeviceTrees, *args: Any) -> Acceptance:
-        self.num_nodes = np.diff(trees.node_start_loc)
-        return self.accept(plan, trees, *args)
-
-    def finding_one(self, verified: Any, fetched: list[Any]) -> Any:
-        """The number of accepted nodes comes second."""
-        fetched[1][:] = self.num_nodes[verified.rows] > 0
-        return self.found(verified, fetched)
-
-    def download(self, tensors: Sequence[Tensor]) -> list[Any]:
-        assert all(tensor.device == META for tensor in tensors)
-        self.num_looks += 1
-        arrays: list[Any] = [np.ones(tensor.shape, tensor.new_empty(0, device="cpu").numpy().dtype) for tensor in tensors]
-        dtypes = [tensor.dtype for tensor in tensors]
-        if dtypes[-NUM_COLUMNS:] == [torch.int64, torch.int32, torch.float32, torch.int32]:
-            _, parents, _, draft_slots = arrays[-NUM_COLUMNS:]
-            parents[:], draft_slots[:] = -1, np.arange(len(draft_slots)) % 2
-        return arrays
-
-
-def decoder_on_meta(path: str) -> Decoder:
-    decoder = Decoder(load_config(path), dtype=torch.bfloat16, device=META)
+def decoder_on(device: Device, path: str) -> Decoder:
+    decoder = Decoder(load_config(path), dtype=torch.bfloat16, backend=device)
     decoder.prepare(pack=False)
     return decoder
 
 
-def test_nodes_of_a_draft_pass_are_taken_from_the_device_alone(
-    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    Device(monkeypatch)
-    model = decoder_on_meta(zoo.path("llama"))
-    config = model.config
-    kv = allocate_kv(config.num_layers, 2, config.num_kv_heads, 16, config.head_dim, model.dtype, META)
-    runner = make_runner(model, kv, PassLimits(num_requests=2, query_len=3, num_blocks=2), PassCounts())
-    [draft_pass] = build_draft_passes([[0, 1]], np.array([5]), [[np.array([0, 1])]], block_size=16)
+def test_nodes_are_taken_from_the_device_alone(device: Device, zoo: Zoo, request: pytest.FixtureRequest) -> None:
+    model = decoder_on(device, zoo.path("llama"))
+    kv = KVTensor(model.kv_layout, 2, 16, META)
+    runner = device.prepare(model, kv, PassLimits(num_requests=2, query_len=4, num_blocks=2), PassCounts())
+    tree, limits = DraftTree(np.array([3, 4]), np.array([-1, -1], np.int32)), [TreeLimits(2, may_sample=False)]
+    host = DraftTrees.of([tree], limits, drafter="test", vocab_size=9, upload=lambda arrays: list(map(torch.from_numpy, arrays)))
     request.getfixturevalue("uploads")
     with torch.inference_mode():
-        nodes = torch.empty(2, 2, dtype=torch.int64, device=META)
+        there = DraftTrees.of([tree], limits, drafter="test", vocab_size=9, upload=device.upload)
+        row = QueryRow([0, 1], 5, [7])
         for _ in range(2):
-            assert runner.forward(draft_pass.with_nodes(*nodes)).shape == (2, config.vocab_size)
-        with pytest.raises(ValueError, match=r"^node_token_ids is on cpu: it must be on meta"):
-            runner.forward(draft_pass.with_nodes(*torch.zeros(2, 2, dtype=torch.int64)))
+            assert runner.forward(build_batch([row], there, block_size=16)).shape == (3, model.config.vocab_size)
+        batch = build_batch([row], host, block_size=16)
+        assert isinstance(batch.nodes, NodeQueries)
+        with pytest.raises(AssertionError, match=r"reads the host's memory|waits"):
+            runner.forward(batch)
 
 
 @pytest.mark.parametrize(
@@ -255,21 +261,23 @@ def test_a_step_looks_at_the_device_once(
     draft_sampling: str,
     temperature: float,
     others: dict[str, Any],
+    device: Device,
     zoo: Zoo,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
     """Drafting, the target's pass, acceptance, the commit of both caches; with prefill chunks, and a greedy request, beside."""
-    device = Device(monkeypatch)
-    target, draft = decoder_on_meta(zoo.path("llama")), decoder_on_meta(zoo.path("llama~"))
+    target, draft = decoder_on(device, zoo.path("llama")), decoder_on(device, zoo.path("llama~"))
     options: dict[str, Any] = {"draft_tree": draft_tree, "draft_sampling": draft_sampling}
-    engine = Engine(EngineConfig(prefill_chunk_size=16, num_kv_blocks=60, max_num_batched_tokens=50, **options), target)
+    config = EngineConfig.of(prefill_chunk_size=16, num_kv_blocks=60, max_num_batched_tokens=50, **options)
+    engine = Engine(config, target, backend=device)
     engine._use_drafter(DraftModelDrafter("draft", draft, engine._draft_context()))
     hot, cold = ({"temperature": each, "max_tokens": 30, "ignore_eos": True} for each in (temperature, 0.0))
     params = [SamplingParams(**hot, seed=1), SamplingParams(**hot, **others, seed=2), SamplingParams(**cold)]
     requests = submit(engine, [[5] * 40, [6] * 3, [7] * 5], params)
     moves: list[int] = []
-    monkeypatch.setattr("titan.kernels.triton.kv_moves.move_paths", lambda *_: moves.append(device.num_looks))
+    move_paths = device.cache.move_paths
+    monkeypatch.setattr(device.cache, "move_paths", lambda *args: (moves.append(device.num_looks), move_paths(*args)))
     uploads = request.getfixturevalue("uploads")
     num_steps = 8
     for _ in range(num_steps):
