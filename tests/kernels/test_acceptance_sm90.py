@@ -6,18 +6,13 @@ from sm90 import compile_launches
 
 CODE = """
 import torch
-import numpy as np
-from titan.draft.tree_builder import ShapeGrowth
-from titan.kernels.triton.place_nodes import place_nodes
-from titan.kernels.triton.root_matches import root_matches
+from titan.core.random import Purpose
+from titan.core.trees import allocate_columns
 from titan.kernels.triton.row_distribution import normalized_probs, row_distributions
 from titan.kernels.triton.sample_rows import draw_rows
-from titan.kernels.triton.tree_nodes import allocate_nodes
 from titan.kernels.triton.tree_rejection import reject_trees
 from titan.kernels.triton.tree_select import select_trees
 from titan.kernels.triton.tree_walk import walk_matches
-
-from titan.sample.distributions import Purpose
 
 start_loc = torch.zeros(3, dtype=torch.int32)
 for num_rows, max_depth in ((8, 6), (7, 1), (6, 16)):  # which differ from step to step
@@ -30,23 +25,11 @@ for num_rows, max_depth in ((8, 6), (7, 1), (6, 16)):  # which differ from step 
         normalized_probs(distributions)
         draw_rows(distributions, longs, longs, purpose=Purpose.SAMPLE)
         reject_trees(distributions, draft_probs, ints, *trees, longs, longs, max_depth=max_depth)
-        root_matches(distributions, draft_probs, ints, start_loc)
 
-requests, nodes = start_loc[1:].clone(), allocate_nodes(7, start_loc.device)
+requests, nodes = start_loc[1:].clone(), allocate_columns(7, start_loc.device)
 for num_candidates in (*range(1, 33), 33, 45, 63, 100, 427, 510, 512):  # chains, trees along one, beams of 6 to 63 nodes
     candidates = torch.zeros(2, num_candidates, dtype=torch.int64)
     select_trees(candidates, candidates.float(), candidates, candidates, requests, requests, nodes)
-for num_tokens in (9, 16):
-    queries = torch.zeros(num_tokens, dtype=torch.int64)
-    for depths in (nodes.depths, None):
-        place_nodes(queries, queries, queries, start_loc, requests, start_loc, nodes.token_ids, nodes.ancestor_bits, depths)
-
-growth = ShapeGrowth([np.array(parents, np.int32) for parents in ([-1, 0, 1, 2], [-1, 0, -1, 0, 1, 3])], None)
-growth.plant(torch.rand(2, 50))
-for depth in (1, 2, 3):
-    frontier = growth.frontier(depth)
-    place_nodes(queries, queries, queries, start_loc, requests, start_loc, frontier.token_ids, frontier.ancestor_bits, None)
-    growth.grow(depth, torch.rand(len(frontier.token_ids), 50))
 """
 
 REGISTERS = {
@@ -56,9 +39,7 @@ REGISTERS = {
     "_probs_kernel": 64,
     "_draw_kernel": 128,
     "_reject_kernel": 128,
-    "_root_matches_kernel": 96,
     "_select_kernel": 96,
-    "_place_kernel": 40,
 }
 
 

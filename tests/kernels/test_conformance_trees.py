@@ -331,7 +331,8 @@ def num_trees_for(backend: Backend, number: int) -> int:
     ("option", "dtype", "number"),
     [
         (GREEDY, torch.float32, 120),
-        (GREEDY, torch.bfloat16, 120),
+        (GREEDY, torch.bfloat16, 60),
+        (GREEDY, torch.float16, 24),
         (PLAIN, torch.float32, 48),
         (PLAIN, torch.bfloat16, 24),
         (CUT, torch.float32, 16),

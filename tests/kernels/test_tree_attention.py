@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 import triton
+from interpreted import DEVICE
 from torch import Tensor
 
 from titan.bench.gpu.attention_reference import reference_masked_attention, reference_tree_attention
-from titan.core.attention_layout import Window
+from titan.core.batch import Window
 from titan.kernels.triton import attention_planner
 from titan.kernels.triton.attention_plan import AttentionGeometry, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.tools import INTERPRETED
 from titan.kernels.triton.tree_attention import tree_attention
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3 if INTERPRETED else 6e-3}
 """Of ``|output - expected| / |expected|``."""
 
@@ -231,9 +231,7 @@ MIXED = [Query(0, 21), *TREES[:2], EMPTY, Query(30, 45), Query(50), EMPTY, Query
 
 CASES = {
     "contexts at block edges": Setup(EDGES, layout="descending", num_padded=3),
-    "contexts at edges of blocks of 32": Setup(EDGES[3:], block_size=32, group=1, num_kv_heads=2, dtype=BF16),
     "small trees": Setup(TREES, group=3, num_kv_heads=2, num_padded=5, dtype=BF16),
-    "small trees, one head": Setup(TREES, group=1, layout="descending", block_size=32),
     "small trees, split": Setup(TREES, group=2, fixed_chunk=16, dtype=FP16),
     "small trees, split, 7 heads a group": Setup([EMPTY, *TREES], group=7, fixed_chunk=32, head_dim=48, num_padded=1),
     "63 and 64 nodes": Setup(LARGE_TREES, group=1, short_query_len=65),
@@ -242,11 +240,9 @@ CASES = {
     "mixed": Setup(MIXED, num_padded=2, head_dim=128, dtype=BF16, short_query_len=12),
     "mixed, float32, split": Setup(MIXED, group=2, num_kv_heads=2, fixed_chunk=48, short_query_len=12),
     "mixed, fp16, split, 8 heads a group": Setup(MIXED, group=8, fixed_chunk=64, dtype=FP16, short_query_len=12, block_size=32),
-    "mixed, all with nodes allowed": Setup(MIXED, group=3, short_query_len=45, dtype=BF16),
     "only chunks": Setup([Query(0, 33), Query(17, 70), Query(100, 5)], short_query_len=1, group=4, dtype=BF16),
     "window 1": Setup(TREES, window=1, num_padded=3),
     "window below the depth of the trees": Setup([*TREES, *EDGES[5:]], window=3, group=2, dtype=BF16, fixed_chunk=16),
-    "window of a context": Setup([Query(15), Query(16), Query(17), *TREES[3:]], window=16, dtype=FP16),
     "window above all contexts": Setup(TREES, window=200, group=2),
     "window, mixed": Setup(MIXED, window=19, short_query_len=12, group=4, num_padded=2, block_size=32),
     "window, mixed, split": Setup(MIXED, window=33, short_query_len=12, group=3, fixed_chunk=32, dtype=BF16),
@@ -322,14 +318,6 @@ def test_the_two_twins_agree() -> None:
     torch.testing.assert_close(batch.expect(), looped, rtol=1e-12, atol=1e-12)
 
 
-def test_the_planner_splits_long_contexts_and_only_those() -> None:
-    plan = make_batch(CASES["splits as the planner likes"]).plan()
-    (launch,) = plan.launches[None]
-    num_tiles, num_merges = launch.counts.tolist()
-    assert num_tiles >= 4 and num_merges == 1
-    assert make_batch(CASES["contexts at block edges"]).plan().launches[None][0].counts.tolist() == [len(EDGES), 0]
-
-
 def test_splits_change_float32_outputs_by_rounding_only() -> None:
     whole = Setup([Query(90, 1, random_parents(1, 7, 4)), Query(50, 12)], group=1)
     outputs = [check(replace(whole, fixed_chunk=chunk)).double() for chunk in (1024, 48, 16)]
@@ -360,37 +348,6 @@ def test_with_fixed_chunks_a_request_does_not_depend_on_its_batch(window: Window
         result = others.run()
         for place, i in enumerate(members):
             assert torch.equal(rows_of(others, result, place), rows_of(batch, outputs, i))
-
-
-def test_a_chain_is_causal_attention() -> None:
-    """As nodes of a tree, as committed tokens of a short query and of a chunk: the last of them by the other kind of tile."""
-    tree = make_batch(Setup([Query(37, 1, chain(7))]))
-    output = tree.run()
-    tokens = make_batch(Setup([Query(37, 8)]))
-    chunk = make_batch(Setup([Query(37, 8)], short_query_len=1))
-    for batch in (tokens, chunk):
-        batch.kv.copy_(tree.kv)
-        batch.q.copy_(tree.q)
-        assert error(batch.run(), output.cpu().double()) <= 1e-6
-
-
-def test_every_path_of_a_tree_is_attended_as_if_it_were_alone() -> None:
-    query = Query(21, 1, random_parents(11, 12, 5))
-    tree = make_batch(Setup([query], short_query_len=13))
-    output = tree.run()
-    leaves = sorted({*range(12)} - {*query.parents})
-    assert len(leaves) > 2
-    kv, table = tree.kv.flatten(2, 3), torch.tensor(tree.block_table[0])
-    for leaf in leaves:
-        nodes = torch.tensor(query.path(leaf)[::-1])
-        alone = make_batch(Setup([Query(21, 1 + len(nodes))], short_query_len=13))
-        slots = torch.cat((torch.arange(22), 22 + nodes))
-        own_slots, own_table = torch.arange(len(slots)), torch.tensor(alone.block_table[0])
-        sources, targets = table[slots // 16] * 16 + slots % 16, own_table[own_slots // 16] * 16 + own_slots % 16
-        alone.kv.flatten(2, 3)[:, :, targets] = kv[:, :, sources]
-        rows = torch.cat((torch.zeros(1, dtype=torch.int64), 1 + nodes)).to(DEVICE)
-        alone.q.copy_(tree.q[rows])
-        assert error(alone.run(), output[rows].cpu().double()) <= 1e-6
 
 
 def test_a_plan_serves_other_lengths_when_its_inputs_are_written_in_place() -> None:

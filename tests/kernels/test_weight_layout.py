@@ -99,3 +99,8 @@ def test_a_row_of_nan_stays_in_its_row(library: ctypes.CDLL) -> None:
     x = torch.ones(5, 24)
     x[3] = torch.nan
     assert multiply_rows(library, find(library, kept), x).isnan().all(1).nonzero()[:, 0].tolist() == [3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int64])
+def test_other_dtypes_are_not_packed(dtype: torch.dtype) -> None:
+    assert not can_pack(dtype)
