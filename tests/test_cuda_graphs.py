@@ -13,27 +13,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interpreted import DEVICE, eager_capture, take_triton
+from interpreted import DEVICE, eager_capture, triton_backend
+from stepping import host_trees
 from tiny_models import make_model
 from torch import Tensor
 
-from titan.core.trees import MAX_NODES, DraftTree
-from titan.execute.batch import DraftPass, RaggedBatch, Segment, build_batch, build_draft_passes
-from titan.execute.model_runner import ModelRunner, make_runner
+from titan.core.batch import QueryRow, RaggedBatch, build_batch
+from titan.core.growth import Feed, ShapeSpec, shape_plan
+from titan.core.kv_tensor import KVTensor
+from titan.core.limits import MAX_NODES
+from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
+from titan.kernels.growth import _lay_out_frontiers
+from titan.kernels.interfaces import PassCounts, PassLimits
+from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.triton import cuda_graphs
-from titan.kernels.triton.cuda_graphs import (
-    MAX_GRAPH_TOKENS,
-    Capture,
-    GraphSizes,
-    PassCounts,
-    PassLimits,
-    PassSize,
-    Replay,
-    cuda_graph_capture,
-)
+from titan.kernels.triton.backend import TritonBackend
+from titan.kernels.triton.cuda_graphs import MAX_GRAPH_TOKENS, Capture, GraphSizes, PassSize, Replay, cuda_graph_capture
 from titan.kernels.triton.runner import TritonRunner
-from titan.kernels.upload import ALIGNMENT, download, packed_size, to_device, upload
-from titan.memory.kv_cache import allocate_kv
+from titan.kernels.triton.upload import ALIGNMENT, download, packed_size, to_device, upload
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
 
@@ -199,68 +196,82 @@ def random_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
     return DraftTree(rng.integers(3, 131, num_nodes), np.array(parents, np.int32))
 
 
+Part = tuple[QueryRow, DraftTree]  # committed tokens, and what hangs at the last of them
+
+
 class Twins:
     """The model on PyTorch and on Triton, each with its own KV, run side by side."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capture: Capture | None = None) -> None:
-        plain = load_model(str(folder), dtype="float32", device=CPU)
-        take_triton(monkeypatch)
-        if capture is not None:
-            monkeypatch.setattr("titan.execute.model_runner.cuda_graph_capture", lambda: capture)
-        triton = load_model(str(folder), dtype="float32", device=DEVICE)
+    def __init__(self, folder: Path, capture: Capture | None = None) -> None:
+        plain = TorchBackend(CPU)
+        triton = triton_backend() if capture is None else TritonBackend(DEVICE, lambda: capture)
+        models = [load_model(str(folder), dtype="float32", backend=backend) for backend in (plain, triton)]
         self.counts = PassCounts()
-        self.plain = ModelRunner(plain, self.make_kv(plain))
-        self.triton = make_runner(triton, self.make_kv(triton), LIMITS, self.counts)
-        assert isinstance(self.triton, TritonRunner)
+        self.plain = plain.prepare(models[0], self.make_kv(models[0]), LIMITS, PassCounts())
+        runner = triton.prepare(models[1], self.make_kv(models[1]), LIMITS, self.counts)
+        assert isinstance(runner, TritonRunner)
+        self.triton = runner
+        self.kvs = self.triton.kv.groups[0], self.plain.kv.groups[0]  # type: ignore[attr-defined]
         self.rng = np.random.default_rng(0)
 
-    def make_kv(self, model: Decoder) -> Tensor:
-        config = model.config
-        kv = allocate_kv(config.num_layers, NUM_BLOCKS, config.num_kv_heads, BLOCK_SIZE, config.head_dim, model.dtype, CPU)
-        kv.normal_(generator=torch.Generator().manual_seed(0))
-        kv[:, :, :, LIMITS.num_requests * BLOCKS_PER_REQUEST :] = torch.nan  # blocks of nobody
-        return kv.to(model.device)
+    def make_kv(self, model: Decoder) -> KVTensor:
+        kv = KVTensor(model.kv_layout, NUM_BLOCKS, BLOCK_SIZE, model.device)
+        [group] = kv.groups
+        group.copy_(torch.randn(group.shape, generator=torch.Generator().manual_seed(0)))
+        group[:, :, :, LIMITS.num_requests * BLOCKS_PER_REQUEST :] = torch.nan  # blocks of nobody
+        return kv
 
     def tables(self) -> list[list[int]]:
         order = self.rng.permutation(LIMITS.num_requests * BLOCKS_PER_REQUEST).tolist()
         return [order[i :: LIMITS.num_requests] for i in range(LIMITS.num_requests)]
 
-    def run(self, segments: Sequence[Segment]) -> None:
+    def batches(self, parts: Sequence[Part]) -> tuple[RaggedBatch, RaggedBatch]:
+        """For each twin its own, with nodes where it is."""
+        rows, trees = zip(*parts, strict=True)
+        there = host_trees(trees)
+        here = DraftTrees.from_columns(
+            there.start_loc, there.is_chain, there.is_sampled, there.has_scores, [column.to(DEVICE) for column in there.columns]
+        )
+        return build_batch(rows, here, block_size=BLOCK_SIZE), build_batch(rows, there, block_size=BLOCK_SIZE)
+
+    def run(self, parts: Sequence[Part]) -> None:
         """One pass; logits and KV must agree, and only the slots of this pass change."""
-        batch = build_batch(segments, block_size=BLOCK_SIZE)
-        before = self.triton.kv.cpu().clone()
-        self.compare(batch)
+        batch, plain_batch = self.batches(parts)
+        before = self.kvs[0].cpu().clone()
+        self.compare(batch, plain_batch)
         untouched = torch.ones(NUM_BLOCKS * BLOCK_SIZE, dtype=torch.bool)
         untouched[batch.slot_mapping] = False
-        after, before, twin = (kv.flatten(3, 4) for kv in (self.triton.kv.cpu(), before, self.plain.kv))
+        after, before, twin = (kv.flatten(3, 4) for kv in (self.kvs[0].cpu(), before, self.kvs[1]))
         assert torch.equal(after[:, :, :, untouched].view(torch.int32), before[:, :, :, untouched].view(torch.int32))
         written = batch.slot_mapping
         assert (after[:, :, :, written] - twin[:, :, :, written]).norm() <= 1e-5 * twin[:, :, :, written].norm()
 
-    def compare(self, batch: RaggedBatch, plain_batch: RaggedBatch | None = None) -> None:
-        """One pass; the plain twin may have a batch of its own."""
+    def compare(self, batch: RaggedBatch, plain_batch: RaggedBatch) -> None:
         with torch.inference_mode():
-            logits, expected = self.triton.forward(batch).cpu(), self.plain.forward(plain_batch or batch)
+            logits, expected = self.triton.forward(batch).cpu(), self.plain.forward(plain_batch)
         assert logits.shape == expected.shape
         assert (logits - expected).norm() <= 1e-5 * expected.norm()
 
-    def compare_nodes(self, draft_pass: DraftPass, *nodes: Tensor) -> None:
-        """One pass of a draft, with nodes that were grown where each twin is."""
-        self.compare(draft_pass.with_nodes(*(each.to(DEVICE) for each in nodes)), draft_pass.with_nodes(*nodes))
+    def compare_nodes(self, feeds: Sequence[Feed], fed_slots: Sequence[Any], *nodes: tuple[list[int], list[int]]) -> None:
+        """One pass per depth of a draft, with these tokens and ancestor bits."""
+        layouts = (_lay_out_frontiers(feeds, fed_slots, BLOCK_SIZE) for _ in range(2))
+        for here, there, columns in zip(*layouts, nodes, strict=True):
+            token_ids, bits = (torch.tensor(column) for column in columns)
+            self.compare(here.with_nodes(token_ids.to(DEVICE), bits.to(DEVICE)), there.with_nodes(token_ids, bits))
 
-    def verification(self, query_lens: Sequence[int]) -> list[Segment]:
+    def verification(self, query_lens: Sequence[int]) -> list[Part]:
         """Requests with trees, so that the root and its nodes make queries of these lengths, at random contexts."""
-        segments = []
+        parts = []
         for table, query_len in zip(self.tables(), query_lens, strict=False):
             start = int(self.rng.integers(0, BLOCKS_PER_REQUEST * BLOCK_SIZE - query_len))
             root = self.rng.integers(3, 131, 1).tolist()
-            segments.append(Segment(table, start, root, random_tree(self.rng, query_len - 1), root_position=start))
-        return segments
+            parts.append((QueryRow(table, start, root), random_tree(self.rng, query_len - 1)))
+        return parts
 
 
-def test_replayed_passes_are_those_of_pytorch_as_batches_grow_and_shrink(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_passes_are_those_of_pytorch_as_batches_grow_and_shrink(folder: Path) -> None:
     """Every border of the sizes from both sides, twice, with other lengths, contexts, tables and trees each time."""
-    twins = Twins(folder, monkeypatch)
+    twins = Twins(folder)
     shapes = [[7] * n for n in (1, 2, 3, 4, 5, 6, 2)] + [[1], [2], [3], [1] * 5, [2] * 4, [1, 7], [4, 1, 1, 5], [5, 4]]
     for _ in range(2):
         for shape in shapes:
@@ -269,62 +280,57 @@ def test_replayed_passes_are_those_of_pytorch_as_batches_grow_and_shrink(folder:
     assert twins.counts == PassCounts(num_replayed=2 * len(shapes) - len(sizes), num_eager=len(sizes)), "captured once each"
 
 
-def test_passes_of_a_draft_are_replayed_with_nodes_and_with_few_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SPEC = ShapeSpec(shape_plan(np.array([-1], np.int32).tobytes()))
+"""Of feeds whose nodes are given here."""
+
+
+def test_passes_of_a_draft_are_replayed_with_nodes_and_with_few_rows(folder: Path) -> None:
     """The first pass feeds one or two tokens and wants the last one's logits; the others feed nodes that hang at the roots."""
-    twins = Twins(folder, monkeypatch)
+    twins = Twins(folder)
     for _ in range(3):
         tables = twins.tables()
         starts = twins.rng.integers(0, 40, 5).tolist()
         fed = [twins.rng.integers(3, 131, 1 + i % 2).tolist() for i in range(5)]
-        twins.run([Segment(table, start, each) for table, start, each in zip(tables[:5], starts, fed, strict=True)])
-        roots = np.array([start + len(each) - 1 for start, each in zip(starts, fed, strict=True)])
-        feeds = [[np.array([0, 1]), np.array([2])], [np.array([0])]]
-        tokens = [torch.tensor([5, 6, 7]), torch.tensor([8])]
-        bits = [torch.tensor([0b1, 0b10, 0b1]), torch.tensor([0b110])]
-        for draft_pass, token_ids, ancestor_bits in zip(
-            build_draft_passes(tables[:2], roots[:2], feeds, block_size=BLOCK_SIZE), tokens, bits, strict=True
-        ):
-            twins.compare_nodes(draft_pass, token_ids, ancestor_bits)
+        twins.run([(QueryRow(table, start, each), EMPTY_TREE) for table, start, each in zip(tables[:5], starts, fed, strict=True)])
+        feeds = [Feed(i, tables[i], starts[i], fed[i], SPEC) for i in range(2)]
+        fed_slots = [[np.array([0, 1]), np.array([2])], [np.array([0])]]
+        twins.compare_nodes(feeds, fed_slots, ([5, 6, 7], [0b1, 0b10, 0b1]), ([8], [0b110]))
     assert (twins.counts.num_eager, twins.counts.num_replayed) == (3, 6)
 
 
-def test_a_replay_has_the_very_bits_of_the_run_before_its_capture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    twins = Twins(folder, monkeypatch)
-    batch = build_batch(twins.verification([7, 3, 7]), block_size=BLOCK_SIZE)
-    other = build_batch(twins.verification([7, 7, 7, 7]), block_size=BLOCK_SIZE)
+def test_a_replay_has_the_very_bits_of_the_run_before_its_capture(folder: Path) -> None:
+    twins = Twins(folder)
+    batch, _ = twins.batches(twins.verification([7, 3, 7]))
+    other, _ = twins.batches(twins.verification([7, 7, 7, 7]))
     with torch.inference_mode():
-        first, kv = twins.triton.forward(batch), twins.triton.kv.clone()
+        first, kv = twins.triton.forward(batch), twins.kvs[0].clone()
         twins.triton.forward(other)
-        twins.triton.kv.copy_(kv)
+        twins.kvs[0].copy_(kv)
         assert torch.equal(twins.triton.forward(batch), first)
     assert twins.counts == PassCounts(num_replayed=2, num_eager=1), "all of one size"
 
 
-def test_prefill_and_long_tables_run_eagerly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    twins = Twins(folder, monkeypatch)
+def test_prefill_and_long_tables_run_eagerly(folder: Path) -> None:
+    twins = Twins(folder)
     table = list(range(BLOCKS_PER_REQUEST))
     too_long = list(range(BLOCKS_PER_REQUEST + MAX_NODES // BLOCK_SIZE + 2))
     for _ in range(2):
-        twins.run([Segment(table, 3, list(range(3, 12)), needs_logits=False)])
-        twins.run([Segment(too_long, 30, [9])])
+        twins.run([(QueryRow(table, 3, list(range(3, 12)), needs_logits=False), EMPTY_TREE)])
+        twins.run([(QueryRow(too_long, 30, [9]), EMPTY_TREE)])
     assert (twins.counts.num_eager, twins.counts.num_replayed, twins.counts.hit_rate) == (4, 0, 0.0)
 
 
-def test_a_beam_behind_the_last_root_of_a_request_is_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beam_behind_the_last_root_of_a_request_is_replayed(folder: Path) -> None:
     """It writes up to 63 nodes where the request itself has no slots any more."""
-    twins = Twins(folder, monkeypatch)
+    twins = Twins(folder)
     blocks = twins.rng.permutation(LIMITS.num_requests * BLOCKS_PER_REQUEST)[: BLOCKS_PER_REQUEST + MAX_NODES // BLOCK_SIZE + 1]
-    root = BLOCKS_PER_REQUEST * BLOCK_SIZE - 1
-    nodes = np.array([MAX_NODES - 2, MAX_NODES - 1])
+    feed = Feed(0, blocks.tolist(), BLOCKS_PER_REQUEST * BLOCK_SIZE - 1, [4], SPEC)
     for _ in range(2):
-        [draft_pass] = build_draft_passes([blocks.tolist()], np.array([root]), [[nodes]], block_size=BLOCK_SIZE)
-        twins.compare_nodes(draft_pass, torch.tensor([5, 6]), torch.tensor([0b1 << 61, 0b11 << 61]))
+        twins.compare_nodes([feed], [[np.array([MAX_NODES - 2, MAX_NODES - 1])]], ([5, 6], [0b1 << 61, 0b11 << 61]))
     assert twins.counts == PassCounts(num_replayed=1, num_eager=1)
 
 
-def test_sizes_that_memory_is_too_short_for_run_without_a_graph(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sizes_that_memory_is_too_short_for_run_without_a_graph(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first two captures fail: these sizes are right every time, and not tried again; others are replayed; one line tells."""
     tried = []
     succeed = eager_capture()
@@ -333,7 +339,7 @@ def test_sizes_that_memory_is_too_short_for_run_without_a_graph(
         tried.append(function)
         return None if len(tried) <= 2 else succeed(function)
 
-    twins = Twins(folder, monkeypatch, capture)
+    twins = Twins(folder, capture)
     for _ in range(3):
         for shape in ([2], [3, 3], [7] * 3):
             twins.run(twins.verification(shape))
@@ -343,7 +349,7 @@ def test_sizes_that_memory_is_too_short_for_run_without_a_graph(
 
 
 def test_padded_tokens_have_no_attention(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    twins = Twins(folder, monkeypatch)
+    twins = Twins(folder)
     outputs: list[Tensor] = []
     attend = twins.triton.model.ops.tree_attention
 
