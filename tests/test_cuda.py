@@ -12,8 +12,8 @@ from torch import Tensor
 from zoo import Zoo, random_prompts
 
 from titan.core.sampling_params import SamplingParams
+from titan.execute.batch import target_batch
 from titan.kernels.triton.cuda_graphs import cuda_graph_capture
-from titan.kernels.upload import download
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -51,8 +51,8 @@ def test_a_replayed_verification_waits_for_nothing(zoo: Zoo, request: pytest.Fix
     for _ in range(4):
         engine.step()
     with torch.inference_mode():
-        plan = engine.scheduler.schedule(0)
-        batch = engine.build_batch(plan, engine.drafter.propose(plan))
+        plan = engine.scheduler.schedule(0, lambda request, budget: budget)
+        batch = target_batch(plan, engine._propose(plan), block_size=engine.kv.block_size)
         num_replayed = engine.passes.num_replayed
         request.getfixturevalue("_no_waiting")
         engine.kv.clear_new_blocks()
@@ -70,7 +70,7 @@ def test_a_step_waits_for_nothing_but_its_look_at_the_results(
     submit(engine, PROMPTS, params)
     for _ in range(6):  # compiled, captured, and every option used once
         engine.step()
-    num_looks = 0
+    num_looks, download = 0, engine.backend.download
 
     def look(tensors: Sequence[Tensor]) -> list[Any]:
         nonlocal num_looks
@@ -80,7 +80,7 @@ def test_a_step_waits_for_nothing_but_its_look_at_the_results(
         torch.cuda.set_sync_debug_mode("error")
         return arrays
 
-    monkeypatch.setattr("titan.verify.device_accept.download", look)
+    monkeypatch.setattr(engine.backend, "download", look)
     request.getfixturevalue("_no_waiting")
     for _ in range(3):
         engine.step()
