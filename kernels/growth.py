@@ -9,6 +9,7 @@ Legend: n requests of a growth, V vocabulary of the target, W beam width, k chil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -228,7 +229,7 @@ class ShapeGrowth:
             self._children[level.places, :count] = best.indices.where(best.values > float("-inf"), -1)
             return
         roots = self._sampling.take(level.owners)
-        rows = SamplingRows(roots.temperature, roots.top_k, roots.top_p, roots.min_p, roots.seeds, roots.positions + depth)
+        rows = replace(roots, positions=roots.positions + depth)
         self._backend.sampling.sample_children(logits, rows, level.num_children, level.places, self._probs, self._children)
 
     def candidates(self) -> Candidates:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import isnan
 
 import numpy as np
@@ -47,17 +48,18 @@ def launch(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints,
         start_loc: [rows of the plan + 1], prefix sums of the rows of logits.
         logits: [L, vocab], rows of a request in order: root, then nodes.
     """
-    counts = np.diff(start_loc)
-    rows = np.flatnonzero(counts)
-    reached = [plan.requests[i] for i in rows.tolist()]
+    counts = [end - first for first, end in pairwise(start_loc.tolist())]
+    reached = [i for i, count in enumerate(counts) if count]
+    rows = np.array(reached, np.int64)
     if not reached:
         return Launched(plan, trees, None, start_loc, logits, rows, None, {})
     host_trees, used, errors = None, logits, dict[int, str]()
-    looking = [count for request, count in zip(reached, counts[rows].tolist(), strict=True) if looks_at_prefix(request)]
+    looking = [counts[i] for i in reached if looks_at_prefix(plan.requests[i])]
     if looking:
         host_trees = trees.on_host(backend.download(trees.columns)) if max(looking) > 1 else None
         used, errors = transform_rows(logits, plan.requests, host_trees, start_loc, backend.upload)
-    sampling = SamplingRows.of((request.params, request.seed, request.num_tokens) for request in reached)
+    requests = [plan.requests[i] for i in reached]
+    sampling = SamplingRows.of((request.params, request.seed, request.num_tokens) for request in requests)
     verified = backend.trees.verify(used, trees, rows, sampling)
     return Launched(plan, trees, host_trees, start_loc, logits, rows, verified, errors)
 
@@ -71,13 +73,14 @@ def collect(backend: Backend, launched: Launched) -> Acceptance:
     """
     plan, start_loc = launched.plan, launched.start_loc
     verified = () if launched.verified is None else launched.verified
-    columns = launched.trees.columns if launched.host_trees is None else []
-    fetched = backend.download([*verified, *columns])
-    trees = launched.host_trees or launched.trees.on_host(fetched[len(verified) :])
-    num_rows = len(plan.requests)
+    num_rows, trees = len(plan.requests), launched.host_trees
+    if trees is None and not launched.trees.num_nodes:
+        trees = DraftTrees.empty(num_rows)
+    fetched = backend.download([*verified, *(launched.trees.columns if trees is None else ())])
+    trees = trees or launched.trees.on_host(fetched[len(verified) :])
     acceptance = Acceptance(trees, [[] for _ in range(num_rows)], [[] for _ in range(num_rows)], [None] * num_rows)
     if verified:
-        token_ids, first_nodes = trees.token_ids.tolist(), trees.start_loc.tolist()
+        token_ids, first_nodes = trees.arrays.token_ids.tolist(), trees.start_loc.tolist()
         found = zip(launched.rows.tolist(), *(column.tolist() for column in fetched[: len(verified)]), strict=True)
         for i, path, count, final_token, (greedy, sampled) in found:
             del path[count:]

@@ -79,10 +79,13 @@ class CompiledTrees:
             values = self._sampling.probs(logits, sampling.repeat(trees.counts[rows] + 1))
         else:
             values, temperatures = readable(logits), sampling.temperature
-        num_trees, max_depth = len(rows), max(int(trees.counts.max()), 1)
-        paths = np.empty((num_trees, max_depth), np.int32)
-        num_accepted, final_tokens = np.empty(num_trees, np.int32), np.empty(num_trees, np.int64)
-        matches = np.full((num_trees, 2), np.nan, np.float32)
+        num_trees, max_depth = len(rows), max(int(trees.counts.max()), 1) if trees.num_nodes else 1
+        found = Verified(
+            torch.empty((num_trees, max_depth), dtype=torch.int32),
+            torch.empty(num_trees, dtype=torch.int32),
+            torch.empty(num_trees, dtype=torch.int64),
+            torch.full((num_trees, 2), torch.nan),
+        )
         struct = _TreesStruct(
             num_trees,
             max_depth,
@@ -96,14 +99,11 @@ class CompiledTrees:
             trees.parents.data_ptr(),
             None if trees.draft_probs is None else trees.draft_probs.data_ptr(),
             None if trees.draft_rows is None else trees.draft_rows.data_ptr(),
-            _data(paths),
-            _data(num_accepted),
-            _data(final_tokens),
-            _data(matches),
+            *(column.data_ptr() for column in found),
         )
         function = kernel(self._library, "verify_trees", values.dtype)
         function(_POINTER(values.data_ptr()), _INT(values.shape[1]), ctypes.byref(struct))
-        return Verified(*map(torch.from_numpy, (paths, num_accepted, final_tokens, matches)))
+        return found
 
 
 def _upload(arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
@@ -111,7 +111,7 @@ def _upload(arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
 
 
 def _data(array: NDArray[Any]) -> int:
-    return array.ctypes.data
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]  # faster than array.ctypes
 
 
 def _address(array: NDArray[Any]) -> ctypes.c_void_p:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,7 +146,18 @@ Upload = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
 """Brings arrays to a device."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class NodeArrays(NamedTuple):
+    """`DraftTrees.columns` as arrays."""
+
+    token_ids: Ints
+    parents: Parents
+    depths: Ints
+    ancestor_bits: Ints
+    scores: NDArray[np.float32]
+    draft_slots: NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
 class DraftTrees:
     """The trees of a step, one per row of its plan, R rows; tensors are on the device that verifies them.
 
@@ -189,6 +200,11 @@ class DraftTrees:
         """The six tensors of the nodes, in the order of the fields."""
         return [self.token_ids, self.parents, self.depths, self.ancestor_bits, self.scores, self.draft_slots]
 
+    @cached_property
+    def arrays(self) -> NodeArrays:
+        """The nodes of trees on the host; nothing is copied."""
+        return NodeArrays(*(column.numpy() for column in self.columns))
+
     @classmethod
     def from_columns(
         cls,
@@ -204,11 +220,12 @@ class DraftTrees:
         nodes = dict(zip(NODE_FIELDS, columns, strict=True))
         return cls(start_loc, is_chain, is_sampled, has_scores, **nodes, draft_probs=draft_probs, draft_rows=draft_rows)
 
-    @classmethod
-    def empty(cls, num_rows: int, device: torch.device) -> DraftTrees:
-        """No draft tokens for any row."""
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def empty(num_rows: int, device: torch.device | None = None) -> DraftTrees:
+        """No draft tokens for any row, on the device; ``None`` = on the host."""
         flags = np.zeros(num_rows, np.bool_)
-        return cls.from_columns(np.zeros(num_rows + 1, np.int64), flags, flags, flags, allocate_columns(0, device))
+        return DraftTrees.from_columns(np.zeros(num_rows + 1, np.int64), flags, flags, flags, allocate_columns(0, device))
 
     @classmethod
     def of(
@@ -240,6 +257,8 @@ class DraftTrees:
         if isinstance(proposal, DraftTrees):
             proposal._check(limits, drafter, vocab_size)
             return proposal
+        if not any(len(tree.token_ids) for tree in proposal):
+            return cls.empty(num_rows, upload([np.zeros(0)])[0].device)
         for tree, limit in zip(proposal, limits, strict=True):
             _check_tree(tree, limit, drafter, vocab_size)
         return cls._join(proposal, upload)
@@ -280,15 +299,16 @@ class DraftTrees:
             _check_count(count, limit, drafter)
             if is_sampled and not limit.may_sample:
                 raise ValueError(f"{name} sampled a tree at temperature 0: it may at temperatures above 0 only")
+        num_nodes = self.num_nodes
         for field_name, column, dtype in zip(NODE_FIELDS, self.columns, NODE_DTYPES, strict=True):
             if column.shape != (self.num_nodes,) or column.dtype != dtype or not column.is_contiguous():
                 raise ValueError(
-                    f"{name} gave {field_name} of shape {list(column.shape)} and {column.dtype}: it must be [{self.num_nodes}] and "
+                    f"{name} gave {field_name} of shape {list(column.shape)} and {column.dtype}: it must be [{num_nodes}] and "
                     f"{dtype}, contiguous"
                 )
         if self.is_sampled.any():
             probs, rows = self.draft_probs, self.draft_rows
-            num_entries = self.num_nodes + self.num_rows
+            num_entries = num_nodes + self.num_rows
             if not (
                 (probs is not None and probs.shape[1:] == (vocab_size,) and probs.dtype == torch.float32 and probs.is_contiguous())
                 and (rows is not None and rows.shape == (num_entries,) and rows.dtype == torch.int32 and rows.is_contiguous())
@@ -316,8 +336,9 @@ class DraftTrees:
     def __getitem__(self, row: int) -> DraftTree:
         """The tree of one row, of trees on the host, without q."""
         nodes = slice(int(self.start_loc[row]), int(self.start_loc[row + 1]))
-        token_ids, parents, _, _, scores, draft_slots = (column[nodes].numpy() for column in self.columns)
-        return DraftTree(token_ids, parents, None, draft_slots, scores if self.has_scores[row] else None)
+        arrays = self.arrays
+        scores = arrays.scores[nodes] if self.has_scores[row] else None
+        return DraftTree(arrays.token_ids[nodes], arrays.parents[nodes], None, arrays.draft_slots[nodes], scores)
 
 
 NODE_FIELDS = ("token_ids", "parents", "depths", "ancestor_bits", "scores", "draft_slots")
@@ -325,7 +346,7 @@ NODE_DTYPES = (torch.int64, torch.int32, torch.int64, torch.int64, torch.float32
 """Names and dtypes of `DraftTrees.columns`."""
 
 
-def allocate_columns(num_nodes: int, device: torch.device) -> list[Tensor]:
+def allocate_columns(num_nodes: int, device: torch.device | None) -> list[Tensor]:
     """Room for `DraftTrees.columns` of that many nodes."""
     return [torch.empty(num_nodes, dtype=dtype, device=device) for dtype in NODE_DTYPES]
 
