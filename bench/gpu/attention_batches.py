@@ -17,7 +17,7 @@ from torch import Tensor
 from titan.bench.gpu.attention_reference import reference_masked_attention
 from titan.core.batch import Window
 from titan.core.trees import topology
-from titan.kernels.triton.attention_plan import AttentionGeometry, TreeAttentionPlan
+from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.tree_attention import tree_attention
 
@@ -93,7 +93,7 @@ class AttentionBatch:
     def plan(self, windows: Sequence[Window] = (None,), fixed_chunk: int | None = None) -> TreeAttentionPlan:
         """Plan as the engine would: queries with trees, and decodes, are short; longer ones are prefill chunks."""
         short = max((query.query_len for query in self.queries if query.parents), default=1)
-        return plan_tree_attention(
+        layout = DeviceLayout(
             self.geometry,
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,
@@ -104,9 +104,8 @@ class AttentionBatch:
             ancestor_bits=self.ancestor_bits,
             short_query_len=short,
             max_query_len=max(query.query_len for query in self.queries),
-            windows=windows,
-            fixed_chunk=fixed_chunk,
         )
+        return plan_tree_attention(layout, windows, fixed_chunk)
 
     def make_q(self, generator: torch.Generator, num_layers: int = 1) -> Tensor:
         """Random queries, [num_layers, T, num_heads, D]."""

@@ -78,6 +78,32 @@ class AttentionGeometry:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class DeviceLayout:
+    """What `titan.core.batch.AttentionLayout` says, on the device.
+
+    A query row sees slot ``n`` of its request if ``n < visible_len``, or if bit ``n - tree_start`` of its ancestor bits is
+    set. A window hides slots at or below ``position - window`` that are seen by the first rule, and all but the nearest
+    ``window`` ancestors.
+
+    From row to row of a request ``visible_lens`` must grow by 0 or 1, and no position may lie before ``visible_len - 1``. Below
+    ``seq_len``, all slots that the window leaves to the first row or a later one must hold finite numbers, visible or not.
+    """
+
+    geometry: AttentionGeometry
+    query_start_loc: Tensor  # int32 [R + 1], prefix sums of query lengths, which may be 0; rows from the last on are padding
+    seq_lens: Tensor  # int32 [R], slots that the queries of a request may look at, their own included
+    block_table: Tensor  # int32 [R, blocks], physical block ids
+    positions: Tensor  # int32 or int64 [T], rope positions
+    visible_lens: Tensor  # int32 [T]
+    tree_starts: Tensor  # int32 [R], slot of node 0
+    ancestor_bits: Tensor  # int64 [T]
+    # queries up to this length get small tiles, and may have ancestor bits: 1 + nodes of a tree, or 1; longer ones are prefill
+    # chunks, and their bits are taken to be 0
+    short_query_len: int
+    max_query_len: int  # no query may be longer: room is taken for queries up to this length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TileLaunch:
     """One launch of the attention kernel and its merge."""
 
@@ -95,10 +121,5 @@ class TileLaunch:
 class TreeAttentionPlan:
     """Made once per step, used by every layer."""
 
-    geometry: AttentionGeometry
-    query_start_loc: Tensor  # int32 [R + 1]
-    block_table: Tensor  # int32 [R, blocks]
-    positions: Tensor  # int32 or int64 [T]
-    visible_lens: Tensor  # int32 [T]
-    tree_starts: Tensor  # int32 [R]
+    layout: DeviceLayout
     launches: Mapping[Window, Sequence[TileLaunch]]  # verification tiles, then those of prefill chunks if there are any

@@ -37,6 +37,7 @@ from titan.kernels.triton.attention_plan import (
     REQUEST,
     TILE_FIELDS,
     AttentionGeometry,
+    DeviceLayout,
     TileLaunch,
     TreeAttentionPlan,
 )
@@ -201,44 +202,14 @@ def _plan_kernel(
 
 
 def plan_tree_attention(
-    geometry: AttentionGeometry,
-    *,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    positions: Tensor,
-    visible_lens: Tensor,
-    tree_starts: Tensor,
-    ancestor_bits: Tensor,
-    short_query_len: int,
-    max_query_len: int,
-    windows: Sequence[Window] = (None,),
-    fixed_chunk: int | None = None,
+    layout: DeviceLayout, windows: Sequence[Window] = (None,), fixed_chunk: int | None = None
 ) -> TreeAttentionPlan:
     """Plan the attention of one ragged batch, on the device.
 
-    A query row sees slot ``n`` of its request if ``n < visible_len``, or if bit ``n - tree_start`` of its ancestor bits is
-    set. A window hides slots at or below ``position - window`` that are seen by the first rule, and all but the nearest
-    ``window`` ancestors.
-
-    Static, and to be the same when a CUDA graph is replayed: all shapes, ``short_query_len``, ``max_query_len``, ``windows``
-    and ``fixed_chunk``. The contents of the tensors may change.
-
-    From row to row of a request ``visible_lens`` must grow by 0 or 1, and no position may lie before ``visible_len - 1``. Below
-    ``seq_len``, all slots that the window leaves to the first row or a later one must hold finite numbers, visible or not.
+    Static, and to be the same when a CUDA graph is replayed: all shapes and numbers. The contents of the tensors may change.
 
     Args:
-        geometry: of the model.
-        query_start_loc: int32 [R + 1], prefix sums of query lengths, which may be 0. Rows from the last on are padding.
-        seq_lens: int32 [R], slots that the queries of a request may look at, their own included.
-        block_table: int32 [R, blocks], physical block ids.
-        positions: int32 or int64 [T], rope positions.
-        visible_lens: int32 [T].
-        tree_starts: int32 [R], slot of node 0.
-        ancestor_bits: int64 [T].
-        short_query_len: queries up to this length get small tiles, and may have ancestor bits: 1 + nodes of a tree, or 1.
-            Longer ones are prefill chunks, and their bits are taken to be 0.
-        max_query_len: no query may be longer: room is taken for queries up to this length.
+        layout: of the batch.
         windows: distinct sliding windows of the layers.
         fixed_chunk: split contexts into chunks of this many slots, whatever the batch: then a request's output does not depend
             on the others, bit for bit, for the same ``short_query_len``. Room for all parts is taken beforehand.
@@ -246,58 +217,56 @@ def plan_tree_attention(
     Raises:
         ValueError: names the argument, what it is and what is allowed.
     """
-    device, int32 = query_start_loc.device, (torch.int32,)
-    require_launchable("query_start_loc", device)
-    require("seq_lens", seq_lens, shape=(None,), dtypes=int32, device=device)
-    require("positions", positions, shape=(None,), dtypes=(torch.int32, torch.int64), device=device)
-    num_tokens, num_requests = len(positions), len(seq_lens)
-    require("query_start_loc", query_start_loc, shape=(num_requests + 1,), dtypes=int32, device=device)
-    require("block_table", block_table, shape=(num_requests, None), dtypes=int32, device=device, contiguous=False)
-    require("visible_lens", visible_lens, shape=(num_tokens,), dtypes=int32, device=device)
-    require("tree_starts", tree_starts, shape=(num_requests,), dtypes=int32, device=device)
-    require("ancestor_bits", ancestor_bits, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
-    _check_numbers(geometry, num_requests, num_tokens, block_table, short_query_len, max_query_len, windows, fixed_chunk)
+    num_tokens, num_requests = _check_layout(layout)
+    _check_numbers(layout, windows, fixed_chunk)
 
-    max_slots = block_table.shape[1] * geometry.block_size
-    max_query_len = min(max_query_len, num_tokens)
+    geometry, device, short_query_len = layout.geometry, layout.seq_lens.device, layout.short_query_len
+    max_slots = layout.block_table.shape[1] * geometry.block_size
+    max_query_len = min(layout.max_query_len, num_tokens)
     num_long = min(num_requests, num_tokens // (short_query_len + 1))
     short_config = _tile_config(geometry, short_query_len, device)
     long_config = _tile_config(geometry, None, device)
     launches = {}
     for window in windows:
-        bits = _within_window(ancestor_bits, window)
+        bits = _within_window(layout.ancestor_bits, window)
         max_tiles = _max_tiles(geometry.group, short_config, num_requests, num_tokens, min(short_query_len, num_tokens))
         of_window = [_allocate(geometry, short_config, max_tiles, max_slots, fixed_chunk, bits, device)]
         if max_query_len > short_query_len:
             max_tiles = _max_tiles(geometry.group, long_config, num_long, num_tokens, max_query_len)
             of_window.append(_allocate(geometry, long_config, max_tiles, max_slots, fixed_chunk, None, device))
         for launch in of_window:
-            _fill(launch, geometry, query_start_loc, seq_lens, visible_lens, short_query_len, window, fixed_chunk)
+            _fill(launch, layout, window, fixed_chunk)
         launches[window] = of_window
-    return TreeAttentionPlan(geometry, query_start_loc, block_table, positions, visible_lens, tree_starts, launches)
+    return TreeAttentionPlan(layout, launches)
 
 
-def _check_numbers(
-    geometry: AttentionGeometry,
-    num_requests: int,
-    num_tokens: int,
-    block_table: Tensor,
-    short_query_len: int,
-    max_query_len: int,
-    windows: Sequence[Window],
-    fixed_chunk: int | None,
-) -> None:
-    max_slots = block_table.shape[1] * geometry.block_size
+def _check_layout(layout: DeviceLayout) -> tuple[int, int]:
+    """Check the tensors; returns how many tokens and requests there are."""
+    device, int32 = layout.query_start_loc.device, (torch.int32,)
+    require_launchable("query_start_loc", device)
+    require("seq_lens", layout.seq_lens, shape=(None,), dtypes=int32, device=device)
+    require("positions", layout.positions, shape=(None,), dtypes=(torch.int32, torch.int64), device=device)
+    num_tokens, num_requests = len(layout.positions), len(layout.seq_lens)
+    require("query_start_loc", layout.query_start_loc, shape=(num_requests + 1,), dtypes=int32, device=device)
+    require("block_table", layout.block_table, shape=(num_requests, None), dtypes=int32, device=device, contiguous=False)
+    require("visible_lens", layout.visible_lens, shape=(num_tokens,), dtypes=int32, device=device)
+    require("tree_starts", layout.tree_starts, shape=(num_requests,), dtypes=int32, device=device)
+    require("ancestor_bits", layout.ancestor_bits, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
+    return num_tokens, num_requests
+
+
+def _check_numbers(layout: DeviceLayout, windows: Sequence[Window], fixed_chunk: int | None) -> None:
+    num_requests, num_tokens, num_heads = len(layout.seq_lens), len(layout.positions), layout.geometry.num_heads
+    max_slots = layout.block_table.shape[1] * layout.geometry.block_size
     if not 1 <= num_requests <= MAX_REQUESTS:
         raise ValueError(f"seq_lens has {num_requests} requests: there must be 1 to {MAX_REQUESTS}")
-    if not 1 <= num_tokens * geometry.num_heads < 2**31:
-        raise ValueError(f"positions has {num_tokens} tokens: with {geometry.num_heads} heads there must be 1 to 2**31 rows")
+    if not 1 <= num_tokens * num_heads < 2**31:
+        raise ValueError(f"positions has {num_tokens} tokens: with {num_heads} heads there must be 1 to 2**31 rows")
     if not 1 <= max_slots <= MAX_SLOTS:
         raise ValueError(f"block_table has room for {max_slots} slots per request: it must be 1 to {MAX_SLOTS}")
-    if short_query_len < 1:
-        raise ValueError(f"short_query_len is {short_query_len}: it must be at least 1")
-    if max_query_len < 1:
-        raise ValueError(f"max_query_len is {max_query_len}: it must be at least 1")
+    for name in ("short_query_len", "max_query_len"):
+        if (length := getattr(layout, name)) < 1:
+            raise ValueError(f"{name} is {length}: it must be at least 1")
     if not windows:
         raise ValueError("windows is empty: it must have one entry, None for full attention")
     for window in windows:
@@ -357,29 +326,20 @@ def _allocate(
     )
 
 
-def _fill(
-    launch: TileLaunch,
-    geometry: AttentionGeometry,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    visible_lens: Tensor,
-    short_query_len: int,
-    window: Window,
-    fixed_chunk: int | None,
-) -> None:
+def _fill(launch: TileLaunch, layout: DeviceLayout, window: Window, fixed_chunk: int | None) -> None:
     """Write the records of a launch."""
-    num_requests = len(seq_lens)
+    geometry, num_requests = layout.geometry, len(layout.seq_lens)
     block_r = max(16, triton.next_power_of_2(num_requests))
     num_warps = min(16, max(4, block_r // 16))
     _plan_kernel[(1,)](
         launch.tiles,
         launch.merges,
         launch.counts,
-        query_start_loc,
-        seq_lens,
-        visible_lens,
+        layout.query_start_loc,
+        layout.seq_lens,
+        layout.visible_lens,
         num_requests,
-        short_query_len,
+        layout.short_query_len,
         window or 0,
         fixed_chunk or 0,
         launch.num_running,

@@ -8,7 +8,6 @@ Legend: T query tokens, R requests, padded ones included.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,27 +16,11 @@ from torch import Tensor
 from titan.core.batch import Window
 from titan.kernels.triton import gate, rope_kv, tree_attention
 from titan.kernels.triton import norm as fused_norm
-from titan.kernels.triton.attention_plan import AttentionGeometry, TreeAttentionPlan
+from titan.kernels.triton.attention_plan import DeviceLayout, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
 
 MIN_CAPABILITY = (8, 0)
 """Compute capability that Triton supports; the first with bfloat16."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceLayout:
-    """What `titan.core.batch.AttentionLayout` says, on the device; the arguments of `plan_tree_attention`."""
-
-    geometry: AttentionGeometry
-    query_start_loc: Tensor  # int32 [R + 1]; tokens from its last entry on are padding
-    seq_lens: Tensor  # int32 [R]
-    block_table: Tensor  # int32 [R, blocks]
-    positions: Tensor  # int64 [T]
-    visible_lens: Tensor  # int32 [T]
-    tree_starts: Tensor  # int32 [R]
-    ancestor_bits: Tensor  # int64 [T]
-    short_query_len: int  # no longer query has ancestor bits
-    max_query_len: int
 
 
 class TritonOps:
@@ -68,19 +51,7 @@ class TritonOps:
         return F.linear(x, weight, bias)
 
     def plan_attention(self, layout: DeviceLayout, windows: Sequence[Window]) -> TreeAttentionPlan:
-        return plan_tree_attention(
-            layout.geometry,
-            query_start_loc=layout.query_start_loc,
-            seq_lens=layout.seq_lens,
-            block_table=layout.block_table,
-            positions=layout.positions,
-            visible_lens=layout.visible_lens,
-            tree_starts=layout.tree_starts,
-            ancestor_bits=layout.ancestor_bits,
-            short_query_len=layout.short_query_len,
-            max_query_len=layout.max_query_len,
-            windows=windows,
-        )
+        return plan_tree_attention(layout, windows)
 
     def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: TreeAttentionPlan, *, scale: float, window: Window) -> Tensor:
         return tree_attention.tree_attention(q, kv_layer, plan, scale=scale, window=window)

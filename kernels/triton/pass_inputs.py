@@ -15,9 +15,8 @@ from torch import Tensor
 from titan.core.arrays import Ints
 from titan.core.batch import RaggedBatch
 from titan.kernels.interfaces import PassInputs
-from titan.kernels.triton.attention_plan import AttentionGeometry
+from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
 from titan.kernels.triton.cuda_graphs import PassSize
-from titan.kernels.triton.layers import DeviceLayout
 from titan.kernels.triton.upload import to_device, upload
 
 MAX_PACKED_BYTES_PER_TOKEN = 64

@@ -303,7 +303,7 @@ def tree_attention(
     Raises:
         ValueError: names the argument, what it is and what is expected.
     """
-    geometry, num_tokens, device = plan.geometry, plan.positions.shape[0], plan.positions.device
+    geometry, num_tokens, device = plan.layout.geometry, len(plan.layout.positions), plan.layout.positions.device
     num_heads, num_kv_heads, head_dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
     dtypes = (geometry.dtype,)
     require_launchable("plan", device)
@@ -333,7 +333,7 @@ def _launch(
     window: Window,
     softcap: float | None,
 ) -> None:
-    geometry, config = plan.geometry, launch.config
+    layout, geometry, config = plan.layout, plan.layout.geometry, launch.config
     has_nodes = launch.ancestor_bits is not None
     log2_e = math.log2(math.e)
     # with a cap, scores are twice the argument of tanh, in powers of two: tanh(x) = 1 - 2 / (1 + e ** 2x)
@@ -346,17 +346,17 @@ def _launch(
         kv_layer[1],
         launch.tiles,
         launch.counts,
-        plan.block_table,
-        plan.positions,
-        plan.visible_lens,
+        layout.block_table,
+        layout.positions,
+        layout.visible_lens,
         launch.ancestor_bits,
-        plan.tree_starts,
+        layout.tree_starts,
         q.stride(0),
         q.stride(1),
         kv_layer.stride(1),
         kv_layer.stride(2),
         kv_layer.stride(3),
-        plan.block_table.stride(0),
+        layout.block_table.stride(0),
         scale * log2_e if softcap is None else 2 * scale / softcap * log2_e,
         0.0 if softcap is None else softcap * log2_e,
         window or 0,
@@ -381,8 +381,8 @@ def _launch(
         launch.part_log_sums,
         launch.merges,
         launch.counts,
-        plan.query_start_loc,
-        len(plan.tree_starts),
+        layout.query_start_loc,
+        len(layout.tree_starts),
         output.numel(),
         NUM_KV_HEADS=geometry.num_kv_heads,
         GROUP=geometry.group,

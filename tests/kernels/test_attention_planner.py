@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titan.core.batch import Window
-from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, TileLaunch, TreeAttentionPlan
+from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, DeviceLayout, TileLaunch, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.tools import INTERPRETED
 from titan.kernels.triton.tuning import num_multiprocessors, tile_config
@@ -60,14 +60,10 @@ class Batch:
         }
 
     def plan(self, windows: tuple[Window, ...], fixed_chunk: int | None) -> TreeAttentionPlan:
-        return plan_tree_attention(
-            self.geometry,
-            **self.inputs(),
-            short_query_len=self.short_query_len,
-            max_query_len=max(self.query_lens),
-            windows=windows,
-            fixed_chunk=fixed_chunk,
+        layout = DeviceLayout(
+            self.geometry, **self.inputs(), short_query_len=self.short_query_len, max_query_len=max(self.query_lens)
         )
+        return plan_tree_attention(layout, windows, fixed_chunk)
 
 
 def random_batch(seed: int) -> Batch:
@@ -206,7 +202,7 @@ def test_bits_of_ancestors_beyond_the_window_are_dropped(window: int) -> None:
     geometry = AttentionGeometry(1, 1, 64, 16, torch.bfloat16)
     inputs = Batch(geometry, [1], [1], [0], 8, 299).inputs()
     inputs["ancestor_bits"] = torch.from_numpy(bits.view(np.int64)).to(DEVICE)
-    plan = plan_tree_attention(geometry, **inputs, short_query_len=8, max_query_len=1, windows=(window, 64))
+    plan = plan_tree_attention(DeviceLayout(geometry, **inputs, short_query_len=8, max_query_len=1), (window, 64))
     kept = plan.launches[window][0].ancestor_bits
     assert kept is not None
     expected = [sum(1 << bit for bit in [bit for bit in range(64) if each >> bit & 1][-window:]) for each in bits.tolist()]
@@ -250,8 +246,9 @@ SMALL = Batch(AttentionGeometry(4, 2, 64, 16, torch.bfloat16), [1, 3], [5, 9], [
 )
 def test_what_cannot_be_planned_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {**SMALL.inputs(), "short_query_len": 8, "max_query_len": 3, **changes}
+    options = {name: arguments.pop(name) for name in ("windows", "fixed_chunk") if name in arguments}
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        plan_tree_attention(SMALL.geometry, **arguments)
+        plan_tree_attention(DeviceLayout(SMALL.geometry, **arguments), **options)
 
 
 def test_too_many_requests_are_refused() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titan.bench.gpu.acceptance_reference import reference_draw, reference_probs
 from titan.core.random import Purpose, philox_uniform
+from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
 from titan.kernels.interfaces import Backend
 from titan.kernels.torch.sampling import draw
@@ -24,10 +25,8 @@ ALL_OPTIONS = list(product((0.0, 0.7, 5.0), (0, 3, 50), (1.0, 0.9, 0.3), (0.0, 0
 
 
 def sampling_rows(options: Options) -> SamplingRows:
-    temperature, top_k, top_p, min_p = zip(*options, strict=True)
-    floats = [np.array(column, np.float32) for column in (temperature, top_p, min_p)]
-    seeds = np.arange(len(options), dtype=np.uint64) * np.uint64(2**60 + 12345)
-    return SamplingRows(floats[0], np.array(top_k, np.int64), floats[1], floats[2], seeds, np.arange(len(options)) * 3 + 7)
+    params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in options]
+    return SamplingRows.of((each, i * (2**60 + 12345) % 2**64, i * 3 + 7) for i, each in enumerate(params))
 
 
 def random_logits(backend: Backend, num_rows: int, vocab_size: int, dtype: torch.dtype = torch.float32, scale: float = 2) -> Tensor:
@@ -117,7 +116,7 @@ def test_cuts_that_keep_thousands_of_tokens(backend: Backend, option: tuple[floa
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-44])
 def test_a_tiny_temperature_or_top_p_leaves_the_most_likely_token(backend: Backend, temperature: float) -> None:
     logits = random_logits(backend, 4, 30, scale=100)
-    options = [(temperature, 0, 1.0, 0.0), (temperature, 5, 0.9, 0.0), (temperature, 0, 1.0, 0.2), (9.0, 0, 0.0, 0.0)]
+    options = [(temperature, 0, 1.0, 0.0), (temperature, 5, 0.9, 0.0), (temperature, 0, 1.0, 0.2), (9.0, 0, 1e-60, 0.0)]
     probs = backend.sampling.probs(logits, sampling_rows(options))
     assert torch.equal(probs, torch.nn.functional.one_hot(logits.argmax(-1), 30).float())
 
@@ -144,9 +143,9 @@ def test_impossible_tokens_stay_impossible_and_broken_rows_are_marked(backend: B
 
 def test_a_row_does_not_depend_on_its_neighbours(backend: Backend) -> None:
     options = ALL_OPTIONS[::4]
-    logits, rows = random_logits(backend, len(options), 50), sampling_rows(options)
-    together = backend.sampling.probs(logits, rows)
-    alone = [backend.sampling.probs(logits[i : i + 1], rows.take(np.array([i]))) for i in range(len(options))]
+    logits = random_logits(backend, len(options), 50)
+    together = backend.sampling.probs(logits, sampling_rows(options))
+    alone = [backend.sampling.probs(logits[i : i + 1], sampling_rows([option])) for i, option in enumerate(options)]
     assert torch.equal(together, torch.cat(alone))
 
 

@@ -18,6 +18,7 @@ from titan.core.arrays import Ints
 from titan.core.batch import prefix_sums
 from titan.core.limits import MAX_NODES
 from titan.core.random import Purpose, philox_uniform
+from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, TreeLimits, chain_parents, topology
 from titan.kernels.interfaces import Backend, Candidates, Verified
@@ -148,6 +149,12 @@ class Outcome(NamedTuple):
     match: tuple[float, float] = (NAN, NAN)
 
 
+def sampling_rows(options: Sequence[Option], first: int = 0) -> SamplingRows:
+    """With the seeds and positions of the requests from the first one on."""
+    params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in options]
+    return SamplingRows.of((each, i * (2**60 + 12345) % 2**64, i * 5 + 7) for i, each in enumerate(params, first))
+
+
 @dataclass(frozen=True)
 class Case:
     """Trees of a plan, what the target says about those that are verified, and how these sample."""
@@ -164,10 +171,7 @@ class Case:
 
     @property
     def sampling(self) -> SamplingRows:
-        temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*self.options, strict=True))
-        floats = [column.astype(np.float32) for column in (temperature, top_p, min_p)]
-        seeds = np.arange(len(self.options), dtype=np.uint64) * np.uint64(2**60 + 12345)
-        return SamplingRows(floats[0], top_k.astype(np.int64), *floats[1:], seeds, np.arange(len(self.options)) * 5 + 7)
+        return sampling_rows(self.options)
 
     def by(self, backend: Backend, dtype: torch.dtype = torch.float32) -> list[Outcome]:
         trees, counts = self.on_device(backend), self.num_empty or [0] * len(self.trees)
@@ -432,10 +436,10 @@ def test_requests_without_draft_tokens_sample_as_without_speculation(backend: Ba
 def test_a_tree_does_not_depend_on_its_neighbours(backend: Backend) -> None:
     """Nor on whether a neighbour cuts its distribution."""
     case = replace(sampled_case("near", 4, 9, seed=9), options=[PLAIN, CUT, PLAIN, PLAIN])
-    together, sampling = case.by(backend), case.sampling
+    together = case.by(backend)
     for i, (tree, logits) in enumerate(zip(case.trees, case.logits, strict=True)):
         alone = Case([tree], [logits], [PLAIN]).on_device(backend)
-        result = backend.trees.verify(logits.to(backend.device), alone, np.array([0]), sampling.take(np.array([i])))
+        result = backend.trees.verify(logits.to(backend.device), alone, np.array([0]), sampling_rows([case.options[i]], first=i))
         assert outcomes(result) == together[i : i + 1]
 
 

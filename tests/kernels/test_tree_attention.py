@@ -16,7 +16,7 @@ from torch import Tensor
 from titan.bench.gpu.attention_reference import reference_masked_attention, reference_tree_attention
 from titan.core.batch import Window
 from titan.kernels.triton import attention_planner
-from titan.kernels.triton.attention_plan import AttentionGeometry, TreeAttentionPlan
+from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.tools import INTERPRETED
 from titan.kernels.triton.tree_attention import tree_attention
@@ -114,14 +114,9 @@ class Batch:
         geometry = AttentionGeometry(
             setup.group * setup.num_kv_heads, setup.num_kv_heads, setup.head_dim, setup.block_size, setup.dtype
         )
-        return plan_tree_attention(
-            geometry,
-            **(self.inputs | changes),
-            short_query_len=setup.short_query_len,
-            max_query_len=max(query.query_len for query in setup.queries),
-            windows=(None,) if setup.window is None else (None, setup.window),
-            fixed_chunk=setup.fixed_chunk,
-        )
+        longest = max(query.query_len for query in setup.queries)
+        layout = DeviceLayout(geometry, **(self.inputs | changes), short_query_len=setup.short_query_len, max_query_len=longest)
+        return plan_tree_attention(layout, (None,) if setup.window is None else (None, setup.window), setup.fixed_chunk)
 
     def run(self, plan: TreeAttentionPlan | None = None) -> Tensor:
         setup = self.setup

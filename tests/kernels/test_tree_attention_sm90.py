@@ -18,7 +18,7 @@ GROUP = 4  # query heads per KV head in the launches below
 
 CODE = """
 import torch
-from titan.kernels.triton.attention_plan import AttentionGeometry
+from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.tree_attention import tree_attention
 
@@ -28,7 +28,7 @@ def zeros(*shape, dtype=torch.int32):
 def launch(head_dim, dtype, short_query_len, max_query_len, window=None, softcap=None, block_size=16, num_requests=4):
     geometry = AttentionGeometry(32, 8, head_dim, block_size, dtype)
     num_tokens = 2048
-    plan = plan_tree_attention(
+    layout = DeviceLayout(
         geometry,
         query_start_loc=zeros(num_requests + 1),
         seq_lens=zeros(num_requests),
@@ -39,8 +39,8 @@ def launch(head_dim, dtype, short_query_len, max_query_len, window=None, softcap
         ancestor_bits=zeros(num_tokens, dtype=torch.int64),
         short_query_len=short_query_len,
         max_query_len=max_query_len,
-        windows=(window,),
     )
+    plan = plan_tree_attention(layout, (window,))
     q = zeros(num_tokens, 48, head_dim, dtype=dtype)[:, :32]
     kv_layer = zeros(2, 8, 16, block_size, head_dim, dtype=dtype)
     tree_attention(q, kv_layer, plan, scale=0.1, window=window, softcap=softcap)

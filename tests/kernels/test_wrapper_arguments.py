@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titan.core.trees import NODE_DTYPES, NODE_FIELDS
 from titan.kernels.triton import tools as triton_tools
-from titan.kernels.triton.attention_plan import AttentionGeometry
+from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.gate import silu_mul
 from titan.kernels.triton.norm import add_rms_norm, rms_norm
@@ -38,6 +38,10 @@ def ints(values: list[Any], dtype: torch.dtype = torch.int32) -> Tensor:
 
 def longs(values: list[Any]) -> Tensor:
     return ints(values, torch.int64)
+
+
+def plan_attention(**arguments: Any) -> TreeAttentionPlan:
+    return plan_tree_attention(DeviceLayout(**arguments))
 
 
 def batch() -> dict[str, Any]:
@@ -78,11 +82,11 @@ NUMBERS: dict[str, Any] = {"seeds": longs([1, 2, 3]), "positions": longs([4, 5, 
 DRAFTS: dict[str, Any] = {"draft_probs": floats(2, VOCAB_SIZE), "draft_rows": ints([0, 1, 0])}
 
 WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
-    plan_tree_attention: batch,
+    plan_attention: batch,
     tree_attention: lambda: {
         "q": floats(3, 4, HEAD_DIM),
         "kv_layer": kv()[0],
-        "plan": plan_tree_attention(**batch()),
+        "plan": plan_attention(**batch()),
         "scale": 0.25,
     },
     rms_norm: lambda: {"x": floats(3, 8), "weight": floats(8), "eps": 1e-5},
