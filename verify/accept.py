@@ -76,7 +76,8 @@ def collect(backend: Backend, launched: Launched) -> Acceptance:
     num_rows, trees = len(plan.requests), launched.host_trees
     if trees is None and not launched.trees.num_nodes:
         trees = DraftTrees.empty(num_rows)
-    fetched = backend.download([*verified, *(launched.trees.columns if trees is None else ())])
+    tensors = [*verified, *(launched.trees.columns if trees is None else ())]
+    fetched = backend.download(tensors) if tensors else []  # none in a step of prefill chunks
     trees = trees or launched.trees.on_host(fetched[len(verified) :])
     acceptance = Acceptance(trees, [[] for _ in range(num_rows)], [[] for _ in range(num_rows)], [None] * num_rows)
     if verified:
