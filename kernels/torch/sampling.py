@@ -109,8 +109,7 @@ def _cut_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
     if largest.values.shape[1] < vocab_size and bool(is_open.any()):
         largest = probs.topk(vocab_size, dim=-1)
     mass_before = largest.values.cumsum(-1) - largest.values
-    # the first is kept even where float32 has no number for so small a top_p
-    kept = largest.values.masked_fill((mass_before >= top_p) & (mass_before > 0), 0.0)
+    kept = largest.values.masked_fill(mass_before >= top_p, 0.0)
     nucleus = torch.zeros_like(probs).scatter_(-1, largest.indices, kept)
     return torch.where(top_p < 1, nucleus, probs)
 

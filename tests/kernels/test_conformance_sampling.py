@@ -116,7 +116,7 @@ def test_cuts_that_keep_thousands_of_tokens(backend: Backend, option: tuple[floa
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-44])
 def test_a_tiny_temperature_or_top_p_leaves_the_most_likely_token(backend: Backend, temperature: float) -> None:
     logits = random_logits(backend, 4, 30, scale=100)
-    options = [(temperature, 0, 1.0, 0.0), (temperature, 5, 0.9, 0.0), (temperature, 0, 1.0, 0.2), (9.0, 0, 1e-60, 0.0)]
+    options = [(temperature, 0, 1.0, 0.0), (temperature, 5, 0.9, 0.0), (temperature, 0, 1.0, 0.2), (9.0, 0, 1e-44, 0.0)]
     probs = backend.sampling.probs(logits, sampling_rows(options))
     assert torch.equal(probs, torch.nn.functional.one_hot(logits.argmax(-1), 30).float())
 
