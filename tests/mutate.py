@@ -1,0 +1,125 @@
+"""Breaks one line of a copy of the repository at a time, and tells whether the tests notice.
+
+`python tests/mutate.py tests/mutations.toml`, from the root of the repository, runs all mutations, each with the tests that are
+expected to notice it: about ten seconds per mutation. `--only NAME ...` runs some of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+TIMEOUT_SECONDS = 300
+KILLED_CODES = (1, 2)
+"""Exit codes of pytest: tests failed; or were not collected, for the mutation broke an import."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One broken line."""
+
+    name: str
+    file: str  # from the root
+    find: str  # occurs exactly once in the file
+    replace: str
+    tests: list[str]
+
+
+def load_mutations(path: Path, root: Path, only: list[str]) -> list[Mutation]:
+    """Read the mutations that are asked for, all if ``only`` is empty.
+
+    Raises:
+        ValueError: names that are unknown or not unique, or mutations that do not fit the sources; the message has them all.
+    """
+    mutations = [Mutation(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutation"]]
+    names = [mutation.name for mutation in mutations]
+    errors = [f"{name}: the name is not unique" for name in sorted({name for name in names if names.count(name) > 1})]
+    errors += [f"{name}: no such mutation" for name in only if name not in names]
+    chosen = [mutation for mutation in mutations if not only or mutation.name in only]
+    for mutation in chosen:
+        file = root / mutation.file
+        count = file.read_text(encoding="utf-8").count(mutation.find) if file.is_file() else 0
+        if count != 1 or not mutation.find or "\n" in mutation.find + mutation.replace or mutation.find == mutation.replace:
+            errors.append(f"{mutation.name}: {mutation.find!r} is in {mutation.file} {count} times; it must be one line, once")
+        missing = [test for test in mutation.tests if not (root / test.split("::")[0]).exists()]
+        if missing or not mutation.tests:
+            errors.append(f"{mutation.name}: no tests {missing}")
+    if errors:
+        raise ValueError("\n".join(errors))
+    return chosen
+
+
+def copy_tree(root: Path, copy: Path) -> None:
+    """Copy the files that git knows or does not ignore; links stay links."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if os.path.lexists(root / name):  # else it was deleted, and git has not been told
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, copy / name, follow_symlinks=False)
+
+
+def run_mutation(mutation: Mutation, copy: Path) -> str:
+    """Break the line, run the tests and mend it again: "killed", "survived" or "timeout".
+
+    Raises:
+        RuntimeError: pytest ended otherwise: nothing was run, or its own arguments were wrong.
+    """
+    file = copy / mutation.file
+    source = file.read_text(encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutation.tests]
+    # without bytecode: it would be taken for that of a source of the same size and second
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    file.write_text(source.replace(mutation.find, mutation.replace), encoding="utf-8")
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    finally:
+        file.write_text(source, encoding="utf-8")
+    if done.returncode != 0 and done.returncode not in KILLED_CODES:
+        raise RuntimeError(f"{mutation.name}: pytest ended with code {done.returncode}\n{done.stdout}{done.stderr}")
+    return "survived" if done.returncode == 0 else "killed"
+
+
+def main() -> None:
+    """Run the mutations; ends with code 1 if one was not killed, and with a message if they could not be run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mutations", type=Path, help="TOML file with [[mutation]] tables")
+    parser.add_argument("--root", type=Path, default=Path(), help="the repository (default: the current folder)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run these mutations only")
+    parser.add_argument("--out", type=Path, help="JSON file for the results, written after each mutation")
+    arguments = parser.parse_args()
+    root = arguments.root.resolve()
+    results: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+        copy = Path(folder).resolve()
+        try:
+            mutations = load_mutations(arguments.mutations, root, arguments.only)
+            copy_tree(root, copy)
+            for mutation in mutations:
+                start = time.monotonic()
+                outcome = run_mutation(mutation, copy)
+                results[mutation.name] = outcome
+                label = outcome if outcome == "killed" else outcome.upper()
+                print(f"{label:8} {mutation.name} ({time.monotonic() - start:.1f} s)", flush=True)
+                if arguments.out is not None:
+                    arguments.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        except (ValueError, RuntimeError) as error:
+            sys.exit(f"error: {error}")
+    num_killed = sum(outcome == "killed" for outcome in results.values())
+    print(f"{num_killed} of {len(results)} killed")
+    sys.exit(num_killed < len(results))
+
+
+if __name__ == "__main__":
+    main()
