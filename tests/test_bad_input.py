@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stepping import greedy
-from text_tools import make_byte_tokenizer
+from text_tools import make_byte_tokenizer, make_tokenizer
 from tiny_models import make_model
 from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
+from titan.bench.replay import ReplayDrafter
 from titan.core.kv_tensor import KVGroup, KVLayout
 from titan.core.options import EngineConfig
 from titan.core.step import StepPlan
@@ -24,7 +25,6 @@ from titan.core.trees import DraftTree
 from titan.draft.base import DraftContext, NoDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import register
-from titan.draft.replay import ReplayDrafter
 
 CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
 
@@ -212,6 +212,7 @@ def test_one_bad_prompt_is_refused_and_the_others_keep_their_outputs(llm: LLM, n
     assert [outputs[0].outputs, outputs[2].outputs] == [output.outputs for output in expected]
     refused = outputs[1]
     assert refused.finished and refused.outputs[0].finish_reason == "abort"
+    assert (refused.prompt, refused.prompt_token_ids) == ((prompt, []) if isinstance(prompt, str) else (None, list(prompt)))
     assert (refused.outputs[0].text, refused.outputs[0].token_ids) == ("", [])
     assert refused.error is not None
     assert re.search(".*".join(re.escape(str(part)) for part in parts), refused.error)
@@ -294,6 +295,14 @@ def test_a_draft_of_another_vocabulary(zoo: Zoo, tmp_path: Path) -> None:
         LLM(zoo.path("llama+text"), str(tmp_path), **CPU)
     llm = LLM(zoo.path("llama+text"), **CPU)
     with raises("draft_model=", "another vocabulary"):
+        llm.swap_draft(str(tmp_path))
+    make_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    renamed = json.loads(file.read_text(encoding="utf-8"))
+    token_ids = renamed["model"]["vocab"]
+    token_ids["a"], token_ids["b"] = token_ids["b"], token_ids["a"]
+    file.write_text(json.dumps(renamed), encoding="utf-8")
+    with raises("draft_model=", "another vocabulary", "131 tokens, the target's 131", "they differ"):
         llm.swap_draft(str(tmp_path))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 from pathlib import Path
+from string import punctuation
 from typing import Any, Unpack, get_type_hints
 
 import pytest
@@ -167,12 +168,14 @@ def test_a_stream_grows_to_what_generate_gives(llm: LLM, options: dict[str, Any]
 def test_a_stop_string_never_shows_in_a_stream_not_even_partly(llm: LLM) -> None:
     [free] = llm.generate("the dog", greedy(30, ignore_eos=True), use_tqdm=False)
     text = free.outputs[0].text
+    absent = next(character for character in punctuation if character not in text)
     for start in range(2, len(text) - 8, 3):
         stop = text[start : start + 5]
         expected = text[: text.index(stop)]
-        shown = [piece.outputs[0].text for piece in llm.stream("the dog", greedy(30, ignore_eos=True, stop=stop))]
-        assert shown[-1] == expected
-        assert all(expected.startswith(piece) for piece in shown)
+        for stops in (stop, [absent, stop]):
+            shown = [piece.outputs[0].text for piece in llm.stream("the dog", greedy(30, ignore_eos=True, stop=stops))]
+            assert shown[-1] == expected
+            assert all(expected.startswith(piece) for piece in shown)
         inclusive = greedy(30, ignore_eos=True, stop=stop, include_stop_str_in_output=True)
         assert [piece.outputs[0].text for piece in llm.stream("the dog", inclusive)][-1] == expected + stop
 

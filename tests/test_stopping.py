@@ -253,3 +253,16 @@ def test_a_draft_with_fewer_positions_stops_drafting_where_they_end(zoo: Zoo) ->
         assert request.num_drafted_context <= 40
     assert request.output_token_ids == zoo.greedy("llama", PROMPT, 60, ignore_eos=True)
     assert request.metrics.num_draft_tokens > 0
+
+
+def test_of_a_prompt_that_is_longer_than_the_drafts_positions_the_beginning_is_fed(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("short"), num_kv_blocks=64, prefill_chunk_size=16)
+    prompt = list(range(5, 95))
+    [request] = submit(engine, [prompt], [greedy(6, ignore_eos=True)])
+    num_drafted = []
+    while engine.scheduler.has_unfinished:
+        num_drafted.append(request.num_drafted_context)
+        engine.step()
+    assert max(num_drafted) == 40
+    assert request.output_token_ids == zoo.greedy("llama", prompt, 6, ignore_eos=True)
+    assert request.metrics.num_draft_tokens == 0
