@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from back_ends import BACK_ENDS, ON_HOST, make_back_end
+from back_ends import ON_HOST, make_back_end
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -189,54 +189,6 @@ def test_pytorchs_distribution_is_that_of_transformers_row_by_row(
     for i, (temperature, top_k, top_p, min_p) in enumerate(options):
         expected = warped(logits[i : i + 1], temperature, min(top_k, vocab_size), top_p, min_p)[0]
         torch.testing.assert_close(probs[i], expected, rtol=1e-4, atol=1e-6)
-
-
-MIXED: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"top_k": 3},
-    {"temperature": 0.5, "top_p": 0.5},
-    {"temperature": 2.0, "top_k": -1, "min_p": 0.2},
-    {"top_k": 7, "top_p": 0.9},
-    {"temperature": 0.0, "top_k": 2, "top_p": 0.1},
-    {},
-    {"temperature": 3.0, "min_p": 0.1},
-]
-
-
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_a_row_depends_on_its_own_options_alone(back_end: str) -> None:
-    """Its distribution bit by bit, and its token."""
-    backend = make_back_end(back_end)
-    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(2)).to(backend.device)
-    rows = SamplingRows.of([(SamplingParams(**options), i, 3 * i) for i, options in enumerate(MIXED)])
-    together, probs = sample(backend, logits, rows), backend.sampling.probs(logits, rows)
-    torch.testing.assert_close(probs.double().sum(-1).cpu(), torch.ones(8, dtype=torch.float64), rtol=0, atol=1e-5)
-    for i in range(8):
-        alone = rows.take(np.array([i]))
-        assert sample(backend, logits[i : i + 1], alone) == [together[i]]
-        assert torch.equal(backend.sampling.probs(logits[i : i + 1], alone)[0], probs[i])
-    assert [together[i] for i in (0, 5)] == logits[[0, 5]].argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-30, 1e-44])
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_a_tiny_temperature_is_greedy(back_end: str, temperature: float) -> None:
-    num_rows = 500 if back_end in ON_HOST else 20
-    logits = torch.randn(num_rows, 30, generator=torch.Generator().manual_seed(0)) * 20
-    assert sample(make_back_end(back_end), logits, rows_of(num_rows, temperature=temperature)) == logits.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_logits_that_are_not_finite_give_no_token(back_end: str, bad: float, temperature: float) -> None:
-    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
-    logits[1, 4] = bad
-    logits[2] = -torch.inf
-    logits[3, 5] = -torch.inf  # one impossible token is fine
-    tokens = sample(make_back_end(back_end), logits, rows_of(4, temperature=temperature))
-    assert tokens[1:3] == [-1, -1]
-    assert tokens[0] >= 0 and tokens[3] >= 0
 
 
 def test_samples_at_the_ends_of_the_distribution_are_possible_tokens() -> None:

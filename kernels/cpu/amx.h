@@ -208,7 +208,7 @@ void multiply_by_tiles(const Weight& weight, const T* x, int64_t num_rows, const
   }
 }
 
-// In float32, whole blocks and tiles alone are packed: see tiled_weights.py.
+// In float32, whole blocks and tiles alone are packed: see weights.py.
 inline bool takes_tiles(const Weight& weight) {
   return may_use_amx() && weight.is_bfloat16 && weight.block == kAmxBlock && weight.depth % kTileInputs == 0;
 }

@@ -10,11 +10,10 @@ import torch
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.cpu.layers import CompiledOps
 from titan.kernels.cpu.library import COMPILED_DTYPES, load_library
-from titan.kernels.cpu.linear import can_pack
 from titan.kernels.cpu.runner import TRAITS, make_compiled_runner
 from titan.kernels.cpu.sampling import CompiledSampling
-from titan.kernels.cpu.tiled_weights import has_tiles
 from titan.kernels.cpu.trees import CompiledTrees
+from titan.kernels.cpu.weights import can_pack, has_tiles
 from titan.kernels.interfaces import LayerOps, PassCounts, PassLimits, Runner
 from titan.kernels.torch.backend import TorchBackend
 

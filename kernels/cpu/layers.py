@@ -18,7 +18,8 @@ from torch import Tensor
 from titan.core.arrays import Ints
 from titan.core.batch import AttentionLayout, Window
 from titan.kernels.cpu.library import kernel
-from titan.kernels.cpu.linear import can_pack, linear, linear_add, pack_weight
+from titan.kernels.cpu.linear import linear, linear_add
+from titan.kernels.cpu.weights import can_pack, pack_weight
 from titan.kernels.torch.attention import RequestQuery, attend, plan_requests
 
 CPU = torch.device("cpu")

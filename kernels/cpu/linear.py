@@ -1,43 +1,26 @@
-"""Linear layers for few rows on a CPU: weights packed once, into our tiles or for oneDNN.
-
-Plain `F.linear` in bfloat16 reads unpacked weights at a third of the memory bandwidth; the packed product reaches it.
-The operators are those of Inductor's freezing; where they are missing, or the weights are elsewhere, `F.linear` runs.
-"""
+"""Products of rows with weights, by the C++ of this folder or oneDNN, wherever the weights lie."""
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.kernels.cpu.huge_pages import use_huge_pages
-from titan.kernels.cpu.tiled_weights import can_tile, is_tiled, multiply_by_tiles, tile_weight
+from titan.kernels.cpu.library import COMPILED_DTYPES, kernel, load_library
+from titan.kernels.cpu.weights import WeightStruct, is_tiled, tiled_struct
 
-PACKING_ROWS = 8
-"""Rows of a typical product; the packed layout hardly depends on it."""
+NUM_TRIED_ROWS = 8
+"""Random rows whose product tells how a weight lies."""
 
+BLOCKS = (64, 48, 32, 16)
+"""Outputs that oneDNN's layouts keep in a block, of those that the library can read."""
 
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether the packed product is available for weights of this dtype."""
-    return (
-        dtype in (torch.bfloat16, torch.float32)
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and (dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+PLAIN = 1
+"""As the size of a block: plain rows."""
 
-
-def pack_weight(weight: Tensor) -> Tensor:
-    """A weight [out_features, in_features] in the packed layout, which only the products of this file can read."""
-    if weight.is_mkldnn or is_tiled(weight):
-        return weight
-    if can_tile(weight):
-        return tile_weight(weight)
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKING_ROWS)
-    if hasattr(torch.ops.mkldnn, "_nbytes"):
-        use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
-    return packed
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -58,3 +41,74 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
     if is_tiled(weight):
         return multiply_by_tiles(x, weight, bias, residual)
     return F.linear(x, weight, bias).add_(residual)
+
+
+def max_rows(library: ctypes.CDLL, dtype: torch.dtype, weight: WeightStruct) -> int:
+    """Most rows for which the library is as fast as oneDNN, or faster; it takes more."""
+    function = kernel(library, "max_rows", dtype)
+    function.argtypes, function.restype = [_POINTER], _INT
+    return int(function(ctypes.addressof(weight)))
+
+
+def multiply_rows(library: ctypes.CDLL, weight: WeightStruct, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """``residual + x @ weight.T + bias``: [rows, num_inputs] -> [rows, num_outputs].
+
+    Args:
+        library: the C++ of this folder, compiled.
+        weight: float32 or bfloat16, as it says.
+        x: float32 or bfloat16, contiguous.
+        residual: [rows, num_outputs], dtype of ``x``, contiguous; nothing is added without it.
+    """
+    function = kernel(library, "linear", x.dtype)
+    function.argtypes, function.restype = [_POINTER, _POINTER, _INT, _POINTER, _POINTER], None
+    output = x.new_empty(len(x), weight.num_outputs)
+    added = None if residual is None else residual.data_ptr()
+    function(ctypes.addressof(weight), x.data_ptr(), len(x), added, output.data_ptr())
+    return output
+
+
+def multiply_by_tiles(x: Tensor, tiles: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """``residual + x @ weight.T + bias`` of float32 rows: [rows, num_inputs] -> [rows, num_outputs]."""
+    library = load_library().library
+    assert library is not None, "it was there when the weight was tiled"
+    return multiply_rows(library, tiled_struct(tiles, bias), x.contiguous(), None if residual is None else residual.contiguous())
+
+
+def find_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> WeightStruct | None:
+    """How the library can read a weight; ``None`` if it cannot.
+
+    oneDNN does not tell its layouts, which differ between processors. The one is taken with which the product of random rows is
+    oneDNN's: it follows for these weights, up to rounding, that every element is where it is looked for.
+
+    Args:
+        library: the C++ of this folder, compiled.
+        weight: [num_outputs, num_inputs], plain, or made by `titan.kernels.cpu.weights.pack_weight`; it must live as long.
+        bias: [num_outputs]; likewise.
+    """
+    if weight.dtype not in COMPILED_DTYPES:
+        return None
+    if is_tiled(weight):
+        return tiled_struct(weight, bias)
+    (num_outputs, num_inputs), bias_address = weight.shape, None if bias is None else bias.data_ptr()
+    is_bfloat16 = weight.dtype == torch.bfloat16
+    if not weight.is_mkldnn:
+        plain = WeightStruct(weight.data_ptr(), bias_address, num_outputs, num_inputs, PLAIN, num_inputs, is_bfloat16)
+        return plain if weight.is_contiguous() else None
+    if not hasattr(torch.ops.mkldnn, "_nbytes"):
+        return None
+    num_elements = torch.ops.mkldnn._nbytes(weight) // weight.dtype.itemsize
+    x = torch.randn(NUM_TRIED_ROWS, num_inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    expected = linear(x, weight, bias).float()
+    for block in BLOCKS:
+        depth, rest = divmod(num_elements, -(-num_outputs // block) * block)
+        if rest or depth % 2 or depth < num_inputs:
+            continue
+        found = WeightStruct(torch.ops.mkldnn.data_ptr(weight), bias_address, num_outputs, num_inputs, block, depth, is_bfloat16)
+        if _is_close(multiply_rows(library, found, x).float(), expected, torch.finfo(weight.dtype).eps):
+            return found
+    return None
+
+
+def _is_close(output: Tensor, expected: Tensor, eps: float) -> bool:
+    """Whether they differ by rounding alone: of the result, and of the sum, whose terms may be larger than it."""
+    return torch.allclose(output, expected, rtol=2 * eps, atol=1e-4 * float(expected.square().mean().sqrt()))

@@ -16,8 +16,7 @@ from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees
 from titan.kernels.cpu.decoder import TREE_GROWTH, CompiledDecoder, DecoderStruct, layer_struct, shape_struct
-from titan.kernels.cpu.weight_layout import find_weight
-from titan.kernels.cpu.weights import max_rows
+from titan.kernels.cpu.linear import find_weight, max_rows
 from titan.kernels.growth import feed_roots, grow_by_passes
 from titan.kernels.interfaces import Backend, Model
 from titan.kernels.torch.runner import TorchRunner, place_nodes

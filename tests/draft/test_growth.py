@@ -18,7 +18,7 @@ from titan.core.trees import DraftTrees, Parents, chain_parents
 from titan.draft.policy import CHAIN_CHILDREN
 from titan.draft.shapes import expected_shape, in_main_path_order
 from titan.kernels.growth import grow_by_passes
-from titan.kernels.interfaces import Backend, Candidates
+from titan.kernels.interfaces import Backend
 
 NUM_ROWS, VOCAB_SIZE, DRAFT_VOCAB_SIZE = 7, 24, 21
 BUSHY = in_main_path_order(np.array([-1, 0, -1, 0, 1, 2, -1, 4, 3, 3], np.int32))
@@ -157,21 +157,3 @@ def test_where_logits_tie_the_chain_that_is_proposed_is_the_one_that_was_fed(bac
             children = tree.token_ids[tree.parents == parent].tolist()
             assert len(set(children)) == len(children)
     assert num_checked > 20
-
-
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_of_equal_scores_the_parent_is_kept(back_end: str) -> None:
-    """A draft that is certain gives a child the score of its parent."""
-    backend = make_back_end(back_end)
-    columns = backend.upload(
-        [
-            np.array([[5, 6, 7, 8]]),
-            np.array([[-1.0, -2.0, -1.0, -1.0]], np.float32),
-            np.array([[-1, -1, 0, 1]]),
-            np.array([[0, -1, 1, -1]]),
-        ]
-    )
-    candidates = Candidates(np.array([0]), np.array([2]), np.array([False]), True, *columns)
-    [tree] = trees_on_host(backend, backend.trees.select([candidates], 1))
-    assert (tree.token_ids.tolist(), tree.parents.tolist()) == ([5, 7], [-1, 0])
-    assert tree.draft_slots is not None and tree.draft_slots.tolist() == [0, 1]

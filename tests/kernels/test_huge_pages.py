@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from titan.kernels.cpu import huge_pages
-from titan.kernels.cpu.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
+from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, use_huge_pages
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4096])

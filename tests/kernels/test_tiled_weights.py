@@ -8,9 +8,8 @@ from cpu_kernels import choose_cpu_kernels
 from torch import Tensor
 
 from titan.kernels.cpu.library import load_library
-from titan.kernels.cpu.linear import can_pack, linear, linear_add, pack_weight
-from titan.kernels.cpu.tiled_weights import can_tile, has_tiles, is_tiled, multiply_by_tiles, tile_weight, tiled_struct
-from titan.kernels.cpu.weights import max_rows, multiply_rows
+from titan.kernels.cpu.linear import linear, linear_add, max_rows, multiply_by_tiles, multiply_rows
+from titan.kernels.cpu.weights import can_pack, can_tile, has_tiles, is_tiled, pack_weight, tile_weight, tiled_struct
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no matrix units for bfloat16")
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.kernels.cpu import weight_layout
+from titan.kernels.cpu import linear
 from titan.kernels.cpu.library import usable_library
-from titan.kernels.cpu.linear import can_pack, pack_weight
-from titan.kernels.cpu.weight_layout import find_weight
-from titan.kernels.cpu.weights import WeightStruct, max_rows, multiply_rows
+from titan.kernels.cpu.linear import find_weight, max_rows, multiply_rows
+from titan.kernels.cpu.weights import WeightStruct, can_pack, pack_weight
 
 DTYPES = [torch.float32, torch.bfloat16]
 FEW = 8  # so many rows everywhere; more with AMX
@@ -85,7 +84,7 @@ def test_a_layout_that_is_not_the_weights_is_not_taken(
 ) -> None:
     kept = packed(random(192, 64, dtype=dtype))
     block = find(library, kept).block
-    monkeypatch.setattr(weight_layout, "BLOCKS", [each for each in weight_layout.BLOCKS if each != block])
+    monkeypatch.setattr(linear, "BLOCKS", [each for each in linear.BLOCKS if each != block])
     assert find_weight(library, kept, None) is None
 
 

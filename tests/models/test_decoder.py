@@ -18,7 +18,7 @@ from titan.core.batch import QueryRow, build_batch
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.kernels.backend import choose_backend
-from titan.kernels.cpu.tiled_weights import has_tiles, is_tiled
+from titan.kernels.cpu.weights import has_tiles, is_tiled
 from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model

@@ -20,7 +20,6 @@ from titan.core.outputs import RequestMetrics
 from titan.core.random import Purpose, philox_uniform
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
-from titan.core.sampling_rows import SamplingRows
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, TreeLimits
 from titan.kernels.interfaces import Backend
@@ -48,46 +47,6 @@ def path_tokens(tree: DraftTree, node: int) -> list[int]:
         tokens.insert(0, int(tree.token_ids[node]))
         node = int(tree.parents[node])
     return tokens
-
-
-def pseudo_random_token(seed: int, prefix: Sequence[int], vocab_size: int = 3) -> int:
-    """The target's token after a prefix: any function of it will do."""
-    return int(np.random.default_rng([seed, *prefix]).integers(vocab_size))
-
-
-def greedy_paths(backend: Backend, step_trees: Sequence[DraftTree], tokens: Sequence[int]) -> list[tuple[list[int], int]]:
-    """The accepted nodes and the final token of each tree, where these tokens are the most likely at its root and its nodes."""
-    logits = torch.nn.functional.one_hot(torch.tensor(tokens), 10).float()
-    sampling = SamplingRows.of([(SamplingParams(temperature=0.0), 0, 7)] * len(step_trees))
-    placed = DraftTrees.of(
-        step_trees, [TreeLimits(63, may_sample=False)] * len(step_trees), drafter="test", vocab_size=10, upload=backend.upload
-    )
-    verified = backend.trees.verify(logits.to(backend.device), placed, np.arange(len(step_trees)), sampling)
-    paths, counts = verified.paths.tolist(), verified.num_accepted.tolist()
-    assert verified.matches.isnan().all(), "nothing was sampled"
-    return [(path[:count], final) for path, count, final in zip(paths, counts, verified.final_tokens.tolist(), strict=True)]
-
-
-@pytest.mark.parametrize(("back_end", "num_examples"), [("torch", 80), ("cpu", 80), ("triton", 4)])
-def test_the_walk_is_that_of_the_slow_twin(back_end: str, num_examples: int) -> None:
-    backend = make_back_end(back_end)
-
-    @settings(max_examples=num_examples, deadline=None, derandomize=True)
-    @given(step_trees=st.lists(trees(), min_size=1, max_size=8), seed=st.integers(0, 1000))
-    def check(step_trees: list[DraftTree], seed: int) -> None:
-        tokens = [pseudo_random_token(seed, path_tokens(tree, node)) for tree in step_trees for node in range(-1, tree.num_nodes)]
-        for tree, (path, final_token) in zip(step_trees, greedy_paths(backend, step_trees, tokens), strict=True):
-            emitted = [*tree.token_ids[path].tolist(), final_token]
-            assert emitted == reference_walk(tree, lambda prefix: pseudo_random_token(seed, prefix))
-            assert [int(tree.parents[node]) for node in path] == [-1, *path][: len(path)], "a path goes from parent to child"
-
-    check()
-
-
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_of_equal_siblings_the_first_is_taken(back_end: str) -> None:
-    tree = DraftTree(np.array([7, 7, 8, 9, 8]), np.array([-1, -1, 1, 0, 0], np.int32))
-    assert greedy_paths(make_back_end(back_end), [tree], [7, 8, 8, 1, 2, 3]) == [([0, 4], 3)]
 
 
 def make_request(params: SamplingParams, seed: int = 0, num_prompt: int = 3, num_output: int = 0) -> Request:

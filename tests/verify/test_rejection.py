@@ -125,36 +125,6 @@ def test_back_ends_follow_the_rule_at_a_node(back_end: str, num_children: int) -
     assert 0.2 < np.mean(counts) < 0.98
 
 
-def random_tree(rng: np.random.Generator, vocab_size: int, kind: str) -> Sampled:
-    """A tree sampled from random q."""
-    num_nodes = int(rng.integers(1, 9))
-    parents = np.array([int(rng.integers(max(-1, node - 3), node)) for node in range(num_nodes)], np.int32)
-    scores = rng.normal(size=(num_nodes + 1, vocab_size)) * (20 if kind == "certain" else 1.5)
-    p = np.exp(scores - scores.max(1, keepdims=True))
-    q = p * np.exp(rng.normal(size=scores.shape) * (0 if kind == "equal" else 0.7))
-    if kind == "holes":
-        q *= rng.random(q.shape) < 0.5
-    q = q / q.sum(-1, keepdims=True) + 1e-12
-    q /= q.sum(-1, keepdims=True)
-    token_ids = np.zeros(num_nodes, np.int64)
-    for node in np.unique(parents):
-        children = np.flatnonzero(parents == node)
-        token_ids[children] = rng.choice(vocab_size, size=len(children), replace=False, p=q[node + 1])
-    return sampled(token_ids.tolist(), parents, p / p.sum(1, keepdims=True), q)
-
-
-@pytest.mark.parametrize("kind", ["near", "holes", "certain", "equal"])
-@pytest.mark.parametrize(("back_end", "vocab_size"), [("torch", 11), ("torch", 1300), ("cpu", 11), ("cpu", 1300), ("triton", 11)])
-def test_back_ends_follow_the_rule_down_a_tree(back_end: str, vocab_size: int, kind: str) -> None:
-    rng = np.random.default_rng(5)
-    num_trees = 15 if back_end == "triton" else 120
-    cases = [random_tree(rng, vocab_size, kind) for _ in range(num_trees)]
-    seeds = [seed << 50 for seed in range(num_trees)]
-    counts = assert_by_the_rule(make_back_end(back_end), cases, seeds, least=0.7)
-    assert sum(count > 0 for count in counts) > num_trees / 10
-    assert sum(count == 0 for count in counts) > num_trees / 20 or kind in ("certain", "equal") or back_end == "triton"
-
-
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_where_rounding_leaves_nothing_of_the_residual_p_itself_is_sampled_from(back_end: str) -> None:
     """Here q is above p everywhere, by more than rounding makes it, so that the coins that reject are found soon."""
