@@ -157,3 +157,19 @@ def test_where_logits_tie_the_chain_that_is_proposed_is_the_one_that_was_fed(bac
             children = tree.token_ids[tree.parents == parent].tolist()
             assert len(set(children)) == len(children)
     assert num_checked > 20
+
+
+@pytest.mark.parametrize("row", range(NUM_ROWS))
+@pytest.mark.parametrize("kind", ["chain", "siblings", "beam", "shape", "sampled"])
+def test_as_many_slots_are_written_as_the_spec_says_and_nodes_claim_no_others(kind: str, row: int) -> None:
+    draft, ends = RandomDraft(make_back_end("torch"), "plain"), []
+
+    def forward(batch: RaggedBatch) -> Tensor:
+        ends.append(int(batch.attention.seq_lens.max()))
+        return draft.forward(batch)
+
+    [feed] = feeds_of([(row, spec_of(kind, row))])
+    trees = trees_on_host(draft.backend, grow_by_passes(forward, draft.backend, [feed], NUM_ROWS, VOCAB_SIZE, 16))
+    assert feed.spec is not None and trees[row].draft_slots is not None
+    assert max(ends) == feed.root + 1 + feed.spec.num_slots
+    assert trees[row].num_nodes > 1 and max(trees[row].draft_slots.tolist()) < feed.spec.num_slots
