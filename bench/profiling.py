@@ -14,7 +14,7 @@ from titan.bench.workloads import Workload
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
 from titan.frontend import FrontEnd
-from titan.kernels.cpu.decoder import GrownTrees
+from titan.kernels.cpu.decoder import GrowingStruct
 from titan.kernels.cpu.runner import CompiledRunner
 from titan.kernels.interfaces import Runner
 from titan.models.decoder import Decoder
@@ -84,11 +84,11 @@ def timed_passes(runner: Runner) -> Iterator[Timer]:
     with ExitStack() as stack:
         stack.enter_context(timed(runner, "forward", timer))
         if isinstance(runner, CompiledRunner):
-            stack.enter_context(timed(runner._compiled, "grow", timer, measure=_passes_of_trees))
+            stack.enter_context(timed(runner, "_run_growth", timer, measure=_passes_of_trees))
         yield timer
 
 
-def _passes_of_trees(grown: GrownTrees) -> tuple[float, int]:
+def _passes_of_trees(grown: GrowingStruct) -> tuple[float, int]:
     return grown.pass_seconds, grown.num_passes
 
 

@@ -1,27 +1,17 @@
-"""Passes of a decoder over few tokens on a CPU, each or several of them in one call of the C++ of this folder.
-
-A pass of a small draft model takes little arithmetic, and several times as long operation by operation.
-"""
+"""What the C++ of this folder takes for passes of a decoder over few tokens, and for the growth of draft trees."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.core.arrays import Ints
-from titan.core.batch import RaggedBatch, Window
+from titan.core.batch import Window
 from titan.core.growth import ShapePlan
-from titan.core.kv_tensor import KVTensor
-from titan.core.trees import allocate_columns
-from titan.kernels.cpu.layers import NO_WINDOW, plan_struct
-from titan.kernels.cpu.library import kernel
+from titan.kernels.cpu.layers import NO_WINDOW
 from titan.kernels.cpu.trees import NodeColumnsStruct
 from titan.kernels.cpu.weights import WeightStruct
 
@@ -56,7 +46,7 @@ class DecoderStruct(ctypes.Structure):
     ]
 
 
-class _PassStruct(ctypes.Structure):
+class PassStruct(ctypes.Structure):
     """``DecoderPass`` of the source."""
 
     _fields_ = [
@@ -95,7 +85,7 @@ TREE_GROWTH = np.dtype(
 """``TreeGrowth`` of the source; ``shape`` is the address of a `TreeShapeStruct`, or 0."""
 
 
-class _GrowingStruct(ctypes.Structure):
+class GrowingStruct(ctypes.Structure):
     """``Growing`` of the source."""
 
     _fields_ = [
@@ -106,17 +96,6 @@ class _GrowingStruct(ctypes.Structure):
         ("num_passes", _INT),
         ("pass_seconds", ctypes.c_double),
     ]
-
-
-class GrownTrees(NamedTuple):
-    """Draft trees of n requests."""
-
-    columns: list[Tensor]  # of the nodes, see `titan.core.trees.DraftTrees`
-    draft_rows: Tensor  # int32 [nodes + rows of the plan]
-    is_chain: NDArray[np.int32]  # [n]
-    probs: Tensor | None  # float32 [inner nodes of sampled shapes, target vocabulary]; None without such
-    num_passes: int
-    pass_seconds: float  # that they took together
 
 
 def layer_struct(
@@ -132,92 +111,3 @@ def layer_struct(
     """
     pointers = (None if norm is None else norm.data_ptr() for norm in norms)
     return LayerStruct(*pointers, *weights, kv_layer.data_ptr(), NO_WINDOW if window is None else window)
-
-
-class CompiledDecoder:
-    """A decoder for passes of few tokens: at most `titan.kernels.cpu.weights.max_rows` are fast.
-
-    Args:
-        library: the C++ of this folder, compiled.
-        decoder: all but its layers; its tensors must live as long.
-        layers: of the decoder.
-        kv: of the decoder, updated in place.
-    """
-
-    def __init__(self, library: ctypes.CDLL, decoder: DecoderStruct, layers: Sequence[LayerStruct], kv: KVTensor) -> None:
-        self._dtype = kv.layout.dtype
-        self._forward, self._grow = (kernel(library, name, self._dtype) for name in ("forward", "grow"))
-        self._forward.argtypes, self._grow.argtypes = [_POINTER] * 4, [_POINTER] * 2
-        self._forward.restype = self._grow.restype = None
-        self._layers = (LayerStruct * len(layers))(*layers)
-        decoder.num_layers, decoder.layers = len(layers), ctypes.addressof(self._layers)
-        self._attention_seconds = ctypes.c_double()
-        decoder.attention_seconds = ctypes.addressof(self._attention_seconds)
-        self._decoder = decoder
-        self._block_size = kv.block_size
-        self._num_slots = kv.num_blocks * kv.block_size
-
-    @property
-    def attention_seconds(self) -> float:
-        """That the attention of all passes has taken."""
-        return self._attention_seconds.value
-
-    def forward(self, batch: RaggedBatch) -> Tensor:
-        """Logits of L of T tokens, whose nodes are in their places: [L, vocab_size], dtype of the decoder."""
-        decoder, layout = self._decoder, batch.attention
-        plan, _arrays = plan_struct(layout, np.arange(len(layout.seq_lens)))
-        plan.num_heads, plan.num_kv_heads, plan.head_dim = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
-        arrays = batch.token_ids, layout.positions, batch.slot_mapping, batch.logits_rows, layout.ancestor_bits
-        step = _PassStruct(len(batch.token_ids), len(batch.logits_rows), *_addresses(*arrays), self._num_slots)
-        logits = torch.empty(len(batch.logits_rows), decoder.head.num_outputs, dtype=self._dtype)
-        self._forward(ctypes.addressof(decoder), ctypes.addressof(plan), ctypes.addressof(step), logits.data_ptr())
-        return logits
-
-    def grow(
-        self,
-        growths: NDArray[Any],
-        block_table: Ints,
-        roots: Tensor | tuple[Ints, Ints],
-        target_vocab_size: int,
-        *,
-        num_nodes: int,
-        num_rows: int,
-        num_probs: int,
-    ) -> GrownTrees:
-        """Grow the draft trees of n requests, all depths in one call.
-
-        Args:
-            growths: `TREE_GROWTH` [n].
-            block_table: int64 [n, blocks], contiguous, covering the slots of all nodes that are fed.
-            roots: logits [n, vocab_size], contiguous; or the committed tokens to be fed first, int64 [F], and how many of
-                them are each request's, int64 [n], the last of which is its root.
-            target_vocab_size: tokens from there on are not proposed.
-            num_nodes: places of all trees.
-            num_rows: of the plan.
-            num_probs: inner nodes of all shapes that are sampled.
-        """
-        columns = allocate_columns(num_nodes, torch.device("cpu"))
-        draft_rows, is_chain = torch.zeros(num_nodes + num_rows, dtype=torch.int32), np.empty(len(growths), np.int32)
-        probs = torch.empty(num_probs, target_vocab_size) if num_probs else None
-        root_logits, fed_tokens, num_fed = (roots.data_ptr(), 0, 0) if isinstance(roots, Tensor) else (0, *_addresses(*roots))
-        struct = _GrowingStruct(
-            len(growths),
-            self._block_size,
-            block_table.shape[1],
-            target_vocab_size,
-            self._num_slots,
-            *_addresses(growths, block_table),
-            root_logits,
-            fed_tokens,
-            num_fed,
-            NodeColumnsStruct(*(column.data_ptr() for column in columns)),
-            draft_rows.data_ptr(),
-            *_addresses(is_chain),
-            0 if probs is None else probs.data_ptr(),
-        )
-        self._grow(ctypes.addressof(self._decoder), ctypes.addressof(struct))
-        return GrownTrees(columns, draft_rows, is_chain, probs, struct.num_passes, struct.pass_seconds)
-
-
-def _addresses(*arrays: NDArray[Any]) -> list[int]:
-    return [array.ctypes.data for array in arrays]

@@ -1,5 +1,5 @@
-// What Python calls: every function for every type of tensor, but for `has_tiles` and `select_trees`. Plain C++ and vectors of it,
-// but for AMX; OpenMP for threads.
+// What Python calls: every function for every type of tensor, but for `has_tiles`, `select_trees` and `draw_children`. Plain C++ and
+// vectors of it, but for AMX; OpenMP for threads.
 //
 // `library.py` compiles this file; the other modules of this folder call it, and tell shapes and meanings.
 

@@ -8,15 +8,27 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.batch import RaggedBatch, pad_block_tables, prefix_sums
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec
 from titan.core.kv_tensor import KVTensor
-from titan.core.trees import DraftTrees
-from titan.kernels.cpu.decoder import TREE_GROWTH, CompiledDecoder, DecoderStruct, layer_struct, shape_struct
+from titan.core.trees import DraftTrees, allocate_columns
+from titan.kernels.cpu.decoder import (
+    TREE_GROWTH,
+    DecoderStruct,
+    GrowingStruct,
+    LayerStruct,
+    PassStruct,
+    layer_struct,
+    shape_struct,
+)
+from titan.kernels.cpu.layers import plan_struct
+from titan.kernels.cpu.library import kernel
 from titan.kernels.cpu.linear import find_weight, max_rows
+from titan.kernels.cpu.trees import NodeColumnsStruct, address
 from titan.kernels.growth import feed_roots, grow_by_passes
 from titan.kernels.interfaces import Backend, Model
 from titan.kernels.torch.runner import TorchRunner, place_nodes
@@ -35,28 +47,54 @@ class CompiledRunner(TorchRunner):
 
     Args:
         backend: that made the model's operations.
-        model: the model.
+        library: the C++ of this folder, compiled.
+        model: a `titan.models.decoder.Decoder`.
         kv: of the model.
-        compiled: the model and the KV, for short passes.
+        decoder: the model, all but its layers, as the library reads it.
+        layers: of the model, with their KV.
         max_rows: tokens of a short pass, at most.
     """
 
-    def __init__(self, backend: Backend, model: Model, kv: KVTensor, compiled: CompiledDecoder, max_rows: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        library: ctypes.CDLL,
+        model: Model,
+        kv: KVTensor,
+        decoder: DecoderStruct,
+        layers: Sequence[LayerStruct],
+        max_rows: int,
+    ) -> None:
         super().__init__(backend, model, kv)
         self.max_rows = max_rows
-        self._compiled = compiled
+        self._functions = [kernel(library, name, model.dtype) for name in ("forward", "grow")]
+        for function, num_arguments in zip(self._functions, (4, 2), strict=True):
+            function.argtypes, function.restype = [ctypes.c_void_p] * num_arguments, None
+        self._layers = (LayerStruct * len(layers))(*layers)
+        decoder.num_layers, decoder.layers = len(layers), ctypes.addressof(self._layers)
+        self._attention_seconds = ctypes.c_double()
+        decoder.attention_seconds = ctypes.addressof(self._attention_seconds)
+        self._decoder = decoder
+        self._num_slots = kv.num_blocks * kv.block_size
 
     @property
     def attention_seconds(self) -> float:
         """That attention has taken in passes that are one call."""
-        return self._compiled.attention_seconds
+        return self._attention_seconds.value
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         if len(batch.token_ids) > self.max_rows:
             return super().forward(batch)
         place_nodes(batch)
-        self.model.check_positions(batch.attention.positions)
-        return self._compiled.forward(batch)
+        decoder, layout = self._decoder, batch.attention
+        self.model.check_positions(layout.positions)
+        plan, _arrays = plan_struct(layout, np.arange(len(layout.seq_lens)))
+        plan.num_heads, plan.num_kv_heads, plan.head_dim = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
+        arrays = batch.token_ids, layout.positions, batch.slot_mapping, batch.logits_rows, layout.ancestor_bits
+        step = PassStruct(len(batch.token_ids), len(batch.logits_rows), *map(address, arrays), self._num_slots)
+        logits = torch.empty(len(batch.logits_rows), decoder.head.num_outputs, dtype=self.model.dtype)
+        self._functions[0](ctypes.addressof(decoder), ctypes.addressof(plan), ctypes.addressof(step), logits.data_ptr())
+        return logits
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         growing = [feed for feed in feeds if feed.spec is not None]
@@ -76,10 +114,10 @@ class CompiledRunner(TorchRunner):
         return bool(specs) and is_uncut and sum(spec.max_fed for spec in specs) <= self.max_rows
 
     def _grow(self, feeds: Sequence[Feed], roots: Tensor | tuple[Ints, Ints], num_rows: int, vocab_size: int) -> DraftTrees:
+        specs = [feed.spec for feed in feeds if feed.spec is not None]
+        rows = np.array([feed.row for feed in feeds])
         counts = np.zeros(num_rows, np.int64)
         is_chain, is_sampled, has_scores = np.zeros((3, num_rows), np.bool_)
-        rows = np.array([feed.row for feed in feeds])
-        specs = [feed.spec for feed in feeds if feed.spec is not None]
         counts[rows] = [spec.num_nodes for spec in specs]
         has_scores[rows] = [isinstance(spec, BeamSpec) for spec in specs]
         is_sampled[rows] = [isinstance(spec, ShapeSpec) and spec.params is not None for spec in specs]
@@ -95,17 +133,26 @@ class CompiledRunner(TorchRunner):
         num_blocks = np.array([len(feed.block_ids) for feed in feeds])
         if (last_slots // self.kv.block_size >= num_blocks).any():
             raise IndexError(f"block tables of {num_blocks.tolist()} blocks do not cover slots {last_slots.tolist()}")
-        grown = self._compiled.grow(
-            growths,
-            pad_block_tables([feed.block_ids for feed in feeds]),
-            roots,
-            vocab_size,
-            num_nodes=int(start_loc[-1]),
-            num_rows=num_rows,
-            num_probs=num_probs,
+
+        table, columns = pad_block_tables([feed.block_ids for feed in feeds]), allocate_columns(int(start_loc[-1]), None)
+        draft_rows, are_chains = torch.zeros(len(columns[0]) + num_rows, dtype=torch.int32), np.empty(len(feeds), np.int32)
+        probs = torch.empty(num_probs, vocab_size) if num_probs else None
+        self._run_growth(
+            GrowingStruct(
+                *(len(feeds), self.kv.block_size, table.shape[1], vocab_size, self._num_slots),
+                *(address(growths), address(table)),
+                *((roots.data_ptr(), 0, 0) if isinstance(roots, Tensor) else (0, *map(address, roots))),
+                NodeColumnsStruct(*(column.data_ptr() for column in columns)),
+                *(draft_rows.data_ptr(), address(are_chains), 0 if probs is None else probs.data_ptr()),
+            )
         )
-        is_chain[rows] = grown.is_chain
-        return DraftTrees.from_columns(start_loc, is_chain, is_sampled, has_scores, grown.columns, grown.probs, grown.draft_rows)
+        is_chain[rows] = are_chains
+        return DraftTrees.from_columns(start_loc, is_chain, is_sampled, has_scores, columns, probs, draft_rows)
+
+    def _run_growth(self, growing: GrowingStruct) -> GrowingStruct:
+        """One call for all depths of all trees; the struct then says what its passes took."""
+        self._functions[1](ctypes.addressof(self._decoder), ctypes.addressof(growing))
+        return growing
 
 
 def _growth(spec: GrowthSpec, root: int, first_node: int, first_row: int, first_inner: int) -> tuple[Any, ...]:
@@ -161,4 +208,4 @@ def make_compiled_runner(backend: Backend, library: ctypes.CDLL, model: Any, kv:
         final_norm=model.final_norm.data_ptr(),
         head=head,
     )
-    return CompiledRunner(backend, model, kv, CompiledDecoder(library, decoder, layers, kv), num_rows)
+    return CompiledRunner(backend, library, model, kv, decoder, layers, num_rows)

@@ -180,19 +180,6 @@ const float* row_probs(const T* row, const float* temperature, float* room, int6
   return room;
 }
 
-// Distributions over the vocabulary: logits with temperatures, or float32 probabilities if there are none.
-template <typename T>
-struct LazyProbs {
-  const T* values; // [rows, size]
-  const float* temperatures; // [rows]
-  int64_t size;
-
-  // The probabilities of a row; room for them is used where they must be computed.
-  const float* row(int64_t index, float* room) const {
-    return row_probs(values + index * size, temperatures ? temperatures + index : nullptr, room, size);
-  }
-};
-
 // As many draws as there are children, none of them twice; -1 where no token is left.
 void draw_siblings(const float* probs, uint64_t seed, int64_t position, int64_t purpose, int64_t num_children, int64_t* tokens,
                    int64_t size) {
@@ -207,20 +194,6 @@ void draw_siblings(const float* probs, uint64_t seed, int64_t position, int64_t 
       std::copy_n(probs, size, left.get());
     }
     left[token] = 0;
-  }
-}
-
-// Row i is written to row places[i] of the two tables, its probabilities to one and the tokens drawn from it to the other.
-template <typename T>
-void draw_children(const LazyProbs<T>& rows, const uint64_t* seeds, const int64_t* positions, int64_t purpose,
-                   const int64_t* num_children, const int64_t* places, float* probs, int64_t* tokens, int64_t num_rows,
-                   int64_t max_children) {
-#pragma omp parallel for if (num_rows * rows.size > kMaxSerial)
-  for (int64_t row = 0; row < num_rows; ++row) {
-    float* target = probs + places[row] * rows.size;
-    const float* source = rows.row(row, target);
-    if (source != target) std::copy_n(source, rows.size, target);
-    draw_siblings(target, seeds[row], positions[row], purpose, num_children[row], tokens + places[row] * max_children, rows.size);
   }
 }
 
@@ -395,6 +368,14 @@ void verify_trees(const T* values, int64_t size, const VerifiedTrees& trees) {
 
 } // namespace
 
+// Tokens drawn from row i of the probabilities are written to row places[i] of a table.
+extern "C" void draw_children(const float* probs, const uint64_t* seeds, const int64_t* positions, const int64_t* num_children,
+                              const int64_t* places, int64_t* tokens, int64_t num_rows, int64_t size, int64_t max_children) {
+#pragma omp parallel for if (num_rows * size > kMaxSerial)
+  for (int64_t row = 0; row < num_rows; ++row)
+    draw_siblings(probs + row * size, seeds[row], positions[row], kDraft, num_children[row], tokens + places[row] * max_children, size);
+}
+
 #define TITAN_DEFINE_SAMPLING(T, NAME)                                                                                         \
   extern "C" void argmax_##NAME(const void* logits, int64_t* tokens, int64_t num_rows, int64_t size) {                         \
     argmax(static_cast<const T*>(logits), tokens, num_rows, size);                                                             \
@@ -406,13 +387,6 @@ void verify_trees(const T* values, int64_t size, const VerifiedTrees& trees) {
   extern "C" void best_children_##NAME(const void* logits, const float* temperatures, int64_t* tokens, float* logprobs,        \
                                        int64_t num_rows, int64_t size, int64_t count) {                                        \
     best_children(static_cast<const T*>(logits), temperatures, tokens, logprobs, num_rows, size, count);                       \
-  }                                                                                                                            \
-  extern "C" void draw_children_##NAME(const void* values, const float* temperatures, const uint64_t* seeds,                   \
-                                       const int64_t* positions, int64_t purpose, const int64_t* num_children,                 \
-                                       const int64_t* places, float* probs, int64_t* tokens, int64_t num_rows, int64_t size,   \
-                                       int64_t max_children) {                                                                 \
-    draw_children(LazyProbs<T>{static_cast<const T*>(values), temperatures, size}, seeds, positions, purpose, num_children,    \
-                  places, probs, tokens, num_rows, max_children);                                                              \
   }                                                                                                                            \
   extern "C" void verify_trees_##NAME(const void* values, int64_t size, const VerifiedTrees* trees) {                          \
     verify_trees(static_cast<const T*>(values), size, *trees);                                                                 \

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from titan.core.arrays import Ints
-from titan.core.random import Purpose
 from titan.core.sampling_rows import SamplingRows
 from titan.kernels.cpu.library import COMPILED_DTYPES, kernel
 from titan.kernels.torch.sampling import distributions
@@ -51,16 +50,13 @@ class CompiledSampling:
     def sample_children(
         self, logits: Tensor, rows: SamplingRows, num_children: Ints, places: Tensor, probs: Tensor, children: Tensor
     ) -> None:
-        # the library computes the softmax itself, but cuts nothing
-        values, temperatures = (
-            (self.probs(logits, rows), None) if rows.has_cuts else (readable(logits), torch.from_numpy(rows.temperature))
-        )
-        keys = torch.from_numpy(rows.seeds), torch.from_numpy(rows.positions)
-        tensors = (torch.from_numpy(num_children), places, probs, children)
-        self._call("draw_children", values, temperatures, *keys, int(Purpose.DRAFT), *tensors, *values.shape, children.shape[1])
+        written, keys = self.probs(logits, rows), (torch.from_numpy(rows.seeds), torch.from_numpy(rows.positions))
+        probs.index_copy_(0, places, written)
+        arguments = written, *keys, torch.from_numpy(num_children), places, children, *written.shape, children.shape[1]
+        self._library.draw_children(*map(_as_argument, arguments))
 
-    def _call(self, name: str, values: Tensor, *arguments: Tensor | int | None) -> None:
-        """Call a function of the library with tensors, of which ``values`` says the dtype, and numbers; ``None``: no tensor."""
+    def _call(self, name: str, values: Tensor, *arguments: Tensor | int) -> None:
+        """Call a function of the library with tensors, of which ``values`` says the dtype, and numbers."""
         function = kernel(self._library, name, values.dtype)
         function.restype = None
         function(*map(_as_argument, (values, *arguments)))
@@ -71,7 +67,5 @@ def readable(logits: Tensor) -> Tensor:
     return (logits if logits.dtype in COMPILED_DTYPES else logits.float()).contiguous()
 
 
-def _as_argument(value: Tensor | int | None) -> Any:
-    if isinstance(value, int):
-        return ctypes.c_int64(value)
-    return ctypes.c_void_p(None if value is None else value.data_ptr())
+def _as_argument(value: Tensor | int) -> Any:
+    return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_void_p(value.data_ptr())

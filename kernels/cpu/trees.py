@@ -69,7 +69,10 @@ class CompiledTrees:
                 candidates[name] = column.numpy()
             first_nodes, num_nodes = places.start_loc[each.rows], np.ascontiguousarray(each.num_nodes)
             self._library.select_trees(
-                _address(candidates), *map(_INT, candidates.shape), _address(first_nodes), _address(num_nodes), ctypes.byref(struct)
+                _POINTER(address(candidates)),
+                *map(_INT, candidates.shape),
+                *(_POINTER(address(each)) for each in (first_nodes, num_nodes)),
+                ctypes.byref(struct),
             )
         return places.trees(columns, found, _upload)
 
@@ -89,12 +92,12 @@ class CompiledTrees:
         struct = _TreesStruct(
             num_trees,
             max_depth,
-            _data(rows),
-            _data(trees.start_loc),
-            _data(trees.is_sampled),
-            None if temperatures is None else _data(temperatures),
-            _data(sampling.seeds),
-            _data(sampling.positions),
+            address(rows),
+            address(trees.start_loc),
+            address(trees.is_sampled),
+            None if temperatures is None else address(temperatures),
+            address(sampling.seeds),
+            address(sampling.positions),
             trees.token_ids.data_ptr(),
             trees.parents.data_ptr(),
             None if trees.draft_probs is None else trees.draft_probs.data_ptr(),
@@ -110,9 +113,6 @@ def _upload(arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
     return [torch.from_numpy(array) for array in arrays]
 
 
-def _data(array: NDArray[Any]) -> int:
+def address(array: NDArray[Any]) -> int:
+    """Where the numbers of an array lie."""
     return array.__array_interface__["data"][0]  # type: ignore[no-any-return]  # faster than array.ctypes
-
-
-def _address(array: NDArray[Any]) -> ctypes.c_void_p:
-    return _POINTER(array.ctypes.data)
