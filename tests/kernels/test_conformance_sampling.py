@@ -113,6 +113,16 @@ def test_cuts_that_keep_thousands_of_tokens(backend: Backend, option: tuple[floa
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_tokens_at_the_very_edge_of_a_cut(backend: Backend) -> None:
+    """A nucleus ends where its mass is top-p; min-p keeps what is just as likely as it asks."""
+    logits = torch.tensor([[0.0, -80.0, 0.0, 0.0, 0.0]] * 4, device=backend.device)
+    options = [(1.0, 0, 0.5, 0.0), (2.0, 0, 0.75, 0.0), (1.0, 0, 1.0, 1.0), (1.0, 2, 1.0, 1.0)]
+    probs = backend.sampling.probs(logits, sampling_rows(options)).cpu().sort(descending=True).values
+    third = 1 / 3
+    expected = [[0.5, 0.5, 0, 0, 0], [third, third, third, 0, 0], [0.25, 0.25, 0.25, 0.25, 0], [0.5, 0.5, 0, 0, 0]]
+    torch.testing.assert_close(probs, torch.tensor(expected))
+
+
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-44])
 def test_a_tiny_temperature_or_top_p_leaves_the_most_likely_token(backend: Backend, temperature: float) -> None:
     logits = random_logits(backend, 4, 30, scale=100)

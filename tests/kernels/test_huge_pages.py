@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from titan.kernels.cpu import huge_pages
+from titan.kernels.cpu import weights
 from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, use_huge_pages
 
 
@@ -42,7 +42,7 @@ def test_whole_pages_inside_the_area_are_asked_for(offset: int, monkeypatch: pyt
     use_huge_pages(address, HUGE_PAGE_BYTES - 1)
     assert not calls  # too little for a large page
     use_huge_pages(address, num_bytes)
-    assert [advice for *_, advice in calls] == [huge_pages.MADV_HUGEPAGE, huge_pages.MADV_COLLAPSE]
+    assert [advice for *_, advice in calls] == [weights.MADV_HUGEPAGE, weights.MADV_COLLAPSE]
     for start, length, _ in calls:
         assert address <= start < address + mmap.PAGESIZE and start % mmap.PAGESIZE == 0
         assert length % mmap.PAGESIZE == 0 and 0 <= address + num_bytes - (start + length) < mmap.PAGESIZE
