@@ -16,7 +16,7 @@ from titan.core.trees import Parents, chain_parents
 from titan.draft.shapes import expected_shape, in_main_path_order
 
 CHAIN_CHILDREN = 3
-"""Tokens that `auto` looks at behind each node of its chain."""
+"""Tokens that `auto` looks at after each node of its chain."""
 
 MAX_CHAIN_NODES = 4
 """Up to so many nodes `auto` grows plain chains: their far end is not worth the search for something better."""

@@ -167,8 +167,8 @@ BAD_PROCESSORS: dict[str, tuple[Any, str]] = {
     "nothing": (lambda ids, logits: None, "a processor returned None: it must be a tensor of shape [11]"),
     "list": (lambda ids, logits: [0.0], "a processor returned [0.0]"),
     "arguments": (lambda ids: ids, "logits_processors: TypeError"),
-    "nan": (lambda ids, logits: logits * torch.nan, "leave no token that can be drawn"),
-    "all cut": (lambda ids, logits: logits - torch.inf, "leave no token that can be drawn"),
+    "nan": (lambda ids, logits: logits * torch.nan, "leave no token that can be sampled"),
+    "all cut": (lambda ids, logits: logits - torch.inf, "leave no token that can be sampled"),
 }
 
 

@@ -42,7 +42,7 @@ struct TreeGrowth {
   int64_t root;           // position of the root
   int64_t depth;          // of a beam's deepest nodes
   int64_t width;          // nodes that a beam expands at each depth
-  int64_t num_children;   // tokens that a beam looks at behind each; with 1 the most likely tokens are followed, whatever their scores
+  int64_t num_children;   // tokens that a beam looks at after each; with 1 the most likely tokens are followed, whatever their scores
   int64_t num_places;     // of the tree among all nodes
   int64_t first_node;     // the first of them
   int64_t first_row;      // of the tree's root in `draft_rows`
@@ -82,7 +82,7 @@ namespace {
 struct Candidate {
   int64_t token;
   float score;
-  int32_t parent_slot; // where the parent is fed, counted from the slot behind the root; -1 for the root
+  int32_t parent_slot; // where the parent is fed, counted from the slot after the root; -1 for the root
   int32_t slot;        // where it is fed itself; -1 if it is not
 };
 

@@ -123,7 +123,7 @@ void multiply_vectors(const Weight& weight, const float* x, int64_t first, int64
   for (; first < end; ++first) multiply_columns<T, M, 1>(weight, x, first, residual, output);
 }
 
-// Rows are multiplied in groups of nearly equal size, of at most kVectorRows; those behind the first find weights in the cache.
+// Rows are multiplied in groups of nearly equal size, of at most kVectorRows; those after the first find weights in the cache.
 template <typename T>
 void multiply_by_vectors(const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output) {
   using Multiply = void (*)(const Weight&, const float*, int64_t, int64_t, const T*, T*);

@@ -148,7 +148,7 @@ double sum_chunk(const float* probs, int64_t begin, int64_t end) {
   return sum;
 }
 
-// The first entry behind which the running sum exceeds `uniform` times the total.
+// The first entry after which the running sum exceeds `uniform` times the total.
 int64_t draw_row(const float* probs, double uniform, int64_t size) {
   double total = 0;
   for (int64_t start = 0; start < size; start += kChunk) total += sum_chunk(probs, start, std::min(start + kChunk, size));
@@ -213,7 +213,7 @@ double residual_row(const float* probs, const float* draft_probs, float scale, f
   return total;
 }
 
-// How often the draft's most likely token and one drawn from it would be accepted.
+// How often the draft's most likely token and one sampled from it would be accepted.
 void match_rows(const float* probs, const float* draft_probs, float* matches, int64_t size) {
   const int64_t best = argmax_row(draft_probs, size);
   matches[0] = best < 0 ? std::numeric_limits<float>::quiet_NaN() : probs[best];
@@ -319,7 +319,7 @@ void reject_tree(const VerifiedTree<T>& tree, int64_t* final_token, float* match
   const std::unique_ptr<float[]> room(new float[2 * size]);
   float* rest = room.get() + size;
   int64_t reached = -1, depth = 0, rank = 0;
-  double scale = 0, drawn = 0; // s and Q of the children tried so far
+  double scale = 0, tried = 0; // s and Q of the children tried so far
   const float *probs = tree.probs(reached, room.get()), *draft_probs = tree.sampled_from(reached);
   // though all of its places may be empty
   if (tree.num_nodes) match_rows(probs, tree.draft_probs + tree.draft_rows[0] * size, matches, size);
@@ -328,16 +328,16 @@ void reject_tree(const VerifiedTree<T>& tree, int64_t* final_token, float* match
     const int64_t token = tree.token_ids[node];
     const double p = probs[token], q = draft_probs[token];
     const double mass = rank == 0 ? 1 : residual_row(probs, draft_probs, static_cast<float>(scale), rest, size);
-    const double left = std::max(1 - drawn, q); // q is part of it, whatever rounding says
+    const double left = std::max(1 - tried, q); // q is part of it, whatever rounding says
     const double coin = uniform_number(tree.seed, tree.position + depth, kAccept | rank << 8);
     if (coin < std::max(p - scale * q, 0.0) * left / (mass * q)) {
       reached = node, rank = 0;
       tree.path[depth++] = static_cast<int32_t>(node);
-      scale = 0, drawn = 0;
+      scale = 0, tried = 0;
       probs = tree.probs(reached, room.get());
       draft_probs = tree.sampled_from(reached);
     } else {
-      scale += mass / left, drawn += q, rank += 1;
+      scale += mass / left, tried += q, rank += 1;
     }
   }
   *tree.num_accepted = static_cast<int32_t>(depth);
@@ -368,7 +368,7 @@ void verify_trees(const T* values, int64_t size, const VerifiedTrees& trees) {
 
 } // namespace
 
-// Tokens drawn from row i of the probabilities are written to row places[i] of a table.
+// Tokens sampled from row i of the probabilities are written to row places[i] of a table.
 extern "C" void draw_children(const float* probs, const uint64_t* seeds, const int64_t* positions, const int64_t* num_children,
                               const int64_t* places, int64_t* tokens, int64_t num_rows, int64_t size, int64_t max_children) {
 #pragma omp parallel for if (num_rows * size > kMaxSerial)

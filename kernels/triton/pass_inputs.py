@@ -1,6 +1,6 @@
 """What a pass reads, on the device: brought there in one copy, and padded where a CUDA graph asks for it.
 
-Padded requests have queries of length 0. Padded tokens come behind the queries of all requests and are written to no slot.
+Padded requests have queries of length 0. Padded tokens come after the queries of all requests and are written to no slot.
 
 Legend: T query tokens and R requests, padded ones included.
 """
@@ -157,7 +157,7 @@ def _place_nodes(batch: RaggedBatch, tensors: list[Tensor]) -> None:
 
 
 def _short_query_len(batch: RaggedBatch, max_short_query: int) -> int:
-    """The longest query of a verification, or of a prefill chunk with a branching tree behind it."""
+    """The longest query of a verification, or of a prefill chunk with a branching tree after it."""
     layout = batch.attention
     query_lens = np.diff(layout.query_start_loc)
     is_short = query_lens <= max_short_query

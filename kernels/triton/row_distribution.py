@@ -1,6 +1,6 @@
 """What each row of logits is sampled from: temperature, then top-k, top-p and min-p, without a sort and without a copy.
 
-All three cuts keep the most likely tokens and drop the rest, so they leave behind a threshold: a token is kept if its logit lies
+All three cuts keep the most likely tokens and drop the rest, so they leave a threshold: a token is kept if its logit lies
 above it, or equals it and the token's id is not above a limit (ties are cut by id). A `RowDistributions` holds the logits and
 these numbers; the probability of any token is recomputed where it is needed.
 
@@ -48,7 +48,7 @@ LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowDistributions:
-    """What R rows are sampled from; nothing can be drawn from a row whose largest logit is not finite.
+    """What R rows are sampled from; nothing can be sampled from a row whose largest logit is not finite.
 
     The probability of a kept token is ``exp((logit - peak) * scale) / total``, where total is the sum of the row's chunk masses.
     A token is kept if its logit is above the threshold, or equal to it and the token's id is at most ``last_tie``.
@@ -108,7 +108,7 @@ def weigh_kept(logits, ids, peak, scale, threshold, last_tie):
 
 @triton.jit
 def is_finite(peak):
-    """Whether a row with this largest logit can be drawn from."""
+    """Whether a row with this largest logit can be sampled from."""
     return tl.abs(peak) < float("inf")
 
 
@@ -486,7 +486,7 @@ def _probs_kernel(
 
 
 def normalized_probs(distributions: RowDistributions) -> Tensor:
-    """Write the probabilities out: float32 [R, vocab], 0 for what is cut, NaN in rows that nothing can be drawn from."""
+    """Write the probabilities out: float32 [R, vocab], 0 for what is cut, NaN in rows that nothing can be sampled from."""
     num_rows, vocab_size = distributions.logits.shape
     probs = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=distributions.logits.device)
     if num_rows:

@@ -1,15 +1,15 @@
-"""Rejection sampling on draft trees whose children were drawn from the draft's q, siblings without replacement.
+"""Rejection sampling on draft trees whose children were sampled from the draft's q, siblings without replacement.
 
-At a node with target distribution p the children are tried in the order they were drawn. With Q_k the q-mass of the first k, child
-x_k is accepted with probability r_k(x_k) / q_k(x_k), at most 1, where q_k = q / (1 - Q_k) without the earlier children and
+At a node with target distribution p the children are tried in the order they were sampled. With Q_k the q-mass of the first k,
+child x_k is accepted with probability r_k(x_k) / q_k(x_k), at most 1, where q_k = q / (1 - Q_k) without the earlier children and
 r_k = max(p - s_k q, 0) / m_k; s_0 = 0, m_0 = 1, s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)). When
-none is left the final token is drawn from the last residual. One child is the rule of Leviathan et al., "Fast inference from
+none is left the final token is sampled from the last residual. One child is the rule of Leviathan et al., "Fast inference from
 transformers via speculative decoding", 2023; the recursion is that of Jeon et al., "Recursive speculative decoding", 2024.
 
 A kernel needs the two scalars s and m of the node it stands at, no residual vector. It reads the vocabulary once per rejected
 child; an accepted child costs two numbers. p is never written out: it is recomputed from logits, see `RowDistributions`.
 Rules, random numbers and edge cases are those of the verification on the host, but that a child which q has no mass left for, so
-that it cannot have been drawn, is passed over.
+that it cannot have been sampled, is passed over.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _reject_kernel(
     total = tl.sum(masses, axis=0)
     child = tl.min(tl.where(parents == -1, nodes, NODES), axis=0)
     rank = tl.zeros((), tl.int32)
-    s, m, drawn = tl.zeros((), tl.float64), tl.full((), 1.0, tl.float64), tl.zeros((), tl.float64)
+    s, m, tried = tl.zeros((), tl.float64), tl.full((), 1.0, tl.float64), tl.zeros((), tl.float64)
     residual_scale = tl.zeros((), tl.float32)  # s, or 0 where rounding leaves nothing of the residual
 
     while (child < NODES) & is_finite(peak):
@@ -85,7 +85,7 @@ def _reject_kernel(
         token = tl.sum(tl.where(nodes == child, token_ids, 0), axis=0)
         p = _load_probs(row_ptr, token, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE).to(tl.float64)
         q = tl.load(q_ptr + token).to(tl.float64)
-        left = tl.maximum(1.0 - drawn, q)  # q is part of it, whatever rounding says
+        left = tl.maximum(1.0 - tried, q)  # q is part of it, whatever rounding says
         coin = philox_uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), ACCEPT, rank)
         if coin * m * q < tl.maximum(p - s * q, 0.0) * left:
             path = tl.where(nodes == depth, child, path)
@@ -97,14 +97,14 @@ def _reject_kernel(
             total = tl.sum(masses, axis=0)
             child = tl.min(tl.where(parents == child, nodes, NODES), axis=0)
             rank = tl.zeros((), tl.int32)
-            s, m, drawn = tl.zeros((), tl.float64), tl.full((), 1.0, tl.float64), tl.zeros((), tl.float64)
+            s, m, tried = tl.zeros((), tl.float64), tl.full((), 1.0, tl.float64), tl.zeros((), tl.float64)
             residual_scale = tl.zeros((), tl.float32)
         else:
             parent = tl.sum(tl.where(nodes == child, parents, 0), axis=0)
             child = tl.min(tl.where((parents == parent) & (nodes > child), nodes, NODES), axis=0)
             rank += 1
             s += tl.where(left > 0.0, m / tl.where(left > 0.0, left, 1.0), 0.0)
-            drawn += q
+            tried += q
             residual_scale = s.to(tl.float32)
             m = tl.zeros((), tl.float64)
             for chunk in range(NUM_CHUNKS):
@@ -148,17 +148,17 @@ def reject_trees(
     *,
     max_depth: int,
 ) -> TreePaths:
-    """Verify S trees whose children were drawn from ``draft_probs``; nothing is read back to the host.
+    """Verify S trees whose children were sampled from ``draft_probs``; nothing is read back to the host.
 
     The L = N + S rows are, per request, that of the root, then those of its nodes.
 
     Args:
         distributions: the target's, of the L rows.
         draft_probs: float32 [I, vocab], q; rows may be strided.
-        draft_rows: int32 [L], which of them the children of a row's node were drawn from, not read where it has none.
+        draft_rows: int32 [L], which of them the children of a row's node were sampled from, not read where it has none.
         draft_token_ids: int64 [N], nodes of the S requests one after the other, at most 63 per request.
         parents: int32 [N], index within the request's own tree, -1 = the root; a parent comes before its children, siblings in
-            the order they were drawn.
+            the order they were sampled.
         node_start_loc: int32 [S + 1], first node of each request, and N.
         seeds: int64 [L], the bits of the uint64 seeds.
         positions: int64 [L], of the token that follows the row, below 2**32.

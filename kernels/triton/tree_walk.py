@@ -1,6 +1,6 @@
 """Sample-and-match and greedy acceptance: each request descends its draft tree as long as a child carries the token it wants.
 
-At the root and at every node the target has chosen a token, drawn or the most likely one. Where a child carries it, the child is
+At the root and at every node the target has chosen a token, sampled or the most likely one. Where a child carries it, the child is
 accepted; where none does, the token is the final token.
 """
 
@@ -23,9 +23,9 @@ NODES = MAX_NODES + 1
 class TreePaths(NamedTuple):
     """What each of S requests keeps of its draft tree, and the token that follows."""
 
-    paths: Tensor  # int32 [S, max_depth], accepted nodes from the root down, -1 behind them
+    paths: Tensor  # int32 [S, max_depth], accepted nodes from the root down, -1 after them
     num_accepted: Tensor  # int32 [S]
-    final_tokens: Tensor  # int64 [S], recovered or bonus; -1 where it could not be drawn
+    final_tokens: Tensor  # int64 [S], recovered or bonus; -1 where it could not be sampled
 
 
 @triton.jit

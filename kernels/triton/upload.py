@@ -35,7 +35,7 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device, *, into: Tensor
             same shapes and dtypes come to the same places in it.
 
     Returns:
-        Tensors of the same dtypes and shapes, one behind the other in memory.
+        Tensors of the same dtypes and shapes, one after the other in memory.
     """
     staging = torch.empty(packed_size(arrays), dtype=torch.uint8, pin_memory=device.type == "cuda")
     host, start = staging.numpy(), 0

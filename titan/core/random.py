@@ -18,7 +18,7 @@ WORD_BITS = np.uint64(32)
 
 
 class Purpose(IntEnum):
-    """What a random number is drawn for; streams of different purposes are independent."""
+    """What a random number is for; streams of different purposes are independent."""
 
     SAMPLE = 0
     CORRUPT = 1

@@ -37,7 +37,7 @@ class Request:
     """A request inside the engine: one completion of one prompt. Where a user asks for several, they are **siblings**.
 
     There are no phases: ``num_computed_tokens`` chases ``num_tokens``. A prefill chunk is many tokens, a decode is
-    one (the root), a verification is the root and the draft tree behind it. The block table and what is counted of its KV
+    one (the root), a verification is the root and the draft tree after it. The block table and what is counted of its KV
     change through the methods alone.
     """
 

@@ -30,7 +30,7 @@ class SamplingParams:
     remaining probability). What looks back at tokens sees drafted ones as if they had been generated.
 
     Args:
-        n: completions of the prompt; the prompt is computed once. With a seed they are drawn from seeds derived from it.
+        n: completions of the prompt; the prompt is computed once. With a seed they are sampled from seeds derived from it.
         temperature: 0 is greedy; otherwise > 0.
         top_p: in (0, 1].
         top_k: 0 or -1 keeps every token.
@@ -40,7 +40,7 @@ class SamplingParams:
         frequency_penalty: in [-2, 2]; the same, times how often they are in it.
         logit_bias: token id -> what is added to its logit, in [-100, 100].
         logits_processors: functions of (prompt and output token ids, logits float32 [vocab]) that return logits [vocab]; called
-            in turn, once per token that is drawn and per draft token that is verified. They must depend on their arguments
+            in turn, once per token that is sampled and per draft token that is verified. They must depend on their arguments
             alone. One that raises, or returns another shape, aborts its request.
         logprobs: how many of the most likely tokens are reported beside each output token, 0 to 20; ``None`` = no logprobs at
             all. They are the model's own: of the logits before any of these options.

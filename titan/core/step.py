@@ -42,10 +42,10 @@ class Acceptance:
 
     ``trees`` are what was verified, on the host, without q (``draft_probs``); ``paths[i]`` are its
     accepted nodes from the root down; ``token_ids[i]`` their tokens and the final token, which is recovered or bonus. All are
-    empty for a row that did not reach its root. ``errors[i]`` says why the logits behind the path could not be used; there is then
+    empty for a row that did not reach its root. ``errors[i]`` says why the logits after the path could not be used; there is then
     no final token, and the request is aborted unless the path ends it. ``logprobs[i]`` has, where the request asks for them, an
     entry per token. ``matches[i]`` has, where the proposal was sampled, the probabilities with which the draft's most likely token
-    and a token drawn from the draft would have been accepted behind the root: ``p[argmax q]`` and ``sum(min(p, q))``.
+    and a token sampled from the draft would have been accepted after the root: ``p[argmax q]`` and ``sum(min(p, q))``.
     """
 
     trees: DraftTrees

@@ -26,7 +26,7 @@ class TransformedRows:
     params: SamplingParams
     prompt_token_ids: list[int]
     output_token_ids: list[int]
-    paths: Mapping[int, list[int]]  # row -> draft tokens behind the output, down to the row's node; none at the root
+    paths: Mapping[int, list[int]]  # row -> draft tokens after the output, down to the row's node; none at the root
 
 
 class TransformResult(NamedTuple):
@@ -41,7 +41,7 @@ def transform_logits(
 ) -> TransformResult:
     """Apply logit bias, the users' processors, forbidden tokens and penalties, in this order.
 
-    Waits for the device only where processors were at work: they may leave rows from which nothing can be drawn.
+    Waits for the device only where processors were at work: they may leave rows from which nothing can be sampled.
 
     Args:
         logits: [L, vocab], any float dtype; not changed.
@@ -61,7 +61,7 @@ def transform_logits(
         is_possible = scores.index_select(0, *upload([np.array(rows, np.int64)])).amax(-1).isfinite().tolist()
         for row, possible in zip(rows, is_possible, strict=True):
             if not possible:
-                errors.setdefault(row, "logits_processors and min_tokens leave no token that can be drawn")
+                errors.setdefault(row, "logits_processors and min_tokens leave no token that can be sampled")
     return TransformResult(scores, errors)
 
 

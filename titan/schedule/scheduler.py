@@ -122,7 +122,7 @@ class Scheduler:
                 if request.logprobs is not None:
                     request.logprobs += acceptance.logprobs[i][:num_emitted]
                 self._count(request, depths[first_nodes[i] : first_nodes[i + 1]], acceptance.paths[i], num_emitted, now)
-            if acceptance.errors[i] is not None and not request.is_finished:  # behind a stop it is nobody's
+            if acceptance.errors[i] is not None and not request.is_finished:  # after a stop it is nobody's
                 self.abort(request, acceptance.errors[i])
                 continue
             request.commit(plan.num_tokens[i] + len(acceptance.paths[i]))
@@ -144,7 +144,7 @@ class Scheduler:
     def _row(self, request: Request, budget: int, max_draft_tokens: int) -> tuple[int, int]:
         """Committed tokens and draft tokens of a request's row.
 
-        Drafts only behind the root, and one less than the tokens that may still be emitted: the final token needs none.
+        Drafts only after the root, and one less than the tokens that may still be emitted: the final token needs none.
         """
         num_tokens = min(request.num_tokens - request.num_computed_tokens, self.options.prefill_chunk_size, budget)
         params = request.params
@@ -183,7 +183,7 @@ class Scheduler:
             metrics.first_scheduled_time = time.monotonic()
 
     def _count(self, request: Request, depths: Sequence[int], path: list[int], num_emitted: int, now: float) -> None:
-        """Count one verification; draft tokens accepted behind a stop count as accepted only if they were emitted."""
+        """Count one verification; draft tokens accepted after a stop count as accepted only if they were emitted."""
         metrics = request.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
