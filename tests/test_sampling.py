@@ -229,3 +229,9 @@ def test_children_are_sampled_without_replacement(back_end: str) -> None:
     exhausted = sampled_children(backend, torch.tensor([[0.0, 1.0], [0.5, 0.5], [torch.nan] * 2]), [3, 1, 2])
     assert [exhausted[0], exhausted[2]] == [[1, -1, -1], [-1, -1, -1]]
     assert exhausted[1][0] in (0, 1) and exhausted[1][1:] == [-1, -1]
+
+
+def test_streams_of_siblings_differ_from_each_other_and_from_those_of_other_purposes() -> None:
+    purposes, siblings = zip(*product(Purpose, range(64)), strict=True)
+    numbers = philox_uniform(7, 5, np.array(purposes), sibling=np.array(siblings))
+    assert len(set(numbers.tolist())) == len(numbers)

@@ -219,3 +219,17 @@ def test_a_drafter_of_ones_own_may_propose_trees(zoo: Zoo) -> None:
     assert drafter.num_commits == engine.metrics().num_steps
     assert engine.metrics().mean_acceptance_length > 3
     assert engine.metrics().accepted_per_depth[:3] == [count // 2 for count in engine.metrics().proposed_per_depth[:3]]
+
+
+def test_nothing_is_drafted_before_the_whole_context_is_fed(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), "ngram", **(AMPLE | {"max_num_batched_tokens": 40}))
+    [request] = submit(engine, [[5] * 30], [greedy(60, ignore_eos=True)])
+    while request.num_tokens < 60:
+        engine.step()
+    engine.swap_draft(zoo.path("other"))
+    rows = record(engine)
+    for _ in range(4):
+        engine.step()
+    num_nodes = [tree.num_nodes for *_, tree in rows]
+    assert num_nodes[0] == 0 and min(num_nodes[1:]) > 0
+    assert all(tree.token_ids.tolist() == continuation(zoo.model("other"), tokens, tree.num_nodes) for tokens, _, tree in rows)
