@@ -323,6 +323,8 @@ def matched_case(seed: int, sizes: Sequence[int], vocab_size: int, option: Optio
     logits = [torch.from_numpy(rng.integers(0, 3, (n + 1, vocab_size))).float() for n in sizes]  # many are equal
     for each in logits:
         each[:, 4:] -= 1.0 if option == GREEDY else 9.0  # so that the first tokens are often wanted
+        if option == CUT:  # which of equal ones is cut is not said
+            each += torch.from_numpy(rng.random(each.shape)).float()
     return Case(trees, logits, [option] * len(sizes))
 
 
@@ -339,19 +341,19 @@ def num_trees_for(backend: Backend, number: int) -> int:
         (GREEDY, torch.float16, 24),
         (PLAIN, torch.float32, 48),
         (PLAIN, torch.bfloat16, 24),
-        (CUT, torch.float32, 16),
+        (CUT, torch.float32, 12),
     ],
 )
 def test_random_trees_are_walked_as_in_plain_python(backend: Backend, option: Option, dtype: torch.dtype, number: int) -> None:
     """Of equal logits the first counts, and of rows that are not finite there is no token."""
     rng = np.random.default_rng(2)
     sizes = [0, 1, {GREEDY: MAX_NODES, PLAIN: 20, CUT: 6}[option], *rng.integers(0, 13, num_trees_for(backend, number))]
-    case = matched_case(3, sizes, 40 if option == CUT else 600, option)
+    case = matched_case(3, sizes, {GREEDY: 600, PLAIN: 200, CUT: 12}[option], option)
     for each in case.logits:
         each[torch.from_numpy(rng.random(len(each)) < 0.05), 7] = NAN
     case.logits[1][0, 7] = NAN
     found = case.check(backend, dtype)
-    assert sum(bool(each.path) for each in found) > len(found) // 4 and any(each.final_token < 0 for each in found)
+    assert sum(bool(each.path) for each in found) >= len(found) // 4 and any(each.final_token < 0 for each in found)
 
 
 def test_a_chain_of_63_nodes_is_accepted_to_its_end(backend: Backend) -> None:
