@@ -68,9 +68,10 @@ def grow_by_passes(
     for index, growth in growths:
         growth.start(root_logits if len(index) == len(growing) else root_logits[backend.upload([index])[0]])
     ordered = [growing[i] for index, _ in growths for i in index.tolist()]
-    fed_slots = [slots for _, growth in growths for slots in growth.fed_slots]
+    slots_of = [growth.fed_slots for _, growth in growths]
+    fed_slots = [slots for each in slots_of for slots in each]
     for depth, layout in enumerate(_lay_out_frontiers(ordered, fed_slots, block_size), start=1):
-        active = [growth for _, growth in growths if any(len(slots) >= depth for slots in growth.fed_slots)]
+        active = [growth for (_, growth), slots in zip(growths, slots_of, strict=True) if max(map(len, slots)) >= depth]
         frontiers = [growth.frontier(depth) for growth in active]
         token_ids = _cat([frontier.token_ids for frontier in frontiers])
         if num_missing > 0:

@@ -97,7 +97,8 @@ def find_kernel_violations(module: str, source: str) -> list[str]:
 QUESTIONS = {"takes_triton", "usable_library", "is_cpu", "is_cuda", "is_mps", "cuda", "mkldnn", "mps"}
 """Names that ask for a device or a library, as a function, an attribute or a module."""
 
-DEVICES = {"cpu", "cuda", "mps", "meta"}
+DEVICES = {"cpu", "cuda", "mps", "meta", "PyTorch", "compiled C++", "Triton"}
+"""And the names of the back ends."""
 BACKENDS = ("titan.kernels.torch", "titan.kernels.cpu", "titan.kernels.triton")
 
 
@@ -161,6 +162,7 @@ def test_nobody_outside_the_kernels_asks_what_it_runs_on() -> None:
         "torch.backends.mkldnn.is_available()",
         "if name == 'cuda': pass",
         "home = torch.device('cpu')",
+        "if backend.name == 'Triton': pass",
         "from titan.kernels.cpu.runner import CompiledRunner",
         "def f():\n    import titan.kernels.triton.backend",
         "import triton",

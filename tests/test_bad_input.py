@@ -17,7 +17,6 @@ from tiny_models import make_model
 from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
-from titan.bench.replay import ReplayDrafter
 from titan.core.kv_tensor import KVGroup, KVLayout
 from titan.core.options import EngineConfig
 from titan.core.step import StepPlan
@@ -25,6 +24,7 @@ from titan.core.trees import DraftTree
 from titan.draft.base import DraftContext, NoDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import register
+from titan.draft.replay import ReplayDrafter
 
 CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
 

@@ -10,13 +10,13 @@ import torch
 from stepping import AMPLE, SCARCE, by_slot, greedy, make_engine, run_all, slots_of, submit
 from zoo import FAMILIES, VOCAB_SIZE, Zoo, random_prompts
 
-from titan.bench.replay import ReplayDrafter
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.draft.base import NoDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import DraftSpec
+from titan.draft.replay import ReplayDrafter
 from titan.engine import Engine
 
 PROMPTS = random_prompts(18)

@@ -191,6 +191,11 @@ def test_pytorchs_distribution_is_that_of_transformers_row_by_row(
         torch.testing.assert_close(probs[i], expected, rtol=1e-4, atol=1e-6)
 
 
+def test_temperatures_that_float32_cannot_hold_are_greedy() -> None:
+    assert SamplingParams(temperature=1e-50).is_greedy  # not a division by 0 in the middle of a step
+    assert not SamplingParams(temperature=1e-40).is_greedy
+
+
 def test_samples_at_the_ends_of_the_distribution_are_possible_tokens() -> None:
     probs = torch.tensor([[0, 0, 0.25, 0, 0.5, 0.25, 0, 0]])
     tiny = 2.0**-53

@@ -95,6 +95,15 @@ def test_what_is_no_tree_is_refused(token_ids: list[int], parent_of: Any, draft_
         DraftTree(np.array(token_ids), np.array(parent_of, np.int32), draft_probs)
 
 
+def test_slots_and_scores_are_one_per_node_and_of_the_dtypes_of_trees() -> None:
+    tree = DraftTree(np.array([5]), np.array([-1], np.int32), draft_slots=np.array([3]), scores=np.array([0.5]))  # type: ignore[arg-type]
+    assert tree.draft_slots is not None and tree.draft_slots.dtype == np.int32
+    assert tree.scores is not None and tree.scores.dtype == np.float32
+    for name, values in (("draft_slots", np.zeros(2, np.int32)), ("scores", np.zeros(2, np.float32))):
+        with pytest.raises(ValueError, match=f"token_ids has 1 nodes but {name} has 2: they must be equal"):
+            DraftTree(np.array([5]), np.array([-1], np.int32), **{name: values})
+
+
 # the trees of a step
 
 LIMITS = [TreeLimits(3, may_sample=False), TreeLimits(4, may_sample=True), TreeLimits(0, may_sample=True)]
@@ -196,6 +205,13 @@ def test_columns_that_would_be_misread_are_refused(name: str) -> None:
         found = f"the drafter 'mine' gave {name} of shape {list(column.shape)} and {column.dtype}"
         with pytest.raises(ValueError, match=re.escape(f"{found}: it must be [3] and {dtype}, contiguous")):
             of(on_device(**{name: column}))
+
+
+@pytest.mark.parametrize("name", ["start_loc", "is_chain", "is_sampled", "has_scores"])
+def test_flags_that_would_be_misread_are_refused(name: str) -> None:
+    dtype = np.int32 if name == "start_loc" else np.int64
+    with pytest.raises(ValueError, match="the drafter 'mine' gave start_loc or flags of another dtype or length"):
+        of(on_device(**{name: getattr(on_device(), name).astype(dtype)}))
 
 
 @pytest.mark.parametrize(

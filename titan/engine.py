@@ -68,10 +68,10 @@ class Engine:
         self.passes = PassCounts()
         self._tokenizer = tokenizer
         is_drafting = config.speculation.use_speculative and config.speculation.max_draft_tokens > 0
-        drafter = create_drafter(draft if is_drafting else None, self._draft_context())
         max_blocks = -(-self.max_model_len // block_size)
         num_drafts = config.speculation.max_draft_tokens if is_drafting else 0
         self._pass_limits = PassLimits(max_batch_size, 1 + num_drafts, max_blocks)
+        drafter = create_drafter(draft if is_drafting else None, self._draft_context())
         num_blocks = num_kv_blocks(
             config.memory,
             [target.kv_layout, *([] if drafter.kv is None else [drafter.kv])],

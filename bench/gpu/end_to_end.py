@@ -33,11 +33,11 @@ from titan.bench.gpu.sections import Figure, Goal, Measurement, Section, Setting
 from titan.bench.gpu.timing import busy_seconds, synchronize
 from titan.bench.peers.transformers_peer import ContinuousPeer, StaticPeer
 from titan.bench.predict import expected_tokens
-from titan.bench.replay import ReplayDrafter
 from titan.core.options import EngineConfig
 from titan.core.request import Request
 from titan.draft.base import DraftContext, Drafter
 from titan.draft.registry import register
+from titan.draft.replay import ReplayDrafter
 from titan.engine import Engine
 from titan.frontend import FrontEnd
 from titan.kernels.backend import choose_backend

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from titan.bench.replay import ReplayDrafter
 from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees
 from titan.draft.base import DraftContext
 from titan.draft.draft_model import DraftModelDrafter
+from titan.draft.replay import ReplayDrafter
 from titan.models.decoder import Decoder
 
 

@@ -66,12 +66,13 @@ class TorchTrees:
         for i, row in enumerate(rows.tolist()):
             nodes = slice(int(trees.start_loc[row]), int(trees.start_loc[row + 1]))
             num_rows = 1 + nodes.stop - nodes.start
-            q = None
-            if trees.is_sampled[row] and trees.draft_probs is not None and trees.draft_rows is not None:
-                q = trees.draft_probs[trees.draft_rows[nodes.start + row : nodes.stop + row + 1].long()]
+            draft_rows: list[int] = []
+            if trees.is_sampled[row] and trees.draft_rows is not None:
+                draft_rows = trees.draft_rows[nodes.start + row : nodes.stop + row + 1].tolist()
             key = int(sampling.seeds[i]), int(sampling.positions[i])
-            tree = _Tree(probs[root_row : root_row + num_rows], q, token_ids[nodes], parents[nodes], *key)
-            found.append(tree.match() if q is None else tree.reject())
+            p = probs[root_row : root_row + num_rows]
+            tree = _Tree(p, trees.draft_probs, draft_rows, token_ids[nodes], parents[nodes], *key)
+            found.append(tree.reject() if draft_rows else tree.match())
             root_row += num_rows
         paths = np.zeros((len(found), max((len(each.path) for each in found), default=0)), np.int32)
         for path, each in zip(paths, found, strict=True):
@@ -135,7 +136,8 @@ class _Tree(NamedTuple):
     """One tree that is verified."""
 
     probs: Tensor  # float32 [1 + nodes, vocab], p at the root and the nodes
-    draft_probs: Tensor | None  # float32 [1 + nodes, vocab], q there; anything at leaves
+    draft_probs: Tensor | None  # float32 [any, vocab], q
+    draft_rows: list[int]  # of them, those of the root and the nodes; anything at leaves; none: nothing was sampled
     token_ids: list[int]
     parents: list[int]
     seed: int
@@ -168,15 +170,17 @@ class _Tree(NamedTuple):
         path: list[int] = []
         while True:
             node = path[-1] if path else -1
-            p, q, children = self.probs[1 + node], self.draft_probs[1 + node], self.children(node)
+            p, children = self.probs[1 + node], self.children(node)
+            if not children:  # as without speculation
+                return _Found(path, self.sample(p, len(path), Purpose.SAMPLE), self._match_at_root())
+            q = self.draft_probs[self.draft_rows[1 + node]]
             accepted, scale = self._try(children, p, q, len(path))
             if accepted is not None:
                 path.append(accepted)
                 continue
-            rest = (p - scale * q).clamp(min=0) if children else p  # past a leaf as without speculation
+            rest = (p - scale * q).clamp(min=0)
             rest = rest if rest.any() else p  # where rounding leaves nothing of it
-            final_token = self.sample(rest, len(path), Purpose.RESIDUAL if children else Purpose.SAMPLE)
-            return _Found(path, final_token, self._match_at_root())
+            return _Found(path, self.sample(rest, len(path), Purpose.RESIDUAL), self._match_at_root())
 
     def _try(self, children: list[int], p: Tensor, q: Tensor, depth: int) -> tuple[int | None, float]:
         """The child that is accepted, if one is, and the scale s of the residual after all that were rejected."""
@@ -196,7 +200,7 @@ class _Tree(NamedTuple):
         """How often a greedy and a sampled token would have been accepted at the root."""
         if not self.token_ids or self.draft_probs is None:
             return np.nan, np.nan
-        p, q = self.probs[0], self.draft_probs[0]
+        p, q = self.probs[0], self.draft_probs[self.draft_rows[0]]
         if not torch.isfinite(q[0]):  # all places are empty
             return np.nan, np.nan
         return float(p[q.argmax()]), float(torch.minimum(p, q).sum())

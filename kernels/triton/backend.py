@@ -70,7 +70,7 @@ class TritonBackend:
         return TritonOps(self.device) if traits <= TRAITS else TorchOps(self.device)
 
     def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:
-        if model.config.traits <= TRAITS and len(kv.groups) == 1:
+        if model.config.traits <= TRAITS:
             return TritonRunner(self, model, kv, limits, counts, self._capture())
         return TorchRunner(self, model, kv)
 

@@ -8,8 +8,7 @@ transformers via speculative decoding", 2023; the recursion is that of Jeon et a
 
 A kernel needs the two scalars s and m of the node it stands at, no residual vector. It reads the vocabulary once per rejected
 child; an accepted child costs two numbers. p is never written out: it is recomputed from logits, see `RowDistributions`.
-Rules, random numbers and edge cases are those of the verification on the host, but that a child which q has no mass left for, so
-that it cannot have been sampled, is passed over.
+Rules, random numbers and edge cases are those of `titan.kernels.torch.trees`.
 """
 
 from __future__ import annotations

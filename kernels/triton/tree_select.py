@@ -1,8 +1,7 @@
 """Of each request's candidates the best draft tree: those with the greatest scores, laid out with the path of first children first.
 
 A candidate never scores above its parent and comes after it, so that the best ones are ancestor-closed if, of equal ones, the
-earlier are taken. It has no slow twin in this folder: the choice is the one that is made on the host where there is no GPU, and the
-tests hold it to that.
+earlier are taken: the rule of `titan.kernels.torch.trees`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from zoo import VOCAB_SIZE, Zoo, random_prompts
 from titan import SamplingParams
 from titan.bench.acceptance import AcceptanceCounts, wilson_interval
 from titan.bench.predict import PassCosts, expected_tokens, mean_expected_tokens, predicted_speed_up
-from titan.bench.replay import ReplayDrafter
+from titan.draft.replay import ReplayDrafter
 
 
 def enumerated_tokens(alpha: float, gamma: int) -> float:

@@ -13,9 +13,9 @@ from auditor import Auditor
 from stepping import AMPLE, SCARCE, greedy, make_engine, submit
 from zoo import VOCAB_SIZE, Zoo, random_prompts
 
-from titan.bench.replay import ReplayDrafter
 from titan.core.sampling_params import SamplingParams
 from titan.draft.registry import DraftSpec
+from titan.draft.replay import ReplayDrafter
 
 PROMPTS = random_prompts(14, seed=1, max_len=45)
 

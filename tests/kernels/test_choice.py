@@ -17,7 +17,7 @@ from torch import Tensor
 from zoo import VOCAB_SIZE, Zoo
 
 from titan.core.batch import QueryRow, build_batch
-from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
+from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, TreeLimits
 from titan.kernels.backend import choose_backend
@@ -154,15 +154,6 @@ def test_the_decoder_on_triton_is_the_decoder_on_pytorch(
         caches.append(kv.groups[0].cpu())
     assert_near(logits[1], logits[0], bound)
     assert_near(caches[1], caches[0], bound)
-
-
-def test_layers_of_different_heads_take_the_general_way(tmp_path: Path) -> None:
-    make_model(tmp_path, num_hidden_layers=2)
-    backend = triton_backend()
-    model = load_model(str(tmp_path), dtype="float32", backend=backend)
-    groups = (KVGroup(1, 2, 16), KVGroup(1, 1, 16))
-    kv = KVTensor(KVLayout(groups, torch.float32), NUM_BLOCKS, BLOCK_SIZE, backend.device)
-    assert type(backend.prepare(model, kv, LIMITS, PassCounts())) is TorchRunner
 
 
 def test_greedy_generation_on_triton_is_that_of_transformers(zoo: Zoo) -> None:

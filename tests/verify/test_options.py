@@ -24,7 +24,6 @@ from tiny_models import reference_logits
 from torch import Tensor
 from zoo import EOS_TOKEN_IDS, Zoo, random_prompts
 
-from titan.bench.replay import ReplayDrafter
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
@@ -32,6 +31,7 @@ from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
 from titan.draft.base import NoDrafter
 from titan.draft.policy import DraftPolicy
 from titan.draft.registry import DraftSpec
+from titan.draft.replay import ReplayDrafter
 from titan.kernels.interfaces import Backend, Verified
 from titan.kernels.torch import trees as torch_trees
 from titan.verify import options

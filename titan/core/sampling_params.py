@@ -84,6 +84,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_integer("n", self.n, 1)
         _check_number("temperature", self.temperature, low=0.0)
+        if _as_float32(self.temperature) == 0.0:  # as the engine computes with it
+            object.__setattr__(self, "temperature", 0.0)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
         check_integer("top_k", self.top_k, -1)

@@ -106,6 +106,11 @@ class DraftTree:
         num_nodes = len(self.token_ids)
         if num_nodes != len(self.parents):
             raise ValueError(f"token_ids has {num_nodes} nodes but parents has {len(self.parents)}: they must be equal")
+        for name, dtype in (("draft_slots", np.int32), ("scores", np.float32)):
+            if (values := getattr(self, name)) is not None:
+                if len(values) != num_nodes:
+                    raise ValueError(f"token_ids has {num_nodes} nodes but {name} has {len(values)}: they must be equal")
+                object.__setattr__(self, name, np.asarray(values, dtype))
         object.__setattr__(self, "topology", topology(self.parents.tobytes()))
         if self.draft_probs is None:
             return
@@ -224,8 +229,9 @@ class DraftTrees:
     @lru_cache(maxsize=1024)
     def empty(num_rows: int, device: torch.device | None = None) -> DraftTrees:
         """No draft tokens for any row, on the device; ``None`` = on the host."""
-        flags = np.zeros(num_rows, np.bool_)
-        return DraftTrees.from_columns(np.zeros(num_rows + 1, np.int64), flags, flags, flags, allocate_columns(0, device))
+        flags, start_loc = np.zeros(num_rows, np.bool_), np.zeros(num_rows + 1, np.int64)
+        flags.flags.writeable = start_loc.flags.writeable = False  # shared by all steps
+        return DraftTrees.from_columns(start_loc, flags, flags, flags, allocate_columns(0, device))
 
     @classmethod
     def of(
@@ -239,7 +245,9 @@ class DraftTrees:
     ) -> DraftTrees:
         """Check what a drafter proposes, before it reaches slots or embeddings that are not the request's.
 
-        That q is 0 at a sampled token is seen for trees that come from the host as `DraftTree`; for others the drafter answers.
+        Of `DraftTree`s everything is looked at, also that q is not 0 at a sampled token. Of `DraftTrees`, whose numbers may be on a
+        device, shapes and dtypes are; for the numbers the drafter answers: tokens of the vocabulary, parents before their children,
+        rows of q that there are, at the roots of sampled trees too.
 
         Args:
             proposal: one tree per row of the plan, or all of them ready on the device.
@@ -299,6 +307,9 @@ class DraftTrees:
             _check_count(count, limit, drafter)
             if is_sampled and not limit.may_sample:
                 raise ValueError(f"{name} sampled a tree at temperature 0: it may at temperatures above 0 only")
+        flags = (self.is_chain, self.is_sampled, self.has_scores)
+        if self.start_loc.dtype != np.int64 or any(each.dtype != np.bool_ or len(each) != self.num_rows for each in flags):
+            raise ValueError(f"{name} gave start_loc or flags of another dtype or length: they must be int64 and bool, one per row")
         num_nodes = self.num_nodes
         for field_name, column, dtype in zip(NODE_FIELDS, self.columns, NODE_DTYPES, strict=True):
             if column.shape != (self.num_nodes,) or column.dtype != dtype or not column.is_contiguous():
@@ -364,7 +375,7 @@ def _check_tree(tree: DraftTree, limit: TreeLimits, drafter: str, vocab_size: in
     probs = tree.draft_probs
     if probs is None:
         return
-    if not limit.may_sample or probs.shape[1] != vocab_size:
+    if not limit.may_sample or probs.shape[1:] != (vocab_size,):
         where = "above 0" if limit.may_sample else "0"
         raise ValueError(
             f"the drafter {drafter!r} gave draft_probs of shape {list(probs.shape)} at temperature {where}: they must be "
@@ -372,7 +383,8 @@ def _check_tree(tree: DraftTree, limit: TreeLimits, drafter: str, vocab_size: in
         )
     rows = torch.from_numpy(tree.topology.inner_rows[1 + tree.parents]).to(probs.device)
     tokens = torch.from_numpy(token_ids).to(probs.device)
-    if not (probs[rows, tokens] > 0).all():
+    q = probs[rows, tokens]
+    if not (q.isfinite() & (q > 0)).all():
         raise ValueError(
             f"the drafter {drafter!r} gave draft_probs that are 0 at tokens that were sampled: q must be above 0 there"
         )

@@ -6,11 +6,11 @@ import pytest
 from stepping import AMPLE, greedy, make_engine, run_all
 from zoo import VOCAB_SIZE, Zoo, random_prompts
 
-from titan.bench.replay import ReplayDrafter
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
+from titan.draft.replay import ReplayDrafter
 
 RECORDING = list(range(10, 40))
 
