@@ -14,7 +14,7 @@ from titan.core.growth import Feed
 from titan.core.kv_tensor import KVTensor
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import DraftTree, DraftTrees
+from titan.core.trees import DraftTrees
 from titan.draft.base import DraftContext
 from titan.draft.policy import DraftPolicy, score_temperature
 from titan.kernels.interfaces import Runner
@@ -60,17 +60,20 @@ class DraftModelDrafter:
         return trees
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        counts = acceptance.trees.counts.tolist()
+        trees = acceptance.trees
+        starts, arrays = trees.start_loc.tolist(), trees.arrays
+        all_parents, all_depths, all_scores = arrays.parents.tolist(), arrays.depths.tolist(), arrays.scores.tolist()
         for i, (request, path) in enumerate(zip(plan.requests, acceptance.paths, strict=True)):
-            if not counts[i]:
+            nodes = slice(starts[i], starts[i + 1])
+            if nodes.start == nodes.stop:
                 continue
-            tree, history = acceptance.trees[i], request.draft_history
-            history.note_draft(tree.topology.max_depth)
+            parents = all_parents[nodes]
+            request.draft_history.note_draft(max(all_depths[nodes]))
             if i in acceptance.matches:
-                history.note_match(*acceptance.matches[i])
-                _note_children(history, tree, path)
-            elif tree.scores is not None:
-                _note_confidence(request, tree, path)
+                request.draft_history.note_match(*acceptance.matches[i])
+                _note_children(request.draft_history, parents, path)
+            elif trees.has_scores[i]:
+                _note_confidence(request, parents, all_scores[nodes], path)
 
     def _budget(self, request: Request, budget: int) -> int:
         """Draft tokens for a request, lowered to what the draft's own context length leaves."""
@@ -98,18 +101,17 @@ class DraftModelDrafter:
         return [min(token_id, self.vocab_size - 1) for token_id in token_ids]
 
 
-def _note_children(history: DraftHistory, tree: DraftTree, path: list[int]) -> None:
+def _note_children(history: DraftHistory, parents: list[int], path: list[int]) -> None:
     """Tell what became of the children of the nodes that verification reached."""
-    num_children = Counter(tree.parents.tolist())
+    num_children = Counter(parents)
     for node, child in zip([-1, *path], [*path, None], strict=True):
         if num_children[node]:
-            history.note_children(num_children[node], None if child is None else int(tree.topology.child_ranks[child]))
+            history.note_children(num_children[node], None if child is None else parents[:child].count(node))
 
 
-def _note_confidence(request: Request, tree: DraftTree, path: list[int]) -> None:
+def _note_confidence(request: Request, parents: list[int], scores: list[float], path: list[int]) -> None:
     """Tell whether the most likely children of the nodes that verification reached were accepted."""
-    assert tree.scores is not None
-    start, scores, parents = score_temperature(request), tree.scores.tolist(), tree.parents.tolist()
+    start = score_temperature(request)
     for node, child in zip([-1, *path], [*path, -1], strict=True):
         if node in parents:
             first = parents.index(node)

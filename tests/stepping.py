@@ -75,7 +75,7 @@ def host_trees(trees: Sequence[DraftTree]) -> DraftTrees:
     """Trees of greedy proposals, as the rows of a plan."""
     limits = [TreeLimits(MAX_NODES, may_sample=False)] * len(trees)
     upload: Upload = lambda arrays: list(map(torch.from_numpy, arrays))  # noqa: E731
-    return DraftTrees.of(trees, limits, drafter="test", vocab_size=VOCAB_SIZE, upload=upload)
+    return DraftTrees.of(trees, limits, drafter="test", vocab_size=VOCAB_SIZE, upload=upload, device=torch.device("cpu"))
 
 
 def by_slot(kv: KVTensor) -> Tensor:

@@ -226,10 +226,17 @@ def test_nodes_are_taken_from_the_device_alone(device: Device, zoo: Zoo, request
     kv = KVTensor(model.kv_layout, 2, 16, META)
     runner = device.prepare(model, kv, PassLimits(num_requests=2, query_len=4, num_blocks=2), PassCounts())
     tree, limits = DraftTree(np.array([3, 4]), np.array([-1, -1], np.int32)), [TreeLimits(2, may_sample=False)]
-    host = DraftTrees.of([tree], limits, drafter="test", vocab_size=9, upload=lambda arrays: list(map(torch.from_numpy, arrays)))
+    host = DraftTrees.of(
+        [tree],
+        limits,
+        drafter="test",
+        vocab_size=9,
+        upload=lambda arrays: list(map(torch.from_numpy, arrays)),
+        device=torch.device("cpu"),
+    )
     request.getfixturevalue("uploads")
     with torch.inference_mode():
-        there = DraftTrees.of([tree], limits, drafter="test", vocab_size=9, upload=device.upload)
+        there = DraftTrees.of([tree], limits, drafter="test", vocab_size=9, upload=device.upload, device=device.device)
         row = QueryRow([0, 1], 5, [7])
         for _ in range(2):
             assert runner.forward(build_batch([row], there, block_size=16)).shape == (3, model.config.vocab_size)

@@ -130,7 +130,7 @@ class OwnTrees:
             for i, row in enumerate(each.rows.tolist()):
                 trees[row] = self._tree(each, i)
         limits, vocab_size = [TreeLimits(MAX_NODES, may_sample=True)] * num_rows, 131
-        return DraftTrees.of(trees, limits, drafter="own", vocab_size=vocab_size, upload=upload)
+        return DraftTrees.of(trees, limits, drafter="own", vocab_size=vocab_size, upload=upload, device=torch.device("cpu"))
 
     def _tree(self, found: Candidates, i: int) -> DraftTree:
         columns = (found.token_ids, found.scores, found.parent_slots, found.slots)

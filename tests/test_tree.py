@@ -112,7 +112,9 @@ Q = torch.tensor([[0.5, 0.25, 0.25, *[0.0] * 6], [0.0, 1.0, *[0.0] * 7]])
 
 
 def of(proposal: Any, limits: list[TreeLimits] = LIMITS) -> DraftTrees:
-    return DraftTrees.of(proposal, limits, drafter="mine", vocab_size=VOCAB_SIZE, upload=make_back_end("torch").upload)
+    return DraftTrees.of(
+        proposal, limits, drafter="mine", vocab_size=VOCAB_SIZE, upload=make_back_end("torch").upload, device=torch.device("cpu")
+    )
 
 
 def test_trees_are_joined_as_they_are() -> None:

@@ -124,6 +124,7 @@ class Engine:
             drafter=self.drafter.name,
             vocab_size=self.model_config.vocab_size,
             upload=self.backend.upload,
+            device=self.backend.device,
         )
 
     def swap_draft(self, draft: DraftSpec) -> None:

@@ -246,7 +246,9 @@ def check_root_matches(setting: Setting) -> Measurement:
     limits = [TreeLimits(tree.num_nodes, may_sample=True) for tree in trees]
     options = SamplingRows.of((SamplingParams(temperature=1.0), 0, 0) for _ in trees)
     logits = drafts.wide(np.concatenate(drafts.p)).log().float().to(setting.device)
-    joined = DraftTrees.of(trees, limits, drafter="check", vocab_size=drafts.vocab_size, upload=backend.upload)
+    joined = DraftTrees.of(
+        trees, limits, drafter="check", vocab_size=drafts.vocab_size, upload=backend.upload, device=backend.device
+    )
     found = backend.trees.verify(logits, joined, np.arange(len(trees)), options).matches.double().cpu().numpy()
     roots = [(p[0], q[0]) for p, q in zip(drafts.p, drafts.q, strict=True)]
     exact = np.array([(p[q.argmax()], np.minimum(p, q).sum()) for p, q in roots])

@@ -359,6 +359,7 @@ void verify_trees(const T* values, int64_t size, const VerifiedTrees& trees) {
 #pragma omp parallel for schedule(dynamic) if (root_rows[trees.num_trees] * size > kMaxSerial)
   for (int64_t i = 0; i < trees.num_trees; ++i) {
     const VerifiedTree<T> tree(values + root_rows[i] * size, size, trees, i);
+    trees.matches[2 * i] = trees.matches[2 * i + 1] = std::numeric_limits<float>::quiet_NaN();
     if (tree.draft_rows)
       reject_tree(tree, trees.final_tokens + i, trees.matches + 2 * i);
     else

@@ -87,7 +87,7 @@ class CompiledTrees:
             torch.empty((num_trees, max_depth), dtype=torch.int32),
             torch.empty(num_trees, dtype=torch.int32),
             torch.empty(num_trees, dtype=torch.int64),
-            torch.full((num_trees, 2), torch.nan),
+            torch.empty((num_trees, 2), dtype=torch.float32),
         )
         struct = _TreesStruct(
             num_trees,

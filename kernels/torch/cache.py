@@ -25,8 +25,8 @@ class TorchCache:
     def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
         sources, targets = self._upload(_path_slots(moves, kv.block_size))
         for group in kv.groups:
-            slots = group.flatten(3, 4)
-            slots.index_copy_(3, targets, slots.index_select(3, sources))
+            slots = group.view(-1, kv.num_blocks * kv.block_size, group.shape[-1])  # few dimensions: less to set up
+            slots.index_copy_(1, targets, slots.index_select(1, sources))
 
     def copy_blocks(self, kv: KVTensor, sources: Ints, targets: Ints) -> None:
         source_ids, target_ids = self._upload([sources, targets])

@@ -30,7 +30,7 @@ from titan.core.arrays import Ints
 from titan.core.growth import main_path_order
 from titan.core.random import Purpose, philox_uniform
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import DraftTrees, topology
+from titan.core.trees import NODE_FIELDS, DraftTrees, NodeArrays, topology
 from titan.kernels.interfaces import Candidates, SamplingOps, Verified
 from titan.kernels.torch.sampling import draw
 from titan.kernels.tree_places import TreePlaces
@@ -48,11 +48,11 @@ class TorchTrees:
 
     def select(self, found: Sequence[Candidates], num_rows: int) -> DraftTrees:
         places, device = TreePlaces.of(found, num_rows), found[0].token_ids.device
-        nodes = _Nodes.empty(places.start_loc)
+        nodes = _empty_places(places.start_loc)
         for each in found:
             columns = [column.cpu().numpy() for column in (each.token_ids, each.scores, each.parent_slots, each.slots)]
             for i, row in enumerate(each.rows.tolist()):
-                nodes.select(int(places.start_loc[row]), int(each.num_nodes[i]), *(column[i] for column in columns))
+                _select(nodes, int(places.start_loc[row]), int(each.num_nodes[i]), *(column[i] for column in columns))
 
         def upload(arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
             return [torch.from_numpy(array).to(device) for array in arrays]
@@ -85,43 +85,34 @@ class TorchTrees:
         )
 
 
-class _Nodes(NamedTuple):
-    """The columns of `DraftTrees` on the host."""
+def _empty_places(start_loc: Ints) -> NodeArrays:
+    """Empty places of trees that begin there, [R + 1]."""
+    num_nodes = int(start_loc[-1])
+    return NodeArrays(
+        np.full(num_nodes, -1, np.int64),
+        np.full(num_nodes, -2, np.int32),
+        np.ones(num_nodes, np.int64),
+        np.int64(1) << (np.arange(num_nodes) - np.repeat(start_loc[:-1], np.diff(start_loc))),
+        np.full(num_nodes, -np.inf, np.float32),
+        np.full(num_nodes, -1, np.int32),
+    )
 
-    token_ids: Ints
-    parents: NDArray[np.int32]
-    depths: Ints
-    ancestor_bits: Ints
-    scores: NDArray[np.float32]
-    draft_slots: NDArray[np.int32]
 
-    @classmethod
-    def empty(cls, start_loc: Ints) -> _Nodes:
-        """Empty places of trees that begin there, [R + 1]."""
-        num_nodes = int(start_loc[-1])
-        return cls(
-            np.full(num_nodes, -1, np.int64),
-            np.full(num_nodes, -2, np.int32),
-            np.ones(num_nodes, np.int64),
-            np.int64(1) << (np.arange(num_nodes) - np.repeat(start_loc[:-1], np.diff(start_loc))),
-            np.full(num_nodes, -np.inf, np.float32),
-            np.full(num_nodes, -1, np.int32),
-        )
+def _select(
+    nodes: NodeArrays, first: int, num_places: int, token_ids: Ints, scores: NDArray[np.float32], parent_slots: Ints, slots: Ints
+) -> None:
+    """Write the best tree of one request's candidates, [c] each, to its places.
 
-    def select(
-        self, first: int, num_places: int, token_ids: Ints, scores: NDArray[np.float32], parent_slots: Ints, slots: Ints
-    ) -> None:
-        """Write the best tree of one request's candidates, [c] each, to its places.
-
-        A child never scores above its parent, so that the best are ancestor-closed if, of equal ones, the earlier are taken.
-        """
-        comparable = np.where(np.isfinite(scores), scores, -np.inf)
-        best = np.argsort(-comparable, kind="stable")[: min(num_places, int(np.isfinite(scores).sum()))]
-        node_in_slot = {slot: node for node, slot in enumerate(slots[best].tolist()) if slot >= 0} | {-1: -1}
-        order, parents = main_path_order(np.array([node_in_slot[slot] for slot in parent_slots[best].tolist()], np.int32).tobytes())
-        best, places, shape = best[order], slice(first, first + len(best)), topology(parents.tobytes())
-        self.token_ids[places], self.scores[places], self.draft_slots[places] = token_ids[best], scores[best], slots[best]
-        self.parents[places], self.depths[places], self.ancestor_bits[places] = parents, shape.depths, shape.ancestor_bits
+    A child never scores above its parent, so that the best are ancestor-closed if, of equal ones, the earlier are taken.
+    """
+    comparable = np.where(np.isfinite(scores), scores, -np.inf)
+    best = np.argsort(-comparable, kind="stable")[: min(num_places, int(np.isfinite(scores).sum()))]
+    node_in_slot = {slot: node for node, slot in enumerate(slots[best].tolist()) if slot >= 0} | {-1: -1}
+    order, parents = main_path_order(np.array([node_in_slot[slot] for slot in parent_slots[best].tolist()], np.int32).tobytes())
+    best, places, shape = best[order], slice(first, first + len(best)), topology(parents.tobytes())
+    columns = token_ids[best], parents, shape.depths, shape.ancestor_bits, scores[best], slots[best]
+    for name, column in zip(NODE_FIELDS, columns, strict=True):
+        getattr(nodes, name)[places] = column
 
 
 class _Found(NamedTuple):

@@ -62,7 +62,7 @@ class TritonOps:
     def linear_add_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return residual, fused_norm.add_rms_norm(self.linear(x, weight, bias), residual, norm_weight, eps)
+        return residual, fused_norm.rms_norm(self.linear(x, weight, bias), norm_weight, eps, residual)
 
     def rope_and_write_kv(
         self,

@@ -45,13 +45,15 @@ def _norm_kernel(
     tl.store(normed_ptr + row * SIZE + columns, narrow(x * scale * weight, DTYPE, EMU), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` of each row, computed in float32 and rounded once.
 
     Args:
         x: [T, hidden_size], bfloat16, float16 or float32; rows may be strided.
         weight: [hidden_size], dtype of ``x``.
         eps: added to the mean square.
+        residual: [T, hidden_size], dtype of ``x``, to which ``x`` is added in place, and which is normed instead of it. The sum
+            is rounded before the norm sees it, as transformers does; rows may be strided.
 
     Returns:
         [T, hidden_size], dtype of ``x``.
@@ -59,30 +61,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         ValueError: a tensor of the wrong shape, dtype, strides or device, or hidden_size is above 16384.
     """
-    return _launch(x, None, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add ``x`` to the residual stream, in place, and return the norm of the sum.
-
-    The sum is rounded before the norm sees it, as transformers does; the norm is that of `rms_norm`.
-
-    Args:
-        x: [T, hidden_size], bfloat16, float16 or float32; rows may be strided.
-        residual: [T, hidden_size], dtype of ``x``, updated in place; rows may be strided.
-        weight: [hidden_size], dtype of ``x``.
-        eps: added to the mean square.
-
-    Returns:
-        [T, hidden_size], dtype of ``x``.
-
-    Raises:
-        ValueError: a tensor of the wrong shape, dtype, strides or device, or hidden_size is above 16384.
-    """
-    return _launch(x, residual, weight, eps)
-
-
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     device, dtype = x.device, x.dtype
     require_launchable("x", device)
     require("x", x, shape=(None, None), dtypes=FLOAT_DTYPES, device=device, contiguous=False)

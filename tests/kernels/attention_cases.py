@@ -115,7 +115,7 @@ class Case:
         rows = [QueryRow(each.block_ids or [], each.context, [0] * each.num_tokens) for each in self.requests]
         limits = [TreeLimits(MAX_NODES, may_sample=False)] * len(rows)
         proposal = [each.tree for each in self.requests]
-        trees = DraftTrees.of(proposal, limits, drafter="test", vocab_size=1, upload=backend.upload)
+        trees = DraftTrees.of(proposal, limits, drafter="test", vocab_size=1, upload=backend.upload, device=backend.device)
         return build_batch(rows, trees, block_size=self.block_size)
 
 

@@ -147,7 +147,7 @@ def test_the_decoder_on_triton_is_the_decoder_on_pytorch(
             group.copy_(torch.empty(group.shape).normal_(generator=torch.Generator().manual_seed(0)))
         runner = backend.prepare(model, kv, LIMITS, PassCounts())
         assert type(runner) is runner_type
-        trees = DraftTrees.of(proposal, limits, drafter="test", vocab_size=VOCAB_SIZE, upload=backend.upload)
+        trees = DraftTrees.of(proposal, limits, drafter="test", vocab_size=VOCAB_SIZE, upload=backend.upload, device=backend.device)
         batch = build_batch(rows, trees, block_size=BLOCK_SIZE)
         with torch.inference_mode():
             logits.append(runner.forward(batch).cpu())

@@ -187,7 +187,9 @@ class Case:
             for each in self.trees
         ]
         limits, vocab_size = [TreeLimits(MAX_NODES, may_sample=True)] * len(on_device), self.logits[0].shape[1]
-        trees = DraftTrees.of(on_device, limits, drafter="test", vocab_size=vocab_size, upload=backend.upload)
+        trees = DraftTrees.of(
+            on_device, limits, drafter="test", vocab_size=vocab_size, upload=backend.upload, device=backend.device
+        )
         return trees if self.num_empty is None else with_empty_places(trees, np.array(self.num_empty))
 
     def expected(self) -> list[Outcome]:

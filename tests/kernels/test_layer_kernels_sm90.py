@@ -9,7 +9,7 @@ from sm90 import Build, compile_launches
 
 CODE = """
 import torch
-from titan.kernels.triton.norm import add_rms_norm, rms_norm
+from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.gate import silu_mul
 from titan.kernels.triton.rope_kv import rope_and_write_kv
 
@@ -28,7 +28,7 @@ for num_heads, num_kv_heads, head_dim, dtype in ((9, 3, 64, half), (32, 8, 128, 
 for hidden_size, dtype in ((768, half), (4096, half), (16384, half), (16384, single)):
     x, weight = zeros(7, hidden_size, dtype=dtype), zeros(hidden_size, dtype=dtype)
     rms_norm(x, weight, 1e-6)
-    add_rms_norm(x, x.clone(), weight, 1e-6)
+    rms_norm(x, weight, 1e-6, x.clone())
 for intermediate_size, dtype in ((2048, half), (14336, half), (14336, single)):
     silu_mul(zeros(7, 2 * intermediate_size, dtype=dtype))
 """

@@ -16,7 +16,7 @@ from titan.kernels.triton import tools as triton_tools
 from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.gate import silu_mul
-from titan.kernels.triton.norm import add_rms_norm, rms_norm
+from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
 from titan.kernels.triton.row_distribution import RowDistributions, row_distributions
 from titan.kernels.triton.sample_rows import draw_rows
@@ -89,8 +89,7 @@ WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
         "plan": plan_attention(**batch()),
         "scale": 0.25,
     },
-    rms_norm: lambda: {"x": floats(3, 8), "weight": floats(8), "eps": 1e-5},
-    add_rms_norm: lambda: {"x": floats(3, 8), "residual": floats(3, 8), "weight": floats(8), "eps": 1e-5},
+    rms_norm: lambda: {"x": floats(3, 8), "weight": floats(8), "eps": 1e-5, "residual": floats(3, 8)},
     silu_mul: lambda: {"gate_up": floats(3, 8)},
     rope_and_write_kv: lambda: {
         "qkv": floats(3, 8 * HEAD_DIM),
@@ -125,7 +124,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "another device": lambda x: x.to("meta"),
 }
 WRITTEN = [
-    (add_rms_norm, "residual"),
+    (rms_norm, "residual"),
     (rope_and_write_kv, "kv_layer"),
 ]
 
@@ -156,8 +155,8 @@ MESSAGES: list[tuple[Callable[..., object], str, Any, str]] = [
     (rms_norm, "x", floats(2, 16385), "x has shape [2, 16385]: hidden_size must be 1 to 16384"),
     (rms_norm, "x", floats(2, 0), "x has shape [2, 0]: hidden_size must be 1 to 16384"),
     (rms_norm, "weight", floats(7), "weight has shape [7]: it must be [8]"),
-    (add_rms_norm, "residual", floats(2, 8), "residual has shape [2, 8]: it must be [3, 8]"),
-    (add_rms_norm, "residual", floats(3, 8).half(), "residual has dtype torch.float16: it must be torch.float32"),
+    (rms_norm, "residual", floats(2, 8), "residual has shape [2, 8]: it must be [3, 8]"),
+    (rms_norm, "residual", floats(3, 8).half(), "residual has dtype torch.float16: it must be torch.float32"),
     (silu_mul, "gate_up", floats(2, 7), "gate_up has shape [2, 7]: its rows must have two halves"),
     (silu_mul, "gate_up", floats(2, 0), "gate_up has shape [2, 0]: its rows must have two halves"),
     (rope_and_write_kv, "qkv", floats(3, 40), "qkv has shape [3, 40]: it must be [any, 128]"),

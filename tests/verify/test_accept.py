@@ -62,7 +62,7 @@ def run_accept(
     counts = [tree.num_nodes for tree in step_trees]
     plan = StepPlan(requests, [1] * len(requests), counts, counts)
     limits = [TreeLimits(count, may_sample=False) for count in counts]
-    placed = DraftTrees.of(step_trees, limits, drafter="test", vocab_size=VOCAB_SIZE, upload=backend.upload)
+    placed = DraftTrees.of(step_trees, limits, drafter="test", vocab_size=VOCAB_SIZE, upload=backend.upload, device=backend.device)
     start_loc = np.cumsum([0, *(1 + count if rows else 0 for count, rows in zip(counts, has_rows, strict=True))])
     return collect(backend, launch(backend, plan, placed, start_loc, logits.to(backend.device)))
 

@@ -82,7 +82,7 @@ def verify(backend: Backend, trees: Sequence[DraftTree], logits: Tensor, seeds: 
     """At temperature 1."""
     limits = [TreeLimits(tree.num_nodes, may_sample=True) for tree in trees]
     placed = [replace(tree, draft_probs=tree.draft_probs.to(backend.device)) for tree in trees if tree.draft_probs is not None]
-    ready = DraftTrees.of(placed, limits, drafter="test", vocab_size=logits.shape[1], upload=backend.upload)
+    ready = DraftTrees.of(placed, limits, drafter="test", vocab_size=logits.shape[1], upload=backend.upload, device=backend.device)
     sampling = SamplingRows.of([(SamplingParams(), seed, POSITION) for seed in seeds])
     return backend.trees.verify(logits.to(backend.device), ready, np.arange(len(trees)), sampling)
 

@@ -101,16 +101,12 @@ class DraftTree:
     topology: Topology = field(init=False, repr=False)  # what follows from the parents alone
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", np.asarray(self.token_ids, np.int64))
-        object.__setattr__(self, "parents", np.asarray(self.parents, np.int32))
-        num_nodes = len(self.token_ids)
-        if num_nodes != len(self.parents):
-            raise ValueError(f"token_ids has {num_nodes} nodes but parents has {len(self.parents)}: they must be equal")
-        for name, dtype in (("draft_slots", np.int32), ("scores", np.float32)):
+        dtypes = {"token_ids": np.int64, "parents": np.int32, "draft_slots": np.int32, "scores": np.float32}
+        for name, dtype in dtypes.items():
             if (values := getattr(self, name)) is not None:
-                if len(values) != num_nodes:
-                    raise ValueError(f"token_ids has {num_nodes} nodes but {name} has {len(values)}: they must be equal")
                 object.__setattr__(self, name, np.asarray(values, dtype))
+                if len(values) != self.num_nodes:
+                    raise ValueError(f"token_ids has {self.num_nodes} nodes but {name} has {len(values)}: they must be equal")
         object.__setattr__(self, "topology", topology(self.parents.tobytes()))
         if self.draft_probs is None:
             return
@@ -242,6 +238,7 @@ class DraftTrees:
         drafter: str,
         vocab_size: int,
         upload: Upload,
+        device: torch.device,
     ) -> DraftTrees:
         """Check what a drafter proposes, before it reaches slots or embeddings that are not the request's.
 
@@ -255,6 +252,7 @@ class DraftTrees:
             drafter: its name, for messages.
             vocab_size: of the target.
             upload: brings arrays to the device; ``draft_probs`` must be there.
+            device: that one.
 
         Raises:
             ValueError: what is wrong, what was found, and what is allowed.
@@ -266,7 +264,7 @@ class DraftTrees:
             proposal._check(limits, drafter, vocab_size)
             return proposal
         if not any(len(tree.token_ids) for tree in proposal):
-            return cls.empty(num_rows, upload([np.zeros(0)])[0].device)
+            return cls.empty(num_rows, device)
         for tree, limit in zip(proposal, limits, strict=True):
             _check_tree(tree, limit, drafter, vocab_size)
         return cls._join(proposal, upload)
@@ -278,17 +276,15 @@ class DraftTrees:
         for tree, is_sampled in zip(trees, sampled, strict=True):
             draft_rows.append(num_inner + np.maximum(tree.topology.inner_rows, 0))
             num_inner += len(tree.topology.inner) if is_sampled else 0
-        *columns, rows = upload(
-            [
-                np.concatenate([tree.token_ids for tree in trees]),
-                np.concatenate([tree.parents for tree in trees]),
-                np.concatenate([tree.topology.depths for tree in trees]),
-                np.concatenate([tree.topology.ancestor_bits for tree in trees]),
-                np.concatenate([_or_filled(tree.scores, tree.num_nodes, 0.0, np.float32) for tree in trees]),
-                np.concatenate([_or_filled(tree.draft_slots, tree.num_nodes, -1, np.int32) for tree in trees]),
-                np.concatenate(draft_rows).astype(np.int32),
-            ]
+        nodes = (
+            (
+                *(tree.token_ids, tree.parents, tree.topology.depths, tree.topology.ancestor_bits),
+                np.zeros(tree.num_nodes, np.float32) if tree.scores is None else tree.scores,
+                np.full(tree.num_nodes, -1, np.int32) if tree.draft_slots is None else tree.draft_slots,
+            )
+            for tree in trees
         )
+        *columns, rows = upload([*map(np.concatenate, zip(*nodes, strict=True)), np.concatenate(draft_rows).astype(np.int32)])
         probs = [tree.draft_probs for tree in trees if tree.draft_probs is not None and tree.num_nodes]
         return cls.from_columns(
             np.cumsum([0, *(tree.num_nodes for tree in trees)]),
@@ -388,7 +384,3 @@ def _check_tree(tree: DraftTree, limit: TreeLimits, drafter: str, vocab_size: in
         raise ValueError(
             f"the drafter {drafter!r} gave draft_probs that are 0 at tokens that were sampled: q must be above 0 there"
         )
-
-
-def _or_filled(values: NDArray[Any] | None, length: int, filler: float, dtype: type) -> NDArray[Any]:
-    return np.full(length, filler, dtype) if values is None else values

@@ -57,6 +57,7 @@ def _run(backend: Backend, model: Decoder, config: EngineConfig, limits: PassLim
         drafter="profile",
         vocab_size=model.config.vocab_size,
         upload=backend.upload,
+        device=backend.device,
     )
     kv = KVTensor(model.kv_layout, 1, block_size, backend.device)
     with torch.inference_mode():
