@@ -55,7 +55,7 @@ def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def reference_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """What `add_rms_norm` computes: ``residual`` in its dtype and in place, the norm in float64."""
+    """What `rms_norm` computes with a residual: ``residual`` in its dtype and in place, the norm in float64."""
     residual.copy_(residual.double() + x.double())
     return reference_rms_norm(residual, weight, eps)
 

@@ -31,7 +31,7 @@ class CpuBackend(TorchBackend):
         super().__init__(torch.device("cpu"), load_library().description)
         sampling = CompiledSampling(library)
         self._library = library
-        self.sampling, self.trees = sampling, CompiledTrees(library, sampling)
+        self.sampling, self.trees = sampling, CompiledTrees(library, sampling, self.upload)
 
     def layer_ops(self, dtype: torch.dtype, traits: frozenset[str]) -> LayerOps:
         if dtype in COMPILED_DTYPES and traits <= TRAITS:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import DraftTrees, allocate_columns
+from titan.core.trees import NODE_FIELDS, DraftTrees, Upload, allocate_columns
 from titan.kernels.cpu.library import kernel
 from titan.kernels.cpu.sampling import CompiledSampling, readable
 from titan.kernels.interfaces import Candidates, Verified
@@ -28,7 +28,7 @@ CANDIDATE = np.dtype([("token_id", "i8"), ("score", "f4"), ("parent_slot", "i4")
 class NodeColumnsStruct(ctypes.Structure):
     """``NodeColumns`` of the source."""
 
-    _fields_ = [(name, _POINTER) for name in ("token_ids", "parents", "depths", "ancestor_bits", "scores", "draft_slots")]
+    _fields_ = [(name, _POINTER) for name in NODE_FIELDS]
 
 
 class _TreesStruct(ctypes.Structure):
@@ -48,11 +48,13 @@ class CompiledTrees:
     Args:
         library: the C++ of this folder, compiled.
         sampling: of the same back end.
+        upload: likewise.
     """
 
-    def __init__(self, library: ctypes.CDLL, sampling: CompiledSampling) -> None:
+    def __init__(self, library: ctypes.CDLL, sampling: CompiledSampling, upload: Upload) -> None:
         self._library = library
         self._sampling = sampling
+        self._upload = upload
 
     def select(self, found: Sequence[Candidates], num_rows: int) -> DraftTrees:
         places = TreePlaces.of(found, num_rows)
@@ -74,7 +76,7 @@ class CompiledTrees:
                 *(_POINTER(address(each)) for each in (first_nodes, num_nodes)),
                 ctypes.byref(struct),
             )
-        return places.trees(columns, found, _upload)
+        return places.trees(columns, found, self._upload)
 
     def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
         temperatures: NDArray[np.float32] | None = None
@@ -107,10 +109,6 @@ class CompiledTrees:
         function = kernel(self._library, "verify_trees", values.dtype)
         function(_POINTER(values.data_ptr()), _INT(values.shape[1]), ctypes.byref(struct))
         return found
-
-
-def _upload(arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-    return [torch.from_numpy(array) for array in arrays]
 
 
 def address(array: NDArray[Any]) -> int:

@@ -37,7 +37,7 @@ class TorchBackend:
         self._description = description
         self.cache: CacheOps = TorchCache(self.upload)
         self.sampling: SamplingOps = TorchSampling(self.upload)
-        self.trees: TreeOps = TorchTrees(self.sampling)
+        self.trees: TreeOps = TorchTrees(self.sampling, self.upload)
 
     def activate(self) -> None:
         """Nothing to do: no operation goes by a current device."""

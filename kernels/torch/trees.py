@@ -19,7 +19,7 @@ s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)); tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from titan.core.arrays import Ints
 from titan.core.growth import main_path_order
 from titan.core.random import Purpose, philox_uniform
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import NODE_FIELDS, DraftTrees, NodeArrays, topology
+from titan.core.trees import NODE_FIELDS, DraftTrees, NodeArrays, Upload, topology
 from titan.kernels.interfaces import Candidates, SamplingOps, Verified
 from titan.kernels.torch.sampling import draw
 from titan.kernels.tree_places import TreePlaces
@@ -41,23 +41,21 @@ class TorchTrees:
 
     Args:
         sampling: of the same back end.
+        upload: likewise.
     """
 
-    def __init__(self, sampling: SamplingOps) -> None:
+    def __init__(self, sampling: SamplingOps, upload: Upload) -> None:
         self._sampling = sampling
+        self._upload = upload
 
     def select(self, found: Sequence[Candidates], num_rows: int) -> DraftTrees:
-        places, device = TreePlaces.of(found, num_rows), found[0].token_ids.device
+        places = TreePlaces.of(found, num_rows)
         nodes = _empty_places(places.start_loc)
         for each in found:
             columns = [column.cpu().numpy() for column in (each.token_ids, each.scores, each.parent_slots, each.slots)]
             for i, row in enumerate(each.rows.tolist()):
                 _select(nodes, int(places.start_loc[row]), int(each.num_nodes[i]), *(column[i] for column in columns))
-
-        def upload(arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-            return [torch.from_numpy(array).to(device) for array in arrays]
-
-        return places.trees(upload(nodes), found, upload)
+        return places.trees(self._upload(nodes), found, self._upload)
 
     def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
         probs = self._sampling.probs(logits, sampling.repeat(trees.counts[rows] + 1))

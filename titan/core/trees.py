@@ -308,7 +308,7 @@ class DraftTrees:
             raise ValueError(f"{name} gave start_loc or flags of another dtype or length: they must be int64 and bool, one per row")
         num_nodes = self.num_nodes
         for field_name, column, dtype in zip(NODE_FIELDS, self.columns, NODE_DTYPES, strict=True):
-            if column.shape != (self.num_nodes,) or column.dtype != dtype or not column.is_contiguous():
+            if column.shape != (num_nodes,) or column.dtype != dtype or not column.is_contiguous():
                 raise ValueError(
                     f"{name} gave {field_name} of shape {list(column.shape)} and {column.dtype}: it must be [{num_nodes}] and "
                     f"{dtype}, contiguous"
@@ -348,7 +348,7 @@ class DraftTrees:
         return DraftTree(arrays.token_ids[nodes], arrays.parents[nodes], None, arrays.draft_slots[nodes], scores)
 
 
-NODE_FIELDS = ("token_ids", "parents", "depths", "ancestor_bits", "scores", "draft_slots")
+NODE_FIELDS = NodeArrays._fields
 NODE_DTYPES = (torch.int64, torch.int32, torch.int64, torch.int64, torch.float32, torch.int32)
 """Names and dtypes of `DraftTrees.columns`."""
 
