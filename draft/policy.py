@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec, shape_plan
+from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec, main_path_order, shape_plan
 from titan.core.limits import MAX_NODES
 from titan.core.request import Request
 from titan.core.trees import Parents, chain_parents
-from titan.draft.shapes import expected_shape, in_main_path_order
+from titan.draft.shapes import expected_shape
 
 CHAIN_CHILDREN = 3
 """Tokens that `auto` looks at after each node of its chain."""
@@ -47,7 +47,9 @@ class DraftPolicy:
     def __init__(self, draft_tree: str | Sequence[int], draft_sampling: str, max_draft_tokens: int) -> None:
         self.draft_tree = draft_tree
         self.draft_sampling = draft_sampling
-        self.fixed_shape = None if isinstance(draft_tree, str) else in_main_path_order(np.array(draft_tree, np.int32))
+        self.fixed_shape: Parents | None = None
+        if not isinstance(draft_tree, str):
+            self.fixed_shape = main_path_order(np.array(draft_tree, np.int32).tobytes()).parents
         self.width = max(2, max_draft_tokens // 8)
         self.beam_depth = min(max_draft_tokens, 6 + max_draft_tokens // 8, 1 + MAX_NODES // self.width)
 

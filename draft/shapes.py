@@ -11,11 +11,6 @@ from titan.core.growth import main_path_order
 from titan.core.trees import Parents
 
 
-def in_main_path_order(parents: Parents) -> Parents:
-    """The same shape with the path of first children first: int32 [num_nodes]."""
-    return main_path_order(parents.tobytes()).parents
-
-
 @lru_cache(maxsize=4096)
 def expected_shape(rank_acceptance: tuple[float, ...], num_nodes: int, *, is_caterpillar: bool) -> Parents:
     """The tree of that many nodes that is expected to have the most accepted, if acceptance depends on sibling rank alone.
@@ -41,4 +36,4 @@ def expected_shape(rank_acceptance: tuple[float, ...], num_nodes: int, *, is_cat
             heappush(open_nodes, (reach / rank_acceptance[rank] * rank_acceptance[rank + 1], parent, rank + 1))
         if rank == 0 or not is_caterpillar:
             heappush(open_nodes, (reach * rank_acceptance[0], node, 0))
-    return in_main_path_order(np.array(parents, np.int32))
+    return main_path_order(np.array(parents, np.int32).tobytes()).parents

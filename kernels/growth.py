@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -56,7 +56,6 @@ def grow_by_passes(
     growing = [feed for feed in feeds if feed.spec is not None]
     if not growing:
         return DraftTrees.empty(num_rows, backend.device)
-    growths = _group(growing, backend)
     draft_vocab_size = root_logits.shape[-1]
     num_missing = vocab_size - draft_vocab_size
 
@@ -64,23 +63,23 @@ def grow_by_passes(
         """Logits over the target's vocabulary, -inf where only the target has tokens."""
         return pad(logits, (0, num_missing), value=float("-inf")) if num_missing else logits
 
-    root_logits = widened(root_logits)
-    for index, growth in growths:
-        growth.start(root_logits if len(index) == len(growing) else root_logits[backend.upload([index])[0]])
-    ordered = [growing[i] for index, _ in growths for i in index.tolist()]
-    slots_of = [growth.fed_slots for _, growth in growths]
-    fed_slots = [slots for each in slots_of for slots in each]
-    for depth, layout in enumerate(_lay_out_frontiers(ordered, fed_slots, block_size), start=1):
-        active = [growth for (_, growth), slots in zip(growths, slots_of, strict=True) if max(map(len, slots)) >= depth]
-        frontiers = [growth.frontier(depth) for growth in active]
-        token_ids = _cat([frontier.token_ids for frontier in frontiers])
-        if num_missing > 0:
-            token_ids = token_ids.clamp(max=draft_vocab_size - 1)  # a shape may have more children than the draft has tokens
-        batch = layout.with_nodes(token_ids, _cat([frontier.ancestor_bits for frontier in frontiers]))
-        logits = widened(forward(batch)).split([len(frontier.token_ids) for frontier in frontiers])
-        for growth, rows in zip(active, logits, strict=True):
-            growth.extend(depth, rows)
-    return backend.trees.select([growth.candidates() for _, growth in growths], num_rows)
+    root_logits, groups = widened(root_logits), _group(growing)
+    growths: list[Growth] = []
+    for kind, members in groups:
+        logits = root_logits if len(members) == len(growing) else root_logits[backend.upload([np.array(members)])[0]]
+        growths.append(kind([growing[i] for i in members], logits, backend))
+    ordered = [growing[i] for _, members in groups for i in members]
+    slots_of = [growth.fed_slots for growth in growths]
+    for depth, layout in enumerate(_lay_out_frontiers(ordered, [*chain(*slots_of)], block_size), start=1):
+        active = [growth for growth, slots in zip(growths, slots_of, strict=True) if max(map(len, slots)) >= depth]
+        token_ids, bits = zip(*(growth.frontier(depth) for growth in active), strict=True)
+        # a shape may have more children than the draft has tokens
+        fed = _cat(token_ids).clamp(max=draft_vocab_size - 1) if num_missing > 0 else _cat(token_ids)
+        batch = replace(layout, nodes=NodeQueries(layout.logits_start_loc, fed, _cat(bits), None))
+        of_growths = widened(forward(batch)).split([len(each) for each in token_ids])
+        for growth, logits in zip(active, of_growths, strict=True):
+            growth.extend(depth, logits)
+    return backend.trees.select([growth.candidates() for growth in growths], num_rows)
 
 
 def feed_roots(forward: Forward, feeds: Sequence[Feed], block_size: int) -> Tensor:
@@ -89,59 +88,47 @@ def feed_roots(forward: Forward, feeds: Sequence[Feed], block_size: int) -> Tens
     return forward(build_batch(rows, block_size=block_size))
 
 
-class Frontier(NamedTuple):
-    """The nodes that a growth feeds at one depth, in the order of its requests."""
-
-    token_ids: Tensor  # int64 [rows]
-    ancestor_bits: Tensor  # int64 [rows], over the slots after the root
-
-
 class BeamGrowth:
     """Expands, at each depth, the nodes with the greatest cumulative probability.
 
     Args:
         feeds: n of them, with specs of beams of equal width and number of children.
+        logits: of their roots, [n, V].
         backend: of the draft.
     """
 
-    def __init__(self, feeds: Sequence[Feed], backend: Backend) -> None:
+    def __init__(self, feeds: Sequence[Feed], logits: Tensor, backend: Backend) -> None:
         specs = [feed.spec for feed in feeds if isinstance(feed.spec, BeamSpec)]
-        self._rows = np.array([feed.row for feed in feeds])
-        self._specs = specs
-        self._depths = np.array([spec.depth for spec in specs])
+        self._rows, self._specs, self._backend = np.array([feed.row for feed in feeds]), specs, backend
+        self._max_depths = np.array([spec.depth for spec in specs])
         self._width, self._num_children = specs[0].width, specs[0].num_children
-        self._backend = backend
-        self._temperatures: Tensor  # float32 [n]
-        self._going_on: list[Tensor]  # int64 each, by depth, from 1 on: the requests that feed nodes of that depth
-        self._is_last: list[Tensor]  # bool [n, 1], by depth: the requests whose nodes of that depth are fed no more
         # by depth, of all requests: the columns of Candidates
         self._levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._beam: Tensor  # int64 [n, W], the candidates of the last level that are fed
         self._bits: Tensor  # int64 [n, W], their ancestor bits
+        depths = range(1, int(self._max_depths.max()) + 1)
+        self._temperatures, *columns = backend.upload(
+            [
+                np.array([spec.temperature for spec in specs], np.float32),
+                *(np.flatnonzero(self._max_depths > depth) for depth in depths),
+                *((self._max_depths <= depth)[:, None] for depth in depths),
+            ]
+        )
+        # by depth, from 1 on: the requests that feed nodes of that depth; bool [n, 1], those whose nodes of it are fed no more
+        self._going_on, self._is_last = columns[: len(depths)], columns[len(depths) :]
+        token_ids, scores = backend.sampling.top_candidates(logits, self._num_children, self._temperatures)
+        self._add_level(token_ids, scores, torch.full_like(token_ids, -1), torch.zeros_like(token_ids), depth=1)
 
     @property
     def fed_slots(self) -> list[list[Ints]]:
         """Per request and depth, from 1 on: where the nodes of that depth are fed, counted from the slot after the root."""
-        return [list(np.arange((depth - 1) * self._width).reshape(-1, self._width)) for depth in self._depths.tolist()]
+        return [list(np.arange((depth - 1) * self._width).reshape(-1, self._width)) for depth in self._max_depths.tolist()]
 
-    def start(self, logits: Tensor) -> None:
-        depths = range(1, int(self._depths.max()) + 1)
-        temperatures = np.array([spec.temperature for spec in self._specs], np.float32)
-        self._temperatures, *columns = self._backend.upload(
-            [
-                temperatures,
-                *(np.flatnonzero(self._depths > depth) for depth in depths),
-                *((self._depths <= depth)[:, None] for depth in depths),
-            ]
-        )
-        self._going_on, self._is_last = columns[: len(depths)], columns[len(depths) :]
-        token_ids, scores = self._backend.sampling.top_candidates(logits, self._num_children, self._temperatures)
-        self._add_level(token_ids, scores, torch.full_like(token_ids, -1), torch.zeros_like(token_ids), depth=1)
-
-    def frontier(self, depth: int) -> Frontier:
+    def frontier(self, depth: int) -> tuple[Tensor, Tensor]:
+        """The nodes that are fed at a depth, request by request: tokens, and ancestor bits over the slots after the root."""
         index = self._going_on[depth - 1]
         token_ids = self._levels[-1][0]
-        return Frontier(token_ids.gather(1, self._beam)[index].flatten(), self._bits[index].flatten())
+        return token_ids.gather(1, self._beam)[index].flatten(), self._bits[index].flatten()
 
     def extend(self, depth: int, logits: Tensor) -> None:
         index = self._going_on[depth - 1]
@@ -187,10 +174,11 @@ class ShapeGrowth:
 
     Args:
         feeds: n of them, with specs of shapes: all sampled, or none.
+        logits: of their roots, [n, V].
         backend: of the draft.
     """
 
-    def __init__(self, feeds: Sequence[Feed], backend: Backend) -> None:
+    def __init__(self, feeds: Sequence[Feed], logits: Tensor, backend: Backend) -> None:
         specs = [feed.spec for feed in feeds if isinstance(feed.spec, ShapeSpec)]
         self._rows = np.array([feed.row for feed in feeds])
         self._backend = backend
@@ -200,24 +188,19 @@ class ShapeGrowth:
         pairs = zip(specs, feeds, strict=True)
         sampled = [(spec.params, spec.seed, feed.root + 1) for spec, feed in pairs if spec.params is not None]
         self._sampling = SamplingRows.of(sampled) if sampled else None
-        self._levels: list[ShapeLevel]
-        self._children: Tensor  # int64 [I, most children], -1 where there is none
-        self._probs: Tensor | None = None  # float32 [I, V], for proposals that are sampled
+        self._levels = self._make_levels()
+        num_inner = self._starts[-1]
+        self._children = logits.new_full((num_inner, self._max_children), -1, dtype=torch.int64)  # -1 where there is none
+        self._probs = logits.new_empty((num_inner, logits.shape[1]), dtype=torch.float32) if sampled else None
+        self.extend(0, logits)
 
     @property
     def fed_slots(self) -> list[tuple[Ints, ...]]:
         return [plan.feeds for plan in self._plans]
 
-    def start(self, logits: Tensor) -> None:
-        self._levels = self._make_levels()
-        self._children = logits.new_full((self._starts[-1], self._max_children), -1, dtype=torch.int64)
-        if self._sampling is not None:
-            self._probs = logits.new_empty((self._starts[-1], logits.shape[1]), dtype=torch.float32)
-        self.extend(0, logits)
-
-    def frontier(self, depth: int) -> Frontier:
+    def frontier(self, depth: int) -> tuple[Tensor, Tensor]:
         level = self._levels[depth]
-        return Frontier(self._children.view(-1).index_select(0, level.sources).clamp_(min=0), level.ancestor_bits)
+        return self._children.view(-1).index_select(0, level.sources).clamp_(min=0), level.ancestor_bits
 
     def extend(self, depth: int, logits: Tensor) -> None:
         level = self._levels[depth]
@@ -229,8 +212,7 @@ class ShapeGrowth:
             best = logits.topk(count, dim=-1)
             self._children[level.places, :count] = best.indices.where(best.values > float("-inf"), -1)
             return
-        roots = self._sampling.take(level.owners)
-        rows = replace(roots, positions=roots.positions + depth)
+        rows = self._sampling.take(level.owners).shifted(depth)
         self._backend.sampling.sample_children(logits, rows, level.num_children, level.places, self._probs, self._children)
 
     def candidates(self) -> Candidates:
@@ -253,18 +235,8 @@ class ShapeGrowth:
         scores = torch.where((ancestors & ~there) == 0, 0.0, float("-inf"))
         counts = np.array([len(plan.parents) for plan in self._plans])
         is_chain = np.array([plan.is_chain for plan in self._plans])
-        return Candidates(
-            self._rows,
-            counts,
-            is_chain,
-            False,
-            token_ids,
-            scores,
-            parents,
-            fed,
-            self._probs,
-            None if self._probs is None else probs_rows,
-        )
+        q = () if self._probs is None else (self._probs, probs_rows)
+        return Candidates(self._rows, counts, is_chain, False, token_ids, scores, parents, fed, *q)
 
     def _make_levels(self) -> list[ShapeLevel]:
         owners = np.repeat(np.arange(len(self._plans)), [plan.inner.shape[1] for plan in self._plans])
@@ -284,39 +256,24 @@ class ShapeGrowth:
 Growth = BeamGrowth | ShapeGrowth
 
 
-def _group(feeds: Sequence[Feed], backend: Backend) -> list[tuple[Ints, Growth]]:
+def _group(feeds: Sequence[Feed]) -> list[tuple[type[Growth], list[int]]]:
     """Requests that grow alike, by their indices, together."""
-    members: dict[tuple[object, ...], list[int]] = {}
-    kinds: dict[tuple[object, ...], type[Growth]] = {}
+    members: dict[tuple[type[Growth], object], list[int]] = {}
     for i, feed in enumerate(feeds):
         match feed.spec:
             case BeamSpec(width=width, num_children=num_children):
-                key: tuple[object, ...] = "beam", width, num_children
-                kinds[key] = BeamGrowth
+                members.setdefault((BeamGrowth, (width, num_children)), []).append(i)
             case ShapeSpec(params=params):
-                key = "shape", params is not None
-                kinds[key] = ShapeGrowth
+                members.setdefault((ShapeGrowth, params is not None), []).append(i)
             case _:
                 raise TypeError(f"{type(feed.spec).__name__} is not a spec that can be grown")
-        members.setdefault(key, []).append(i)
-    return [(np.array(indices), kinds[key]([feeds[i] for i in indices], backend)) for key, indices in members.items()]
+    return [(kind, indices) for (kind, _), indices in members.items()]
 
 
-class FrontierLayout(NamedTuple):
-    """One depth of drafting, laid out: everything but the nodes, which the depth before it makes on the device."""
-
-    slot_mapping: Ints  # [T]
-    attention: AttentionLayout
-
-    def with_nodes(self, token_ids: Tensor, ancestor_bits: Tensor) -> RaggedBatch:
-        """The batch with the tokens and the ancestor bits of its nodes, int64 [T] each."""
-        start_loc, rows = self.attention.query_start_loc, np.arange(len(self.slot_mapping))
-        nodes = NodeQueries(start_loc, token_ids, ancestor_bits, None)
-        return RaggedBatch(np.zeros_like(rows), self.slot_mapping, rows, start_loc, self.attention, nodes)
-
-
-def _lay_out_frontiers(feeds: Sequence[Feed], fed_slots: Sequence[Sequence[Ints]], block_size: int) -> Iterator[FrontierLayout]:
+def _lay_out_frontiers(feeds: Sequence[Feed], fed_slots: Sequence[Sequence[Ints]], block_size: int) -> Iterator[RaggedBatch]:
     """Lay out the passes that feed the frontier nodes of the requests' trees, one per depth from 1 on, on the host.
+
+    All but the nodes: the depth before makes them on the device.
 
     Args:
         feeds: one per request, whose block tables cover the slots of all these nodes.
@@ -342,8 +299,9 @@ def _lay_out_frontiers(feeds: Sequence[Feed], fed_slots: Sequence[Sequence[Ints]
             ancestor_bits=np.zeros(len(owners), np.int64),
             block_size=block_size,
         )
-        yield FrontierLayout(physical_slots(table, owners, slots, block_size), layout)
+        rows = np.arange(len(slots))
+        yield RaggedBatch(np.zeros_like(rows), physical_slots(table, owners, slots, block_size), rows, query_start_loc, layout)
 
 
-def _cat(tensors: list[Tensor]) -> Tensor:
+def _cat(tensors: tuple[Tensor, ...]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -24,6 +24,14 @@ from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees
 
 
+class TokenPlaces(NamedTuple):
+    """Where the tokens of a pass are in their sequences and in the cache."""
+
+    rope_table: Tensor  # [max_positions, 2, D], see `titan.models.rope.rope_table`
+    positions: Tensor  # int64 [T]
+    slots: Tensor  # int64 [T]
+
+
 class LayerOps(Protocol):
     """The operations of a decoder layer."""
 
@@ -78,27 +86,13 @@ class LayerOps(Protocol):
             The residual stream ``residual + x @ weight.T + bias``, and its norm, [T, out_features] each.
         """
 
-    def rope_and_write_kv(
-        self,
-        qkv: Tensor,
-        rope_table: Tensor,
-        positions: Tensor,
-        slot_mapping: Tensor,
-        kv_layer: Tensor,
-        *,
-        num_heads: int,
-        qk_norm: Tensor | None,
-        eps: float,
-    ) -> Tensor:
+    def rope_and_write_kv(self, qkv: Tensor, places: TokenPlaces, kv_layer: Tensor, qk_norm: Tensor | None, eps: float) -> Tensor:
         """Rotate queries and keys by their positions, and write keys and values to their slots.
 
         Args:
             qkv: [T, (H + 2 * K) * D]; may be overwritten.
-            rope_table: [max_positions, 2, D], see `titan.models.rope.rope_table`.
-            positions: int64 [T].
-            slot_mapping: int64 [T]; where the runner of the same back end pads a pass, -1 writes nothing.
+            places: of the tokens; where the runner of the same back end pads a pass, slot -1 writes nothing.
             kv_layer: [2, K, num_blocks, block_size, D], updated in place.
-            num_heads: H.
             qk_norm: [H + K, D], weights of an RMSNorm of each head before its rotation.
             eps: of that norm.
 
@@ -234,10 +228,10 @@ class Candidates:
 class Verified(NamedTuple):
     """What each of S trees keeps, and the token that follows; tensors are on the device."""
 
-    paths: Tensor  # int32 [S, any], accepted nodes from the root down, anything after them
-    num_accepted: Tensor  # int32 [S]
+    paths: Tensor  # int32 [S, any], accepted nodes from the root down, -1 after them
     final_tokens: Tensor  # int64 [S], recovered or bonus; -1 where it cannot be sampled
-    matches: Tensor  # float32 [S, 2], at the roots of sampled trees: p of q's most likely token, and sum(min(p, q)); else NaN
+    # float32 [S, 2], at the roots of sampled trees: p of q's most likely token, and sum(min(p, q)); else NaN. None: all are
+    matches: Tensor | None = None
 
 
 class TreeOps(Protocol):

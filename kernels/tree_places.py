@@ -1,9 +1,9 @@
-"""Where the trees that are chosen from candidates lie, which follows from what the host knows."""
+"""What choosing draft trees from candidates shares on all back ends: where the trees lie, and what they were sampled from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,58 +15,46 @@ from titan.core.trees import DraftTrees, Upload
 from titan.kernels.interfaces import Candidates
 
 
-class TreePlaces(NamedTuple):
-    """What the host knows of the trees of a step; see `DraftTrees`."""
+def place_trees(found: Sequence[Candidates], num_rows: int) -> tuple[Ints, Flags, Flags, Flags]:
+    """What the host knows of the trees of a step, the first four fields of `DraftTrees`; rows without candidates draft nothing."""
+    counts = np.zeros(num_rows, np.int64)
+    is_chain, is_sampled, has_scores = np.zeros((3, num_rows), np.bool_)
+    for each in found:
+        counts[each.rows], is_chain[each.rows] = each.num_nodes, each.is_chain
+        has_scores[each.rows], is_sampled[each.rows] = each.has_scores, each.probs is not None
+    return prefix_sums(counts), is_chain, is_sampled, has_scores
 
-    start_loc: Ints
-    is_chain: Flags
-    is_sampled: Flags
-    has_scores: Flags
 
-    @classmethod
-    def of(cls, found: Sequence[Candidates], num_rows: int) -> TreePlaces:
-        """Of the requests that have candidates, and of those that draft nothing."""
-        counts = np.zeros(num_rows, np.int64)
-        is_chain, is_sampled, has_scores = np.zeros((3, num_rows), np.bool_)
-        for each in found:
-            counts[each.rows], is_chain[each.rows] = each.num_nodes, each.is_chain
-            has_scores[each.rows], is_sampled[each.rows] = each.has_scores, each.probs is not None
-        return cls(prefix_sums(counts), is_chain, is_sampled, has_scores)
+def with_draft_probs(trees: DraftTrees, found: Sequence[Candidates], upload: Upload) -> DraftTrees:
+    """Trees that were chosen, with the distributions that their tokens were sampled from.
 
-    @property
-    def num_nodes(self) -> int:
-        """Places of all trees."""
-        return int(self.start_loc[-1])
+    Args:
+        trees: complete but for these.
+        found: what they were chosen from.
+        upload: brings arrays to the device.
+    """
+    for each in found:
+        if each.probs is not None and each.probs_rows is not None:
+            draft_rows = _draft_rows(trees, each.rows, each.probs_rows, upload)
+            return replace(trees, draft_probs=each.probs, draft_rows=draft_rows)
+    return trees
 
-    def trees(self, columns: Sequence[Tensor], found: Sequence[Candidates], upload: Upload) -> DraftTrees:
-        """The trees, once the columns are filled.
 
-        Args:
-            columns: of the nodes.
-            found: what they were chosen from.
-            upload: brings arrays to the device.
-        """
-        for each in found:
-            if each.probs is not None and each.probs_rows is not None:
-                draft_rows = self._draft_rows(columns[-1], each.rows, each.probs_rows, upload)
-                return DraftTrees.from_columns(*self, columns, each.probs, draft_rows)
-        return DraftTrees.from_columns(*self, columns)
-
-    def _draft_rows(self, draft_slots: Tensor, rows: Ints, probs_rows: Ints, upload: Upload) -> Tensor:
-        """`DraftTrees.draft_rows`, by the slots of the nodes; arguments are those of `Candidates`."""
-        first_nodes = self.start_loc[rows]
-        counts = self.start_loc[rows + 1] - first_nodes + 1
-        owners = np.repeat(np.arange(len(rows)), counts)
-        index = np.arange(len(owners)) - (counts.cumsum() - counts)[owners]  # 0 for the root, then 1 + node
-        by_slot, first_columns, nodes, is_node, entries = upload(
-            [
-                probs_rows.astype(np.int32),
-                owners * probs_rows.shape[1],
-                np.where(index > 0, first_nodes[owners] + index - 1, 0),
-                index > 0,
-                (first_nodes + rows)[owners] + index,
-            ]
-        )
-        slots = draft_slots.index_select(0, nodes) if len(draft_slots) else torch.zeros_like(nodes)
-        values = by_slot.view(-1).index_select(0, first_columns + torch.where(is_node, slots + 1, 0))
-        return values.new_zeros(self.num_nodes + len(self.is_chain)).index_copy_(0, entries, values)
+def _draft_rows(trees: DraftTrees, rows: Ints, probs_rows: Ints, upload: Upload) -> Tensor:
+    """`DraftTrees.draft_rows`, by the slots of the nodes; the last arguments are those of `Candidates`."""
+    first_nodes = trees.start_loc[rows]
+    counts = trees.counts[rows] + 1
+    owners = np.repeat(np.arange(len(rows)), counts)
+    index = np.arange(len(owners)) - (counts.cumsum() - counts)[owners]  # 0 for the root, then 1 + node
+    by_slot, first_columns, nodes, is_node, entries = upload(
+        [
+            probs_rows.astype(np.int32),
+            owners * probs_rows.shape[1],
+            np.where(index > 0, first_nodes[owners] + index - 1, 0),
+            index > 0,
+            (first_nodes + rows)[owners] + index,
+        ]
+    )
+    slots = trees.nodes.draft_slots.index_select(0, nodes) if trees.num_nodes else torch.zeros_like(nodes)
+    values = by_slot.view(-1).index_select(0, first_columns + torch.where(is_node, slots + 1, 0))
+    return values.new_zeros(trees.num_nodes + trees.num_rows).index_copy_(0, entries, values)

@@ -24,7 +24,7 @@ class Proposal(NamedTuple):
 
 def trees_on_host(backend: Backend, trees: DraftTrees) -> list[DraftTree]:
     """The trees one by one, with their q where they were sampled."""
-    found = trees.on_host(backend.download(trees.columns))
+    found = trees.on_host(backend.download(trees.nodes))
     return [_with_q(found[row], trees, row) for row in range(trees.num_rows)]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from titan.core.batch import QueryRow, RaggedBatch, build_batch
 from titan.core.growth import Feed, ShapeSpec, shape_plan
 from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
-from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
+from titan.core.trees import EMPTY_TREE, DraftTree, NodeColumns
 from titan.kernels.growth import _lay_out_frontiers
 from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.kernels.torch.backend import TorchBackend
@@ -30,7 +31,7 @@ from titan.kernels.triton import cuda_graphs
 from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.cuda_graphs import MAX_GRAPH_TOKENS, Capture, GraphSizes, PassSize, Replay, cuda_graph_capture
 from titan.kernels.triton.runner import TritonRunner
-from titan.kernels.triton.upload import ALIGNMENT, download, packed_size, to_device, upload
+from titan.kernels.triton.upload import ALIGNMENT, download, packed_size, upload
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
 
@@ -86,8 +87,6 @@ def test_uploaded_arrays_are_aligned_copies_and_come_to_the_same_places() -> Non
     before = [tensor.data_ptr() for tensor in tensors]
     assert before[0] == memory.data_ptr() and (memory[-7:] == 255).all()
     assert [tensor.data_ptr() for tensor in upload(arrays, CPU, into=memory)] == before
-    array = np.arange(3)
-    assert to_device(array, CPU).data_ptr() == array.ctypes.data
 
 
 def test_downloaded_tensors_come_as_they_are() -> None:
@@ -229,9 +228,7 @@ class Twins:
         """For each twin its own, with nodes where it is."""
         rows, trees = zip(*parts, strict=True)
         there = host_trees(trees)
-        here = DraftTrees.from_columns(
-            there.start_loc, there.is_chain, there.is_sampled, there.has_scores, [column.to(DEVICE) for column in there.columns]
-        )
+        here = replace(there, nodes=NodeColumns(*(column.to(DEVICE) for column in there.nodes)))
         return build_batch(rows, here, block_size=BLOCK_SIZE), build_batch(rows, there, block_size=BLOCK_SIZE)
 
     def run(self, parts: Sequence[Part]) -> None:

@@ -110,7 +110,8 @@ class Device(TritonBackend):
             _, parents, *_, draft_slots = arrays[-NUM_COLUMNS:]
             parents[:], draft_slots[:] = -1, np.arange(len(draft_slots)) % 2
         if len(arrays) != NUM_COLUMNS:
-            arrays[1][:] = self._has_second  # the number of accepted nodes
+            paths = arrays[0]
+            paths[:], paths[:, 0] = -1, np.where(self._has_second, 1, -1)
         return arrays
 
 
@@ -178,8 +179,8 @@ def test_logprobs_take_one_copy_there_and_one_back(device: Device, uploads: Uplo
 
 def test_a_beam_brings_what_it_knows_of_all_depths_in_one_copy(device: Device, uploads: Uploads) -> None:
     shapes = [(9, 6, 0.7), (5, 2, 1.0), (9, 4, 0.1)]
-    growth = BeamGrowth([Feed(i, [0], 3, [1], BeamSpec(n, depth, 2, 3, t)) for i, (n, depth, t) in enumerate(shapes)], device)
-    growth.start(logits_of(3))
+    feeds = [Feed(i, [0], 3, [1], BeamSpec(n, depth, 2, 3, t)) for i, (n, depth, t) in enumerate(shapes)]
+    growth = BeamGrowth(feeds, logits_of(3), device)
     for depth, num_fed in enumerate((3, 2, 2, 1, 1), start=1):
         assert growth.frontier(depth).token_ids.shape == (2 * num_fed,)
         growth.extend(depth, logits_of(2 * num_fed))
@@ -210,7 +211,7 @@ def test_trees_grow_on_the_device(
         return logits_of(len(batch.logits_rows))
 
     trees = grow_by_passes(forward, device, feeds, 3, VOCAB_SIZE, 16)
-    assert all(column.device == META for column in trees.columns) and (trees.counts <= budgets).all()
+    assert all(column.device == META for column in trees.nodes) and (trees.counts <= budgets).all()
     assert (trees.draft_probs is not None) == (draft_sampling == "sampled")
     assert sum(num_fed) >= 3 and device.num_looks == 0
 

@@ -68,7 +68,7 @@ def trace(engine: Engine, options: list[dict[str, Any]], max_tokens: int = 4, pr
 
     def observe(plan: Any, acceptance: Any) -> None:
         trees = acceptance.trees
-        columns = [each.tolist() for each in (trees.start_loc, trees.token_ids, trees.parents, trees.draft_slots)]
+        columns = [each.tolist() for each in (trees.start_loc, trees.nodes.token_ids, trees.nodes.parents, trees.nodes.draft_slots)]
         matches.extend((i, *match) for i, match in acceptance.matches.items())
         steps.append((columns, acceptance.paths, acceptance.token_ids, acceptance.errors))
 
@@ -194,7 +194,7 @@ def test_a_draft_without_enough_tokens_leaves_places_empty(
             nonlocal num_empty
             trees = propose(plan)
             assert isinstance(trees, DraftTrees)
-            num_empty += int((trees.token_ids < 0).sum())
+            num_empty += int((trees.nodes.token_ids < 0).sum())
             return trees
 
         engine.drafter.propose = counted  # type: ignore[method-assign]

@@ -215,7 +215,7 @@ def test_what_is_in_slots_without_valid_kv_never_reaches_an_output(zoo: Zoo, fam
 def record_drafts(engine: Engine) -> list[list[int]]:
     """A list that receives the draft tokens of every step."""
     drafts: list[list[int]] = []
-    engine.observers.append(lambda _, acceptance: drafts.append(acceptance.trees.token_ids.tolist()))
+    engine.observers.append(lambda _, acceptance: drafts.append(acceptance.trees.nodes.token_ids.tolist()))
     return drafts
 
 

@@ -95,9 +95,9 @@ class OwnSampling:
     def wide_probs(self, logits: Tensor, rows: SamplingRows) -> Probs:
         self.calls["probs"] += 1
         found = []
-        for row, temperature, *cuts in zip(logits.double(), rows.temperature, rows.top_k, rows.top_p, rows.min_p, strict=True):
-            top_k, top_p, min_p = (each.item() for each in cuts)
-            params = SamplingParams(temperature=float(temperature), top_k=top_k, top_p=top_p, min_p=min_p)
+        for row, option in zip(logits.double(), rows.options, strict=True):
+            temperature, top_k, top_p, min_p = (option[name].item() for name in ("temperature", "top_k", "top_p", "min_p"))
+            params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
             is_greedy = temperature == 0
             found.append(F.one_hot(row.argmax(), len(row)).double() if is_greedy else slow_probs(row, params))
         return torch.stack(found).numpy()  # type: ignore[no-any-return]
@@ -110,7 +110,9 @@ class OwnSampling:
             probs[places[i]] = torch.from_numpy(left).float()
             for rank in range(num_children[i]):
                 if left.sum() > 0:
-                    height = philox_uniform(int(rows.seeds[i]), int(rows.positions[i]), Purpose.DRAFT, sibling=rank)
+                    height = philox_uniform(
+                        int(rows.options["seed"][i]), int(rows.options["position"][i]), Purpose.DRAFT, sibling=rank
+                    )
                     token, _ = inverse_cdf(left, float(height))
                     children[places[i], rank] = token
                     left[token] = 0
@@ -150,10 +152,10 @@ class OwnTrees:
 
     def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
         self.calls["verify"] += 1
-        paths = torch.zeros(len(rows), MAX_NODES, dtype=torch.int32)
-        found, matches, start = [], torch.full((len(rows), 2), torch.nan), 0
+        paths = torch.full((len(rows), MAX_NODES), -1, dtype=torch.int32)
+        tokens, matches, start = [], torch.full((len(rows), 2), torch.nan), 0
         for i, row in enumerate(rows.tolist()):
-            tree, seed, position = trees[row], int(sampling.seeds[i]), int(sampling.positions[i])
+            tree, seed, position = trees[row], *(int(sampling.options[name][i]) for name in ("seed", "position"))
             num_logits = 1 + tree.num_nodes
             p = self.sampling.wide_probs(logits[start : start + num_logits], sampling.take(np.full(num_logits, i)))
             start += num_logits
@@ -166,9 +168,8 @@ class OwnTrees:
             else:
                 path, token = self._match(tree, p, seed, position)
             paths[i, : len(path)] = torch.tensor(path, dtype=torch.int32)
-            found.append((len(path), token))
-        counts, tokens = torch.tensor(found).unbind(1)
-        return Verified(paths, counts.int(), tokens, matches)
+            tokens.append(token)
+        return Verified(paths, torch.tensor(tokens), matches)
 
     def _match(self, tree: DraftTree, p: Probs, seed: int, position: int) -> tuple[list[int], int]:
         path: list[int] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -34,7 +33,7 @@ def sample(backend: Backend, logits: Tensor, rows: SamplingRows) -> list[int]:
     """A token of each row, as requests without drafts get them."""
     trees = DraftTrees.empty(len(logits), backend.device)
     verified = backend.trees.verify(logits.to(backend.device), trees, np.arange(len(logits)), rows)
-    assert verified.num_accepted.tolist() == [0] * len(logits)
+    assert (verified.paths == -1).all() and verified.matches is None
     return verified.final_tokens.tolist()
 
 
@@ -43,7 +42,8 @@ def sample_many(backend: Backend, logits: Tensor, rows: SamplingRows) -> list[in
     if backend.name != TorchBackend.name:
         return sample(backend, logits, rows)
     tokens = draw(
-        backend.sampling.probs(logits, rows), torch.from_numpy(philox_uniform(rows.seeds, rows.positions, Purpose.SAMPLE))
+        backend.sampling.probs(logits, rows),
+        torch.from_numpy(philox_uniform(rows.options["seed"], rows.options["position"], Purpose.SAMPLE)),
     ).tolist()
     few = np.arange(0, len(logits), 100)
     assert sample(backend, logits[few], rows.take(few)) == [tokens[i] for i in few]
@@ -144,8 +144,7 @@ def test_tokens_are_sampled_from_the_exact_distribution(back_end: str, name: str
     temperature, *cuts = OPTIONS[name]
     num_rows = 40_000
     logits = (torch.randn(12, generator=torch.Generator().manual_seed(1)) * 1.5).to(dtype)
-    rows = rows_of(1, seed=11, **options_of(*OPTIONS[name])).repeat(np.array([num_rows]))
-    rows = replace(rows, positions=np.arange(num_rows))
+    rows = rows_of(num_rows, seed=11, **options_of(*OPTIONS[name]))
     tokens = sample_many(make_back_end(back_end), logits.expand(num_rows, -1), rows)
     assert p_value(tokens, warped(logits[None], temperature, *cuts)[0]) > 1e-3
     wrong = warped(logits[None], temperature * 1.4, *cuts)[0]

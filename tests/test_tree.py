@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan.core.limits import MAX_NODES
-from titan.core.trees import EMPTY_TREE, NODE_DTYPES, NODE_FIELDS, DraftTree, DraftTrees, TreeLimits
+from titan.core.trees import EMPTY_TREE, NODE_DTYPES, DraftTree, DraftTrees, NodeColumns, TreeLimits
 
 VOCAB_SIZE = 9
 
@@ -130,7 +130,7 @@ def test_trees_are_joined_as_they_are() -> None:
     assert (trees.num_rows, trees.num_nodes, trees.counts.tolist(), trees.start_loc.tolist()) == (3, 5, [2, 3, 0], [0, 2, 5, 5])
     flags = trees.is_chain, trees.is_sampled, trees.has_scores
     assert [each.tolist() for each in flags] == [[False, False, True], [False, True, False], [True, False, False]]
-    assert [column.tolist() for column in trees.columns] == [
+    assert [column.tolist() for column in trees.nodes] == [
         [7, 8, 1, 1, 2],
         [-1, -1, -1, 0, -1],
         [1, 1, 1, 2, 1],
@@ -138,7 +138,7 @@ def test_trees_are_joined_as_they_are() -> None:
         [-0.5, -1.0, 0.0, 0.0, 0.0],
         [2, -1, -1, -1, -1],
     ]
-    assert [column.dtype for column in trees.columns] == list(NODE_DTYPES)
+    assert [column.dtype for column in trees.nodes] == list(NODE_DTYPES)
     assert trees.draft_probs is not None and trees.draft_rows is not None and trees.draft_rows.dtype == torch.int32
     assert len(trees.draft_rows) == trees.num_nodes + trees.num_rows
     of_sampled = trees.draft_rows[2 + 1 : 5 + 2].long()  # its root, then its nodes
@@ -190,7 +190,8 @@ def test_proposals_that_would_reach_what_is_not_theirs_are_refused(proposal: Any
 def on_device(**changes: Any) -> DraftTrees:
     """Trees of three nodes, none, and none, that are ready; with some fields changed."""
     trees = of([EMPTY_TREE, DraftTree(np.array([1, 1, 2]), BUSHY, Q), EMPTY_TREE])
-    return replace(trees, **changes)
+    columns = {name: changes.pop(name) for name in NodeColumns._fields if name in changes}
+    return replace(trees, nodes=trees.nodes._replace(**columns), **changes)
 
 
 def test_trees_that_are_ready_stay_where_they_are() -> None:
@@ -198,9 +199,9 @@ def test_trees_that_are_ready_stay_where_they_are() -> None:
     assert of(trees) is trees
 
 
-@pytest.mark.parametrize("name", NODE_FIELDS)
+@pytest.mark.parametrize("name", NodeColumns._fields)
 def test_columns_that_would_be_misread_are_refused(name: str) -> None:
-    dtype = NODE_DTYPES[NODE_FIELDS.index(name)]
+    dtype = getattr(NODE_DTYPES, name)
     other = torch.int32 if dtype != torch.int32 else torch.int64
     ones = [torch.ones(4, dtype=dtype), torch.ones(2, dtype=dtype), torch.ones(3, 1, dtype=dtype), torch.ones(3, dtype=other)]
     for column in (*ones, torch.ones(3, 2, dtype=dtype)[:, 0]):
@@ -257,10 +258,12 @@ def test_on_the_host_empty_places_are_left_out() -> None:
         torch.tensor([3, -1, -1, -1, -1, 0, -1], dtype=torch.int32),
     ]
     has_scores = np.array([True, True, False])
-    trees = DraftTrees(np.array([0, 3, 5, 7]), np.array([False, False, True]), np.zeros(3, np.bool_), has_scores, *columns)
-    found = trees.on_host([column.numpy() for column in trees.columns])
+    trees = DraftTrees(
+        np.array([0, 3, 5, 7]), np.array([False, False, True]), np.zeros(3, np.bool_), has_scores, NodeColumns(*columns)
+    )
+    found = trees.on_host(trees.arrays)
     assert found.start_loc.tolist() == [0, 1, 1, 3] and trees.start_loc.tolist() == [0, 3, 5, 7]
-    assert [column.tolist() for column in found.columns] == [
+    assert [column.tolist() for column in found.nodes] == [
         [4, 5, 6],
         [-1, -1, 0],
         [1, 1, 2],
@@ -271,6 +274,6 @@ def test_on_the_host_empty_places_are_left_out() -> None:
     assert [found[row].token_ids.tolist() for row in range(3)] == [[4], [], [5, 6]]
     assert found[0].scores is not None and found[0].scores.tolist() == [-0.5]
     assert found[1].scores is not None and found[2].scores is None
-    whole = on_device().on_host([column.numpy() for column in on_device().columns])
+    whole = on_device().on_host(on_device().arrays)
     assert whole.draft_probs is None and whole.draft_rows is None and whole.start_loc.tolist() == [0, 0, 3, 3]
     assert DraftTrees.empty(2, torch.device("cpu"))[1].num_nodes == 0

@@ -41,6 +41,11 @@ WARM_UP_TOKENS = 24
 """Tokens generated before the clock starts, so that one-time set-up is not taken for speed."""
 
 
+SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "ignore_eos")
+ENGINE_OPTIONS = ("dtype", "device", "max_draft_tokens", "draft_tree", "draft_sampling")
+"""Of ``titan generate``, those that are named as in `SamplingParams` and `LLM`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """One generation, how long it took, and its draft trees, a step each, if they were asked for."""
@@ -150,27 +155,10 @@ def _generate(args: argparse.Namespace) -> int:
         raise ValueError(
             "--show-tree has no trees to show without a draft: give --draft-model, and --max-draft-tokens of 1 or more"
         )
-    params = SamplingParams(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        seed=args.seed,
-        stop=args.stop,
-        max_tokens=args.max_tokens,
-        ignore_eos=args.ignore_eos,
-    )
-    llm = LLM(
-        args.model,
-        None if draft_model == "none" else draft_model,
-        dtype=args.dtype,
-        device=args.device,
-        max_draft_tokens=args.max_draft_tokens,
-        draft_tree=args.draft_tree,
-        draft_sampling=args.draft_sampling,
-        max_batch_size=1,
-        enable_prefix_caching=False,
-    )
+    params = SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS})
+    options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
+    draft = None if draft_model == "none" else draft_model
+    llm = LLM(args.model, draft, max_batch_size=1, enable_prefix_caching=False, **options)
     plain_params = replace(params, use_speculative=False)
     for warm_up in (params, plain_params) if args.compare else (params,):
         llm.generate(args.prompt, replace(warm_up, max_tokens=WARM_UP_TOKENS, ignore_eos=True, stop=None), use_tqdm=False)

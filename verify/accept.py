@@ -56,7 +56,7 @@ def launch(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints,
     host_trees, used, errors = None, logits, dict[int, str]()
     looking = [counts[i] for i in reached if looks_at_prefix(plan.requests[i])]
     if looking:
-        host_trees = trees.on_host(backend.download(trees.columns)) if max(looking) > 1 else None
+        host_trees = trees.on_host(backend.download(trees.nodes)) if max(looking) > 1 else None
         used, errors = transform_rows(logits, plan.requests, host_trees, start_loc, backend.upload)
     requests = [plan.requests[i] for i in reached]
     sampling = SamplingRows.of((request.params, request.seed, request.num_tokens) for request in requests)
@@ -71,29 +71,30 @@ def collect(backend: Backend, launched: Launched) -> Acceptance:
         backend: that verifies.
         launched: by `launch`.
     """
-    plan, start_loc = launched.plan, launched.start_loc
-    verified = () if launched.verified is None else launched.verified
+    plan, start_loc, verified = launched.plan, launched.start_loc, launched.verified
     num_rows, trees = len(plan.requests), launched.host_trees
     if trees is None and not launched.trees.num_nodes:
         trees = DraftTrees.empty(num_rows)
-    tensors = [*verified, *(launched.trees.columns if trees is None else ())]
+    found = [] if verified is None else [each for each in verified if each is not None]
+    tensors = [*found, *(launched.trees.nodes if trees is None else ())]
     fetched = backend.download(tensors) if tensors else []  # none in a step of prefill chunks
-    trees = trees or launched.trees.on_host(fetched[len(verified) :])
+    trees = trees or launched.trees.on_host(fetched[len(found) :])
     acceptance = Acceptance(trees, [[] for _ in range(num_rows)], [[] for _ in range(num_rows)], [None] * num_rows)
-    if verified:
+    if verified is not None:
         token_ids, first_nodes = trees.arrays.token_ids.tolist(), trees.start_loc.tolist()
-        found = zip(launched.rows.tolist(), *(column.tolist() for column in fetched[: len(verified)]), strict=True)
-        for i, path, count, final_token, (greedy, sampled) in found:
-            del path[count:]
-            acceptance.paths[i] = path
+        rows = launched.rows.tolist()
+        for i, path, final_token in zip(rows, fetched[0].tolist(), fetched[1].tolist(), strict=True):
+            path = acceptance.paths[i] = [node for node in path if node >= 0]
             acceptance.token_ids[i] = [token_ids[first_nodes[i] + node] for node in path]
             if final_token >= 0:
                 acceptance.token_ids[i].append(final_token)
             else:
                 last_row = int(start_loc[i]) + (1 + path[-1] if path else 0)
                 acceptance.errors[i] = launched.errors.get(last_row, "the target's logits are not finite")
-            if not isnan(greedy):
-                acceptance.matches[i] = greedy, sampled
+        if verified.matches is not None:
+            for i, (greedy, sampled) in zip(rows, fetched[2].tolist(), strict=True):
+                if not isnan(greedy):
+                    acceptance.matches[i] = greedy, sampled
     logprobs = emitted_logprobs(plan.requests, start_loc, acceptance.paths, acceptance.token_ids, launched.logits, backend.upload)
     acceptance.logprobs.update(logprobs)
     return acceptance

@@ -17,6 +17,7 @@ from titan.bench.gpu.layer_reference import (
     reference_silu_mul,
 )
 from titan.bench.gpu.sections import Measurement, Setting, Task
+from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton.gate import silu_mul
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
@@ -54,7 +55,7 @@ def check_rope(setting: Setting, *, head_dim: int, has_norm: bool) -> Measuremen
     exact_kv = kv.double()
     options = {"num_heads": num_heads, "qk_norm": norm, "eps": EPS}
     exact_q = reference_rope_and_write_kv(qkv, table, positions, slots, exact_kv, **options)  # type: ignore[arg-type]
-    q = rope_and_write_kv(qkv, table, positions, slots, kv, **options)  # type: ignore[arg-type]
+    q = rope_and_write_kv(qkv, TokenPlaces(table, positions, slots), kv, norm, EPS)
     is_written = ~exact_kv.isnan()
     error = max(largest_difference(q, exact_q), largest_difference(kv[is_written], exact_kv[is_written]))
     if int((kv.isnan() == is_written).sum()):

@@ -55,7 +55,7 @@ class PaidReplayDrafter:
         drafted = self.draft.propose(replace(plan, draft_budgets=[recording.num_nodes for recording in recordings]))
         pairs = zip(recordings, drafted.counts.tolist(), strict=True)
         [token_ids] = self._upload([np.concatenate([recording.token_ids[:count] for recording, count in pairs])])
-        return replace(drafted, token_ids=token_ids)
+        return replace(drafted, nodes=drafted.nodes._replace(token_ids=token_ids))
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         self.draft.commit(plan, acceptance)

@@ -23,7 +23,7 @@ from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.row_distribution import RowDistributions, normalized_probs, row_distributions
 from titan.kernels.triton.sample_rows import draw_rows
 from titan.kernels.triton.tree_rejection import reject_trees
-from titan.kernels.triton.tree_walk import TreePaths, walk_matches
+from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
 
 MAX_DEPTH = 8
 CDF_TOLERANCE = 2e-5
@@ -121,13 +121,13 @@ def check_walk(setting: Setting) -> Measurement:
     parents = [[int(rng.integers(max(-1, node - 3), node)) for node in range(size)] for size in sizes]
     tokens = [rng.integers(0, 3, size).tolist() for size in sizes]
     wanted = [rng.integers(0, 3, size + 1).tolist() for size in sizes]
-    result = walk_matches(
+    result = VerifiedTrees.of(
         _device_tensor([*chain.from_iterable(tokens)], torch.int64, setting),
         _device_tensor([*chain.from_iterable(parents)], torch.int32, setting),
         _device_tensor([0, *np.cumsum(sizes).tolist()], torch.int32, setting),
-        _device_tensor([*chain.from_iterable(wanted)], torch.int64, setting),
         max_depth=63,
     )
+    walk_matches(result, _device_tensor([*chain.from_iterable(wanted)], torch.int64, setting))
     expected = [reference_walk(*each) for each in zip(tokens, parents, wanted, strict=True)]
     return held_to(_num_wrong(result, expected), 0, f"{num_requests} trees of up to {max_nodes} nodes")
 
@@ -201,16 +201,20 @@ def check_rejection(setting: Setting) -> Measurement:
     """Paths and final tokens, against rejection with residuals as vectors in float64."""
     drafts = make_drafts(setting)
     distributions, draft_probs, draft_rows, start_loc, seeds, positions = _verify_by_kernels(drafts, setting)
-    result = reject_trees(
-        distributions,
-        draft_probs,
-        draft_rows,
+    result = VerifiedTrees.of(
         _device_tensor(np.concatenate([tree.token_ids for tree in drafts.trees]).tolist(), torch.int64, setting),
         _device_tensor(np.concatenate([tree.parents for tree in drafts.trees]).tolist(), torch.int32, setting),
         start_loc,
+        max_depth=MAX_DEPTH,
+    )
+    reject_trees(
+        result,
+        torch.arange(len(drafts.trees), device=setting.device),
+        distributions,
+        draft_probs,
+        draft_rows,
         torch.from_numpy(seeds.view(np.int64)).to(setting.device),
         torch.from_numpy(positions).to(setting.device),
-        max_depth=MAX_DEPTH,
     )
 
     def uniform(row: int, purpose: Purpose, sibling: int = 0) -> float:
@@ -249,19 +253,19 @@ def check_root_matches(setting: Setting) -> Measurement:
     joined = DraftTrees.of(
         trees, limits, drafter="check", vocab_size=drafts.vocab_size, upload=backend.upload, device=backend.device
     )
-    found = backend.trees.verify(logits, joined, np.arange(len(trees)), options).matches.double().cpu().numpy()
+    matches = backend.trees.verify(logits, joined, np.arange(len(trees)), options).matches
+    assert matches is not None, "all trees were sampled"
+    found = matches.double().cpu().numpy()
     roots = [(p[0], q[0]) for p, q in zip(drafts.p, drafts.q, strict=True)]
     exact = np.array([(p[q.argmax()], np.minimum(p, q).sum()) for p, q in roots])
     return held_to(float(np.abs(found - exact).max()), CDF_TOLERANCE, f"{len(roots)} roots")
 
 
-def _num_wrong(result: TreePaths, expected: Sequence[tuple[list[int], int]]) -> int:
+def _num_wrong(result: VerifiedTrees, expected: Sequence[tuple[list[int], int]]) -> int:
     """Requests whose path or final token is not as expected."""
-    found = zip(result.paths.tolist(), result.num_accepted.tolist(), result.final_tokens.tolist(), strict=True)
-    return sum(
-        (path[:count], token) != want or set(path[count:]) - {-1} != set()
-        for (path, count, token), want in zip(found, expected, strict=True)
-    )
+    found = zip(result.paths.tolist(), result.final_tokens.tolist(), strict=True)
+    wanted = ((path + [-1] * (result.paths.shape[1] - len(path)), token) for path, token in expected)
+    return sum(each != want for each, want in zip(found, wanted, strict=True))
 
 
 def _device_tensor(values: Sequence[int], dtype: torch.dtype, setting: Setting) -> Tensor:

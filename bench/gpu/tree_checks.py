@@ -11,7 +11,7 @@ import torch
 from titan.bench.gpu.checks import held_to
 from titan.bench.gpu.sections import Measurement, Setting, Task
 from titan.core.limits import MAX_NODES
-from titan.core.trees import allocate_columns
+from titan.core.trees import allocate_nodes
 from titan.kernels.interfaces import Candidates
 from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.triton.tree_select import select_trees
@@ -28,7 +28,7 @@ def check_choice(setting: Setting) -> Measurement:
     rng = np.random.default_rng(setting.seed)
     candidates = _random_beams(rng, num_requests, num_candidates)
     expected = TorchBackend(torch.device("cpu")).trees.select([candidates], num_requests)
-    nodes = allocate_columns(expected.num_nodes, setting.device)
+    nodes = allocate_nodes(expected.num_nodes, setting.device)
     select_trees(
         candidates.token_ids.to(setting.device),
         candidates.scores.to(setting.device),
@@ -39,7 +39,7 @@ def check_choice(setting: Setting) -> Measurement:
         nodes,
     )
     is_wrong = np.zeros(expected.num_nodes, np.bool_)
-    for found, wanted in zip(nodes, expected.columns, strict=True):
+    for found, wanted in zip(nodes, expected.nodes, strict=True):
         is_wrong |= found.cpu().numpy() != wanted.numpy()
     first_wrong = np.concatenate(([0], is_wrong.cumsum()))[expected.start_loc]
     num_wrong = int((np.diff(first_wrong) > 0).sum())

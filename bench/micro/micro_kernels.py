@@ -16,7 +16,7 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees
 from titan.execute.batch import target_batch
-from titan.kernels.interfaces import LayerOps, PathMove
+from titan.kernels.interfaces import LayerOps, PathMove, TokenPlaces
 from titan.kernels.torch.layers import TorchOps
 
 Measure = Callable[..., Any]
@@ -87,16 +87,8 @@ def test_rope_and_write_kv(measure: Measure, stage: Stage, ops: LayerOps) -> Non
     config, batch = stage.model.config, stage.batch
     qkv = heads(stage, len(batch.token_ids), config.num_heads + 2 * config.num_kv_heads)
     # the slots hold random values afterwards, which nobody reads: the batch's own tokens are attended to in shape only
-    measure(
-        ops.rope_and_write_kv,
-        qkv,
-        stage.model.rope_table,
-        *stage.backend.upload([batch.attention.positions, batch.slot_mapping]),
-        stage.kv.layers[0],
-        num_heads=config.num_heads,
-        qk_norm=None,
-        eps=config.rms_norm_eps,
-    )
+    places = TokenPlaces(stage.model.rope_table, *stage.backend.upload([batch.attention.positions, batch.slot_mapping]))
+    measure(ops.rope_and_write_kv, qkv, places, stage.kv.layers[0], None, config.rms_norm_eps)
 
 
 def test_silu_mul(measure: Measure, stage: Stage, ops: LayerOps) -> None:

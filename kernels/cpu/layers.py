@@ -20,6 +20,7 @@ from titan.core.batch import AttentionLayout, Window
 from titan.kernels.cpu.library import kernel
 from titan.kernels.cpu.linear import linear, linear_add
 from titan.kernels.cpu.weights import can_pack, pack_weight
+from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.torch.attention import RequestQuery, attend, plan_requests
 
 CPU = torch.device("cpu")
@@ -145,34 +146,20 @@ class CompiledOps:
         residual = linear_add(x, weight, bias, residual)
         return residual, self.rms_norm(residual, norm_weight, eps)
 
-    def rope_and_write_kv(
-        self,
-        qkv: Tensor,
-        rope_table: Tensor,
-        positions: Tensor,
-        slot_mapping: Tensor,
-        kv_layer: Tensor,
-        *,
-        num_heads: int,
-        qk_norm: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        num_tokens, num_kv_heads, head_dim = qkv.shape[0], kv_layer.shape[1], kv_layer.shape[4]
+    def rope_and_write_kv(self, qkv: Tensor, places: TokenPlaces, kv_layer: Tensor, qk_norm: Tensor | None, eps: float) -> Tensor:
+        num_kv_heads, head_dim = kv_layer.shape[1], kv_layer.shape[4]
+        heads = qkv.view(qkv.shape[0], -1, head_dim)
+        num_heads = heads.shape[1] - 2 * num_kv_heads
         self._functions["rope_and_write_kv"](
             qkv.data_ptr(),
-            rope_table.data_ptr(),
-            positions.data_ptr(),
-            slot_mapping.data_ptr(),
+            *(each.data_ptr() for each in places),
             kv_layer.data_ptr(),
             kv_layer.stride(1),
             None if qk_norm is None else qk_norm.data_ptr(),
             eps,
-            num_tokens,
-            num_heads,
-            num_kv_heads,
-            head_dim,
+            *(len(heads), num_heads, num_kv_heads, head_dim),
         )
-        return qkv.view(num_tokens, -1, head_dim)[:, :num_heads]
+        return heads[:, :num_heads]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         size = gate_up.shape[1] // 2

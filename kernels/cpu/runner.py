@@ -15,7 +15,7 @@ from titan.core.arrays import Ints
 from titan.core.batch import RaggedBatch, pad_block_tables, prefix_sums
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec
 from titan.core.kv_tensor import KVTensor
-from titan.core.trees import DraftTrees, allocate_columns
+from titan.core.trees import DraftTrees, allocate_nodes
 from titan.kernels.cpu.decoder import (
     TREE_GROWTH,
     DecoderStruct,
@@ -134,20 +134,20 @@ class CompiledRunner(TorchRunner):
         if (last_slots // self.kv.block_size >= num_blocks).any():
             raise IndexError(f"block tables of {num_blocks.tolist()} blocks do not cover slots {last_slots.tolist()}")
 
-        table, columns = pad_block_tables([feed.block_ids for feed in feeds]), allocate_columns(int(start_loc[-1]), None)
-        draft_rows, are_chains = torch.zeros(len(columns[0]) + num_rows, dtype=torch.int32), np.empty(len(feeds), np.int32)
+        table, nodes = pad_block_tables([feed.block_ids for feed in feeds]), allocate_nodes(int(start_loc[-1]), None)
+        draft_rows, are_chains = torch.zeros(int(start_loc[-1]) + num_rows, dtype=torch.int32), np.empty(len(feeds), np.int32)
         probs = torch.empty(num_probs, vocab_size) if num_probs else None
         self._run_growth(
             GrowingStruct(
                 *(len(feeds), self.kv.block_size, table.shape[1], vocab_size, self._num_slots),
                 *(address(growths), address(table)),
                 *((roots.data_ptr(), 0, 0) if isinstance(roots, Tensor) else (0, *map(address, roots))),
-                NodeColumnsStruct(*(column.data_ptr() for column in columns)),
+                NodeColumnsStruct(*(column.data_ptr() for column in nodes)),
                 *(draft_rows.data_ptr(), address(are_chains), 0 if probs is None else probs.data_ptr()),
             )
         )
         is_chain[rows] = are_chains
-        return DraftTrees.from_columns(start_loc, is_chain, is_sampled, has_scores, columns, probs, draft_rows)
+        return DraftTrees(start_loc, is_chain, is_sampled, has_scores, nodes, probs, draft_rows)
 
     def _run_growth(self, growing: GrowingStruct) -> GrowingStruct:
         """One call for all depths of all trees; the struct then says what its passes took."""

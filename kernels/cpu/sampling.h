@@ -17,6 +17,15 @@ constexpr int kChunk = 512; // numbers summed before their sum goes to a double
 constexpr int64_t kSample = TITAN_SAMPLE, kDraft = TITAN_DRAFT, kAccept = TITAN_ACCEPT, kResidual = TITAN_RESIDUAL;
 constexpr int kSearched = 64; // numbers that are passed over together if none of them is large enough
 
+// `OPTIONS` of `titan/core/sampling_rows.py`.
+struct Options {
+  float temperature; // 0: the most likely token
+  float top_p, min_p;
+  int64_t top_k;
+  uint64_t seed;
+  int64_t position; // of the token that is sampled
+};
+
 // Uniform in (0, 1) by Philox 4x32-10; key = seed, counter = (position, stream, 0, 0).
 inline double uniform_number(uint64_t seed, int64_t position, int64_t stream) {
   uint32_t c0 = static_cast<uint32_t>(position), c1 = static_cast<uint32_t>(stream), c2 = 0, c3 = 0;
@@ -172,14 +181,6 @@ int64_t draw_row(const float* probs, double uniform, int64_t size) {
   return 0; // nothing is possible
 }
 
-// The probabilities of a row of logits at a temperature, computed into the room; without one they are what the row holds, float32.
-template <typename T>
-const float* row_probs(const T* row, const float* temperature, float* room, int64_t size) {
-  if (!temperature) return reinterpret_cast<const float*>(row);
-  softmax_row(row, *temperature, room, size);
-  return room;
-}
-
 // As many draws as there are children, none of them twice; -1 where no token is left.
 void draw_siblings(const float* probs, uint64_t seed, int64_t position, int64_t purpose, int64_t num_children, int64_t* tokens,
                    int64_t size) {
@@ -232,22 +233,20 @@ void match_rows(const float* probs, const float* draft_probs, float* matches, in
 // values: that of its root, then those of its nodes.
 struct VerifiedTrees {
   int64_t num_trees;
-  int64_t max_depth;          // of `paths`
-  const int64_t* rows;        // [trees], of the plan
-  const int64_t* start_loc;   // [all rows of the plan + 1], of the nodes
-  const char* is_sampled;     // [all rows of the plan]
-  const float* temperatures;  // [trees], 0: the most likely tokens; none: the values are float32 probabilities
-  const uint64_t* seeds;      // [trees]
-  const int64_t* positions;   // [trees], of the token that follows the root
-  const int64_t* token_ids;   // [nodes]
-  const int32_t* parents;     // [nodes], -1 for the root, counted from the tree's first; children come after their parents
-  const float* draft_probs;   // [any, size]
-  const int32_t* draft_rows;  // [rows of the plan + nodes], which of them the children of each root and node were sampled from
+  int64_t max_depth;         // of `paths`
+  int64_t holds_probs;       // whether the values are float32 probabilities, not logits
+  const int64_t* rows;       // [trees], of the plan
+  const int64_t* start_loc;  // [all rows of the plan + 1], of the nodes
+  const char* is_sampled;    // [all rows of the plan]
+  const Options* options;    // [trees], at the positions of the tokens that follow the roots
+  const int64_t* token_ids;  // [nodes]
+  const int32_t* parents;    // [nodes], -1 for the root, counted from the tree's first; children come after their parents
+  const float* draft_probs;  // [any, size]
+  const int32_t* draft_rows; // [rows of the plan + nodes], which of them the children of each root and node were sampled from
   // what comes out
-  int32_t* paths;        // [trees, max_depth], accepted nodes from the root down
-  int32_t* num_accepted; // [trees]
+  int32_t* paths;        // [trees, max_depth], accepted nodes from the root down, -1 after them
   int64_t* final_tokens; // [trees], -1 where none can be sampled
-  float* matches;        // [trees, 2]
+  float* matches;        // [trees, 2]; none without draft_probs
 };
 
 // One of them, and the distributions at its rows.
@@ -258,28 +257,30 @@ struct VerifiedTree {
   int64_t num_nodes;
   const int64_t* token_ids;
   const int32_t* parents;
-  const float* temperature; // none: probabilities
-  uint64_t seed;
-  int64_t position;
+  bool holds_probs;
+  const Options& options;
   const float* draft_probs;
   const int32_t* draft_rows; // from the root on; none: nothing was sampled
   int32_t* path;
-  int32_t* num_accepted;
 
   VerifiedTree(const T* root_values, int64_t vocab_size, const VerifiedTrees& trees, int64_t tree)
-      : values(root_values), size(vocab_size), temperature(trees.temperatures ? trees.temperatures + tree : nullptr),
-        seed(trees.seeds[tree]), position(trees.positions[tree]), draft_probs(trees.draft_probs),
-        path(trees.paths + tree * trees.max_depth), num_accepted(trees.num_accepted + tree) {
+      : values(root_values), size(vocab_size), holds_probs(trees.holds_probs), options(trees.options[tree]),
+        draft_probs(trees.draft_probs), path(trees.paths + tree * trees.max_depth) {
     const int64_t row = trees.rows[tree], first = trees.start_loc[row];
     num_nodes = trees.start_loc[row + 1] - first;
     token_ids = trees.token_ids + first;
     parents = trees.parents + first;
     draft_rows = trees.is_sampled[row] ? trees.draft_rows + first + row : nullptr;
-    *num_accepted = 0;
+    std::fill_n(path, trees.max_depth, -1);
   }
 
   // The target's probabilities at a node, or at the root, -1; room for them is used where they must be computed.
-  const float* probs(int64_t node, float* room) const { return row_probs(values + (1 + node) * size, temperature, room, size); }
+  const float* probs(int64_t node, float* room) const {
+    const T* row = values + (1 + node) * size;
+    if (holds_probs) return reinterpret_cast<const float*>(row);
+    softmax_row(row, options.temperature, room, size);
+    return room;
+  }
 
   // What the children of a node, or of the root, were sampled from; none for a leaf.
   const float* sampled_from(int64_t node) const {
@@ -291,14 +292,14 @@ struct VerifiedTree {
 
 // Sample-and-match: descend to the child that carries the target's token, of equal siblings the first.
 template <typename T>
-void match_tree(const VerifiedTree<T>& tree, int64_t* final_token) {
-  const bool is_greedy = tree.temperature && *tree.temperature == 0;
+int64_t match_tree(const VerifiedTree<T>& tree) {
+  const bool is_greedy = !tree.holds_probs && tree.options.temperature == 0;
   const std::unique_ptr<float[]> room(is_greedy ? nullptr : new float[tree.size]);
   int64_t reached = -1, depth = 0;
   const auto wanted = [&] {
     if (is_greedy) return argmax_row(tree.values + (1 + reached) * tree.size, tree.size);
     int64_t token;
-    draw_siblings(tree.probs(reached, room.get()), tree.seed, tree.position + depth, kSample, 1, &token, tree.size);
+    draw_siblings(tree.probs(reached, room.get()), tree.options.seed, tree.options.position + depth, kSample, 1, &token, tree.size);
     return token;
   };
   int64_t token = wanted();
@@ -308,17 +309,17 @@ void match_tree(const VerifiedTree<T>& tree, int64_t* final_token) {
     tree.path[depth++] = static_cast<int32_t>(node);
     token = wanted();
   }
-  *tree.num_accepted = static_cast<int32_t>(depth);
-  *final_token = token;
+  return token;
 }
 
 // Recursive rejection, see `titan/kernels/torch/trees.py`.
 template <typename T>
-void reject_tree(const VerifiedTree<T>& tree, int64_t* final_token, float* matches) {
+int64_t reject_tree(const VerifiedTree<T>& tree, float* matches) {
   const int64_t size = tree.size;
   const std::unique_ptr<float[]> room(new float[2 * size]);
   float* rest = room.get() + size;
   int64_t reached = -1, depth = 0, rank = 0;
+  const auto uniform = [&](int64_t stream) { return uniform_number(tree.options.seed, tree.options.position + depth, stream); };
   double scale = 0, tried = 0; // s and Q of the children tried so far
   const float *probs = tree.probs(reached, room.get()), *draft_probs = tree.sampled_from(reached);
   // though all of its places may be empty
@@ -329,7 +330,7 @@ void reject_tree(const VerifiedTree<T>& tree, int64_t* final_token, float* match
     const double p = probs[token], q = draft_probs[token];
     const double mass = rank == 0 ? 1 : residual_row(probs, draft_probs, static_cast<float>(scale), rest, size);
     const double left = std::max(1 - tried, q); // q is part of it, whatever rounding says
-    const double coin = uniform_number(tree.seed, tree.position + depth, kAccept | rank << 8);
+    const double coin = uniform(kAccept | rank << 8);
     if (coin < std::max(p - scale * q, 0.0) * left / (mass * q)) {
       reached = node, rank = 0;
       tree.path[depth++] = static_cast<int32_t>(node);
@@ -340,15 +341,10 @@ void reject_tree(const VerifiedTree<T>& tree, int64_t* final_token, float* match
       scale += mass / left, tried += q, rank += 1;
     }
   }
-  *tree.num_accepted = static_cast<int32_t>(depth);
-  if (!std::isfinite(probs[0])) {
-    *final_token = -1;
-    return;
-  }
+  if (!std::isfinite(probs[0])) return -1;
   // where rounding leaves nothing of the residual, p itself
   const bool is_rest = draft_probs && residual_row(probs, draft_probs, static_cast<float>(scale), rest, size) > 0;
-  const double uniform = uniform_number(tree.seed, tree.position + depth, draft_probs ? kResidual : kSample);
-  *final_token = draw_row(is_rest ? rest : probs, uniform, size);
+  return draw_row(is_rest ? rest : probs, uniform(draft_probs ? kResidual : kSample), size);
 }
 
 template <typename T>
@@ -359,22 +355,20 @@ void verify_trees(const T* values, int64_t size, const VerifiedTrees& trees) {
 #pragma omp parallel for schedule(dynamic) if (root_rows[trees.num_trees] * size > kMaxSerial)
   for (int64_t i = 0; i < trees.num_trees; ++i) {
     const VerifiedTree<T> tree(values + root_rows[i] * size, size, trees, i);
-    trees.matches[2 * i] = trees.matches[2 * i + 1] = std::numeric_limits<float>::quiet_NaN();
-    if (tree.draft_rows)
-      reject_tree(tree, trees.final_tokens + i, trees.matches + 2 * i);
-    else
-      match_tree(tree, trees.final_tokens + i);
+    if (trees.matches) std::fill_n(trees.matches + 2 * i, 2, std::numeric_limits<float>::quiet_NaN());
+    trees.final_tokens[i] = tree.draft_rows ? reject_tree(tree, trees.matches + 2 * i) : match_tree(tree);
   }
 }
 
 } // namespace
 
 // Tokens sampled from row i of the probabilities are written to row places[i] of a table.
-extern "C" void draw_children(const float* probs, const uint64_t* seeds, const int64_t* positions, const int64_t* num_children,
-                              const int64_t* places, int64_t* tokens, int64_t num_rows, int64_t size, int64_t max_children) {
+extern "C" void draw_children(const Options* options, const float* probs, const int64_t* num_children, const int64_t* places,
+                              int64_t* tokens, int64_t num_rows, int64_t size, int64_t max_children) {
 #pragma omp parallel for if (num_rows * size > kMaxSerial)
   for (int64_t row = 0; row < num_rows; ++row)
-    draw_siblings(probs + row * size, seeds[row], positions[row], kDraft, num_children[row], tokens + places[row] * max_children, size);
+    draw_siblings(probs + row * size, options[row].seed, options[row].position, kDraft, num_children[row],
+                  tokens + places[row] * max_children, size);
 }
 
 #define TITAN_DEFINE_SAMPLING(T, NAME)                                                                                         \

@@ -50,10 +50,10 @@ class CompiledSampling:
     def sample_children(
         self, logits: Tensor, rows: SamplingRows, num_children: Ints, places: Tensor, probs: Tensor, children: Tensor
     ) -> None:
-        written, keys = self.probs(logits, rows), (torch.from_numpy(rows.seeds), torch.from_numpy(rows.positions))
+        written = self.probs(logits, rows)
         probs.index_copy_(0, places, written)
-        arguments = written, *keys, torch.from_numpy(num_children), places, children, *written.shape, children.shape[1]
-        self._library.draw_children(*map(_as_argument, arguments))
+        arguments = written, torch.from_numpy(num_children), places, children, *written.shape, children.shape[1]
+        self._library.draw_children(ctypes.c_void_p(rows.options.ctypes.data), *map(_as_argument, arguments))
 
     def _call(self, name: str, values: Tensor, *arguments: Tensor | int) -> None:
         """Call a function of the library with tensors, of which ``values`` says the dtype, and numbers."""

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import NODE_FIELDS, DraftTrees, Upload, allocate_columns
+from titan.core.trees import DraftTrees, NodeColumns, Upload, allocate_nodes
 from titan.kernels.cpu.library import kernel
 from titan.kernels.cpu.sampling import CompiledSampling, readable
 from titan.kernels.interfaces import Candidates, Verified
-from titan.kernels.tree_places import TreePlaces
+from titan.kernels.tree_places import place_trees, with_draft_probs
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
@@ -28,17 +28,16 @@ CANDIDATE = np.dtype([("token_id", "i8"), ("score", "f4"), ("parent_slot", "i4")
 class NodeColumnsStruct(ctypes.Structure):
     """``NodeColumns`` of the source."""
 
-    _fields_ = [(name, _POINTER) for name in NODE_FIELDS]
+    _fields_ = [(name, _POINTER) for name in NodeColumns._fields]
 
 
 class _TreesStruct(ctypes.Structure):
     """``VerifiedTrees`` of the source."""
 
     _fields_ = [
-        *((name, _INT) for name in ("num_trees", "max_depth")),
-        *((name, _POINTER) for name in ("rows", "start_loc", "is_sampled", "temperatures", "seeds", "positions")),
-        *((name, _POINTER) for name in ("token_ids", "parents", "draft_probs", "draft_rows")),
-        *((name, _POINTER) for name in ("paths", "num_accepted", "final_tokens", "matches")),
+        *((name, _INT) for name in ("num_trees", "max_depth", "holds_probs")),
+        *((name, _POINTER) for name in ("rows", "start_loc", "is_sampled", "options", "token_ids", "parents")),
+        *((name, _POINTER) for name in ("draft_probs", "draft_rows", "paths", "final_tokens", "matches")),
     ]
 
 
@@ -57,58 +56,42 @@ class CompiledTrees:
         self._upload = upload
 
     def select(self, found: Sequence[Candidates], num_rows: int) -> DraftTrees:
-        places = TreePlaces.of(found, num_rows)
-        columns = allocate_columns(places.num_nodes, torch.device("cpu"))
-        struct = NodeColumnsStruct(*(column.data_ptr() for column in columns))
+        start_loc, is_chain, is_sampled, has_scores = place_trees(found, num_rows)
+        trees = DraftTrees(start_loc, is_chain, is_sampled, has_scores, allocate_nodes(int(start_loc[-1]), None))
+        struct = NodeColumnsStruct(*(column.data_ptr() for column in trees.nodes))
         for each in found:
             candidates = np.empty(each.token_ids.shape, CANDIDATE)
-            for name, column in (
-                ("token_id", each.token_ids),
-                ("score", each.scores),
-                ("parent_slot", each.parent_slots),
-                ("slot", each.slots),
-            ):
+            columns = each.token_ids, each.scores, each.parent_slots, each.slots
+            for name, column in zip(("token_id", "score", "parent_slot", "slot"), columns, strict=True):
                 candidates[name] = column.numpy()
-            first_nodes, num_nodes = places.start_loc[each.rows], np.ascontiguousarray(each.num_nodes)
+            first_nodes, num_nodes = start_loc[each.rows], np.ascontiguousarray(each.num_nodes)
             self._library.select_trees(
                 _POINTER(address(candidates)),
                 *map(_INT, candidates.shape),
                 *(_POINTER(address(each)) for each in (first_nodes, num_nodes)),
                 ctypes.byref(struct),
             )
-        return places.trees(columns, found, self._upload)
+        return with_draft_probs(trees, found, self._upload)
 
     def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
-        temperatures: NDArray[np.float32] | None = None
         if sampling.has_cuts:
             values = self._sampling.probs(logits, sampling.repeat(trees.counts[rows] + 1))
         else:
-            values, temperatures = readable(logits), sampling.temperature
+            values = readable(logits)
         num_trees, max_depth = len(rows), max(int(trees.counts.max()), 1) if trees.num_nodes else 1
-        found = Verified(
-            torch.empty((num_trees, max_depth), dtype=torch.int32),
-            torch.empty(num_trees, dtype=torch.int32),
-            torch.empty(num_trees, dtype=torch.int64),
-            torch.empty((num_trees, 2), dtype=torch.float32),
-        )
+        paths, final_tokens = torch.empty((num_trees, max_depth), dtype=torch.int32), torch.empty(num_trees, dtype=torch.int64)
+        nodes, probs, draft_rows, matches = trees.nodes, trees.draft_probs, trees.draft_rows, None
+        if probs is not None:
+            matches = torch.empty((num_trees, 2))
         struct = _TreesStruct(
-            num_trees,
-            max_depth,
-            address(rows),
-            address(trees.start_loc),
-            address(trees.is_sampled),
-            None if temperatures is None else address(temperatures),
-            address(sampling.seeds),
-            address(sampling.positions),
-            trees.token_ids.data_ptr(),
-            trees.parents.data_ptr(),
-            None if trees.draft_probs is None else trees.draft_probs.data_ptr(),
-            None if trees.draft_rows is None else trees.draft_rows.data_ptr(),
-            *(column.data_ptr() for column in found),
+            *(num_trees, max_depth, sampling.has_cuts),
+            *(address(rows), address(trees.start_loc), address(trees.is_sampled), sampling.options.ctypes.data),
+            *(None if each is None else each.data_ptr() for each in (nodes.token_ids, nodes.parents, probs, draft_rows)),
+            *(None if each is None else each.data_ptr() for each in (paths, final_tokens, matches)),
         )
         function = kernel(self._library, "verify_trees", values.dtype)
         function(_POINTER(values.data_ptr()), _INT(values.shape[1]), ctypes.byref(struct))
-        return found
+        return Verified(paths, final_tokens, matches)
 
 
 def address(array: NDArray[Any]) -> int:

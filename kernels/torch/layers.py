@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.core.batch import AttentionLayout, Window
+from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.torch.attention import RequestQuery, attend, plan_requests
 
 
@@ -50,28 +51,18 @@ class TorchOps:
         residual = residual + self.linear(x, weight, bias)
         return residual, self.rms_norm(residual, norm_weight, eps)
 
-    def rope_and_write_kv(
-        self,
-        qkv: Tensor,
-        rope_table: Tensor,
-        positions: Tensor,
-        slot_mapping: Tensor,
-        kv_layer: Tensor,
-        *,
-        num_heads: int,
-        qk_norm: Tensor | None,
-        eps: float,
-    ) -> Tensor:
+    def rope_and_write_kv(self, qkv: Tensor, places: TokenPlaces, kv_layer: Tensor, qk_norm: Tensor | None, eps: float) -> Tensor:
         num_kv_heads, head_dim = kv_layer.shape[1], kv_layer.shape[-1]
         heads = qkv.view(len(qkv), -1, head_dim)
+        num_heads = heads.shape[1] - 2 * num_kv_heads
         queries_and_keys, values = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
         if qk_norm is not None:
             queries_and_keys = self.rms_norm(queries_and_keys, qk_norm, eps)
-        cos, sin = rope_table.index_select(0, positions).unsqueeze(2).unbind(1)
+        cos, sin = places.rope_table.index_select(0, places.positions).unsqueeze(2).unbind(1)
         queries_and_keys = queries_and_keys * cos + queries_and_keys.roll(head_dim // 2, -1) * sin
         queries: Tensor = queries_and_keys[:, :num_heads]
         keys = queries_and_keys[:, num_heads:]
-        kv_layer.flatten(2, 3).index_copy_(2, slot_mapping, torch.stack((keys, values)).transpose(1, 2))
+        kv_layer.flatten(2, 3).index_copy_(2, places.slots, torch.stack((keys, values)).transpose(1, 2))
         return queries
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -54,30 +54,33 @@ class TorchSampling:
     ) -> None:
         written, count = self.probs(logits, rows), int(num_children.max())
         probs.index_copy_(0, places, written)
-        uniform = philox_uniform(rows.seeds[:, None], rows.positions[:, None], Purpose.DRAFT, sibling=np.arange(count))
+        uniform = philox_uniform(
+            rows.options["seed"][:, None], rows.options["position"][:, None], Purpose.DRAFT, sibling=np.arange(count)
+        )
         children[places, :count] = draw_siblings(written, *self._upload([uniform, num_children]))
 
 
 def distributions(logits: Tensor, rows: SamplingRows, softmax: Softmax) -> Tensor:
     """What rows are sampled from; see `titan.kernels.interfaces.SamplingOps.probs`."""
-    is_greedy = rows.temperature == 0
     if rows.is_greedy:
         return _certain(logits)
+    temperature, top_k, top_p, min_p = (rows.options[name] for name in ("temperature", "top_k", "top_p", "min_p"))
+    is_greedy = temperature == 0
     device, vocab_size = logits.device, logits.shape[-1]
 
     def column(values: NDArray[np.float32] | Flags) -> Tensor:
         return torch.from_numpy(values).to(device)[:, None]
 
     probs, cut_logits = _certain(logits) if is_greedy.any() else None, logits
-    limits = np.where((rows.top_k > 0) & (rows.top_k < vocab_size), rows.top_k, vocab_size)
+    limits = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
     if (limits < vocab_size).any():
         cut_logits = _cut_top_k(logits, limits)
-    sampled = softmax(cut_logits, column(np.where(is_greedy, np.float32(1), rows.temperature))[:, 0])
-    if (rows.top_p < 1).any():
-        sampled = _cut_top_p(sampled, column(rows.top_p))
-    if (rows.min_p > 0).any():
-        sampled = sampled.masked_fill(sampled < column(rows.min_p) * sampled.amax(-1, keepdim=True), 0.0)
-    is_cut = (limits < vocab_size) | (rows.top_p < 1) | (rows.min_p > 0)
+    sampled = softmax(cut_logits, column(np.where(is_greedy, np.float32(1), temperature))[:, 0])
+    if (top_p < 1).any():
+        sampled = _cut_top_p(sampled, column(top_p))
+    if (min_p > 0).any():
+        sampled = sampled.masked_fill(sampled < column(min_p) * sampled.amax(-1, keepdim=True), 0.0)
+    is_cut = (limits < vocab_size) | (top_p < 1) | (min_p > 0)
     if is_cut.any():  # rows that are whole stay as they are, whatever their neighbours do
         sampled = sampled / torch.where(column(is_cut), sampled.sum(-1, keepdim=True), 1.0)
     return sampled if probs is None else torch.where(column(is_greedy), probs, sampled)

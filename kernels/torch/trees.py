@@ -19,7 +19,7 @@ s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)); tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,10 +30,10 @@ from titan.core.arrays import Ints
 from titan.core.growth import main_path_order
 from titan.core.random import Purpose, philox_uniform
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import NODE_FIELDS, DraftTrees, NodeArrays, Upload, topology
+from titan.core.trees import DraftTrees, NodeColumns, Upload, topology
 from titan.kernels.interfaces import Candidates, SamplingOps, Verified
 from titan.kernels.torch.sampling import draw
-from titan.kernels.tree_places import TreePlaces
+from titan.kernels.tree_places import place_trees, with_draft_probs
 
 
 class TorchTrees:
@@ -49,17 +49,21 @@ class TorchTrees:
         self._upload = upload
 
     def select(self, found: Sequence[Candidates], num_rows: int) -> DraftTrees:
-        places = TreePlaces.of(found, num_rows)
-        nodes = _empty_places(places.start_loc)
+        start_loc, is_chain, is_sampled, has_scores = place_trees(found, num_rows)
+        nodes = _empty_places(start_loc)
         for each in found:
             columns = [column.cpu().numpy() for column in (each.token_ids, each.scores, each.parent_slots, each.slots)]
             for i, row in enumerate(each.rows.tolist()):
-                _select(nodes, int(places.start_loc[row]), int(each.num_nodes[i]), *(column[i] for column in columns))
-        return places.trees(self._upload(nodes), found, self._upload)
+                chosen, first = _best_tree(int(each.num_nodes[i]), *(column[i] for column in columns)), int(start_loc[row])
+                for target, column in zip(nodes, chosen, strict=True):
+                    target[first : first + len(column)] = column
+        trees = DraftTrees(start_loc, is_chain, is_sampled, has_scores, NodeColumns(*self._upload(nodes)))
+        return with_draft_probs(trees, found, self._upload)
 
     def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
         probs = self._sampling.probs(logits, sampling.repeat(trees.counts[rows] + 1))
-        token_ids, parents = trees.token_ids.tolist(), trees.parents.tolist()
+        token_ids, parents = trees.nodes.token_ids.tolist(), trees.nodes.parents.tolist()
+        seeds, positions = sampling.options["seed"].tolist(), sampling.options["position"].tolist()
         found, root_row = [], 0
         for i, row in enumerate(rows.tolist()):
             nodes = slice(int(trees.start_loc[row]), int(trees.start_loc[row + 1]))
@@ -67,26 +71,25 @@ class TorchTrees:
             draft_rows: list[int] = []
             if trees.is_sampled[row] and trees.draft_rows is not None:
                 draft_rows = trees.draft_rows[nodes.start + row : nodes.stop + row + 1].tolist()
-            key = int(sampling.seeds[i]), int(sampling.positions[i])
             p = probs[root_row : root_row + num_rows]
-            tree = _Tree(p, trees.draft_probs, draft_rows, token_ids[nodes], parents[nodes], *key)
+            tree = _Tree(p, trees.draft_probs, draft_rows, token_ids[nodes], parents[nodes], seeds[i], positions[i])
             found.append(tree.reject() if draft_rows else tree.match())
             root_row += num_rows
-        paths = np.zeros((len(found), max((len(each.path) for each in found), default=0)), np.int32)
+        paths = np.full((len(found), max((len(each.path) for each in found), default=0)), -1, np.int32)
         for path, each in zip(paths, found, strict=True):
             path[: len(each.path)] = each.path
+        final_tokens, matches = [each.final_token for each in found], [each.match for each in found]
         return Verified(
             torch.from_numpy(paths).to(logits.device),
-            torch.tensor([len(each.path) for each in found], dtype=torch.int32, device=logits.device),
-            torch.tensor([each.final_token for each in found], dtype=torch.int64, device=logits.device),
-            torch.tensor([each.match for each in found], dtype=torch.float32, device=logits.device),
+            torch.tensor(final_tokens, dtype=torch.int64, device=logits.device),
+            torch.tensor(matches, dtype=torch.float32, device=logits.device) if trees.is_sampled[rows].any() else None,
         )
 
 
-def _empty_places(start_loc: Ints) -> NodeArrays:
+def _empty_places(start_loc: Ints) -> NodeColumns[NDArray[Any]]:
     """Empty places of trees that begin there, [R + 1]."""
     num_nodes = int(start_loc[-1])
-    return NodeArrays(
+    return NodeColumns(
         np.full(num_nodes, -1, np.int64),
         np.full(num_nodes, -2, np.int32),
         np.ones(num_nodes, np.int64),
@@ -96,10 +99,10 @@ def _empty_places(start_loc: Ints) -> NodeArrays:
     )
 
 
-def _select(
-    nodes: NodeArrays, first: int, num_places: int, token_ids: Ints, scores: NDArray[np.float32], parent_slots: Ints, slots: Ints
-) -> None:
-    """Write the best tree of one request's candidates, [c] each, to its places.
+def _best_tree(
+    num_places: int, token_ids: Ints, scores: NDArray[np.float32], parent_slots: Ints, slots: Ints
+) -> NodeColumns[NDArray[Any]]:
+    """The best tree of one request's candidates, [c] each.
 
     A child never scores above its parent, so that the best are ancestor-closed if, of equal ones, the earlier are taken.
     """
@@ -107,10 +110,8 @@ def _select(
     best = np.argsort(-comparable, kind="stable")[: min(num_places, int(np.isfinite(scores).sum()))]
     node_in_slot = {slot: node for node, slot in enumerate(slots[best].tolist()) if slot >= 0} | {-1: -1}
     order, parents = main_path_order(np.array([node_in_slot[slot] for slot in parent_slots[best].tolist()], np.int32).tobytes())
-    best, places, shape = best[order], slice(first, first + len(best)), topology(parents.tobytes())
-    columns = token_ids[best], parents, shape.depths, shape.ancestor_bits, scores[best], slots[best]
-    for name, column in zip(NODE_FIELDS, columns, strict=True):
-        getattr(nodes, name)[places] = column
+    best, shape = best[order], topology(parents.tobytes())
+    return NodeColumns(token_ids[best], parents, shape.depths, shape.ancestor_bits, scores[best], slots[best])
 
 
 class _Found(NamedTuple):

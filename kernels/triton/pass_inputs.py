@@ -17,7 +17,7 @@ from titan.core.batch import RaggedBatch
 from titan.kernels.interfaces import PassInputs
 from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
 from titan.kernels.triton.cuda_graphs import PassSize
-from titan.kernels.triton.upload import to_device, upload
+from titan.kernels.triton.upload import upload
 
 MAX_PACKED_BYTES_PER_TOKEN = 64
 MAX_PACKED_BYTES_PER_REQUEST = 16
@@ -37,7 +37,7 @@ def size_of(batch: RaggedBatch) -> PassSize:
 def upload_rows(batch: RaggedBatch, device: torch.device) -> Tensor | None:
     """The rows that need logits, int64 [L]; ``None`` if they are all of the batch."""
     rows = batch.logits_rows
-    return None if len(rows) == len(batch.attention.positions) else to_device(rows, device)
+    return None if len(rows) == len(batch.attention.positions) else upload([rows], device)[0]
 
 
 def upload_inputs(batch: RaggedBatch, geometry: AttentionGeometry, device: torch.device, max_short_query: int) -> PassInputs:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton.tools import FLOAT_DTYPES, INTERPRETED, narrow, require, require_launchable
 
 PAIRS_PER_PROGRAM = 512
@@ -85,15 +86,7 @@ def _rope_and_write_kv_kernel(
 
 
 def rope_and_write_kv(
-    qkv: Tensor,
-    rope_table: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    kv_layer: Tensor,
-    *,
-    num_heads: int,
-    qk_norm: Tensor | None = None,
-    eps: float = 0.0,
+    qkv: Tensor, places: TokenPlaces, kv_layer: Tensor, qk_norm: Tensor | None = None, eps: float = 0.0
 ) -> Tensor:
     """Normalise and rotate queries and keys, and write keys and values to their slots.
 
@@ -101,11 +94,8 @@ def rope_and_write_kv(
 
     Args:
         qkv: [T, (H + 2K) * D], bfloat16, float16 or float32; rows may be strided.
-        rope_table: cosines and signed sines, [max_positions, 2, D], dtype of ``qkv``.
-        positions: int32 or int64 [T], each below max_positions.
-        slot_mapping: int64 [T]; no slot twice; -1 = the token's keys and values are not written.
+        places: of the tokens; the table of the dtype of ``qkv``, no slot twice; slot -1 = keys and values are not written.
         kv_layer: [2, K, num_blocks, block_size, D], dtype of ``qkv``, updated in place; only D must be contiguous.
-        num_heads: H.
         qk_norm: weights of the RMSNorm over each query and key head before the rotation, [H + K, D], dtype of ``qkv``;
             ``None`` = no norm.
         eps: added to the mean square.
@@ -123,12 +113,16 @@ def rope_and_write_kv(
     num_kv_heads, _, block_size, head_dim = kv_layer.shape[1:]
     if head_dim % 2 or not kv_layer.numel():
         raise ValueError(f"kv_layer has shape {list(kv_layer.shape)}: head_dim must be even, and no dimension may be 0")
-    num_all_heads = num_heads + 2 * num_kv_heads
-    require("qkv", qkv, shape=(None, num_all_heads * head_dim), dtypes=(kv_layer.dtype,), device=device, contiguous=False)
-    num_tokens = len(qkv)
-    require("rope_table", rope_table, shape=(None, 2, head_dim), dtypes=(dtype,), device=device)
-    require("positions", positions, shape=(num_tokens,), dtypes=(torch.int32, torch.int64), device=device)
-    require("slot_mapping", slot_mapping, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
+    require("qkv", qkv, shape=(None, None), dtypes=(kv_layer.dtype,), device=device, contiguous=False)
+    num_tokens, num_all_heads = len(qkv), qkv.shape[1] // head_dim
+    num_heads = num_all_heads - 2 * num_kv_heads
+    if num_heads < 1 or qkv.shape[1] % head_dim:
+        raise ValueError(
+            f"qkv has shape {list(qkv.shape)}: it must be [T, (H + {2 * num_kv_heads}) * {head_dim}] with one query head or more"
+        )
+    require("rope_table", places.rope_table, shape=(None, 2, head_dim), dtypes=(dtype,), device=device)
+    require("positions", places.positions, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
+    require("slots", places.slots, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
     if qk_norm is not None:
         require("qk_norm", qk_norm, shape=(num_heads + num_kv_heads, head_dim), dtypes=(dtype,), device=device)
 
@@ -138,9 +132,7 @@ def rope_and_write_kv(
     _rope_and_write_kv_kernel[(num_tokens, triton.cdiv(num_all_heads, heads))](
         q,
         qkv,
-        rope_table,
-        positions,
-        slot_mapping,
+        *places,
         kv_layer,
         qk_norm,
         eps,

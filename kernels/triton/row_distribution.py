@@ -188,27 +188,21 @@ def _sum_up_chunks_kernel(
 
 
 @triton.jit
-def _find_top_k_bound(group_peaks, peak, k, NUM_STEPS: tl.constexpr):
-    """Key of a bound that at least ``k`` of the groups' peaks reach; close to the largest there is, or -inf."""
+def _find_bound(group_peaks, peak, scale, limit, BY_COUNT: tl.constexpr, GROUP: tl.constexpr, NUM_STEPS: tl.constexpr):
+    """Key of a bound close to the largest of its kind, or -inf.
+
+    By count, ``limit`` of the groups' peaks reach it, or more; else it is proven that all tokens below it weigh ``limit`` or less.
+    """
+    group_weights = weigh(group_peaks, peak, scale)
     low, high = _key(tl.full((), float("-inf"), tl.float32)), _key(peak)
     for _ in range(NUM_STEPS):
         middle = (low | high) - ((low ^ high) >> 1)  # ceil((low + high) / 2), whose sum may not fit
         bound = (middle ^ ((middle >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)  # `_logit`: the interpreter is slow at calls
-        is_enough = tl.sum((group_peaks >= bound).to(tl.int32), axis=0) >= k
-        low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle - 1)
-    return low
-
-
-@triton.jit
-def _find_top_p_bound(group_peaks, peak, scale, max_dropped, GROUP: tl.constexpr, NUM_STEPS: tl.constexpr):
-    """Key of a bound below which all tokens together weigh no more than ``max_dropped``; close to the largest that is provable."""
-    group_weights = weigh(group_peaks, peak, scale)
-    low, high = _key(tl.full((), float("-inf"), tl.float32)), _key(peak)
-    for _ in range(NUM_STEPS):
-        middle = (low | high) - ((low ^ high) >> 1)
-        bound = (middle ^ ((middle >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        dropped = tl.sum(tl.minimum(group_weights, tl.exp((bound - peak) * scale)), axis=0) * GROUP
-        low, high = tl.where(dropped <= max_dropped, middle, low), tl.where(dropped <= max_dropped, high, middle - 1)
+        if BY_COUNT:
+            is_fine = tl.sum((group_peaks >= bound).to(tl.int32), axis=0) >= limit
+        else:
+            is_fine = tl.sum(tl.minimum(group_weights, tl.exp((bound - peak) * scale)), axis=0) * GROUP <= limit
+        low, high = tl.where(is_fine, middle, low), tl.where(is_fine, high, middle - 1)
     return low
 
 
@@ -324,9 +318,9 @@ def _cut_rows_kernel(
                 group_peaks = tl.load(places, mask=groups < NUM_GROUPS, other=float("-inf"))
                 total = tl.sum(masses, axis=0)
                 if has_top_k:
-                    low = _find_top_k_bound(group_peaks, peak, top_k, NUM_BOUND_STEPS)
+                    low = _find_bound(group_peaks, peak, scale, top_k, True, GROUP, NUM_BOUND_STEPS)
                 else:
-                    low = _find_top_p_bound(group_peaks, peak, scale, (1.0 - top_p) * total, GROUP, NUM_BOUND_STEPS)
+                    low = _find_bound(group_peaks, peak, scale, (1.0 - top_p) * total, False, GROUP, NUM_BOUND_STEPS)
                 values_ptr = candidates_ptr + row * MAX_CANDIDATES
                 length = _collect_candidates(row_ptr, values_ptr, _logit(low), VOCAB_SIZE, NUM_CHUNKS, CHUNK, MAX_CANDIDATES)
                 tl.debug_barrier()  # what other threads have written is read next

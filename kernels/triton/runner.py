@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.core.trees import DraftTrees
 from titan.kernels.growth import grow_by_passes
-from titan.kernels.interfaces import Backend, PassCounts, PassInputs, PassLimits
+from titan.kernels.interfaces import Backend, Model, PassCounts, PassInputs, PassLimits
 from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry
 from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassSize, Replay
 from titan.kernels.triton.pass_inputs import StaticInputs, size_of, upload_inputs, upload_rows
@@ -29,7 +28,7 @@ class TritonRunner:
 
     Args:
         backend: whose device the model is on.
-        model: a `titan.models.decoder.Decoder`.
+        model: made with this back end's `layer_ops`.
         kv: of the model.
         limits: of passes that are replayed.
         counts: counted in.
@@ -40,7 +39,7 @@ class TritonRunner:
     """
 
     def __init__(
-        self, backend: Backend, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts, capture: Capture
+        self, backend: Backend, model: Model, kv: KVTensor, limits: PassLimits, counts: PassCounts, capture: Capture
     ) -> None:
         if limits.num_requests > MAX_REQUESTS:
             raise ValueError(f"{limits.num_requests} requests in a batch are too many: the Triton kernels take {MAX_REQUESTS}")
@@ -52,7 +51,7 @@ class TritonRunner:
         self._max_query_len = limits.query_len
         self._sizes = GraphSizes(limits)
         num_blocks = limits.num_blocks + -(-MAX_NODES // kv.block_size)  # a beam writes more nodes than a request may keep
-        self._static = StaticInputs(self._geometry, model.device, self._sizes.largest, num_blocks)
+        self._static = StaticInputs(self._geometry, backend.device, self._sizes.largest, num_blocks)
         self._replays: dict[PassSize, Replay | None] = {}  # None: not to be tried again
         self._capture = capture
         self._counts = counts
@@ -62,10 +61,10 @@ class TritonRunner:
         size = self._sizes.find(size_of(batch)) if self._static.have_room_for(batch) else None
         if size is None:
             self._counts.num_eager += 1
-            inputs = upload_inputs(batch, self._geometry, self.model.device, self._max_query_len)
-            return self._logits(self._hidden_states(inputs))
-        hidden, rows = self._padded_hidden_states(batch, size), upload_rows(batch, self.model.device)
-        return self._logits(hidden[: len(batch.attention.positions)] if rows is None else hidden.index_select(0, rows))
+            inputs = upload_inputs(batch, self._geometry, self.backend.device, self._max_query_len)
+            return self.model.logits(self.model.hidden_states(inputs, self.kv))
+        hidden, rows = self._padded_hidden_states(batch, size), upload_rows(batch, self.backend.device)
+        return self.model.logits(hidden[: len(batch.attention.positions)] if rows is None else hidden.index_select(0, rows))
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
@@ -79,27 +78,19 @@ class TritonRunner:
             replay.run()
             return replay.output
         self._counts.num_eager += 1
-        hidden = self._hidden_states(inputs)  # which compiles what a capture must find compiled
+        hidden = self.model.hidden_states(inputs, self.kv)  # which compiles what a capture must find compiled
         if size not in self._replays:
             self._replays[size] = self._captured(inputs, size)
         return hidden
 
     def _captured(self, inputs: PassInputs, size: PassSize) -> Replay | None:
         """The pass over these inputs; ``None``, said once in the log, if memory is too short for it."""
-        replay = self._capture(lambda: self._hidden_states(inputs))
+        replay = self._capture(lambda: self.model.hidden_states(inputs, self.kv))
         if replay is None and None not in self._replays.values():
             logging.getLogger(__name__).warning(
                 "%s has no memory for the CUDA graph of a pass of %d tokens, which runs without one, as may others: a smaller KV "
                 "cache leaves room for graphs",
-                self.model.device,
+                self.backend.device,
                 size.num_tokens,
             )
         return replay
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.model.logits(hidden)
-        return logits
-
-    def _hidden_states(self, inputs: PassInputs) -> Tensor:
-        hidden: Tensor = self.model.hidden_states(inputs, self.kv)
-        return hidden

@@ -18,6 +18,6 @@ class TritonSampling(TorchSampling):
 
     def distributions(self, logits: Tensor, rows: SamplingRows) -> RowDistributions:
         """`probs` before they are written out."""
-        top_k = np.minimum(rows.top_k, logits.shape[1]).astype(np.int32)
-        temperature, top_k_tensor, top_p, min_p = self._upload([rows.temperature, top_k, rows.top_p, rows.min_p])
-        return row_distributions(logits, temperature=temperature, top_k=top_k_tensor, top_p=top_p, min_p=min_p)
+        top_k = np.minimum(rows.options["top_k"], logits.shape[1]).astype(np.int32)
+        columns = self._upload([top_k, *(rows.options[name] for name in ("temperature", "top_p", "min_p"))])
+        return row_distributions(logits, **dict(zip(("top_k", "temperature", "top_p", "min_p"), columns, strict=True)))

@@ -22,7 +22,7 @@ from titan.kernels.triton.philox import ACCEPT, RESIDUAL, SAMPLE, philox_uniform
 from titan.kernels.triton.row_distribution import RowDistributions, is_finite, load_distribution, load_logits, weigh_kept
 from titan.kernels.triton.sample_rows import invert_cdf
 from titan.kernels.triton.tools import require
-from titan.kernels.triton.tree_walk import NODES, TreePaths, allocate_paths, load_tree, store_path
+from titan.kernels.triton.tree_walk import NODES, VerifiedTrees, load_tree, store_path
 
 
 @triton.jit
@@ -34,13 +34,13 @@ def _load_probs(logits_ptr, ids, peak, scale, threshold, last_tie, inverse_total
 
 @triton.jit(do_not_specialize=["max_depth"])
 def _reject_kernel(
+    token_ids_ptr,  # [N]
+    parents_ptr,  # [N]
+    start_loc_ptr,  # [S + 1]
     paths_ptr,  # [S, max_depth]
-    num_accepted_ptr,  # [S]
     final_tokens_ptr,  # [S]
     max_depth,
-    draft_token_ids_ptr,  # [N]
-    parents_ptr,  # [N]
-    node_start_loc_ptr,  # [S + 1]
+    sampled_ptr,  # [trees that were sampled]
     draft_probs_ptr,  # [I, VOCAB_SIZE]
     stride_draft_probs,
     draft_rows_ptr,  # [L]
@@ -59,9 +59,9 @@ def _reject_kernel(
     CHUNK: tl.constexpr,
     NODES: tl.constexpr,
 ):
-    """One program per request; each turn of the loop tries one child of the node that was reached."""
-    request = tl.program_id(0)
-    token_ids, parents, root_row = load_tree(request, draft_token_ids_ptr, parents_ptr, node_start_loc_ptr, NODES)
+    """One program per request that was sampled; each turn of the loop tries one child of the node that was reached."""
+    request = tl.load(sampled_ptr + tl.program_id(0))
+    token_ids, parents, root_row = load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr, NODES)
     nodes, chunks = tl.arange(0, NODES), tl.arange(0, CHUNKS)
     path = tl.full((NODES,), -1, tl.int32)
     depth = tl.zeros((), tl.int32)
@@ -132,62 +132,49 @@ def _reject_kernel(
             rest = tl.maximum(rest - residual_scale * tl.load(q_ptr + ids, mask=ids < VOCAB_SIZE, other=0.0), 0.0)
         place, _ = invert_cdf(rest.to(tl.float64), part, CHUNK)
         final_token = (chunk * CHUNK + place).to(tl.int64)
-    store_path(request, path, depth, final_token, paths_ptr, num_accepted_ptr, final_tokens_ptr, max_depth, NODES)
+    store_path(request, path, final_token, paths_ptr, final_tokens_ptr, max_depth, NODES)
 
 
 def reject_trees(
+    trees: VerifiedTrees,
+    sampled: Tensor,
     distributions: RowDistributions,
     draft_probs: Tensor,
     draft_rows: Tensor,
-    draft_token_ids: Tensor,
-    parents: Tensor,
-    node_start_loc: Tensor,
     seeds: Tensor,
     positions: Tensor,
-    *,
-    max_depth: int,
-) -> TreePaths:
-    """Verify S trees whose children were sampled from ``draft_probs``; nothing is read back to the host.
-
-    The L = N + S rows are, per request, that of the root, then those of its nodes.
+) -> None:
+    """Verify the trees whose children were sampled from ``draft_probs``; nothing is read back to the host.
 
     Args:
+        trees: of which the paths and final tokens of those that were sampled are written; a final token is -1 where the largest
+            logit at the last accepted node is not finite.
+        sampled: int64, which were; distinct and below S, which is not checked: they are on the device.
         distributions: the target's, of the L rows.
         draft_probs: float32 [I, vocab], q; rows may be strided.
         draft_rows: int32 [L], which of them the children of a row's node were sampled from, not read where it has none.
-        draft_token_ids: int64 [N], nodes of the S requests one after the other, at most 63 per request.
-        parents: int32 [N], index within the request's own tree, -1 = the root; a parent comes before its children, siblings in
-            the order they were sampled.
-        node_start_loc: int32 [S + 1], first node of each request, and N.
         seeds: int64 [L], the bits of the uint64 seeds.
         positions: int64 [L], of the token that follows the row, below 2**32.
-        max_depth: width of the paths, at least the depth of the deepest tree.
-
-    Returns:
-        The final token is -1 where the largest logit at the last accepted node is not finite.
 
     Raises:
-        ValueError: a tensor of the wrong shape, dtype, strides or device, or a max_depth out of range.
+        ValueError: a tensor of the wrong shape, dtype, strides or device.
     """
-    result = allocate_paths(draft_token_ids, parents, node_start_loc, max_depth=max_depth)
-    num_requests, device = len(result.final_tokens), draft_token_ids.device
-    num_rows, (num_logits, vocab_size) = len(draft_token_ids) + num_requests, distributions.logits.shape
-    if num_logits != num_rows or distributions.logits.device != device:
+    device, (num_rows, vocab_size) = trees.token_ids.device, distributions.logits.shape
+    if num_rows != trees.num_rows or distributions.logits.device != device:
         raise ValueError(
-            f"distributions has {num_logits} rows on {distributions.logits.device}: it must have {num_rows} on {device}, "
+            f"distributions has {num_rows} rows on {distributions.logits.device}: it must have {trees.num_rows} on {device}, "
             "one per root and node"
         )
+    require("sampled", sampled, shape=(None,), dtypes=(torch.int64,), device=device)
     require("draft_probs", draft_probs, shape=(None, vocab_size), dtypes=(torch.float32,), device=device, contiguous=False)
     require("draft_rows", draft_rows, shape=(num_rows,), dtypes=(torch.int32,), device=device)
     for name, values in {"seeds": seeds, "positions": positions}.items():
         require(name, values, shape=(num_rows,), dtypes=(torch.int64,), device=device)
-    if num_requests:
-        _reject_kernel[(num_requests,)](
-            *result,
-            max_depth,
-            draft_token_ids,
-            parents,
-            node_start_loc,
+    if len(sampled):
+        _reject_kernel[(len(sampled),)](
+            *trees,
+            trees.paths.shape[1],
+            sampled,
             draft_probs,
             draft_probs.stride(0),
             draft_rows,
@@ -198,4 +185,3 @@ def reject_trees(
             NODES=NODES,
             num_warps=8,
         )
-    return result

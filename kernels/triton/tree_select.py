@@ -6,14 +6,12 @@ earlier are taken: the rule of `titan.kernels.torch.trees`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.trees import NODE_DTYPES, NODE_FIELDS
+from titan.core.trees import NODE_DTYPES, NodeColumns
 from titan.kernels.triton.tools import require, require_launchable
 from titan.kernels.triton.tree_walk import NODES
 
@@ -107,7 +105,7 @@ def select_trees(
     slots: Tensor,
     first_nodes: Tensor,
     num_nodes: Tensor,
-    nodes: Sequence[Tensor],
+    nodes: NodeColumns[Tensor],
 ) -> None:
     """Choose the trees of n requests from c candidates each; nothing is read back to the host.
 
@@ -118,7 +116,7 @@ def select_trees(
         slots: int64 [n, c], different ones of the candidates that may be parents, and -1 of the others.
         first_nodes: int32 [n], where the nodes of each tree begin.
         num_nodes: int32 [n], places of each tree, 0 to 63.
-        nodes: the columns of all trees, see `titan.core.trees.DraftTrees`, overwritten at these places; places for which there is
+        nodes: of all trees, overwritten at these places; places for which there is
             no candidate are empty. That the places are inside, and each of one tree only, is not checked: they are on the device.
 
     Raises:
@@ -138,8 +136,8 @@ def select_trees(
         require(name, values, shape=(num_requests, num_candidates), dtypes=(dtype,), device=device)
     for name, values in {"first_nodes": first_nodes, "num_nodes": num_nodes}.items():
         require(name, values, shape=(num_requests,), dtypes=(torch.int32,), device=device)
-    for name, column, dtype in zip(NODE_FIELDS, nodes, NODE_DTYPES, strict=True):
-        require(f"nodes.{name}", column, shape=(len(nodes[0]),), dtypes=(dtype,), device=device, is_written=True)
+    for name, column, dtype in zip(nodes._fields, nodes, NODE_DTYPES, strict=True):
+        require(f"nodes.{name}", column, shape=(len(nodes.token_ids),), dtypes=(dtype,), device=device, is_written=True)
     if num_requests:
         _select_kernel[(num_requests,)](
             *nodes,

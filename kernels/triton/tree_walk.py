@@ -20,54 +20,77 @@ NODES = MAX_NODES + 1
 """One program holds a tree in its registers."""
 
 
-class TreePaths(NamedTuple):
-    """What each of S requests keeps of its draft tree, and the token that follows."""
+class VerifiedTrees(NamedTuple):
+    """S draft trees of N nodes, and what is kept of them; the target has L = N + S rows: of each tree its root, then its nodes."""
 
+    token_ids: Tensor  # int64 [N], nodes of the trees one after the other, at most 63 of each
+    parents: Tensor  # int32 [N], index within the tree, -1 = the root; parents come before children, siblings as they were sampled
+    start_loc: Tensor  # int32 [S + 1], first node of each tree, and N
     paths: Tensor  # int32 [S, max_depth], accepted nodes from the root down, -1 after them
-    num_accepted: Tensor  # int32 [S]
     final_tokens: Tensor  # int64 [S], recovered or bonus; -1 where it could not be sampled
+
+    @classmethod
+    def of(cls, token_ids: Tensor, parents: Tensor, start_loc: Tensor, *, max_depth: int) -> VerifiedTrees:
+        """Check trees, and make room for what is kept; ``max_depth`` is at least the depth of the deepest.
+
+        Raises:
+            ValueError: a tensor of the wrong shape, dtype, strides or device, or a max_depth out of range.
+        """
+        device = token_ids.device
+        require_launchable("token_ids", device)
+        require("token_ids", token_ids, shape=(None,), dtypes=(torch.int64,), device=device)
+        require("parents", parents, shape=(len(token_ids),), dtypes=(torch.int32,), device=device)
+        require("start_loc", start_loc, shape=(None,), dtypes=(torch.int32,), device=device)
+        num_trees = len(start_loc) - 1
+        if num_trees < 0:
+            raise ValueError("start_loc is empty: it must have one entry per tree and one more")
+        if not 1 <= max_depth < NODES:
+            raise ValueError(f"max_depth={max_depth} is not allowed: it must be 1 to {NODES - 1}")
+        paths = torch.empty(num_trees, max_depth, dtype=torch.int32, device=device)
+        return cls(token_ids, parents, start_loc, paths, torch.empty(num_trees, dtype=torch.int64, device=device))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the target, L."""
+        return len(self.token_ids) + len(self.final_tokens)
 
 
 @triton.jit
-def load_tree(request, draft_token_ids_ptr, parents_ptr, node_start_loc_ptr, NODES: tl.constexpr):
+def load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr, NODES: tl.constexpr):
     """Token ids int64 and parents int32 of a request's nodes, [NODES] each, and the row of its root in a table of L = N + S rows.
 
     Behind the last node the parent is -2, which is no node.
     """
-    first, last = tl.load(node_start_loc_ptr + request), tl.load(node_start_loc_ptr + request + 1)
+    first, last = tl.load(start_loc_ptr + request), tl.load(start_loc_ptr + request + 1)
     nodes = tl.arange(0, NODES)
     is_node = first + nodes < last
-    token_ids = tl.load(draft_token_ids_ptr + first + nodes, mask=is_node, other=-1)
+    token_ids = tl.load(token_ids_ptr + first + nodes, mask=is_node, other=-1)
     parents = tl.load(parents_ptr + first + nodes, mask=is_node, other=-2)
     return token_ids, parents, first + request
 
 
 @triton.jit
-def store_path(
-    request, path, num_accepted, final_token, paths_ptr, num_accepted_ptr, final_tokens_ptr, max_depth, NODES: tl.constexpr
-):
-    """Write one row of `TreePaths`; ``path`` is [NODES]."""
+def store_path(request, path, final_token, paths_ptr, final_tokens_ptr, max_depth, NODES: tl.constexpr):
+    """Write one row of `VerifiedTrees`; ``path`` is [NODES]."""
     depths = tl.arange(0, NODES)
     tl.store(paths_ptr + request * max_depth + depths, path, mask=depths < max_depth)
-    tl.store(num_accepted_ptr + request, num_accepted)
     tl.store(final_tokens_ptr + request, final_token)
 
 
 @triton.jit(do_not_specialize=["max_depth"])
 def _walk_kernel(
+    token_ids_ptr,  # [N]
+    parents_ptr,  # [N]
+    start_loc_ptr,  # [S + 1]
     paths_ptr,  # [S, max_depth]
-    num_accepted_ptr,  # [S]
     final_tokens_ptr,  # [S]
     max_depth,
-    draft_token_ids_ptr,  # [N]
-    parents_ptr,  # [N]
-    node_start_loc_ptr,  # [S + 1]
     wanted_ptr,  # [L]
     NODES: tl.constexpr,
 ):
     """One program per request."""
     request = tl.program_id(0)
-    token_ids, parents, root_row = load_tree(request, draft_token_ids_ptr, parents_ptr, node_start_loc_ptr, NODES)
+    token_ids, parents, root_row = load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr, NODES)
     nodes = tl.arange(0, NODES)
     path = tl.full((NODES,), -1, tl.int32)
     depth = tl.zeros((), tl.int32)
@@ -78,44 +101,19 @@ def _walk_kernel(
         depth += 1
         wanted = tl.load(wanted_ptr + root_row + 1 + child)
         child = tl.min(tl.where((parents == child) & (token_ids == wanted), nodes, NODES), axis=0)
-    store_path(request, path, depth, wanted, paths_ptr, num_accepted_ptr, final_tokens_ptr, max_depth, NODES)
+    store_path(request, path, wanted, paths_ptr, final_tokens_ptr, max_depth, NODES)
 
 
-def walk_matches(draft_token_ids: Tensor, parents: Tensor, node_start_loc: Tensor, wanted: Tensor, *, max_depth: int) -> TreePaths:
+def walk_matches(trees: VerifiedTrees, wanted: Tensor) -> None:
     """Accept the nodes that the target wants; of equal siblings the first. Nothing is read back to the host.
 
     Args:
-        draft_token_ids: int64 [N], nodes of the S requests one after the other, at most 63 per request.
-        parents: int32 [N], index within the request's own tree, -1 = the root; a parent comes before its children.
-        node_start_loc: int32 [S + 1], first node of each request, and N.
-        wanted: int64 [N + S], the target's tokens: per request the root's, then its nodes'. Those below 0 match nothing.
-        max_depth: width of ``paths``, at least the depth of the deepest tree.
+        trees: whose paths and final tokens are written.
+        wanted: int64 [L], the target's tokens. Those below 0 match nothing.
 
     Raises:
-        ValueError: a tensor of the wrong shape, dtype, strides or device, or a max_depth out of range.
+        ValueError: ``wanted`` has the wrong shape, dtype, strides or device.
     """
-    result = allocate_paths(draft_token_ids, parents, node_start_loc, max_depth=max_depth)
-    num_requests, num_nodes = len(result.final_tokens), len(draft_token_ids)
-    require("wanted", wanted, shape=(num_nodes + num_requests,), dtypes=(torch.int64,), device=draft_token_ids.device)
-    if num_requests:
-        _walk_kernel[(num_requests,)](
-            *result, max_depth, draft_token_ids, parents, node_start_loc, wanted, NODES=NODES, num_warps=1
-        )
-    return result
-
-
-def allocate_paths(draft_token_ids: Tensor, parents: Tensor, node_start_loc: Tensor, *, max_depth: int) -> TreePaths:
-    """Room for the paths of these trees, which are checked first; arguments and errors are those of `walk_matches`."""
-    device = draft_token_ids.device
-    require_launchable("draft_token_ids", device)
-    require("draft_token_ids", draft_token_ids, shape=(None,), dtypes=(torch.int64,), device=device)
-    require("parents", parents, shape=(len(draft_token_ids),), dtypes=(torch.int32,), device=device)
-    require("node_start_loc", node_start_loc, shape=(None,), dtypes=(torch.int32,), device=device)
-    num_requests = len(node_start_loc) - 1
-    if num_requests < 0:
-        raise ValueError("node_start_loc is empty: it must have one entry per request and one more")
-    if not 1 <= max_depth < NODES:
-        raise ValueError(f"max_depth={max_depth} is not allowed: it must be 1 to {NODES - 1}")
-    paths = torch.empty(num_requests, max_depth, dtype=torch.int32, device=device)
-    num_accepted = torch.empty(num_requests, dtype=torch.int32, device=device)
-    return TreePaths(paths, num_accepted, torch.empty(num_requests, dtype=torch.int64, device=device))
+    require("wanted", wanted, shape=(trees.num_rows,), dtypes=(torch.int64,), device=trees.token_ids.device)
+    if len(trees.final_tokens):
+        _walk_kernel[(len(trees.final_tokens),)](*trees, trees.paths.shape[1], wanted, NODES=NODES, num_warps=1)

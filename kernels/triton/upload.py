@@ -18,13 +18,6 @@ ALIGNMENT = 16
 """Of every array, in bytes: Triton compiles a kernel anew for pointers that are aligned otherwise."""
 
 
-def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array as a tensor of the same dtype and shape; on a CPU it shares the array's memory."""
-    if device.type == "cpu":
-        return torch.from_numpy(array)
-    return torch.from_numpy(np.ascontiguousarray(array)).pin_memory().to(device, non_blocking=True)
-
-
 def upload(arrays: Sequence[NDArray[Any]], device: torch.device, *, into: Tensor | None = None) -> list[Tensor]:
     """Bring arrays to the device in one copy.
 

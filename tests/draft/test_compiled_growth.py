@@ -14,13 +14,12 @@ from proposals import trees_on_host
 from stepping import make_engine, run_all
 from zoo import Zoo, random_prompts
 
-from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, shape_plan
+from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, main_path_order, shape_plan
 from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.core.sampling_params import SamplingParams
 from titan.core.trees import DraftTrees, Parents, chain_parents
 from titan.draft.draft_model import DraftModelDrafter
-from titan.draft.shapes import in_main_path_order
 from titan.engine import Engine
 from titan.kernels.cpu import runner as cpu_runner
 from titan.kernels.cpu.library import load_library
@@ -263,7 +262,7 @@ def test_a_shape_with_more_children_than_the_draft_has_tokens_leaves_places_empt
     """Also where a node that is missing would have children of its own, which are fed as if it were there."""
     twins = Twins(zoo.path("eight_other"), vocab_size, [[3, 4], [5, 6, 3], [4], [3], [7, 7]])
     twins.tokens = [[min(token, 7) for token in tokens] for tokens in twins.tokens]
-    wide = in_main_path_order(np.array([*[-1] * 12, 10, 10, 11, 0, 12], np.int32))
+    wide = main_path_order(np.array([*[-1] * 12, 10, 10, 11, 0, 12], np.int32).tobytes()).parents
     feeds = twins.feeds([sampled(wide, i) if is_sampled else filled(wide) for i in range(5)])
     del num_calls[:]
     trees = twins.grow(feeds)
@@ -284,4 +283,4 @@ def test_a_target_with_another_padded_vocabulary_bounds_the_tokens(zoo: Zoo, kin
     feeds = twins.feeds(SPECS[kind])
     trees = twins.grow(feeds)
     twins.assert_same(trees, twins.expected(feeds))
-    assert int(trees.token_ids.max()) < min(vocab_size, 131)
+    assert int(trees.nodes.token_ids.max()) < min(vocab_size, 131)

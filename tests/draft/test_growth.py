@@ -12,16 +12,16 @@ from proposals import trees_on_host
 from torch import Tensor
 
 from titan.core.batch import RaggedBatch
-from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, shape_plan
+from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, main_path_order, shape_plan
 from titan.core.sampling_params import SamplingParams
 from titan.core.trees import DraftTrees, Parents, chain_parents
 from titan.draft.policy import CHAIN_CHILDREN
-from titan.draft.shapes import expected_shape, in_main_path_order
+from titan.draft.shapes import expected_shape
 from titan.kernels.growth import grow_by_passes
 from titan.kernels.interfaces import Backend
 
 NUM_ROWS, VOCAB_SIZE, DRAFT_VOCAB_SIZE = 7, 24, 21
-BUSHY = in_main_path_order(np.array([-1, 0, -1, 0, 1, 2, -1, 4, 3, 3], np.int32))
+BUSHY = main_path_order(np.array([-1, 0, -1, 0, 1, 2, -1, 4, 3, 3], np.int32).tobytes()).parents
 
 
 class RandomDraft:
@@ -101,10 +101,10 @@ def test_trees_are_those_that_pytorch_grows(back_end: str, kind: str, logits: st
         assert (one.draft_probs is None) == (other.draft_probs is None)
         if one.draft_probs is not None and other.draft_probs is not None:
             torch.testing.assert_close(one.draft_probs, other.draft_probs, rtol=1e-5, atol=1e-6)
-    num_nodes = int((expected.token_ids >= 0).sum())
+    num_nodes = int((expected.nodes.token_ids >= 0).sum())
     assert num_nodes > (0 if logits == "broken" else NUM_ROWS)
     assert num_nodes < expected.num_nodes or logits == "plain" or kind == "chain", "places stay empty"
-    assert int(expected.token_ids.max()) < DRAFT_VOCAB_SIZE
+    assert int(expected.nodes.token_ids.max()) < DRAFT_VOCAB_SIZE
     if kind == "mixed":
         assert expected.counts[2] == 0 and found[2].num_nodes == 0
 

@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from titan.core.growth import shape_plan
+from titan.core.growth import main_path_order, shape_plan
 from titan.core.trees import Parents, topology
-from titan.draft.shapes import expected_shape, in_main_path_order
+from titan.draft.shapes import expected_shape
 
 
 def all_shapes(num_nodes: int) -> list[Parents]:
@@ -46,7 +46,7 @@ def test_no_shape_is_expected_to_do_better(num_nodes: int, rank_acceptance: tupl
 @pytest.mark.parametrize("num_nodes", [1, 3, 5])
 def test_the_main_path_comes_first_and_the_shape_stays_the_same(num_nodes: int) -> None:
     for parents in all_shapes(num_nodes):
-        ordered = in_main_path_order(parents)
+        ordered = main_path_order(parents.tobytes()).parents
         path, node = [], -1
         while node in ordered:
             node = int(np.flatnonzero(ordered == node)[0])  # the first child

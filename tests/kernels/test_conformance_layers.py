@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titan.bench.gpu.layer_reference import reference_rms_norm, reference_rope_and_write_kv, reference_silu_mul
-from titan.kernels.interfaces import Backend, LayerOps
+from titan.kernels.interfaces import Backend, LayerOps, TokenPlaces
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.triton.layers import TritonOps
 from titan.models.rope import Rope, rope_table
@@ -123,12 +123,12 @@ def test_heads_are_normed_and_rotated_and_only_their_slots_change(
     if not isinstance(ops, TorchOps) and num_tokens > 1:  # others pad a pass with it
         slots[[3, -1]] = -1
     cache = random(backend, 3, 2, num_kv_heads, num_blocks, block_size, head_dim, dtype=dtype, seed=5)
-    arguments = table, positions.to(backend.device), slots.to(backend.device)
+    places = TokenPlaces(table, positions.to(backend.device), slots.to(backend.device))
     before, values = cache.clone(), qkv.view(num_tokens, -1, head_dim)[:, num_heads + num_kv_heads :].clone()
     exact_kv = cache[1].double()
-    exact_q = reference_rope_and_write_kv(qkv, *arguments, exact_kv, num_heads=num_heads, qk_norm=qk_norm, eps=1e-3)
+    exact_q = reference_rope_and_write_kv(qkv, *places, exact_kv, num_heads=num_heads, qk_norm=qk_norm, eps=1e-3)
 
-    q = ops.rope_and_write_kv(qkv, *arguments, cache[1], num_heads=num_heads, qk_norm=qk_norm, eps=1e-3)
+    q = ops.rope_and_write_kv(qkv, places, cache[1], qk_norm, 1e-3)
     assert_near(ops, q, exact_q, dtype)
     assert_near(ops, cache[1], exact_kv, dtype)
     assert torch.equal(cache[[0, 2]], before[[0, 2]])
@@ -148,5 +148,5 @@ def test_values_that_are_not_finite_reach_the_cache_as_they_are(backend: Backend
     kv_layer, slots = torch.zeros(2, 1, 1, 16, 8, device=backend.device), torch.tensor([5], device=backend.device)
     table = torch.stack((torch.ones(1, 8), torch.zeros(1, 8)), 1).to(backend.device)
     ops = make_ops(backend, torch.float32)
-    ops.rope_and_write_kv(qkv, table, slots * 0, slots, kv_layer, num_heads=1, qk_norm=None, eps=0.0)
+    ops.rope_and_write_kv(qkv, TokenPlaces(table, slots * 0, slots), kv_layer, None, 0.0)
     assert torch.equal(kv_layer[1, 0, 0, 5].view(torch.int32), values.view(torch.int32))

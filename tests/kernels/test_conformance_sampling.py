@@ -182,7 +182,9 @@ def test_children_are_sampled_without_replacement(backend: Backend, vocab_size: 
     for i, place in enumerate(places.tolist()):
         left, expected = probs[place].double().cpu().clone(), []
         for rank in range(int(num_children[i])):
-            uniform = float(philox_uniform(int(rows.seeds[i]), int(rows.positions[i]), Purpose.DRAFT, sibling=rank))
+            uniform = float(
+                philox_uniform(*(int(rows.options[name][i]) for name in ("seed", "position")), Purpose.DRAFT, sibling=rank)
+            )
             expected.append(reference_draw(left / left.sum(), uniform) if left.sum() > 0 else -1)
             left[expected[-1]] = 0
         num_short += -1 in expected

@@ -20,7 +20,7 @@ from titan.core.limits import MAX_NODES
 from titan.core.random import Purpose, philox_uniform
 from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, TreeLimits, chain_parents, topology
+from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, NodeColumns, TreeLimits, chain_parents, topology
 from titan.kernels.interfaces import Backend, Candidates, Verified
 from titan.kernels.triton.backend import TritonBackend
 
@@ -78,8 +78,10 @@ def best_tree(columns: dict[str, NDArray[np.generic]], i: int, num_nodes: int) -
 def assert_is_tree(trees: DraftTrees, row: int, columns: dict[str, NDArray[np.generic]], i: int) -> tuple[int, int]:
     """Compare a row of the trees with the choice of request ``i``: numbers of nodes and of empty places."""
     places = slice(int(trees.start_loc[row]), int(trees.start_loc[row + 1]))
-    actual = {name: getattr(trees, name)[places].tolist() for name in ("token_ids", "parents", "depths", "scores", "draft_slots")}
-    bits, num_places = trees.ancestor_bits[places].tolist(), places.stop - places.start
+    actual = {
+        name: getattr(trees.nodes, name)[places].tolist() for name in ("token_ids", "parents", "depths", "scores", "draft_slots")
+    }
+    bits, num_places = trees.nodes.ancestor_bits[places].tolist(), places.stop - places.start
     order, parents = best_tree(columns, i, num_places)
     n, shape = len(order), topology(np.array(parents, np.int32).tobytes())
     num_empty = num_places - n
@@ -116,8 +118,8 @@ def test_a_chain_of_63_nodes_is_as_deep_as_that(backend: Backend) -> None:
     levels = np.arange(MAX_NODES)[None]
     columns = {"token_ids": levels, "scores": np.zeros((1, MAX_NODES), np.float32), "parent_slots": levels - 1, "slots": levels}
     trees = backend.trees.select([make_candidates(backend, columns, np.array([0]), np.array([MAX_NODES]))], 1)
-    assert trees.depths.tolist() == list(range(1, MAX_NODES + 1))
-    assert trees.ancestor_bits.tolist() == [(1 << node) - 1 for node in range(1, MAX_NODES + 1)]
+    assert trees.nodes.depths.tolist() == list(range(1, MAX_NODES + 1))
+    assert trees.nodes.ancestor_bits.tolist() == [(1 << node) - 1 for node in range(1, MAX_NODES + 1)]
 
 
 def test_requests_that_grow_in_other_ways_come_together_and_keep_their_q(backend: Backend) -> None:
@@ -135,7 +137,7 @@ def test_requests_that_grow_in_other_ways_come_together_and_keep_their_q(backend
         assert_is_tree(trees, row, columns, i)
     assert trees.draft_probs is probs and trees.draft_rows is not None and trees.draft_rows.dtype == torch.int32
     for i, row in enumerate((0, 4)):
-        slots = [-1, *trees.draft_slots[int(trees.start_loc[row]) : int(trees.start_loc[row + 1])].tolist()]
+        slots = [-1, *trees.nodes.draft_slots[int(trees.start_loc[row]) : int(trees.start_loc[row + 1])].tolist()]
         entries = trees.draft_rows[int(trees.start_loc[row]) + row :][: len(slots)].tolist()
         assert entries == [probs_rows[i, 1 + slot] for slot in slots]
 
@@ -196,7 +198,7 @@ class Case:
         """By residuals as vectors, with the same random numbers."""
         found, sampling = [], self.sampling
         for i, (row, logits, option) in enumerate(zip(self.verified, self.logits, self.options, strict=True)):
-            tree, key = self.trees[row], (int(sampling.seeds[i]), int(sampling.positions[i]))
+            tree, key = self.trees[row], (int(sampling.options["seed"][i]), int(sampling.options["position"][i]))
             depths = [0, *tree.topology.depths.tolist()]
             names = ("temperature", "top_k", "top_p", "min_p")
             is_fine = [bool(torch.isfinite(each.max())) for each in logits]
@@ -236,8 +238,13 @@ class Case:
 
 
 def outcomes(result: Verified) -> list[Outcome]:
-    columns = result.paths.tolist(), result.num_accepted.tolist(), result.final_tokens.tolist(), result.matches.tolist()
-    return [Outcome(path[:n], token, tuple(match)) for path, n, token, match in zip(*columns, strict=True)]
+    found = []
+    matches = [[NAN, NAN]] * len(result.paths) if result.matches is None else result.matches.tolist()
+    for path, token, match in zip(result.paths.tolist(), result.final_tokens.tolist(), matches, strict=True):
+        kept = [node for node in path if node >= 0]
+        assert path == kept + [-1] * (len(path) - len(kept))
+        found.append(Outcome(kept, token, tuple(match)))
+    return found
 
 
 def with_empty_places(trees: DraftTrees, num_empty: Ints) -> DraftTrees:
@@ -245,23 +252,22 @@ def with_empty_places(trees: DraftTrees, num_empty: Ints) -> DraftTrees:
     starts = trees.start_loc
     counts = trees.counts + num_empty
     bits = np.concatenate([1 << np.arange(count) for count in counts])
-    fillers = (-1, -2, 1, torch.from_numpy(bits).to(trees.token_ids.device), -INF, -1)
+    fillers = (-1, -2, 1, torch.from_numpy(bits).to(trees.nodes.token_ids.device), -INF, -1)
     start_loc = prefix_sums(counts)
     places = np.concatenate([np.arange(n) + first for n, first in zip(trees.counts, start_loc[:-1], strict=True)])
     entries = np.concatenate(
         [np.arange(n + 1) + first + i for i, (n, first) in enumerate(zip(trees.counts, start_loc, strict=False))]
     )
     columns = []
-    for column, filler in zip(trees.columns, fillers, strict=True):
+    for column, filler in zip(trees.nodes, fillers, strict=True):
         wide = column.new_zeros(len(bits)) + filler
         columns.append(wide.to(column.dtype).index_copy(0, torch.from_numpy(places).to(column.device), column))
     rows = trees.draft_rows
     if rows is not None:
         rows = rows.new_zeros(len(bits) + len(counts)).index_copy(0, torch.from_numpy(entries).to(rows.device), rows)
     assert int(starts[-1]) == len(places)
-    return DraftTrees(
-        start_loc, trees.is_chain & (num_empty == 0), trees.is_sampled, trees.has_scores, *columns, trees.draft_probs, rows
-    )
+    is_chain, nodes = trees.is_chain & (num_empty == 0), NodeColumns(*columns)
+    return DraftTrees(start_loc, is_chain, trees.is_sampled, trees.has_scores, nodes, trees.draft_probs, rows)
 
 
 def random_parents(rng: np.random.Generator, num_nodes: int) -> NDArray[np.int32]:
@@ -483,7 +489,8 @@ def unchecked(case: Case, backend: Backend) -> DraftTrees:
     flag, shape = np.ones(1, np.bool_), tree.topology
     arrays = [tree.token_ids, tree.parents, shape.depths.copy(), shape.ancestor_bits.copy(), np.zeros(tree.num_nodes, np.float32)]
     *columns, rows = backend.upload([*arrays, np.full(tree.num_nodes, -1, np.int32), np.zeros(tree.num_nodes + 1, np.int32)])
-    return DraftTrees(prefix_sums([tree.num_nodes]), ~flag, flag, ~flag, *columns, tree.draft_probs.to(backend.device), rows)
+    draft_probs = tree.draft_probs.to(backend.device)
+    return DraftTrees(prefix_sums([tree.num_nodes]), ~flag, flag, ~flag, NodeColumns(*columns), draft_probs, rows)
 
 
 def test_a_row_that_is_not_finite_ends_the_path_without_a_token(backend: Backend) -> None:

@@ -11,6 +11,7 @@ CODE = """
 import torch
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.gate import silu_mul
+from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton.rope_kv import rope_and_write_kv
 
 def zeros(*shape, dtype):
@@ -23,7 +24,7 @@ for num_heads, num_kv_heads, head_dim, dtype in ((9, 3, 64, half), (32, 8, 128, 
     for qk_norm in (None, zeros(num_heads + num_kv_heads, head_dim, dtype=dtype)):
         rope_and_write_kv(
             zeros(7, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
-            zeros(64, 2, head_dim, dtype=dtype), slots, slots, kv_layer, num_heads=num_heads, qk_norm=qk_norm, eps=1e-6,
+            TokenPlaces(zeros(64, 2, head_dim, dtype=dtype), slots, slots), kv_layer, qk_norm, eps=1e-6,
         )
 for hidden_size, dtype in ((768, half), (4096, half), (16384, half), (16384, single)):
     x, weight = zeros(7, hidden_size, dtype=dtype), zeros(hidden_size, dtype=dtype)

@@ -15,6 +15,7 @@ from titan.bench.gpu.layer_reference import (
     reference_rope_and_write_kv,
     reference_silu_mul,
 )
+from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton.gate import silu_mul
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
@@ -70,9 +71,9 @@ def test_the_largest_rows_and_heads(dtype: torch.dtype) -> None:
     assert_rounded_once(rms_norm(x, weight, 1e-5), reference_rms_norm(x, weight, 1e-5))
     qkv, norm = random(2, 4 * 2048, dtype=dtype), random(3, 2048, dtype=dtype, seed=1) + 1  # one head per program
     places, cache = torch.tensor([3, 0], device=DEVICE), torch.zeros(2, 1, 1, 16, 2048, dtype=dtype, device=DEVICE)
-    arguments, exact_cache = (qkv, make_table(4, 2048, dtype), places.int(), places), cache.double()
-    exact = reference_rope_and_write_kv(*arguments, exact_cache, num_heads=2, qk_norm=norm, eps=1e-3)
-    assert_rounded_once(rope_and_write_kv(*arguments, cache, num_heads=2, qk_norm=norm, eps=1e-3), exact)
+    arguments, exact_cache = TokenPlaces(make_table(4, 2048, dtype), places, places), cache.double()
+    exact = reference_rope_and_write_kv(qkv, *arguments, exact_cache, num_heads=2, qk_norm=norm, eps=1e-3)
+    assert_rounded_once(rope_and_write_kv(qkv, arguments, cache, norm, 1e-3), exact)
     assert_rounded_once(cache, exact_cache)
 
 
@@ -93,16 +94,16 @@ def test_queries_and_caches_may_lie_apart(far: str) -> None:
             kv_layer = storage.as_strided(kv_layer.shape, (512, *head_and_block, 8, 1), 2048)
     kv_layer[:, :, [0, 2], 0] = 0
     positions, slots = torch.arange(3, device=DEVICE), torch.tensor([-1, -1, 2 * 16], device=DEVICE)
-    arguments = qkv, make_table(3, 8, torch.float16), positions, slots
+    places = TokenPlaces(make_table(3, 8, torch.float16), positions, slots)
     exact_kv = torch.zeros(kv_layer.shape, dtype=torch.float64, device=DEVICE)
-    exact_q = reference_rope_and_write_kv(*arguments, exact_kv, num_heads=1)
-    assert_rounded_once(rope_and_write_kv(*arguments, kv_layer, num_heads=1), exact_q)
+    exact_q = reference_rope_and_write_kv(qkv, *places, exact_kv, num_heads=1)
+    assert_rounded_once(rope_and_write_kv(qkv, places, kv_layer), exact_q)
     assert_rounded_once(kv_layer[:, :, [0, 2], 0], exact_kv[:, :, [0, 2], 0])
 
 
 def test_nothing_is_no_work() -> None:
     none, kv_layer = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(2, 1, 2, 16, 8, device=DEVICE)
-    table = make_table(1, 8, torch.float32)
-    assert rope_and_write_kv(torch.zeros(0, 24, device=DEVICE), table, none, none, kv_layer, num_heads=1).shape == (0, 1, 8)
+    places = TokenPlaces(make_table(1, 8, torch.float32), none, none)
+    assert rope_and_write_kv(torch.zeros(0, 24, device=DEVICE), places, kv_layer).shape == (0, 1, 8)
     assert rms_norm(torch.zeros(0, 8, device=DEVICE), torch.ones(8, device=DEVICE), 1e-5).shape == (0, 8)
     assert silu_mul(torch.zeros(0, 16, device=DEVICE)).shape == (0, 8) and not kv_layer.any()

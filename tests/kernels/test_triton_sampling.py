@@ -15,11 +15,11 @@ from torch import Tensor
 
 from titan.bench.gpu.acceptance_reference import reference_draw, reference_probs
 from titan.core.random import Purpose, philox_uniform
-from titan.core.trees import NODE_DTYPES
+from titan.core.trees import NODE_DTYPES, NodeColumns
 from titan.kernels.triton.row_distribution import CHUNK, RowDistributions, normalized_probs, row_distributions
 from titan.kernels.triton.sample_rows import draw_rows
 from titan.kernels.triton.tree_select import select_trees
-from titan.kernels.triton.tree_walk import walk_matches
+from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
 
 Options = Sequence[tuple[float, int, float, float]]
 """Temperature, top-k, top-p, min-p of each row."""
@@ -126,18 +126,19 @@ def test_requests_behind_the_last_one_walk_no_nodes() -> None:
     token_ids, parents = torch.tensor([1, 2, 3, 3, 3], device=DEVICE), torch.tensor([-1, 0, -1, 0, 1], device=DEVICE).int()
     start_loc = torch.tensor([0, 2, 2, 2], device=DEVICE).int()
     wanted = torch.tensor([1, 2, 8, 3, 6, 3, 3, 3], device=DEVICE)
-    result = walk_matches(token_ids, parents, start_loc, wanted, max_depth=3)
+    result = VerifiedTrees.of(token_ids, parents, start_loc, max_depth=3)
+    walk_matches(result, wanted)
     assert result.paths.tolist() == [[0, 1, -1], [-1] * 3, [-1] * 3] and result.final_tokens.tolist() == [8, 3, 6]
 
 
 def test_trees_are_written_to_their_places_alone() -> None:
     """In any order, and nothing behind them."""
-    columns = [torch.full((8,), 77, device=DEVICE).to(dtype) for dtype in NODE_DTYPES]
+    columns = NodeColumns(*(torch.full((8,), 77, device=DEVICE).to(dtype) for dtype in NODE_DTYPES))
     slots = torch.arange(3, device=DEVICE).expand(2, 3).contiguous()
     tokens, scores = slots + torch.tensor([[10], [20]], device=DEVICE), torch.zeros(2, 3, device=DEVICE)
     first_nodes, num_nodes = torch.tensor([3, 0], device=DEVICE).int(), torch.tensor([2, 3], device=DEVICE).int()
     select_trees(tokens, scores, slots - 1, slots, first_nodes, num_nodes, columns)
-    assert columns[0].tolist() == [20, 21, 22, 10, 11, 77, 77, 77]
+    assert columns.token_ids.tolist() == [20, 21, 22, 10, 11, 77, 77, 77]
     assert all(column[5:].tolist() == [77] * 3 for column in columns)
 
 
@@ -146,8 +147,10 @@ def test_nothing_is_no_work() -> None:
     none = replace(some, **{name: getattr(some, name)[:0] for name in RowDistributions.__slots__})
     no_longs, start_loc = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     assert draw_rows(none, no_longs, no_longs, purpose=0).tolist() == []
-    result = walk_matches(no_longs, no_longs.int(), start_loc, no_longs, max_depth=4)
-    assert result.paths.shape == (0, 4) and len(result.final_tokens) == len(result.num_accepted) == 0
-    columns, empty = [torch.full((2,), 7, device=DEVICE).to(dtype) for dtype in NODE_DTYPES], no_longs.view(0, 1)
+    result = VerifiedTrees.of(no_longs, no_longs.int(), start_loc, max_depth=4)
+    walk_matches(result, no_longs)
+    assert result.paths.shape == (0, 4) and len(result.final_tokens) == 0
+    columns = NodeColumns(*(torch.full((2,), 7, device=DEVICE).to(dtype) for dtype in NODE_DTYPES))
+    empty = no_longs.view(0, 1)
     select_trees(empty, empty.float(), empty, empty, no_longs.int(), no_longs.int(), columns)
     assert all((column == 7).all() for column in columns)

@@ -11,7 +11,8 @@ import torch
 from interpreted import DEVICE
 from torch import Tensor
 
-from titan.core.trees import NODE_DTYPES, NODE_FIELDS
+from titan.core.trees import NODE_DTYPES, NodeColumns
+from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton import tools as triton_tools
 from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
@@ -23,7 +24,7 @@ from titan.kernels.triton.sample_rows import draw_rows
 from titan.kernels.triton.tree_attention import tree_attention
 from titan.kernels.triton.tree_rejection import reject_trees
 from titan.kernels.triton.tree_select import MAX_CANDIDATES, select_trees
-from titan.kernels.triton.tree_walk import walk_matches
+from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
 
 NUM_ROWS, VOCAB_SIZE, HEAD_DIM = 3, 20, 16
 
@@ -71,7 +72,13 @@ def distributions() -> RowDistributions:
 
 def trees() -> dict[str, Any]:
     """One request with a chain of two nodes: three rows."""
-    return {"draft_token_ids": longs([3, 4]), "parents": ints([-1, 0]), "node_start_loc": ints([0, 2])}
+    return {"token_ids": longs([3, 4]), "parents": ints([-1, 0]), "start_loc": ints([0, 2]), "max_depth": 2}
+
+
+def rotate(
+    qkv: Tensor, rope_table: Tensor, positions: Tensor, slots: Tensor, kv_layer: Tensor, qk_norm: Tensor | None = None
+) -> Tensor:
+    return rope_and_write_kv(qkv, TokenPlaces(rope_table, positions, slots), kv_layer, qk_norm)
 
 
 def kv() -> Tensor:
@@ -91,13 +98,12 @@ WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
     },
     rms_norm: lambda: {"x": floats(3, 8), "weight": floats(8), "eps": 1e-5, "residual": floats(3, 8)},
     silu_mul: lambda: {"gate_up": floats(3, 8)},
-    rope_and_write_kv: lambda: {
+    rotate: lambda: {
         "qkv": floats(3, 8 * HEAD_DIM),
         "rope_table": floats(9, 2, HEAD_DIM),
         "positions": longs([0, 1, 2]),
-        "slot_mapping": longs([0, 1, 2]),
+        "slots": longs([0, 1, 2]),
         "kv_layer": kv()[0],
-        "num_heads": 4,
         "qk_norm": floats(6, HEAD_DIM),
     },
     row_distributions: lambda: {"logits": floats(NUM_ROWS, VOCAB_SIZE)} | options(),
@@ -109,10 +115,13 @@ WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
         "slots": longs([[0, 1, 2]] * 2),
         "first_nodes": ints([0, 3]),
         "num_nodes": ints([3, 1]),
-        "nodes": [torch.zeros(4, dtype=dtype, device=DEVICE) for dtype in NODE_DTYPES],
+        "nodes": NodeColumns(*(torch.zeros(4, dtype=dtype, device=DEVICE) for dtype in NODE_DTYPES)),
     },
-    walk_matches: lambda: {"wanted": longs([1, 2, 3]), "max_depth": 2} | trees(),
-    reject_trees: lambda: {"distributions": distributions(), "max_depth": 2} | trees() | DRAFTS | NUMBERS,
+    VerifiedTrees.of: trees,
+    walk_matches: lambda: {"trees": VerifiedTrees.of(**trees()), "wanted": longs([1, 2, 3])},
+    reject_trees: lambda: (
+        {"trees": VerifiedTrees.of(**trees()), "sampled": longs([0, 0]), "distributions": distributions()} | DRAFTS | NUMBERS
+    ),
 }
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -125,7 +134,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 WRITTEN = [
     (rms_norm, "residual"),
-    (rope_and_write_kv, "kv_layer"),
+    (rotate, "kv_layer"),
 ]
 
 
@@ -159,15 +168,15 @@ MESSAGES: list[tuple[Callable[..., object], str, Any, str]] = [
     (rms_norm, "residual", floats(3, 8).half(), "residual has dtype torch.float16: it must be torch.float32"),
     (silu_mul, "gate_up", floats(2, 7), "gate_up has shape [2, 7]: its rows must have two halves"),
     (silu_mul, "gate_up", floats(2, 0), "gate_up has shape [2, 0]: its rows must have two halves"),
-    (rope_and_write_kv, "qkv", floats(3, 40), "qkv has shape [3, 40]: it must be [any, 128]"),
-    (rope_and_write_kv, "num_heads", 5, "qkv has shape [3, 128]: it must be [any, 144]"),
-    (rope_and_write_kv, "qkv", floats(3, 128).half(), "qkv has dtype torch.float16: it must be torch.float32"),
-    (rope_and_write_kv, "rope_table", floats(9, 2, 8), "rope_table has shape [9, 2, 8]: it must be [any, 2, 16]"),
-    (rope_and_write_kv, "positions", longs([0, 1]), "positions has shape [2]: it must be [3]"),
-    (rope_and_write_kv, "kv_layer", floats(2, 1, 3, 16, 9), "kv_layer has shape [2, 1, 3, 16, 9]: head_dim must be even"),
-    (rope_and_write_kv, "kv_layer", floats(2, 1, 3, 16, 0), "kv_layer has shape [2, 1, 3, 16, 0]: head_dim must be even, and no"),
-    (rope_and_write_kv, "kv_layer", floats(2, 0, 3, 16, 8), "kv_layer has shape [2, 0, 3, 16, 8]: head_dim must be even, and no"),
-    (rope_and_write_kv, "qk_norm", floats(2, 16), "qk_norm has shape [2, 16]: it must be [6, 16]"),
+    (rotate, "qkv", floats(3, 90), "qkv has shape [3, 90]: it must be [T, (H + 4) * 16] with one query head or more"),
+    (rotate, "qkv", floats(3, 64), "qkv has shape [3, 64]: it must be [T, (H + 4) * 16] with one query head or more"),
+    (rotate, "qkv", floats(3, 128).half(), "qkv has dtype torch.float16: it must be torch.float32"),
+    (rotate, "rope_table", floats(9, 2, 8), "rope_table has shape [9, 2, 8]: it must be [any, 2, 16]"),
+    (rotate, "positions", longs([0, 1]), "positions has shape [2]: it must be [3]"),
+    (rotate, "kv_layer", floats(2, 1, 3, 16, 9), "kv_layer has shape [2, 1, 3, 16, 9]: head_dim must be even"),
+    (rotate, "kv_layer", floats(2, 1, 3, 16, 0), "kv_layer has shape [2, 1, 3, 16, 0]: head_dim must be even, and no"),
+    (rotate, "kv_layer", floats(2, 0, 3, 16, 8), "kv_layer has shape [2, 0, 3, 16, 8]: head_dim must be even, and no"),
+    (rotate, "qk_norm", floats(2, 16), "qk_norm has shape [2, 16]: it must be [6, 16]"),
     (row_distributions, "logits", floats(3, 0), "logits has shape [3, 0]: there must be at least one token"),
     (row_distributions, "temperature", floats(2), "temperature has shape [2]: it must be [3]"),
     (draw_rows, "seeds", longs([1, 2]), "seeds has shape [2]: it must be [3]"),
@@ -182,14 +191,14 @@ MESSAGES: list[tuple[Callable[..., object], str, Any, str]] = [
     ),
     (select_trees, "scores", floats(2, 4), "scores has shape [2, 4]: it must be [2, 3]"),
     (select_trees, "first_nodes", ints([0, 1, 2]), "first_nodes has shape [3]: it must be [2]"),
-    (walk_matches, "parents", ints([-1, 0, 1]), "parents has shape [3]: it must be [2]"),
-    (walk_matches, "node_start_loc", ints([]), "node_start_loc is empty: it must have "),
+    (VerifiedTrees.of, "parents", ints([-1, 0, 1]), "parents has shape [3]: it must be [2]"),
+    (VerifiedTrees.of, "start_loc", ints([]), "start_loc is empty: it must have "),
     (walk_matches, "wanted", longs([1, 2]), "wanted has shape [2]: it must be [3]"),
-    (walk_matches, "max_depth", 0, "max_depth=0 is not allowed: it must be 1 to 63"),
-    (reject_trees, "max_depth", 64, "max_depth=64 is not allowed: it must be 1 to 63"),
+    (VerifiedTrees.of, "max_depth", 0, "max_depth=0 is not allowed: it must be 1 to 63"),
+    (VerifiedTrees.of, "max_depth", 64, "max_depth=64 is not allowed: it must be 1 to 63"),
     (reject_trees, "draft_probs", floats(2, 8), "draft_probs has shape [2, 8]: it must be [any, 20]"),
     (reject_trees, "seeds", longs([1]), "seeds has shape [1]: it must be [3]"),
-    (reject_trees, "node_start_loc", ints([0, 2, 2]), "distributions has 3 rows on "),
+    (reject_trees, "trees", VerifiedTrees.of(**trees() | {"start_loc": ints([0, 2, 2])}), "distributions has 3 rows on "),
 ]
 
 
@@ -203,8 +212,9 @@ def test_sizes_and_numbers_are_refused_by_name(wrapper: Callable[..., object], n
 def test_columns_of_nodes_are_refused_by_name(i: int) -> None:
     for change, problem in ((torch.Tensor.double, "dtype"), (lambda x: x[None], "shape"), (lambda x: x[:1].expand(4), "strides")):
         arguments = WRAPPERS[select_trees]()
-        arguments["nodes"][i] = change(arguments["nodes"][i])
-        with pytest.raises(ValueError, match=rf"^nodes\.{NODE_FIELDS[i]} has {problem}"):
+        name, column = NodeColumns._fields[i], arguments["nodes"][i]
+        arguments["nodes"] = arguments["nodes"]._replace(**{name: change(column)})
+        with pytest.raises(ValueError, match=rf"^nodes\.{name} has {problem}"):
             select_trees(**arguments)
 
 

@@ -20,7 +20,7 @@ from titan.core.batch import prefix_sums
 from titan.core.random import Purpose, philox_uniform
 from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import DraftTree, DraftTrees, TreeLimits
+from titan.core.trees import DraftTree, DraftTrees, NodeColumns, TreeLimits
 from titan.kernels.interfaces import Backend, Verified
 from titan.kernels.torch import trees as torch_trees
 
@@ -92,7 +92,9 @@ def assert_by_the_rule(backend: Backend, cases: Sequence[Sampled], seeds: Sequen
     with np.errstate(divide="ignore"):
         logits = torch.tensor(np.log(np.concatenate([case.p for case in cases])), dtype=torch.float32)
     verified = verify(backend, [case.tree for case in cases], logits, seeds)
-    paths, counts, finals = verified.paths.tolist(), verified.num_accepted.tolist(), verified.final_tokens.tolist()
+    assert verified.matches is not None
+    counts, finals = (verified.paths >= 0).sum(1).tolist(), verified.final_tokens.tolist()
+    paths = verified.paths.tolist()
     num_clear = 0
     for case, seed, path, count, final, match in zip(cases, seeds, paths, counts, finals, verified.matches.tolist(), strict=True):
         p, q = case.p[0], case.q[0]
@@ -137,7 +139,7 @@ def test_where_rounding_leaves_nothing_of_the_residual_p_itself_is_sampled_from(
     tree = DraftTree(np.array([2]), np.array([-1], np.int32), torch.tensor(q[None], dtype=torch.float32))
     logits = torch.tensor(np.log(np.maximum(p, 1e-300)), dtype=torch.float32).masked_fill(torch.tensor(p == 0), -torch.inf)
     verified = verify(make_back_end(back_end), [tree] * len(seeds), logits.repeat(2 * len(seeds), 1), seeds)
-    assert verified.num_accepted.tolist() == [0] * len(seeds)
+    assert (verified.paths == -1).all()
     heights = philox_uniform(np.array(seeds, np.uint64), POSITION, Purpose.RESIDUAL)
     tokens = verified.final_tokens.tolist()
     assert tokens == [inverse_cdf(p, height)[0] for height in heights.tolist()]
@@ -162,13 +164,17 @@ def test_a_sampled_tree_all_of_whose_places_are_empty_decodes(back_end: str) -> 
     flags = np.zeros((2, 2), np.bool_)
     q = torch.stack((torch.full((VOCAB_SIZE,), torch.nan), certain)).to(backend.device)
     draft_rows = torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32).to(backend.device)
-    trees = DraftTrees(np.array([0, 2, 4]), flags[0], ~flags[0], flags[1], *backend.upload(columns), q, draft_rows)
+    trees = DraftTrees(np.array([0, 2, 4]), flags[0], ~flags[0], flags[1], NodeColumns(*backend.upload(columns)), q, draft_rows)
     logits = torch.stack((p[0], p[0], p[0], certain, p[1], p[1])).log().to(backend.device)
     verified = backend.trees.verify(
         logits, trees, np.arange(2), SamplingRows.of([(SamplingParams(), seed, POSITION) for seed in (4, 5)])
     )
-    assert (verified.num_accepted.tolist(), verified.paths[1, 0].item()) == ([0, 1], 0)
-    assert verified.matches[0, 0].isnan() and verified.matches[1].tolist() == pytest.approx([1.0, 1.0])
+    assert (verified.paths >= 0).sum(1).tolist() == [0, 1] and verified.paths[1, 0] == 0
+    assert (
+        verified.matches is not None
+        and verified.matches[0, 0].isnan()
+        and verified.matches[1].tolist() == pytest.approx([1.0, 1.0])
+    )
     heights = [float(philox_uniform(seed, POSITION + depth, Purpose.SAMPLE)) for seed, depth in ((4, 0), (5, 1))]
     assert verified.final_tokens.tolist() == [inverse_cdf(p[i].double().numpy(), height)[0] for i, height in enumerate(heights)]
 
@@ -210,13 +216,13 @@ def path_counts(backend: Backend, parents: list[int], num_trees: int, change: Ca
     ]
     start_loc = prefix_sums([num_nodes] * num_trees)
     draft_probs, draft_rows = change(torch.tensor(DRAFT, dtype=torch.float32)), torch.from_numpy(rows.astype(np.int32))
-    trees = DraftTrees(start_loc, flags[0], ~flags[1], flags[2], *backend.upload(columns), draft_probs, draft_rows)
+    trees = DraftTrees(start_loc, flags[0], ~flags[1], flags[2], NodeColumns(*backend.upload(columns)), draft_probs, draft_rows)
     sampling = SamplingRows.of([(SamplingParams(), seed, POSITION) for seed in range(num_trees)])
     logits = torch.tensor(np.log(TARGET), dtype=torch.float32)[torch.from_numpy(rows)]
     verified = backend.trees.verify(logits, trees, np.arange(num_trees), sampling)
     rng = np.random.default_rng(12)
     counts = np.zeros((VOCAB_SIZE, VOCAB_SIZE))
-    found = verified.paths.tolist(), verified.num_accepted.tolist(), verified.final_tokens.tolist()
+    found = verified.paths.tolist(), (verified.paths >= 0).sum(1).tolist(), verified.final_tokens.tolist()
     for row, path, count, final in zip(tokens.tolist(), *found, strict=True):
         emitted = [*(row[node] for node in path[:count]), final]
         if len(emitted) == 1:  # the token after it comes from the next step, as it would without speculation

@@ -122,7 +122,7 @@ def build_batch(rows: Sequence[QueryRow], trees: DraftTrees | None = None, *, bl
         tree_starts = np.where((counts > 0) & ~trees.is_chain, starts + num_committed, 0)
         starts_of_tokens = tree_starts[owners]
         visible_lens = np.where(is_node & (starts_of_tokens > 0), starts_of_tokens, visible_lens)
-        nodes = NodeQueries(trees.start_loc, trees.token_ids, trees.ancestor_bits, trees.depths)
+        nodes = NodeQueries(trees.start_loc, trees.nodes.token_ids, trees.nodes.ancestor_bits, trees.nodes.depths)
 
     logits_lens = np.where([row.needs_logits for row in rows], counts + 1, 0)
     logits_start_loc = prefix_sums(logits_lens)

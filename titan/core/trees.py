@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -147,15 +147,22 @@ Upload = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
 """Brings arrays to a device."""
 
 
-class NodeArrays(NamedTuple):
-    """`DraftTrees.columns` as arrays."""
+Column = TypeVar("Column")
 
-    token_ids: Ints
-    parents: Parents
-    depths: Ints
-    ancestor_bits: Ints
-    scores: NDArray[np.float32]
-    draft_slots: NDArray[np.int32]
+
+class NodeColumns(NamedTuple, Generic[Column]):
+    """Of the nodes in N places: tensors or arrays."""
+
+    token_ids: Column  # int64 [N]; -1 = empty
+    parents: Column  # int32 [N], index within the tree; -1 = the root, -2 = none, of an empty place
+    depths: Column  # int64 [N], from 1 on; 1 of an empty place
+    ancestor_bits: Column  # int64 [N], of a node itself and its ancestors; of itself alone in an empty place
+    scores: Column  # float32 [N], cumulative log-probabilities; -inf of an empty place
+    draft_slots: Column  # int32 [N], where the draft's KV is, counted from the slot after the root; -1 = nowhere
+
+
+NODE_DTYPES = NodeColumns(torch.int64, torch.int32, torch.int64, torch.int64, torch.float32, torch.int32)
+"""Of the tensors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,12 +177,7 @@ class DraftTrees:
     is_chain: Flags  # [R], on the host: where it is known that each node hangs at the one before it
     is_sampled: Flags  # [R], on the host: where the tokens were sampled from q
     has_scores: Flags  # [R], on the host: where the draft chose the nodes by their scores
-    token_ids: Tensor  # int64 [N]; -1 = empty
-    parents: Tensor  # int32 [N], index within the tree; -1 = the root, -2 = none, of an empty place
-    depths: Tensor  # int64 [N], from 1 on; 1 of an empty place
-    ancestor_bits: Tensor  # int64 [N], of a node itself and its ancestors; of itself alone in an empty place
-    scores: Tensor  # float32 [N], cumulative log-probabilities; -inf of an empty place
-    draft_slots: Tensor  # int32 [N], where the draft's KV is, counted from the slot after the root; -1 = nowhere
+    nodes: NodeColumns[Tensor]
     draft_probs: Tensor | None = None  # float32 [any, vocab], the distributions q
     # int32 [N + R], which of them the children were sampled from: per row those of the root, then of its nodes; anything where
     # there are no children or nothing was sampled
@@ -196,30 +198,10 @@ class DraftTrees:
         """Places of each tree, [R]."""
         return self.start_loc[1:] - self.start_loc[:-1]
 
-    @property
-    def columns(self) -> list[Tensor]:
-        """The six tensors of the nodes, in the order of the fields."""
-        return [self.token_ids, self.parents, self.depths, self.ancestor_bits, self.scores, self.draft_slots]
-
     @cached_property
-    def arrays(self) -> NodeArrays:
+    def arrays(self) -> NodeColumns[NDArray[Any]]:
         """The nodes of trees on the host; nothing is copied."""
-        return NodeArrays(*(column.numpy() for column in self.columns))
-
-    @classmethod
-    def from_columns(
-        cls,
-        start_loc: Ints,
-        is_chain: Flags,
-        is_sampled: Flags,
-        has_scores: Flags,
-        columns: Sequence[Tensor],
-        draft_probs: Tensor | None = None,
-        draft_rows: Tensor | None = None,
-    ) -> DraftTrees:
-        """Trees whose node tensors come in the order of `columns`."""
-        nodes = dict(zip(NODE_FIELDS, columns, strict=True))
-        return cls(start_loc, is_chain, is_sampled, has_scores, **nodes, draft_probs=draft_probs, draft_rows=draft_rows)
+        return NodeColumns(*(column.numpy() for column in self.nodes))
 
     @staticmethod
     @lru_cache(maxsize=1024)
@@ -227,7 +209,7 @@ class DraftTrees:
         """No draft tokens for any row, on the device; ``None`` = on the host."""
         flags, start_loc = np.zeros(num_rows, np.bool_), np.zeros(num_rows + 1, np.int64)
         flags.flags.writeable = start_loc.flags.writeable = False  # shared by all steps
-        return DraftTrees.from_columns(start_loc, flags, flags, flags, allocate_columns(0, device))
+        return DraftTrees(start_loc, flags, flags, flags, allocate_nodes(0, device))
 
     @classmethod
     def of(
@@ -286,12 +268,12 @@ class DraftTrees:
         )
         *columns, rows = upload([*map(np.concatenate, zip(*nodes, strict=True)), np.concatenate(draft_rows).astype(np.int32)])
         probs = [tree.draft_probs for tree in trees if tree.draft_probs is not None and tree.num_nodes]
-        return cls.from_columns(
+        return cls(
             np.cumsum([0, *(tree.num_nodes for tree in trees)]),
             np.array([tree.topology.is_chain for tree in trees]),
             np.array(sampled),
             np.array([tree.scores is not None for tree in trees]),
-            columns,
+            NodeColumns(*columns),
             torch.cat(probs) if probs else None,
             rows if probs else None,
         )
@@ -307,7 +289,7 @@ class DraftTrees:
         if self.start_loc.dtype != np.int64 or any(each.dtype != np.bool_ or len(each) != self.num_rows for each in flags):
             raise ValueError(f"{name} gave start_loc or flags of another dtype or length: they must be int64 and bool, one per row")
         num_nodes = self.num_nodes
-        for field_name, column, dtype in zip(NODE_FIELDS, self.columns, NODE_DTYPES, strict=True):
+        for field_name, column, dtype in zip(NodeColumns._fields, self.nodes, NODE_DTYPES, strict=True):
             if column.shape != (num_nodes,) or column.dtype != dtype or not column.is_contiguous():
                 raise ValueError(
                     f"{name} gave {field_name} of shape {list(column.shape)} and {column.dtype}: it must be [{num_nodes}] and "
@@ -326,19 +308,18 @@ class DraftTrees:
                     f"and [{num_entries}] torch.int32, contiguous, where trees were sampled"
                 )
 
-    def on_host(self, columns: Sequence[NDArray[Any]]) -> DraftTrees:
+    def on_host(self, nodes: Sequence[NDArray[Any]]) -> DraftTrees:
         """The trees on the host, without their empty places and without q, which stays where it is.
 
         Args:
-            columns: `columns`, brought to the host.
+            nodes: brought to the host.
         """
-        is_node = columns[0] >= 0
-        start_loc = self.start_loc
+        is_node, start_loc = nodes[0] >= 0, self.start_loc
         if not is_node.all():
-            start_loc = np.concatenate(([0], is_node.cumsum()))[self.start_loc]
-            columns = [column[is_node] for column in columns]
-        tensors = [torch.from_numpy(column) for column in columns]
-        return DraftTrees.from_columns(start_loc, self.is_chain, self.is_sampled, self.has_scores, tensors)
+            start_loc = np.concatenate(([0], is_node.cumsum()))[start_loc]
+            nodes = [column[is_node] for column in nodes]
+        columns = NodeColumns(*map(torch.from_numpy, nodes))
+        return DraftTrees(start_loc, self.is_chain, self.is_sampled, self.has_scores, columns)
 
     def __getitem__(self, row: int) -> DraftTree:
         """The tree of one row, of trees on the host, without q."""
@@ -348,14 +329,9 @@ class DraftTrees:
         return DraftTree(arrays.token_ids[nodes], arrays.parents[nodes], None, arrays.draft_slots[nodes], scores)
 
 
-NODE_FIELDS = NodeArrays._fields
-NODE_DTYPES = (torch.int64, torch.int32, torch.int64, torch.int64, torch.float32, torch.int32)
-"""Names and dtypes of `DraftTrees.columns`."""
-
-
-def allocate_columns(num_nodes: int, device: torch.device | None) -> list[Tensor]:
-    """Room for `DraftTrees.columns` of that many nodes."""
-    return [torch.empty(num_nodes, dtype=dtype, device=device) for dtype in NODE_DTYPES]
+def allocate_nodes(num_nodes: int, device: torch.device | None) -> NodeColumns[Tensor]:
+    """Room for that many nodes."""
+    return NodeColumns(*(torch.empty(num_nodes, dtype=dtype, device=device) for dtype in NODE_DTYPES))
 
 
 def _check_count(num_nodes: int, limit: TreeLimits, drafter: str) -> None:

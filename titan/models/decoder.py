@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVLayout, KVTensor
-from titan.kernels.interfaces import Backend, PassInputs
+from titan.kernels.interfaces import Backend, PassInputs, TokenPlaces
 from titan.models.config import ModelConfig
 from titan.models.layers import LayerStep, LayerWeights, attention, gated, layer_shapes
 from titan.models.rope import rope_table
@@ -122,7 +122,7 @@ class Decoder(nn.Module):
         """
         config, ops, eps = self.config, self.ops, self.config.rms_norm_eps
         plan = ops.plan_attention(inputs.attention, config.windows)
-        step = LayerStep(ops, self.rope_table, plan, inputs.positions, inputs.slot_mapping)
+        step = LayerStep(ops, plan, TokenPlaces(self.rope_table, inputs.positions, inputs.slot_mapping))
         x = F.embedding(inputs.token_ids, self.embedding)
         normed = ops.rms_norm(x, self.layer_weights[0].input_norm, eps)
         rows, last = inputs.logits_rows, config.num_layers - 1

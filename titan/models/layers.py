@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from titan.kernels.interfaces import LayerOps
+from titan.kernels.interfaces import LayerOps, TokenPlaces
 from titan.models.config import ModelConfig
 
 
@@ -39,10 +39,8 @@ class LayerStep:
     """What the layers have in common in one pass."""
 
     ops: LayerOps
-    rope_table: Tensor  # [max_positions, 2, D], dtype of the model
     attention_plan: Any  # of ``ops``
-    positions: Tensor  # int64 [T]
-    slot_mapping: Tensor  # int64 [T]
+    places: TokenPlaces  # the table of the dtype of the model
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -83,16 +81,8 @@ def attention(normed: Tensor, weights: LayerWeights, config: ModelConfig, layer:
         [T, H * D].
     """
     ops = step.ops
-    q = ops.rope_and_write_kv(
-        ops.linear(normed, weights.qkv_weight, weights.qkv_bias),
-        step.rope_table,
-        step.positions,
-        step.slot_mapping,
-        kv_layer,
-        num_heads=config.num_heads,
-        qk_norm=weights.qk_norm,
-        eps=config.rms_norm_eps,
-    )
+    qkv = ops.linear(normed, weights.qkv_weight, weights.qkv_bias)
+    q = ops.rope_and_write_kv(qkv, step.places, kv_layer, weights.qk_norm, config.rms_norm_eps)
     return ops.tree_attention(q, kv_layer, step.attention_plan, scale=config.head_dim**-0.5, window=config.layer_windows[layer])
 
 
