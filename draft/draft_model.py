@@ -61,8 +61,8 @@ class DraftModelDrafter:
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         trees = acceptance.trees
-        starts, arrays = trees.start_loc.tolist(), trees.arrays
-        all_parents, all_depths, all_scores = arrays.parents.tolist(), arrays.depths.tolist(), arrays.scores.tolist()
+        starts = trees.start_loc.tolist()
+        _, all_parents, all_depths, _, all_scores, _ = (column.tolist() for column in trees.nodes)
         for i, (request, path) in enumerate(zip(plan.requests, acceptance.paths, strict=True)):
             nodes = slice(starts[i], starts[i + 1])
             if nodes.start == nodes.stop:

@@ -261,7 +261,7 @@ def test_on_the_host_empty_places_are_left_out() -> None:
     trees = DraftTrees(
         np.array([0, 3, 5, 7]), np.array([False, False, True]), np.zeros(3, np.bool_), has_scores, NodeColumns(*columns)
     )
-    found = trees.on_host(trees.arrays)
+    found = trees.on_host([column.numpy() for column in trees.nodes])
     assert found.start_loc.tolist() == [0, 1, 1, 3] and trees.start_loc.tolist() == [0, 3, 5, 7]
     assert [column.tolist() for column in found.nodes] == [
         [4, 5, 6],
@@ -274,6 +274,6 @@ def test_on_the_host_empty_places_are_left_out() -> None:
     assert [found[row].token_ids.tolist() for row in range(3)] == [[4], [], [5, 6]]
     assert found[0].scores is not None and found[0].scores.tolist() == [-0.5]
     assert found[1].scores is not None and found[2].scores is None
-    whole = on_device().on_host(on_device().arrays)
+    whole = on_device().on_host([column.numpy() for column in on_device().nodes])
     assert whole.draft_probs is None and whole.draft_rows is None and whole.start_loc.tolist() == [0, 0, 3, 3]
     assert DraftTrees.empty(2, torch.device("cpu"))[1].num_nodes == 0

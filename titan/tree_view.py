@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from titan.core.step import Acceptance, StepPlan
@@ -38,7 +38,7 @@ def verified_trees(plan: StepPlan, acceptance: Acceptance) -> list[VerifiedTree]
     return [
         VerifiedTree(
             request.token_ids[-1],
-            replace(acceptance.trees[i], draft_probs=None),  # not kept alive: a row of them is as large as the vocabulary
+            acceptance.trees[i],
             acceptance.paths[i],
             acceptance.token_ids[i][-1] if acceptance.errors[i] is None else None,
         )

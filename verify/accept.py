@@ -81,7 +81,7 @@ def collect(backend: Backend, launched: Launched) -> Acceptance:
     trees = trees or launched.trees.on_host(fetched[len(found) :])
     acceptance = Acceptance(trees, [[] for _ in range(num_rows)], [[] for _ in range(num_rows)], [None] * num_rows)
     if verified is not None:
-        token_ids, first_nodes = trees.arrays.token_ids.tolist(), trees.start_loc.tolist()
+        token_ids, first_nodes = trees.nodes.token_ids.tolist(), trees.start_loc.tolist()
         rows = launched.rows.tolist()
         for i, path, final_token in zip(rows, fetched[0].tolist(), fetched[1].tolist(), strict=True):
             path = acceptance.paths[i] = [node for node in path if node >= 0]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,7 +63,7 @@ def test_commit(measure: Measure, stage: Stage) -> None:
     last_bits = [int(trees[i].topology.ancestor_bits[-1]) for i in range(trees.num_rows)]
     paths = [[node for node in range(NUM_DRAFT_TOKENS) if bits >> node & 1] for bits in last_bits]
     # the target's KV alone: the draft's coverage would grow
-    trees = replace(trees, nodes=trees.nodes._replace(draft_slots=torch.full_like(trees.nodes.draft_slots, -1)))
+    trees = replace(trees, nodes=trees.nodes._replace(draft_slots=np.full_like(trees.nodes.draft_slots, -1)))
     measure(stage.engine.kv.commit, stage.plan, Acceptance(trees, paths, found.token_ids, found.errors))
 
 

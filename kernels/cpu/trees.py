@@ -14,7 +14,7 @@ from torch import Tensor
 from titan.core.arrays import Ints
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees, NodeColumns, Upload, allocate_nodes
-from titan.kernels.cpu.library import kernel
+from titan.kernels.cpu.library import COMPILED_DTYPES, kernel
 from titan.kernels.cpu.sampling import CompiledSampling, readable
 from titan.kernels.interfaces import Candidates, Verified
 from titan.kernels.tree_places import place_trees, with_draft_probs
@@ -54,6 +54,9 @@ class CompiledTrees:
         self._library = library
         self._sampling = sampling
         self._upload = upload
+        self._verify = {dtype: kernel(library, "verify_trees", dtype) for dtype in COMPILED_DTYPES}
+        for function in self._verify.values():
+            function.argtypes, function.restype = [_POINTER, _INT, _POINTER], None
 
     def select(self, found: Sequence[Candidates], num_rows: int) -> DraftTrees:
         start_loc, is_chain, is_sampled, has_scores = place_trees(found, num_rows)
@@ -80,17 +83,17 @@ class CompiledTrees:
             values = readable(logits)
         num_trees, max_depth = len(rows), max(int(trees.counts.max()), 1) if trees.num_nodes else 1
         paths, final_tokens = torch.empty((num_trees, max_depth), dtype=torch.int32), torch.empty(num_trees, dtype=torch.int64)
-        nodes, probs, draft_rows, matches = trees.nodes, trees.draft_probs, trees.draft_rows, None
-        if probs is not None:
-            matches = torch.empty((num_trees, 2))
+        nodes, probs, draft_rows = trees.nodes, trees.draft_probs, trees.draft_rows
+        matches = None if probs is None else torch.empty((num_trees, 2))
         struct = _TreesStruct(
             *(num_trees, max_depth, sampling.has_cuts),
             *(address(rows), address(trees.start_loc), address(trees.is_sampled), sampling.options.ctypes.data),
-            *(None if each is None else each.data_ptr() for each in (nodes.token_ids, nodes.parents, probs, draft_rows)),
-            *(None if each is None else each.data_ptr() for each in (paths, final_tokens, matches)),
+            *(nodes.token_ids.data_ptr(), nodes.parents.data_ptr()),
+            None if probs is None else probs.data_ptr(),
+            None if draft_rows is None else draft_rows.data_ptr(),
+            *(paths.data_ptr(), final_tokens.data_ptr(), None if matches is None else matches.data_ptr()),
         )
-        function = kernel(self._library, "verify_trees", values.dtype)
-        function(_POINTER(values.data_ptr()), _INT(values.shape[1]), ctypes.byref(struct))
+        self._verify[values.dtype](values.data_ptr(), values.shape[1], ctypes.addressof(struct))
         return Verified(paths, final_tokens, matches)
 
 

@@ -403,45 +403,22 @@ def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top
     last_ties = torch.empty(num_rows, dtype=torch.int32, device=device)
     if num_rows == 0:
         return RowDistributions(logits, peaks, scales, thresholds, last_ties, chunk_masses)
-    _sum_up_chunks_kernel[(num_rows, num_chunks)](
-        logits,
-        logits.stride(0),
-        temperature,
-        top_k,
-        top_p,
-        chunk_peaks,
-        chunk_places,
-        chunk_masses,
-        group_peaks,
-        VOCAB_SIZE=vocab_size,
-        NUM_CHUNKS=num_chunks,
-        CHUNK=CHUNK,
-        GROUP=GROUP,
-        num_warps=8,
-    )
+    rows, chunks = (logits, logits.stride(0), temperature, top_k, top_p), (chunk_peaks, chunk_places, chunk_masses, group_peaks)
+    sizes = {"VOCAB_SIZE": vocab_size, "NUM_CHUNKS": num_chunks, "CHUNK": CHUNK, "GROUP": GROUP}
+    _sum_up_chunks_kernel[(num_rows, num_chunks)](*rows, *chunks, **sizes, num_warps=8)
     _cut_rows_kernel[(num_rows,)](
-        logits,
-        logits.stride(0),
-        temperature,
-        top_k,
-        top_p,
+        *rows,
         min_p,
-        chunk_peaks,
-        chunk_places,
-        chunk_masses,
-        group_peaks,
+        *chunks,
         candidates,
         peaks,
         scales,
         thresholds,
         last_ties,
-        VOCAB_SIZE=vocab_size,
-        NUM_CHUNKS=num_chunks,
+        **sizes,
         NUM_GROUPS=num_groups,
         CHUNKS=triton.next_power_of_2(num_chunks),
         GROUPS=triton.next_power_of_2(num_groups),
-        CHUNK=CHUNK,
-        GROUP=GROUP,
         MAX_CANDIDATES=MAX_CANDIDATES,
         TILE=TILE,
         NUM_BOUND_STEPS=NUM_BOUND_STEPS,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -177,7 +177,7 @@ class DraftTrees:
     is_chain: Flags  # [R], on the host: where it is known that each node hangs at the one before it
     is_sampled: Flags  # [R], on the host: where the tokens were sampled from q
     has_scores: Flags  # [R], on the host: where the draft chose the nodes by their scores
-    nodes: NodeColumns[Tensor]
+    nodes: NodeColumns[Any]  # tensors; arrays of trees that are on the host
     draft_probs: Tensor | None = None  # float32 [any, vocab], the distributions q
     # int32 [N + R], which of them the children were sampled from: per row those of the root, then of its nodes; anything where
     # there are no children or nothing was sampled
@@ -198,18 +198,16 @@ class DraftTrees:
         """Places of each tree, [R]."""
         return self.start_loc[1:] - self.start_loc[:-1]
 
-    @cached_property
-    def arrays(self) -> NodeColumns[NDArray[Any]]:
-        """The nodes of trees on the host; nothing is copied."""
-        return NodeColumns(*(column.numpy() for column in self.nodes))
-
     @staticmethod
     @lru_cache(maxsize=1024)
     def empty(num_rows: int, device: torch.device | None = None) -> DraftTrees:
         """No draft tokens for any row, on the device; ``None`` = on the host."""
         flags, start_loc = np.zeros(num_rows, np.bool_), np.zeros(num_rows + 1, np.int64)
         flags.flags.writeable = start_loc.flags.writeable = False  # shared by all steps
-        return DraftTrees(start_loc, flags, flags, flags, allocate_nodes(0, device))
+        nodes = allocate_nodes(0, device)
+        return DraftTrees(
+            start_loc, flags, flags, flags, NodeColumns(*(each.numpy() for each in nodes)) if device is None else nodes
+        )
 
     @classmethod
     def of(
@@ -318,15 +316,13 @@ class DraftTrees:
         if not is_node.all():
             start_loc = np.concatenate(([0], is_node.cumsum()))[start_loc]
             nodes = [column[is_node] for column in nodes]
-        columns = NodeColumns(*map(torch.from_numpy, nodes))
-        return DraftTrees(start_loc, self.is_chain, self.is_sampled, self.has_scores, columns)
+        return DraftTrees(start_loc, self.is_chain, self.is_sampled, self.has_scores, NodeColumns(*nodes))
 
     def __getitem__(self, row: int) -> DraftTree:
         """The tree of one row, of trees on the host, without q."""
         nodes = slice(int(self.start_loc[row]), int(self.start_loc[row + 1]))
-        arrays = self.arrays
-        scores = arrays.scores[nodes] if self.has_scores[row] else None
-        return DraftTree(arrays.token_ids[nodes], arrays.parents[nodes], None, arrays.draft_slots[nodes], scores)
+        token_ids, parents, *_, scores, draft_slots = (column[nodes] for column in self.nodes)
+        return DraftTree(token_ids, parents, None, draft_slots, scores if self.has_scores[row] else None)
 
 
 def allocate_nodes(num_nodes: int, device: torch.device | None) -> NodeColumns[Tensor]:

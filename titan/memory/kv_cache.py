@@ -140,7 +140,7 @@ class KVCache:
         + k``. A path of the first slots, as every path of a chain is, moves nothing. The draft's coverage grows by what it has.
         """
         moves: dict[Role, list[PathMove]] = {"target": [], "draft": []}
-        draft_slots, first_nodes = acceptance.trees.arrays.draft_slots.tolist(), acceptance.trees.start_loc.tolist()
+        draft_slots, first_nodes = acceptance.trees.nodes.draft_slots.tolist(), acceptance.trees.start_loc.tolist()
         for request, num_tokens, first_node, path in zip(
             plan.requests, plan.num_tokens, first_nodes, acceptance.paths, strict=False
         ):

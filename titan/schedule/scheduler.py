@@ -113,7 +113,7 @@ class Scheduler:
         """
         changed = []
         now = time.monotonic()
-        depths, first_nodes = acceptance.trees.arrays.depths.tolist(), acceptance.trees.start_loc.tolist()
+        depths, first_nodes = acceptance.trees.nodes.depths.tolist(), acceptance.trees.start_loc.tolist()
         for i, request in enumerate(plan.requests):
             if acceptance.token_ids[i] or acceptance.errors[i] is not None:
                 changed.append(request)
