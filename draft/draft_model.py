@@ -61,8 +61,8 @@ class DraftModelDrafter:
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         trees = acceptance.trees
-        starts = trees.start_loc.tolist()
-        _, all_parents, all_depths, _, all_scores, _ = (column.tolist() for column in trees.nodes)
+        starts, columns = trees.start_loc.tolist(), trees.nodes
+        all_parents, all_depths, all_scores = columns.parents.tolist(), columns.depths.tolist(), columns.scores.tolist()
         for i, (request, path) in enumerate(zip(plan.requests, acceptance.paths, strict=True)):
             nodes = slice(starts[i], starts[i + 1])
             if nodes.start == nodes.stop:

@@ -135,7 +135,7 @@ class BeamGrowth:
         n, width, k = len(self._specs), self._width, self._num_children
         temperatures = self._temperatures[index].repeat_interleave(width)
         token_ids, logprobs = self._backend.sampling.top_candidates(logits, k, temperatures)
-        scores = torch.full((n, width * k), float("-inf"), device=logits.device)
+        scores = logprobs.new_full((n, width * k), float("-inf"))
         parent_scores = self._levels[-1][1].gather(1, self._beam)[index]
         scores[index] = (logprobs.reshape(-1, width, k) + parent_scores[:, :, None]).flatten(1)
         all_tokens = token_ids.new_zeros(n, width * k)

@@ -28,8 +28,8 @@ class TokenPlaces(NamedTuple):
     """Where the tokens of a pass are in their sequences and in the cache."""
 
     rope_table: Tensor  # [max_positions, 2, D], see `titan.models.rope.rope_table`
-    positions: Tensor  # int64 [T]
-    slots: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T], below max_positions
+    slots: Tensor  # int64 [T], distinct
 
 
 class LayerOps(Protocol):
@@ -230,7 +230,7 @@ class Verified(NamedTuple):
 
     paths: Tensor  # int32 [S, any], accepted nodes from the root down, -1 after them
     final_tokens: Tensor  # int64 [S], recovered or bonus; -1 where it cannot be sampled
-    # float32 [S, 2], at the roots of sampled trees: p of q's most likely token, and sum(min(p, q)); else NaN. None: all are
+    # float32 [S, 2], at the roots of sampled trees: p of q's most likely token, and sum(min(p, q)); else NaN. None: all NaN
     matches: Tensor | None = None
 
 

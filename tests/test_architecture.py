@@ -140,6 +140,7 @@ def test_back_ends_keep_their_order_inside_the_kernels() -> None:
 
 
 def test_nobody_outside_the_kernels_asks_what_it_runs_on() -> None:
+    """But benches, which measure devices."""
     asking = {
         module: questions
         for module, path in shipped_modules().items()

@@ -182,7 +182,7 @@ def test_a_beam_brings_what_it_knows_of_all_depths_in_one_copy(device: Device, u
     feeds = [Feed(i, [0], 3, [1], BeamSpec(n, depth, 2, 3, t)) for i, (n, depth, t) in enumerate(shapes)]
     growth = BeamGrowth(feeds, logits_of(3), device)
     for depth, num_fed in enumerate((3, 2, 2, 1, 1), start=1):
-        assert growth.frontier(depth).token_ids.shape == (2 * num_fed,)
+        assert growth.frontier(depth)[0].shape == (2 * num_fed,)
         growth.extend(depth, logits_of(2 * num_fed))
     assert uploads.count == 1
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from string import punctuation
-from typing import Any
+from typing import Any, Unpack, get_type_hints
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from zoo import Zoo, random_prompts
 
 import titan
 from titan import LLM, RequestOutput, SamplingParams
-from titan.core.options import EngineConfig, MemoryOptions, ModelOptions, ScheduleOptions, SpeculationOptions
+from titan.core.options import EngineConfig, EngineOptions, MemoryOptions, ModelOptions, ScheduleOptions, SpeculationOptions
 from titan.engine import choose_device
 
 PROMPTS = ["the quick brown fox", "in the morning", "the", "dog jumps over the lazy dog"]
@@ -58,6 +58,9 @@ def test_the_public_names() -> None:
 
 
 def test_every_engine_option_is_an_argument() -> None:
+    assert get_type_hints(LLM.__init__)["options"] == Unpack[EngineOptions]
+    groups = get_type_hints(EngineConfig).values()
+    assert get_type_hints(EngineOptions) == {name: kind for group in groups for name, kind in get_type_hints(group).items()}
     assert EngineConfig.of() == EngineConfig()
     config = EngineConfig.of(seed=3, draft_tree="chain", swap_space=0, max_batch_size=5, block_size=8)
     assert config == EngineConfig(

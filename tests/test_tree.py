@@ -165,12 +165,26 @@ def test_trees_are_joined_as_they_are() -> None:
         ([DraftTree.chain([-1, 8]), *[EMPTY_TREE] * 2], "the drafter 'mine' proposed token ids [-1, 8]: allowed are 0 to 8"),
         (
             [DraftTree(np.array([1, 1, 2]), BUSHY, Q), *[EMPTY_TREE] * 2],
-            "the drafter 'mine' gave draft_probs of shape [2, 9] at temperature 0: they must be [nodes with children, 9], at "
-            "temperatures above 0 only",
+            "the drafter 'mine' gave draft_probs of shape [2, 9] on cpu at temperature 0: they must be [nodes with children, 9] on "
+            "cpu, at temperatures above 0 only",
         ),
         (
             [EMPTY_TREE, DraftTree(np.array([1, 1, 2]), BUSHY, Q[:, :8]), EMPTY_TREE],
-            "the drafter 'mine' gave draft_probs of shape [2, 8] at temperature above 0: they must be [nodes with children, 9]",
+            "the drafter 'mine' gave draft_probs of shape [2, 8] on cpu at temperature above 0: they must be [nodes with "
+            "children, 9] on cpu",
+        ),
+        (
+            [EMPTY_TREE, DraftTree(np.array([1, 1, 2]), BUSHY, Q.to("meta")), EMPTY_TREE],
+            "the drafter 'mine' gave draft_probs of shape [2, 9] on meta at temperature above 0: they must be [nodes with "
+            "children, 9] on cpu",
+        ),
+        (
+            [EMPTY_TREE, DraftTree(np.array([1, 1, 2]), BUSHY, draft_slots=np.array([0, 64, -1])), EMPTY_TREE],
+            "the drafter 'mine' gave draft_slots [0, 64, -1]: allowed are -1 to 62",
+        ),
+        (
+            [EMPTY_TREE, DraftTree(np.array([1, 1, 2]), BUSHY, draft_slots=np.array([0, -2, -1])), EMPTY_TREE],
+            "the drafter 'mine' gave draft_slots [0, -2, -1]: allowed are -1 to 62",
         ),
         (
             [EMPTY_TREE, DraftTree(np.array([1, 2, 2]), BUSHY, Q), EMPTY_TREE],
@@ -204,9 +218,9 @@ def test_columns_that_would_be_misread_are_refused(name: str) -> None:
     dtype = getattr(NODE_DTYPES, name)
     other = torch.int32 if dtype != torch.int32 else torch.int64
     ones = [torch.ones(4, dtype=dtype), torch.ones(2, dtype=dtype), torch.ones(3, 1, dtype=dtype), torch.ones(3, dtype=other)]
-    for column in (*ones, torch.ones(3, 2, dtype=dtype)[:, 0]):
-        found = f"the drafter 'mine' gave {name} of shape {list(column.shape)} and {column.dtype}"
-        with pytest.raises(ValueError, match=re.escape(f"{found}: it must be [3] and {dtype}, contiguous")):
+    for column in (*ones, torch.ones(3, 2, dtype=dtype)[:, 0], torch.ones(3, dtype=dtype, device="meta")):
+        found = f"the drafter 'mine' gave {name} of shape {list(column.shape)} and {column.dtype} on {column.device}"
+        with pytest.raises(ValueError, match=re.escape(f"{found}: it must be [3] and {dtype} on cpu, contiguous")):
             of(on_device(**{name: column}))
 
 
@@ -220,19 +234,21 @@ def test_flags_that_would_be_misread_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"draft_probs": None}, "draft_probs None and draft_rows [6] torch.int32"),
-        ({"draft_rows": None}, "draft_probs [2, 9] torch.float32 and draft_rows None"),
-        ({"draft_probs": Q[:, :8].contiguous()}, "draft_probs [2, 8] torch.float32 and"),
-        ({"draft_probs": Q[0]}, "draft_probs [9] torch.float32 and"),
-        ({"draft_probs": Q.double()}, "draft_probs [2, 9] torch.float64 and"),
-        ({"draft_probs": Q.T.contiguous().T}, "draft_probs [2, 9] torch.float32 and"),
+        ({"draft_probs": None}, "draft_probs None and draft_rows [6] torch.int32 cpu"),
+        ({"draft_rows": None}, "draft_probs [2, 9] torch.float32 cpu and draft_rows None"),
+        ({"draft_probs": Q[:, :8].contiguous()}, "draft_probs [2, 8] torch.float32 cpu and"),
+        ({"draft_probs": Q[0]}, "draft_probs [9] torch.float32 cpu and"),
+        ({"draft_probs": Q.double()}, "draft_probs [2, 9] torch.float64 cpu and"),
+        ({"draft_probs": Q.T.contiguous().T}, "draft_probs [2, 9] torch.float32 cpu and"),
+        ({"draft_probs": Q.to("meta")}, "draft_probs [2, 9] torch.float32 meta and"),
+        ({"draft_rows": torch.zeros(6, dtype=torch.int32, device="meta")}, "and draft_rows [6] torch.int32 meta"),
         ({"draft_rows": torch.zeros(5, dtype=torch.int32)}, "and draft_rows [5] torch.int32"),
         ({"draft_rows": torch.zeros(6, dtype=torch.int64)}, "and draft_rows [6] torch.int64"),
         ({"draft_rows": torch.zeros(12, dtype=torch.int32)[::2]}, "and draft_rows [6] torch.int32"),
     ],
 )
 def test_sampled_trees_without_readable_distributions_are_refused(changes: dict[str, Any], found: str) -> None:
-    allowed = ": they must be [any, 9] torch.float32 and [6] torch.int32, contiguous, where trees were sampled"
+    allowed = ": they must be [any, 9] torch.float32 and [6] torch.int32, contiguous and on cpu, where trees were sampled"
     with pytest.raises(ValueError, match=f"the drafter 'mine' gave .*{re.escape(found)}.*{re.escape(allowed)}"):
         of(on_device(**changes))
     of(on_device(**changes, is_sampled=np.zeros(3, np.bool_)))  # nobody reads them

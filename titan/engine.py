@@ -115,8 +115,8 @@ class Engine:
 
     def _propose(self, plan: StepPlan) -> DraftTrees:
         limits = [
-            TreeLimits(budget, not request.params.is_greedy)
-            for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)
+            TreeLimits(budget, not request.params.is_greedy, num_slots)
+            for request, budget, num_slots in zip(plan.requests, plan.draft_budgets, plan.num_slots, strict=True)
         ]
         return DraftTrees.of(
             self.drafter.propose(plan),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, Unpack
 
 from titan.core.metrics import EngineMetrics
-from titan.core.options import EngineConfig
+from titan.core.options import EngineConfig, EngineOptions
 from titan.core.outputs import RequestOutput
 from titan.core.sampling_params import SamplingParams
 from titan.draft.registry import DraftSpec
@@ -39,7 +39,7 @@ class LLM:
         draft_model: DraftSpec | PathLike[str] = None,
         *,
         tokenizer: str | None = None,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
         config = EngineConfig.of(**options)
         if not isinstance(model, str | PathLike):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.cpu.layers import CompiledOps
@@ -42,6 +45,9 @@ class CpuBackend(TorchBackend):
         if model.dtype in COMPILED_DTYPES and (runner := make_compiled_runner(self, self._library, model, kv)) is not None:
             return runner
         return super().prepare(model, kv, limits, counts)
+
+    def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
+        return [tensor.numpy() for tensor in tensors]
 
     def facts(self) -> dict[str, str]:
         packed = {

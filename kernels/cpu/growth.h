@@ -68,7 +68,7 @@ struct Growing {
   const int64_t* num_fed;     // [n], at least 1; the last of a request's is its root
   // what comes out
   NodeColumns nodes;    // of all trees
-  int32_t* draft_rows;  // rows of `probs`, of roots and nodes
+  int32_t* draft_rows;  // rows of `probs`, of roots and nodes; none where nothing is sampled
   int32_t* is_chain;    // [n], whether each node hangs at the one before it
   float* probs;         // [all inner nodes of sampled shapes, target_vocab_size]
   int64_t num_passes;
@@ -355,7 +355,7 @@ private:
     const TreeShape& shape = *growth.shape;
     std::vector<int32_t> places(shape.num_nodes, -1); // of the shape's nodes in the tree
     int64_t count = 0;
-    growing_.draft_rows[growth.first_row] = static_cast<int32_t>(growth.first_inner);
+    if (growth.is_sampled) growing_.draft_rows[growth.first_row] = static_cast<int32_t>(growth.first_inner);
     for (int64_t node = 0; node < shape.num_nodes; ++node) {
       const int64_t token = mine.children[shape.node_parents[node] * kMaxNodes + shape.ranks[node]];
       const int64_t above = shape.inner[shape.node_parents[node]];
@@ -363,7 +363,8 @@ private:
       if (token < 0 || (above >= 0 && parent < 0)) continue;
       const int32_t slot = shape.inner_rows[1 + node] > 0 ? static_cast<int32_t>(node) : -1;
       write_node(growing_.nodes, growth.first_node, count, {token, 0, 0, slot}, parent);
-      growing_.draft_rows[growth.first_row + 1 + count] = static_cast<int32_t>(growth.first_inner + shape.inner_rows[1 + node]);
+      if (growth.is_sampled)
+        growing_.draft_rows[growth.first_row + 1 + count] = static_cast<int32_t>(growth.first_inner + shape.inner_rows[1 + node]);
       places[node] = static_cast<int32_t>(count++);
     }
     write_empty(growing_.nodes, growth.first_node, count, growth.num_places);

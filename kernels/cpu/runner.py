@@ -115,35 +115,35 @@ class CompiledRunner(TorchRunner):
 
     def _grow(self, feeds: Sequence[Feed], roots: Tensor | tuple[Ints, Ints], num_rows: int, vocab_size: int) -> DraftTrees:
         specs = [feed.spec for feed in feeds if feed.spec is not None]
-        rows = np.array([feed.row for feed in feeds])
-        counts = np.zeros(num_rows, np.int64)
-        is_chain, is_sampled, has_scores = np.zeros((3, num_rows), np.bool_)
-        counts[rows] = [spec.num_nodes for spec in specs]
-        has_scores[rows] = [isinstance(spec, BeamSpec) for spec in specs]
-        is_sampled[rows] = [isinstance(spec, ShapeSpec) and spec.params is not None for spec in specs]
-        start_loc = prefix_sums(counts)
-        growths, num_probs = np.zeros(len(feeds), TREE_GROWTH), 0
-        for i, (feed, spec) in enumerate(zip(feeds, specs, strict=True)):
+        counts = [0] * num_rows
+        for feed, spec in zip(feeds, specs, strict=True):
+            counts[feed.row] = spec.num_nodes
+        start_loc, trees, num_probs = prefix_sums(counts), list[tuple[Any, ...]](), 0
+        for feed, spec in zip(feeds, specs, strict=True):
+            if (last_slot := feed.root + spec.num_slots) >= len(feed.block_ids) * self.kv.block_size:
+                raise IndexError(f"a block table of {len(feed.block_ids)} blocks does not cover slot {last_slot}")
             first_node = int(start_loc[feed.row])
-            growths[i] = _growth(spec, feed.root, first_node, first_node + feed.row, num_probs)
+            trees.append(_growth(spec, feed.root, first_node, first_node + feed.row, num_probs))
             if isinstance(spec, ShapeSpec) and spec.params is not None:
                 num_probs += spec.plan.inner.shape[1]
+        growths, rows = np.array(trees, TREE_GROWTH), [feed.row for feed in feeds]
         self.model.check_positions(growths["root"] + growths["depth"] - 1)
-        last_slots = growths["root"] + [spec.num_slots for spec in specs]
-        num_blocks = np.array([len(feed.block_ids) for feed in feeds])
-        if (last_slots // self.kv.block_size >= num_blocks).any():
-            raise IndexError(f"block tables of {num_blocks.tolist()} blocks do not cover slots {last_slots.tolist()}")
-
+        is_chain, is_sampled, has_scores = np.zeros((3, num_rows), np.bool_)
+        is_sampled[rows], has_scores[rows] = growths["is_sampled"], growths["shape"] == 0
         table, nodes = pad_block_tables([feed.block_ids for feed in feeds]), allocate_nodes(int(start_loc[-1]), None)
-        draft_rows, are_chains = torch.zeros(int(start_loc[-1]) + num_rows, dtype=torch.int32), np.empty(len(feeds), np.int32)
-        probs = torch.empty(num_probs, vocab_size) if num_probs else None
+        are_chains, probs, draft_rows = np.empty(len(feeds), np.int32), None, None
+        if num_probs:
+            probs = torch.empty(num_probs, vocab_size, dtype=torch.float32)
+            draft_rows = torch.zeros(int(start_loc[-1]) + num_rows, dtype=torch.int32)
         self._run_growth(
             GrowingStruct(
                 *(len(feeds), self.kv.block_size, table.shape[1], vocab_size, self._num_slots),
                 *(address(growths), address(table)),
                 *((roots.data_ptr(), 0, 0) if isinstance(roots, Tensor) else (0, *map(address, roots))),
                 NodeColumnsStruct(*(column.data_ptr() for column in nodes)),
-                *(draft_rows.data_ptr(), address(are_chains), 0 if probs is None else probs.data_ptr()),
+                0 if draft_rows is None else draft_rows.data_ptr(),
+                address(are_chains),
+                0 if probs is None else probs.data_ptr(),
             )
         )
         is_chain[rows] = are_chains

@@ -81,10 +81,10 @@ class CompiledTrees:
             values = self._sampling.probs(logits, sampling.repeat(trees.counts[rows] + 1))
         else:
             values = readable(logits)
-        num_trees, max_depth = len(rows), max(int(trees.counts.max()), 1) if trees.num_nodes else 1
+        num_trees, max_depth = len(rows), max(int(trees.counts.max()), 1)
         paths, final_tokens = torch.empty((num_trees, max_depth), dtype=torch.int32), torch.empty(num_trees, dtype=torch.int64)
         nodes, probs, draft_rows = trees.nodes, trees.draft_probs, trees.draft_rows
-        matches = None if probs is None else torch.empty((num_trees, 2))
+        matches = None if probs is None else torch.empty((num_trees, 2), dtype=torch.float32)
         struct = _TreesStruct(
             *(num_trees, max_depth, sampling.has_cuts),
             *(address(rows), address(trees.start_loc), address(trees.is_sampled), sampling.options.ctypes.data),

@@ -25,21 +25,41 @@ BLOCK_SIZES = (16, 32)
 MAX_REQUESTS = 1024
 """Of a batch: one program plans the attention of them all."""
 
-# a tile is 8 int32: these, and two to keep records aligned
-REQUEST = tl.constexpr(0)
-FIRST_ROW = tl.constexpr(1)  # first token of the tile * G + head within the group
-NUM_ROWS = tl.constexpr(2)
-FIRST_SLOT = tl.constexpr(3)
-END_SLOT = tl.constexpr(4)
-PART = tl.constexpr(5)  # where the part of a split tile is stored; -1: the tile is whole
-TILE_FIELDS = tl.constexpr(8)
+TILE_FIELDS, MERGE_FIELDS = tl.constexpr(8), tl.constexpr(4)
+"""Int32 numbers of a tile, of which two keep records aligned, and of a merge."""
 
-# a merge is 4 int32: the rows of a split tile, and its parts
-MERGE_FIRST_ROW = tl.constexpr(0)
-MERGE_NUM_ROWS = tl.constexpr(1)
-MERGE_FIRST_PART = tl.constexpr(2)
-MERGE_NUM_PARTS = tl.constexpr(3)
-MERGE_FIELDS = tl.constexpr(4)
+
+@triton.jit
+def store_tiles(tiles_ptr, tiles, request, first_row, num_rows, first_slot, end_slot, part, mask):
+    """Write tiles; the arguments after their numbers are what `load_tile` returns."""
+    record = tiles_ptr + tiles * TILE_FIELDS
+    tl.store(record, request, mask=mask)
+    tl.store(record + 1, first_row, mask=mask)
+    tl.store(record + 2, num_rows, mask=mask)
+    tl.store(record + 3, first_slot, mask=mask)
+    tl.store(record + 4, end_slot, mask=mask)
+    tl.store(record + 5, part, mask=mask)
+
+
+@triton.jit
+def load_tile(tiles_ptr, tile):
+    """Return request, first row (first token * G + head within the group), number of rows, first slot, end slot and part.
+
+    The part is where a split tile's is stored; -1: the tile is whole.
+    """
+    record = tiles_ptr + tile * TILE_FIELDS
+    request, first_row, num_rows = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    return request, first_row, num_rows, tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
+
+
+@triton.jit
+def store_merges(merges_ptr, merges, first_row, num_rows, first_part, num_parts, mask):
+    """Write the rows of split tiles, and their parts."""
+    record = merges_ptr + merges * MERGE_FIELDS
+    tl.store(record, first_row, mask=mask)
+    tl.store(record + 1, num_rows, mask=mask)
+    tl.store(record + 2, first_part, mask=mask)
+    tl.store(record + 3, num_parts, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)

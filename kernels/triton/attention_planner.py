@@ -23,23 +23,15 @@ from torch import Tensor
 from titan.core.batch import Window
 from titan.core.limits import MAX_NODES
 from titan.kernels.triton.attention_plan import (
-    END_SLOT,
-    FIRST_ROW,
-    FIRST_SLOT,
     MAX_REQUESTS,
     MERGE_FIELDS,
-    MERGE_FIRST_PART,
-    MERGE_FIRST_ROW,
-    MERGE_NUM_PARTS,
-    MERGE_NUM_ROWS,
-    NUM_ROWS,
-    PART,
-    REQUEST,
     TILE_FIELDS,
     AttentionGeometry,
     DeviceLayout,
     TileLaunch,
     TreeAttentionPlan,
+    store_merges,
+    store_tiles,
 )
 from titan.kernels.triton.tools import require, require_launchable
 from titan.kernels.triton.tuning import TileConfig, num_multiprocessors, tile_config
@@ -185,20 +177,12 @@ def _plan_kernel(
         part = part_places[:, None] + items
         is_full = split < full_splits[:, None]
         full_place = full_places[:, None] + tile * full_splits[:, None] + split
-        record = tiles_ptr + tl.where(is_full, full_place, rest_places[:, None] + tile) * TILE_FIELDS
-        tl.store(record + REQUEST, requests[:, None], mask=is_item)
-        tl.store(record + FIRST_ROW, first_row, mask=is_item)
-        tl.store(record + NUM_ROWS, rows, mask=is_item)
-        tl.store(record + FIRST_SLOT, first_slot, mask=is_item)
-        tl.store(record + END_SLOT, tl.minimum(first_slot + chunk, end_slot), mask=is_item)
-        tl.store(record + PART, tl.where(is_split[:, None], part, -1), mask=is_item)
+        places, end = tl.where(is_full, full_place, rest_places[:, None] + tile), tl.minimum(first_slot + chunk, end_slot)
+        part_place = tl.where(is_split[:, None], part, -1)
+        store_tiles(tiles_ptr, places, requests[:, None], first_row, rows, first_slot, end, part_place, is_item)
 
         is_merge = is_item & is_split[:, None] & (split == 0)
-        record = merges_ptr + (merge_places[:, None] + tile) * MERGE_FIELDS
-        tl.store(record + MERGE_FIRST_ROW, first_row, mask=is_merge)
-        tl.store(record + MERGE_NUM_ROWS, rows, mask=is_merge)
-        tl.store(record + MERGE_FIRST_PART, part, mask=is_merge)
-        tl.store(record + MERGE_NUM_PARTS, splits[:, None], mask=is_merge)
+        store_merges(merges_ptr, merge_places[:, None] + tile, first_row, rows, part, splits[:, None], is_merge)
 
 
 def plan_tree_attention(

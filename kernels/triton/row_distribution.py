@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.triton.tools import require, require_launchable
+from titan.kernels.triton.tools import FLOAT_DTYPES, require, require_launchable
 
 CHUNK = 4096
 """Tokens that a program looks at together."""
@@ -42,8 +42,6 @@ TILE = 1024
 
 NUM_BOUND_STEPS = 16
 """Halvings of the range of all floats: the first bound is within 1 % of the best one."""
-
-LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -383,7 +381,7 @@ def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top
     """
     device = logits.device
     require_launchable("logits", device)
-    require("logits", logits, shape=(None, None), dtypes=LOGITS_DTYPES, device=device, contiguous=False)
+    require("logits", logits, shape=(None, None), dtypes=FLOAT_DTYPES, device=device, contiguous=False)
     num_rows, vocab_size = logits.shape
     if vocab_size == 0:
         raise ValueError(f"logits has shape {list(logits.shape)}: there must be at least one token")

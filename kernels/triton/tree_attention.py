@@ -18,22 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan.core.batch import Window
-from titan.kernels.triton.attention_plan import (
-    END_SLOT,
-    FIRST_ROW,
-    FIRST_SLOT,
-    MERGE_FIELDS,
-    MERGE_FIRST_PART,
-    MERGE_FIRST_ROW,
-    MERGE_NUM_PARTS,
-    MERGE_NUM_ROWS,
-    NUM_ROWS,
-    PART,
-    REQUEST,
-    TILE_FIELDS,
-    TileLaunch,
-    TreeAttentionPlan,
-)
+from titan.kernels.triton.attention_plan import MERGE_FIELDS, TileLaunch, TreeAttentionPlan, load_tile
 from titan.kernels.triton.tools import INTERPRETED, dot, narrow, require, require_launchable
 
 MERGED_PARTS = 16
@@ -150,13 +135,7 @@ def _attention_kernel(
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     if tile >= tl.load(counts_ptr):
         return
-    record = tiles_ptr + tile * TILE_FIELDS
-    request = tl.load(record + REQUEST)
-    first_row = tl.load(record + FIRST_ROW)
-    num_rows = tl.load(record + NUM_ROWS)
-    first_slot = tl.load(record + FIRST_SLOT)
-    end_slot = tl.load(record + END_SLOT)
-    part = tl.load(record + PART)
+    request, first_row, num_rows, first_slot, end_slot, part = load_tile(tiles_ptr, tile)
 
     tile_rows = tl.arange(0, BLOCK_M)
     is_row = tile_rows < num_rows
@@ -245,10 +224,8 @@ def _merge_kernel(
         tile_row = unit % BLOCK_M
         kv_head = unit // BLOCK_M % NUM_KV_HEADS
         record = merges_ptr + unit // (BLOCK_M * NUM_KV_HEADS) * MERGE_FIELDS
-        if tile_row < tl.load(record + MERGE_NUM_ROWS):
-            row = tl.load(record + MERGE_FIRST_ROW) + tile_row
-            first_part = tl.load(record + MERGE_FIRST_PART)
-            num_parts = tl.load(record + MERGE_NUM_PARTS)
+        if tile_row < tl.load(record + 1):  # see `store_merges`
+            row, first_part, num_parts = tl.load(record) + tile_row, tl.load(record + 2), tl.load(record + 3)
             output = tl.zeros([BLOCK_D], tl.float32)
             largest = tl.full([], float("-inf"), tl.float32)
             total = tl.zeros([], tl.float32)

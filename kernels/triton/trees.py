@@ -68,8 +68,9 @@ class TritonTrees:
         positions.index_add_(0, node_rows, trees.nodes.depths)
         if not is_sampled.all():
             walk_matches(found, draw_rows(distributions, seeds, positions, purpose=Purpose.SAMPLE))
-        if trees.draft_probs is None or trees.draft_rows is None or not is_sampled.any():
+        if not is_sampled.any():
             return Verified(found.paths, found.final_tokens)
+        assert trees.draft_probs is not None and trees.draft_rows is not None, "some trees were sampled"
         sampled = np.flatnonzero(is_sampled)
         index, entries, roots = self._upload(
             [sampled, np.arange(len(options)) + np.repeat(rows - ranks, counts + 1), (start_loc[:-1] + ranks)[sampled]]
@@ -81,6 +82,6 @@ class TritonTrees:
         q = trees.draft_probs.index_select(0, draft_rows.index_select(0, roots))
         best = q.max(1, keepdim=True)
         greedy = p.gather(1, best.indices).masked_fill(~best.values.isfinite(), torch.nan)  # then all places are empty
-        matches = torch.full((len(rows), 2), torch.nan, device=logits.device)
+        matches = p.new_full((len(rows), 2), torch.nan)
         matches.index_copy_(0, index, torch.cat((greedy, torch.minimum(p, q).sum(1, keepdim=True)), 1))
         return Verified(found.paths, found.final_tokens, matches)

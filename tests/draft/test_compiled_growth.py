@@ -228,7 +228,7 @@ def test_long_passes_are_left_to_pytorch(zoo: Zoo, num_calls: list[str]) -> None
 def test_slots_without_blocks_and_positions_without_rotations_are_refused(zoo: Zoo) -> None:
     twins = Twins(zoo.path("other"), 131)
     [beam] = twins.feeds([BeamSpec(MAX_NODES, 8, 7, 8, 1.0)])
-    with pytest.raises(IndexError, match="do not cover slots"):
+    with pytest.raises(IndexError, match="does not cover slot"):
         twins.grow([beam._replace(block_ids=beam.block_ids[:2])])
     with pytest.raises(IndexError, match="256"):
         twins.grow([Feed(0, list(range(20)), 254, [5], filled(chain_parents(3)))])

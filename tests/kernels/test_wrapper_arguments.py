@@ -71,8 +71,13 @@ def distributions() -> RowDistributions:
 
 
 def trees() -> dict[str, Any]:
-    """One request with a chain of two nodes: three rows."""
+    """One tree of two nodes: three rows."""
     return {"token_ids": longs([3, 4]), "parents": ints([-1, 0]), "start_loc": ints([0, 2]), "max_depth": 2}
+
+
+def two_trees() -> VerifiedTrees:
+    """One node and none: three rows."""
+    return VerifiedTrees.of(longs([3]), ints([-1]), ints([0, 1, 1]), max_depth=2)
 
 
 def rotate(
@@ -119,9 +124,7 @@ WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
     },
     VerifiedTrees.of: trees,
     walk_matches: lambda: {"trees": VerifiedTrees.of(**trees()), "wanted": longs([1, 2, 3])},
-    reject_trees: lambda: (
-        {"trees": VerifiedTrees.of(**trees()), "sampled": longs([0, 0]), "distributions": distributions()} | DRAFTS | NUMBERS
-    ),
+    reject_trees: lambda: {"trees": two_trees(), "sampled": longs([0, 1]), "distributions": distributions()} | DRAFTS | NUMBERS,
 }
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {

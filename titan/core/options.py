@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from titan.core.checks import check_bool, check_choice, check_integer
 from titan.core.limits import MAX_NODES
@@ -155,6 +155,30 @@ class MemoryOptions:
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
 
 
+class EngineOptions(TypedDict, total=False):
+    """The options of all groups by name, for those who check types; defaults and meanings are the groups'."""
+
+    dtype: str
+    device: str
+    seed: int
+    max_model_len: int | None
+    use_speculative: bool
+    max_draft_tokens: int
+    draft_tree: str | Sequence[int]
+    draft_sampling: str
+    max_batch_size: int
+    max_num_batched_tokens: int
+    prefill_chunk_size: int
+    scheduling_policy: str
+    max_waiting_requests: int
+    preemption_mode: str
+    swap_space: int
+    block_size: int
+    num_kv_blocks: int | None
+    kv_cache_memory: int | None
+    enable_prefix_caching: bool
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Options of an engine; each of its parts takes the group that it needs."""
@@ -165,18 +189,18 @@ class EngineConfig:
     memory: MemoryOptions = field(default_factory=MemoryOptions)
 
     @classmethod
-    def of(cls, **options: Any) -> EngineConfig:
+    def of(cls, **options: Unpack[EngineOptions]) -> EngineConfig:
         """Make the groups from their options by name.
 
         Raises:
             TypeError: there is no option of that name.
         """
-        names = {group: [each.name for each in fields(group)] for group in GROUPS}
-        allowed = [name for group in names.values() for name in group]
-        if unknown := ", ".join(repr(name) for name in options if name not in allowed):
-            raise TypeError(f"there is no option {unknown}; allowed: {', '.join(allowed)}")
-        return cls(*(group(**{name: options[name] for name in names[group] if name in options}) for group in GROUPS))
-
-
-GROUPS: tuple[Any, ...] = (ModelOptions, SpeculationOptions, ScheduleOptions, MemoryOptions)
-"""In the order of `EngineConfig`."""
+        left: dict[str, Any] = dict(options)
+        groups = {}
+        for each in fields(cls):
+            group: Any = each.default_factory
+            groups[each.name] = group(**{option.name: left.pop(option.name) for option in fields(group) if option.name in left})
+        if left:
+            unknown, allowed = ", ".join(map(repr, left)), ", ".join(EngineOptions.__annotations__)
+            raise TypeError(f"there is no option {unknown}; allowed: {allowed}")
+        return cls(**groups)

@@ -141,6 +141,7 @@ class TreeLimits(NamedTuple):
 
     num_nodes: int
     may_sample: bool  # whether tokens may be sampled: at temperatures above 0 only
+    num_slots: int = MAX_NODES  # reserved after the root
 
 
 Upload = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
@@ -222,9 +223,9 @@ class DraftTrees:
     ) -> DraftTrees:
         """Check what a drafter proposes, before it reaches slots or embeddings that are not the request's.
 
-        Of `DraftTree`s everything is looked at, also that q is not 0 at a sampled token. Of `DraftTrees`, whose numbers may be on a
-        device, shapes and dtypes are; for the numbers the drafter answers: tokens of the vocabulary, parents before their children,
-        rows of q that there are, at the roots of sampled trees too.
+        Of `DraftTree`s tokens, slots, shapes and q at its own tokens are looked at. Of `DraftTrees`, whose numbers may be on a
+        device, shapes, dtypes and devices are; for the numbers the drafter answers: tokens of the vocabulary, parents before their
+        children, rows of q that there are, at the roots of sampled trees too.
 
         Args:
             proposal: one tree per row of the plan, or all of them ready on the device.
@@ -241,12 +242,12 @@ class DraftTrees:
         if num_rows != len(limits):
             raise ValueError(f"the drafter {drafter!r} proposed {num_rows} trees: the plan has {len(limits)} rows")
         if isinstance(proposal, DraftTrees):
-            proposal._check(limits, drafter, vocab_size)
+            proposal._check(limits, drafter, vocab_size, device)
             return proposal
         if not any(len(tree.token_ids) for tree in proposal):
             return cls.empty(num_rows, device)
         for tree, limit in zip(proposal, limits, strict=True):
-            _check_tree(tree, limit, drafter, vocab_size)
+            _check_tree(tree, limit, drafter, vocab_size, device)
         return cls._join(proposal, upload)
 
     @classmethod
@@ -276,7 +277,7 @@ class DraftTrees:
             rows if probs else None,
         )
 
-    def _check(self, limits: Sequence[TreeLimits], drafter: str, vocab_size: int) -> None:
+    def _check(self, limits: Sequence[TreeLimits], drafter: str, vocab_size: int, device: torch.device) -> None:
         """Look at what the host knows of trees on the device."""
         name = f"the drafter {drafter!r}"
         for count, is_sampled, limit in zip(self.counts.tolist(), self.is_sampled.tolist(), limits, strict=True):
@@ -288,10 +289,11 @@ class DraftTrees:
             raise ValueError(f"{name} gave start_loc or flags of another dtype or length: they must be int64 and bool, one per row")
         num_nodes = self.num_nodes
         for field_name, column, dtype in zip(NodeColumns._fields, self.nodes, NODE_DTYPES, strict=True):
-            if column.shape != (num_nodes,) or column.dtype != dtype or not column.is_contiguous():
+            is_fine = column.shape == (num_nodes,) and column.dtype == dtype and column.device == device
+            if not is_fine or not column.is_contiguous():
                 raise ValueError(
-                    f"{name} gave {field_name} of shape {list(column.shape)} and {column.dtype}: it must be [{num_nodes}] and "
-                    f"{dtype}, contiguous"
+                    f"{name} gave {field_name} of shape {list(column.shape)} and {column.dtype} on {column.device}: it must be "
+                    f"[{num_nodes}] and {dtype} on {device}, contiguous"
                 )
         if self.is_sampled.any():
             probs, rows = self.draft_probs, self.draft_rows
@@ -299,11 +301,12 @@ class DraftTrees:
             if not (
                 (probs is not None and probs.shape[1:] == (vocab_size,) and probs.dtype == torch.float32 and probs.is_contiguous())
                 and (rows is not None and rows.shape == (num_entries,) and rows.dtype == torch.int32 and rows.is_contiguous())
+                and probs.device == rows.device == device
             ):
-                found = [None if each is None else f"{list(each.shape)} {each.dtype}" for each in (probs, rows)]
+                found = [None if each is None else f"{list(each.shape)} {each.dtype} {each.device}" for each in (probs, rows)]
                 raise ValueError(
                     f"{name} gave draft_probs {found[0]} and draft_rows {found[1]}: they must be [any, {vocab_size}] torch.float32 "
-                    f"and [{num_entries}] torch.int32, contiguous, where trees were sampled"
+                    f"and [{num_entries}] torch.int32, contiguous and on {device}, where trees were sampled"
                 )
 
     def on_host(self, nodes: Sequence[NDArray[Any]]) -> DraftTrees:
@@ -312,8 +315,9 @@ class DraftTrees:
         Args:
             nodes: brought to the host.
         """
-        is_node, start_loc = nodes[0] >= 0, self.start_loc
-        if not is_node.all():
+        start_loc = self.start_loc
+        if nodes[0].min(initial=0) < 0:
+            is_node = nodes[0] >= 0
             start_loc = np.concatenate(([0], is_node.cumsum()))[start_loc]
             nodes = [column[is_node] for column in nodes]
         return DraftTrees(start_loc, self.is_chain, self.is_sampled, self.has_scores, NodeColumns(*nodes))
@@ -335,23 +339,24 @@ def _check_count(num_nodes: int, limit: TreeLimits, drafter: str) -> None:
         raise ValueError(f"the drafter {drafter!r} proposed {num_nodes} nodes: at most {limit.num_nodes} were allowed")
 
 
-def _check_tree(tree: DraftTree, limit: TreeLimits, drafter: str, vocab_size: int) -> None:
+def _check_tree(tree: DraftTree, limit: TreeLimits, drafter: str, vocab_size: int, device: torch.device) -> None:
     _check_count(tree.num_nodes, limit, drafter)
     token_ids = tree.token_ids
     if tree.num_nodes and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
         raise ValueError(f"the drafter {drafter!r} proposed token ids {token_ids.tolist()}: allowed are 0 to {vocab_size - 1}")
-    probs = tree.draft_probs
+    slots, probs = tree.draft_slots, tree.draft_probs
+    if slots is not None and tree.num_nodes and not -1 <= slots.min() <= slots.max() < limit.num_slots:
+        raise ValueError(f"the drafter {drafter!r} gave draft_slots {slots.tolist()}: allowed are -1 to {limit.num_slots - 1}")
     if probs is None:
         return
-    if not limit.may_sample or probs.shape[1:] != (vocab_size,):
+    if not limit.may_sample or probs.shape[1:] != (vocab_size,) or probs.device != device:
         where = "above 0" if limit.may_sample else "0"
         raise ValueError(
-            f"the drafter {drafter!r} gave draft_probs of shape {list(probs.shape)} at temperature {where}: they must be "
-            f"[nodes with children, {vocab_size}], at temperatures above 0 only"
+            f"the drafter {drafter!r} gave draft_probs of shape {list(probs.shape)} on {probs.device} at temperature {where}: they "
+            f"must be [nodes with children, {vocab_size}] on {device}, at temperatures above 0 only"
         )
-    rows = torch.from_numpy(tree.topology.inner_rows[1 + tree.parents]).to(probs.device)
-    tokens = torch.from_numpy(token_ids).to(probs.device)
-    q = probs[rows, tokens]
+    rows = torch.from_numpy(tree.topology.inner_rows[1 + tree.parents]).to(device)
+    q = probs[rows, torch.from_numpy(token_ids).to(device)]
     if not (q.isfinite() & (q > 0)).all():
         raise ValueError(
             f"the drafter {drafter!r} gave draft_probs that are 0 at tokens that were sampled: q must be above 0 there"

@@ -1,1 +1,1 @@
-"""Running models: batches, the growth of draft trees, memory profiles."""
+"""The target's batch of a step, and the memory that the largest passes take."""

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from titan.core.batch import Window
 from titan.core.kv_tensor import KVGroup, KVLayout
-from titan.models.registry import ARCHITECTURES, Window
+from titan.models.registry import ARCHITECTURES
 from titan.models.rope import Rope, read_rope
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from titan.core.batch import Window
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-Window = int | None
 
 
 class Family(NamedTuple):
