@@ -2,8 +2,7 @@
 
 The rules are stated in `titan.kernels.torch.trees`; the back end applies them. `launch` asks it to, and `collect` brings what it
 found to the host, in one copy that waits for the device: the only one of a step, unless a request asks for logprobs, has logits
-processors, or has nodes and options that look at drafted prefixes (penalties, logit bias, ``min_tokens`` while it holds stops
-back).
+processors, or has nodes and options that look at drafted prefixes (penalties, logit bias, ``min_tokens``).
 """
 
 from __future__ import annotations

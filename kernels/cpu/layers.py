@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.batch import AttentionLayout, Window
-from titan.kernels.cpu.library import kernel
+from titan.kernels.cpu.library import address, kernel
 from titan.kernels.cpu.linear import linear, linear_add
 from titan.kernels.cpu.weights import can_pack, pack_weight
 from titan.kernels.interfaces import TokenPlaces
@@ -66,9 +66,8 @@ def plan_struct(layout: AttentionLayout, requests: Ints) -> tuple[PlanStruct, tu
         requests: int64, those to attend.
     """
     arrays = (requests, *(getattr(layout, name) for name in ARRAYS[1:]))
-    addresses = {name: array.ctypes.data for name, array in zip(ARRAYS, arrays, strict=True)}
-    table_width = layout.block_table.shape[1]
-    return PlanStruct(num_requests=len(requests), block_size=layout.block_size, table_width=table_width, **addresses), arrays
+    sizes = len(requests), 0, 0, 0, layout.block_size, layout.block_table.shape[1]
+    return PlanStruct(*sizes, *map(address, arrays)), arrays
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +125,7 @@ class CompiledOps:
             q.stride(0),
             kv_layer.data_ptr(),
             kv_layer.stride(1),
-            plan.ancestor_bits.ctypes.data,
+            address(plan.ancestor_bits),
             output.data_ptr(),
             scale,
             NO_WINDOW if window is None else window,

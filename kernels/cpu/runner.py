@@ -26,9 +26,9 @@ from titan.kernels.cpu.decoder import (
     shape_struct,
 )
 from titan.kernels.cpu.layers import plan_struct
-from titan.kernels.cpu.library import kernel
+from titan.kernels.cpu.library import address, kernel
 from titan.kernels.cpu.linear import find_weight, max_rows
-from titan.kernels.cpu.trees import NodeColumnsStruct, address
+from titan.kernels.cpu.trees import NodeColumnsStruct
 from titan.kernels.growth import feed_roots, grow_by_passes
 from titan.kernels.interfaces import Backend, Model
 from titan.kernels.torch.runner import TorchRunner, place_nodes
@@ -141,8 +141,7 @@ class CompiledRunner(TorchRunner):
                 *(address(growths), address(table)),
                 *((roots.data_ptr(), 0, 0) if isinstance(roots, Tensor) else (0, *map(address, roots))),
                 NodeColumnsStruct(*(column.data_ptr() for column in nodes)),
-                0 if draft_rows is None else draft_rows.data_ptr(),
-                address(are_chains),
+                *(0 if draft_rows is None else draft_rows.data_ptr(), address(are_chains)),
                 0 if probs is None else probs.data_ptr(),
             )
         )

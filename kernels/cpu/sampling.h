@@ -353,7 +353,7 @@ void verify_trees(const T* values, int64_t size, const VerifiedTrees& trees) {
   std::vector<int64_t> root_rows(trees.num_trees + 1, 0);
   for (int64_t i = 0; i < trees.num_trees; ++i)
     root_rows[i + 1] = root_rows[i] + 1 + trees.start_loc[trees.rows[i] + 1] - trees.start_loc[trees.rows[i]];
-#pragma omp parallel for schedule(dynamic) if (root_rows[trees.num_trees] * size > kMaxSerial)
+#pragma omp parallel for schedule(dynamic) if (trees.num_trees > 1 && root_rows[trees.num_trees] * size > kMaxSerial)
   for (int64_t i = 0; i < trees.num_trees; ++i) {
     const VerifiedTree<T> tree(values + root_rows[i] * size, size, trees, i);
     if (trees.matches) std::fill_n(trees.matches + 2 * i, 2, std::numeric_limits<float>::quiet_NaN());

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.sampling_rows import SamplingRows
-from titan.kernels.cpu.library import COMPILED_DTYPES, kernel
+from titan.kernels.cpu.library import COMPILED_DTYPES, address, kernel
 from titan.kernels.torch.sampling import distributions
 
 
@@ -53,7 +53,7 @@ class CompiledSampling:
         written = self.probs(logits, rows)
         probs.index_copy_(0, places, written)
         arguments = written, torch.from_numpy(num_children), places, children, *written.shape, children.shape[1]
-        self._library.draw_children(ctypes.c_void_p(rows.options.ctypes.data), *map(_as_argument, arguments))
+        self._library.draw_children(ctypes.c_void_p(address(rows.options)), *map(_as_argument, arguments))
 
     def _call(self, name: str, values: Tensor, *arguments: Tensor | int) -> None:
         """Call a function of the library with tensors, of which ``values`` says the dtype, and numbers."""

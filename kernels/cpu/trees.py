@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees, NodeColumns, Upload, allocate_nodes
-from titan.kernels.cpu.library import COMPILED_DTYPES, kernel
+from titan.kernels.cpu.library import COMPILED_DTYPES, address, kernel
 from titan.kernels.cpu.sampling import CompiledSampling, readable
 from titan.kernels.interfaces import Candidates, Verified
 from titan.kernels.tree_places import place_trees, with_draft_probs
@@ -87,7 +85,7 @@ class CompiledTrees:
         matches = None if probs is None else torch.empty((num_trees, 2), dtype=torch.float32)
         struct = _TreesStruct(
             *(num_trees, max_depth, sampling.has_cuts),
-            *(address(rows), address(trees.start_loc), address(trees.is_sampled), sampling.options.ctypes.data),
+            *(address(rows), address(trees.start_loc), address(trees.is_sampled), address(sampling.options)),
             *(nodes.token_ids.data_ptr(), nodes.parents.data_ptr()),
             None if probs is None else probs.data_ptr(),
             None if draft_rows is None else draft_rows.data_ptr(),
@@ -95,8 +93,3 @@ class CompiledTrees:
         )
         self._verify[values.dtype](values.data_ptr(), values.shape[1], ctypes.addressof(struct))
         return Verified(paths, final_tokens, matches)
-
-
-def address(array: NDArray[Any]) -> int:
-    """Where the numbers of an array lie."""
-    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]  # faster than array.ctypes
