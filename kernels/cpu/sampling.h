@@ -1,4 +1,4 @@
-// Of sampling: random numbers, the largest logits, softmax at a temperature, draws, and rejection.
+// Of sampling: random numbers, the largest logits, softmax at a temperature, samples, and rejection.
 
 #pragma once
 
@@ -182,10 +182,10 @@ int64_t draw_row(const float* probs, double uniform, int64_t size) {
   return 0; // nothing is possible
 }
 
-// As many draws as there are children, none of them twice; -1 where no token is left.
+// As many samples as there are children, none of them twice; -1 where no token is left.
 void draw_siblings(const float* probs, uint64_t seed, int64_t position, int64_t purpose, int64_t num_children, int64_t* tokens,
                    int64_t size) {
-  std::unique_ptr<float[]> left; // the probabilities without the tokens drawn before, once there are any
+  std::unique_ptr<float[]> left; // the probabilities without the tokens sampled before, once there are any
   for (int64_t rank = 0; rank < num_children; ++rank) {
     const float* row = left ? left.get() : probs;
     const int64_t token = draw_row(row, uniform_number(seed, position, purpose | rank << 8), size);

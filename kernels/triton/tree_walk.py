@@ -59,7 +59,7 @@ class VerifiedTrees(NamedTuple):
 def load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr, NODES: tl.constexpr):
     """Token ids int64 and parents int32 of a request's nodes, [NODES] each, and the row of its root in a table of L = N + S rows.
 
-    Behind the last node the parent is -2, which is no node.
+    After the last node the parent is -2, which is no node.
     """
     first, last = tl.load(start_loc_ptr + request), tl.load(start_loc_ptr + request + 1)
     nodes = tl.arange(0, NODES)

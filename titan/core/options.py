@@ -52,8 +52,8 @@ class SpeculationOptions:
         max_draft_tokens: most draft tokens per request and step, 0 to 63.
         draft_tree: shape of the draft tree: "chain"; "dynamic", grown by the draft's cumulative probability; a list of parents
             (-1 = the root); or "auto", chosen per request and step.
-        draft_sampling: "greedy" proposes the draft's most likely tokens, "sampled" draws them at the request's temperature, "auto"
-            takes what the target has matched better at the request's roots so far. At temperature 0 all three are greedy.
+        draft_sampling: "greedy" proposes the draft's most likely tokens, "sampled" samples them at the request's temperature,
+            "auto" takes what the target has matched better at the request's roots so far. At temperature 0 all three are greedy.
     """
 
     use_speculative: bool = True
