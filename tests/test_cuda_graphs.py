@@ -19,7 +19,7 @@ from stepping import host_trees
 from tiny_models import make_model
 from torch import Tensor
 
-from titan.core.batch import QueryRow, RaggedBatch, build_batch
+from titan.core.batch import NodeQueries, QueryRow, RaggedBatch, build_batch
 from titan.core.growth import Feed, ShapeSpec, shape_plan
 from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
@@ -254,7 +254,10 @@ class Twins:
         layouts = (_lay_out_frontiers(feeds, fed_slots, BLOCK_SIZE) for _ in range(2))
         for here, there, columns in zip(*layouts, nodes, strict=True):
             token_ids, bits = (torch.tensor(column) for column in columns)
-            self.compare(here.with_nodes(token_ids.to(DEVICE), bits.to(DEVICE)), there.with_nodes(token_ids, bits))
+            on_device = NodeQueries(here.logits_start_loc, token_ids.to(DEVICE), bits.to(DEVICE), None)
+            self.compare(
+                replace(here, nodes=on_device), replace(there, nodes=NodeQueries(there.logits_start_loc, token_ids, bits, None))
+            )
 
     def verification(self, query_lens: Sequence[int]) -> list[Part]:
         """Requests with trees, so that the root and its nodes make queries of these lengths, at random contexts."""

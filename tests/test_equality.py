@@ -1,0 +1,123 @@
+"""The promises of docs/equality.md: the table is read, and its columns are tried in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from back_ends import make_back_end
+from stepping import AMPLE, SCARCE, make_engine, run_all
+from zoo import Zoo, random_prompts
+
+from titan import SamplingParams
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import DraftTree
+from titan.draft.registry import DraftSpec
+
+TABLE = Path(__file__).parents[1] / "docs" / "equality.md"
+AXES = {
+    "drafter": ("none", "model", "ngram", "custom"),
+    "draft_tree": ("auto", "dynamic", "chain", "shape"),
+    "draft_sampling": ("auto", "greedy", "sampled"),
+    "temperature": ("0", "above 0"),
+    "swap_draft": ("no", "yes"),
+    "KV blocks": ("ample", "scarce"),
+    "back end": ("torch", "cpu"),
+}
+PROMISES = {"exact in float32", "same distribution", "refused"}
+PROMPTS = random_prompts(4, seed=8, max_len=24)
+NUM_TOKENS = 20
+MEMORY = {"ample": AMPLE, "scarce": SCARCE | {"num_kv_blocks": 8}}
+
+Case = dict[str, str]
+
+
+class Repeating:
+    """Proposes the last token once more, and the one before it."""
+
+    name = "repeating"
+    kv = None
+    max_draft_tokens = 2
+
+    def propose(self, plan: StepPlan) -> list[DraftTree]:
+        pairs = zip(plan.requests, plan.draft_budgets, strict=True)
+        return [DraftTree.chain(request.token_ids[: -1 - min(budget, 2) : -1]) for request, budget in pairs]
+
+    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
+        pass
+
+
+def read_table() -> list[tuple[Case, str]]:
+    lines = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    assert lines[0] == [*AXES, "promise"]
+    return [(dict(zip(AXES, cells, strict=False)), cells[-1]) for cells in lines[1:]]
+
+
+def promise_of(case: Case) -> str:
+    """That of the first row that fits."""
+    return next(
+        promise for row, promise in read_table() if all(row[axis] == "any" or case[axis] in row[axis].split(", ") for axis in AXES)
+    )
+
+
+def pairwise() -> Iterator[Case]:
+    """Cases in which every two values of different columns meet, each time the one with the most new pairs."""
+
+    def pairs(case: tuple[str, ...]) -> set[Any]:
+        return set(combinations(zip(AXES, case, strict=True), 2))
+
+    everything = list(product(*AXES.values()))
+    missing = set().union(*map(pairs, everything))
+    while missing:
+        best = max(everything, key=lambda case: len(pairs(case) & missing))
+        missing -= pairs(best)
+        yield dict(zip(AXES, best, strict=True))
+
+
+def generate(zoo: Zoo, case: Case) -> list[list[int]]:
+    drafts: dict[str, DraftSpec] = {"none": None, "model": zoo.path("llama~"), "ngram": "ngram", "custom": Repeating()}
+    shape = [-1, -1, 0, 0, 1] if case["draft_tree"] == "shape" else case["draft_tree"]
+    options: dict[str, Any] = {"draft_tree": shape, "draft_sampling": case["draft_sampling"]}
+    backend, draft = make_back_end(case["back end"]), drafts[case["drafter"]]
+    engine = make_engine(zoo.path("llama"), draft, backend=backend, **options, **MEMORY[case["KV blocks"]])
+
+    def swap(step: int) -> None:
+        if case["swap_draft"] == "yes" and step in (5, 9):
+            engine.swap_draft(None if step == 5 else draft)
+
+    temperature = 0.0 if case["temperature"] == "0" else 0.8
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=NUM_TOKENS) for i in range(len(PROMPTS))]
+    outputs = run_all(engine, PROMPTS, params, before_step=swap)
+    assert (engine.counters.num_preemptions > 0) == (case["KV blocks"] == "scarce")
+    if case["drafter"] == "model":
+        assert sum(engine.counters.accepted_per_depth) > 0
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def plain(zoo: Zoo) -> dict[str, list[list[int]]]:
+    """Without speculation, by temperature; at 0 it is what transformers generates."""
+    values = {axis: names[0] for axis, names in AXES.items()}
+    sampled = generate(zoo, values | {"temperature": "above 0"})
+    return {"0": [zoo.greedy("llama", prompt, NUM_TOKENS) for prompt in PROMPTS], "above 0": sampled}
+
+
+def test_every_case_has_a_promise() -> None:
+    assert {promise_of(dict(zip(AXES, case, strict=True))) for case in product(*AXES.values())} == PROMISES
+
+
+@pytest.mark.parametrize("case", list(pairwise()), ids=lambda case: "-".join(case.values()))
+def test_promises_are_kept(zoo: Zoo, plain: dict[str, list[list[int]]], case: Case) -> None:
+    """That sampled drafts keep the distribution is shown in tests/verify/test_options.py; here, that a seed gives them again."""
+    match promise_of(case):
+        case "refused":
+            with pytest.raises(ValueError, match="needs a draft model"):
+                generate(zoo, case)
+        case "exact in float32":
+            assert generate(zoo, case) == plain[case["temperature"]]
+        case "same distribution":
+            outputs = generate(zoo, case)
+            assert outputs == generate(zoo, case) != plain[case["temperature"]]
