@@ -221,7 +221,7 @@ SOURCES: dict[str, Callable[[], Sequence[str]]] = {
 
 @cache
 def _held_out_sources() -> list[str]:
-    from titan.bench.train_demo import is_held_out, source_files
+    from titan.bench.training.train_demo import is_held_out, source_files
 
     return [path.read_text(encoding="utf-8", errors="replace") for path in source_files() if is_held_out(path)]
 

@@ -5,7 +5,7 @@ downloaded. The target is a wide, shallow Llama; the draft is one thin layer wit
 distributions (forward KL), mostly over text that the target wrote itself, because that is the text it will have to predict. (Two
 layers agree hardly more, 56 % against 55 % held out, and their passes take half as long again.)
 
-    python -m titan.bench.train_demo --output titan/demo
+    python -m titan.bench.training.train_demo --output titan/demo
 
 Takes about an hour on two CPU cores. With glibc, ``MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592``
 in the environment keeps large buffers mapped and saves a quarter of that. Prints and stores in the model cards: held-out loss
@@ -340,7 +340,7 @@ It exists so that Titan runs with no download. It is far too small to be of use 
 | draft agreement, generated | the same at {generated_agreement:.1%} of positions in text that the target writes at temperature 0 |
 | trained context | {length} tokens; positions up to {max_positions} are accepted |
 
-Made by `python -m titan.bench.train_demo`. The training text is under the Python Software Foundation License.
+Made by `python -m titan.bench.training.train_demo`. The training text is under the Python Software Foundation License.
 """
 
 
