@@ -14,7 +14,7 @@ body { max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th, td { padding: 0.2rem 0.6rem; border-bottom: 1px solid color-mix(in srgb, currentColor 20%, transparent); text-align: right; }
 th.text, td.text { text-align: left; }
-svg { width: 100%; max-width: 760px; font: 12px system-ui, sans-serif; fill: currentColor; }
+svg { max-width: 100%; height: auto; }
 .warning { border-left: 4px solid #e69f00; padding-left: 0.6rem; }
 code { overflow-wrap: anywhere; }
 """

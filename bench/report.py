@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
         "--json", type=_output_file, metavar="FILE", help="write the results, with every sample and their provenance"
     )
     parser.add_argument("--markdown", type=_output_file, metavar="FILE", help="write the tables")
-    parser.add_argument("--html", type=_output_file, metavar="FILE", help="write a page with tables and plots, all in one file")
+    parser.add_argument("--html", type=_page_file, metavar="FILE", help="write a page with tables and plots, all in one file")
     default = num_physical_cores()
     parser.add_argument("--threads", type=positive, default=default, help="default: the physical cores, %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default: %(default)s)")
@@ -213,6 +214,13 @@ def _output_file(text: str) -> Path:
     if not os.access(there, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} is not allowed: {there} cannot be written to")
     return path
+
+
+def _page_file(text: str) -> Path:
+    """Read the name of a page to write, which nobody should measure for in vain."""
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("a page needs matplotlib: pip install 'titan-spec[bench]'")
+    return _output_file(text)
 
 
 def _warning_lines(report: Report) -> list[str]:
