@@ -122,5 +122,6 @@ def _draw_bars(axes: Axes, chart: StackedBars) -> None:
         axes.barh(places, values, left=starts, color=COLORS[i % len(COLORS)], label=part)
         starts = [start + value for start, value in zip(starts, values, strict=True)]
     axes.set_yticks(places, chart.bars)
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set(xlabel=chart.value_label)

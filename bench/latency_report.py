@@ -11,6 +11,13 @@ from titan.bench.report import Table, format_figure
 from titan.bench.runs import Percentiles
 
 
+def latency_answer(limits: Sequence[EngineLimits]) -> str:
+    """Up to which rate each engine serves its requests within the target."""
+    rates = {each.engine: each.limits.well_served_up_to for each in limits}
+    found = [f"with {engine} {f'up to {rate:g} requests/s' if rate else 'at no rate'}" for engine, rate in rates.items()]
+    return f"At least {ATTAINED:.0%} of the requests are served within the target {', '.join(found)}."
+
+
 def latency_table(rows: Sequence[Row]) -> Table:
     """Lay the latencies out; milliseconds where not said otherwise."""
     header = ["engine", "requests/s", "first token P50", "P90", "P99", "between tokens P50", "P90", "P99"]

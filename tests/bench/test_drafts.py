@@ -300,6 +300,12 @@ def test_nothing_to_measure_is_an_error_before_work_is_done(zoo: Zoo, tmp_path: 
         run(zoo, tmp_path, *options)
 
 
+def test_quick_is_a_preset_that_other_options_refine() -> None:
+    quick = parse_arguments(["--quick", "--repeats", "7"])
+    assert (quick.repeats, quick.output_len) == (7, 48)
+    assert parse_arguments([]).output_len == 128
+
+
 def sample(draft: str, round_id: int, tokens_per_second: float, times: PassTimes | None) -> Sample:
     return Sample("code", 0.0, draft, round_id, tokens_per_second, 2, 2, times)
 

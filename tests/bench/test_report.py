@@ -30,6 +30,7 @@ class Figure:
 def report() -> Report:
     return Report(
         title="A measurement",
+        answer="It is 1.5.",
         provenance=collect_provenance("latency", ["--model", "a b"], models={"target": "demo", "draft": None}, seed=3),
         options={"path": Path("x")},
         results={"rows": [Figure("<one>", 1.5)]},
@@ -70,6 +71,10 @@ def test_all_files_hold_figures_warnings_and_provenance(report: Report, tmp_path
         "What it is.",
     ):
         assert value in text and value in page and value in shown
+    for laid_out in (text, page, shown):
+        places = [laid_out.index(part) for part in ("It is 1.5.", "one", "2 warnings", "What it is.", provenance["commit"])]
+        assert places == sorted(places)
+    assert page.index("It is 1.5.") < page.index("<svg") < page.index("<table") and "2 warnings: interrupted" in text
     assert "| <one> |   1.5 |" in text and "| <one> |   1.5 |" in shown
     assert '<td class="text">&lt;one&gt;</td><td>1.5</td>' in page and "<one>" not in page
 
