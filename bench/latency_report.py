@@ -14,8 +14,10 @@ from titan.bench.runs import Percentiles
 def latency_answer(limits: Sequence[EngineLimits]) -> str:
     """Up to which rate each engine serves its requests within the target."""
     rates = {each.engine: each.limits.well_served_up_to for each in limits}
-    found = [f"with {engine} {f'up to {rate:g} requests/s' if rate else 'at no rate'}" for engine, rate in rates.items()]
-    return f"At least {ATTAINED:.0%} of the requests are served within the target {', '.join(found)}."
+    found = [f"{f'up to {rate:g} requests/s' if rate else 'at no rate tried'} with {engine}" for engine, rate in rates.items()]
+    return (
+        f"At least {ATTAINED:.0%} of the requests are within the target {', '.join(found)}." if found else "Nothing was measured."
+    )
 
 
 def latency_table(rows: Sequence[Row]) -> Table:
