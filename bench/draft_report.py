@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from titan.bench.charts import LineChart, Series, StackedBars
-from titan.bench.draft_ranking import Place
-from titan.bench.draft_rows import NO_DRAFT, Row, Setting
+from titan.bench.draft_rows import NO_DRAFT, Place, Row, Setting
 from titan.bench.predict import FORMULA
 from titan.bench.report import Table, format_figure
 

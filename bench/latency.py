@@ -28,8 +28,17 @@ from statistics import median
 
 from titan import LLM
 from titan.bench.arrivals import POISSON, ArrivalProcess, mean_rate, read_trace, stretch
-from titan.bench.latency_report import latency_answer, latency_charts, latency_table, limits_table, load_table
-from titan.bench.latency_rows import NO_DRAFT, Sample, make_limits, make_rows
+from titan.bench.draft_rows import NO_DRAFT
+from titan.bench.latency_report import (
+    Sample,
+    latency_answer,
+    latency_charts,
+    latency_table,
+    limits_table,
+    load_table,
+    make_limits,
+    make_rows,
+)
 from titan.bench.noise import in_rounds
 from titan.bench.open_loop import Clock, RequestTimes, Target, TimedRequest, WallClock, measure_load, round_rate, serve
 from titan.bench.progress import Progress

@@ -16,10 +16,9 @@ from zoo import Zoo
 
 from titan.bench.acceptance import AcceptanceCounts
 from titan.bench.charts import StackedBars
-from titan.bench.draft_ranking import Contender, StepCost, rank
 from titan.bench.draft_recipes import DraftRecipe, rounded, truncate
 from titan.bench.draft_report import draft_charts, draft_table
-from titan.bench.draft_rows import NO_DRAFT, PassTimes, Sample, Setting, make_rows
+from titan.bench.draft_rows import NO_DRAFT, Contender, PassTimes, Sample, Setting, StepCost, make_rows, rank
 from titan.bench.drafts import DraftBench, main, parse_arguments
 from titan.bench.profiling import model_of
 from titan.core.batch import QueryRow, build_batch

@@ -15,8 +15,7 @@ from zoo import Zoo
 
 from titan.bench.arrivals import ArrivalProcess
 from titan.bench.latency import LatencyBench, main, parse_arguments
-from titan.bench.latency_report import latency_answer
-from titan.bench.latency_rows import make_limits, make_rows
+from titan.bench.latency_report import latency_answer, make_limits, make_rows
 from titan.bench.open_loop import RequestTimes, Target, TimedRequest, find_limits, measure_load, round_rate, serve
 
 GOOD = Target(1.0, 1.0)
