@@ -152,17 +152,7 @@ def _cells(percentiles: Percentiles | None, digits: int) -> list[str]:
 
 def load_table(rows: Sequence[Row]) -> Table:
     """Lay out how the rates were borne."""
-    header = [
-        "engine",
-        "requests/s",
-        "finished/s",
-        "tokens/s",
-        "goodput/s",
-        "within target",
-        "followed",
-        "left at the end",
-        "saturated",
-    ]
+    header = ["engine", "requests/s", "finished/s", "tokens/s", "goodput/s", "within target", "followed", "left at the end"]
     cells = [
         [
             row.engine,
@@ -177,7 +167,7 @@ def load_table(rows: Sequence[Row]) -> Table:
         ]
         for row in rows
     ]
-    return Table("Load", header, cells)
+    return Table("Load", [*header, "saturated"], cells)
 
 
 def limits_table(limits: Sequence[EngineLimits]) -> Table:
@@ -196,7 +186,7 @@ def limits_table(limits: Sequence[EngineLimits]) -> Table:
 
 
 def latency_charts(rows: Sequence[Row], samples: Sequence[Sample]) -> list[LineChart]:
-    """Latencies, throughput and goodput over the rate, and the distribution of the latency at each rate."""
+    """Goodput, latencies and throughput over the rate, and the distribution of the latency at each rate."""
     engines = dict.fromkeys(row.engine for row in rows)
 
     def over_rate(value: Callable[[Row], float | None], suffix: str = "") -> list[Series]:
@@ -206,20 +196,12 @@ def latency_charts(rows: Sequence[Row], samples: Sequence[Sample]) -> list[LineC
         ]
 
     rate = "requests/s"
-    tails = [
-        *over_rate(lambda row: row.latency.p50, ", P50"),
-        *over_rate(lambda row: row.latency.p99, ", P99"),
-    ]
+    tails = [*over_rate(lambda row: row.latency.p50, ", P50"), *over_rate(lambda row: row.latency.p99, ", P99")]
     charts = [
-        LineChart("Latency over load", rate, "seconds", tails),
-        LineChart(
-            "Time to first token over load, P99",
-            rate,
-            "seconds",
-            over_rate(lambda row: row.to_first_token.p99),
-        ),
-        LineChart("Requests finished over load", rate, "finished/s", over_rate(lambda row: row.requests_per_second.median)),
         LineChart("Goodput over load", rate, "requests within the target/s", over_rate(lambda row: row.goodput.median)),
+        LineChart("Latency over load", rate, "seconds", tails),
+        LineChart("Time to first token over load, P99", rate, "seconds", over_rate(lambda row: row.to_first_token.p99)),
+        LineChart("Requests finished over load", rate, "finished/s", over_rate(lambda row: row.requests_per_second.median)),
     ]
     for each in dict.fromkeys(row.rate for row in rows):
         latencies: dict[str, list[float]] = {engine: [] for engine in engines}
