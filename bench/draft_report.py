@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from titan.bench.charts import LineChart, Series, StackedBars
-from titan.bench.draft_ranking import Place
-from titan.bench.draft_rows import NO_DRAFT, Row, Setting
+from titan.bench.draft_rows import NO_DRAFT, Place, Row, Setting
 from titan.bench.predict import FORMULA
 from titan.bench.report import Table, format_figure
 
@@ -81,16 +80,8 @@ def ranking_tables(rankings: Mapping[float, Sequence[Place]]) -> list[Table]:
 
 
 def draft_charts(rows: Sequence[Row]) -> list[LineChart | StackedBars]:
-    """Acceptance per depth of each setting, speed-up over acceptance, measured over predicted, and the parts of a step."""
-    charts: list[LineChart | StackedBars] = []
+    """Speed-up over acceptance, measured over predicted, acceptance per depth of each setting, and the parts of a step."""
     drafted = [row for row in rows if row.depths]
-    for setting in dict.fromkeys(Setting(row.workload, row.temperature) for row in drafted):
-        series = [
-            Series(row.draft, [(each.depth, each.rate) for each in row.depths], [each.interval for each in row.depths])
-            for row in drafted
-            if Setting(row.workload, row.temperature) == setting
-        ]
-        charts.append(LineChart(f"Acceptance per depth: {setting}", "depth", "share of trees accepted so deep", series))
 
     def points(x: Callable[[Row], float | None]) -> list[Series]:
         names = dict.fromkeys(row.draft for row in drafted)
@@ -102,9 +93,18 @@ def draft_charts(rows: Sequence[Row]) -> list[LineChart | StackedBars]:
 
     speed_up = "speed-up over no draft"
     over_length = points(lambda row: row.mean_acceptance_length)
-    charts.append(LineChart("Speed-up over acceptance", "mean acceptance length", speed_up, over_length, style="points"))
     over_predicted = points(lambda row: row.predicted_speed_up)
-    charts.append(LineChart("Speed-up, measured over predicted", "predicted", speed_up, over_predicted, style="points"))
+    charts: list[LineChart | StackedBars] = [
+        LineChart("Speed-up over acceptance", "mean acceptance length", speed_up, over_length, style="points"),
+        LineChart("Speed-up, measured over predicted", "predicted", speed_up, over_predicted, style="points"),
+    ]
+    for setting in dict.fromkeys(Setting(row.workload, row.temperature) for row in drafted):
+        series = [
+            Series(row.draft, [(each.depth, each.rate) for each in row.depths], [each.interval for each in row.depths])
+            for row in drafted
+            if Setting(row.workload, row.temperature) == setting
+        ]
+        charts.append(LineChart(f"Acceptance per depth: {setting}", "depth", "share of trees accepted so deep", series))
     steps = {f"{row.draft}, {Setting(row.workload, row.temperature)}": row.step for row in rows if row.step is not None}
     if steps:
         parts = {part: [getattr(step, part) * 1e3 for step in steps.values()] for part in ("target", "draft", "host")}

@@ -1,5 +1,6 @@
 """Which draft suits a target: any number of them in one process, swapped between runs on the same prompts.
 
+    titan bench drafts --quick                                               a first look, in less than a minute
     titan bench drafts                                                       six drafts of the demo target
     titan bench drafts --draft demo --draft ngram --draft truncated:1 --draft demo,tree=dynamic,tokens=8
     titan bench drafts --model DIR/target --draft DIR/draft --draft DIR/draft,bits=8 --workload synthetic
@@ -30,12 +31,21 @@ from titan.bench.acceptance import AcceptanceCounts
 from titan.bench.draft_recipes import DraftRecipe
 from titan.bench.draft_report import NOTES, depth_table, draft_charts, draft_table, ranking_tables
 from titan.bench.draft_rows import NO_DRAFT, PassTimes, Sample, Setting, make_ranking, make_rows
-from titan.bench.noise import in_rounds, spread_warnings
+from titan.bench.noise import in_rounds
 from titan.bench.profiling import timed, timed_passes
 from titan.bench.progress import Progress
 from titan.bench.prompts import SOURCES, SYNTHETIC, find_tokenizer, prompt_stream
 from titan.bench.provenance import Provenance, collect_provenance, describe_model
-from titan.bench.report import Report, add_report_options, count, measure_and_publish, positive, use_threads
+from titan.bench.report import (
+    Report,
+    add_report_options,
+    count,
+    fastest_answer,
+    measure_and_publish,
+    parse_with_preset,
+    positive,
+    use_threads,
+)
 from titan.bench.survivors import Survivors, error_line
 from titan.bench.workloads import Lengths
 from titan.core.limits import MAX_NODES
@@ -46,6 +56,7 @@ from titan.models.loader import DEMO, DTYPES, resolve_model
 
 DEMO_DRAFTS = ("demo", "demo,tokens=2", "demo,tree=dynamic,tokens=8", "demo,bits=4", "truncated:1", "ngram")
 OTHER_DRAFTS = ("truncated:1", "truncated:2", "ngram")
+QUICK = {"output_len": 48, "repeats": 1}
 NUM_WARM_UP_TOKENS = 16
 BLOCK_SIZE = 16
 
@@ -249,16 +260,17 @@ def _report(bench: DraftBench, provenance: Provenance, *, is_complete: bool) -> 
         f"{args.model}, {args.dtype}; {count(args.concurrency, 'request')} at once, prompts of {args.prompt_len} tokens, "
         f"{args.output_len} generated; {count(args.repeats, 'interleaved round')}."
     )
-    speed_ups = ((f"speed-up of {row.draft} on {row.workload}", row.speed_up) for row in rows if row.speed_up is not None)
+    best = {temperature: (places[0].name, f"{places[0].speed_up:.2f}") for temperature, places in rankings.items() if places}
     return Report(
         "Drafts",
+        fastest_answer("draft over all workloads", best),
         provenance,
         vars(args),
         {"rows": rows, "ranking": [place for places in rankings.values() for place in places], "samples": bench.samples},
         [draft_table(rows), depth_table(rows), *ranking_tables(rankings)],
         charts=draft_charts(rows),
         notes=[about, *NOTES],
-        warnings=[*bench.problems, *spread_warnings(speed_ups)],
+        warnings=bench.problems,
         is_complete=is_complete,
     )
 
@@ -268,6 +280,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="titan bench drafts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--quick", action="store_true", help="a first look: 48 tokens, one round")
     parser.add_argument("--model", default=DEMO, help="folder or hub id of the target (default: the demo)")
     parser.add_argument(
         "--draft",
@@ -288,7 +301,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output-len", type=positive, default=128, help="tokens (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=3, help="rounds (default: %(default)s)")
     add_report_options(parser)
-    return parser.parse_args(argv)
+    return parse_with_preset(parser, argv, QUICK)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from titan.bench.gpu import attention, ceilings, correctness, end_to_end
 from titan.bench.gpu.isolation import run_isolated
 from titan.bench.gpu.sections import Figure, Row, Section, Setting
 from titan.bench.provenance import Provenance, collect_provenance
-from titan.bench.report import Report, Table, add_report_options, positive, publish, use_threads, write_json
+from titan.bench.report import Report, Table, add_report_options, count, positive, publish, use_threads, write_json
 from titan.kernels.triton.tools import INTERPRETED, is_launchable
 
 SECTIONS = (ceilings.SECTION, correctness.SECTION, attention.SECTION, end_to_end.SECTION_8B, end_to_end.SECTION_1B)
@@ -96,8 +96,11 @@ class GpuCheck:
         """All that is known so far."""
         goals = [goal_table(self.rows)] if any(row.goals for row in self.rows) else []
         ran = [section for section in self.sections if any(row.section == section.name for row in self.rows)]
+        met = [goal.is_met for row in self.rows for goal in row.goals]
+        num_ok = sum(row.status == "ok" for row in self.rows)
         return Report(
             "GPU check",
+            f"{num_ok} of {count(len(self.rows), 'row')} are right, and {sum(met)} of {count(len(met), 'goal')} are met.",
             provenance,
             vars(options),
             {"rows": self.rows, "times": self.times},

@@ -25,7 +25,7 @@ from typing import Any
 
 from titan.bench.progress import Progress, log
 from titan.bench.provenance import collect_provenance, machine_name
-from titan.bench.report import Report, Table, add_report_options, format_figure, publish, use_threads
+from titan.bench.report import Report, Table, add_report_options, count, format_figure, publish, use_threads
 
 MICRO = Path(__file__).resolve().parent / "micro"
 REFERENCE = "reference_"
@@ -235,8 +235,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.append(f"{len(own) - num_compared} rows could not be compared: the stored run or a reference lacks them")
     if missing:
         warnings.append(f"missing, although the stored run has them: {', '.join(missing)}")
+    compared = f"; {len(slower)} of {num_compared} are slower than stored by more than {args.threshold:g} x" if stored else ""
     report = Report(
         "Kernels and host",
+        f"{count(len(own), 'benchmark')} ran{compared}.",
         provenance,
         vars(args),
         {"rows": rows},

@@ -1,5 +1,6 @@
 """Latency under load: requests arrive at their own times, at one rate after another, with and without a draft.
 
+    titan bench latency --quick                                          a first look, in less than a minute
     titan bench latency                                                  the demo pair, rates around what it can bear
     titan bench latency --rate 2 4 8 --arrivals bursty:4 --slo-ttft 0.5
     titan bench latency --model DIR/target --draft-model DIR/draft --arrivals trace.csv
@@ -27,14 +28,23 @@ from statistics import median
 
 from titan import LLM
 from titan.bench.arrivals import POISSON, ArrivalProcess, mean_rate, read_trace, stretch
-from titan.bench.latency_report import latency_charts, latency_table, limits_table, load_table
-from titan.bench.latency_rows import NO_DRAFT, Sample, make_limits, make_rows
-from titan.bench.noise import in_rounds, spread_warnings
+from titan.bench.draft_rows import NO_DRAFT
+from titan.bench.latency_report import (
+    Sample,
+    latency_answer,
+    latency_charts,
+    latency_table,
+    limits_table,
+    load_table,
+    make_limits,
+    make_rows,
+)
+from titan.bench.noise import in_rounds
 from titan.bench.open_loop import Clock, RequestTimes, Target, TimedRequest, WallClock, measure_load, round_rate, serve
 from titan.bench.progress import Progress
 from titan.bench.prompts import prompt_stream
 from titan.bench.provenance import Provenance, collect_provenance
-from titan.bench.report import Report, add_report_options, count, measure_and_publish, positive, use_threads
+from titan.bench.report import Report, add_report_options, count, measure_and_publish, parse_with_preset, positive, use_threads
 from titan.bench.survivors import Survivors, error_line
 from titan.bench.workloads import Lengths
 from titan.core.metrics import ratio
@@ -42,6 +52,8 @@ from titan.models.loader import DEMO, DTYPES
 
 CAPACITY_SHARES = (0.3, 0.6, 0.8, 1.0, 1.3, 2.0)
 """Rates of a sweep that names none, over what the engine finishes per second without a draft if all requests come at once."""
+QUICK_SHARES = (0.6, 1.3)
+QUICK = {"num_requests": 32, "repeats": 1}
 NUM_REQUESTS = 128
 """Per run, of arrivals that are drawn: enough for the queue of twice the bearable rate to stand out from its noise."""
 NUM_WARM_UP_REQUESTS = 4
@@ -124,7 +136,7 @@ class LatencyBench:
     def _choose_rates(self, engine: str) -> list[float]:
         times = self._serve(self.bodies[0], [0.0] * len(self.bodies[0]), engine)
         capacity = len(times) / max(each.finished for each in times)
-        return sorted({round_rate(capacity * share) for share in CAPACITY_SHARES})
+        return sorted({round_rate(capacity * share) for share in (QUICK_SHARES if self.args.quick else CAPACITY_SHARES)})
 
     def _measure(self, rate: float, engine: str, round_id: int) -> Sample:
         counters = self.llm.engine.counters
@@ -184,16 +196,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _report(bench: LatencyBench, provenance: Provenance, *, is_complete: bool) -> Report:
     rows = make_rows(bench.samples)
     limits = make_limits(rows)
-    noisy = ((f"requests finished per second of {row.engine} at {row.rate:g} requests/s", row.requests_per_second) for row in rows)
     return Report(
         "Latency under load",
+        latency_answer(limits),
         provenance,
         vars(bench.args),
         {"rows": rows, "limits": limits, "samples": bench.samples},
         [latency_table(rows), load_table(rows), limits_table(limits)],
         charts=latency_charts(rows, bench.samples),
         notes=_notes(bench.args, bench),
-        warnings=[*bench.problems, *spread_warnings(noisy)],
+        warnings=bench.problems,
         is_complete=is_complete,
     )
 
@@ -217,6 +229,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="titan bench latency", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--quick", action="store_true", help="a first look: two rates, 32 requests, one round")
     parser.add_argument("--model", default=DEMO, help="folder or hub id of the target (default: the demo pair)")
     parser.add_argument("--draft-model", help="folder or hub id of the draft, or ngram (default: the demo's, or none)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
@@ -244,7 +257,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--slo-tbt", type=float, default=0.05, help="target: most seconds between tokens (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=2, help="rounds (default: %(default)s)")
     add_report_options(parser)
-    return parser.parse_args(argv)
+    return parse_with_preset(parser, argv, QUICK)
 
 
 if __name__ == "__main__":

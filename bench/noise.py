@@ -1,14 +1,11 @@
-"""What repeated runs say: rounds in which the variants take turns, medians with their spread, and a warning where it is wide."""
+"""What repeated runs say: rounds in which the variants take turns, and medians with their spread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
-
-WIDE = 0.1
-"""Half the range over the median from which a figure is called noisy."""
 
 T = TypeVar("T")
 
@@ -38,11 +35,6 @@ class Spread:
         """Half the range, relative to the median; 0 for a median of 0."""
         return (self.maximum - self.minimum) / 2 / abs(self.median) if self.median else 0.0
 
-    @property
-    def is_wide(self) -> bool:
-        """Whether the rounds differ by more than noise should."""
-        return self.half_range > WIDE
-
     def format(self, digits: int = 1) -> str:
         """Write median and half range, such as "81.3 ±4 %"; of a single round, which has no range, the median alone."""
         figure = f"{self.median:.{digits}f}"
@@ -68,17 +60,3 @@ def ratio_spread(values: Mapping[int, float], baseline: Mapping[int, float]) -> 
     """
     ratios = [value / baseline[round_id] for round_id, value in values.items() if round_id in baseline]
     return Spread.of(ratios) if ratios else None
-
-
-def spread_warnings(figures: Iterable[tuple[str, Spread]]) -> list[str]:
-    """Say which figures are noisy, one line each.
-
-    Args:
-        figures: a name, such as "tokens/s of titan at 8 requests", and its spread.
-    """
-    return [
-        f"{name}: the rounds differ by ±{spread.half_range:.0%} ({spread.minimum:.4g} to {spread.maximum:.4g}); "
-        f"run again with more rounds and nothing else on the machine"
-        for name, spread in figures
-        if spread.is_wide
-    ]

@@ -1,4 +1,4 @@
-"""What the benches write: tables on the terminal, Markdown, JSON, and a page with plots."""
+"""What the benches write: the answer and its tables on the terminal, in Markdown, JSON, and a page with plots."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,20 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from titan.bench.charts import LineChart, StackedBars
-from titan.bench.page import render_page
+from titan.bench.charts import LineChart, StackedBars, render_chart
 from titan.bench.progress import log
 from titan.bench.provenance import Provenance, num_physical_cores, provenance_lines
+
+STYLE = """
+:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
+body { max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th, td { padding: 0.2rem 0.6rem; border-bottom: 1px solid color-mix(in srgb, currentColor 20%, transparent); text-align: right; }
+.text { text-align: left; }
+svg { max-width: 100%; height: auto; }
+li { overflow-wrap: anywhere; }
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +47,13 @@ class Table:
 class Report:
     """One measurement, ready to be shown and written.
 
-    ``notes`` say what was measured and what the columns mean; ``warnings`` what a reader must know before trusting a figure
-    (noise, rows that could not run); ``results`` are lists of dataclasses for the JSON file, by name.
+    ``answer`` is the main finding in one sentence; ``notes`` say what was measured and what the columns mean; ``warnings`` what a
+    reader must know before trusting a figure, such as rows that could not run; ``results`` are lists of dataclasses for the JSON
+    file, by name.
     """
 
     title: str
+    answer: str
     provenance: Provenance
     options: Mapping[str, Any]
     results: Mapping[str, Sequence[Any]]
@@ -56,10 +70,19 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
         "--json", type=_output_file, metavar="FILE", help="write the results, with every sample and their provenance"
     )
     parser.add_argument("--markdown", type=_output_file, metavar="FILE", help="write the tables")
-    parser.add_argument("--html", type=_output_file, metavar="FILE", help="write a page with tables and plots, all in one file")
+    parser.add_argument("--html", type=_page_file, metavar="FILE", help="write a page with tables and plots, all in one file")
     default = num_physical_cores()
     parser.add_argument("--threads", type=positive, default=default, help="default: the physical cores, %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default: %(default)s)")
+
+
+def parse_with_preset(parser: argparse.ArgumentParser, argv: Sequence[str], quick: Mapping[str, Any]) -> argparse.Namespace:
+    """Read a command line that may ask for ``--quick``: then ``quick`` are the defaults."""
+    args = parser.parse_args(argv)
+    if args.quick:
+        parser.set_defaults(**quick)
+        args = parser.parse_args(argv)
+    return args
 
 
 def use_threads(args: argparse.Namespace) -> None:
@@ -125,40 +148,55 @@ def publish(report: Report, args: argparse.Namespace) -> None:
 
 
 def print_report(report: Report) -> None:
-    """Print notes, tables and warnings: with rich on a terminal, as Markdown into a pipe."""
+    """Print the report: with rich on a terminal, as Markdown into a pipe."""
     console = Console()
     if not console.is_terminal:
         print(markdown(report), flush=True)
         return
     console.print(Text(report.title, style="bold"))
-    for line in (*provenance_lines(report.provenance), *report.notes):
-        console.print(Text(line, style="dim"))
+    console.print(Text(report.answer))
     for table in report.tables:
         console.print(_rich_table(table))
-    for line in _warning_lines(report):
-        console.print(Text(line, style="yellow"))
+    if warnings := _warnings(report):
+        console.print(Text(_one_line(warnings), style="yellow"))
+    for line in (*report.notes, *provenance_lines(report.provenance)):
+        console.print(Text(line, style="dim"))
 
 
 def markdown(report: Report) -> str:
-    """Lay the report out as a Markdown page."""
-    paragraphs = [[f"# {report.title}"], provenance_lines(report.provenance), list(report.notes)]
+    """Lay the report out as a Markdown page, which has no plots."""
+    paragraphs = [[f"# {report.title}"], [report.answer]]
     for table in report.tables:
         paragraphs += [[f"## {table.title}"], table_lines(table.header, table.rows, table.num_text_columns)]
-    paragraphs.append([f"- {line}" for line in _warning_lines(report)])
+    if warnings := _warnings(report):
+        paragraphs.append([_one_line(warnings)])
+    paragraphs += [list(report.notes), ["## Where the figures come from"], provenance_lines(report.provenance)]
     return "\n\n".join("\n".join(lines) for lines in paragraphs if lines)
 
 
 def html(report: Report) -> str:
-    """Lay the report out as one self-contained page with its plots."""
-    tables = [(table.title, table.header, table.rows, table.num_text_columns) for table in report.tables]
-    facts = [line.removeprefix("- ") for line in provenance_lines(report.provenance)]
-    return render_page(report.title, facts, report.notes, _warning_lines(report), tables, report.charts)
+    """Lay the report out as one page with nothing to load from elsewhere."""
+    title = escape(report.title)
+    parts = [f"<h1>{title}</h1>\n<p><strong>{escape(report.answer)}</strong></p>"]
+    parts += [f"<h2>{escape(chart.title)}</h2>\n{render_chart(chart)}" for chart in report.charts]
+    parts += map(_html_table, report.tables)
+    if warnings := _warnings(report):
+        parts.append(f"<details><summary>{count(len(warnings), 'warning')}</summary>\n{_html_list(warnings)}\n</details>")
+    parts += [f"<p>{escape(note.removeprefix('- '))}</p>" for note in report.notes]
+    facts = [line.removeprefix("- ").replace("`", "") for line in provenance_lines(report.provenance)]
+    parts.append(f"<h2>Where the figures come from</h2>\n{_html_list(facts)}")
+    body = "\n".join(parts)
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width">\n'
+        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>"
+    )
 
 
 def write_json(path: Path, report: Report) -> None:
     """Write provenance, options (paths as text), warnings, and each list of dataclasses under its name."""
     document: dict[str, Any] = {
         "title": report.title,
+        "answer": report.answer,
         "is_complete": report.is_complete,
         "provenance": asdict(report.provenance),
         "options": dict(report.options),
@@ -184,6 +222,17 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], num_text_c
 def format_figure(value: float | None, digits: int, *, suffix: str = "", scale: float = 1.0) -> str:
     """Write ``value * scale`` with its suffix; "-" if there is none."""
     return "-" if value is None else f"{value * scale:.{digits}f}{suffix}"
+
+
+def fastest_answer(noun: str, found: Mapping[float, tuple[str, str]]) -> str:
+    """Say what is fastest.
+
+    Args:
+        noun: of what.
+        found: by temperature, the fastest one and its tokens per second over no draft.
+    """
+    places = [f"at temperature {temperature:g} {name}, {ratio} x no draft" for temperature, (name, ratio) in sorted(found.items())]
+    return f"Fastest {noun} by tokens/s: {'; '.join(places)}." if places else f"No {noun} could be compared with no draft."
 
 
 def count(number: int, noun: str) -> str:
@@ -215,9 +264,33 @@ def _output_file(text: str) -> Path:
     return path
 
 
-def _warning_lines(report: Report) -> list[str]:
+def _page_file(text: str) -> Path:
+    """Read the name of a page to write, which nobody should measure for in vain."""
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("a page needs matplotlib: pip install 'titan-spec[bench]'")
+    return _output_file(text)
+
+
+def _warnings(report: Report) -> list[str]:
     interrupted = [] if report.is_complete else ["interrupted: only what was measured until then is shown"]
-    return [f"warning: {line}" for line in (*interrupted, *report.warnings)]
+    return [*interrupted, *report.warnings]
+
+
+def _one_line(warnings: Sequence[str]) -> str:
+    return f"{count(len(warnings), 'warning')}: {'; '.join(warnings)}"
+
+
+def _html_list(lines: Sequence[str]) -> str:
+    return "\n".join(["<ul>", *(f"<li>{escape(line)}</li>" for line in lines), "</ul>"])
+
+
+def _html_table(table: Table) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        kinds = [' class="text"' if i < table.num_text_columns else "" for i in range(len(cells))]
+        return "<tr>" + "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True)) + "</tr>"
+
+    body = "\n".join([line(table.header, "th"), *(line(row, "td") for row in table.rows)])
+    return f'<h2>{escape(table.title)}</h2>\n<div class="scroll"><table>\n{body}\n</table></div>'
 
 
 def _rich_table(table: Table) -> RichTable:

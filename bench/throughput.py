@@ -27,7 +27,6 @@ from itertools import repeat
 
 import psutil
 
-from titan.bench.noise import spread_warnings
 from titan.bench.profiling import profile_shares
 from titan.bench.progress import Progress
 from titan.bench.prompts import prompt_stream
@@ -59,9 +58,9 @@ from titan.bench.throughput_report import (
     machine_table,
     make_charts,
     make_claims,
-    noise_figures,
     profile_table,
     ratio_table,
+    throughput_answer,
     throughput_table,
 )
 from titan.bench.throughput_rows import Row, Sample, ShareSample, make_rows, make_sample
@@ -255,13 +254,14 @@ def _report(bench: Bench, provenance: Provenance, *, is_complete: bool) -> Repor
     rows = make_rows(bench.samples, bench.shares)
     return Report(
         "Parts of a decode step" if args.profile else "Throughput",
+        throughput_answer(rows, bench.shares),
         replace(provenance, versions=provenance.versions | bench.versions),
         vars(args),
         {"rows": rows, "samples": bench.samples, "shares": bench.shares},
         [profile_table(bench.shares)] if args.profile else _tables(rows, bench.shares),
         charts=make_charts(rows, bench.samples, bench.shares),
         notes=[_describe_workload(args), *_describe_modes(args.modes), *bound_notes(rows)],
-        warnings=[*bench.problems, *spread_warnings(noise_figures(rows))],
+        warnings=bench.problems,
         is_complete=is_complete,
     )
 

@@ -33,6 +33,20 @@ class Claim:
     concurrency: int
 
 
+def throughput_answer(rows: Sequence[Row], shares: Sequence[ShareSample]) -> str:
+    """What speculation gains at each concurrency; of a run without it, the fastest mode, or how much of a step the host takes."""
+    drafts = [(row, row.ratios[TITAN]) for row in rows if row.mode == TITAN_DRAFT and TITAN in row.ratios]
+    if drafts:
+        found = [f"{ratio.format(2)} at {row.concurrency} at once in {row.dtype}" for row, ratio in drafts]
+        return f"Tokens/s with speculation over none: {', '.join(found)}."
+    if rows:
+        best = max(rows, key=lambda row: row.tokens_per_second.median)
+        rate = best.tokens_per_second.format(1)
+        return f"Fastest: {best.mode}, {rate} tokens/s at {best.concurrency} at once in {best.dtype}."
+    hosts = [each.shares.host for each in shares]
+    return f"The host takes {min(hosts):.0%} to {max(hosts):.0%} of a step." if hosts else "Nothing was measured."
+
+
 def throughput_table(rows: Sequence[Row]) -> Table:
     """Speed, and whether the outputs are the same."""
     header = ["dtype", "mode", "at once", "tokens/s", f"x {TITAN}", "requests/s", "tokens/step", "equal outputs", "load"]
@@ -209,21 +223,6 @@ def bound_notes(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def noise_figures(rows: Sequence[Row]) -> list[tuple[str, Spread]]:
-    """The figures of the tables that have a spread, with their names, for `spread_warnings`."""
-    figures = []
-    for row in rows:
-        where = f"{row.mode} in {row.dtype}, {row.concurrency} at once"
-        figures.append((f"tokens/s of {where}", row.tokens_per_second))
-        figures += [(f"tokens/s of {where}, over {other}", ratio) for other, ratio in _shown_ratios(row).items()]
-        figures += [
-            (f"{name.upper()} of {where}, over {TITAN}", row.latency_ratios[name])
-            for name in ("p50", "p99")
-            if name in row.latency_ratios
-        ]
-    return figures
-
-
 def make_charts(rows: Sequence[Row], samples: Sequence[Sample], shares: Sequence[ShareSample]) -> list[LineChart | StackedBars]:
     """All plots that the samples allow."""
     charts: list[LineChart | StackedBars] = []
@@ -290,11 +289,6 @@ def _split_chart(dtype: str, samples: Sequence[ShareSample]) -> StackedBars:
     }
     bars = [f"{sample.mode}\n{sample.concurrency} at once" for sample in samples]
     return StackedBars(f"Where a step's time goes, {dtype}", "ms per step", bars, parts)
-
-
-def _shown_ratios(row: Row) -> dict[str, Spread]:
-    """Those that are not another row's turned around."""
-    return row.ratios if row.mode == TITAN_DRAFT else {other: ratio for other, ratio in row.ratios.items() if other == TITAN}
 
 
 def _names(row: Row) -> list[str]:

@@ -22,7 +22,7 @@ from itertools import repeat
 import titan.engine
 from titan import LLM, SamplingParams
 from titan.bench.draft_rows import NO_DRAFT
-from titan.bench.noise import Spread, ratio_spread, spread_warnings
+from titan.bench.noise import Spread, ratio_spread
 from titan.bench.profiling import timed, timed_passes
 from titan.bench.progress import Progress
 from titan.bench.prompts import prompt_stream
@@ -32,6 +32,7 @@ from titan.bench.report import (
     Table,
     add_report_options,
     count,
+    fastest_answer,
     format_figure,
     measure_and_publish,
     positive,
@@ -261,17 +262,18 @@ def _report(bench: TreeBench, provenance: Provenance, *, is_complete: bool) -> R
         f"{args.prompt_len} tokens, {args.output_len} generated, {count(args.waves, 'request')} per slot, end of sequence ignored; "
         f"{count(args.repeats, 'interleaved round')}; x {NO_DRAFT}: within the rounds, ± is half the range."
     )
-    speed_ups = (
-        (f"speed-up of {row.variant} at temperature {row.temperature:g}", row.speed_up) for row in rows if row.speed_up is not None
-    )
+    shapes = [(row.speed_up, row) for row in rows if row.speed_up is not None and row.variant != NO_DRAFT]
+    ordered = sorted(shapes, key=lambda each: each[0].median)
+    best = {row.temperature: (row.variant, speed_up.format(2)) for speed_up, row in ordered}  # the last of a temperature stays
     return Report(
         "Draft trees",
+        fastest_answer("shape", best),
         provenance,
         vars(args),
         {"rows": rows, "samples": bench.samples},
         [tree_table(rows)],
         notes=[workload],
-        warnings=[*bench.problems, *spread_warnings(speed_ups)],
+        warnings=bench.problems,
         is_complete=is_complete,
     )
 

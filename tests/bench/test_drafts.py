@@ -16,10 +16,9 @@ from zoo import Zoo
 
 from titan.bench.acceptance import AcceptanceCounts
 from titan.bench.charts import StackedBars
-from titan.bench.draft_ranking import Contender, StepCost, rank
 from titan.bench.draft_recipes import DraftRecipe, rounded, truncate
 from titan.bench.draft_report import draft_charts, draft_table
-from titan.bench.draft_rows import NO_DRAFT, PassTimes, Sample, Setting, make_rows
+from titan.bench.draft_rows import NO_DRAFT, Contender, PassTimes, Sample, Setting, StepCost, make_rows, rank
 from titan.bench.drafts import DraftBench, main, parse_arguments
 from titan.bench.profiling import model_of
 from titan.core.batch import QueryRow, build_batch
@@ -298,6 +297,12 @@ def test_a_request_that_the_engine_gives_up_is_a_failure_and_no_endless_loop(zoo
 def test_nothing_to_measure_is_an_error_before_work_is_done(zoo: Zoo, tmp_path: Path, options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(zoo, tmp_path, *options)
+
+
+def test_quick_is_a_preset_that_other_options_refine() -> None:
+    quick = parse_arguments(["--quick", "--repeats", "7"])
+    assert (quick.repeats, quick.output_len) == (7, 48)
+    assert parse_arguments([]).output_len == 128
 
 
 def sample(draft: str, round_id: int, tokens_per_second: float, times: PassTimes | None) -> Sample:

@@ -15,7 +15,7 @@ from zoo import Zoo
 
 from titan.bench.arrivals import ArrivalProcess
 from titan.bench.latency import LatencyBench, main, parse_arguments
-from titan.bench.latency_rows import make_limits, make_rows
+from titan.bench.latency_report import latency_answer, make_limits, make_rows
 from titan.bench.open_loop import RequestTimes, Target, TimedRequest, find_limits, measure_load, round_rate, serve
 
 GOOD = Target(1.0, 1.0)
@@ -227,6 +227,10 @@ def test_both_engines_serve_the_same_requests_in_turns_and_limits_are_found(zoo:
     ratio = rows[0.1, draft].p50_ratio
     assert ratio is not None and ratio.median < 1.0
     limits = {each.engine: each.limits for each in make_limits(list(rows.values()))}
+    assert limits["no draft"].well_served_up_to is None  # a token takes 0.25 s
+    assert latency_answer(make_limits(list(rows.values()))).startswith(
+        "At least 90% of the requests are within the target at no rate tried with no draft"
+    )
     assert limits["no draft"].followed_up_to == 0.1  # at 50 the stream is too short to say
 
 
@@ -323,6 +327,11 @@ def test_interrupt_keeps_the_streams_before_it(zoo: Zoo, tmp_path: Path, monkeyp
     monkeypatch.setattr(LatencyBench, "_times", interrupt_second_round)
     result = run(zoo, tmp_path, "--rate", "100")
     assert not result["is_complete"] and [row["num_rounds"] for row in result["rows"]] == [1, 1]
+
+
+def test_quick_is_a_preset_that_other_options_refine() -> None:
+    quick = parse_arguments(["--quick", "--num-requests", "7"])
+    assert (quick.repeats, quick.num_requests) == (1, 7) and parse_arguments([]).repeats == 2
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""Medians, spreads and warnings of repeated runs."""
+"""Medians and spreads of repeated runs."""
 
 from __future__ import annotations
 
 import pytest
 
-from titan.bench.noise import Spread, in_rounds, ratio_spread, spread_warnings
+from titan.bench.noise import Spread, in_rounds, ratio_spread
 
 
 def test_a_spread_is_median_and_range() -> None:
@@ -36,8 +36,3 @@ def test_the_ratio_is_the_median_of_the_ratios_within_rounds() -> None:
 def test_only_rounds_that_both_have_are_compared() -> None:
     assert ratio_spread({0: 4.0, 1: 9.0}, {1: 3.0, 2: 1.0}) == Spread(3.0, 3.0, 3.0, 1)
     assert ratio_spread({0: 4.0}, {1: 3.0}) is None
-
-
-def test_only_wide_spreads_are_warned_of() -> None:
-    [line] = spread_warnings([("calm", Spread(100.0, 91.0, 109.0, 3)), ("noisy", Spread(100.0, 80.0, 110.0, 3))])
-    assert line.startswith("noisy: the rounds differ by ±15% (80 to 110)")

@@ -30,6 +30,7 @@ class Figure:
 def report() -> Report:
     return Report(
         title="A measurement",
+        answer="It is 1.5.",
         provenance=collect_provenance("latency", ["--model", "a b"], models={"target": "demo", "draft": None}, seed=3),
         options={"path": Path("x")},
         results={"rows": [Figure("<one>", 1.5)]},
@@ -70,6 +71,10 @@ def test_all_files_hold_figures_warnings_and_provenance(report: Report, tmp_path
         "What it is.",
     ):
         assert value in text and value in page and value in shown
+    for laid_out in (text, page, shown):
+        places = [laid_out.index(part) for part in ("It is 1.5.", "one", "2 warnings", "What it is.", provenance["commit"])]
+        assert places == sorted(places)
+    assert page.index("It is 1.5.") < page.index("<svg") < page.index("<table") and "2 warnings: interrupted" in text
     assert "| <one> |   1.5 |" in text and "| <one> |   1.5 |" in shown
     assert '<td class="text">&lt;one&gt;</td><td>1.5</td>' in page and "<one>" not in page
 
@@ -77,7 +82,7 @@ def test_all_files_hold_figures_warnings_and_provenance(report: Report, tmp_path
 def test_the_page_loads_nothing_from_elsewhere(report: Report) -> None:
     page = html(report)
     assert "<svg" in page
-    assert not re.search(r"(src|href)=|https?://|@import|<script", page)
+    assert not re.search(r'(src|href)="[^#]|url\([^#]|@import|<script', page)
 
 
 def test_a_terminal_gets_a_drawn_table(report: Report, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +143,15 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
         assert message in capsys.readouterr().err
     assert parse("--json", str(tmp_path / "a" / "b.json")).json == tmp_path / "a" / "b.json"
     assert not (tmp_path / "a").exists()
+
+
+def test_a_page_without_matplotlib_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report_module, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit):
+        parse("--html", str(tmp_path / "run.html"))
+    assert "a page needs matplotlib: pip install 'titan-spec[bench]'" in capsys.readouterr().err
 
 
 def test_a_file_that_fails_does_not_cost_the_others(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from titan.bench.throughput_report import (
     latency_table,
     make_charts,
     make_claims,
-    noise_figures,
+    throughput_answer,
 )
 from titan.bench.throughput_rows import Sample, ShareSample, make_rows, make_sample
 from titan.bench.workloads import Workload
@@ -277,14 +277,12 @@ def test_the_end_of_a_batch_is_not_taken_for_the_pace_of_its_tokens() -> None:
     assert latency_table(rows).rows[1][-2:] == ["-", "-"]
 
 
-def test_ratios_and_latencies_are_warned_of_as_well() -> None:
-    """Tokens per second are steady here, and latencies are not."""
-    samples = [sample("titan", i, 10.0) for i in range(3)]
-    samples += [replace(sample("titan-draft", i, 10.0), latencies=[1.0 + i] * 2) for i in range(3)]
-    noisy = [name for name, spread in noise_figures(make_rows(samples, [])) if spread.is_wide]
-    assert noisy == [f"P{percent} of titan-draft in float32, 2 at once, over titan" for percent in (50, 99)]
-    names = [name for name, _ in noise_figures(make_rows(samples, []))]
-    assert "tokens/s of titan-draft in float32, 2 at once, over titan" in names
+def test_the_answer_is_what_speculation_gains_or_else_the_fastest_mode() -> None:
+    samples = [sample(mode, i, rate) for i in range(2) for mode, rate in (("titan", 10.0), ("titan-draft", 5.0 + i))]
+    rows = make_rows(samples, [])
+    ratio = rows[1].ratios["titan"].format(2)
+    assert throughput_answer(rows, []) == f"Tokens/s with speculation over none: {ratio} at 2 at once in float32."
+    assert throughput_answer(rows[:1], []).startswith("Fastest: titan, ")
 
 
 def test_charts_show_the_samples() -> None:
