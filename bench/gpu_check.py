@@ -1,12 +1,13 @@
-"""Checks Titan on a CUDA device, in minutes and with nothing to download: what is right, how fast it is, and against what.
+"""Measures Titan on a CUDA device, in minutes and with nothing to download: how fast it is, and against what.
 
-    python -m titan.bench.gpu_check                              all sections, within 8 minutes
+    python -m titan.bench.gpu_check                              all sections, within 6 minutes
     python -m titan.bench.gpu_check --only attention             some of them
     TRITON_INTERPRET=1 python -m titan.bench.gpu_check --tiny    tiny shapes in Triton's interpreter: a rehearsal
 
 Sections run one after the other, each in a process of its own. One that fails or hangs costs its own rows; where time runs out, the
 least important rows are skipped, and say so. Results are written after every section. The status is 1 if anything of Titan's
-failed or gave wrong numbers; missed goals are only shown.
+failed, or disagrees with others; missed goals are only shown. Whether the kernels are right is for the tests to say:
+``pytest -m cuda``.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from pathlib import Path
 
 import torch
 
-from titan.bench.gpu import attention, ceilings, correctness, end_to_end
+from titan.bench.gpu import attention, ceilings, end_to_end
 from titan.bench.gpu.isolation import run_isolated
 from titan.bench.gpu.sections import Figure, Row, Section, Setting
 from titan.bench.provenance import Provenance, collect_provenance
 from titan.bench.report import Report, Table, add_report_options, positive, publish, use_threads, write_json
 from titan.kernels.triton.tools import INTERPRETED, is_launchable
 
-SECTIONS = (ceilings.SECTION, correctness.SECTION, attention.SECTION, end_to_end.SECTION_8B, end_to_end.SECTION_1B)
+SECTIONS = (ceilings.SECTION, attention.SECTION, end_to_end.SECTION_8B, end_to_end.SECTION_1B)
 RESULTS = Path(__file__).resolve().parent / "results"
 
 RunSection = Callable[[Section, Setting, float, Callable[[Row], None]], list[Row]]
@@ -212,7 +213,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=_names(), help="sections (default: all); ceilings are always measured")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes; times mean nothing then")
     parser.add_argument(
-        "--seconds", type=positive, help="for everything (default: what the sections are planned to take, 450 for all)"
+        "--seconds", type=positive, help="for everything (default: what the sections are planned to take, 330 for all)"
     )
     add_report_options(parser)
     return parser.parse_args(argv)

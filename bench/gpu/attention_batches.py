@@ -14,8 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.bench.gpu.attention_reference import reference_masked_attention
-from titan.core.batch import Window
 from titan.core.trees import topology
 from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
@@ -51,23 +49,15 @@ class Query:
     def ancestor_bits(self) -> NDArray[np.int64]:
         return topology(np.array(self.parents, np.int32).tobytes()).ancestor_bits
 
-    def visible(self, window: Window, device: torch.device) -> Tensor:
-        """Which slots each token sees, bool [query_len, seq_len], from the parents and positions themselves."""
+    def visible(self, device: torch.device) -> Tensor:
+        """Which slots each token sees, bool [query_len, seq_len], from the parents themselves."""
         slots = torch.arange(self.seq_len, device=device)
-        own = torch.arange(self.context, self.tree_start, device=device)[:, None]
-        committed = slots <= own
-        if window is not None:
-            committed = committed & (slots > own - window)
-        rows = [committed]
+        rows = [slots <= torch.arange(self.context, self.tree_start, device=device)[:, None]]
         for node in range(len(self.parents)):
-            path = []
-            ancestor = node
-            while ancestor >= 0:
-                path.append(self.tree_start + ancestor)
-                ancestor = self.parents[ancestor]
-            position = self.tree_start - 1 + len(path)
-            row = (slots < self.tree_start) & (slots > (-1 if window is None else position - window))
-            row[torch.tensor(path[:window], device=device)] = True
+            row = slots < self.tree_start
+            while node >= 0:
+                row[self.tree_start + node] = True
+                node = self.parents[node]
             rows.append(row[None])
         return torch.cat(rows)
 
@@ -90,7 +80,7 @@ class AttentionBatch:
     def num_tokens(self) -> int:
         return len(self.positions)
 
-    def plan(self, windows: Sequence[Window] = (None,), fixed_chunk: int | None = None) -> TreeAttentionPlan:
+    def plan(self, fixed_chunk: int | None = None) -> TreeAttentionPlan:
         """Plan as the engine would: queries with trees, and decodes, are short; longer ones are prefill chunks."""
         short = max((query.query_len for query in self.queries if query.parents), default=1)
         layout = DeviceLayout(
@@ -105,7 +95,7 @@ class AttentionBatch:
             short_query_len=short,
             max_query_len=max(query.query_len for query in self.queries),
         )
-        return plan_tree_attention(layout, windows, fixed_chunk)
+        return plan_tree_attention(layout, (None,), fixed_chunk)
 
     def make_q(self, generator: torch.Generator, num_layers: int = 1) -> Tensor:
         """Random queries, [num_layers, T, num_heads, D]."""
@@ -113,38 +103,9 @@ class AttentionBatch:
         shape = (num_layers, self.num_tokens, geometry.num_heads, geometry.head_dim)
         return torch.empty(shape, dtype=geometry.dtype, device=device).normal_(generator=generator)
 
-    def poison(self, kv_layer: Tensor) -> None:
-        """Fill with NaN what belongs to nobody: free blocks, and slots after the last one of a request."""
-        is_free = torch.ones(kv_layer.shape[2], self.geometry.block_size, dtype=torch.bool, device=kv_layer.device)
-        for query, blocks in zip(self.queries, self.block_table.long(), strict=True):
-            slots = torch.arange(query.seq_len, device=kv_layer.device)
-            is_free[blocks[slots // self.geometry.block_size], slots % self.geometry.block_size] = False
-        kv_layer[:, :, is_free] = torch.nan
-
-    def exact(self, q: Tensor, kv_layer: Tensor, *, window: Window = None, softcap: float | None = None) -> Tensor:
-        """The output in float64, on the device, [T, num_heads * D]."""
-        with q.device:  # where the oracle makes its tensors
-            return reference_masked_attention(
-                q,
-                kv_layer,
-                query_start_loc=self.query_start_loc.tolist(),
-                block_table=self.block_table.tolist(),
-                visible=[query.visible(window, q.device) for query in self.queries],
-                scale=scale_of(self.geometry),
-                softcap=softcap,
-            )
-
-    def attend(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        plan: TreeAttentionPlan,
-        *,
-        window: Window = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv_layer: Tensor, plan: TreeAttentionPlan) -> Tensor:
         """The output of the kernel, [T, num_heads * D]."""
-        return tree_attention(q, kv_layer, plan, scale=scale_of(self.geometry), window=window, softcap=softcap)
+        return tree_attention(q, kv_layer, plan, scale=scale_of(self.geometry))
 
 
 def scale_of(geometry: AttentionGeometry) -> float:
@@ -209,14 +170,6 @@ def make_batch(
         tree_starts=on_device(np.array([query.tree_start for query in queries]), torch.int32),
         ancestor_bits=on_device(np.concatenate(bits), torch.int64),
     )
-
-
-def make_kv(
-    geometry: AttentionGeometry, num_blocks: int, generator: torch.Generator, device: torch.device, num_layers: int = 1
-) -> Tensor:
-    """A pool of random keys and values, [num_layers, 2, K, num_blocks, block_size, D]."""
-    shape = (num_layers, 2, geometry.num_kv_heads, num_blocks, geometry.block_size, geometry.head_dim)
-    return torch.empty(shape, dtype=geometry.dtype, device=device).normal_(generator=generator)
 
 
 def relative_error(output: Tensor, exact: Tensor) -> float:

@@ -53,7 +53,7 @@ def join(output: Tensor) -> Tensor:
 def padded_mask(batch: AttentionBatch, num_slots: int) -> Tensor:
     """What each query sees of its request's slots, bool [R, 1, Q, num_slots]."""
     device = batch.positions.device
-    masks = [query.visible(None, device) for query in batch.queries]
+    masks = [query.visible(device) for query in batch.queries]
     return torch.stack([F.pad(mask, (0, num_slots - mask.shape[1])) for mask in masks])[:, None]
 
 
@@ -136,7 +136,7 @@ def flashinfer(case: PeerCase) -> Attend:
 
     batch, geometry, device = case.batch, case.batch.geometry, case.batch.positions.device
     num_blocks = -(-batch.seq_lens // geometry.block_size)
-    masks = [query.visible(None, device).flatten() for query in batch.queries]
+    masks = [query.visible(device).flatten() for query in batch.queries]
     workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
     wrapper = wrapper_class(workspace, "HND", backend="fa2")
     wrapper.plan(
