@@ -1,12 +1,11 @@
-"""Batches for tree attention at any size: what a model would hand to the planner, and which slots each token must see.
+"""Verification steps at any size: what a model would hand to the planner, and which slots each token must see.
 
-Legend: T query tokens, R requests, K KV heads, D head_dim.
+Legend: T query tokens, R requests of Q query tokens each, K KV heads, D head_dim.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,156 +18,108 @@ from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout,
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.tree_attention import tree_attention
 
+TREE = (-1, 0, 1, -1, 3, 0)
+"""The nodes after the root: with it, seven tokens."""
+
 
 @dataclass(frozen=True, slots=True)
-class Query:
-    """Committed tokens in slots ``context, ...``, of which the last is the root of a draft tree; no parents: no tree."""
+class Shape:
+    """Contexts of the requests, and what each of them asks: committed tokens, the last of which is the root of a tree."""
 
-    context: int
-    num_tokens: int = 1
-    parents: tuple[int, ...] = ()
-
-    @property
-    def tree_start(self) -> int:
-        """Slot of node 0."""
-        return self.context + self.num_tokens
+    name: str
+    geometry: AttentionGeometry
+    contexts: tuple[int, ...]
+    parents: tuple[int, ...] = TREE  # none: no tree
+    num_tokens: int = 1  # committed ones of a query: the root, or a prefill chunk
+    has_goal: bool = True
 
     @property
     def query_len(self) -> int:
         return self.num_tokens + len(self.parents)
 
     @property
-    def seq_len(self) -> int:
-        return self.tree_start + len(self.parents)
+    def num_bytes(self) -> int:
+        """Keys, values, queries and output of one layer; each is moved once."""
+        geometry = self.geometry
+        kv = sum(context + self.query_len for context in self.contexts) * 2 * geometry.num_kv_heads
+        return (kv + len(self.contexts) * self.query_len * 2 * geometry.num_heads) * geometry.head_dim * geometry.dtype.itemsize
 
-    @property
-    def depths(self) -> NDArray[np.int64]:
-        return topology(np.array(self.parents, np.int32).tobytes()).depths
+    def num_pages(self, blocks_per_page: int) -> list[int]:
+        """Of each request."""
+        return [-(-(context + self.query_len) // (self.geometry.block_size * blocks_per_page)) for context in self.contexts]
 
-    @property
-    def ancestor_bits(self) -> NDArray[np.int64]:
-        return topology(np.array(self.parents, np.int32).tobytes()).ancestor_bits
-
-    def visible(self, device: torch.device) -> Tensor:
-        """Which slots each token sees, bool [query_len, seq_len], from the parents themselves."""
-        slots = torch.arange(self.seq_len, device=device)
-        rows = [slots <= torch.arange(self.context, self.tree_start, device=device)[:, None]]
+    def visible(self, context: int, device: torch.device) -> Tensor:
+        """Which slots each token sees, bool [Q, slots], from the parents themselves."""
+        tree_start = context + self.num_tokens
+        slots = torch.arange(context + self.query_len, device=device)
+        rows = [slots <= torch.arange(context, tree_start, device=device)[:, None]]
         for node in range(len(self.parents)):
-            row = slots < self.tree_start
+            row = slots < tree_start
             while node >= 0:
-                row[self.tree_start + node] = True
+                row[tree_start + node] = True
                 node = self.parents[node]
             rows.append(row[None])
         return torch.cat(rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttentionBatch:
-    """Queries laid out one after another, and the blocks that hold their slots."""
+class Case:
+    """A shape with numbers in it."""
 
-    geometry: AttentionGeometry
-    queries: Sequence[Query]
-    query_start_loc: Tensor  # int32 [R + 1]
-    seq_lens: Tensor  # int32 [R]
-    block_table: Tensor  # int32 [R, blocks]
-    positions: Tensor  # int64 [T]
-    visible_lens: Tensor  # int32 [T]
-    tree_starts: Tensor  # int32 [R]
-    ancestor_bits: Tensor  # int64 [T]
+    shape: Shape
+    layout: DeviceLayout
+    q: Tensor  # [num_layers, R * Q, num_heads, D]
+    kv: Tensor  # [num_layers, 2, K, num_blocks, block_size, D]
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.positions)
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return 1 / math.sqrt(self.shape.geometry.head_dim)
 
     def plan(self, fixed_chunk: int | None = None) -> TreeAttentionPlan:
         """Plan as the engine would: queries with trees, and decodes, are short; longer ones are prefill chunks."""
-        short = max((query.query_len for query in self.queries if query.parents), default=1)
-        layout = DeviceLayout(
-            self.geometry,
-            query_start_loc=self.query_start_loc,
-            seq_lens=self.seq_lens,
-            block_table=self.block_table,
-            positions=self.positions,
-            visible_lens=self.visible_lens,
-            tree_starts=self.tree_starts,
-            ancestor_bits=self.ancestor_bits,
-            short_query_len=short,
-            max_query_len=max(query.query_len for query in self.queries),
-        )
-        return plan_tree_attention(layout, (None,), fixed_chunk)
+        return plan_tree_attention(self.layout, (None,), fixed_chunk)
 
-    def make_q(self, generator: torch.Generator, num_layers: int = 1) -> Tensor:
-        """Random queries, [num_layers, T, num_heads, D]."""
-        geometry, device = self.geometry, self.positions.device
-        shape = (num_layers, self.num_tokens, geometry.num_heads, geometry.head_dim)
-        return torch.empty(shape, dtype=geometry.dtype, device=device).normal_(generator=generator)
-
-    def attend(self, q: Tensor, kv_layer: Tensor, plan: TreeAttentionPlan) -> Tensor:
+    def attend(self, layer: int, plan: TreeAttentionPlan) -> Tensor:
         """The output of the kernel, [T, num_heads * D]."""
-        return tree_attention(q, kv_layer, plan, scale=scale_of(self.geometry))
+        return tree_attention(self.q[layer], self.kv[layer], plan, scale=self.scale)
 
 
-def scale_of(geometry: AttentionGeometry) -> float:
-    """What scores are multiplied by."""
-    return 1 / math.sqrt(geometry.head_dim)
-
-
-def num_blocks_of(queries: Sequence[Query], block_size: int) -> int:
-    """Blocks that hold the queries' slots."""
-    return sum(-(-query.seq_len // block_size) for query in queries)
-
-
-def make_batch(
-    geometry: AttentionGeometry,
-    queries: Sequence[Query],
-    num_blocks: int,
-    *,
-    seed: int,
-    device: torch.device,
-    blocks_per_page: int = 1,
-) -> AttentionBatch:
-    """Lay queries out, over blocks in random order.
+def make_layout(shape: Shape, *, seed: int, device: torch.device, blocks_per_page: int = 1) -> DeviceLayout:
+    """Lay requests out, over blocks in random order.
 
     Args:
-        geometry: of the model.
-        queries: one per request.
-        num_blocks: of the pool, at least `num_blocks_of` them, rounded up to whole pages for each.
+        shape: of the step.
         seed: of the order.
         device: where the kernel runs.
         blocks_per_page: so many blocks in sequence stay together.
     """
-    pages = np.random.default_rng(seed).permutation(num_blocks // blocks_per_page)
+    num_pages, num_nodes, query_len = shape.num_pages(blocks_per_page), len(shape.parents), shape.query_len
+    pages = np.random.default_rng(seed).permutation(sum(num_pages))
     blocks = (pages[:, None] * blocks_per_page + np.arange(blocks_per_page)).reshape(-1)
-    tables: list[NDArray[np.int64]] = []
-    first = 0
-    for query in queries:
-        num_pages = -(-query.seq_len // (geometry.block_size * blocks_per_page))
-        tables.append(blocks[first : first + num_pages * blocks_per_page])
-        first += num_pages * blocks_per_page
-    width = max(map(len, tables))
-    table = np.stack([np.concatenate([each, blocks[: width - len(each)]]) for each in tables])  # tails name others' blocks
-    positions: list[NDArray[np.int64]] = []
-    visible_lens: list[NDArray[np.int64]] = []
-    bits: list[NDArray[np.int64]] = []
-    for query in queries:
-        committed = np.arange(query.context, query.tree_start)
-        positions += [committed, query.tree_start - 1 + query.depths.astype(np.int64)]
-        visible_lens += [committed + 1, np.full(len(query.parents), query.tree_start)]
-        bits += [np.zeros(query.num_tokens, np.int64), query.ancestor_bits]
+    width, ends = max(num_pages) * blocks_per_page, np.cumsum(num_pages) * blocks_per_page
+    table = [blocks[end - count * blocks_per_page : end] for end, count in zip(ends, num_pages, strict=True)]
+    rows = [np.concatenate([each, blocks[: width - len(each)]]) for each in table]  # tails name others' blocks
+    tree = topology(np.array(shape.parents, np.int32).tobytes())
+    contexts, own = np.array(shape.contexts), np.arange(shape.num_tokens)
+    positions = np.concatenate([own, shape.num_tokens - 1 + tree.depths.astype(np.int64)])
+    visible_lens = np.concatenate([own + 1, np.full(num_nodes, shape.num_tokens)])
+    bits = np.concatenate([np.zeros(shape.num_tokens, np.int64), tree.ancestor_bits])
 
     def on_device(values: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(values).to(device, dtype)
 
-    return AttentionBatch(
-        geometry,
-        queries,
-        query_start_loc=on_device(np.cumsum([0, *(query.query_len for query in queries)]), torch.int32),
-        seq_lens=on_device(np.array([query.seq_len for query in queries]), torch.int32),
-        block_table=on_device(table, torch.int32),
-        positions=on_device(np.concatenate(positions), torch.int64),
-        visible_lens=on_device(np.concatenate(visible_lens), torch.int32),
-        tree_starts=on_device(np.array([query.tree_start for query in queries]), torch.int32),
-        ancestor_bits=on_device(np.concatenate(bits), torch.int64),
+    return DeviceLayout(
+        shape.geometry,
+        query_start_loc=on_device(np.arange(len(contexts) + 1) * query_len, torch.int32),
+        seq_lens=on_device(contexts + query_len, torch.int32),
+        block_table=on_device(np.stack(rows), torch.int32),
+        positions=on_device((contexts[:, None] + positions).reshape(-1), torch.int64),
+        visible_lens=on_device((contexts[:, None] + visible_lens).reshape(-1), torch.int32),
+        tree_starts=on_device(contexts + shape.num_tokens, torch.int32),
+        ancestor_bits=on_device(np.tile(bits, len(contexts)), torch.int64),
+        short_query_len=query_len if num_nodes else 1,
+        max_query_len=query_len,
     )
 
 

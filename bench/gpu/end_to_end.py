@@ -29,7 +29,7 @@ from titan.bench.gpu.random_models import (
     make_decoder,
     weight_bytes_per_step,
 )
-from titan.bench.gpu.sections import Figure, Goal, Measurement, Section, Setting, Task
+from titan.bench.gpu.sections import Figure, Goal, Row, Section, Setting, Task
 from titan.bench.gpu.timing import busy_seconds, synchronize
 from titan.bench.peers.transformers_peer import ContinuousPeer, StaticPeer
 from titan.bench.predict import expected_tokens
@@ -197,7 +197,7 @@ class EndToEnd:
         """The target in transformers."""
         return as_transformers(self.target, self.plan.target)
 
-    def measure_titan(self, batch: int, acceptance: float | None) -> Measurement:
+    def measure_titan(self, batch: int, acceptance: float | None) -> Row:
         """One window; ``None``: without speculation."""
         window = self.run_titan(batch, acceptance)
         rate, step = window.num_tokens / window.seconds, window.seconds / window.num_steps
@@ -226,7 +226,7 @@ class EndToEnd:
             figures["x plain"] = ratio
             if acceptance == GOAL_ACCEPTANCE and batch in SPEED_UP_GOALS:
                 goals.append(Goal("speed-up", SPEED_UP_GOALS[batch], ratio))
-        return Measurement(figures, goals if self.plan.has_goals else ())
+        return Row(figures, goals if self.plan.has_goals else ())
 
     def run_titan(self, batch: int, acceptance: float | None) -> Window:
         """Bring ``batch`` requests to their window, measure it, and end them.
@@ -283,7 +283,7 @@ class EndToEnd:
             None if busy is None else busy / num_profiled,
         )
 
-    def measure_peer(self, batch: int, make_peer: Callable[[Any, int], Any]) -> Measurement:
+    def measure_peer(self, batch: int, make_peer: Callable[[Any, int], Any]) -> Row:
         """A mode of transformers: seconds of a longer output less those of a shorter one, after a warm-up."""
         short, long = self.plan.lengths.peer_output_lens
         peer = make_peer(self.transformers_model, self.plan.lengths.prompt_len + long)
@@ -297,7 +297,7 @@ class EndToEnd:
         seconds = run(long) - run(short)
         rate = batch * (long - short) / seconds
         plain = self.plain_rates.get(batch)
-        return Measurement(
+        return Row(
             {
                 "tokens/s": rate,
                 "x plain": None if plain is None else rate / plain,
@@ -345,23 +345,26 @@ PEERS: dict[str, Callable[[Any, int], Any]] = {
 
 
 def make_tasks(plan: Plan, setting: Setting) -> Sequence[Task]:
-    """By batch: without speculation, with it, then transformers; what goals speak of runs first, transformers last."""
+    """Without speculation and with it, then transformers; what goals speak of comes first."""
     if setting.is_tiny:
         plan = plan.shrunk()
     bench = EndToEnd(plan, setting)
+    batches = sorted(plan.batches, key=lambda batch: batch not in SPEED_UP_GOALS)
+    others = [acceptance for acceptance in plan.acceptances if acceptance != GOAL_ACCEPTANCE]
     tasks = []
-    for batch in plan.batches:
-        has_goal = batch in SPEED_UP_GOALS
-        tasks.append(Task(f"{batch}, plain", partial(bench.measure_titan, batch, None), 4, rank=0 if has_goal else 2))
-        for acceptance in plan.acceptances:
-            rank = 4 if acceptance != GOAL_ACCEPTANCE else 1 if has_goal else 3
-            tasks.append(Task(f"{batch}, acceptance {acceptance:g}", partial(bench.measure_titan, batch, acceptance), 6, rank))
-    for batch in plan.peer_batches:
+    for batch in batches:
+        tasks.append(Task(f"{batch}, plain", partial(bench.measure_titan, batch, None), 4))
+        tasks.append(_drafted(bench, batch, GOAL_ACCEPTANCE))
+    tasks += [_drafted(bench, batch, acceptance) for batch in batches for acceptance in others]
+    for name, make_peer in PEERS.items():
         tasks += [
-            Task(f"{batch}, {name}", partial(bench.measure_peer, batch, make_peer), 10, rank=5 + i, is_peer=True)
-            for i, (name, make_peer) in enumerate(PEERS.items())
+            Task(f"{batch}, {name}", partial(bench.measure_peer, batch, make_peer), 10, is_peer=True) for batch in plan.peer_batches
         ]
     return tasks
+
+
+def _drafted(bench: EndToEnd, batch: int, acceptance: float) -> Task:
+    return Task(f"{batch}, acceptance {acceptance:g}", partial(bench.measure_titan, batch, acceptance), 6)
 
 
 def _make_section(name: str, plan: Plan, seconds: float) -> Section:

@@ -276,7 +276,7 @@ LARGE_CASES = {
     "7 query heads per KV head": of_a_model(8, 2048, group=7, num_kv_heads=4),
     "sliding window": of_a_model(12, 4096, 6, 1, window=1024),
     "window below the depth": of_a_model(12, 512, 32, window=3),
-    "softcap": of_a_model(12, 2048, 6, 1, softcap=30.0),
+    "softcap of scores": of_a_model(12, 2048, 6, 1, softcap=30.0),
 }
 """Too large for the interpreter."""
 
