@@ -88,7 +88,7 @@ def section_table(section: Section, rows: Sequence[Row]) -> Table:
         [
             row.name,
             row.status if row.problem is None else f"{row.status}: {row.problem}",
-            *(_written(row.figures.get(name), spec) for name, spec in columns.items()),
+            *(_written(row.figures.get(name, "-"), spec) for name, spec in columns.items()),
         ]
         for row in mine
     ]
@@ -178,8 +178,6 @@ def _slug(name: str) -> str:
 
 
 def _written(figure: Figure, spec: str) -> str:
-    if figure is None:
-        return "-"
     return figure if isinstance(figure, str) else format(figure, spec)
 
 

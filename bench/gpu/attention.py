@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from titan.bench.gpu.attention_batches import Case, Shape, make_layout, relative_error
-from titan.bench.gpu.attention_peers import FLEX_PAGE, PEERS, Attend
-from titan.bench.gpu.sections import Figure, Goal, Row, Section, Setting, Task
+from titan.bench.gpu.attention_peers import PEERS, Attend
+from titan.bench.gpu.sections import Goal, Row, Section, Setting, Task
 from titan.bench.gpu.timing import median_seconds
 from titan.kernels.triton.attention_plan import AttentionGeometry
 from titan.kernels.triton.attention_planner import CHUNK_MULTIPLE
@@ -36,11 +36,6 @@ COMPARED = [(8, 8192), (32, 8192), (1, 32768), (32, 1024), (8, 1024), (128, 1024
 
 SHARE_BY_FLOOR = ((200e-6, 0.85), (50e-6, 0.75), (20e-6, 0.65))
 """From so many seconds at the speed of a copy on, so much of that speed must be reached."""
-RATIO_GOALS = {"gather + SDPA": 4.0, "FlexAttention, compiled": 1.5, "FlashInfer, fa2": 1.0}
-"""How many times Titan's time a peer must take."""
-MIN_BATCH_OF_GOAL = {"FlashInfer, fa2": 8}
-PEER_SECONDS = {"gather + SDPA": 4, "FlexAttention, compiled": 20, "FlashInfer, fa2": 20}
-"""What a row takes, about; most of it is compiling."""
 MAX_DISAGREEMENT = 2e-2
 """Between two kernels that each round to bfloat16, as the norm of the difference over the norm."""
 
@@ -93,13 +88,11 @@ class AttentionBench:
     def measure_titan(self, shape: Shape) -> Row:
         """The kernel as the engine calls it, against the bandwidth."""
         case = self.make_case(shape)
-        seconds = self.time_layer(case, titan_attention(case))
-        self.titan[shape.name] = seconds
-        figures, share = self._figures(shape, seconds)
-        if share is None or not shape.has_goal:
-            return Row(figures)
+        seconds = self.titan[shape.name] = self.time_layer(case, titan_attention(case))
+        figures = self._figures(shape, seconds)
+        share = figures.get("of bandwidth", 0.0)
         goals = [Goal("share of copy bandwidth", goal, share) for start, goal in SHARE_BY_FLOOR if share * seconds >= start]
-        return Row(figures, goals[:1])
+        return Row(figures, goals[:1] if shape.has_goal else ())
 
     def measure_unsplit(self, shape: Shape) -> Row:
         """The kernel with one program per tile, whatever the context: what split contexts are worth."""
@@ -113,31 +106,29 @@ class AttentionBench:
         case = self.make_case(shape)
         return Row({"us": median_seconds(case.plan, self.setting.device) * 1e6})
 
-    def measure_peer(self, shape: Shape, peer: str) -> Row:
+    def measure_peer(self, shape: Shape, name: str) -> Row:
         """Another kernel on the same numbers."""
-        is_paged = peer.startswith("FlexAttention")
-        case = self.make_case(shape, blocks_per_page=FLEX_PAGE // shape.geometry.block_size if is_paged else 1)
-        has_goal = len(shape.contexts) >= MIN_BATCH_OF_GOAL.get(peer, 1)
-        return self._compare(shape, case, PEERS[peer](case), RATIO_GOALS[peer] if has_goal else None)
+        peer = PEERS[name]
+        case = self.make_case(shape, blocks_per_page=max(peer.page // shape.geometry.block_size, 1))
+        return self._compare(shape, case, peer.prepare(case), peer.goal if len(shape.contexts) >= peer.min_batch else None)
 
     def _compare(self, shape: Shape, case: Case, attend: Attend, goal: float | None) -> Row:
         disagreement = relative_error(attend(0), titan_attention(case)(0))
         seconds = self.time_layer(case, attend)
-        figures, _ = self._figures(shape, seconds)
-        titan = self.titan.get(shape.name)
-        ratio = None if titan is None else seconds / titan
-        figures |= {"x titan": ratio, "disagreement": disagreement}
-        problem = None
+        figures, goals, problem = self._figures(shape, seconds) | {"disagreement": disagreement}, [], None
+        if shape.name in self.titan:
+            figures["x titan"] = seconds / self.titan[shape.name]
+            goals = [] if goal is None else [Goal("time over titan's", goal, figures["x titan"])]
         if not disagreement <= MAX_DISAGREEMENT:
             problem = f"disagrees with titan by {disagreement:.1e}: at most {MAX_DISAGREEMENT:.0e} is rounding"
-        goals = [] if goal is None or ratio is None else [Goal("time over titan's", goal, ratio)]
         return Row(figures, goals, problem)
 
-    def _figures(self, shape: Shape, seconds: float) -> tuple[dict[str, Figure], float | None]:
-        bandwidth = self.setting.copy_bandwidth
-        floor = None if bandwidth is None else shape.num_bytes / bandwidth
-        share = None if floor is None else floor / seconds
-        return {"us": seconds * 1e6, "floor us": None if floor is None else floor * 1e6, "of bandwidth": share}, share
+    def _figures(self, shape: Shape, seconds: float) -> dict[str, float]:
+        figures, bandwidth = {"us": seconds * 1e6}, self.setting.copy_bandwidth
+        if bandwidth is not None:
+            floor = shape.num_bytes / bandwidth
+            figures |= {"floor us": floor * 1e6, "of bandwidth": floor / seconds}
+        return figures
 
     def time_layer(self, case: Case, attend: Attend) -> float:
         """Seconds per layer, of all layers in turn."""
@@ -171,8 +162,8 @@ def make_tasks(setting: Setting) -> Sequence[Task]:
     for key in compared:
         shape = uniform_shape(geometry, *key)
         tasks.append(Task(f"{shape.name}, titan, unsplit", partial(bench.measure_unsplit, shape), 4))
-        for peer, seconds in PEER_SECONDS.items():
-            tasks.append(Task(f"{shape.name}, {peer}", partial(bench.measure_peer, shape, peer), seconds, is_peer=True))
+        for name, peer in PEERS.items():
+            tasks.append(Task(f"{shape.name}, {name}", partial(bench.measure_peer, shape, name), peer.seconds, is_peer=True))
     return tasks
 
 

@@ -7,6 +7,7 @@ per step is done beforehand and not timed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -140,9 +141,20 @@ def flashinfer(case: Case) -> Attend:
     return attend
 
 
-PEERS: dict[str, Callable[[Case], Attend]] = {
-    "gather + SDPA": gather_and_sdpa,
-    "FlexAttention, compiled": flex_attention,
-    "FlashInfer, fa2": flashinfer,
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One of the others."""
+
+    prepare: Callable[[Case], Attend]
+    goal: float  # how many times Titan's time it must take
+    seconds: float  # of a row, about; most of it is compiling
+    page: int = 1  # slots that must lie together
+    min_batch: int = 1  # requests from which on the goal holds
+
+
+PEERS = {
+    "gather + SDPA": Peer(gather_and_sdpa, goal=4.0, seconds=4),
+    "FlexAttention, compiled": Peer(flex_attention, goal=1.5, seconds=20, page=FLEX_PAGE),
+    "FlashInfer, fa2": Peer(flashinfer, goal=1.0, seconds=20, min_batch=8),
 }
 """What is compared, by name."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from titan.bench.gpu.random_models import (
     make_decoder,
     weight_bytes_per_step,
 )
-from titan.bench.gpu.sections import Figure, Goal, Row, Section, Setting, Task
+from titan.bench.gpu.sections import Goal, Row, Section, Setting, Task
 from titan.bench.gpu.timing import busy_seconds, synchronize
 from titan.bench.peers.transformers_peer import ContinuousPeer, StaticPeer
 from titan.bench.predict import expected_tokens
@@ -201,31 +202,26 @@ class EndToEnd:
         """One window; ``None``: without speculation."""
         window = self.run_titan(batch, acceptance)
         rate, step = window.num_tokens / window.seconds, window.seconds / window.num_steps
-        figures: dict[str, Figure] = {
-            "tokens/s": rate,
-            "tokens/step": window.num_tokens / window.num_steps / batch,
-            "expected": None if acceptance is None else expected_tokens(acceptance, NUM_DRAFTS),
-            "ms/step": step * 1e3,
-            "graphs": window.graph_hit_rate,
-        }
-        goals = []
-        host = None if window.busy_seconds is None else 1 - window.busy_seconds / step
-        if host is not None:
-            figures["host"] = host
+        figures = {"tokens/s": rate, "tokens/step": window.num_tokens / window.num_steps / batch, "ms/step": step * 1e3}
+        goals: list[Goal] = []
+        if window.graph_hit_rate is not None:
+            figures["graphs"] = window.graph_hit_rate
+        if window.busy_seconds is not None:
+            figures["host"] = 1 - window.busy_seconds / step
         if acceptance is None:
             self.plain_rates[batch] = rate
-            bandwidth = self.setting.copy_bandwidth
-            share = None if bandwidth is None else weight_bytes_per_step(self.target) / bandwidth / step
-            figures["weights' share"] = share
-            if batch == 1 and share is not None:
-                goals.append(Goal("share of the weight-bandwidth limit", WEIGHT_SHARE_GOAL, share))
-            if batch == HOST_SHARE_BATCH and host is not None:
-                goals.append(Goal("host share of the step", HOST_SHARE_GOAL, host, is_at_most=True))
-        elif batch in self.plain_rates:
-            ratio = rate / self.plain_rates[batch]
-            figures["x plain"] = ratio
-            if acceptance == GOAL_ACCEPTANCE and batch in SPEED_UP_GOALS:
-                goals.append(Goal("speed-up", SPEED_UP_GOALS[batch], ratio))
+            if self.setting.copy_bandwidth is not None:
+                figures["weights' share"] = weight_bytes_per_step(self.target) / self.setting.copy_bandwidth / step
+                if batch == 1:
+                    goals.append(Goal("share of the weight-bandwidth limit", WEIGHT_SHARE_GOAL, figures["weights' share"]))
+            if batch == HOST_SHARE_BATCH and "host" in figures:
+                goals.append(Goal("host share of the step", HOST_SHARE_GOAL, figures["host"], is_at_most=True))
+        else:
+            figures["expected"] = expected_tokens(acceptance, NUM_DRAFTS)
+            if batch in self.plain_rates:
+                figures["x plain"] = rate / self.plain_rates[batch]
+                if acceptance == GOAL_ACCEPTANCE and batch in SPEED_UP_GOALS:
+                    goals.append(Goal("speed-up", SPEED_UP_GOALS[batch], figures["x plain"]))
         return Row(figures, goals if self.plan.has_goals else ())
 
     def run_titan(self, batch: int, acceptance: float | None) -> Window:
@@ -296,15 +292,10 @@ class EndToEnd:
         run(short)
         seconds = run(long) - run(short)
         rate = batch * (long - short) / seconds
-        plain = self.plain_rates.get(batch)
-        return Row(
-            {
-                "tokens/s": rate,
-                "x plain": None if plain is None else rate / plain,
-                "tokens/step": 1.0,
-                "ms/step": seconds / (long - short) * 1e3,
-            }
-        )
+        figures = {"tokens/s": rate, "tokens/step": 1.0, "ms/step": seconds / (long - short) * 1e3}
+        if batch in self.plain_rates:
+            figures["x plain"] = rate / self.plain_rates[batch]
+        return Row(figures)
 
     def _make_decoder(self, shape: Shape) -> Decoder:
         return make_decoder(shape, max_positions=self.plan.lengths.max_len, backend=self.backend, seed=self.setting.seed)
@@ -334,12 +325,8 @@ def _check_running(requests: Sequence[Request]) -> None:
             raise RuntimeError(f"request {request.request_id} ended early: {request.error or request.finish_reason}")
 
 
-def _generate(model: Any, _: int) -> Any:
-    return StaticPeer(model)
-
-
 PEERS: dict[str, Callable[[Any, int], Any]] = {
-    "transformers generate": _generate,
+    "transformers generate": lambda model, _: StaticPeer(model),
     "transformers continuous batching": ContinuousPeer,
 }
 
@@ -352,19 +339,13 @@ def make_tasks(plan: Plan, setting: Setting) -> Sequence[Task]:
     batches = sorted(plan.batches, key=lambda batch: batch not in SPEED_UP_GOALS)
     others = [acceptance for acceptance in plan.acceptances if acceptance != GOAL_ACCEPTANCE]
     tasks = []
-    for batch in batches:
-        tasks.append(Task(f"{batch}, plain", partial(bench.measure_titan, batch, None), 4))
-        tasks.append(_drafted(bench, batch, GOAL_ACCEPTANCE))
-    tasks += [_drafted(bench, batch, acceptance) for batch in batches for acceptance in others]
-    for name, make_peer in PEERS.items():
-        tasks += [
-            Task(f"{batch}, {name}", partial(bench.measure_peer, batch, make_peer), 10, is_peer=True) for batch in plan.peer_batches
-        ]
+    for acceptances in ([None, GOAL_ACCEPTANCE], others):
+        for batch, acceptance in product(batches, acceptances):
+            what = "plain" if acceptance is None else f"acceptance {acceptance:g}"
+            tasks.append(Task(f"{batch}, {what}", partial(bench.measure_titan, batch, acceptance), 4 if acceptance is None else 6))
+    for (name, make_peer), batch in product(PEERS.items(), plan.peer_batches):
+        tasks.append(Task(f"{batch}, {name}", partial(bench.measure_peer, batch, make_peer), 10, is_peer=True))
     return tasks
-
-
-def _drafted(bench: EndToEnd, batch: int, acceptance: float) -> Task:
-    return Task(f"{batch}, acceptance {acceptance:g}", partial(bench.measure_titan, batch, acceptance), 6)
 
 
 def _make_section(name: str, plan: Plan, seconds: float) -> Section:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-Figure = float | str | None
+Figure = float | str
 Status = Literal["ok", "wrong", "failed", "unavailable", "skipped"]
 """Of a row: its numbers are wrong; it ended in an error; the same, but of somebody else's code; there was no time for it."""
 
