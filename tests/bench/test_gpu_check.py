@@ -350,7 +350,7 @@ def test_acceptance_is_dialled_and_the_draft_is_paid_for(acceptance: float, toke
     window = bench.run_titan(2, acceptance)
     assert window.num_tokens == 2 * window.num_steps * tokens_per_step
     num_steps = bench.engine.counters.num_steps
-    with timed_passes(drafter.draft.runner) as passes:
+    with timed_passes(drafter.runner) as passes:
         bench.run_titan(2, acceptance)
     assert passes.num_calls == 6 * (bench.engine.counters.num_steps - num_steps)
     assert not bench.engine.scheduler.has_unfinished
