@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from typing import Any
@@ -45,15 +45,12 @@ from titan.kernels.backend import choose_backend
 from titan.kernels.interfaces import Backend
 from titan.models.decoder import Decoder
 
-BATCHES = (1, 4, 8, 16, 32, 64, 128)
-ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 GOAL_ACCEPTANCE = 0.8
 EXTREMES = (1.0, 0.0)
 """Acceptances that make the largest and the smallest passes."""
 SPARE_STEPS = 6
 """In which the first requests decode already while the last prompts are computed."""
 NUM_BATCHED_TOKENS = 8192
-PEER_BATCHES = (1, 8, 32)
 NUM_DRAFTS = 6
 
 SPEED_UP_GOALS = {1: 2.2, 8: 1.6, 32: 1.2}
@@ -81,9 +78,15 @@ NOTES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """How long everything is, in tokens and steps."""
+class Plan:
+    """What is compared, and how long everything is, in tokens and steps."""
 
+    target: Shape
+    draft: Shape
+    has_goals: bool = False
+    batches: Sequence[int] = (1, 4, 8, 16, 32, 64, 128)
+    acceptances: Sequence[float] = (0.6, 0.7, 0.8, 0.9)
+    peer_batches: Sequence[int] = (1, 8, 32)
     prompt_len: int = 128
     min_rows: int = 512  # steps times requests of a window, so that acceptance is measured to a few per cent
     min_steps: int = 32
@@ -105,22 +108,6 @@ class Lengths:
         """More than any request has, prompt and output."""
         return self.prompt_len + self.max_output_len(1)
 
-
-TINY_LENGTHS = Lengths(prompt_len=6, min_rows=8, min_steps=3, num_warm_ups=1, num_profiled=1, peer_output_lens=(2, 4))
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is compared."""
-
-    target: Shape
-    draft: Shape
-    batches: Sequence[int] = BATCHES
-    acceptances: Sequence[float] = ACCEPTANCES
-    peer_batches: Sequence[int] = PEER_BATCHES
-    lengths: Lengths = field(default_factory=Lengths)
-    has_goals: bool = False
-
     def shrunk(self) -> Plan:
         """The plan at a size for a CPU."""
         return replace(
@@ -130,7 +117,12 @@ class Plan:
             batches=(1, 3),
             acceptances=(GOAL_ACCEPTANCE,),
             peer_batches=(2,),
-            lengths=TINY_LENGTHS,
+            prompt_len=6,
+            min_rows=8,
+            min_steps=3,
+            num_warm_ups=1,
+            num_profiled=1,
+            peer_output_lens=(2, 4),
         )
 
 
@@ -171,8 +163,8 @@ class EndToEnd:
     @cached_property
     def engine(self) -> Engine:
         """One engine for all runs of Titan, with and without speculation."""
-        max_batch, lengths = max(self.plan.batches), self.plan.lengths
-        num_tokens = max(batch * (lengths.prompt_len + lengths.max_output_len(batch)) for batch in self.plan.batches)
+        max_batch, plan = max(self.plan.batches), self.plan
+        num_tokens = max(batch * (plan.prompt_len + plan.max_output_len(batch)) for batch in plan.batches)
         config = EngineConfig.of(
             dtype="bfloat16",
             max_draft_tokens=NUM_DRAFTS,
@@ -180,7 +172,7 @@ class EndToEnd:
             draft_sampling="greedy",
             max_batch_size=max_batch,
             max_num_batched_tokens=NUM_BATCHED_TOKENS,
-            max_model_len=self.plan.lengths.max_len,
+            max_model_len=plan.max_len,
             num_kv_blocks=num_tokens // 16 + 2 * max_batch,
             enable_prefix_caching=False,
         )
@@ -230,9 +222,9 @@ class EndToEnd:
         Raises:
             RuntimeError: the model has written something else than its weights say, or a request ended early.
         """
-        engine, lengths, vocab_size = self.engine, self.plan.lengths, self.plan.target.vocab_size
+        engine, plan, vocab_size = self.engine, self.plan, self.plan.target.vocab_size
         prompts = self._prompts(batch)
-        max_tokens = lengths.max_output_len(batch)
+        max_tokens = plan.max_output_len(batch)
         recordings = {tuple(prompt): continuation(prompt, max_tokens, vocab_size) for prompt in prompts}
         self.replay.recordings, self.replay.acceptance = recordings, 0.0
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, use_speculative=acceptance is not None)
@@ -244,9 +236,9 @@ class EndToEnd:
                 _check_running(requests)
             for extreme in EXTREMES:
                 self.replay.acceptance = extreme
-                self._steps(lengths.num_warm_ups)
+                self._steps(plan.num_warm_ups)
             self.replay.acceptance = acceptance or 0.0
-            window = self._measure(lengths.num_steps(batch), is_profiled=acceptance in (None, GOAL_ACCEPTANCE))
+            window = self._measure(plan.num_steps(batch), is_profiled=acceptance in (None, GOAL_ACCEPTANCE))
             _check_running(requests)
             for request in requests:
                 expected = recordings[tuple(request.prompt_token_ids)][: request.num_output_tokens]
@@ -259,7 +251,7 @@ class EndToEnd:
             self.engine.step()
 
     def _measure(self, num_steps: int, *, is_profiled: bool) -> Window:
-        engine, device, num_profiled = self.engine, self.setting.device, self.plan.lengths.num_profiled
+        engine, device, num_profiled = self.engine, self.setting.device, self.plan.num_profiled
         passes = replace(engine.passes)
         num_tokens = engine.counters.num_emitted_tokens
         synchronize(device)
@@ -281,8 +273,8 @@ class EndToEnd:
 
     def measure_peer(self, batch: int, make_peer: Callable[[Any, int], Any]) -> Row:
         """A mode of transformers: seconds of a longer output less those of a shorter one, after a warm-up."""
-        short, long = self.plan.lengths.peer_output_lens
-        peer = make_peer(self.transformers_model, self.plan.lengths.prompt_len + long)
+        short, long = self.plan.peer_output_lens
+        peer = make_peer(self.transformers_model, self.plan.prompt_len + long)
         prompts = self._prompts(batch)
 
         def run(output_len: int) -> float:
@@ -298,11 +290,11 @@ class EndToEnd:
         return Row(figures)
 
     def _make_decoder(self, shape: Shape) -> Decoder:
-        return make_decoder(shape, max_positions=self.plan.lengths.max_len, backend=self.backend, seed=self.setting.seed)
+        return make_decoder(shape, max_positions=self.plan.max_len, backend=self.backend, seed=self.setting.seed)
 
     def _prompts(self, batch: int) -> list[list[int]]:
         rng = np.random.default_rng(self.setting.seed)
-        prompts: list[list[int]] = rng.integers(0, self.plan.target.vocab_size, (batch, self.plan.lengths.prompt_len)).tolist()
+        prompts: list[list[int]] = rng.integers(0, self.plan.target.vocab_size, (batch, self.plan.prompt_len)).tolist()
         return prompts
 
 

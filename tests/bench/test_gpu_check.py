@@ -388,7 +388,7 @@ def test_a_text_that_the_weights_do_not_say_is_noticed(bench: EndToEnd, monkeypa
 
 
 def test_a_request_that_ends_early_is_noticed_and_does_not_hang(bench: EndToEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(end_to_end.Lengths, "max_output_len", lambda lengths, batch: 3)
+    monkeypatch.setattr(Plan, "max_output_len", lambda plan, batch: 3)
     with pytest.raises(RuntimeError, match="ended early: length"):
         bench.run_titan(1, None)
     assert not bench.engine.scheduler.has_unfinished
