@@ -29,9 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan.bench.gpu.attention import MAX_DISAGREEMENT, AttentionBench, Shape, titan_attention
-from titan.bench.gpu.attention_batches import relative_error
-from titan.bench.gpu.attention_peers import PeerCase
+from titan.bench.gpu.attention import MAX_DISAGREEMENT, AttentionBench, titan_attention
+from titan.bench.gpu.attention_batches import Case, Shape, relative_error
 from titan.bench.gpu.sections import Setting, describe
 from titan.bench.gpu_check import choose_check_device
 from titan.bench.provenance import collect_provenance
@@ -121,7 +120,7 @@ class Tuner:
         self,
         key: Key,
         config: TileConfig,
-        cases: dict[str, PeerCase],
+        cases: dict[str, Case],
         baseline: dict[str, tuple[Tensor, float]],
     ) -> Candidate:
         seconds = {}
@@ -139,7 +138,7 @@ class Tuner:
         print(f"heads of {key[1]}: {config}: {relative:.3f}", file=sys.stderr, flush=True)
         return candidate
 
-    def _run(self, key: Key, config: TileConfig, case: PeerCase) -> tuple[Tensor, float]:
+    def _run(self, key: Key, config: TileConfig, case: Case) -> tuple[Tensor, float]:
         """Output of the first layer, and seconds per layer."""
         with only(key, config):
             attend = titan_attention(case)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +16,9 @@ from titan.kernels.triton.cuda_graphs import Capture, Replay, cuda_graph_capture
 from titan.kernels.triton.tools import INTERPRETED
 
 DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
+
+ON_CUDA = [pytest.mark.cuda, pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="no CUDA device")]
+"""Marks of what needs a CUDA device: all such tests are run by ``pytest -m cuda``."""
 
 
 def eager_capture() -> Capture:
@@ -31,6 +35,9 @@ def eager_capture() -> Capture:
     return capture
 
 
+make_capture = eager_capture if INTERPRETED else cuda_graph_capture
+
+
 def triton_backend() -> TritonBackend:
     """The back end of a CUDA device, on `DEVICE`."""
-    return TritonBackend(DEVICE, eager_capture if INTERPRETED else cuda_graph_capture)
+    return TritonBackend(DEVICE, make_capture)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreted import ON_CUDA
 from stepping import greedy, make_engine, run_all, submit
 from torch import Tensor
 from zoo import Zoo, random_prompts
@@ -15,7 +16,7 @@ from titan.core.sampling_params import SamplingParams
 from titan.execute.batch import target_batch
 from titan.kernels.triton.cuda_graphs import cuda_graph_capture
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = ON_CUDA
 
 PROMPTS = random_prompts(6, max_len=40)
 

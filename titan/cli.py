@@ -32,7 +32,7 @@ BENCHES = {
     "drafts": "draft models, truncated targets, n-grams and trees against one target",
     "trees": "shapes of draft trees",
     "kernels": "every kernel and the host's part of a step, compared with a stored run",
-    "gpu_check": "a CUDA device: every Triton kernel against float64, attention against its bandwidth and others, whole engines",
+    "gpu_check": "a CUDA device: attention against its bandwidth and others, whole engines against transformers",
     "tune": "tiles of tree attention on this CUDA device, for the checked-in table",
 }
 """Modules of `titan.bench` with a ``main(arguments)``, and what they measure."""

@@ -6,16 +6,16 @@ that of one layer, out of a CUDA graph of them all; planning, once per step, is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from titan.bench.gpu.attention_batches import AttentionBatch, Query, make_batch, num_blocks_of, relative_error
-from titan.bench.gpu.attention_peers import FLEX_PAGE, PEERS, Attend, PeerCase
-from titan.bench.gpu.sections import Figure, Goal, Measurement, Section, Setting, Task
+from titan.bench.gpu.attention_batches import Case, Shape, make_layout, relative_error
+from titan.bench.gpu.attention_peers import PEERS, Attend
+from titan.bench.gpu.sections import Goal, Row, Section, Setting, Task
 from titan.bench.gpu.timing import median_seconds
 from titan.kernels.triton.attention_plan import AttentionGeometry
 from titan.kernels.triton.attention_planner import CHUNK_MULTIPLE
@@ -23,8 +23,6 @@ from titan.kernels.triton.attention_planner import CHUNK_MULTIPLE
 LLAMA_3_8B = AttentionGeometry(32, 8, 128, 16, torch.bfloat16)
 TINY = AttentionGeometry(4, 1, 32, 16, torch.bfloat16)
 CHAIN = (-1, 0, 1, 2, 3, 4)
-TREE = (-1, 0, 1, -1, 3, 0)
-"""The nodes after the root: with it, seven tokens."""
 
 CACHE_BYTES = 180 * 2**20
 """Distinct KV of a row, at least: three times the second-level cache of an H200."""
@@ -38,38 +36,10 @@ COMPARED = [(8, 8192), (32, 8192), (1, 32768), (32, 1024), (8, 1024), (128, 1024
 
 SHARE_BY_FLOOR = ((200e-6, 0.85), (50e-6, 0.75), (20e-6, 0.65))
 """From so many seconds at the speed of a copy on, so much of that speed must be reached."""
-RATIO_GOALS = {"gather + SDPA": 4.0, "FlexAttention, compiled": 1.5, "FlashInfer, fa2": 1.0}
-"""How many times Titan's time a peer must take."""
-MIN_BATCH_OF_GOAL = {"FlashInfer, fa2": 8}
-PEER_SECONDS = {"gather + SDPA": 4, "FlexAttention, compiled": 20, "FlashInfer, fa2": 20}
-"""What a row takes, about; most of it is compiling."""
 MAX_DISAGREEMENT = 2e-2
 """Between two kernels that each round to bfloat16, as the norm of the difference over the norm."""
 
 COLUMNS = {"us": ".1f", "floor us": ".1f", "of bandwidth": ".0%", "x titan": ".2f", "disagreement": ".1e"}
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """One row: contexts of the requests, and what each of them asks."""
-
-    name: str
-    geometry: AttentionGeometry
-    contexts: tuple[int, ...]
-    parents: tuple[int, ...] = TREE
-    num_tokens: int = 1  # committed ones of a query: the root, or a prefill chunk
-    has_goal: bool = True
-
-    @property
-    def queries(self) -> list[Query]:
-        return [Query(context, self.num_tokens, self.parents) for context in self.contexts]
-
-    @property
-    def num_bytes(self) -> int:
-        """Keys, values, queries and output of one layer; each is moved once."""
-        geometry, query_len = self.geometry, self.num_tokens + len(self.parents)
-        kv = sum(context + query_len for context in self.contexts) * 2 * geometry.num_kv_heads
-        return (kv + len(self.contexts) * query_len * 2 * geometry.num_heads) * geometry.head_dim * geometry.dtype.itemsize
 
 
 def uniform_shape(geometry: AttentionGeometry, batch: int, context: int) -> Shape:
@@ -94,80 +64,73 @@ class AttentionBench:
         generator = torch.Generator(device).manual_seed(self.setting.seed)
         return torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=device).normal_(generator=generator)
 
-    def make_case(self, shape: Shape, *, blocks_per_page: int = 1) -> PeerCase:
-        """Batch, queries and KV of a row.
+    def make_case(self, shape: Shape, *, blocks_per_page: int = 1) -> Case:
+        """Layout, queries and KV of a row.
 
         Raises:
             ValueError: the row needs more memory than the pool has.
         """
-        geometry = shape.geometry
-        num_blocks = num_blocks_of(shape.queries, geometry.block_size * blocks_per_page) * blocks_per_page
+        geometry, setting = shape.geometry, self.setting
+        num_blocks = sum(shape.num_pages(blocks_per_page)) * blocks_per_page
         layer_shape = (2, geometry.num_kv_heads, num_blocks, geometry.block_size, geometry.head_dim)
-        layer_numel = torch.Size(layer_shape).numel()
-        num_layers = max(MIN_LAYERS, -(-CACHE_BYTES // (layer_numel * 2)))
-        if self.setting.is_tiny:
-            num_layers = 2
+        layer_numel = math.prod(layer_shape)
+        num_layers = 2 if setting.is_tiny else max(MIN_LAYERS, -(-CACHE_BYTES // (layer_numel * 2)))
         num_layers = min(num_layers, self.pool.numel() // layer_numel)
         if num_layers == 0:
             raise ValueError(f"{layer_numel * 2 / 1e9:.1f} GB of KV are needed, and {self.pool.nbytes / 1e9:.1f} GB are there")
         kv = self.pool[: num_layers * layer_numel].view(num_layers, *layer_shape)
-        device = self.setting.device
-        batch = make_batch(
-            geometry, shape.queries, num_blocks, seed=self.setting.seed, device=device, blocks_per_page=blocks_per_page
-        )
-        generator = torch.Generator(device).manual_seed(self.setting.seed + 1)
-        return PeerCase(batch, batch.make_q(generator, num_layers), kv)
+        layout = make_layout(shape, seed=setting.seed, device=setting.device, blocks_per_page=blocks_per_page)
+        generator = torch.Generator(setting.device).manual_seed(setting.seed + 1)
+        q_shape = (num_layers, len(layout.positions), geometry.num_heads, geometry.head_dim)
+        q = torch.empty(q_shape, dtype=geometry.dtype, device=setting.device).normal_(generator=generator)
+        return Case(shape, layout, q, kv)
 
-    def measure_titan(self, shape: Shape) -> Measurement:
+    def measure_titan(self, shape: Shape) -> Row:
         """The kernel as the engine calls it, against the bandwidth."""
         case = self.make_case(shape)
-        seconds = self.time_layer(case, titan_attention(case))
-        self.titan[shape.name] = seconds
-        figures, share = self._figures(shape, seconds)
-        if share is None or not shape.has_goal:
-            return Measurement(figures)
+        seconds = self.titan[shape.name] = self.time_layer(case, titan_attention(case))
+        figures = self._figures(shape, seconds)
+        share = figures.get("of bandwidth", 0.0)
         goals = [Goal("share of copy bandwidth", goal, share) for start, goal in SHARE_BY_FLOOR if share * seconds >= start]
-        return Measurement(figures, goals[:1])
+        return Row(figures, goals[:1] if shape.has_goal else ())
 
-    def measure_unsplit(self, shape: Shape) -> Measurement:
+    def measure_unsplit(self, shape: Shape) -> Row:
         """The kernel with one program per tile, whatever the context: what split contexts are worth."""
         case = self.make_case(shape)
-        longest = max(query.seq_len for query in shape.queries)
+        longest = max(shape.contexts) + shape.query_len
         attend = titan_attention(case, fixed_chunk=-(-longest // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
         return self._compare(shape, case, attend, None)
 
-    def measure_plan(self, shape: Shape) -> Measurement:
+    def measure_plan(self, shape: Shape) -> Row:
         """Planning, once per step for all layers."""
-        batch = self.make_case(shape).batch
-        return Measurement({"us": median_seconds(batch.plan, self.setting.device) * 1e6})
+        case = self.make_case(shape)
+        return Row({"us": median_seconds(case.plan, self.setting.device) * 1e6})
 
-    def measure_peer(self, shape: Shape, peer: str) -> Measurement:
+    def measure_peer(self, shape: Shape, name: str) -> Row:
         """Another kernel on the same numbers."""
-        is_paged = peer.startswith("FlexAttention")
-        case = self.make_case(shape, blocks_per_page=FLEX_PAGE // shape.geometry.block_size if is_paged else 1)
-        has_goal = len(shape.contexts) >= MIN_BATCH_OF_GOAL.get(peer, 1)
-        return self._compare(shape, case, PEERS[peer](case), RATIO_GOALS[peer] if has_goal else None)
+        peer = PEERS[name]
+        case = self.make_case(shape, blocks_per_page=max(peer.page // shape.geometry.block_size, 1))
+        return self._compare(shape, case, peer.prepare(case), peer.goal if len(shape.contexts) >= peer.min_batch else None)
 
-    def _compare(self, shape: Shape, case: PeerCase, attend: Attend, goal: float | None) -> Measurement:
+    def _compare(self, shape: Shape, case: Case, attend: Attend, goal: float | None) -> Row:
         disagreement = relative_error(attend(0), titan_attention(case)(0))
         seconds = self.time_layer(case, attend)
-        figures, _ = self._figures(shape, seconds)
-        titan = self.titan.get(shape.name)
-        ratio = None if titan is None else seconds / titan
-        figures |= {"x titan": ratio, "disagreement": disagreement}
-        problem = None
+        figures, goals, problem = self._figures(shape, seconds) | {"disagreement": disagreement}, [], None
+        if shape.name in self.titan:
+            figures["x titan"] = seconds / self.titan[shape.name]
+            goals = [] if goal is None else [Goal("time over titan's", goal, figures["x titan"])]
         if not disagreement <= MAX_DISAGREEMENT:
             problem = f"disagrees with titan by {disagreement:.1e}: at most {MAX_DISAGREEMENT:.0e} is rounding"
-        goals = [] if goal is None or ratio is None else [Goal("time over titan's", goal, ratio)]
-        return Measurement(figures, goals, problem)
+        return Row(figures, goals, problem)
 
-    def _figures(self, shape: Shape, seconds: float) -> tuple[dict[str, Figure], float | None]:
-        bandwidth = self.setting.copy_bandwidth
-        floor = None if bandwidth is None else shape.num_bytes / bandwidth
-        share = None if floor is None else floor / seconds
-        return {"us": seconds * 1e6, "floor us": None if floor is None else floor * 1e6, "of bandwidth": share}, share
+    def _figures(self, shape: Shape, seconds: float) -> dict[str, float]:
+        figures, bandwidth = {"us": seconds * 1e6}, self.setting.copy_bandwidth
+        if bandwidth is not None:
+            floor = shape.num_bytes / bandwidth
+            figures |= {"floor us": floor * 1e6, "of bandwidth": floor / seconds}
+        return figures
 
-    def time_layer(self, case: PeerCase, attend: Attend) -> float:
+    def time_layer(self, case: Case, attend: Attend) -> float:
         """Seconds per layer, of all layers in turn."""
         num_layers = len(case.kv)
 
@@ -178,31 +141,29 @@ class AttentionBench:
         return median_seconds(all_layers, self.setting.device) / num_layers
 
 
-def titan_attention(case: PeerCase, fixed_chunk: int | None = None) -> Attend:
+def titan_attention(case: Case, fixed_chunk: int | None = None) -> Attend:
     """Titan's kernel over one layer of a case, planned."""
-    plan = case.batch.plan(fixed_chunk=fixed_chunk)
-    batch: AttentionBatch = case.batch
-    return lambda layer: batch.attend(case.q[layer], case.kv[layer], plan)
+    plan = case.plan(fixed_chunk)
+    return lambda layer: case.attend(layer, plan)
 
 
 def make_tasks(setting: Setting) -> Sequence[Task]:
-    """By shape: Titan, then unsplit and peers where they are compared; Titan's own rows run first."""
+    """Titan at all shapes and its plan, then unsplit and peers where they are compared."""
     bench = AttentionBench(setting)
     geometry = TINY if setting.is_tiny else LLAMA_3_8B
-    compared = [(2, 150)] if setting.is_tiny else COMPARED
-    shapes = {key: uniform_shape(geometry, *key) for key in ([(1, 40), *compared] if setting.is_tiny else SHAPES)}
-    tasks = []
-    for key, shape in shapes.items():
-        tasks.append(Task(f"{shape.name}, titan", partial(bench.measure_titan, shape), 4, rank=0))
-        if key in compared:
-            rank = 2 + compared.index(key)
-            tasks.append(Task(f"{shape.name}, titan, unsplit", partial(bench.measure_unsplit, shape), 4, rank))
-            for peer, seconds in PEER_SECONDS.items():
-                tasks.append(Task(f"{shape.name}, {peer}", partial(bench.measure_peer, shape, peer), seconds, rank, is_peer=True))
-    extra = _extra_shapes(geometry, setting.is_tiny)
-    tasks += [Task(f"{shape.name}, titan", partial(bench.measure_titan, shape), 4, rank=1) for shape in extra]
-    largest = max(shapes.values(), key=lambda shape: len(shape.contexts))
-    tasks.append(Task(f"{largest.name}, plan of a step", partial(bench.measure_plan, largest), 4, rank=1))
+    keys, compared = ([(1, 40), (2, 150)], [(2, 150)]) if setting.is_tiny else (SHAPES, COMPARED)
+    shapes = [uniform_shape(geometry, *key) for key in keys]
+    tasks = [
+        Task(f"{shape.name}, titan", partial(bench.measure_titan, shape), 4)
+        for shape in (*shapes, *_extra_shapes(geometry, setting.is_tiny))
+    ]
+    largest = max(shapes, key=lambda shape: len(shape.contexts))
+    tasks.append(Task(f"{largest.name}, plan of a step", partial(bench.measure_plan, largest), 4))
+    for key in compared:
+        shape = uniform_shape(geometry, *key)
+        tasks.append(Task(f"{shape.name}, titan, unsplit", partial(bench.measure_unsplit, shape), 4))
+        for name, peer in PEERS.items():
+            tasks.append(Task(f"{shape.name}, {name}", partial(bench.measure_peer, shape, name), peer.seconds, is_peer=True))
     return tasks
 
 

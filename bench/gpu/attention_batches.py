@@ -1,12 +1,11 @@
-"""Batches for tree attention at any size: what a model would hand to the planner, and which slots each token must see.
+"""Verification steps at any size: what a model would hand to the planner, and which slots each token must see.
 
-Legend: T query tokens, R requests, K KV heads, D head_dim.
+Legend: T query tokens, R requests of Q query tokens each, K KV heads, D head_dim.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,209 +13,114 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.bench.gpu.attention_reference import reference_masked_attention
-from titan.core.batch import Window
 from titan.core.trees import topology
 from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.tree_attention import tree_attention
 
+TREE = (-1, 0, 1, -1, 3, 0)
+"""The nodes after the root: with it, seven tokens."""
+
 
 @dataclass(frozen=True, slots=True)
-class Query:
-    """Committed tokens in slots ``context, ...``, of which the last is the root of a draft tree; no parents: no tree."""
+class Shape:
+    """Contexts of the requests, and what each of them asks: committed tokens, the last of which is the root of a tree."""
 
-    context: int
-    num_tokens: int = 1
-    parents: tuple[int, ...] = ()
-
-    @property
-    def tree_start(self) -> int:
-        """Slot of node 0."""
-        return self.context + self.num_tokens
+    name: str
+    geometry: AttentionGeometry
+    contexts: tuple[int, ...]
+    parents: tuple[int, ...] = TREE  # none: no tree
+    num_tokens: int = 1  # committed ones of a query: the root, or a prefill chunk
+    has_goal: bool = True
 
     @property
     def query_len(self) -> int:
         return self.num_tokens + len(self.parents)
 
     @property
-    def seq_len(self) -> int:
-        return self.tree_start + len(self.parents)
+    def num_bytes(self) -> int:
+        """Keys, values, queries and output of one layer; each is moved once."""
+        geometry = self.geometry
+        kv = sum(context + self.query_len for context in self.contexts) * 2 * geometry.num_kv_heads
+        return (kv + len(self.contexts) * self.query_len * 2 * geometry.num_heads) * geometry.head_dim * geometry.dtype.itemsize
 
-    @property
-    def depths(self) -> NDArray[np.int64]:
-        return topology(np.array(self.parents, np.int32).tobytes()).depths
+    def num_pages(self, blocks_per_page: int) -> list[int]:
+        """Of each request."""
+        return [-(-(context + self.query_len) // (self.geometry.block_size * blocks_per_page)) for context in self.contexts]
 
-    @property
-    def ancestor_bits(self) -> NDArray[np.int64]:
-        return topology(np.array(self.parents, np.int32).tobytes()).ancestor_bits
-
-    def visible(self, window: Window, device: torch.device) -> Tensor:
-        """Which slots each token sees, bool [query_len, seq_len], from the parents and positions themselves."""
-        slots = torch.arange(self.seq_len, device=device)
-        own = torch.arange(self.context, self.tree_start, device=device)[:, None]
-        committed = slots <= own
-        if window is not None:
-            committed = committed & (slots > own - window)
-        rows = [committed]
+    def visible(self, context: int, device: torch.device) -> Tensor:
+        """Which slots each token sees, bool [Q, slots], from the parents themselves."""
+        tree_start = context + self.num_tokens
+        slots = torch.arange(context + self.query_len, device=device)
+        rows = [slots <= torch.arange(context, tree_start, device=device)[:, None]]
         for node in range(len(self.parents)):
-            path = []
-            ancestor = node
-            while ancestor >= 0:
-                path.append(self.tree_start + ancestor)
-                ancestor = self.parents[ancestor]
-            position = self.tree_start - 1 + len(path)
-            row = (slots < self.tree_start) & (slots > (-1 if window is None else position - window))
-            row[torch.tensor(path[:window], device=device)] = True
+            row = slots < tree_start
+            while node >= 0:
+                row[tree_start + node] = True
+                node = self.parents[node]
             rows.append(row[None])
         return torch.cat(rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttentionBatch:
-    """Queries laid out one after another, and the blocks that hold their slots."""
+class Case:
+    """A shape with numbers in it."""
 
-    geometry: AttentionGeometry
-    queries: Sequence[Query]
-    query_start_loc: Tensor  # int32 [R + 1]
-    seq_lens: Tensor  # int32 [R]
-    block_table: Tensor  # int32 [R, blocks]
-    positions: Tensor  # int64 [T]
-    visible_lens: Tensor  # int32 [T]
-    tree_starts: Tensor  # int32 [R]
-    ancestor_bits: Tensor  # int64 [T]
+    shape: Shape
+    layout: DeviceLayout
+    q: Tensor  # [num_layers, R * Q, num_heads, D]
+    kv: Tensor  # [num_layers, 2, K, num_blocks, block_size, D]
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.positions)
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return 1 / math.sqrt(self.shape.geometry.head_dim)
 
-    def plan(self, windows: Sequence[Window] = (None,), fixed_chunk: int | None = None) -> TreeAttentionPlan:
+    def plan(self, fixed_chunk: int | None = None) -> TreeAttentionPlan:
         """Plan as the engine would: queries with trees, and decodes, are short; longer ones are prefill chunks."""
-        short = max((query.query_len for query in self.queries if query.parents), default=1)
-        layout = DeviceLayout(
-            self.geometry,
-            query_start_loc=self.query_start_loc,
-            seq_lens=self.seq_lens,
-            block_table=self.block_table,
-            positions=self.positions,
-            visible_lens=self.visible_lens,
-            tree_starts=self.tree_starts,
-            ancestor_bits=self.ancestor_bits,
-            short_query_len=short,
-            max_query_len=max(query.query_len for query in self.queries),
-        )
-        return plan_tree_attention(layout, windows, fixed_chunk)
+        return plan_tree_attention(self.layout, (None,), fixed_chunk)
 
-    def make_q(self, generator: torch.Generator, num_layers: int = 1) -> Tensor:
-        """Random queries, [num_layers, T, num_heads, D]."""
-        geometry, device = self.geometry, self.positions.device
-        shape = (num_layers, self.num_tokens, geometry.num_heads, geometry.head_dim)
-        return torch.empty(shape, dtype=geometry.dtype, device=device).normal_(generator=generator)
-
-    def poison(self, kv_layer: Tensor) -> None:
-        """Fill with NaN what belongs to nobody: free blocks, and slots after the last one of a request."""
-        is_free = torch.ones(kv_layer.shape[2], self.geometry.block_size, dtype=torch.bool, device=kv_layer.device)
-        for query, blocks in zip(self.queries, self.block_table.long(), strict=True):
-            slots = torch.arange(query.seq_len, device=kv_layer.device)
-            is_free[blocks[slots // self.geometry.block_size], slots % self.geometry.block_size] = False
-        kv_layer[:, :, is_free] = torch.nan
-
-    def exact(self, q: Tensor, kv_layer: Tensor, *, window: Window = None, softcap: float | None = None) -> Tensor:
-        """The output in float64, on the device, [T, num_heads * D]."""
-        with q.device:  # where the oracle makes its tensors
-            return reference_masked_attention(
-                q,
-                kv_layer,
-                query_start_loc=self.query_start_loc.tolist(),
-                block_table=self.block_table.tolist(),
-                visible=[query.visible(window, q.device) for query in self.queries],
-                scale=scale_of(self.geometry),
-                softcap=softcap,
-            )
-
-    def attend(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        plan: TreeAttentionPlan,
-        *,
-        window: Window = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, plan: TreeAttentionPlan) -> Tensor:
         """The output of the kernel, [T, num_heads * D]."""
-        return tree_attention(q, kv_layer, plan, scale=scale_of(self.geometry), window=window, softcap=softcap)
+        return tree_attention(self.q[layer], self.kv[layer], plan, scale=self.scale)
 
 
-def scale_of(geometry: AttentionGeometry) -> float:
-    """What scores are multiplied by."""
-    return 1 / math.sqrt(geometry.head_dim)
-
-
-def num_blocks_of(queries: Sequence[Query], block_size: int) -> int:
-    """Blocks that hold the queries' slots."""
-    return sum(-(-query.seq_len // block_size) for query in queries)
-
-
-def make_batch(
-    geometry: AttentionGeometry,
-    queries: Sequence[Query],
-    num_blocks: int,
-    *,
-    seed: int,
-    device: torch.device,
-    blocks_per_page: int = 1,
-) -> AttentionBatch:
-    """Lay queries out, over blocks in random order.
+def make_layout(shape: Shape, *, seed: int, device: torch.device, blocks_per_page: int = 1) -> DeviceLayout:
+    """Lay requests out, over blocks in random order.
 
     Args:
-        geometry: of the model.
-        queries: one per request.
-        num_blocks: of the pool, at least `num_blocks_of` them, rounded up to whole pages for each.
+        shape: of the step.
         seed: of the order.
         device: where the kernel runs.
         blocks_per_page: so many blocks in sequence stay together.
     """
-    pages = np.random.default_rng(seed).permutation(num_blocks // blocks_per_page)
+    num_pages, num_nodes, query_len = shape.num_pages(blocks_per_page), len(shape.parents), shape.query_len
+    pages = np.random.default_rng(seed).permutation(sum(num_pages))
     blocks = (pages[:, None] * blocks_per_page + np.arange(blocks_per_page)).reshape(-1)
-    tables: list[NDArray[np.int64]] = []
-    first = 0
-    for query in queries:
-        num_pages = -(-query.seq_len // (geometry.block_size * blocks_per_page))
-        tables.append(blocks[first : first + num_pages * blocks_per_page])
-        first += num_pages * blocks_per_page
-    width = max(map(len, tables))
-    table = np.stack([np.concatenate([each, blocks[: width - len(each)]]) for each in tables])  # tails name others' blocks
-    positions: list[NDArray[np.int64]] = []
-    visible_lens: list[NDArray[np.int64]] = []
-    bits: list[NDArray[np.int64]] = []
-    for query in queries:
-        committed = np.arange(query.context, query.tree_start)
-        positions += [committed, query.tree_start - 1 + query.depths.astype(np.int64)]
-        visible_lens += [committed + 1, np.full(len(query.parents), query.tree_start)]
-        bits += [np.zeros(query.num_tokens, np.int64), query.ancestor_bits]
+    width, ends = max(num_pages) * blocks_per_page, np.cumsum(num_pages) * blocks_per_page
+    table = [blocks[end - count * blocks_per_page : end] for end, count in zip(ends, num_pages, strict=True)]
+    rows = [np.concatenate([each, blocks[: width - len(each)]]) for each in table]  # tails name others' blocks
+    tree = topology(np.array(shape.parents, np.int32).tobytes())
+    contexts, own = np.array(shape.contexts), np.arange(shape.num_tokens)
+    positions = np.concatenate([own, shape.num_tokens - 1 + tree.depths.astype(np.int64)])
+    visible_lens = np.concatenate([own + 1, np.full(num_nodes, shape.num_tokens)])
+    bits = np.concatenate([np.zeros(shape.num_tokens, np.int64), tree.ancestor_bits])
 
     def on_device(values: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(values).to(device, dtype)
 
-    return AttentionBatch(
-        geometry,
-        queries,
-        query_start_loc=on_device(np.cumsum([0, *(query.query_len for query in queries)]), torch.int32),
-        seq_lens=on_device(np.array([query.seq_len for query in queries]), torch.int32),
-        block_table=on_device(table, torch.int32),
-        positions=on_device(np.concatenate(positions), torch.int64),
-        visible_lens=on_device(np.concatenate(visible_lens), torch.int32),
-        tree_starts=on_device(np.array([query.tree_start for query in queries]), torch.int32),
-        ancestor_bits=on_device(np.concatenate(bits), torch.int64),
+    return DeviceLayout(
+        shape.geometry,
+        query_start_loc=on_device(np.arange(len(contexts) + 1) * query_len, torch.int32),
+        seq_lens=on_device(contexts + query_len, torch.int32),
+        block_table=on_device(np.stack(rows), torch.int32),
+        positions=on_device((contexts[:, None] + positions).reshape(-1), torch.int64),
+        visible_lens=on_device((contexts[:, None] + visible_lens).reshape(-1), torch.int32),
+        tree_starts=on_device(contexts + shape.num_tokens, torch.int32),
+        ancestor_bits=on_device(np.tile(bits, len(contexts)), torch.int64),
+        short_query_len=query_len if num_nodes else 1,
+        max_query_len=query_len,
     )
-
-
-def make_kv(
-    geometry: AttentionGeometry, num_blocks: int, generator: torch.Generator, device: torch.device, num_layers: int = 1
-) -> Tensor:
-    """A pool of random keys and values, [num_layers, 2, K, num_blocks, block_size, D]."""
-    shape = (num_layers, 2, geometry.num_kv_heads, num_blocks, geometry.block_size, geometry.head_dim)
-    return torch.empty(shape, dtype=geometry.dtype, device=device).normal_(generator=generator)
 
 
 def relative_error(output: Tensor, exact: Tensor) -> float:

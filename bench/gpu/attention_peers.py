@@ -1,7 +1,7 @@
 """Other ways to verify draft trees over paged KV, on the same tensors: gather + SDPA, FlexAttention, FlashInfer.
 
-Each is a function from a `PeerCase` to its attention over one layer, ready to be captured in a CUDA graph; what it can prepare once
-per step is done beforehand and not timed. All requests of a case have queries of one length.
+Each is a function from a `Case` to its attention over one layer, ready to be captured in a CUDA graph; what it can prepare once
+per step is done beforehand and not timed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.bench.gpu.attention_batches import AttentionBatch, scale_of
+from titan.bench.gpu.attention_batches import Case
 
 FLEX_PAGE = 128
 """Slots per page, the size of FlexAttention's tiles."""
@@ -27,22 +27,10 @@ Attend = Callable[[int], Tensor]
 """Layer -> [T, num_heads * D]."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PeerCase:
-    """One verification step; R requests of Q query tokens each."""
-
-    batch: AttentionBatch
-    q: Tensor  # [num_layers, R * Q, num_heads, D]
-    kv: Tensor  # [num_layers, 2, K, num_blocks, block_size, D]
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.batch.queries)
-
-    def split(self, layer: int) -> Tensor:
-        """Queries of a layer by request, [R, num_heads, Q, D]."""
-        q = self.q[layer]
-        return q.view(self.num_requests, -1, *q.shape[1:]).transpose(1, 2)
+def split(case: Case, layer: int) -> Tensor:
+    """Queries of a layer by request, [R, num_heads, Q, D]."""
+    q = case.q[layer]
+    return q.view(-1, case.shape.query_len, *q.shape[1:]).transpose(1, 2)
 
 
 def join(output: Tensor) -> Tensor:
@@ -50,30 +38,22 @@ def join(output: Tensor) -> Tensor:
     return output.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def padded_mask(batch: AttentionBatch, num_slots: int) -> Tensor:
-    """What each query sees of its request's slots, bool [R, 1, Q, num_slots]."""
-    device = batch.positions.device
-    masks = [query.visible(None, device) for query in batch.queries]
-    return torch.stack([F.pad(mask, (0, num_slots - mask.shape[1])) for mask in masks])[:, None]
-
-
-def gather_and_sdpa(case: PeerCase) -> Attend:
+def gather_and_sdpa(case: Case) -> Attend:
     """Gather the blocks of each request to a padded tensor, then PyTorch's attention with a mask."""
-    geometry, table = case.batch.geometry, case.batch.block_table
-    num_slots = table.shape[1] * geometry.block_size
-    mask, block_ids = padded_mask(case.batch, num_slots), table.flatten().long()
+    geometry, table = case.shape.geometry, case.layout.block_table
+    num_slots, block_ids = table.shape[1] * geometry.block_size, table.flatten().long()
+    masks = [case.shape.visible(context, table.device) for context in case.shape.contexts]
+    mask = torch.stack([F.pad(each, (0, num_slots - each.shape[1])) for each in masks])[:, None]
 
     def attend(layer: int) -> Tensor:
         gathered = case.kv[layer].index_select(2, block_ids)
-        keys, values = gathered.view(2, geometry.num_kv_heads, case.num_requests, num_slots, geometry.head_dim).transpose(1, 2)
-        return join(
-            F.scaled_dot_product_attention(case.split(layer), keys, values, mask, scale=scale_of(geometry), enable_gqa=True)
-        )
+        keys, values = gathered.view(2, geometry.num_kv_heads, len(table), num_slots, geometry.head_dim).transpose(1, 2)
+        return join(F.scaled_dot_product_attention(split(case, layer), keys, values, mask, scale=case.scale, enable_gqa=True))
 
     return attend
 
 
-def flex_attention(case: PeerCase) -> Attend:
+def flex_attention(case: Case) -> Attend:
     """FlexAttention over pages in place, compiled on a GPU; its block mask is made from the page table beforehand.
 
     The batch's blocks must come in pages of `FLEX_PAGE` slots, the size of its tiles.
@@ -81,16 +61,15 @@ def flex_attention(case: PeerCase) -> Attend:
     from torch.nn.attention.flex_attention import BlockMask
     from torch.nn.attention.flex_attention import flex_attention as attention
 
-    batch, geometry, device = case.batch, case.batch.geometry, case.batch.positions.device
+    layout, geometry, device = case.layout, case.shape.geometry, case.q.device
     blocks_per_page = FLEX_PAGE // geometry.block_size
     num_pages = case.kv.shape[3] // blocks_per_page
-    table = batch.block_table[:, ::blocks_per_page].long() // blocks_per_page  # [R, pages], physical
-    seq_lens, tree_starts = batch.seq_lens.long(), batch.tree_starts.long()
-    query_len = case.q.shape[1] // case.num_requests
-    bits, visible_lens = (each.view(-1, query_len) for each in (batch.ancestor_bits, batch.visible_lens))
+    table = layout.block_table[:, ::blocks_per_page].long() // blocks_per_page  # [R, pages], physical
+    seq_lens, tree_starts = layout.seq_lens.long(), layout.tree_starts.long()
+    bits, visible_lens = (each.view(-1, case.shape.query_len) for each in (layout.ancestor_bits, layout.visible_lens))
     logical = torch.arange(table.shape[1], device=device)
     is_used = logical * FLEX_PAGE < seq_lens[:, None]
-    logical_page = torch.full((case.num_requests, num_pages), -1, device=device)  # of others' pages
+    logical_page = torch.full((len(table), num_pages), -1, device=device)  # of others' pages
     for request, used in enumerate(is_used):
         logical_page[request, table[request, used]] = logical[used]
 
@@ -115,18 +94,18 @@ def flex_attention(case: PeerCase) -> Attend:
         pages_from(torch.zeros_like(num_full)),
         BLOCK_SIZE=(FLEX_QUERY_BLOCK, FLEX_PAGE),
         mask_mod=sees,
-        seq_lengths=(query_len, num_pages * FLEX_PAGE),
+        seq_lengths=(case.shape.query_len, num_pages * FLEX_PAGE),
     )
     run: Any = torch.compile(attention, dynamic=False) if device.type == "cuda" else attention
 
     def attend(layer: int) -> Tensor:
         keys, values = case.kv[layer].flatten(2, 3)[:, None]  # [1, K, slots, D]
-        return join(run(case.split(layer), keys, values, block_mask=mask, scale=scale_of(geometry), enable_gqa=True))
+        return join(run(split(case, layer), keys, values, block_mask=mask, scale=case.scale, enable_gqa=True))
 
     return attend
 
 
-def flashinfer(case: PeerCase) -> Attend:
+def flashinfer(case: Case) -> Attend:
     """FlashInfer's paged prefill kernel, fa2, with the tree as a custom mask; planned beforehand, over KV in its own layout.
 
     Raises:
@@ -134,22 +113,22 @@ def flashinfer(case: PeerCase) -> Attend:
     """
     wrapper_class = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
 
-    batch, geometry, device = case.batch, case.batch.geometry, case.batch.positions.device
-    num_blocks = -(-batch.seq_lens // geometry.block_size)
-    masks = [query.visible(None, device).flatten() for query in batch.queries]
+    layout, geometry, device = case.layout, case.shape.geometry, case.q.device
+    num_blocks = -(-layout.seq_lens // geometry.block_size)
+    masks = [case.shape.visible(context, device).flatten() for context in case.shape.contexts]
     workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
     wrapper = wrapper_class(workspace, "HND", backend="fa2")
     wrapper.plan(
-        batch.query_start_loc,
+        layout.query_start_loc,
         F.pad(num_blocks.cumsum(0), (1, 0)).int(),
-        torch.cat([blocks[:count] for blocks, count in zip(batch.block_table, num_blocks.tolist(), strict=True)]),
-        ((batch.seq_lens - 1) % geometry.block_size + 1).int(),
+        torch.cat([blocks[:count] for blocks, count in zip(layout.block_table, num_blocks.tolist(), strict=True)]),
+        ((layout.seq_lens - 1) % geometry.block_size + 1).int(),
         geometry.num_heads,
         geometry.num_kv_heads,
         geometry.head_dim,
         geometry.block_size,
         custom_mask=torch.cat(masks),
-        sm_scale=scale_of(geometry),
+        sm_scale=case.scale,
         q_data_type=geometry.dtype,
         kv_data_type=geometry.dtype,
     )
@@ -162,9 +141,20 @@ def flashinfer(case: PeerCase) -> Attend:
     return attend
 
 
-PEERS: dict[str, Callable[[PeerCase], Attend]] = {
-    "gather + SDPA": gather_and_sdpa,
-    "FlexAttention, compiled": flex_attention,
-    "FlashInfer, fa2": flashinfer,
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One of the others."""
+
+    prepare: Callable[[Case], Attend]
+    goal: float  # how many times Titan's time it must take
+    seconds: float  # of a row, about; most of it is compiling
+    page: int = 1  # slots that must lie together
+    min_batch: int = 1  # requests from which on the goal holds
+
+
+PEERS = {
+    "gather + SDPA": Peer(gather_and_sdpa, goal=4.0, seconds=4),
+    "FlexAttention, compiled": Peer(flex_attention, goal=1.5, seconds=20, page=FLEX_PAGE),
+    "FlashInfer, fa2": Peer(flashinfer, goal=1.0, seconds=20, min_batch=8),
 }
 """What is compared, by name."""

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from titan.bench.gpu.sections import Measurement, Section, Setting, Task
+from titan.bench.gpu.sections import Row, Section, Setting, Task
 from titan.bench.gpu.timing import median_seconds
 
 COPY = "copy, read and written"
@@ -24,22 +24,22 @@ def make_tasks(setting: Setting) -> Sequence[Task]:
     ]
 
 
-def measure_copy(setting: Setting) -> Measurement:
+def measure_copy(setting: Setting) -> Row:
     """Bytes per second of a copy within the device's memory, counted twice."""
     num_bytes = 2**20 if setting.is_tiny else 2**32
     source = torch.ones(num_bytes, dtype=torch.uint8, device=setting.device)
     target = torch.empty_like(source)
     rate = 2 * num_bytes / median_seconds(lambda: target.copy_(source), setting.device, seconds=0.3)
-    return Measurement({RATE: rate, "size": f"{num_bytes / 2**20:.0f} MiB"})
+    return Row({RATE: rate, "size": f"{num_bytes / 2**20:.0f} MiB"})
 
 
-def measure_matmul(setting: Setting) -> Measurement:
+def measure_matmul(setting: Setting) -> Row:
     """Floating-point operations per second of a square product of random numbers."""
     size = 64 if setting.is_tiny else 8192
     generator = torch.Generator(setting.device).manual_seed(setting.seed)
     a, b = torch.randn(2, size, size, generator=generator, device=setting.device).bfloat16()
     rate = 2 * size**3 / median_seconds(lambda: a @ b, setting.device, seconds=0.3)
-    return Measurement({RATE: rate, "size": f"{size} x {size} x {size}"})
+    return Row({RATE: rate, "size": f"{size} x {size} x {size}"})
 
 
 SECTION = Section(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from titan.bench.gpu.random_models import (
     make_decoder,
     weight_bytes_per_step,
 )
-from titan.bench.gpu.sections import Figure, Goal, Measurement, Section, Setting, Task
+from titan.bench.gpu.sections import Goal, Row, Section, Setting, Task
 from titan.bench.gpu.timing import busy_seconds, synchronize
 from titan.bench.peers.transformers_peer import ContinuousPeer, StaticPeer
 from titan.bench.predict import expected_tokens
@@ -44,15 +45,12 @@ from titan.kernels.backend import choose_backend
 from titan.kernels.interfaces import Backend
 from titan.models.decoder import Decoder
 
-BATCHES = (1, 4, 8, 16, 32, 64, 128)
-ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 GOAL_ACCEPTANCE = 0.8
 EXTREMES = (1.0, 0.0)
 """Acceptances that make the largest and the smallest passes."""
 SPARE_STEPS = 6
 """In which the first requests decode already while the last prompts are computed."""
 NUM_BATCHED_TOKENS = 8192
-PEER_BATCHES = (1, 8, 32)
 NUM_DRAFTS = 6
 
 SPEED_UP_GOALS = {1: 2.2, 8: 1.6, 32: 1.2}
@@ -80,9 +78,15 @@ NOTES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """How long everything is, in tokens and steps."""
+class Plan:
+    """What is compared, and how long everything is, in tokens and steps."""
 
+    target: Shape
+    draft: Shape
+    has_goals: bool = False
+    batches: Sequence[int] = (1, 4, 8, 16, 32, 64, 128)
+    acceptances: Sequence[float] = (0.6, 0.7, 0.8, 0.9)
+    peer_batches: Sequence[int] = (1, 8, 32)
     prompt_len: int = 128
     min_rows: int = 512  # steps times requests of a window, so that acceptance is measured to a few per cent
     min_steps: int = 32
@@ -104,22 +108,6 @@ class Lengths:
         """More than any request has, prompt and output."""
         return self.prompt_len + self.max_output_len(1)
 
-
-TINY_LENGTHS = Lengths(prompt_len=6, min_rows=8, min_steps=3, num_warm_ups=1, num_profiled=1, peer_output_lens=(2, 4))
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is compared."""
-
-    target: Shape
-    draft: Shape
-    batches: Sequence[int] = BATCHES
-    acceptances: Sequence[float] = ACCEPTANCES
-    peer_batches: Sequence[int] = PEER_BATCHES
-    lengths: Lengths = field(default_factory=Lengths)
-    has_goals: bool = False
-
     def shrunk(self) -> Plan:
         """The plan at a size for a CPU."""
         return replace(
@@ -129,7 +117,12 @@ class Plan:
             batches=(1, 3),
             acceptances=(GOAL_ACCEPTANCE,),
             peer_batches=(2,),
-            lengths=TINY_LENGTHS,
+            prompt_len=6,
+            min_rows=8,
+            min_steps=3,
+            num_warm_ups=1,
+            num_profiled=1,
+            peer_output_lens=(2, 4),
         )
 
 
@@ -170,8 +163,8 @@ class EndToEnd:
     @cached_property
     def engine(self) -> Engine:
         """One engine for all runs of Titan, with and without speculation."""
-        max_batch, lengths = max(self.plan.batches), self.plan.lengths
-        num_tokens = max(batch * (lengths.prompt_len + lengths.max_output_len(batch)) for batch in self.plan.batches)
+        max_batch, plan = max(self.plan.batches), self.plan
+        num_tokens = max(batch * (plan.prompt_len + plan.max_output_len(batch)) for batch in plan.batches)
         config = EngineConfig.of(
             dtype="bfloat16",
             max_draft_tokens=NUM_DRAFTS,
@@ -179,7 +172,7 @@ class EndToEnd:
             draft_sampling="greedy",
             max_batch_size=max_batch,
             max_num_batched_tokens=NUM_BATCHED_TOKENS,
-            max_model_len=self.plan.lengths.max_len,
+            max_model_len=plan.max_len,
             num_kv_blocks=num_tokens // 16 + 2 * max_batch,
             enable_prefix_caching=False,
         )
@@ -197,36 +190,31 @@ class EndToEnd:
         """The target in transformers."""
         return as_transformers(self.target, self.plan.target)
 
-    def measure_titan(self, batch: int, acceptance: float | None) -> Measurement:
+    def measure_titan(self, batch: int, acceptance: float | None) -> Row:
         """One window; ``None``: without speculation."""
         window = self.run_titan(batch, acceptance)
         rate, step = window.num_tokens / window.seconds, window.seconds / window.num_steps
-        figures: dict[str, Figure] = {
-            "tokens/s": rate,
-            "tokens/step": window.num_tokens / window.num_steps / batch,
-            "expected": None if acceptance is None else expected_tokens(acceptance, NUM_DRAFTS),
-            "ms/step": step * 1e3,
-            "graphs": window.graph_hit_rate,
-        }
-        goals = []
-        host = None if window.busy_seconds is None else 1 - window.busy_seconds / step
-        if host is not None:
-            figures["host"] = host
+        figures = {"tokens/s": rate, "tokens/step": window.num_tokens / window.num_steps / batch, "ms/step": step * 1e3}
+        goals: list[Goal] = []
+        if window.graph_hit_rate is not None:
+            figures["graphs"] = window.graph_hit_rate
+        if window.busy_seconds is not None:
+            figures["host"] = 1 - window.busy_seconds / step
         if acceptance is None:
             self.plain_rates[batch] = rate
-            bandwidth = self.setting.copy_bandwidth
-            share = None if bandwidth is None else weight_bytes_per_step(self.target) / bandwidth / step
-            figures["weights' share"] = share
-            if batch == 1 and share is not None:
-                goals.append(Goal("share of the weight-bandwidth limit", WEIGHT_SHARE_GOAL, share))
-            if batch == HOST_SHARE_BATCH and host is not None:
-                goals.append(Goal("host share of the step", HOST_SHARE_GOAL, host, is_at_most=True))
-        elif batch in self.plain_rates:
-            ratio = rate / self.plain_rates[batch]
-            figures["x plain"] = ratio
-            if acceptance == GOAL_ACCEPTANCE and batch in SPEED_UP_GOALS:
-                goals.append(Goal("speed-up", SPEED_UP_GOALS[batch], ratio))
-        return Measurement(figures, goals if self.plan.has_goals else ())
+            if self.setting.copy_bandwidth is not None:
+                figures["weights' share"] = weight_bytes_per_step(self.target) / self.setting.copy_bandwidth / step
+                if batch == 1:
+                    goals.append(Goal("share of the weight-bandwidth limit", WEIGHT_SHARE_GOAL, figures["weights' share"]))
+            if batch == HOST_SHARE_BATCH and "host" in figures:
+                goals.append(Goal("host share of the step", HOST_SHARE_GOAL, figures["host"], is_at_most=True))
+        else:
+            figures["expected"] = expected_tokens(acceptance, NUM_DRAFTS)
+            if batch in self.plain_rates:
+                figures["x plain"] = rate / self.plain_rates[batch]
+                if acceptance == GOAL_ACCEPTANCE and batch in SPEED_UP_GOALS:
+                    goals.append(Goal("speed-up", SPEED_UP_GOALS[batch], figures["x plain"]))
+        return Row(figures, goals if self.plan.has_goals else ())
 
     def run_titan(self, batch: int, acceptance: float | None) -> Window:
         """Bring ``batch`` requests to their window, measure it, and end them.
@@ -234,9 +222,9 @@ class EndToEnd:
         Raises:
             RuntimeError: the model has written something else than its weights say, or a request ended early.
         """
-        engine, lengths, vocab_size = self.engine, self.plan.lengths, self.plan.target.vocab_size
+        engine, plan, vocab_size = self.engine, self.plan, self.plan.target.vocab_size
         prompts = self._prompts(batch)
-        max_tokens = lengths.max_output_len(batch)
+        max_tokens = plan.max_output_len(batch)
         recordings = {tuple(prompt): continuation(prompt, max_tokens, vocab_size) for prompt in prompts}
         self.replay.recordings, self.replay.acceptance = recordings, 0.0
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, use_speculative=acceptance is not None)
@@ -248,9 +236,9 @@ class EndToEnd:
                 _check_running(requests)
             for extreme in EXTREMES:
                 self.replay.acceptance = extreme
-                self._steps(lengths.num_warm_ups)
+                self._steps(plan.num_warm_ups)
             self.replay.acceptance = acceptance or 0.0
-            window = self._measure(lengths.num_steps(batch), is_profiled=acceptance in (None, GOAL_ACCEPTANCE))
+            window = self._measure(plan.num_steps(batch), is_profiled=acceptance in (None, GOAL_ACCEPTANCE))
             _check_running(requests)
             for request in requests:
                 expected = recordings[tuple(request.prompt_token_ids)][: request.num_output_tokens]
@@ -263,7 +251,7 @@ class EndToEnd:
             self.engine.step()
 
     def _measure(self, num_steps: int, *, is_profiled: bool) -> Window:
-        engine, device, num_profiled = self.engine, self.setting.device, self.plan.lengths.num_profiled
+        engine, device, num_profiled = self.engine, self.setting.device, self.plan.num_profiled
         passes = replace(engine.passes)
         num_tokens = engine.counters.num_emitted_tokens
         synchronize(device)
@@ -283,10 +271,10 @@ class EndToEnd:
             None if busy is None else busy / num_profiled,
         )
 
-    def measure_peer(self, batch: int, make_peer: Callable[[Any, int], Any]) -> Measurement:
+    def measure_peer(self, batch: int, make_peer: Callable[[Any, int], Any]) -> Row:
         """A mode of transformers: seconds of a longer output less those of a shorter one, after a warm-up."""
-        short, long = self.plan.lengths.peer_output_lens
-        peer = make_peer(self.transformers_model, self.plan.lengths.prompt_len + long)
+        short, long = self.plan.peer_output_lens
+        peer = make_peer(self.transformers_model, self.plan.prompt_len + long)
         prompts = self._prompts(batch)
 
         def run(output_len: int) -> float:
@@ -296,22 +284,17 @@ class EndToEnd:
         run(short)
         seconds = run(long) - run(short)
         rate = batch * (long - short) / seconds
-        plain = self.plain_rates.get(batch)
-        return Measurement(
-            {
-                "tokens/s": rate,
-                "x plain": None if plain is None else rate / plain,
-                "tokens/step": 1.0,
-                "ms/step": seconds / (long - short) * 1e3,
-            }
-        )
+        figures = {"tokens/s": rate, "tokens/step": 1.0, "ms/step": seconds / (long - short) * 1e3}
+        if batch in self.plain_rates:
+            figures["x plain"] = rate / self.plain_rates[batch]
+        return Row(figures)
 
     def _make_decoder(self, shape: Shape) -> Decoder:
-        return make_decoder(shape, max_positions=self.plan.lengths.max_len, backend=self.backend, seed=self.setting.seed)
+        return make_decoder(shape, max_positions=self.plan.max_len, backend=self.backend, seed=self.setting.seed)
 
     def _prompts(self, batch: int) -> list[list[int]]:
         rng = np.random.default_rng(self.setting.seed)
-        prompts: list[list[int]] = rng.integers(0, self.plan.target.vocab_size, (batch, self.plan.lengths.prompt_len)).tolist()
+        prompts: list[list[int]] = rng.integers(0, self.plan.target.vocab_size, (batch, self.plan.prompt_len)).tolist()
         return prompts
 
 
@@ -334,33 +317,26 @@ def _check_running(requests: Sequence[Request]) -> None:
             raise RuntimeError(f"request {request.request_id} ended early: {request.error or request.finish_reason}")
 
 
-def _generate(model: Any, _: int) -> Any:
-    return StaticPeer(model)
-
-
 PEERS: dict[str, Callable[[Any, int], Any]] = {
-    "transformers generate": _generate,
+    "transformers generate": lambda model, _: StaticPeer(model),
     "transformers continuous batching": ContinuousPeer,
 }
 
 
 def make_tasks(plan: Plan, setting: Setting) -> Sequence[Task]:
-    """By batch: without speculation, with it, then transformers; what goals speak of runs first, transformers last."""
+    """Without speculation and with it, then transformers; what goals speak of comes first."""
     if setting.is_tiny:
         plan = plan.shrunk()
     bench = EndToEnd(plan, setting)
+    batches = sorted(plan.batches, key=lambda batch: batch not in SPEED_UP_GOALS)
+    others = [acceptance for acceptance in plan.acceptances if acceptance != GOAL_ACCEPTANCE]
     tasks = []
-    for batch in plan.batches:
-        has_goal = batch in SPEED_UP_GOALS
-        tasks.append(Task(f"{batch}, plain", partial(bench.measure_titan, batch, None), 4, rank=0 if has_goal else 2))
-        for acceptance in plan.acceptances:
-            rank = 4 if acceptance != GOAL_ACCEPTANCE else 1 if has_goal else 3
-            tasks.append(Task(f"{batch}, acceptance {acceptance:g}", partial(bench.measure_titan, batch, acceptance), 6, rank))
-    for batch in plan.peer_batches:
-        tasks += [
-            Task(f"{batch}, {name}", partial(bench.measure_peer, batch, make_peer), 10, rank=5 + i, is_peer=True)
-            for i, (name, make_peer) in enumerate(PEERS.items())
-        ]
+    for acceptances in ([None, GOAL_ACCEPTANCE], others):
+        for batch, acceptance in product(batches, acceptances):
+            what = "plain" if acceptance is None else f"acceptance {acceptance:g}"
+            tasks.append(Task(f"{batch}, {what}", partial(bench.measure_titan, batch, acceptance), 4 if acceptance is None else 6))
+    for (name, make_peer), batch in product(PEERS.items(), plan.peer_batches):
+        tasks.append(Task(f"{batch}, {name}", partial(bench.measure_peer, batch, make_peer), 10, is_peer=True))
     return tasks
 
 

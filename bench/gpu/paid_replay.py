@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from titan.core.kv_tensor import KVLayout, KVTensor
-from titan.core.request import Request
-from titan.core.step import Acceptance, StepPlan
+from titan.core.step import StepPlan
 from titan.core.trees import DraftTrees
 from titan.draft.base import DraftContext
 from titan.draft.draft_model import DraftModelDrafter
@@ -16,7 +14,7 @@ from titan.draft.replay import ReplayDrafter
 from titan.models.decoder import Decoder
 
 
-class PaidReplayDrafter:
+class PaidReplayDrafter(DraftModelDrafter):
     """Proposes what `ReplayDrafter` proposes, after all the passes that a draft model takes for as many tokens.
 
     The draft model drafts greedy chains (so the engine's ``draft_tree`` must be "chain"), writes their KV and hears what was
@@ -30,32 +28,13 @@ class PaidReplayDrafter:
     """
 
     def __init__(self, model: Decoder, replay: ReplayDrafter, context: DraftContext) -> None:
-        self.name = "replay, paid"
+        super().__init__("replay, paid", model, context)
         self.replay = replay
-        self.draft = DraftModelDrafter(self.name, model, context)
-        self._upload = context.backend.upload
-
-    @property
-    def max_draft_tokens(self) -> int:
-        return self.draft.max_draft_tokens
-
-    @property
-    def kv(self) -> KVLayout:
-        return self.draft.kv
-
-    def attach(self, kv: KVTensor) -> None:
-        self.draft.attach(kv)
-
-    def lookahead(self, request: Request, budget: int) -> int:
-        return self.draft.lookahead(request, budget)
 
     def propose(self, plan: StepPlan) -> DraftTrees:
         recordings = self.replay.propose(plan)
         # no more is drafted than was recorded; it may be less
-        drafted = self.draft.propose(replace(plan, draft_budgets=[recording.num_nodes for recording in recordings]))
+        drafted = super().propose(replace(plan, draft_budgets=[recording.num_nodes for recording in recordings]))
         pairs = zip(recordings, drafted.counts.tolist(), strict=True)
-        [token_ids] = self._upload([np.concatenate([recording.token_ids[:count] for recording, count in pairs])])
+        [token_ids] = self._context.backend.upload([np.concatenate([recording.token_ids[:count] for recording, count in pairs])])
         return replace(drafted, nodes=drafted.nodes._replace(token_ids=token_ids))
-
-    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        self.draft.commit(plan, acceptance)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
+from titan.models.loader import destinations_of
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -108,37 +108,10 @@ def as_transformers(decoder: Decoder, shape: Shape) -> Any:
     config = shape.config(decoder.max_positions)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    model.load_state_dict(_state(decoder), strict=True, assign=True)
+    state = {name: each.owner.get_parameter(each.parameter)[each.rows] for name, each in destinations_of(decoder).items()}
+    model.load_state_dict(state, strict=True, assign=True)
     with decoder.device:  # its buffers are no part of the state
         model.model.rotary_emb = LlamaRotaryEmbedding(config)
     model.requires_grad_(False).eval()
     model.generation_config.eos_token_id = None
     return model
-
-
-def _state(decoder: Decoder) -> dict[str, Tensor]:
-    """Weights by their names in transformers; parts of fused ones are views."""
-    config = decoder.config
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    state: dict[str, Tensor] = {
-        "model.embed_tokens.weight": decoder.embedding,
-        "model.norm.weight": decoder.final_norm,
-        "lm_head.weight": decoder.get_parameter("lm_head"),
-    }
-    for i, layer in enumerate(decoder.layers):
-        assert isinstance(layer, nn.ParameterDict)
-        prefix = f"model.layers.{i}"
-        q, k, v = layer["qkv_weight"].split([q_size, kv_size, kv_size])
-        gate, up = layer["gate_up_weight"].chunk(2)
-        state |= {
-            f"{prefix}.input_layernorm.weight": layer["input_norm"],
-            f"{prefix}.self_attn.q_proj.weight": q,
-            f"{prefix}.self_attn.k_proj.weight": k,
-            f"{prefix}.self_attn.v_proj.weight": v,
-            f"{prefix}.self_attn.o_proj.weight": layer["output_weight"],
-            f"{prefix}.post_attention_layernorm.weight": layer["post_norm"],
-            f"{prefix}.mlp.gate_proj.weight": gate,
-            f"{prefix}.mlp.up_proj.weight": up,
-            f"{prefix}.mlp.down_proj.weight": layer["down_weight"],
-        }
-    return state

@@ -17,19 +17,18 @@ MAX_GRAPH_GAP = 4e-6
 """Seconds between two kernels that count as running: what lies between kernels of one graph is not the host's."""
 
 
-def capture(work: Work, device: torch.device) -> Callable[[], None]:
-    """What runs the work again on the same tensors: a CUDA graph of it; on a CPU, the work itself.
+def median_seconds(work: Work, device: torch.device, *, seconds: float = 0.1) -> float:
+    """How long the work takes: the median over replays that take about ``seconds`` together.
 
     Args:
         work: launches kernels, and does not wait for them.
-        device: where they run.
+        device: where it runs.
+        seconds: to spend on it.
     """
     if device.type != "cuda":
-
-        def run_again() -> None:
-            work()
-
-        return run_again
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -39,26 +38,10 @@ def capture(work: Work, device: torch.device) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return graph.replay
-
-
-def median_seconds(work: Work, device: torch.device, *, seconds: float = 0.1) -> float:
-    """How long the work takes: the median over replays that take about ``seconds`` together.
-
-    Args:
-        work: as for `capture`.
-        device: where it runs.
-        seconds: to spend on it.
-    """
-    if device.type != "cuda":
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
-    replay = capture(work, device)
-    replay()
-    once = _time_replays(replay, 1)[0]
+    graph.replay()
+    once = _time_replays(graph.replay, 1)[0]
     num_replays = min(max(int(seconds / max(once, 1e-6)), MIN_REPLAYS), MAX_REPLAYS)
-    return median(_time_replays(replay, num_replays))
+    return median(_time_replays(graph.replay, num_replays))
 
 
 def _time_replays(replay: Callable[[], None], num_replays: int) -> list[float]:

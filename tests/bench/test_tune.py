@@ -117,7 +117,7 @@ def test_a_candidate_that_is_wrong_or_does_not_run_is_none(table: None, monkeypa
 def test_the_batches_of_a_number_of_rows_get_tiles_of_as_many(block_m: int, table: None) -> None:
     for shape in tuning_shapes(128, block_m, is_tiny=False):
         geometry = shape.geometry
-        rows = max(query.query_len for query in shape.queries) * geometry.group
+        rows = shape.query_len * geometry.group
         config = tile_config(rows, head_dim=128, dtype=geometry.dtype, device=torch.device("cpu"))
         assert config.block_m == block_m
 

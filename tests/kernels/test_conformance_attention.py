@@ -19,9 +19,9 @@ from attention_cases import (
     random_request,
     random_tree,
 )
+from attention_reference import reference_masked_attention
 from torch import Tensor
 
-from titan.bench.gpu.attention_reference import reference_masked_attention
 from titan.core.batch import RaggedBatch, Window
 from titan.core.growth import Feed, ShapeSpec, main_path_order, shape_plan
 from titan.core.limits import MAX_NODES

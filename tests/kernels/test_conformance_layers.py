@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from layer_reference import assert_rounded_once, reference_rms_norm, reference_rope_and_write_kv, reference_silu_mul
 from torch import Tensor
 
-from titan.bench.gpu.layer_reference import reference_rms_norm, reference_rope_and_write_kv, reference_silu_mul
 from titan.kernels.interfaces import Backend, LayerOps, TokenPlaces
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.triton.layers import TritonOps
@@ -16,7 +16,6 @@ from titan.models.rope import Rope, rope_table
 
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Of ``|actual - exact| / |exact|``."""
-HALF_ULP = {torch.float32: 1e-6, torch.bfloat16: 2**-8 + 1e-6, torch.float16: 2**-11 + 1e-6}
 DTYPES = list(BOUNDS)
 
 
@@ -34,7 +33,7 @@ def assert_near(ops: LayerOps, actual: Tensor, exact: Tensor, dtype: torch.dtype
     assert actual.dtype == dtype and actual.shape == exact.shape
     assert (actual.double() - exact).norm() <= BOUNDS[dtype] * exact.norm()
     if isinstance(ops, TritonOps) or (dtype == torch.float32 and not isinstance(ops, TorchOps)):
-        torch.testing.assert_close(actual.double(), exact, rtol=HALF_ULP[dtype], atol=1e-6)
+        assert_rounded_once(actual, exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,9 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from acceptance_reference import reference_draw, reference_probs
 from torch import Tensor
 
-from titan.bench.gpu.acceptance_reference import reference_draw, reference_probs
 from titan.core.random import Purpose, philox_uniform
 from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
@@ -43,6 +43,15 @@ def assert_same_distribution(actual: Tensor, expected: Tensor) -> None:
     assert actual.dtype == torch.float32
     assert torch.equal(actual > 0, expected > 0)
     torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=1e-9)
+
+
+def test_the_oracle_keeps_what_the_cuts_say() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.3, 0.1, 0.05]).log()
+    options = [(0.0, 0, 1.0, 0.0), (1.0, 2, 1.0, 0.0), (1.0, 0, 0.5, 0.0), (1.0, 0, 1.0, 0.5), (1.0, 2, 0.5, 0.0)]
+    probs = expected_probs(logits.expand(5, -1), options)
+    kept = [row.nonzero()[:, 0].tolist() for row in probs]
+    assert kept == [[0], [0, 1], [0, 1], [0, 1, 2], [0]]  # 0.5 / 1.25 < 0.5 <= 0.8 / 1.25; of equal tokens the first
+    torch.testing.assert_close(probs[1, :2], torch.tensor([0.625, 0.375], dtype=torch.float64), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from acceptance_reference import reference_draw, reference_probs, reference_reject, reference_walk
+from interpreted import ON_CUDA, triton_backend
 from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from titan.bench.gpu.acceptance_reference import reference_draw, reference_probs, reference_reject, reference_walk
 from titan.core.arrays import Ints
 from titan.core.batch import prefix_sums
 from titan.core.limits import MAX_NODES
@@ -94,7 +95,10 @@ def assert_is_tree(trees: DraftTrees, row: int, columns: dict[str, NDArray[np.ge
     return n, num_empty
 
 
-@pytest.mark.parametrize(("num_candidates", "num_requests"), [(1, 4), (6, 20), (33, 12), (64, 8), (130, 6), (512, 4)])
+@pytest.mark.parametrize(
+    ("num_candidates", "num_requests"),
+    [(1, 4), (6, 20), (33, 12), (64, 8), (130, 6), (512, 4), pytest.param(512, 128, marks=ON_CUDA)],
+)
 def test_the_best_ancestor_closed_trees_are_chosen(backend: Backend, num_candidates: int, num_requests: int) -> None:
     rng = np.random.default_rng(num_candidates)
     columns, most = random_candidates(rng, num_requests, num_candidates), min(MAX_NODES, num_candidates)
@@ -421,6 +425,33 @@ def test_all_kinds_side_by_side(backend: Backend) -> None:
     for seed in (1,) if isinstance(backend, TritonBackend) else (1, 2, 3):
         found = mixed_case(seed).check(backend)
         assert 3 < sum(bool(each.path) for each in found) < len(found)
+
+
+def over(vocab_size: int, case: Case) -> Case:
+    """The case over a larger vocabulary, of which all other tokens are impossible: no sample is near the border between two."""
+    ids = torch.from_numpy(np.sort(np.random.default_rng(0).permutation(vocab_size)[: case.logits[0].shape[1]]))
+
+    def wide(values: Tensor, filler: float) -> Tensor:
+        return values.new_full((len(values), vocab_size), filler).index_copy(1, ids, values)
+
+    trees = [
+        replace(
+            tree,
+            token_ids=ids.numpy()[tree.token_ids],
+            draft_probs=None if tree.draft_probs is None else wide(tree.draft_probs, 0.0),
+        )
+        for tree in case.trees
+    ]
+    return replace(case, trees=trees, logits=[wide(each, -INF) for each in case.logits])
+
+
+@pytest.mark.parametrize(("num_trees", "vocab_size"), [(3, 300), pytest.param(64, 128_256, marks=ON_CUDA)])
+def test_trees_over_a_real_vocabulary(num_trees: int, vocab_size: int) -> None:
+    sizes = [MAX_NODES, 0, *np.random.default_rng(1).integers(0, 13, num_trees)]
+    sampled = [sampled_case(kind, num_trees, 9, seed=3) for kind in ("near", "holes", "certain")]
+    for case in (*sampled, matched_case(4, sizes, 9, GREEDY), matched_case(5, sizes, 9, PLAIN)):
+        found = over(vocab_size, case).check(triton_backend())
+        assert any(each.path for each in found)
 
 
 def test_empty_places_change_nothing(backend: Backend) -> None:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import Request, attend, make_case
+from attention_reference import reference_masked_attention
 from back_ends import make_back_end
 from torch import Tensor
 
-from titan.bench.gpu.attention_reference import reference_masked_attention
 from titan.core.batch import Window
 from titan.core.trees import DraftTree
 from titan.kernels.interfaces import Backend

@@ -6,27 +6,22 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from interpreted import DEVICE
-from torch import Tensor
-
-from titan.bench.gpu.layer_reference import (
+from interpreted import DEVICE, ON_CUDA
+from layer_reference import (
+    HALF_ULP,
+    assert_rounded_once,
     reference_add_rms_norm,
     reference_rms_norm,
     reference_rope_and_write_kv,
     reference_silu_mul,
 )
+from torch import Tensor
+
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton.gate import silu_mul
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
 from titan.models.rope import Rope, rope_table
-
-HALF_ULP = {torch.float32: 1e-6, torch.float16: 2**-11 + 1e-6, torch.bfloat16: 2**-8 + 1e-6}
-
-
-def assert_rounded_once(actual: Tensor, exact: Tensor) -> None:
-    """Within half a unit in the last place, up to the float32 arithmetic."""
-    torch.testing.assert_close(actual.double(), exact, rtol=HALF_ULP[actual.dtype], atol=1e-6)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
@@ -99,6 +94,43 @@ def test_queries_and_caches_may_lie_apart(far: str) -> None:
     exact_q = reference_rope_and_write_kv(qkv, *places, exact_kv, num_heads=1)
     assert_rounded_once(rope_and_write_kv(qkv, places, kv_layer), exact_q)
     assert_rounded_once(kv_layer[:, :, [0, 2], 0], exact_kv[:, :, [0, 2], 0])
+
+
+@pytest.mark.parametrize("dtype", HALF_ULP)
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden_size", "intermediate_size"), [(3, 96, 70), pytest.param(512, 4096, 14336, marks=ON_CUDA)]
+)
+def test_norms_and_gates_of_a_model(num_tokens: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> None:
+    x, residual = (random(num_tokens, hidden_size, dtype=dtype, seed=seed) for seed in (0, 1))
+    weight, gate_up = random(hidden_size, dtype=dtype, seed=2), random(num_tokens, 2 * intermediate_size, dtype=dtype)
+    assert_rounded_once(rms_norm(x, weight, 1e-5), reference_rms_norm(x, weight, 1e-5), 1e-5)
+    expected_residual = residual.clone()
+    exact = reference_add_rms_norm(x, expected_residual, weight, 1e-5)
+    assert_rounded_once(rms_norm(x, weight, 1e-5, residual), exact, 1e-5)
+    assert torch.equal(residual, expected_residual)
+    assert_rounded_once(silu_mul(gate_up), reference_silu_mul(gate_up), 1e-5)
+
+
+@pytest.mark.parametrize(("head_dim", "has_norm"), [(128, False), (64, True)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "num_tokens", "num_blocks"), [(4, 2, 5, 3), pytest.param(32, 8, 128, 256, marks=ON_CUDA)]
+)
+def test_rotation_and_kv_of_a_model(
+    num_heads: int, num_kv_heads: int, num_tokens: int, num_blocks: int, head_dim: int, has_norm: bool
+) -> None:
+    dtype, generator = torch.bfloat16, torch.Generator().manual_seed(3)
+    qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    norm = random(num_heads + num_kv_heads, head_dim, dtype=dtype, seed=1) if has_norm else None
+    positions = torch.randint(8192, (num_tokens,), generator=generator).to(DEVICE)
+    slots = torch.randperm(num_blocks * 16, generator=generator)[:num_tokens].to(DEVICE)
+    slots[::7] = -1
+    places = TokenPlaces(make_table(8192, head_dim, dtype), positions, slots)
+    kv = torch.full((2, num_kv_heads, num_blocks, 16, head_dim), 7.0, dtype=dtype, device=DEVICE)
+    exact_kv = kv.double()
+    exact_q = reference_rope_and_write_kv(qkv, *places, exact_kv, num_heads=num_heads, qk_norm=norm, eps=1e-5)
+    assert_rounded_once(rope_and_write_kv(qkv, places, kv, norm, 1e-5), exact_q, 1e-5)
+    assert_rounded_once(kv, exact_kv, 1e-5)
+    assert torch.equal(kv == 7, exact_kv == 7)  # slots of others
 
 
 def test_nothing_is_no_work() -> None:

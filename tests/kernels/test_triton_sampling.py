@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from interpreted import DEVICE
+from acceptance_reference import reference_draw, reference_probs
+from interpreted import DEVICE, ON_CUDA
 from scipy import stats
 from torch import Tensor
 
-from titan.bench.gpu.acceptance_reference import reference_draw, reference_probs
 from titan.core.random import Purpose, philox_uniform
 from titan.core.trees import NODE_DTYPES, NodeColumns
 from titan.kernels.triton.row_distribution import CHUNK, RowDistributions, normalized_probs, row_distributions
@@ -90,6 +90,21 @@ def test_samples_fall_where_the_cumulative_distribution_says(vocab_size: int) ->
         expected = [reference_draw(*each) for each in zip(expected_rows, uniform, strict=True)]
         tokens = draw_rows(distributions(logits, options), longs(seeds), longs(positions), purpose=purpose)
         assert tokens.tolist() == expected and len(set(expected)) > 4
+
+
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(7, 300), pytest.param(56, 128_256, marks=ON_CUDA)])
+def test_distributions_and_draws_over_a_real_vocabulary(num_rows: int, vocab_size: int) -> None:
+    """Half the sum of the differences is the most that rounding moves a draw by; many logits are equal."""
+    cuts = [(0.75, 50, 1.0, 0.0), (1.0, 0, 0.875, 0.0), (0.75, 1000, 0.9375, 0.0), (1.25, 0, 1.0, 0.03125), (0.5, 20, 0.75, 0.125)]
+    options = ([(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), *cuts] * num_rows)[:num_rows]
+    logits = (random_logits(num_rows, vocab_size) * 1.5).bfloat16()
+    found, exact, bound = distributions(logits, options), expected_probs(logits, options), 2e-5
+    assert (normalized_probs(found).cpu() - exact).abs().sum(-1).max() / 2 <= bound
+    seeds, positions = np.arange(num_rows, dtype=np.uint64) * np.uint64(2**40 + 7), np.arange(num_rows) + 5
+    tokens = draw_rows(found, longs(seeds), longs(positions), purpose=Purpose.SAMPLE).cpu()[:, None]
+    uniform = torch.from_numpy(philox_uniform(seeds, positions, Purpose.SAMPLE))
+    mass, end = (each.gather(1, tokens)[:, 0] for each in (exact, exact.cumsum(-1)))
+    assert (mass > 0).all() and (end - mass - bound <= uniform).all() and (uniform <= end + bound).all()
 
 
 def test_greedy_rows_take_the_first_of_equal_logits() -> None:

@@ -107,7 +107,7 @@ def load_model(
     run_dtype = resolve_dtype(dtype, config.dtype, backend)
     with init_empty_weights(include_buffers=False):
         model = Decoder(config, dtype=run_dtype, backend=backend, max_positions=max_positions)
-    destinations, tensors = _destinations(model), _find_tensors(folder, path_or_id)
+    destinations, tensors = destinations_of(model), _find_tensors(folder, path_or_id)
     _check_weights(destinations, tensors, config, path_or_id)
     _load_weights(model, destinations, tensors, pack)
     model.prepare(pack=pack)
@@ -203,7 +203,7 @@ def _find_tensors(folder: Path, name: str) -> dict[str, _StoredTensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Destination:
+class Destination:
     """The rows of a parameter that a tensor of the checkpoint fills."""
 
     owner: nn.Module
@@ -212,15 +212,15 @@ class _Destination:
     shape: tuple[int, ...]  # expected of the checkpoint's tensor
 
 
-def _destinations(model: Decoder) -> dict[str, _Destination]:
+def destinations_of(model: Decoder) -> dict[str, Destination]:
     """Where each tensor of a checkpoint goes: by its name in transformers."""
     config = model.config
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    destinations: dict[str, _Destination] = {}
+    destinations: dict[str, Destination] = {}
 
     def whole(source: str, owner: nn.Module, parameter: str) -> None:
         shape = tuple(owner.get_parameter(parameter).shape)
-        destinations[source] = _Destination(owner, parameter, slice(0, shape[0]), shape)
+        destinations[source] = Destination(owner, parameter, slice(0, shape[0]), shape)
 
     def stacked(prefix: str, owner: nn.Module, target: str, parts: Mapping[str, int]) -> None:
         for kind in ("weight", "bias"):
@@ -231,7 +231,7 @@ def _destinations(model: Decoder) -> dict[str, _Destination]:
             first = 0
             for part, size in parts.items():
                 rows = slice(first, first + size)
-                destinations[f"{prefix}{part}.{kind}"] = _Destination(owner, parameter, rows, (size, *columns))
+                destinations[f"{prefix}{part}.{kind}"] = Destination(owner, parameter, rows, (size, *columns))
                 first += size
 
     whole("model.embed_tokens.weight", model, "embedding")
@@ -249,13 +249,11 @@ def _destinations(model: Decoder) -> dict[str, _Destination]:
         if "qk_norm" in config.traits:
             q_rows, k_rows = slice(0, config.num_heads), slice(config.num_heads, None)
             for source, rows in (("q_norm", q_rows), ("k_norm", k_rows)):  # one weight for all heads
-                destinations[f"{prefix}self_attn.{source}.weight"] = _Destination(layer, "qk_norm", rows, (config.head_dim,))
+                destinations[f"{prefix}self_attn.{source}.weight"] = Destination(layer, "qk_norm", rows, (config.head_dim,))
     return destinations
 
 
-def _check_weights(
-    destinations: dict[str, _Destination], tensors: dict[str, _StoredTensor], config: ModelConfig, name: str
-) -> None:
+def _check_weights(destinations: dict[str, Destination], tensors: dict[str, _StoredTensor], config: ModelConfig, name: str) -> None:
     """Raise a `ValueError` for missing, unexpected or wrongly shaped tensors."""
     is_tied = "tied_embedding" in config.traits
     ignored = {key for key in tensors if key.endswith("rotary_emb.inv_freq") or (is_tied and key == "lm_head.weight")}
@@ -274,7 +272,7 @@ def _check_weights(
             )
 
 
-def _load_weights(model: Decoder, destinations: dict[str, _Destination], tensors: dict[str, _StoredTensor], pack: bool) -> None:
+def _load_weights(model: Decoder, destinations: dict[str, Destination], tensors: dict[str, _StoredTensor], pack: bool) -> None:
     """Fill the parameters of an empty-initialised decoder one by one, packing those that can be on the way."""
     parts: dict[tuple[nn.Module, str], list[str]] = {}
     for key, destination in destinations.items():

@@ -1,9 +1,16 @@
-"""Oracles of the kernels of a layer, named after them, in float64."""
+"""Oracles of the kernels of a layer, named after them, in float64, and how near these must come."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def assert_rounded_once(actual: Tensor, exact: Tensor, slack: float = 1e-6) -> None:
+    """Within half a unit in the last place, up to float32 arithmetic."""
+    torch.testing.assert_close(actual.double(), exact, rtol=HALF_ULP[actual.dtype] + slack, atol=slack)
 
 
 def reference_rope_and_write_kv(

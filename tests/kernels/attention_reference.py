@@ -30,7 +30,7 @@ def reference_tree_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
-    output = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64)
+    output = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64, device=q.device)
     for request, blocks in enumerate(block_table):
         for token in range(query_start_loc[request], query_start_loc[request + 1]):
             places = [(blocks[slot // block_size], slot % block_size) for slot in visible_slots[token]]
@@ -69,11 +69,11 @@ def reference_masked_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
-    output = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64)
-    for request, mask in enumerate(visible):
-        rows = slice(query_start_loc[request], query_start_loc[request + 1])
+    output = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64, device=q.device)
+    for request, seen in enumerate(visible):
+        rows, mask = slice(query_start_loc[request], query_start_loc[request + 1]), seen.to(q.device)
         slots = mask.any(0).nonzero()[:, 0]
-        blocks = torch.tensor(block_table[request])[slots // block_size]
+        blocks = torch.tensor(block_table[request], device=q.device)[slots // block_size]
         kv = kv_layer[:, :, blocks, slots % block_size].double()
         keys, values = kv.repeat_interleave(num_heads // num_kv_heads, dim=1)  # [num_heads, slots, head_dim]
         scores = torch.einsum("thd,hnd->htn", q[rows].double(), keys) * scale

@@ -1,7 +1,4 @@
-"""Oracles of the kernels for sampling and acceptance: one row or one request at a time, in float64.
-
-They know nothing of `titan.kernels`; the checks on a device and the tests hold its kernels to them.
-"""
+"""Oracles of the kernels for sampling and acceptance: one row or one request at a time, in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from torch import Tensor
 
 
 def reference_probs(logits: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """What one row of logits is sampled from: its tokens in order, the most likely first, of equal ones the smaller id first.
+    """What one row of logits is sampled from; of equal tokens, those of the larger ids are cut first.
 
     Args:
         logits: [vocab], the largest of them finite.
@@ -24,24 +21,17 @@ def reference_probs(logits: Tensor, *, temperature: float, top_k: int, top_p: fl
     Returns:
         float64 [vocab].
     """
-    scores = logits.double()
-    kept = sorted(range(len(scores)), key=lambda token: (-float(scores[token]), token))
-    weights = ((scores - scores.max()) / temperature).exp() if temperature > 0 else torch.ones_like(scores)
+    scores, order = logits.double().sort(descending=True, stable=True)
+    weights = ((scores - scores[0]) / (temperature or 1.0)).exp()
     if temperature == 0:
-        kept = kept[:1]
+        weights[1:] = 0
     if top_k > 0:
-        kept = kept[:top_k]
+        weights[top_k:] = 0
     if top_p < 1:
-        total, before, nucleus = float(weights[kept].sum()), 0.0, []
-        for token in kept:
-            if before < top_p * total:
-                nucleus.append(token)
-            before += float(weights[token])
-        kept = nucleus
-    kept = [token for token in kept if weights[token] >= min_p]
-    probs = torch.zeros_like(scores)
-    probs[kept] = weights[kept]
-    return probs / probs.sum()
+        before = torch.nn.functional.pad(weights.cumsum(0)[:-1], (1, 0))
+        weights[before >= top_p * weights.sum()] = 0
+    weights[weights < min_p] = 0
+    return torch.zeros_like(scores).scatter(0, order, weights / weights.sum())
 
 
 def reference_draw(probs: Tensor, uniform: float) -> int:
