@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -147,10 +148,10 @@ sys.exit(status)
 def test_it_measures_kernels_and_the_host_and_refuses_a_selection_that_names_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     options = ["--threads", "1", "--seconds", "0.01", "--select", "norm and 1- or build_batch and 1]", "--save", str(path)]
-    # in a process of its own, because pytest does not nest
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *options], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    # in a process of its own, because pytest does not nest; and for pytest-benchmark none of a worker
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    command = [sys.executable, "-c", SCRIPT, *options]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     order = re.findall(r"\d/7 ([^;\n]+)", result.stderr)  # as the progress tells
