@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from stepping import AMPLE, SCARCE, make_engine, run_all
 from zoo import Zoo, random_prompts
 
 from titan import SamplingParams
-from titan.core.step import Acceptance, StepPlan
+from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
+from titan.draft.base import NoDrafter
 from titan.draft.registry import DraftSpec
 
 TABLE = Path(__file__).parents[1] / "docs" / "equality.md"
@@ -35,21 +37,18 @@ MEMORY = {"ample": AMPLE, "scarce": SCARCE | {"num_kv_blocks": 8}}
 Case = dict[str, str]
 
 
-class Repeating:
+class Repeating(NoDrafter):
     """Proposes the last token once more, and the one before it."""
 
     name = "repeating"
-    kv = None
     max_draft_tokens = 2
 
     def propose(self, plan: StepPlan) -> list[DraftTree]:
         pairs = zip(plan.requests, plan.draft_budgets, strict=True)
         return [DraftTree.chain(request.token_ids[: -1 - min(budget, 2) : -1]) for request, budget in pairs]
 
-    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        pass
 
-
+@cache
 def read_table() -> list[tuple[Case, str]]:
     lines = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
     assert lines[0] == [*AXES, "promise"]
@@ -66,14 +65,11 @@ def promise_of(case: Case) -> str:
 def pairwise() -> Iterator[Case]:
     """Cases in which every two values of different columns meet, each time the one with the most new pairs."""
 
-    def pairs(case: tuple[str, ...]) -> set[Any]:
-        return set(combinations(zip(AXES, case, strict=True), 2))
-
-    everything = list(product(*AXES.values()))
-    missing = set().union(*map(pairs, everything))
+    pairs = {case: set(combinations(zip(AXES, case, strict=True), 2)) for case in product(*AXES.values())}
+    missing = set().union(*pairs.values())
     while missing:
-        best = max(everything, key=lambda case: len(pairs(case) & missing))
-        missing -= pairs(best)
+        best = max(pairs, key=lambda case: len(pairs[case] & missing))
+        missing -= pairs[best]
         yield dict(zip(AXES, best, strict=True))
 
 
