@@ -34,7 +34,7 @@ bench: $(INSTALLED)
 
 clean:
 	rm -rf .venv build dist .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find titan draft verify kernels bench examples tests -name __pycache__ -prune -exec rm -r {} +
+	find titan draft verify kernels bench training examples tests -name __pycache__ -prune -exec rm -r {} +
 
 # torch comes first and alone, so that TORCH may carry options that hold for torch only.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 from accelerate import init_empty_weights
+from titan.bench.profiling import model_of
 from torch import Tensor, nn
 
-from titan.bench.profiling import model_of
 from titan.core.options import SpeculationOptions
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, mean, median
 
-from titan.bench.acceptance import AcceptanceCounts, DepthAcceptance
 from titan.bench.noise import Spread, ratio_spread
+
+from titan.bench.acceptance import AcceptanceCounts, DepthAcceptance
 from titan.bench.predict import PassCosts, mean_expected_tokens, predicted_speed_up
 
 NO_DRAFT = "no draft"

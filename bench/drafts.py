@@ -26,14 +26,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
+from titan.bench.noise import in_rounds
+from titan.bench.profiling import timed, timed_passes
+from titan.bench.progress import Progress
+from titan.bench.survivors import Survivors, error_line
+
 from titan import LLM, SamplingParams
 from titan.bench.acceptance import AcceptanceCounts
 from titan.bench.draft_recipes import DraftRecipe
 from titan.bench.draft_report import NOTES, depth_table, draft_charts, draft_table, ranking_tables
 from titan.bench.draft_rows import NO_DRAFT, PassTimes, Sample, Setting, make_ranking, make_rows
-from titan.bench.noise import in_rounds
-from titan.bench.profiling import timed, timed_passes
-from titan.bench.progress import Progress
 from titan.bench.prompts import SOURCES, SYNTHETIC, find_tokenizer, prompt_stream
 from titan.bench.provenance import Provenance, collect_provenance, describe_model
 from titan.bench.report import (
@@ -46,7 +48,6 @@ from titan.bench.report import (
     positive,
     use_threads,
 )
-from titan.bench.survivors import Survivors, error_line
 from titan.bench.workloads import Lengths
 from titan.core.limits import MAX_NODES
 from titan.core.metrics import ratio

@@ -1,4 +1,4 @@
-"""Titan under a workload: without batching, in static batches, or with continuous batching, with or without drafts."""
+"""Titan under a workload: requests that are all there or arrive at their own times, batched continuously or not."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
-from titan.bench.profiling import greedy_params
-from titan.bench.runs import RequestRun, Run, StepCounts
+from titan import SamplingParams
+from titan.bench.runs import RequestRun, Run
+from titan.bench.step_times import step_times
 from titan.bench.workloads import Workload
 from titan.core.metrics import ratio
 from titan.core.request import Request
@@ -22,12 +24,105 @@ GPU_SAMPLE_SECONDS = 0.2
 """Time between two samples of a GPU's utilisation."""
 
 
-def run_continuous(engine: Engine, workload: Workload, concurrency: int, *, use_speculative: bool) -> Run:
-    """Run a workload with at most ``concurrency`` requests at once; one that ends makes room for the next.
+class Clock(Protocol):
+    """Seconds that pass, and waiting for them; the module `time` is one."""
 
-    A concurrency of 1 is no batching.
+    def monotonic(self) -> float: ...
+
+    def sleep(self, seconds: float, /) -> None: ...
+
+
+def make_requests(engine: Engine, workload: Workload, *, use_speculative: bool = True, temperature: float = 0.0) -> list[Request]:
+    """The requests of a workload, which ignore the end of sequence; request i has seed i."""
+    frontend = FrontEnd(engine)
+    return [
+        frontend.make_request(
+            prompt,
+            SamplingParams(
+                temperature=temperature, seed=i, max_tokens=output_len, ignore_eos=True, use_speculative=use_speculative
+            ),
+        )
+        for i, (prompt, output_len) in enumerate(zip(workload.prompts, workload.output_lens, strict=True))
+    ]
+
+
+def run_workload(
+    engine: Engine,
+    workload: Workload,
+    concurrency: int | None = None,
+    *,
+    use_speculative: bool = True,
+    temperature: float = 0.0,
+    is_static: bool = False,
+    clock: Clock = time,
+) -> Run:
+    """Step an idle engine until a workload is done.
+
+    A request that arrives during a step waits for its end, which its latency counts.
+
+    Args:
+        engine: takes as many waiting requests as there are.
+        workload: each request is added when its time has come.
+        concurrency: most requests at once; 1 is no batching, ``None`` leaves it to the engine.
+        use_speculative: whether the engine may draft.
+        temperature: of the requests.
+        is_static: the next requests are added when all of those before are finished.
+        clock: of the arrivals and of what is measured.
+
+    Raises:
+        RuntimeError: a request was ended before it had its tokens.
     """
-    return _drive(engine, workload, workload.output_lens, concurrency, use_speculative=use_speculative, is_static=False)
+    requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
+    waiting = deque(zip(workload.arrivals, requests, strict=True))
+    unfinished: set[Request] = set()
+    first_tokens: dict[Request, float] = {}
+    finished: dict[Request, float] = {}
+    before, num_rows = engine.metrics(), engine.counters.num_sequence_steps
+    gpu = _GpuMeter(engine.backend.device)
+    cpu_start, start = time.process_time(), clock.monotonic()
+    with _observed_usage(engine) as usage:
+        while waiting or unfinished:
+            now = clock.monotonic() - start
+            if waiting and not unfinished and waiting[0][0] > now:
+                clock.sleep(waiting[0][0] - now)
+                now = waiting[0][0]  # whatever rounding says
+            if not (is_static and unfinished):
+                while waiting and waiting[0][0] <= now and len(unfinished) < (concurrency or len(requests)):
+                    unfinished.add(waiting[0][1])
+                    engine.scheduler.add(waiting.popleft()[1])
+            changed = engine.step()
+            now = clock.monotonic() - start
+            for request in changed:
+                first_tokens.setdefault(request, now)
+                if request.is_finished:
+                    _check(request)
+                    finished[request] = now
+                    unfinished.remove(request)
+            gpu.sample()
+    seconds, cpu_seconds = clock.monotonic() - start, time.process_time() - cpu_start
+    after, num_rows = engine.metrics(), engine.counters.num_sequence_steps - num_rows
+    num_steps = after.num_steps - before.num_steps
+    runs = [
+        RequestRun(request.output_token_ids, finished[request], first_tokens[request], arrival)
+        for arrival, request in zip(workload.arrivals, requests, strict=True)
+    ]
+    return Run(
+        runs,
+        seconds - workload.arrivals[0],
+        {
+            "tokens/step": ratio(after.num_emitted_tokens - before.num_emitted_tokens, num_rows),
+            "batch": ratio(num_rows, num_steps),
+            "ms/step": 1e3 * seconds / num_steps,
+            "CPU": cpu_seconds / seconds / torch.get_num_threads(),
+            "KV mean": sum(usage) / len(usage),
+            "KV peak": max(usage),
+            **gpu.figures,
+        },
+        {
+            "proposed per depth": _added(before.proposed_per_depth, after.proposed_per_depth),
+            "accepted per depth": _added(before.accepted_per_depth, after.accepted_per_depth),
+        },
+    )
 
 
 def run_static(engine: Engine, workload: Workload, batch_size: int) -> Run:
@@ -37,62 +132,55 @@ def run_static(engine: Engine, workload: Workload, batch_size: int) -> Run:
     """
     batches = [range(first, min(first + batch_size, len(workload))) for first in range(0, len(workload), batch_size)]
     output_lens = [max(workload.output_lens[i] for i in batch) for batch in batches for _ in batch]
-    run = _drive(engine, workload, output_lens, batch_size, use_speculative=False, is_static=True)
-    ends = [max(run.requests[i].finished_seconds for i in batch) for batch in batches for _ in batch]
-    requests = [replace(request, finished_seconds=end) for request, end in zip(run.requests, ends, strict=True)]
+    run = run_workload(engine, replace(workload, output_lens=output_lens), batch_size, use_speculative=False, is_static=True)
+    ends = [max(run.requests[i].finished for i in batch) for batch in batches for _ in batch]
+    requests = [
+        replace(request, token_ids=request.token_ids[:wanted], finished=end)
+        for request, wanted, end in zip(run.requests, workload.output_lens, ends, strict=True)
+    ]
     return replace(run, requests=requests)
 
 
-def _drive(
-    engine: Engine, workload: Workload, output_lens: list[int], concurrency: int, *, use_speculative: bool, is_static: bool
+def profile_workload(
+    engine: Engine, workload: Workload, concurrency: int, *, use_speculative: bool = True, temperature: float = 0.0
 ) -> Run:
-    """Step an idle engine until the workload is done; token counts are those of the workload, whatever was generated."""
-    counters = engine.counters
-    before = engine.metrics()
-    rows_before = counters.num_sequence_steps
-    gpu = _GpuMeter(engine.backend.device)
-    cpu_start, start = time.process_time(), time.monotonic()
-    frontend = FrontEnd(engine)
-    requests = [
-        frontend.make_request(prompt, greedy_params(output_len, use_speculative=use_speculative))
-        for prompt, output_len in zip(workload.prompts, output_lens, strict=True)
-    ]
-    waiting = deque(requests)
-    unfinished: set[Request] = set()
-    with _observed_usage(engine) as usage:
-        while waiting or unfinished:
-            if not (is_static and unfinished):
-                while waiting and len(unfinished) < concurrency:
-                    unfinished.add(waiting[0])
-                    engine.scheduler.add(waiting.popleft())
-            unfinished.difference_update(request for request in engine.step() if request.is_finished)
-            gpu.sample()
-    seconds, cpu_seconds = time.monotonic() - start, time.process_time() - cpu_start
-    after = engine.metrics()
-    num_steps = after.num_steps - before.num_steps
-    num_rows = counters.num_sequence_steps - rows_before
-    return Run(
-        requests=[_finished(request, wanted, start) for request, wanted in zip(requests, workload.output_lens, strict=True)],
-        seconds=seconds,
-        cpu_seconds=cpu_seconds,
-        mean_acceptance_length=ratio(after.num_emitted_tokens - before.num_emitted_tokens, num_rows),
-        gpu_use=gpu.mean,
-        steps=StepCounts(
-            num_steps=num_steps,
-            step_seconds=seconds / num_steps,
-            mean_batch_size=ratio(num_rows, num_steps),
-            mean_kv_usage=sum(usage) / len(usage),
-            peak_kv_usage=max(usage),
-            proposed_per_depth=_added(before.proposed_per_depth, after.proposed_per_depth),
-            accepted_per_depth=_added(before.accepted_per_depth, after.accepted_per_depth),
-        ),
-    )
+    """Run a workload and time the parts of its steps, those before the first requests have tokens left out; none on a GPU.
+
+    Raises:
+        RuntimeError: as `run_workload`.
+    """
+    requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
+    start = time.perf_counter()
+    for request in requests:
+        engine.scheduler.add(request)
+    while not all(request.num_output_tokens or request.is_finished for request in requests[:concurrency]):
+        engine.step()
+    with step_times(engine) as times:
+        while engine.scheduler.has_unfinished:
+            engine.step()
+    seconds = time.perf_counter() - start
+    for request in requests:
+        _check(request)
+    num_tokens = sum(request.metrics.num_emitted_tokens for request in requests)
+    num_rows = sum(request.metrics.num_sequence_steps for request in requests)
+    runs = [RequestRun(request.output_token_ids, seconds, None) for request in requests]
+    return Run(runs, seconds, {"tokens/step": num_tokens / num_rows, **times.figures})
 
 
 def make_idle(engine: Engine) -> None:
     """Abort all requests of an engine, as after a failure."""
     for request in (*engine.scheduler.running, *engine.scheduler.waiting):
         engine.scheduler.abort(request)
+
+
+def _check(request: Request) -> None:
+    if request.finish_reason != "length":
+        raise RuntimeError(f"request {request.request_id} ended early: {request.error or request.finish_reason}")
+
+
+def _added(before: list[int], after: list[int]) -> list[float]:
+    padded = before + [0] * (len(after) - len(before))
+    return [new - old for old, new in zip(padded, after, strict=True)]
 
 
 @contextmanager
@@ -109,24 +197,6 @@ def _observed_usage(engine: Engine) -> Iterator[list[float]]:
         yield usage
     finally:
         engine.observers.remove(observe)
-
-
-def _finished(request: Request, num_tokens: int, start: float) -> RequestRun:
-    """What is kept of a request.
-
-    Raises:
-        RuntimeError: it was ended before it had its tokens.
-    """
-    metrics = request.metrics
-    if request.num_output_tokens < num_tokens or metrics.first_token_time is None or metrics.finished_time is None:
-        raise RuntimeError(f"request {request.request_id} ended early: {request.error or request.finish_reason}")
-    tokens = request.output_token_ids[:num_tokens]
-    return RequestRun(tokens, metrics.first_token_time - start, metrics.finished_time - start)
-
-
-def _added(before: list[int], after: list[int]) -> list[int]:
-    padded = before + [0] * (len(after) - len(before))
-    return [new - old for old, new in zip(padded, after, strict=True)]
 
 
 class _GpuMeter:
@@ -147,5 +217,5 @@ class _GpuMeter:
                 self._is_on = False
 
     @property
-    def mean(self) -> float | None:
-        return sum(self._samples) / len(self._samples) / 100 if self._samples else None
+    def figures(self) -> dict[str, float]:
+        return {"GPU": sum(self._samples) / len(self._samples) / 100} if self._samples else {}

@@ -23,10 +23,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from titan.bench.progress import log
 
 from titan.bench.gpu import attention, ceilings, end_to_end
 from titan.bench.gpu.sections import Figure, Row, Section, Setting, run_isolated
-from titan.bench.progress import log
 from titan.bench.provenance import Provenance, collect_provenance
 from titan.bench.report import Report, Table, add_report_options, count, measure_and_publish, positive, use_threads, write_json
 from titan.kernels.triton.tools import INTERPRETED, is_launchable

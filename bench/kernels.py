@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.bench.progress import Progress, log
+
 from titan.bench.provenance import collect_provenance, machine_name
 from titan.bench.report import Report, Table, add_report_options, count, format_figure, publish, use_threads
 

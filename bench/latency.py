@@ -26,6 +26,10 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
+from titan.bench.noise import in_rounds
+from titan.bench.progress import Progress
+from titan.bench.survivors import Survivors, error_line
+
 from titan import LLM
 from titan.bench.arrivals import POISSON, ArrivalProcess, mean_rate, read_trace, stretch
 from titan.bench.draft_rows import NO_DRAFT
@@ -39,13 +43,10 @@ from titan.bench.latency_report import (
     make_limits,
     make_rows,
 )
-from titan.bench.noise import in_rounds
 from titan.bench.open_loop import Clock, RequestTimes, Target, TimedRequest, WallClock, measure_load, round_rate, serve
-from titan.bench.progress import Progress
 from titan.bench.prompts import prompt_stream
 from titan.bench.provenance import Provenance, collect_provenance
 from titan.bench.report import Report, add_report_options, count, measure_and_publish, parse_with_preset, positive, use_threads
-from titan.bench.survivors import Survivors, error_line
 from titan.bench.workloads import Lengths
 from titan.core.metrics import ratio
 from titan.models.loader import DEMO, DTYPES

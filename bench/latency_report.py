@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
+from titan.bench.noise import Spread, ratio_spread
+
 from titan.bench.charts import LineChart, Series, cumulative_points
 from titan.bench.draft_rows import NO_DRAFT
-from titan.bench.noise import Spread, ratio_spread
 from titan.bench.open_loop import ATTAINED, Limits, Load, RequestTimes, find_limits
 from titan.bench.report import Table, format_figure
 from titan.bench.runs import Percentiles

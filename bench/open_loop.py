@@ -18,6 +18,7 @@ from statistics import mean, pstdev
 from typing import Protocol
 
 from titan.bench.profiling import greedy_params
+
 from titan.core.request import Request
 from titan.frontend import FrontEnd
 

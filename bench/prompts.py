@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import errno
+import hashlib
 import json
 import mimetypes
 import random
 import re
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +18,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from titan.bench.progress import log
+from titan.bench.turns import log
 from titan.bench.workloads import Lengths
 from titan.models.loader import load_config, load_tokenizer, resolve_model
 
@@ -28,6 +30,8 @@ MAX_CHARACTERS = 2048 * CHARACTERS_PER_TOKEN
 MAX_RECORDS = 100
 """Objects in a list of JSON."""
 SYNTHETIC = "synthetic"
+EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
+HELD_OUT_SHARE = 0.06
 MARK = "<the message>"
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -219,10 +223,20 @@ SOURCES: dict[str, Callable[[], Sequence[str]]] = {
 """Built-in sources: texts that prompts are the beginnings of. Source files are those that the demo pair never saw."""
 
 
+def source_files() -> list[Path]:
+    """Return the standard library's source files, sorted, without tests and code-page tables."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return sorted(path for path in root.rglob("*.py") if not EXCLUDED_FOLDERS & set(path.relative_to(root).parts))
+
+
+def is_held_out(path: Path) -> bool:
+    """Choose the held-out files by a hash of their name, so that the split never depends on order."""
+    digest = hashlib.sha256(path.name.encode()).digest()
+    return digest[0] / 256 < HELD_OUT_SHARE
+
+
 @cache
 def _held_out_sources() -> list[str]:
-    from titan.bench.training.train_demo import is_held_out, source_files
-
     return [path.read_text(encoding="utf-8", errors="replace") for path in source_files() if is_held_out(path)]
 
 

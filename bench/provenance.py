@@ -6,9 +6,8 @@ import datetime
 import hashlib
 import os
 import platform
-import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -36,20 +35,17 @@ class Provenance:
     seed: int
 
 
-def collect_provenance(
-    name: str, argv: Sequence[str], *, models: Mapping[str, str | None] | None = None, seed: int = 0
-) -> Provenance:
-    """Describe this process: ``titan bench name argv``, here and now.
+def collect_provenance(command: str, *, models: Mapping[str, str | None] | None = None, seed: int = 0) -> Provenance:
+    """Describe this process, here and now.
 
     Args:
-        name: of the benchmark.
-        argv: its arguments.
+        command: line, as it was given.
         models: folder, hub id, "demo" or another draft by role, such as "target"; ``None`` is left out.
         seed: of prompts and sampling.
     """
     commit, has_changes = describe_checkout(Path(__file__).resolve().parent)
     return Provenance(
-        command=f"titan bench {name} {shlex.join(argv)}".rstrip(),
+        command=command,
         commit=commit,
         has_changes=has_changes,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -68,18 +64,18 @@ def collect_provenance(
 
 
 def provenance_lines(provenance: Provenance) -> list[str]:
-    """Describe a run as a Markdown list."""
+    """Describe a run, a fact per line."""
     versions = ", ".join(f"{name} {number}" for name, number in provenance.versions.items())
     load = ", ".join(f"{value:.2f}" for value in provenance.load_average)
     return [
-        f"- command: `{provenance.command}`",
-        f"- commit: {provenance.commit}{' with changes' if provenance.has_changes else ''}",
-        f"- date: {provenance.date}",
-        f"- machine: {provenance.machine}; {provenance.num_threads} threads",
-        f"- versions: {versions}",
-        *(f"- {role}: {model}" for role, model in provenance.models.items()),
-        f"- seed: {provenance.seed}",
-        f"- load average before the run: {load}",
+        f"command: `{provenance.command}`",
+        f"commit: {provenance.commit}{' with changes' if provenance.has_changes else ''}",
+        f"date: {provenance.date}",
+        f"machine: {provenance.machine}; {provenance.num_threads} threads",
+        f"versions: {versions}",
+        *(f"{role}: {model}" for role, model in provenance.models.items()),
+        f"seed: {provenance.seed}",
+        f"load average before the run: {load}",
     ]
 
 

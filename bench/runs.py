@@ -2,51 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRun:
-    """One finished request; times in seconds since the start of the run, when all requests arrived."""
+    """One finished request; times in seconds since the start of the run."""
 
     token_ids: list[int]  # generated
-    first_token_seconds: float | None
-    finished_seconds: float
+    finished: float
+    first_token: float | None  # None: not known
+    arrival: float = 0.0
 
     @property
-    def between_tokens_seconds(self) -> float | None:
+    def latency(self) -> float:
+        return self.finished - self.arrival
+
+    @property
+    def to_first_token(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def between_tokens(self) -> float | None:
         """Mean time between two tokens after the first; ``None`` for a single token or where the first is not known."""
-        if self.first_token_seconds is None or len(self.token_ids) < 2:
+        if self.first_token is None or len(self.token_ids) < 2:
             return None
-        return (self.finished_seconds - self.first_token_seconds) / (len(self.token_ids) - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class StepCounts:
-    """What Titan's steps of a run add up to; means are over the steps."""
-
-    num_steps: int
-    step_seconds: float  # mean, what happens between two steps included
-    mean_batch_size: float  # requests that emitted tokens, per step
-    mean_kv_usage: float  # share of the KV blocks in use
-    peak_kv_usage: float
-    proposed_per_depth: list[int]  # draft tokens, entry d-1 for depth d
-    accepted_per_depth: list[int]
+        return (self.finished - self.first_token) / (len(self.token_ids) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a workload; ``None`` is what the engine does not tell."""
+    """One run of a workload; ``figures`` and ``details`` are those of a `titan.bench.samples.Sample` that the engine tells."""
 
     requests: list[RequestRun]  # in the order of the workload
     seconds: float
-    cpu_seconds: float | None  # of all threads
-    mean_acceptance_length: float | None  # tokens per request and step of the target
-    gpu_use: float | None = None  # mean over samples, 0 to 1
-    steps: StepCounts | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    details: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -54,25 +48,28 @@ class Run:
         return sum(len(request.token_ids) for request in self.requests)
 
     @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
+    def rates(self) -> dict[str, float]:
+        """Tokens and requests per second."""
+        return {"tokens/s": self.num_tokens / self.seconds, "requests/s": len(self.requests) / self.seconds}
 
 
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    """Of some seconds, interpolated between the two nearest."""
+def latency_figures(requests: Sequence[RequestRun], percents: Sequence[int] = (50, 90, 99)) -> dict[str, float]:
+    """Percentiles over the requests in milliseconds, interpolated between the two nearest, as "latency P50, ms" and so on."""
+    kinds: dict[str, list[float | None]] = {
+        "latency": [request.latency for request in requests],
+        "first token": [request.to_first_token for request in requests],
+        "between tokens": [request.between_tokens for request in requests],
+    }
+    figures: dict[str, float] = {}
+    for kind, values in kinds.items():
+        known = [value for value in values if value is not None]
+        if known:
+            percentiles = np.percentile(known, percents).tolist()
+            figures |= {f"{kind} P{percent}, ms": 1e3 * value for percent, value in zip(percents, percentiles, strict=True)}
+    return figures
 
-    p50: float
-    p90: float
-    p99: float
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Percentiles | None:
-        """Sum up values; ``None`` if there are none."""
-        return cls(*np.percentile(values, [50, 90, 99]).tolist()) if values else None
-
-
-def count_equal(run: Run, reference: Run) -> int:
-    """Count the requests whose tokens equal those of the same place in ``reference``, one by one."""
+def share_equal(run: Run, reference: Run) -> float:
+    """Share of the requests whose tokens equal those of the same place in ``reference``, one by one."""
     pairs = zip(run.requests, reference.requests, strict=True)
-    return sum(mine.token_ids == theirs.token_ids for mine, theirs in pairs)
+    return sum(mine.token_ids == theirs.token_ids for mine, theirs in pairs) / len(run.requests)

@@ -26,9 +26,10 @@ from dataclasses import replace
 from itertools import repeat
 
 import psutil
-
 from titan.bench.profiling import profile_shares
 from titan.bench.progress import Progress
+from titan.bench.survivors import error_line
+
 from titan.bench.prompts import prompt_stream
 from titan.bench.provenance import Provenance, collect_provenance
 from titan.bench.report import Report, Table, add_report_options, count, measure_and_publish, positive, use_threads
@@ -49,7 +50,6 @@ from titan.bench.runners import (
     possible_modes,
 )
 from titan.bench.runs import Run, count_equal
-from titan.bench.survivors import error_line
 from titan.bench.throughput_report import (
     bound_notes,
     bound_table,

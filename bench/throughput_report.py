@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titan.bench.charts import LineChart, Series, StackedBars, cumulative_points
 from titan.bench.noise import Spread
+
+from titan.bench.charts import LineChart, Series, StackedBars, cumulative_points
 from titan.bench.report import Table, format_figure
 from titan.bench.runners import TITAN, TITAN_DRAFT, TITAN_SINGLE
 from titan.bench.runs import Percentiles

@@ -8,9 +8,9 @@ from itertools import zip_longest
 from statistics import median
 
 import numpy as np
-
 from titan.bench.noise import Spread, ratio_spread
 from titan.bench.profiling import Shares
+
 from titan.bench.runners import DESCRIPTIONS, STATIC_MODES, TITAN
 from titan.bench.runs import Percentiles, Run, StepCounts
 

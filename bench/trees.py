@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 
-import titan.engine
-from titan import LLM, SamplingParams
-from titan.bench.draft_rows import NO_DRAFT
 from titan.bench.noise import Spread, ratio_spread
 from titan.bench.profiling import timed, timed_passes
 from titan.bench.progress import Progress
+from titan.bench.survivors import Survivors
+
+import titan.engine
+from titan import LLM, SamplingParams
+from titan.bench.draft_rows import NO_DRAFT
 from titan.bench.prompts import prompt_stream
 from titan.bench.provenance import Provenance, collect_provenance
 from titan.bench.report import (
@@ -38,7 +40,6 @@ from titan.bench.report import (
     positive,
     use_threads,
 )
-from titan.bench.survivors import Survivors
 from titan.bench.workloads import Lengths, take_workload
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import DraftPolicy

@@ -1,10 +1,11 @@
-"""Requests for the benches: how long, how many, and taken from endless streams that a seed reproduces."""
+"""Requests for the benches: how long, how many, when, and taken from endless streams that a seed reproduces."""
 
 from __future__ import annotations
 
+import argparse
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
 
@@ -25,16 +26,17 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Read "128", or "16-512" for a mix.
+        """Read "128", or "16-512" for a mix, as a type of `argparse`.
 
         Raises:
-            ValueError: it is neither.
+            argparse.ArgumentTypeError: it is neither.
         """
         low, dash, high = text.partition("-")
         try:
             return cls(int(low), int(high if dash else low))
         except ValueError as error:
-            raise ValueError(f"{text!r} is not a length: allowed are 128, or 16-512 for a mix, of 1 or more tokens") from error
+            message = f"{text!r} is not a length: allowed are 128, or 16-512 for a mix, of 1 or more tokens"
+            raise argparse.ArgumentTypeError(message) from error
 
     @property
     def is_mixed(self) -> bool:
@@ -42,7 +44,7 @@ class Lengths:
         return self.low < self.high
 
     def stream(self, seed: int | str) -> Iterator[int]:
-        """Draw lengths without end; streams that must not go together need different seeds, such as "0/outputs"."""
+        """Sample lengths without end; streams that must not go together need different seeds, such as "0/outputs"."""
         generator = random.Random(seed)
         while True:
             yield generator.randint(self.low, self.high)
@@ -53,18 +55,21 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that arrive together; the end of sequence is ignored, so request i generates ``output_lens[i]`` tokens."""
+    """Requests; the end of sequence is ignored, so request i generates ``output_lens[i]`` tokens.
+
+    ``arrivals`` are seconds in ascending order; all arrive at 0 if there are none.
+    """
 
     prompts: list[list[int]]
     output_lens: list[int]
+    arrivals: Sequence[float] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not self.arrivals:
+            object.__setattr__(self, "arrivals", [0.0] * len(self.prompts))
 
     def __len__(self) -> int:
         return len(self.prompts)
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens that all requests generate together."""
-        return sum(self.output_lens)
 
 
 def take_workload(prompts: Iterator[list[int]], num_requests: int, output_lens: Iterator[int]) -> Workload:

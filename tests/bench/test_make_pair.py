@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from make_pair import LATE_LAYER_SCALE, greedy_agreement, make_pair, pair_config, save_pair
 from transformers import LlamaConfig
 
-from titan.bench.training.make_pair import LATE_LAYER_SCALE, greedy_agreement, make_pair, pair_config, save_pair
 from titan.kernels.torch.backend import TorchBackend
 from titan.models.loader import load_model
 

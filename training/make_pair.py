@@ -5,7 +5,7 @@ stream, because their output projections are scaled down, so the first two layer
 head often choose the token that the whole model chooses: a draft whose agreement is dialled, at the true cost of
 models of these sizes. There is no tokenizer; prompts are token ids.
 
-    python -m titan.bench.training.make_pair --output DIR
+    python training/make_pair.py --output DIR
 
 Writes DIR/target and DIR/draft in bfloat16 and prints the greedy agreement of the two.
 """

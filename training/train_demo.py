@@ -5,7 +5,7 @@ downloaded. The target is a wide, shallow Llama; the draft is one thin layer wit
 distributions (forward KL), mostly over text that the target wrote itself, because that is the text it will have to predict. (Two
 layers agree hardly more, 56 % against 55 % held out, and their passes take half as long again.)
 
-    python -m titan.bench.training.train_demo --output titan/demo
+    python training/train_demo.py --output titan/demo
 
 Takes about an hour on two CPU cores. With glibc, ``MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592``
 in the environment keeps large buffers mapped and saves a quarter of that. Prints and stores in the model cards: held-out loss
@@ -16,10 +16,8 @@ token).
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import platform
-import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,13 +30,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from titan import LLM, SamplingParams
+from titan.bench.prompts import is_held_out, source_files
 
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
 SEQUENCE_LENGTH = 512
 MAX_POSITIONS = 2048
-EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
-HELD_OUT_SHARE = 0.06
 DRAFT_LR = 6e-3
 WRITTEN_SHARE = 0.75
 """Share of the draft's training windows that come from the target's own text."""
@@ -64,18 +61,6 @@ class Quality:
     draft_loss: float  # nats per token
     agreement: float  # share of positions where both models' most likely tokens are equal
     generated_agreement: float  # the same over text written by the target at temperature 0
-
-
-def source_files() -> list[Path]:
-    """Return the standard library's source files, sorted, without tests and code-page tables."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return sorted(path for path in root.rglob("*.py") if not EXCLUDED_FOLDERS & set(path.relative_to(root).parts))
-
-
-def is_held_out(path: Path) -> bool:
-    """Choose the held-out files by a hash of their name, so that the split never depends on order."""
-    digest = hashlib.sha256(path.name.encode()).digest()
-    return digest[0] / 256 < HELD_OUT_SHARE
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -340,7 +325,7 @@ It exists so that Titan runs with no download. It is far too small to be of use 
 | draft agreement, generated | the same at {generated_agreement:.1%} of positions in text that the target writes at temperature 0 |
 | trained context | {length} tokens; positions up to {max_positions} are accepted |
 
-Made by `python -m titan.bench.training.train_demo`. The training text is under the Python Software Foundation License.
+Made by `python training/train_demo.py`. The training text is under the Python Software Foundation License.
 """
 
 

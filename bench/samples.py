@@ -1,0 +1,116 @@
+"""The one shape of what benches measure: samples of runs in rounds, and the rows that they sum up to.
+
+Names of labels and figures are the headers of the tables, so a figure's name has its unit. What could not be measured is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from statistics import median
+
+Label = str | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run of one variant.
+
+    Args:
+        labels: tell variants apart, such as "mode" and "at once".
+        round_id: variants are compared within a round.
+        figures: numbers by name.
+        details: lists by name, for plots: a number per request, or a count per depth.
+    """
+
+    labels: Mapping[str, Label]
+    round_id: int
+    figures: Mapping[str, float]
+    details: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median and range over rounds; format specs are those of the median, and "±" before one adds half the range."""
+
+    median: float
+    minimum: float
+    maximum: float
+    num_rounds: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Sum up the values of the rounds, at least one."""
+        return cls(median(values), min(values), max(values), len(values))
+
+    def __format__(self, spec: str) -> str:
+        text = format(self.median, spec.removeprefix("±"))
+        if not spec.startswith("±") or self.num_rounds == 1:
+            return text
+        half_range = (self.maximum - self.minimum) / 2 / abs(self.median) if self.median else 0.0
+        return f"{text} ±{100 * half_range:.0f} %"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """All runs of one variant."""
+
+    labels: Mapping[str, Label]
+    figures: Mapping[str, Spread]
+
+    def median(self, figure: str) -> float | None:
+        """The median of a figure over the rounds that have it; ``None`` if there are none."""
+        return self.figures[figure].median if figure in self.figures else None
+
+
+def make_rows(samples: Iterable[Sample]) -> list[Row]:
+    """Sum samples up: a row per variant, in the order in which they first came."""
+    rows = []
+    for group in group_samples(samples):
+        figures = dict.fromkeys(name for sample in group for name in sample.figures)
+        spreads = {name: Spread.of([each.figures[name] for each in group if name in each.figures]) for name in figures}
+        rows.append(Row(group[0].labels, spreads))
+    return rows
+
+
+def group_samples(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """Samples by variant, in the order in which variants first came."""
+    groups: dict[frozenset[tuple[str, Label]], list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(frozenset(sample.labels.items()), []).append(sample)
+    return list(groups.values())
+
+
+def with_ratio(samples: Sequence[Sample], name: str, figure: str, **baseline: Label) -> list[Sample]:
+    """Add the ratio of a figure to that of another variant in the same round.
+
+    Args:
+        samples: of all variants.
+        name: of the ratio.
+        figure: that is divided.
+        baseline: the labels by which the other variant differs; it has no ratio to itself.
+    """
+
+    def key(labels: Mapping[str, Label], round_id: int) -> frozenset[object]:
+        return frozenset([*labels.items(), round_id])
+
+    known = {key(each.labels, each.round_id): each.figures[figure] for each in samples if figure in each.figures}
+    found = []
+    for each in samples:
+        other = known.get(key({**each.labels, **baseline}, each.round_id))
+        if other and figure in each.figures and {**each.labels, **baseline} != each.labels:
+            found.append(replace(each, figures={**each.figures, name: each.figures[figure] / other}))
+        else:
+            found.append(each)
+    return found
+
+
+def sum_details(samples: Iterable[Sample], name: str) -> list[float]:
+    """A list of counts, added up over samples, such as the accepted tokens per depth."""
+    return [sum(counts) for counts in zip_longest(*(each.details.get(name, ()) for each in samples), fillvalue=0)]
+
+
+def join_details(samples: Iterable[Sample], name: str) -> list[float]:
+    """A list of figures of requests, of all samples one after the other."""
+    return [value for each in samples for value in each.details.get(name, ())]

@@ -1,0 +1,130 @@
+"""Where the time of Titan's steps goes, measured from outside, but for what is a part of one call."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import titan.engine
+from titan.core.metrics import ratio
+from titan.draft.draft_model import DraftModelDrafter
+from titan.engine import Engine
+from titan.kernels.cpu.decoder import GrowingStruct
+from titan.kernels.cpu.runner import CompiledRunner
+from titan.kernels.interfaces import Runner
+from titan.models.decoder import Decoder
+
+SPECULATION = ((titan.engine, "target_batch"), (titan.engine, "launch"), (titan.engine, "collect"))
+"""What a step calls for its trees, besides `Engine._propose`."""
+
+
+@dataclass(slots=True)
+class Timer:
+    """Calls of a function."""
+
+    num_calls: int = 0
+    seconds: float = 0.0
+
+
+Measure = Callable[[Any], tuple[float, int]]
+"""From the result of a call its seconds, and how many calls it counts for."""
+
+
+@contextmanager
+def timed(owner: Any, name: str, timer: Timer, *, measure: Measure | None = None) -> Iterator[None]:
+    """Add the calls of ``owner.name`` to a timer as long as the context lasts; ``measure`` may tell their time otherwise."""
+    original = getattr(owner, name)
+    is_own = name in vars(owner)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = original(*args, **kwargs)
+        seconds, num_calls = (time.perf_counter() - start, 1) if measure is None else measure(result)
+        timer.seconds += seconds
+        timer.num_calls += num_calls
+        return result
+
+    setattr(owner, name, wrapper)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Steps and their parts."""
+
+    step: Timer = field(default_factory=Timer)
+    target: Timer = field(default_factory=Timer)  # its forward passes
+    draft: Timer = field(default_factory=Timer)  # those of the draft
+    propose: Timer = field(default_factory=Timer)
+    speculation: Timer = field(default_factory=Timer)  # the target's batch, and acceptance
+    attention: Timer = field(default_factory=Timer)  # over paged blocks, of both models
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Milliseconds of a step and of passes, and the parts of a step; host, draft and target add up to 1. None without steps."""
+        whole, num_steps = self.step.seconds, self.step.num_calls
+        if not num_steps:
+            return {}
+        figures = {
+            "ms/step": 1e3 * whole / num_steps,
+            "host": 1 - (self.target.seconds + self.draft.seconds) / whole,
+            "draft": self.draft.seconds / whole,
+            "target": self.target.seconds / whole,
+            "attention": self.attention.seconds / whole,
+            "trees, batch, acceptance": (self.propose.seconds + self.speculation.seconds - self.draft.seconds) / whole,
+            "ms/target pass": 1e3 * ratio(self.target.seconds, self.target.num_calls),
+        }
+        if self.draft.num_calls:
+            figures["draft passes"] = self.draft.num_calls / num_steps
+            figures["ms/draft pass"] = 1e3 * self.propose.seconds / self.draft.num_calls  # choosing between them included
+        return figures
+
+
+@contextmanager
+def step_times(engine: Engine) -> Iterator[StepTimes]:
+    """Time the steps of an engine as long as the context lasts; none on a GPU, where a call returns before its work is done."""
+    times = StepTimes()
+    if engine.backend.device.type != "cpu":
+        yield times
+        return
+    runners = [(engine.runner, times.target)]
+    if isinstance(engine.drafter, DraftModelDrafter):
+        runners.append((engine.drafter.runner, times.draft))
+    with ExitStack() as stack:
+        for runner, timer in runners:
+            stack.enter_context(timed(runner, "forward", timer))
+            stack.enter_context(timed(model_of(runner).ops, "tree_attention", times.attention))
+            if isinstance(runner, CompiledRunner):
+                stack.enter_context(timed(runner, "_run_growth", timer, measure=_passes_of_trees))
+        for owner, name in SPECULATION:
+            stack.enter_context(timed(owner, name, times.speculation))
+        stack.enter_context(timed(engine, "_propose", times.propose))
+        stack.enter_context(timed(engine, "step", times.step))
+        before = _compiled_attention_seconds(runners)
+        yield times
+        times.attention.seconds += _compiled_attention_seconds(runners) - before
+
+
+def model_of(runner: Runner) -> Decoder:
+    """The model of a runner; those of all back ends have it as an attribute."""
+    model: Decoder = runner.model  # type: ignore[attr-defined]
+    return model
+
+
+def _passes_of_trees(grown: GrowingStruct) -> tuple[float, int]:
+    return grown.pass_seconds, grown.num_passes
+
+
+def _compiled_attention_seconds(runners: Iterable[tuple[Runner, Timer]]) -> float:
+    return sum(runner.attention_seconds for runner, _ in runners if isinstance(runner, CompiledRunner))

@@ -1,0 +1,74 @@
+"""Variants of a measurement take turns; one that fails is left out from then on, and the others go on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from tqdm import tqdm
+
+from titan.bench.peers.client import PeerError
+
+T = TypeVar("T")
+
+
+class Turns:
+    """Gives variants their turns, with a progress bar on stderr; a context manager.
+
+    Args:
+        num_turns: that are to come.
+        problems: gets a line for each variant that fails.
+        recover: is told which variant failed, and makes what the variants share ready for the next.
+    """
+
+    def __init__(self, num_turns: int, problems: list[str], recover: Callable[[str], None]) -> None:
+        self._problems = problems
+        self._recover = recover
+        self._failed: set[str] = set()
+        self._bar = tqdm(total=num_turns, file=sys.stderr, unit="run", dynamic_ncols=True)
+
+    def __enter__(self) -> Turns:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def take(self, variant: str, place: str, work: Callable[[], T]) -> T | None:
+        """Return what ``work`` returns; ``None`` if it fails, or if its variant failed before.
+
+        Args:
+            variant: whose turn it is.
+            place: where in the measurement, such as "at 8 requests/s".
+            work: returns no ``None``.
+        """
+        if variant in self._failed:
+            self._bar.update()
+            return None
+        self._bar.set_description(f"{variant} {place}")
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - whatever ends one variant, the others go on
+            self._failed.add(variant)
+            self._problems.append(f"{variant} ended {place}: {error_line(error)}")
+            self._recover(variant)
+            return None
+        finally:
+            self._bar.update()
+
+
+def in_rounds(variants: Sequence[T], num_rounds: int) -> Iterator[tuple[int, T]]:
+    """Yield (round, variant) so that the variants take turns: A B A B; what drifts hits them all alike."""
+    return ((round_id, variant) for round_id in range(num_rounds) for variant in variants)
+
+
+def error_line(error: Exception) -> str:
+    """What went wrong, in one line; errors whose message is meant for people need no name."""
+    text = str(error) if isinstance(error, (ValueError, PeerError)) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())
+
+
+def log(message: str) -> None:
+    """Show a line with the time on stderr."""
+    tqdm.write(f"[{time.strftime('%H:%M:%S')}] {message}", file=sys.stderr)
