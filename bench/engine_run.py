@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
+from itertools import zip_longest
+from statistics import mean
 from typing import Protocol
 
 import torch
@@ -73,37 +77,22 @@ def run_workload(
         RuntimeError: a request was ended before it had its tokens.
     """
     requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
-    waiting = deque(zip(workload.arrivals, requests, strict=True))
-    unfinished: set[Request] = set()
-    first_tokens: dict[Request, float] = {}
-    finished: dict[Request, float] = {}
-    before, num_rows = engine.metrics(), engine.counters.num_sequence_steps
+    first_changes: dict[Request, float] = {}
+    last_changes: dict[Request, float] = {}
+    seconds = 0.0
+    before, num_rows, cpu_start = engine.metrics(), engine.counters.num_sequence_steps, time.process_time()
     gpu = _GpuMeter(engine.backend.device)
-    cpu_start, start = time.process_time(), clock.monotonic()
     with _observed_usage(engine) as usage:
-        while waiting or unfinished:
-            now = clock.monotonic() - start
-            if waiting and not unfinished and waiting[0][0] > now:
-                clock.sleep(waiting[0][0] - now)
-                now = waiting[0][0]  # whatever rounding says
-            if not (is_static and unfinished):
-                while waiting and waiting[0][0] <= now and len(unfinished) < (concurrency or len(requests)):
-                    unfinished.add(waiting[0][1])
-                    engine.scheduler.add(waiting.popleft()[1])
-            changed = engine.step()
-            now = clock.monotonic() - start
+        for seconds, changed in _serve(engine, workload, requests, concurrency or len(requests), clock, is_static=is_static):
             for request in changed:
-                first_tokens.setdefault(request, now)
-                if request.is_finished:
-                    _check(request)
-                    finished[request] = now
-                    unfinished.remove(request)
+                first_changes.setdefault(request, seconds)
+                last_changes[request] = seconds
             gpu.sample()
-    seconds, cpu_seconds = clock.monotonic() - start, time.process_time() - cpu_start
+    cpu_seconds = time.process_time() - cpu_start
     after, num_rows = engine.metrics(), engine.counters.num_sequence_steps - num_rows
     num_steps = after.num_steps - before.num_steps
     runs = [
-        RequestRun(request.output_token_ids, finished[request], first_tokens[request], arrival)
+        RequestRun(request.output_token_ids, last_changes[request], first_changes[request], arrival)
         for arrival, request in zip(workload.arrivals, requests, strict=True)
     ]
     return Run(
@@ -114,7 +103,7 @@ def run_workload(
             "batch": ratio(num_rows, num_steps),
             "ms/step": 1e3 * seconds / num_steps,
             "CPU": cpu_seconds / seconds / torch.get_num_threads(),
-            "KV mean": sum(usage) / len(usage),
+            "KV mean": mean(usage),
             "KV peak": max(usage),
             **gpu.figures,
         },
@@ -150,17 +139,13 @@ def profile_workload(
         RuntimeError: as `run_workload`.
     """
     requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
-    start = time.perf_counter()
-    for request in requests:
-        engine.scheduler.add(request)
-    while not all(request.num_output_tokens or request.is_finished for request in requests[:concurrency]):
-        engine.step()
+    steps = _serve(engine, workload, requests, concurrency, time)
+    seconds = 0.0
+    while not all(request.num_output_tokens for request in requests[:concurrency]):
+        seconds, _ = next(steps)
     with step_times(engine) as times:
-        while engine.scheduler.has_unfinished:
-            engine.step()
-    seconds = time.perf_counter() - start
-    for request in requests:
-        _check(request)
+        for seconds, _ in steps:  # noqa: B007 - the last counts
+            pass
     num_tokens = sum(request.metrics.num_emitted_tokens for request in requests)
     num_rows = sum(request.metrics.num_sequence_steps for request in requests)
     runs = [RequestRun(request.output_token_ids, seconds, None) for request in requests]
@@ -173,14 +158,33 @@ def make_idle(engine: Engine) -> None:
         engine.scheduler.abort(request)
 
 
-def _check(request: Request) -> None:
-    if request.finish_reason != "length":
-        raise RuntimeError(f"request {request.request_id} ended early: {request.error or request.finish_reason}")
+def _serve(
+    engine: Engine, workload: Workload, requests: Sequence[Request], concurrency: int, clock: Clock, *, is_static: bool = False
+) -> Iterator[tuple[float, list[Request]]]:
+    """Step an engine until all requests are finished; yields, after each step, the seconds until then and what it changed."""
+    waiting = deque(zip(workload.arrivals, requests, strict=True))
+    unfinished: set[Request] = set()
+    start = clock.monotonic()
+    while waiting or unfinished:
+        now = clock.monotonic() - start
+        if waiting and not unfinished and waiting[0][0] > now:
+            clock.sleep(waiting[0][0] - now)
+            now = waiting[0][0]  # whatever rounding says
+        may_add = not (is_static and unfinished)
+        while may_add and waiting and waiting[0][0] <= now and len(unfinished) < concurrency:
+            _, request = waiting.popleft()
+            engine.scheduler.add(request)
+            unfinished.add(request)
+        changed = engine.step()
+        for request in changed:
+            if request.is_finished and request.finish_reason != "length":
+                raise RuntimeError(f"request {request.request_id} ended early: {request.error or request.finish_reason}")
+        unfinished -= {request for request in changed if request.is_finished}
+        yield clock.monotonic() - start, changed
 
 
 def _added(before: list[int], after: list[int]) -> list[float]:
-    padded = before + [0] * (len(after) - len(before))
-    return [new - old for old, new in zip(padded, after, strict=True)]
+    return [new - old for old, new in zip_longest(before, after, fillvalue=0)]
 
 
 @contextmanager
@@ -204,18 +208,14 @@ class _GpuMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._is_on = device.type == "cuda"
         self._samples: list[int] = []
-        self._next = 0.0
+        self._next = 0.0 if device.type == "cuda" and find_spec("pynvml") else math.inf
 
     def sample(self) -> None:
-        if self._is_on and time.monotonic() >= self._next:
+        if time.monotonic() >= self._next:
             self._next = time.monotonic() + GPU_SAMPLE_SECONDS
-            try:
-                self._samples.append(torch.cuda.utilization(self._device))
-            except (ModuleNotFoundError, RuntimeError):
-                self._is_on = False
+            self._samples.append(torch.cuda.utilization(self._device))
 
     @property
     def figures(self) -> dict[str, float]:
-        return {"GPU": sum(self._samples) / len(self._samples) / 100} if self._samples else {}
+        return {"GPU": mean(self._samples) / 100} if self._samples else {}

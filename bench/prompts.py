@@ -11,15 +11,15 @@ import random
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
+from itertools import cycle, islice
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
 from titan.bench.turns import log
-from titan.bench.workloads import Lengths
+from titan.bench.workloads import Lengths, read_text
 from titan.models.loader import load_config, load_tokenizer, resolve_model
 
 DEFINITION = re.compile(r"^ *(?:async def|def|class) ", re.MULTILINE)
@@ -34,17 +34,6 @@ EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", 
 HELD_OUT_SHARE = 0.06
 MARK = "<the message>"
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """Token ids that stand around the text of every prompt."""
-
-    before: Sequence[int] = ()
-    after: Sequence[int] = ()
-
-
-NO_FRAME = Frame()
 
 
 def prompt_stream(model: str, source: str, lengths: Lengths, seed: int) -> Iterator[list[int]]:
@@ -73,8 +62,9 @@ def prompt_stream(model: str, source: str, lengths: Lengths, seed: int) -> Itera
         raise ValueError(f"prompts {source!r} are text, and {model} has no tokenizer: allowed are auto and {SYNTHETIC}")
     if is_file:
         return file_prompts(tokenizer, Path(source), lengths)
-    frame = chat_frame(tokenizer) if source == "chat" else NO_FRAME
-    return text_prompts(tokenizer, SOURCES[source](), lengths, seed, frame)
+    if source == "chat":
+        return chat_prompts(tokenizer, chat_texts(), lengths, seed)
+    return text_prompts(tokenizer, SOURCES[source](), lengths, seed)
 
 
 def find_tokenizer(folder: str) -> Any | None:
@@ -92,48 +82,47 @@ def random_prompts(lengths: Lengths, vocab_size: int, seed: int) -> Iterator[lis
         yield [generator.randrange(vocab_size) for _ in range(length)]
 
 
-def chat_frame(tokenizer: Any) -> Frame:
-    """What a chat template puts around a user's message; for a tokenizer without one, plain "User:" and "Assistant:"."""
-    if tokenizer.chat_template:
-        message = [{"role": "user", "content": MARK}]
-        rendered: str = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    else:
-        rendered = f"User: {MARK}\n\nAssistant:"
-    before, _, after = rendered.partition(MARK)
-    return Frame(*(tokenizer.encode(text, add_special_tokens=False) for text in (before, after)))
-
-
-def text_prompts(tokenizer: Any, texts: Sequence[str], lengths: Lengths, seed: int, frame: Frame = NO_FRAME) -> Iterator[list[int]]:
-    """Yield the beginnings of ``texts`` in random order, from the first again after the last; too short ones are left out.
+def chat_prompts(tokenizer: Any, texts: Sequence[str], lengths: Lengths, seed: int) -> Iterator[list[int]]:
+    """Return prompts whose text is a user's message in the tokenizer's chat template, or after a plain "User:" without one.
 
     Args:
         tokenizer: of the model.
-        texts: what prompts are made of.
-        lengths: of the prompts in tokens, the frame included.
+        texts: what messages are the beginnings of.
+        lengths: of the prompts in tokens, those around the message included.
         seed: of order and lengths.
-        frame: stands around each text.
 
     Raises:
-        ValueError: no text is long enough, or the frame alone is too long.
+        ValueError: what stands around the message leaves no room for it.
+    """
+    rendered = f"User: {MARK}\n\nAssistant:"
+    if tokenizer.chat_template:
+        message = [{"role": "user", "content": MARK}]
+        rendered = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in rendered.split(MARK))
+    num_around = len(before) + len(after)
+    if lengths.low <= num_around:
+        raise ValueError(f"prompts of {lengths} tokens have no room for the {num_around} tokens around a message")
+    messages = text_prompts(tokenizer, texts, Lengths(lengths.low - num_around, lengths.high - num_around), seed)
+    return ([*before, *token_ids, *after] for token_ids in messages)
+
+
+def text_prompts(tokenizer: Any, texts: Sequence[str], lengths: Lengths, seed: int) -> Iterator[list[int]]:
+    """Yield the beginnings of ``texts`` in random order, from the first again after the last; too short ones are left out.
+
+    Raises:
+        ValueError: no text is long enough.
     """
     order = list(texts)
     random.Random(seed).shuffle(order)
-    wanted = lengths.stream(seed)
-    num_framing = len(frame.before) + len(frame.after)
-    length = next(wanted)
-    num_found = -1
-    while num_found:
-        num_found = 0
-        for text in order:
-            if length <= num_framing:
-                raise ValueError(f"a prompt of {length} tokens has no room for the {num_framing} tokens of its frame")
-            num_wanted = length - num_framing
-            token_ids = tokenizer.encode(text[: num_wanted * CHARACTERS_PER_TOKEN], add_special_tokens=False)[:num_wanted]
-            if len(token_ids) == num_wanted:
-                num_found += 1
-                yield [*frame.before, *token_ids, *frame.after]
-                length = next(wanted)
-    raise ValueError(f"a prompt of {length} tokens is longer than any of the {len(order)} texts")
+    endless = cycle(order)
+    for length in lengths.stream(seed):
+        for text in islice(endless, len(order)):
+            token_ids = tokenizer.encode(text[: length * CHARACTERS_PER_TOKEN], add_special_tokens=False)[:length]
+            if len(token_ids) == length:
+                yield token_ids
+                break
+        else:
+            raise ValueError(f"a prompt of {length} tokens is longer than any of the {len(order)} texts")
 
 
 def file_prompts(tokenizer: Any, path: Path, lengths: Lengths) -> Iterator[list[int]]:
@@ -144,31 +133,23 @@ def file_prompts(tokenizer: Any, path: Path, lengths: Lengths) -> Iterator[list[
     Raises:
         ValueError: the file is no text, holds no prompt, or a line is not what it should be.
     """
-    try:
-        content = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompts {str(path)!r} are not allowed: the file is no text in UTF-8") from error
-    except OSError as error:
-        raise ValueError(f"prompts {str(path)!r} cannot be read: {error.strerror}") from error
-    texts = [line for line in content.splitlines() if line.strip()]
+    name = f"prompts {str(path)!r}"
+    texts = [line for line in read_text(path, name).splitlines() if line.strip()]
     if path.suffix == ".jsonl":
-        texts = [_prompt_of(line, path) for line in texts]
+        texts = [_prompt_of(line, name) for line in texts]
     prompts = [token_ids[: lengths.high] for text in texts if (token_ids := tokenizer.encode(text))]
     if not prompts:
-        raise ValueError(f'prompts {str(path)!r} is empty: it must have a prompt per line, or JSON lines with a "prompt"')
-
+        raise ValueError(f'{name} is empty: it must have a prompt per line, or JSON lines with a "prompt"')
     num_short = sum(len(prompt) < lengths.low for prompt in prompts)
     if num_short:
-        log(f"prompts {str(path)!r}: {num_short} of {len(prompts)} have fewer than the {lengths.low} tokens asked for")
+        log(f"{name}: {num_short} of {len(prompts)} have fewer than the {lengths.low} tokens asked for")
+    return _repeated(prompts, name)
 
-    def cycle() -> Iterator[list[int]]:
-        yield from prompts
-        num_different = len(set(map(tuple, prompts)))
-        log(f"prompts {str(path)!r}: it has {num_different} different prompts, fewer than needed, so that they repeat")
-        while True:
-            yield from prompts
 
-    return cycle()
+def _repeated(prompts: list[list[int]], name: str) -> Iterator[list[int]]:
+    yield from prompts
+    log(f"{name}: it has {len(set(map(tuple, prompts)))} different prompts, fewer than needed, so that they repeat")
+    yield from cycle(prompts)
 
 
 @cache
@@ -262,11 +243,11 @@ def _describe_function(node: ast.FunctionDef) -> dict[str, object]:
     }
 
 
-def _prompt_of(line: str, path: Path) -> str:
+def _prompt_of(line: str, name: str) -> str:
     try:
         prompt = json.loads(line)["prompt"]
     except (ValueError, KeyError, TypeError):
         prompt = None
     if not isinstance(prompt, str):
-        raise ValueError(f'prompts {str(path)!r} has the line {line[:60]!r}: each must be a JSON object with a text "prompt"')
+        raise ValueError(f'{name} has the line {line[:60]!r}: each must be a JSON object with a text "prompt"')
     return prompt

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +76,17 @@ class Workload:
 def take_workload(prompts: Iterator[list[int]], num_requests: int, output_lens: Iterator[int]) -> Workload:
     """Make a workload of the next prompts and lengths of two streams."""
     return Workload(list(islice(prompts, num_requests)), list(islice(output_lens, num_requests)))
+
+
+def read_text(path: Path, name: str) -> str:
+    """Read a file that a user named.
+
+    Raises:
+        ValueError: it cannot be read or is no text; the message begins with ``name``.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not allowed: the file is no text in UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror}") from error
