@@ -1,79 +1,68 @@
-"""When requests arrive, whatever the engine does (an open loop): Poisson, bursty, or as a trace says."""
+"""When requests arrive, whatever the engine does (an open loop): drawn, Poisson or in bursts, or as a trace says."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
-POISSON = "poisson"
-BURSTY = "bursty"
-BURSTY_VARIATION = 3.0
-"""Coefficient of variation of "bursty", unless it is given."""
+from titan.bench.workloads import read_text
+
+VARIATIONS = {"poisson": 1.0, "bursty": 3.0}
+"""Coefficients of variation of the gaps between arrivals, their standard deviation over their mean, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """One request of a trace."""
+    """One request of a trace.
+
+    Raises:
+        ValueError: the time is infinite or none, or there is no token of prompt or output.
+    """
 
     time: float  # seconds after the first
     prompt_len: int  # tokens
     output_len: int  # tokens
 
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.time) or self.prompt_len < 1 or self.output_len < 1:
+            raise ValueError(f"{self} is not allowed")
 
-@dataclass(frozen=True, slots=True)
-class ArrivalProcess:
-    """Arrivals whose gaps are independent and gamma distributed; with a variation of 1 they are a Poisson process.
 
-    Args:
-        variation: coefficient of variation of the gaps, their standard deviation over their mean; above 1 arrivals come in bursts.
+def read_variation(text: str) -> float:
+    """Read "poisson", "bursty" or, with a coefficient of variation, "bursty:5": the coefficient of variation of the gaps.
 
     Raises:
-        ValueError: ``variation`` is not a positive number.
+        ValueError: it is none of them.
     """
+    if text in VARIATIONS:
+        return VARIATIONS[text]
+    name, _, number = text.partition(":")
+    if name != "bursty":
+        raise ValueError(f"arrivals {text!r} are unknown: allowed are poisson, bursty, bursty:VARIATION, or a trace's file")
+    try:
+        variation = float(number)
+    except ValueError:
+        variation = math.nan
+    if not 0 < variation < math.inf:
+        raise ValueError(f"arrivals {text!r} are not allowed: after bursty: stands a number above 0")
+    return variation
 
-    variation: float = 1.0
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.variation) and self.variation > 0):
-            raise ValueError(f"a coefficient of variation of {self.variation} is not allowed: it must be above 0")
+def draw_arrivals(variation: float, num_requests: int, seed: int) -> list[float]:
+    """Seconds, from 0 on, with a mean gap of 1 s; gaps are independent and gamma distributed.
 
-    @classmethod
-    def parse(cls, text: str) -> ArrivalProcess:
-        """Read "poisson", "bursty" or, with a coefficient of variation, "bursty:5".
-
-        Raises:
-            ValueError: it is none of them.
-        """
-        name, _, variation = text.partition(":")
-        try:
-            if name == POISSON and not variation:
-                return cls()
-            if name == BURSTY:
-                return cls(float(variation or BURSTY_VARIATION))
-        except ValueError as error:
-            raise ValueError(f"arrivals {text!r} are not allowed: after {BURSTY}: stands a number above 0") from error
-        raise ValueError(f"arrivals {text!r} are unknown: allowed are {POISSON}, {BURSTY}, {BURSTY}:VARIATION, or a trace's file")
-
-    def times(self, rate: float, seed: int) -> Iterator[float]:
-        """Yield times without end, in seconds; the first request arrives at 0.
-
-        Args:
-            rate: mean arrivals per second.
-            seed: the same gives the same times.
-
-        Raises:
-            ValueError: ``rate`` is not positive.
-        """
-        _check_rate(rate)
-        generator = random.Random(seed)
-        shape = 1 / self.variation**2
-        time = 0.0
-        while True:
-            yield time
-            time += generator.gammavariate(shape, 1 / (rate * shape))
+    Args:
+        variation: coefficient of variation of the gaps: at 1 it is a Poisson process, above 1 requests come in bursts.
+        num_requests: how many, at least 1.
+        seed: the same gives the same times.
+    """
+    generator = random.Random(seed)
+    shape = 1 / variation**2
+    return list(accumulate((generator.gammavariate(shape, 1 / shape) for _ in range(num_requests - 1)), initial=0.0))
 
 
 def read_trace(path: Path) -> list[TraceEntry]:
@@ -85,30 +74,22 @@ def read_trace(path: Path) -> list[TraceEntry]:
         ValueError: the file is no text, a line is none of this, times go back, or there is no request; the message names the line.
     """
     entries: list[TraceEntry] = []
-    start = 0.0
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"trace {str(path)!r} is not allowed: the file is no text in UTF-8") from error
+    lines = read_text(path, f"trace {str(path)!r}").splitlines()
     for number, line in enumerate(lines, start=1):
-        fields = line.replace(",", " ").split()
-        if not fields or fields[0].startswith("#"):
+        if not line.strip() or line.lstrip().startswith("#"):
             continue
         where = f"trace {str(path)!r}, line {number}: {line!r}"
         try:
-            time, prompt_len, output_len = float(fields[0]), int(fields[1]), int(fields[2])
-        except (ValueError, IndexError) as error:
+            time, prompt_len, output_len = line.replace(",", " ").split()
+            entry = TraceEntry(float(time), int(prompt_len), int(output_len))
+        except ValueError as error:
             raise ValueError(f"{where} is not allowed: it must be time in seconds, prompt tokens, output tokens") from error
-        if len(fields) > 3 or not math.isfinite(time) or prompt_len < 1 or output_len < 1:
-            raise ValueError(f"{where} is not allowed: three numbers, and at least one token of prompt and of output")
-        if not entries:
-            start = time
-        if entries and time - start < entries[-1].time:
+        if entries and entry.time < entries[-1].time:
             raise ValueError(f"{where} goes back in time: requests must come in the order of their arrival")
-        entries.append(TraceEntry(time - start, prompt_len, output_len))
+        entries.append(entry)
     if not entries:
         raise ValueError(f"trace {str(path)!r} is empty: it must have a line per request")
-    return entries
+    return [TraceEntry(entry.time - entries[0].time, entry.prompt_len, entry.output_len) for entry in entries]
 
 
 def mean_rate(times: Sequence[float]) -> float:
@@ -117,22 +98,6 @@ def mean_rate(times: Sequence[float]) -> float:
     Raises:
         ValueError: all arrive together, so that there is no rate.
     """
-    if len(times) < 2 or times[-1] <= times[0]:
+    if times[-1] <= times[0]:
         raise ValueError("requests that all arrive at once have no rate: at least two different times are needed")
     return (len(times) - 1) / (times[-1] - times[0])
-
-
-def stretch(entries: Sequence[TraceEntry], rate: float) -> list[TraceEntry]:
-    """Replay a trace faster or slower, so that its mean rate is ``rate`` requests per second.
-
-    Raises:
-        ValueError: ``rate`` is not positive, or the trace has no rate.
-    """
-    _check_rate(rate)
-    factor = mean_rate([entry.time for entry in entries]) / rate
-    return [TraceEntry(entry.time * factor, entry.prompt_len, entry.output_len) for entry in entries]
-
-
-def _check_rate(rate: float) -> None:
-    if not (math.isfinite(rate) and rate > 0):
-        raise ValueError(f"rate={rate} is not allowed: it must be above 0")

@@ -99,8 +99,7 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
         color, is_first = COLORS[i % len(COLORS)], i < len(COLORS)
         points = [(each.points[0][0], 0.0), *each.points] if chart.style == "steps" else each.points
         axes.plot(
-            [x for x, _ in points],
-            [y for _, y in points],
+            *zip(*points, strict=True),
             color=color,
             linestyle="" if chart.style == "points" else "-" if is_first else "--",
             marker="" if chart.style == "steps" else "o",

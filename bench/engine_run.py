@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -24,8 +23,8 @@ from titan.core.request import Request
 from titan.engine import Engine
 from titan.frontend import FrontEnd
 
-GPU_SAMPLE_SECONDS = 0.2
-"""Time between two samples of a GPU's utilisation."""
+STEPS_PER_GPU_SAMPLE = 16
+"""Asking NVML takes about a millisecond."""
 
 
 class Clock(Protocol):
@@ -81,13 +80,11 @@ def run_workload(
     last_changes: dict[Request, float] = {}
     seconds = 0.0
     before, num_rows, cpu_start = engine.metrics(), engine.counters.num_sequence_steps, time.process_time()
-    gpu = _GpuMeter(engine.backend.device)
-    with _observed_usage(engine) as usage:
+    with _observed_use(engine) as (kv_use, gpu_use):
         for seconds, changed in _serve(engine, workload, requests, concurrency or len(requests), clock, is_static=is_static):
             for request in changed:
                 first_changes.setdefault(request, seconds)
                 last_changes[request] = seconds
-            gpu.sample()
     cpu_seconds = time.process_time() - cpu_start
     after, num_rows = engine.metrics(), engine.counters.num_sequence_steps - num_rows
     num_steps = after.num_steps - before.num_steps
@@ -103,9 +100,9 @@ def run_workload(
             "batch": ratio(num_rows, num_steps),
             "ms/step": 1e3 * seconds / num_steps,
             "CPU": cpu_seconds / seconds / torch.get_num_threads(),
-            "KV mean": mean(usage),
-            "KV peak": max(usage),
-            **gpu.figures,
+            "KV mean": mean(kv_use),
+            "KV peak": max(kv_use),
+            **({"GPU": mean(gpu_use)} if gpu_use else {}),
         },
         {
             "proposed per depth": _added(before.proposed_per_depth, after.proposed_per_depth),
@@ -188,34 +185,23 @@ def _added(before: list[int], after: list[int]) -> list[float]:
 
 
 @contextmanager
-def _observed_usage(engine: Engine) -> Iterator[list[float]]:
-    """Collect the share of KV blocks in use in the middle of each step, when those of the step are reserved and none is freed."""
-    usage: list[float] = []
-    pool = engine.kv.pool
+def _observed_use(engine: Engine) -> Iterator[tuple[list[float], list[float]]]:
+    """Collect shares in use in the middle of steps: of KV blocks, when those of the step are reserved and none is freed; of a GPU.
+
+    The latter are empty on a CPU, and without the package nvidia-ml-py.
+    """
+    kv_use: list[float] = []
+    gpu_use: list[float] = []
+    pool, device = engine.kv.pool, engine.backend.device
+    has_nvml = device.type == "cuda" and find_spec("pynvml") is not None
 
     def observe(*_: object) -> None:
-        usage.append(1 - pool.num_free / pool.num_blocks)
+        if has_nvml and len(kv_use) % STEPS_PER_GPU_SAMPLE == 0:
+            gpu_use.append(torch.cuda.utilization(device) / 100)
+        kv_use.append(1 - pool.num_free / pool.num_blocks)
 
     engine.observers.append(observe)
     try:
-        yield usage
+        yield kv_use, gpu_use
     finally:
         engine.observers.remove(observe)
-
-
-class _GpuMeter:
-    """Samples how busy a GPU is, as NVML tells; nothing on a CPU or without the package nvidia-ml-py."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._samples: list[int] = []
-        self._next = 0.0 if device.type == "cuda" and find_spec("pynvml") else math.inf
-
-    def sample(self) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + GPU_SAMPLE_SECONDS
-            self._samples.append(torch.cuda.utilization(self._device))
-
-    @property
-    def figures(self) -> dict[str, float]:
-        return {"GPU": mean(self._samples) / 100} if self._samples else {}

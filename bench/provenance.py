@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -117,17 +118,13 @@ def describe_checkout(folder: Path) -> tuple[str, bool]:
     Args:
         folder: in the checkout; the commit is "unknown" outside one.
     """
-    git = ["git", "-C", str(folder)]
+    command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=all", "--", ":/"]
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = ["status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)bench/results"]
-        new = ["ls-files", "--others", "--exclude-standard", "--", ":(top)*.py", ":(top,exclude)bench/results"]
-        changes = "".join(
-            subprocess.run([*git, *each], capture_output=True, text=True, check=True).stdout for each in (changed, new)
-        )
+        status = subprocess.run([*command, ":(top,exclude)bench/results"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown", False
-    return commit, bool(changes.strip())
+    [commit] = re.findall(r"^# branch\.oid (.+)$", status, re.MULTILINE)
+    return commit, bool(re.search(r"^[^#?]|\.py$", status, re.MULTILINE))
 
 
 def _cpu_name() -> str:

@@ -92,17 +92,15 @@ def with_ratio(samples: Sequence[Sample], name: str, figure: str, **baseline: La
         baseline: the labels by which the other variant differs; it has no ratio to itself.
     """
 
-    def key(labels: Mapping[str, Label], round_id: int) -> frozenset[object]:
-        return frozenset([*labels.items(), round_id])
+    def place(sample: Sample, **changes: Label) -> tuple[object, int]:
+        return frozenset({**sample.labels, **changes}.items()), sample.round_id
 
-    known = {key(each.labels, each.round_id): each.figures[figure] for each in samples if figure in each.figures}
+    known = {place(each): each.figures[figure] for each in samples if figure in each.figures}
     found = []
     for each in samples:
-        other = known.get(key({**each.labels, **baseline}, each.round_id))
-        if other and figure in each.figures and {**each.labels, **baseline} != each.labels:
-            found.append(replace(each, figures={**each.figures, name: each.figures[figure] / other}))
-        else:
-            found.append(each)
+        other = known.get(place(each, **baseline)) if place(each, **baseline) != place(each) else None
+        ratios = {name: each.figures[figure] / other} if other and figure in each.figures else {}
+        found.append(replace(each, figures={**each.figures, **ratios}))
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import titan.engine
 from titan.core.metrics import ratio
@@ -18,9 +19,6 @@ from titan.kernels.cpu.runner import CompiledRunner
 from titan.kernels.interfaces import Runner
 from titan.models.decoder import Decoder
 
-SPECULATION = ((titan.engine, "target_batch"), (titan.engine, "launch"), (titan.engine, "collect"))
-"""What a step calls for its trees, besides `Engine._propose`."""
-
 
 @dataclass(slots=True)
 class Timer:
@@ -30,15 +28,13 @@ class Timer:
     seconds: float = 0.0
 
 
-Measure = Callable[[Any], tuple[float, int]]
-"""From the result of a call its seconds, and how many calls it counts for."""
-
-
 @contextmanager
-def timed(owner: Any, name: str, timer: Timer, *, measure: Measure | None = None) -> Iterator[None]:
-    """Add the calls of ``owner.name`` to a timer as long as the context lasts; ``measure`` may tell their time otherwise."""
+def timed(owner: Any, name: str, timer: Timer, *, measure: Callable[[Any], tuple[float, int]] | None = None) -> Iterator[None]:
+    """Add the calls of ``owner.name`` to a timer as long as the context lasts.
+
+    ``measure`` tells, from what a call returns, the seconds it took and how many calls it counts for, where that is known better.
+    """
     original = getattr(owner, name)
-    is_own = name in vars(owner)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -49,14 +45,8 @@ def timed(owner: Any, name: str, timer: Timer, *, measure: Measure | None = None
         timer.num_calls += num_calls
         return result
 
-    setattr(owner, name, wrapper)
-    try:
+    with patch.object(owner, name, wrapper):
         yield
-    finally:
-        if is_own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
 
 
 @dataclass(slots=True)
@@ -107,8 +97,8 @@ def step_times(engine: Engine) -> Iterator[StepTimes]:
             stack.enter_context(timed(model_of(runner).ops, "tree_attention", times.attention))
             if isinstance(runner, CompiledRunner):
                 stack.enter_context(timed(runner, "_run_growth", timer, measure=_passes_of_trees))
-        for owner, name in SPECULATION:
-            stack.enter_context(timed(owner, name, times.speculation))
+        for name in ("target_batch", "launch", "collect"):  # what a step calls for its trees, besides `Engine._propose`
+            stack.enter_context(timed(titan.engine, name, times.speculation))
         stack.enter_context(timed(engine, "_propose", times.propose))
         stack.enter_context(timed(engine, "step", times.step))
         before = _compiled_attention_seconds(runners)

@@ -43,12 +43,9 @@ class Turns:
             place: where in the measurement, such as "at 8 requests/s".
             work: returns no ``None``.
         """
-        if variant in self._failed:
-            self._bar.update()
-            return None
         self._bar.set_description(f"{variant} {place}")
         try:
-            return work()
+            return None if variant in self._failed else work()
         except Exception as error:  # noqa: BLE001 - whatever ends one variant, the others go on
             self._failed.add(variant)
             self._problems.append(f"{variant} ended {place}: {error_line(error)}")

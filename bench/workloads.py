@@ -72,6 +72,11 @@ class Workload:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        return max(len(prompt) + output_len for prompt, output_len in zip(self.prompts, self.output_lens, strict=True))
+
 
 def take_workload(prompts: Iterator[list[int]], num_requests: int, output_lens: Iterator[int]) -> Workload:
     """Make a workload of the next prompts and lengths of two streams."""
