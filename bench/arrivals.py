@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from titan.bench.workloads import read_text
 
@@ -15,21 +16,15 @@ VARIATIONS = {"poisson": 1.0, "bursty": 3.0}
 """Coefficients of variation of the gaps between arrivals, their standard deviation over their mean, by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceEntry:
-    """One request of a trace.
+TRACE_LINE = re.compile(r"\s*(-?\d+\.?\d*)[\s,]+([1-9]\d*)[\s,]+([1-9]\d*)\s*")
 
-    Raises:
-        ValueError: the time is infinite or none, or there is no token of prompt or output.
-    """
+
+class TraceEntry(NamedTuple):
+    """One request of a trace."""
 
     time: float  # seconds after the first
     prompt_len: int  # tokens
     output_len: int  # tokens
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.time) or self.prompt_len < 1 or self.output_len < 1:
-            raise ValueError(f"{self} is not allowed")
 
 
 def read_variation(text: str) -> float:
@@ -73,23 +68,22 @@ def read_trace(path: Path) -> list[TraceEntry]:
     Raises:
         ValueError: the file is no text, a line is none of this, times go back, or there is no request; the message names the line.
     """
+    name = f"trace {str(path)!r}"
     entries: list[TraceEntry] = []
-    lines = read_text(path, f"trace {str(path)!r}").splitlines()
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(path, name).splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        where = f"trace {str(path)!r}, line {number}: {line!r}"
-        try:
-            time, prompt_len, output_len = line.replace(",", " ").split()
-            entry = TraceEntry(float(time), int(prompt_len), int(output_len))
-        except ValueError as error:
-            raise ValueError(f"{where} is not allowed: it must be time in seconds, prompt tokens, output tokens") from error
+        where = f"{name}, line {number}: {line!r}"
+        match = TRACE_LINE.fullmatch(line)
+        if match is None:
+            raise ValueError(f"{where} is not allowed: it must be time in seconds, prompt tokens, output tokens, 1 or more of each")
+        entry = TraceEntry(float(match[1]), int(match[2]), int(match[3]))
         if entries and entry.time < entries[-1].time:
             raise ValueError(f"{where} goes back in time: requests must come in the order of their arrival")
         entries.append(entry)
     if not entries:
-        raise ValueError(f"trace {str(path)!r} is empty: it must have a line per request")
-    return [TraceEntry(entry.time - entries[0].time, entry.prompt_len, entry.output_len) for entry in entries]
+        raise ValueError(f"{name} is empty: it must have a line per request")
+    return [entry._replace(time=entry.time - entries[0].time) for entry in entries]
 
 
 def mean_rate(times: Sequence[float]) -> float:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import zip_longest
@@ -79,15 +80,15 @@ def run_workload(
     first_changes: dict[Request, float] = {}
     last_changes: dict[Request, float] = {}
     seconds = 0.0
-    before, num_rows, cpu_start = engine.metrics(), engine.counters.num_sequence_steps, time.process_time()
+    before, cpu_start = deepcopy(engine.counters), time.process_time()
     with _observed_use(engine) as (kv_use, gpu_use):
         for seconds, changed in _serve(engine, workload, requests, concurrency or len(requests), clock, is_static=is_static):
             for request in changed:
                 first_changes.setdefault(request, seconds)
                 last_changes[request] = seconds
     cpu_seconds = time.process_time() - cpu_start
-    after, num_rows = engine.metrics(), engine.counters.num_sequence_steps - num_rows
-    num_steps = after.num_steps - before.num_steps
+    after, num_steps = engine.counters, len(kv_use)
+    num_rows = after.num_sequence_steps - before.num_sequence_steps
     runs = [
         RequestRun(request.output_token_ids, last_changes[request], first_changes[request], arrival)
         for arrival, request in zip(workload.arrivals, requests, strict=True)

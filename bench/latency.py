@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,9 +26,9 @@ from pathlib import Path
 
 from titan import LLM
 from titan.bench.arrivals import TraceEntry, draw_arrivals, mean_rate, read_trace, read_variation
-from titan.bench.engine_run import Clock, make_idle, run_workload
+from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.latency_report import latency_answer, latency_charts, latency_tables
-from titan.bench.open_loop import RATE, Target, find_limits, load_figures, round_rate
+from titan.bench.open_loop import RATE, find_limits, load_figures
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, bench_parser, count, measure_and_publish, parse, positive
 from titan.bench.runs import Run, latency_figures
@@ -52,18 +51,15 @@ class LatencyBench:
 
     Args:
         args: from `parse_arguments`.
-        clock: of arrivals and latencies.
 
     Raises:
         ValueError: an option is not allowed, or the target cannot be used.
     """
 
-    def __init__(self, args: argparse.Namespace, clock: Clock = time) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.samples: list[Sample] = []
         self.problems: list[str] = []
-        self._clock = clock
-        self._target = Target(args.slo_ttft, args.slo_tbt)
         self._rates: list[float] = sorted(set(args.rate))
         if Path(args.arrivals).is_file():
             trace = read_trace(Path(args.arrivals))[: args.num_requests]
@@ -109,7 +105,7 @@ class LatencyBench:
         for engine in self._engines:
             run = turns.take(engine, "with all requests at once", partial(self._serve, engine, at_once))
             if run is not None:
-                return [round_rate(share * run.rates["requests/s"]) for share in self.args.capacity_shares]
+                return [float(f"{share * run.rates['requests/s']:.2g}") for share in self.args.capacity_shares]
         return []
 
     def _measure(self, engine: str, rate: float, round_id: int) -> Sample:
@@ -118,7 +114,7 @@ class LatencyBench:
         figures = {
             **run.rates,
             "tokens/step": run.figures["tokens/step"],
-            **load_figures(run.requests, self._target),
+            **load_figures(run.requests, self.args.slo_ttft, self.args.slo_tbt),
             **latency_figures(run.requests),
         }
         details: dict[str, list[float]] = {
@@ -130,7 +126,7 @@ class LatencyBench:
         return Sample({"engine": engine, RATE: rate}, round_id, figures, details)
 
     def _serve(self, engine: str, workload: Workload) -> Run:
-        return run_workload(self.llm.engine, workload, use_speculative=engine != NO_DRAFT, clock=self._clock)
+        return run_workload(self.llm.engine, workload, use_speculative=engine != NO_DRAFT)
 
     def _draw(self, variation: float) -> list[Workload]:
         """The requests of each round, one per second."""
@@ -210,9 +206,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-draft-tokens", type=positive, default=4, help="per request and step (default: %(default)s)")
     add("--max-batch-size", type=positive, default=32, help="most requests that run at once (default: %(default)s)")
     add("--arrivals", default="poisson", help="poisson, bursty, bursty:VARIATION or a trace's file (default: poisson)")
-    shares = ", ".join(f"{share:g}" for share in CAPACITY_SHARES)
-    rate_help = f"requests per second (default: the trace's, or shares of what the engine bears: {shares})"
-    add("--rate", nargs="+", type=above_zero, default=(), help=rate_help)
+    add("--rate", nargs="+", type=above_zero, default=(), help="requests/s (default: the trace's, or around what the engine bears)")
     add("--num-requests", type=positive, help=f"per run; of a trace, at most (default: {NUM_REQUESTS}, or the whole trace)")
     add("--prompts", default="auto", help="code, prose, chat, json, synthetic or a file (default: auto)")
     mix_help = "tokens, or a mix; not of a trace (default: %(default)s)"

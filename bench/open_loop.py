@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from statistics import mean, pstdev
 
 from titan.bench.runs import RequestRun
-from titan.bench.samples import Row, Sample, make_rows
+from titan.bench.samples import Row, Sample, Spread, make_rows
 
 RATE = "rate, requests/s"
 """The label of the rate at which requests arrive."""
@@ -25,28 +24,18 @@ NUM_DEVIATIONS = 2.0
 """Standard deviations of the queue's own noise by which it may grow on top."""
 ATTAINED = 0.9
 """Share of requests within the service-level target from which a rate counts as served well."""
+UNKNOWN = Spread.of([math.nan])
+"""Of a stream that is too short to say: neither followed nor saturated."""
 SERVED = f"{ATTAINED:.0%} within target up to"
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A service-level target."""
-
-    first_token: float  # most seconds to the first token
-    between_tokens: float  # most seconds between two tokens, on average over a request
-
-    def is_met(self, request: RequestRun) -> bool:
-        """Whether a request, whose first token's time is known, was served within the target."""
-        assert request.to_first_token is not None
-        return request.to_first_token <= self.first_token and (request.between_tokens or 0.0) <= self.between_tokens
-
-
-def load_figures(requests: Sequence[RequestRun], target: Target) -> dict[str, float]:
+def load_figures(requests: Sequence[RequestRun], to_first_token: float, between_tokens: float) -> dict[str, float]:
     """Say how an engine bore a stream.
 
     Args:
         requests: in the order of their arrivals, at least one.
-        target: what good service is.
+        to_first_token: most seconds within the service-level target.
+        between_tokens: also, on average over a request.
 
     Returns:
         "goodput/s": requests within the target per second from the first arrival to the last token (Zhong et al., "DistServe",
@@ -57,7 +46,9 @@ def load_figures(requests: Sequence[RequestRun], target: Target) -> dict[str, fl
     """
     num_late = len(requests) // 2
     first, middle, last = requests[0].arrival, requests[-num_late - 1].arrival, requests[-1].arrival
-    num_good = sum(map(target.is_met, requests))
+    num_good = sum(
+        (each.to_first_token or 0.0) <= to_first_token and (each.between_tokens or 0.0) <= between_tokens for each in requests
+    )
     figures = {
         "goodput/s": num_good / (max(each.finished for each in requests) - first),
         "within target": num_good / len(requests),
@@ -87,19 +78,11 @@ def find_limits(rows: Sequence[Row]) -> list[Row]:
     found = []
     for engine in dict.fromkeys(row.labels["engine"] for row in rows):
         mine = [row for row in rows if row.labels["engine"] == engine]
-        rates = [float(row.labels[RATE]) for row in mine]
-        excess = [math.nan if (value := row.median("excess")) is None else value for row in mine]  # unknown: nothing holds
-        attained = [row.figures["within target"].median for row in mine]
-        limits = {
-            "follows up to": [rate for rate, _ in takewhile(lambda load: load[1] <= 0, zip(rates, excess, strict=True))][-1:],
-            "saturated from": [rate for rate, each in zip(rates, excess, strict=True) if each > 0][:1],
-            SERVED: [rate for rate, _ in takewhile(lambda load: load[1] >= ATTAINED, zip(rates, attained, strict=True))][-1:],
-            "most finished": [max(row.figures["requests/s"].median for row in mine)],
-        }
-        found.append(Sample({"engine": engine}, 0, {name: limit[0] for name, limit in limits.items() if limit}))
+        followed = list(takewhile(lambda row: row.figures.get("excess", UNKNOWN).median <= 0, mine))
+        saturated = [row for row in mine if row.figures.get("excess", UNKNOWN).median > 0]
+        served = list(takewhile(lambda row: row.figures["within target"].median >= ATTAINED, mine))
+        limits = {"follows up to": followed[-1:], "saturated from": saturated[:1], SERVED: served[-1:]}
+        figures = {name: float(row.labels[RATE]) for name, limit in limits.items() for row in limit}
+        figures["most finished"] = max(row.figures["requests/s"].median for row in mine)
+        found.append(Sample({"engine": engine}, 0, figures))
     return make_rows(found)
-
-
-def round_rate(rate: float) -> float:
-    """Two significant digits, which is all that a rate of a sweep needs."""
-    return float(f"{rate:.2g}")

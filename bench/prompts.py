@@ -55,16 +55,14 @@ def prompt_stream(model: str, source: str, lengths: Lengths, seed: int) -> Itera
         source = SYNTHETIC if tokenizer is None else "code"
     if source == SYNTHETIC:
         return random_prompts(lengths, load_config(folder).vocab_size, seed)
-    is_file = source not in SOURCES
-    if is_file and not Path(source).is_file():
+    if source not in SOURCES and not Path(source).is_file():
         raise ValueError(f"prompts {source!r} are unknown: allowed are auto, {SYNTHETIC}, {', '.join(SOURCES)}, or a file")
     if tokenizer is None:
         raise ValueError(f"prompts {source!r} are text, and {model} has no tokenizer: allowed are auto and {SYNTHETIC}")
-    if is_file:
+    if source not in SOURCES:
         return file_prompts(tokenizer, Path(source), lengths)
-    if source == "chat":
-        return chat_prompts(tokenizer, chat_texts(), lengths, seed)
-    return text_prompts(tokenizer, SOURCES[source](), lengths, seed)
+    make_prompts = chat_prompts if source == "chat" else text_prompts
+    return make_prompts(tokenizer, SOURCES[source](), lengths, seed)
 
 
 def find_tokenizer(folder: str) -> Any | None:
@@ -161,21 +159,17 @@ def code_texts() -> list[str]:
 @cache
 def prose_texts() -> list[str]:
     """Documentation strings of the standard library, and those that follow them in their files."""
-    return _running_on([[doc for _, doc in _documented(source)] for source in _held_out_sources()])
+    return [docs for source in _held_out_sources() for _, docs in _documented(source)]
 
 
 @cache
 def chat_texts() -> list[str]:
     """Questions about functions, classes and modules of the standard library, with their documentation."""
-    texts = []
-    for source in _held_out_sources():
-        documented = _documented(source)
-        following = _running_on([[doc for _, doc in documented]])
-        texts += [
-            f"What does {name} do, and when would I use it? Its documentation says: {doc}"
-            for (name, _), doc in zip(documented, following, strict=True)
-        ]
-    return texts
+    return [
+        f"What does {name} do, and when would I use it? Its documentation says: {docs}"
+        for source in _held_out_sources()
+        for name, docs in _documented(source)
+    ]
 
 
 @cache
@@ -222,14 +216,10 @@ def _held_out_sources() -> list[str]:
 
 
 def _documented(source: str) -> list[tuple[str, str]]:
-    """Name and documentation string of what has one in a source file, in order."""
-    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED))
-    return [(getattr(node, "name", "this module"), doc) for node in nodes if (doc := ast.get_docstring(node))]
-
-
-def _running_on(groups: Sequence[Sequence[str]]) -> list[str]:
-    """Each text with those that follow it in its group after it."""
-    return ["\n\n".join(texts[first:])[:MAX_CHARACTERS] for texts in groups for first in range(len(texts))]
+    """Names of what has a documentation string in a source file, each with this string and those that follow it."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED) and ast.get_docstring(node)]
+    docs = [ast.get_docstring(node) or "" for node in nodes]
+    return [(getattr(node, "name", "this module"), "\n\n".join(docs[first:])[:MAX_CHARACTERS]) for first, node in enumerate(nodes)]
 
 
 def _describe_function(node: ast.FunctionDef) -> dict[str, object]:

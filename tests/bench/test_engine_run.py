@@ -1,31 +1,39 @@
-"""Titan's ways to batch: the same tokens, and what sets them apart."""
+"""Titan under a workload: the same tokens in every mode, times against queues that can be computed, and the parts of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from stepping import make_engine, submit
 from zoo import Zoo, random_prompts
 
-from titan import LLM
-from titan.bench.engine_run import run_continuous, run_static
-from titan.bench.profiling import greedy_params, profile_shares, timed, timed_passes
-from titan.bench.runs import Percentiles, RequestRun, Run, count_equal
+from titan import LLM, SamplingParams
+from titan.bench import engine_run
+from titan.bench.engine_run import make_idle, profile_workload, run_static, run_workload
+from titan.bench.runs import Run
+from titan.bench.step_times import StepTimes, Timer, step_times, timed
 from titan.bench.workloads import Workload
-from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
-from titan.kernels.cpu.runner import CompiledRunner
 from titan.kernels.torch.backend import TorchBackend
 
 OUTPUT_LENS = [3, 12, 5, 6, 20, 4]
+RUNS: dict[str, Callable[[Engine, Workload], Run]] = {
+    "single": lambda engine, workload: run_workload(engine, workload, 1, use_speculative=False),
+    "static": lambda engine, workload: run_static(engine, workload, 3),
+    "continuous": lambda engine, workload: run_workload(engine, workload, 3, use_speculative=False),
+    "draft": lambda engine, workload: run_workload(engine, workload, 3),
+}
 
 
 @pytest.fixture(scope="module")
 def engine(zoo: Zoo) -> Engine:
-    options = {"max_draft_tokens": 3, "max_batch_size": 4, "max_model_len": 80, "enable_prefix_caching": False}
-    return LLM(zoo.path("llama"), zoo.path("llama~"), dtype="float32", device="cpu", **options).engine  # type: ignore[arg-type]
+    options: dict[str, Any] = {"max_draft_tokens": 3, "max_batch_size": 4, "max_model_len": 80, "enable_prefix_caching": False}
+    return LLM(zoo.path("llama"), zoo.path("llama~"), dtype="float32", device="cpu", **options).engine
 
 
 @pytest.fixture
@@ -33,12 +41,25 @@ def workload() -> Workload:
     return Workload(random_prompts(6, seed=1), OUTPUT_LENS)
 
 
-RUNS: dict[str, Callable[[Engine, Workload], Run]] = {
-    "single": lambda engine, workload: run_continuous(engine, workload, 1, use_speculative=False),
-    "static": lambda engine, workload: run_static(engine, workload, 3),
-    "continuous": lambda engine, workload: run_continuous(engine, workload, 3, use_speculative=False),
-    "draft": lambda engine, workload: run_continuous(engine, workload, 3, use_speculative=True),
-}
+class StepClock:
+    """Time that passes only while its engine steps, a second each, or is slept away."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.time = 100.0
+        self.slept: list[float] = []
+        step = engine.step
+        monkeypatch.setattr(engine, "step", lambda: self.pass_by(1.0) or step())
+
+    def pass_by(self, seconds: float) -> None:
+        self.time += seconds
+
+    def monotonic(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.slept.append(seconds)
+        self.pass_by(seconds)
 
 
 @pytest.mark.parametrize("mode", RUNS)
@@ -46,85 +67,94 @@ def test_every_mode_gives_each_request_its_own_tokens(zoo: Zoo, engine: Engine, 
     run = RUNS[mode](engine, workload)
     for prompt, wanted, request in zip(workload.prompts, OUTPUT_LENS, run.requests, strict=True):
         assert request.token_ids == zoo.greedy("llama", prompt, wanted, ignore_eos=True)
-        assert request.first_token_seconds is not None
-        assert 0 < request.first_token_seconds <= request.finished_seconds <= run.seconds
-    assert run.num_tokens == sum(OUTPUT_LENS)
-    assert run.cpu_seconds is not None and run.cpu_seconds > 0
-    assert not engine.scheduler.has_unfinished
+        assert request.first_token is not None and 0 < request.first_token <= request.finished <= run.seconds
+    assert run.num_tokens == sum(OUTPUT_LENS) and run.figures["CPU"] > 0
+    assert not engine.scheduler.has_unfinished and not engine.observers
 
 
-def test_steps_add_up(engine: Engine, workload: Workload) -> None:
+def test_steps_and_batches_add_up(engine: Engine, workload: Workload) -> None:
     """Without a draft each step gives a running request one token, and a new request's prompt takes none of its own."""
-    counts = {mode: RUNS[mode](engine, workload).steps for mode in RUNS}
-    num_steps = {mode: steps.num_steps for mode, steps in counts.items() if steps is not None}
-    assert num_steps["single"] == sum(OUTPUT_LENS)
-    assert num_steps["static"] == max(OUTPUT_LENS[:3]) + max(OUTPUT_LENS[3:])
+    num_steps, batches = {}, {}
+    for mode, work in RUNS.items():
+        before = engine.counters.num_steps
+        batches[mode] = work(engine, workload).figures["batch"]
+        num_steps[mode] = engine.counters.num_steps - before
     slots = [0, 0, 0]  # when each is free
     for length in OUTPUT_LENS:
         slots[slots.index(min(slots))] += length
-    assert num_steps["continuous"] == max(slots) < num_steps["static"]
-    assert num_steps["draft"] < num_steps["continuous"]
-    batch_sizes = {mode: steps.mean_batch_size for mode, steps in counts.items() if steps is not None}
-    assert batch_sizes["single"] == 1 and batch_sizes["static"] == 3
-    assert batch_sizes["continuous"] == pytest.approx(sum(OUTPUT_LENS) / max(slots))
+    assert num_steps["single"] == sum(OUTPUT_LENS) and batches["single"] == 1
+    assert num_steps["static"] == max(OUTPUT_LENS[:3]) + max(OUTPUT_LENS[3:]) and batches["static"] == 3
+    assert num_steps["draft"] < num_steps["continuous"] == max(slots) < num_steps["static"]
+    assert batches["continuous"] == pytest.approx(sum(OUTPUT_LENS) / max(slots))
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_requests_wait_as_in_the_queue_of_so_many_servers(
+    engine: Engine, concurrency: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First come first served, a token per second and request (for one server, the recursion of Lindley)."""
+    random = np.random.default_rng(0)
+    lengths, gaps = random.integers(1, 5, 100).tolist(), random.poisson(2.7 / concurrency, 100)
+    arrivals = [float(time) for time in np.cumsum(gaps)]
+    clock = StepClock(engine, monkeypatch)
+    workload = Workload([[5]] * 100, lengths, arrivals)
+    run = run_workload(engine, workload, concurrency, use_speculative=False, clock=clock)
+    free = [0.0] * concurrency
+    for arrival, length, request in zip(arrivals, lengths, run.requests, strict=True):
+        start = max(arrival, min(free))
+        free[free.index(min(free))] = start + length
+        assert (request.arrival, request.latency) == (arrival, start + length - arrival)
+        assert request.to_first_token == start + 1 - arrival and request.between_tokens == (1.0 if length > 1 else None)
+    assert run.seconds == max(free) - arrivals[0]
+    assert max(request.to_first_token or 0.0 for request in run.requests) > 4 and clock.slept  # there was a queue, and there was none
+
+
+def test_a_request_that_comes_during_a_step_waits_for_its_end(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StepClock(engine, monkeypatch)
+    run = run_workload(engine, Workload([[5], [6], [7]], [2, 1, 1], [0.0, 0.25, 5.5]), use_speculative=False, clock=clock)
+    assert [request.latency for request in run.requests] == [2.0, 1.75, 1.0] and clock.slept == [3.5]
 
 
 def test_a_static_batch_starts_when_the_one_before_it_is_over(zoo: Zoo) -> None:
     """Also where its requests are out of step, as a long prompt takes several steps and a short one does not."""
     engine = LLM(zoo.path("llama"), dtype="float32", device="cpu", prefill_chunk_size=4, max_model_len=80).engine
-    workload = Workload([[5], [6] * 40, [7], [8]], [3, 2, 1, 1])
-    requests = run_static(engine, workload, 2).requests
-    assert requests[0].finished_seconds == requests[1].finished_seconds
-    assert all(request.first_token_seconds > requests[0].finished_seconds for request in requests[2:])  # type: ignore[operator]
+    requests = run_static(engine, Workload([[5], [6] * 40, [7], [8]], [3, 2, 1, 1]), 2).requests
+    assert requests[0].finished == requests[1].finished
+    assert all((request.first_token or 0.0) > requests[0].finished for request in requests[2:])
 
 
 def test_kv_use_is_the_share_of_blocks_that_requests_hold(engine: Engine) -> None:
-    run = run_continuous(engine, Workload([[5] * 16, [6] * 16], [2, 17]), 2, use_speculative=False)
-    assert run.steps is not None
+    figures = run_workload(engine, Workload([[5] * 16, [6] * 16], [2, 17]), 2, use_speculative=False).figures
     # the prompts fill a block each, the second step needs one more of each, and then only the long request is left
-    num_blocks = [2, 4, *[2] * 15]
-    assert run.steps.peak_kv_usage == pytest.approx(max(num_blocks) / engine.kv.pool.num_blocks)
-    assert run.steps.mean_kv_usage == pytest.approx(sum(num_blocks) / len(num_blocks) / engine.kv.pool.num_blocks)
-    assert engine.observers == []
+    num_blocks = np.array([2, 4, *[2] * 15])
+    found = np.array([figures["KV peak"], figures["KV mean"]]) * engine.kv.pool.num_blocks
+    assert found == pytest.approx([num_blocks.max(), num_blocks.mean()])
 
 
 def test_drafts_are_counted_by_depth(engine: Engine, workload: Workload) -> None:
+    before = engine.counters.num_sequence_steps
     run = RUNS["draft"](engine, workload)
-    assert run.steps is not None and run.mean_acceptance_length is not None
-    proposed, accepted = run.steps.proposed_per_depth, run.steps.accepted_per_depth
+    proposed, accepted = run.details["proposed per depth"], run.details["accepted per depth"]
     assert sum(proposed) > 0 and all(part <= whole for part, whole in zip(accepted, proposed, strict=False))
-    num_rows = run.steps.mean_batch_size * run.steps.num_steps
-    assert run.mean_acceptance_length == pytest.approx(run.num_tokens / num_rows)
+    assert run.figures["tokens/step"] == pytest.approx(sum(OUTPUT_LENS) / (engine.counters.num_sequence_steps - before))
     plain = RUNS["continuous"](engine, workload)
-    assert plain.mean_acceptance_length == 1 and plain.steps is not None and sum(plain.steps.proposed_per_depth) == 0
+    assert plain.figures["tokens/step"] == 1 and sum(plain.details["proposed per depth"]) == 0
 
 
-def test_equal_outputs_are_counted_in_place() -> None:
-    def run(*token_ids: list[int]) -> Run:
-        return Run([RequestRun(each, None, 1.0) for each in token_ids], 1.0, None, None)
+def test_an_aborted_request_is_an_error_and_the_engine_can_be_made_idle(
+    engine: Engine, workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step() -> Any:
+        request = engine.scheduler.waiting[0]
+        engine.scheduler.abort(request, "no room")
+        return [request]
 
-    assert count_equal(run([1, 2], [3], [4]), run([1, 2], [3, 4], [4])) == 2
-
-
-def test_time_between_tokens_counts_from_the_first() -> None:
-    assert RequestRun([1, 2, 3], 1.0, 2.0).between_tokens_seconds == 0.5
-    assert RequestRun([1], 1.0, 1.0).between_tokens_seconds is None
-    assert RequestRun([1, 2], None, 1.0).between_tokens_seconds is None
-
-
-def test_percentiles_are_interpolated() -> None:
-    assert Percentiles.of([float(value) for value in range(101)]) == Percentiles(50.0, 90.0, 99.0)
-    assert Percentiles.of([1.0, 2.0]) == Percentiles(1.5, pytest.approx(1.9), pytest.approx(1.99))  # type: ignore[arg-type]
-    assert Percentiles.of([]) is None
-
-
-@pytest.mark.parametrize("use_speculative", [False, True])
-def test_shares_of_a_step_add_up(engine: Engine, workload: Workload, use_speculative: bool) -> None:
-    shares = profile_shares(engine, workload, use_speculative=use_speculative)
-    assert shares is not None
-    assert shares.host + shares.draft + shares.target == pytest.approx(1)
-    assert 0 < shares.draft + shares.target < 1
-    assert (shares.draft > 0) == use_speculative
+    monkeypatch.setattr(engine, "step", step)
+    with pytest.raises(RuntimeError, match="ended early: no room"):
+        run_workload(engine, workload, 3)
+    assert engine.scheduler.has_unfinished
+    make_idle(engine)
+    assert not engine.scheduler.has_unfinished and not engine.observers
 
 
 @pytest.fixture(params=["as it is", "operation by operation"])
@@ -134,34 +164,40 @@ def chain_engine(zoo: Zoo, request: pytest.FixtureRequest) -> Engine:
     return make_engine(zoo.path("llama"), zoo.path("llama~"), backend=backend, max_draft_tokens=3, max_model_len=80)
 
 
-def test_the_share_of_attention_is_told(chain_engine: Engine, workload: Workload) -> None:
-    shares = profile_shares(chain_engine, workload)
-    assert shares is not None and 0 < shares.attention < shares.draft + shares.target
+@pytest.mark.parametrize("use_speculative", [False, True])
+def test_parts_of_a_step_add_up(chain_engine: Engine, workload: Workload, use_speculative: bool) -> None:
+    run = profile_workload(chain_engine, workload, 3, use_speculative=use_speculative)
+    parts = run.figures
+    assert run.num_tokens == sum(OUTPUT_LENS) and (parts["tokens/step"] > 1) == use_speculative
+    assert parts["host"] + parts["draft"] + parts["target"] == pytest.approx(1)
+    assert 0 < parts["attention"] < parts["draft"] + parts["target"] < 1
+    assert (parts["draft"] > 0) == use_speculative == ("ms/draft pass" in parts)
 
 
-def test_attention_inside_of_compiled_passes_counts(chain_engine: Engine, workload: Workload) -> None:
-    if not isinstance(chain_engine.runner, CompiledRunner):
-        pytest.skip("no compiled passes")
-    shares = profile_shares(chain_engine, workload, skip_prefill=True)
-    assert shares is not None and 0 < shares.attention < shares.draft + shares.target
+def test_a_profile_begins_when_as_many_requests_as_run_at_once_have_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    @contextmanager
+    def kept_step_times(engine: Engine) -> Iterator[StepTimes]:
+        with step_times(engine) as times:
+            found.append(times)
+            yield times
+
+    monkeypatch.setattr(engine_run, "step_times", kept_step_times)
+    profile_workload(engine, Workload([[5] * 8, [6] * 9], [8, 8]), 1, use_speculative=False)
+    profile_workload(engine, Workload([[5] * 8, [6] * 9], [8, 8]), 2, use_speculative=False)
+    assert [times.step.num_calls for times in found] == [15, 7]  # of 16 steps, one request at a time, and of 8
 
 
 def test_each_pass_of_a_chain_counts_also_if_all_of_them_are_one_call(chain_engine: Engine) -> None:
     """Three draft tokens take three passes: two follow the one that reads what the step before emitted."""
-    drafter = chain_engine.drafter
-    assert isinstance(drafter, DraftModelDrafter)
-    submit(chain_engine, [[5] * 8], [greedy_params(40)])
+    submit(chain_engine, [[5] * 8], [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)])
     chain_engine.step()  # the prefill
-    with timed_passes(drafter.runner) as draft, timed_passes(chain_engine.runner) as target:
+    with step_times(chain_engine) as times:
         for _ in range(4):
             chain_engine.step()
-    assert (target.num_calls, draft.num_calls) == (4, 4 * 3)
-    assert target.seconds > 0 and draft.seconds > 0
-
-
-def test_a_profile_can_leave_out_the_prefill(engine: Engine) -> None:
-    shares = profile_shares(engine, Workload([[5] * 8, [6] * 9], [8, 8]), use_speculative=False, skip_prefill=True)
-    assert shares is not None and shares.num_steps == 7  # the first token comes from the prefill
+    assert (times.step.num_calls, times.target.num_calls, times.draft.num_calls) == (4, 4, 4 * 3)
+    assert min(times.target.seconds, times.draft.seconds, times.attention.seconds) > 0
 
 
 def test_a_timer_counts_calls_and_leaves_no_trace() -> None:
@@ -169,8 +205,10 @@ def test_a_timer_counts_calls_and_leaves_no_trace() -> None:
         def count(self) -> int:
             return 1
 
-    counter = Counter()
-    with timed(counter, "count") as timer:
+    counter, timer = Counter(), Timer()
+    with timed(counter, "count", timer):
         assert counter.count() + counter.count() == 2
-    assert timer.num_calls == 2 and timer.seconds > 0
-    assert "count" not in vars(counter)
+    assert timer.num_calls == 2 and timer.seconds > 0 and "count" not in vars(counter)
+    with timed(counter, "count", timer, measure=lambda result: (5.0, 10 * result)):
+        counter.count()
+    assert timer.num_calls == 12 and timer.seconds > 5
