@@ -14,27 +14,18 @@ LINES = LineChart("t", "depth", "share", [Series("a<b $x$", [(1, 1), (2, 3), (8,
 BARS = StackedBars("t", "ms", ["up\ndown", "two"], {"low": [3, 1], "high": [1, 0]})
 
 
-def texts(chart: LineChart | StackedBars) -> list[str]:
-    found = ET.fromstring(render_chart(chart)).iter("{http://www.w3.org/2000/svg}text")
-    return ["".join(each.itertext()) for each in found]
-
-
 @pytest.mark.parametrize(("chart", "names"), [(LINES, ["1", "2", "8", "depth", "share", "a<b $x$"]), (BARS, ["ms", "low", "high"])])
-def test_names_and_labels_are_text_and_all_ink_is_that_of_the_page(chart: LineChart | StackedBars, names: list[str]) -> None:
-    assert set(names) <= set(texts(chart))
+def test_names_are_text_and_all_ink_is_that_of_the_page(chart: LineChart | StackedBars, names: list[str]) -> None:
     svg = render_chart(chart)
+    assert set(names) <= {"".join(each.itertext()) for each in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
     colors = set(re.findall(r"(?:fill|stroke): (\S+?)[;\"]", svg))
     assert "currentColor" in colors and colors <= {"currentColor", "none", *COLORS}
-
-
-def test_a_chart_is_always_the_same_text() -> None:
-    assert render_chart(LINES) == render_chart(LINES)
+    assert svg == render_chart(chart)
 
 
 def test_more_series_than_colours_can_still_be_told_apart() -> None:
-    many = LineChart("t", "x", "y", [Series(str(i), [(0.5 + k, 83.0) for k in range(9)]) for i in range(len(COLORS) + 1)])
+    many = LineChart("t", "x", "y", [Series(str(i), [(0, i), (1, i)]) for i in range(len(COLORS) + 1)])
     assert render_chart(many).count("stroke-dasharray") == 2  # the last line, here and in the legend
-    assert "0.5" not in texts(many)  # where x are many, ticks are round
 
 
 def test_a_distribution_rises_to_one_in_steps() -> None:

@@ -1,4 +1,4 @@
-"""Reports: the same figures on the terminal, in Markdown, JSON and HTML."""
+"""Reports: the same figures on the terminal, in Markdown, JSON and HTML, and where they come from."""
 
 from __future__ import annotations
 
@@ -6,114 +6,159 @@ import argparse
 import json
 import re
 import subprocess
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from titan.bench import progress as progress_module
 from titan.bench import report as report_module
 from titan.bench.charts import LineChart, Series
-from titan.bench.progress import Progress
-from titan.bench.provenance import collect_provenance, describe_checkout, describe_model
-from titan.bench.report import Report, Table, add_report_options, count, html, measure_and_publish, positive, publish, table_lines
+from titan.bench.provenance import describe_checkout, describe_model
+from titan.bench.report import Report, bench_parser, count, figure_table, measure_and_publish, parse, positive, publish, table_lines
+from titan.bench.samples import Sample, make_rows
 
-
-@dataclass(frozen=True)
-class Figure:
-    name: str
-    value: float
+ROWS = make_rows([Sample({"mode": "<one>", "at once": 8}, i, {"tokens/s": value}) for i, value in enumerate((1.0, 1.5, 2.0))])
+TABLE = figure_table("Speeds", [*ROWS, *make_rows([Sample({"mode": "b"}, 0, {"P50, ms": 2.0})])], ["mode", "at once"], {"tokens/s": "±.1f", "P50, ms": ".0f", "GPU": ".0%"})  # fmt: skip
+VOID = {"meta", "link", "br", "img", "path", "use"}
 
 
 @pytest.fixture
 def report() -> Report:
-    return Report(
-        title="A measurement",
-        answer="It is 1.5.",
-        provenance=collect_provenance("latency", ["--model", "a b"], models={"target": "demo", "draft": None}, seed=3),
-        options={"path": Path("x")},
-        results={"rows": [Figure("<one>", 1.5)]},
-        tables=[Table("Figures", ["name", "value"], [["<one>", "1.5"]])],
-        charts=[LineChart("Curve", "x", "y", [Series("s", [(1, 2)])])],
-        notes=["What it is."],
-        warnings=["noisy"],
-        is_complete=False,
-    )
+    chart = LineChart("Curve", "x", "y", [Series("s", [(1, 2)])])
+    return Report("A <measurement>", "It is 1.5.", {"rows": ROWS}, [TABLE], [chart], ["What it is."], ["noisy & slow", "hot"])
 
 
-def parse(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_report_options(parser)
-    return parser.parse_args(argv)
+def options(folder: Path, *argv: str) -> argparse.Namespace:
+    """Of a run that writes all kinds of files to a new folder."""
+    files = [part for kind in ("json", "markdown", "html") for part in (f"--{kind}", str(folder / "new" / f"run.{kind}"))]
+    parser = bench_parser("latency", "Measures.")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--repeats", type=positive, default=3)
+    return parse(parser, [*files, "--threads", "1", "--seed", "3", *argv], {"repeats": 1})
 
 
-def test_all_files_hold_figures_warnings_and_provenance(report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {kind: tmp_path / "new" / f"run.{kind}" for kind in ("json", "markdown", "html")}
-    publish(report, parse(*(part for kind, path in files.items() for part in (f"--{kind}", str(path)))))
-    document = json.loads(files["json"].read_text())
-    assert document["rows"] == [{"name": "<one>", "value": 1.5}]
-    assert document["options"] == {"path": "x"} and document["warnings"] == ["noisy"] and not document["is_complete"]
-    provenance = document["provenance"]
-    assert provenance["command"] == "titan bench latency --model 'a b'" and provenance["seed"] == 3
-    assert re.fullmatch(r"demo \(fingerprint [0-9a-f]{12}\)", provenance["models"]["target"])
-    assert list(provenance["models"]) == ["target"]
+class Structure(HTMLParser):
+    """Checks that tags are closed in their order, and keeps the tags around each table."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[tuple[str, str | None]] = []
+        self.around_tables: list[tuple[str, str | None]] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "table":
+            self.around_tables.append(self.open[-1])
+        if tag != "meta":
+            self.open.append((tag, dict(attrs).get("class")))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop()[0] == tag
+
+
+def test_a_table_has_labels_and_the_figures_that_any_row_has() -> None:
+    assert table_lines(TABLE) == [
+        "| mode  | at once |  tokens/s | P50, ms |",
+        "| ----- | ------- | --------: | ------: |",
+        "| <one> | 8       | 1.5 ±33 % |       - |",
+        "| b     | -       |         - |       2 |",
+    ]
+
+
+def test_all_files_answer_first_and_hold_figures_warnings_and_provenance(
+    report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure_and_publish(options(tmp_path), lambda: None, lambda: report, {"target": "demo", "draft": None})
+    document, text, page = ((tmp_path / "new" / f"run.{kind}").read_text() for kind in ("json", "markdown", "html"))
+    shown, result = capsys.readouterr().out, json.loads(document)
+    assert result["rows"][0]["figures"]["tokens/s"] == {"median": 1.5, "minimum": 1.0, "maximum": 2.0, "num_rounds": 3}
+    assert result["answer"] == "It is 1.5." and result["warnings"] == ["noisy & slow", "hot"] and result["options"]["threads"] == 1
+    provenance = result["provenance"]
+    assert provenance["command"].startswith("titan bench latency --json ") and provenance["seed"] == 3
     assert provenance["versions"].keys() >= {"titan", "torch", "transformers", "python"}
-    assert isinstance(provenance["has_changes"], bool)
-    text, page, shown = files["markdown"].read_text(), files["html"].read_text(), capsys.readouterr().out
-    for value in (
-        provenance["commit"],
-        provenance["date"],
-        provenance["machine"],
-        "load average",
-        "noisy",
-        "interrupted",
-        "What it is.",
-    ):
-        assert value in text and value in page and value in shown
+    assert list(provenance["models"]) == ["target"] and re.fullmatch(r"demo \(fingerprint \w{12}\)", provenance["models"]["target"])
     for laid_out in (text, page, shown):
-        places = [laid_out.index(part) for part in ("It is 1.5.", "one", "2 warnings", "What it is.", provenance["commit"])]
-        assert places == sorted(places)
-    assert page.index("It is 1.5.") < page.index("<svg") < page.index("<table") and "2 warnings: interrupted" in text
-    assert "| <one> |   1.5 |" in text and "| <one> |   1.5 |" in shown
-    assert '<td class="text">&lt;one&gt;</td><td>1.5</td>' in page and "<one>" not in page
+        places = [laid_out.index(part) for part in ("It is 1.5.", "one", "2 warnings", "hot", "What it is.", provenance["commit"])]
+        assert places == sorted(places) and provenance["machine"] in laid_out and "load average" in laid_out
+    assert "2 warnings: noisy & slow; hot" in text and "| <one> | 8       | 1.5 ±33 % |" in shown
+    assert page.index("It is 1.5.") < page.index("<svg") < page.index("<table") < page.index("<details>\n"[:9])
+    assert '<td class="text">&lt;one&gt;</td>' in page and "noisy &amp; slow" in page and "<one>" not in page and "<mea" not in page
+    assert not re.search(r'(src|href)="[^#]|url\([^#]|@import|<script', page)  # nothing is loaded from elsewhere
+    assert Structure(page).around_tables == [("div", "scroll")]
 
 
-def test_the_page_loads_nothing_from_elsewhere(report: Report) -> None:
-    page = html(report)
-    assert "<svg" in page
-    assert not re.search(r'(src|href)="[^#]|url\([^#]|@import|<script', page)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError("a step failed")])
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_what_was_measured_is_published_whatever_ends_the_measurement(
+    report: Report, tmp_path: Path, error: BaseException, is_empty: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure() -> None:
+        raise error
+
+    path = tmp_path / "new" / "run.json"
+    path.parent.mkdir()
+    path.write_text("{}")
+    try:
+        measure_and_publish(options(tmp_path), measure, lambda: replace(report, results={"rows": [] if is_empty else ROWS}))
+    except type(error):
+        assert is_empty or not isinstance(error, KeyboardInterrupt)
+    else:
+        assert isinstance(error, KeyboardInterrupt) and not is_empty
+    warnings = json.loads(path.read_text()).get("warnings", [])
+    assert any(each.startswith("interrupted: only what was measured") for each in warnings) != is_empty
+    assert (capsys.readouterr().out == "") == is_empty
 
 
-def test_a_terminal_gets_a_drawn_table(report: Report, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    publish(report, parse())
-    out = capsys.readouterr().out
-    assert "┃" in out and "<one>" in out and "| <one>" not in out
+def test_nothing_measured_is_an_error_that_says_why(report: Report, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="^nothing was measured; noisy & slow; hot$"):
+        measure_and_publish(options(tmp_path), lambda: None, lambda: replace(report, results={"rows": []}))
+    assert not (tmp_path / "new").exists()
 
 
-def test_a_table_is_aligned() -> None:
-    assert table_lines(["mode", "n"], [["a", "10"]], num_text_columns=1) == ["| mode |  n |", "| ---- | -: |", "| a    | 10 |"]
+def test_a_file_that_fails_does_not_cost_the_others(report: Report, tmp_path: Path) -> None:
+    args = options(tmp_path)
+    args.json.mkdir(parents=True)  # since the options were read
+    with pytest.raises(ValueError, match=r"run\.json could not be written: IsADirectoryError"):
+        measure_and_publish(args, lambda: None, lambda: report)
+    assert args.markdown.exists() and args.html.exists()
 
 
-def test_a_fingerprint_tells_models_apart(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"one")
-    first = describe_model(str(tmp_path))
-    assert first == describe_model(str(tmp_path))
-    (tmp_path / "model.safetensors").write_bytes(b"two")
-    assert describe_model(str(tmp_path)) != first
-    assert describe_model("ngram") == "ngram"
-    assert describe_model("demo", "draft") != describe_model("demo", "target")
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for path, message in ((tmp_path, "it is a folder"), (tmp_path / "file" / "run.json", "cannot be written to")):
+        with pytest.raises(SystemExit):
+            options(tmp_path, "--json", str(path))
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr(report_module, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit):
+        options(tmp_path)
+    assert "a page needs matplotlib: pip install 'titan-spec[bench]'" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
-def test_a_fingerprint_covers_all_of_a_file(tmp_path: Path) -> None:
+def test_quick_is_a_preset_that_other_options_refine(tmp_path: Path) -> None:
+    repeats = [options(tmp_path, *argv).repeats for argv in ([], ["--quick"], ["--quick", "--repeats", "7"])]
+    assert repeats == [3, 1, 7]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "1.5"])
+def test_what_is_no_positive_integer_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is not allowed"):
+        positive(text)
+
+
+def test_a_fingerprint_tells_models_apart_to_their_last_byte(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     names = []
-    for last in (b"a", b"b"):
+    for last in (b"a", b"b", b"a"):
         (tmp_path / "model.safetensors").write_bytes(bytes(3 << 20) + last)
         names.append(describe_model(str(tmp_path)))
-    assert names[0] != names[1]
+    assert names[0] == names[2] != names[1] and describe_model("ngram") == "ngram"
+    assert describe_model("demo", "draft") != describe_model("demo", "target")
 
 
 def test_a_new_python_file_is_a_change_and_a_new_result_is_none(tmp_path: Path) -> None:
@@ -123,107 +168,16 @@ def test_a_new_python_file_is_a_change_and_a_new_result_is_none(tmp_path: Path) 
 
     git("init")
     git("commit", "--allow-empty", "-m", "first")
-    for name in ("bench/results/run.json", "bench/results/plot.py", "notes.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
     folder = tmp_path / "bench"
+    (folder / "results").mkdir(parents=True)
+    for path in (folder / "results" / "run.json", folder / "results" / "plot.py", tmp_path / "notes.txt"):
+        path.touch()
     assert describe_checkout(folder) == (git("rev-parse", "HEAD").strip(), False)
-    (tmp_path / "draft").mkdir()
-    (tmp_path / "draft" / "new.py").touch()
+    (tmp_path / "new.py").touch()
     assert describe_checkout(folder)[1]
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    for path, message in ((tmp_path, "it is a folder"), (tmp_path / "file" / "run.json", "is no folder")):
-        with pytest.raises(SystemExit):
-            parse("--json", str(path))
-        assert message in capsys.readouterr().err
-    assert parse("--json", str(tmp_path / "a" / "b.json")).json == tmp_path / "a" / "b.json"
-    assert not (tmp_path / "a").exists()
-
-
-def test_a_page_without_matplotlib_is_refused_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(report_module, "find_spec", lambda _: None)
-    with pytest.raises(SystemExit):
-        parse("--html", str(tmp_path / "run.html"))
-    assert "a page needs matplotlib: pip install 'titan-spec[bench]'" in capsys.readouterr().err
-
-
-def test_a_file_that_fails_does_not_cost_the_others(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {kind: tmp_path / f"run.{kind}" for kind in ("json", "markdown", "html")}
-    args = parse(*(part for kind, path in files.items() for part in (f"--{kind}", str(path))))
-    files["json"].mkdir()  # since the options were read
-    monkeypatch.setattr(report_module, "print_report", lambda _: None)
-    with pytest.raises(ValueError, match=r"run\.json could not be written"):
-        publish(report, args)
-    assert files["markdown"].exists() and files["html"].exists()
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "x", "1.5"])
-def test_what_is_no_positive_integer_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is not allowed"):
-        positive(text)
-
-
-def test_the_time_left_leaves_out_what_came_before_the_first_unit(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress_module, "log", lambda text: print(text, file=sys.stderr))
-    times = iter([100.0, 104.0, 104.0])  # when the first unit is done, when the third is, and when that is asked again
-    with Progress(5, clock=lambda: next(times)) as progress:
-        progress.advance("a")
-        assert progress.seconds_left is None
-        progress.num_done += 1
-        progress.advance("c")
-        assert progress.seconds_left == 4.0  # two units at two seconds
-    assert capsys.readouterr().err == "1/5 a\n3/5 c; about 4 s left\n"
-
-
-def end_with(error: BaseException | None) -> None:
-    """A measurement."""
-    if error is not None:
-        raise error
-
-
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt(), ZeroDivisionError("a step failed")])
-def test_what_was_measured_is_published_whatever_ends_the_measurement(
-    report: Report, tmp_path: Path, error: BaseException | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "run.json"
-
-    def work() -> None:
-        measure_and_publish(
-            lambda: end_with(error), lambda is_complete: replace(report, is_complete=is_complete), parse("--json", str(path))
-        )
-
-    if isinstance(error, ZeroDivisionError):
-        with pytest.raises(ZeroDivisionError, match="a step failed"):
-            work()
-    else:
-        work()
-    document = json.loads(path.read_text())
-    assert document["rows"] == [{"name": "<one>", "value": 1.5}] and document["is_complete"] == (error is None)
-    assert ("interrupted: reporting" in capsys.readouterr().err) == isinstance(error, KeyboardInterrupt)
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [(None, "^nothing was measured; noisy$"), (KeyboardInterrupt(), None), (ZeroDivisionError("a step failed"), "a step failed")],
-)
-def test_an_earlier_file_stays_as_it_is_if_nothing_was_measured(
-    report: Report, tmp_path: Path, error: BaseException | None, message: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "run.json"
-    path.write_text("the last run")
-    empty = replace(report, results={"rows": []})
-    with pytest.raises(ValueError if error is None else type(error), match=message):
-        measure_and_publish(lambda: end_with(error), lambda _: empty, parse("--json", str(path)))
-    assert path.read_text() == "the last run" and capsys.readouterr().out == ""
+    git("add", "notes.txt")
+    (tmp_path / "new.py").unlink()
+    assert describe_checkout(folder)[1]
 
 
 def test_one_thing_is_singular() -> None:
