@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import zip_longest
@@ -19,7 +18,6 @@ from titan import SamplingParams
 from titan.bench.runs import RequestRun, Run
 from titan.bench.step_times import step_times
 from titan.bench.workloads import Workload
-from titan.core.metrics import ratio
 from titan.core.request import Request
 from titan.engine import Engine
 from titan.frontend import FrontEnd
@@ -80,36 +78,28 @@ def run_workload(
     first_changes: dict[Request, float] = {}
     last_changes: dict[Request, float] = {}
     seconds = 0.0
-    before, cpu_start = deepcopy(engine.counters), time.process_time()
+    num_rows, cpu_start = engine.counters.num_sequence_steps, time.process_time()
     with _observed_use(engine) as (kv_use, gpu_use):
         for seconds, changed in _serve(engine, workload, requests, concurrency or len(requests), clock, is_static=is_static):
             for request in changed:
                 first_changes.setdefault(request, seconds)
                 last_changes[request] = seconds
     cpu_seconds = time.process_time() - cpu_start
-    after, num_steps = engine.counters, len(kv_use)
-    num_rows = after.num_sequence_steps - before.num_sequence_steps
+    num_rows = engine.counters.num_sequence_steps - num_rows
     runs = [
         RequestRun(request.output_token_ids, last_changes[request], first_changes[request], arrival)
         for arrival, request in zip(workload.arrivals, requests, strict=True)
     ]
-    return Run(
-        runs,
-        seconds - workload.arrivals[0],
-        {
-            "tokens/step": ratio(after.num_emitted_tokens - before.num_emitted_tokens, num_rows),
-            "batch": ratio(num_rows, num_steps),
-            "ms/step": 1e3 * seconds / num_steps,
-            "CPU": cpu_seconds / seconds / torch.get_num_threads(),
-            "KV mean": mean(kv_use),
-            "KV peak": max(kv_use),
-            **({"GPU": mean(gpu_use)} if gpu_use else {}),
-        },
-        {
-            "proposed per depth": _added(before.proposed_per_depth, after.proposed_per_depth),
-            "accepted per depth": _added(before.accepted_per_depth, after.accepted_per_depth),
-        },
-    )
+    figures = {
+        "batch": num_rows / len(kv_use),
+        "ms/step": 1e3 * seconds / len(kv_use),
+        "CPU": cpu_seconds / seconds / torch.get_num_threads(),
+        "KV mean": mean(kv_use),
+        "KV peak": max(kv_use),
+    }
+    if gpu_use:
+        figures["GPU"] = mean(gpu_use)
+    return _make_run(requests, runs, seconds - workload.arrivals[0], figures)
 
 
 def run_static(engine: Engine, workload: Workload, batch_size: int) -> Run:
@@ -144,10 +134,8 @@ def profile_workload(
     with step_times(engine) as times:
         for seconds, _ in steps:  # noqa: B007 - the last counts
             pass
-    num_tokens = sum(request.metrics.num_emitted_tokens for request in requests)
-    num_rows = sum(request.metrics.num_sequence_steps for request in requests)
     runs = [RequestRun(request.output_token_ids, seconds, None) for request in requests]
-    return Run(runs, seconds, {"tokens/step": num_tokens / num_rows, **times.figures})
+    return _make_run(requests, runs, seconds, times.figures)
 
 
 def make_idle(engine: Engine) -> None:
@@ -181,8 +169,17 @@ def _serve(
         yield clock.monotonic() - start, changed
 
 
-def _added(before: list[int], after: list[int]) -> list[float]:
-    return [new - old for old, new in zip_longest(before, after, fillvalue=0)]
+def _make_run(requests: Sequence[Request], runs: list[RequestRun], seconds: float, figures: Mapping[str, float]) -> Run:
+    """Add what the requests themselves counted to the figures."""
+    metrics = [request.metrics for request in requests]
+    counts = {
+        "proposed per depth": [each.proposed_per_depth for each in metrics],
+        "accepted per depth": [each.accepted_per_depth for each in metrics],
+    }
+    details = {name: [sum(depth) for depth in zip_longest(*each, fillvalue=0)] for name, each in counts.items()}
+    num_tokens = sum(each.num_emitted_tokens for each in metrics)
+    num_rows = sum(each.num_sequence_steps for each in metrics)
+    return Run(runs, seconds, {"tokens/step": num_tokens / num_rows, **figures}, details)
 
 
 @contextmanager

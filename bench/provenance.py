@@ -72,7 +72,7 @@ def provenance_lines(provenance: Provenance) -> list[str]:
         f"command: `{provenance.command}`",
         f"commit: {provenance.commit}{' with changes' if provenance.has_changes else ''}",
         f"date: {provenance.date}",
-        f"machine: {provenance.machine}; {provenance.num_threads} threads",
+        f"machine: {provenance.machine}; threads: {provenance.num_threads}",
         f"versions: {versions}",
         *(f"{role}: {model}" for role, model in provenance.models.items()),
         f"seed: {provenance.seed}",
@@ -99,11 +99,11 @@ def describe_model(model: str, role: str = "target") -> str:
 
     Args:
         model: "demo", a folder, a hub id, or a name such as "ngram".
-        role: "target" or "draft", for "demo".
+        role: of the demo pair it is the target for "target", else the draft.
     """
     if not (model == "demo" or Path(model).is_dir()):
         return model
-    folder = Path(resolve_model(model, "draft" if role == "draft" else "target"))
+    folder = Path(resolve_model(model, "target" if role == "target" else "draft"))
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
         digest.update(f"{path.name} {path.stat().st_size}".encode())

@@ -228,10 +228,9 @@ def html(report: Report, provenance: Provenance, _: argparse.Namespace) -> str:
     parts += [f"<p>{escape(note.removeprefix('- '))}</p>" for note in report.notes]
     parts.append(f"<h2>Where the figures come from</h2>\n{_html_list(provenance_lines(provenance))}")
     body = "\n".join(parts)
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width">\n'
-        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>"
-    )
+    meta = '<meta charset="utf-8"/>\n<meta name="viewport" content="width=device-width"/>'
+    head = f"<head>\n{meta}\n<title>{title}</title>\n<style>{STYLE}</style>\n</head>"
+    return f'<!doctype html>\n<html lang="en">\n{head}\n<body>\n{body}\n</body>\n</html>'
 
 
 def table_lines(table: Table) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from statistics import median
+from typing import TypeVar
 
 Label = str | int | float
 
@@ -30,9 +31,12 @@ class Sample:
     details: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
+SampleT = TypeVar("SampleT", bound=Sample)
+
+
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and range over rounds; format specs are those of the median, and "±" before one adds half the range."""
+    """Median and range over rounds; format specs are the median's; "±" before adds half the range, "x" after is shown."""
 
     median: float
     minimum: float
@@ -45,7 +49,7 @@ class Spread:
         return cls(median(values), min(values), max(values), len(values))
 
     def __format__(self, spec: str) -> str:
-        text = format(self.median, spec.removeprefix("±"))
+        text = format(self.median, spec.removeprefix("±").removesuffix("x")) + ("x" if spec.endswith("x") else "")
         if not spec.startswith("±") or self.num_rounds == 1:
             return text
         half_range = (self.maximum - self.minimum) / 2 / abs(self.median) if self.median else 0.0
@@ -82,7 +86,7 @@ def group_samples(samples: Iterable[Sample]) -> list[list[Sample]]:
     return list(groups.values())
 
 
-def with_ratio(samples: Sequence[Sample], name: str, figure: str, **baseline: Label) -> list[Sample]:
+def with_ratio(samples: Sequence[SampleT], name: str, figure: str, **baseline: Label) -> list[SampleT]:
     """Add the ratio of a figure to that of another variant in the same round.
 
     Args:
