@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from titan import LLM, SamplingParams
 from titan.bench import engine_run
 from titan.bench.engine_run import make_idle, profile_workload, run_static, run_workload
 from titan.bench.runs import Run
-from titan.bench.step_times import StepTimes, Timer, step_times, timed
+from titan.bench.step_times import Timer, step_times, timed
 from titan.bench.workloads import Workload
 from titan.engine import Engine
 from titan.kernels.torch.backend import TorchBackend
@@ -46,20 +45,15 @@ class StepClock:
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.time = 100.0
-        self.slept: list[float] = []
         step = engine.step
-        monkeypatch.setattr(engine, "step", lambda: self.pass_by(1.0) or step())
-
-    def pass_by(self, seconds: float) -> None:
-        self.time += seconds
+        monkeypatch.setattr(engine, "step", lambda: self.sleep(1.0) or step())
 
     def monotonic(self) -> float:
         return self.time
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float, /) -> None:
         assert seconds > 0
-        self.slept.append(seconds)
-        self.pass_by(seconds)
+        self.time += seconds
 
 
 @pytest.mark.parametrize("mode", RUNS)
@@ -95,24 +89,20 @@ def test_requests_wait_as_in_the_queue_of_so_many_servers(
     """First come first served, a token per second and request (for one server, the recursion of Lindley)."""
     random = np.random.default_rng(0)
     lengths, gaps = random.integers(1, 5, 100).tolist(), random.poisson(2.7 / concurrency, 100)
-    arrivals = [float(time) for time in np.cumsum(gaps)]
-    clock = StepClock(engine, monkeypatch)
-    workload = Workload([[5]] * 100, lengths, arrivals)
-    run = run_workload(engine, workload, concurrency, use_speculative=False, clock=clock)
-    free = [0.0] * concurrency
-    for arrival, length, request in zip(arrivals, lengths, run.requests, strict=True):
-        start = max(arrival, min(free))
-        free[free.index(min(free))] = start + length
-        assert (request.arrival, request.latency) == (arrival, start + length - arrival)
-        assert request.to_first_token == start + 1 - arrival and request.between_tokens == (1.0 if length > 1 else None)
-    assert run.seconds == max(free) - arrivals[0]
-    assert max(request.to_first_token or 0.0 for request in run.requests) > 4 and clock.slept  # there was a queue, and there was none
+    workload = Workload([[5]] * 100, lengths, [float(time) for time in np.cumsum(gaps)])
+    run = run_workload(engine, workload, concurrency, use_speculative=False, clock=StepClock(engine, monkeypatch))
+    free, waits = [0.0] * concurrency, []
+    for arrival, length, request in zip(workload.arrivals, lengths, run.requests, strict=True):
+        waits.append(max(0.0, min(free) - arrival))
+        free[free.index(min(free))] = arrival + waits[-1] + length
+        assert (request.arrival, request.to_first_token, request.latency) == (arrival, waits[-1] + 1, waits[-1] + length)
+    assert run.seconds == max(free) - workload.arrivals[0] and min(waits) == 0 and max(waits) > 3
 
 
 def test_a_request_that_comes_during_a_step_waits_for_its_end(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = StepClock(engine, monkeypatch)
-    run = run_workload(engine, Workload([[5], [6], [7]], [2, 1, 1], [0.0, 0.25, 5.5]), use_speculative=False, clock=clock)
-    assert [request.latency for request in run.requests] == [2.0, 1.75, 1.0] and clock.slept == [3.5]
+    workload = Workload([[5], [6], [7]], [2, 1, 1], [0.0, 0.25, 5.5])
+    run = run_workload(engine, workload, use_speculative=False, clock=StepClock(engine, monkeypatch))
+    assert [request.latency for request in run.requests] == [2.0, 1.75, 1.0]
 
 
 def test_a_static_batch_starts_when_the_one_before_it_is_over(zoo: Zoo) -> None:
@@ -175,18 +165,12 @@ def test_parts_of_a_step_add_up(chain_engine: Engine, workload: Workload, use_sp
 
 
 def test_a_profile_begins_when_as_many_requests_as_run_at_once_have_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-
-    @contextmanager
-    def kept_step_times(engine: Engine) -> Iterator[StepTimes]:
-        with step_times(engine) as times:
-            found.append(times)
-            yield times
-
-    monkeypatch.setattr(engine_run, "step_times", kept_step_times)
-    profile_workload(engine, Workload([[5] * 8, [6] * 9], [8, 8]), 1, use_speculative=False)
-    profile_workload(engine, Workload([[5] * 8, [6] * 9], [8, 8]), 2, use_speculative=False)
-    assert [times.step.num_calls for times in found] == [15, 7]  # of 16 steps, one request at a time, and of 8
+    begins: list[int] = []
+    monkeypatch.setattr(engine_run, "step_times", lambda _: begins.append(engine.counters.num_steps) or step_times(engine))
+    for concurrency, num_steps in ((1, 16), (2, 8)):
+        before = engine.counters.num_steps
+        profile_workload(engine, Workload([[5] * 8, [6] * 9], [8, 8]), concurrency, use_speculative=False)
+        assert (begins.pop(), engine.counters.num_steps) == (before + 1, before + num_steps)
 
 
 def test_each_pass_of_a_chain_counts_also_if_all_of_them_are_one_call(chain_engine: Engine) -> None:
@@ -209,6 +193,3 @@ def test_a_timer_counts_calls_and_leaves_no_trace() -> None:
     with timed(counter, "count", timer):
         assert counter.count() + counter.count() == 2
     assert timer.num_calls == 2 and timer.seconds > 0 and "count" not in vars(counter)
-    with timed(counter, "count", timer, measure=lambda result: (5.0, 10 * result)):
-        counter.count()
-    assert timer.num_calls == 12 and timer.seconds > 5
