@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from collections.abc import Sequence
@@ -12,10 +11,9 @@ from typing import NamedTuple
 
 from titan.bench.workloads import read_text
 
-VARIATIONS = {"poisson": 1.0, "bursty": 3.0}
-"""Coefficients of variation of the gaps between arrivals, their standard deviation over their mean, by name."""
-
-
+BURSTY = re.compile(r"bursty(?::(\d*\.?\d+))?")
+BURSTY_VARIATION = 3.0
+"""Of "bursty", unless it is given."""
 TRACE_LINE = re.compile(r"\s*(-?\d+\.?\d*)[\s,]+([1-9]\d*)[\s,]+([1-9]\d*)\s*")
 
 
@@ -33,17 +31,12 @@ def read_variation(text: str) -> float:
     Raises:
         ValueError: it is none of them.
     """
-    if text in VARIATIONS:
-        return VARIATIONS[text]
-    name, _, number = text.partition(":")
-    if name != "bursty":
-        raise ValueError(f"arrivals {text!r} are unknown: allowed are poisson, bursty, bursty:VARIATION, or a trace's file")
-    try:
-        variation = float(number)
-    except ValueError:
-        variation = math.nan
-    if not 0 < variation < math.inf:
-        raise ValueError(f"arrivals {text!r} are not allowed: after bursty: stands a number above 0")
+    bursty = BURSTY.fullmatch(text)
+    variation = 1.0 if text == "poisson" else float(bursty[1] or BURSTY_VARIATION) if bursty else 0.0
+    if not variation:
+        raise ValueError(
+            f"arrivals {text!r} are not allowed: they must be poisson, bursty, bursty:VARIATION with a number above 0, or a trace's file"
+        )
     return variation
 
 

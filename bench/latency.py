@@ -27,17 +27,16 @@ from pathlib import Path
 from titan import LLM
 from titan.bench.arrivals import TraceEntry, draw_arrivals, mean_rate, read_trace, read_variation
 from titan.bench.engine_run import make_idle, run_workload
-from titan.bench.latency_report import latency_answer, latency_charts, latency_tables
-from titan.bench.open_loop import RATE, find_limits, load_figures
+from titan.bench.latency_report import NO_DRAFT, latency_report
+from titan.bench.open_loop import RATE, load_figures
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import Report, bench_parser, count, measure_and_publish, parse, positive
+from titan.bench.report import bench_parser, measure_and_publish, parse, positive
 from titan.bench.runs import Run, latency_figures
-from titan.bench.samples import Sample, make_rows, with_ratio
+from titan.bench.samples import Sample
 from titan.bench.turns import Turns, error_line, in_rounds
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.models.loader import DEMO, DTYPES
 
-NO_DRAFT = "no draft"
 CAPACITY_SHARES = (0.3, 0.6, 0.8, 1.0, 1.3, 2.0)
 """Rates of a sweep that names none, over what the engine finishes per second without a draft if all requests come at once."""
 NUM_REQUESTS = 128
@@ -152,37 +151,6 @@ class LatencyBench:
         output_lens, arrivals = [entry.output_len for entry in trace], [entry.time * rate for entry in trace]
         return [Workload(prompts, output_lens, arrivals) for prompts in rounds]
 
-    def report(self) -> Report:
-        """What was measured."""
-        samples: Sequence[Sample] = self.samples
-        for percent in (50, 99):
-            samples = with_ratio(samples, f"P{percent} / no draft", f"latency P{percent}, ms", engine=NO_DRAFT)
-        rows = make_rows(samples)
-        limits = find_limits(rows)
-        return Report(
-            "Latency under load",
-            latency_answer(limits),
-            {"rows": rows, "limits": limits, "samples": samples},
-            latency_tables(rows, limits),
-            latency_charts(rows, samples),
-            self._notes(),
-            self.problems,
-        )
-
-    def _notes(self) -> list[str]:
-        args, workload = self.args, self.workloads[0]
-        prompt_lens = [len(prompt) for prompt in workload.prompts]
-        return [
-            f"{args.model}, {args.dtype}; arrivals: {args.arrivals}, {count(len(workload), 'request')} per run, prompts of "
-            f"{min(prompt_lens)} to {max(prompt_lens)} tokens, outputs of {min(workload.output_lens)} to "
-            f"{max(workload.output_lens)}; at most {args.max_batch_size} at once; {count(args.repeats, 'interleaved round')}.",
-            f"within target: first token after at most {args.slo_ttft:g} s, then at most {args.slo_tbt:g} s between tokens on "
-            "average; goodput: requests within the target per second; requests/s: finished.",
-            "followed: requests finished while the second half arrives, over that half; excess: requests by which the queue grows "
-            "in it beyond a tenth of it and two standard deviations of its noise, above 0 the engine is saturated; -: the stream "
-            "is too short to say. Latencies count from the arrival; P99 of few requests is close to the slowest one.",
-        ]
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
@@ -192,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = parse_arguments(argv)
     bench = LatencyBench(args)
-    measure_and_publish(args, bench.run, bench.report, {"target": args.model, "draft": bench.draft})
+    models = {"target": args.model, "draft": bench.draft}
+    measure_and_publish(args, bench.run, lambda: latency_report(args, bench.samples, bench.problems), models)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

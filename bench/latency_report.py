@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 
 from titan.bench.charts import LineChart, Series, cumulative_points
-from titan.bench.open_loop import ATTAINED, RATE, SERVED
-from titan.bench.report import Table, figure_table
-from titan.bench.samples import Row, Sample, group_samples, join_details
+from titan.bench.open_loop import ATTAINED, RATE, SERVED, find_limits
+from titan.bench.report import Report, count, figure_table
+from titan.bench.samples import Row, Sample, group_samples, join_details, make_rows, with_ratio
 
+NO_DRAFT = "no draft"
 LABELS = ("engine", RATE)
 LATENCIES = {
     **{f"latency P{percent}, ms": "±.0f" for percent in (50, 90, 99)},
@@ -29,6 +31,31 @@ LOADS = {
     "excess": "+.1f",
 }
 LIMITS = dict.fromkeys(("follows up to", "saturated from", SERVED, "most finished"), ".2f")
+
+
+def latency_report(args: argparse.Namespace, samples: Sequence[Sample], problems: Sequence[str]) -> Report:
+    """Lay out what `titan.bench.latency.LatencyBench` measured; ``args`` are its options."""
+    for percent in (50, 99):
+        samples = with_ratio(samples, f"P{percent} / no draft", f"latency P{percent}, ms", engine=NO_DRAFT)
+    rows = make_rows(samples)
+    limits = find_limits(rows)
+    tables = [
+        figure_table("Saturation, requests/s", limits, ["engine"], LIMITS),
+        figure_table("Load", rows, LABELS, LOADS),
+        figure_table("Latency", rows, LABELS, LATENCIES),
+        figure_table("Time to the first token, and between tokens", rows, LABELS, TOKEN_TIMES),
+    ]
+    notes = [
+        f"{args.model}, {args.dtype}; arrivals: {args.arrivals}; prompts of {args.prompt_len} tokens, outputs of {args.output_len} "
+        f"(a trace has its own); at most {args.max_batch_size} at once; {count(args.repeats, 'interleaved round')}.",
+        f"within target: first token after at most {args.slo_ttft:g} s, then at most {args.slo_tbt:g} s between tokens on "
+        "average; goodput: requests within the target per second; requests/s: finished.",
+        "followed: requests finished while the second half arrives, over that half; excess: requests by which the queue grows "
+        "in it beyond a tenth of it and two standard deviations of its noise, above 0 the engine is saturated; -: the stream "
+        "is too short to say. Latencies count from the arrival; P99 of few requests is close to the slowest one.",
+    ]
+    results = {"rows": rows, "limits": limits, "samples": samples}
+    return Report("Latency under load", latency_answer(limits), results, tables, latency_charts(rows, samples), notes, problems)
 
 
 def latency_answer(limits: Sequence[Row]) -> str:
@@ -64,13 +91,3 @@ def _over_rate(title: str, y_label: str, rows: Sequence[Row], figures: Mapping[s
             ranges = [(spread.minimum, spread.maximum) for spread in spreads.values()]
             series.append(Series(f"{engine}{suffix}", points, ranges))
     return LineChart(title, RATE, y_label, series)
-
-
-def latency_tables(rows: Sequence[Row], limits: Sequence[Row]) -> list[Table]:
-    """Where the engines saturate, how the rates were borne, and latencies."""
-    return [
-        figure_table("Saturation, requests/s", limits, ["engine"], LIMITS),
-        figure_table("Load", rows, LABELS, LOADS),
-        figure_table("Latency", rows, LABELS, LATENCIES),
-        figure_table("Time to the first token, and between tokens", rows, LABELS, TOKEN_TIMES),
-    ]

@@ -175,7 +175,7 @@ def test_an_engine_that_fails_is_left_out_and_the_other_goes_on(
         (["--rate", "0"], "argument --rate: 0 is not allowed: it must be a number above 0"),
         (["--slo-ttft", "nan"], "argument --slo-ttft: nan is not allowed"),
         (["--prompt-len", "8-4"], "'8-4' is not a length"),
-        (["--arrivals", "./nowhere.csv"], "arrivals './nowhere.csv' are unknown"),
+        (["--arrivals", "./nowhere.csv"], "arrivals './nowhere.csv' are not allowed"),
         (["--prompts", "nowhere"], "prompts 'nowhere' are unknown"),
         (["--output-len", "600"], "is more than the model's positions"),
     ],
