@@ -34,9 +34,8 @@ def read_variation(text: str) -> float:
     bursty = BURSTY.fullmatch(text)
     variation = 1.0 if text == "poisson" else float(bursty[1] or BURSTY_VARIATION) if bursty else 0.0
     if not variation:
-        raise ValueError(
-            f"arrivals {text!r} are not allowed: they must be poisson, bursty, bursty:VARIATION with a number above 0, or a trace's file"
-        )
+        allowed = "poisson, bursty, bursty:VARIATION with a number above 0, or a trace's file"
+        raise ValueError(f"arrivals {text!r} are not allowed: they must be {allowed}")
     return variation
 
 

@@ -75,19 +75,17 @@ def run_workload(
         RuntimeError: a request was ended before it had its tokens.
     """
     requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
-    first_changes: dict[Request, float] = {}
-    last_changes: dict[Request, float] = {}
+    changes: dict[Request, list[float]] = {request: [] for request in requests}
     seconds = 0.0
     num_rows, cpu_start = engine.counters.num_sequence_steps, time.process_time()
     with _observed_use(engine) as (kv_use, gpu_use):
         for seconds, changed in _serve(engine, workload, requests, concurrency or len(requests), clock, is_static=is_static):
             for request in changed:
-                first_changes.setdefault(request, seconds)
-                last_changes[request] = seconds
+                changes[request].append(seconds)
     cpu_seconds = time.process_time() - cpu_start
     num_rows = engine.counters.num_sequence_steps - num_rows
     runs = [
-        RequestRun(request.output_token_ids, last_changes[request], first_changes[request], arrival)
+        RequestRun(request.output_token_ids, changes[request][-1], changes[request][0], arrival)
         for arrival, request in zip(workload.arrivals, requests, strict=True)
     ]
     figures = {

@@ -60,13 +60,12 @@ def latency_figures(requests: Sequence[RequestRun], percents: Sequence[int] = (5
         "first token": [request.to_first_token for request in requests],
         "between tokens": [request.between_tokens for request in requests],
     }
-    figures: dict[str, float] = {}
-    for kind, values in kinds.items():
-        known = [value for value in values if value is not None]
-        if known:
-            percentiles = np.percentile(known, percents).tolist()
-            figures |= {f"{kind} P{percent}, ms": 1e3 * value for percent, value in zip(percents, percentiles, strict=True)}
-    return figures
+    return {
+        f"{kind} P{percent}, ms": 1e3 * float(np.percentile(known, percent))
+        for kind, values in kinds.items()
+        if (known := [value for value in values if value is not None])
+        for percent in percents
+    }
 
 
 def share_equal(run: Run, reference: Run) -> float:

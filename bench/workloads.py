@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -63,7 +63,7 @@ class Workload:
 
     prompts: list[list[int]]
     output_lens: list[int]
-    arrivals: Sequence[float] = field(default=())
+    arrivals: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         if not self.arrivals:
