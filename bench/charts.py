@@ -9,11 +9,18 @@ from html import escape
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a7f00", "#999999")
 """Told apart by colour-blind readers; Okabe and Ito 2008, the yellow darkened. Series beyond them are dashed and hollow."""
+LINE_STYLES: dict[str, dict[str, Any]] = {
+    "lines": {"marker": "o"},
+    "steps": {"drawstyle": "steps-post"},
+    "points": {"marker": "o", "linestyle": ""},
+}
 INK = "#010203"
 """Stands for the page's own colour of text until the drawing is done."""
 NO_METADATA: dict[str, None] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -67,10 +74,12 @@ def render_chart(chart: LineChart | StackedBars) -> str:
     """Draw a chart as an ``<svg>`` element, always the same text for the same chart."""
     from matplotlib import rc_context  # only a page with plots needs it
     from matplotlib.figure import Figure
+    from matplotlib.rcsetup import cycler
 
     inks = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK)
-    look: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "titan", "text.parse_math": False}
-    with rc_context(inks | look | {"axes.spines.top": False, "axes.spines.right": False}):
+    look: dict[str, Any] = {"axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False}
+    look["axes.prop_cycle"] = cycler(linestyle=["-", "--"], fillstyle=["full", "none"]) * cycler(color=COLORS)
+    with rc_context(inks | look | {"svg.fonttype": "none", "svg.hashsalt": "titan"}):
         figure = Figure()
         axes = figure.add_subplot()
         if isinstance(chart, LineChart):
@@ -95,20 +104,12 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
         axes.set_xscale("log", base=2)
     if chart.is_log_x or len(xs) <= FEW_TICKS:
         axes.set_xticks(xs, [f"{x:.4g}" for x in xs])
-    for i, each in enumerate(each for each in chart.series if each.points):
-        color, is_first = COLORS[i % len(COLORS)], i < len(COLORS)
+    for each in (each for each in chart.series if each.points):
         points = [(each.points[0][0], 0.0), *each.points] if chart.style == "steps" else each.points
-        axes.plot(
-            *zip(*points, strict=True),
-            color=color,
-            linestyle="" if chart.style == "points" else "-" if is_first else "--",
-            marker="" if chart.style == "steps" else "o",
-            markerfacecolor=color if is_first else "none",
-            drawstyle="steps-post" if chart.style == "steps" else "default",
-            label=each.name,
-        )
-        for (x, _), ends in zip(each.points, each.ranges, strict=False):
-            axes.plot([x, x], ends, color=color, alpha=0.6)
+        [line] = axes.plot(*zip(*points, strict=True), label=each.name, **LINE_STYLES[chart.style])
+        if each.ranges:
+            lows, highs = zip(*each.ranges, strict=True)
+            axes.vlines([x for x, _ in each.points], lows, highs, colors=line.get_color(), alpha=0.6)
     axes.set_ylim(bottom=0)
     axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
     axes.grid(axis="y", alpha=0.15)
@@ -116,10 +117,10 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
 
 def _draw_bars(axes: Axes, chart: StackedBars) -> None:
     places = range(len(chart.bars))
-    starts = [0.0 for _ in places]
-    for i, (part, values) in enumerate(chart.parts.items()):
-        axes.barh(places, values, left=starts, color=COLORS[i % len(COLORS)], label=part)
-        starts = [start + value for start, value in zip(starts, values, strict=True)]
+    starts = np.zeros(len(chart.bars))
+    for part, values in chart.parts.items():
+        axes.barh(places, values, left=starts, label=part)
+        starts = starts + values
     axes.set_yticks(places, chart.bars)
     axes.margins(y=0.01)
     axes.invert_yaxis()

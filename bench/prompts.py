@@ -83,12 +83,6 @@ def random_prompts(lengths: Lengths, vocab_size: int, seed: int) -> Iterator[lis
 def chat_prompts(tokenizer: Any, texts: Sequence[str], lengths: Lengths, seed: int) -> Iterator[list[int]]:
     """Return prompts whose text is a user's message in the tokenizer's chat template, or after a plain "User:" without one.
 
-    Args:
-        tokenizer: of the model.
-        texts: what messages are the beginnings of.
-        lengths: of the prompts in tokens, those around the message included.
-        seed: of order and lengths.
-
     Raises:
         ValueError: what stands around the message leaves no room for it.
     """

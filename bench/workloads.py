@@ -87,11 +87,9 @@ def read_text(path: Path, name: str) -> str:
     """Read a file that a user named.
 
     Raises:
-        ValueError: it cannot be read or is no text; the message begins with ``name``.
+        ValueError: it cannot be read; the message begins with ``name``.
     """
     try:
         return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not allowed: the file is no text in UTF-8") from error
-    except OSError as error:
-        raise ValueError(f"{name} cannot be read: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name} cannot be read as text in UTF-8: {error}") from error

@@ -55,7 +55,7 @@ def test_a_trace_is_read_and_counts_from_its_first_request(tmp_path: Path) -> No
         (b"0 0 4\n", "1 or more of each"),
         (b"nan 8 4\n", "is not allowed"),
         (b"1 8 4\n0 8 4\n", "line 2: '0 8 4' goes back in time"),
-        (b"\x7fELF\xff\xfe\x80", r"^trace '.*trace\.csv' is not allowed: the file is no text in UTF-8"),
+        (b"\x7fELF\xff\xfe\x80", r"^trace '.*trace\.csv' cannot be read as text in UTF-8"),
     ],
 )
 def test_a_trace_that_is_none_is_refused(tmp_path: Path, text: bytes, message: str) -> None:

@@ -24,7 +24,7 @@ def test_names_are_text_and_all_ink_is_that_of_the_page(chart: LineChart | Stack
 
 
 def test_more_series_than_colours_can_still_be_told_apart() -> None:
-    many = LineChart("t", "x", "y", [Series(str(i), [(0, i), (1, i)]) for i in range(len(COLORS) + 1)])
+    many = LineChart("t", "x", "y", [Series(str(i), [(0, i), (1, i)], [(i, i + 1)] * 2) for i in range(len(COLORS) + 1)])
     assert render_chart(many).count("stroke-dasharray") == 2  # the last line, here and in the legend
 
 

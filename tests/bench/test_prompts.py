@@ -102,7 +102,7 @@ def test_prompts_of_a_file_come_in_order_and_are_cut_and_repeats_are_reported(
         ("a.txt", b"\n \n", "is empty: it must have a prompt per line"),
         ("a.jsonl", b'{"text": "x"}\n', "has the line"),
         ("b.jsonl", b"plain\n", "has the line 'plain': each must be a JSON object"),
-        ("binary", b"\x7fELF\xff\xfe\x80", "is not allowed: the file is no text in UTF-8"),
+        ("binary", b"\x7fELF\xff\xfe\x80", "cannot be read as text in UTF-8"),
     ],
 )
 def test_a_file_without_prompts_is_refused_by_its_name(tmp_path: Path, name: str, content: bytes, message: str) -> None:
