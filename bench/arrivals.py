@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -76,14 +75,3 @@ def read_trace(path: Path) -> list[TraceEntry]:
     if not entries:
         raise ValueError(f"{name} is empty: it must have a line per request")
     return [entry._replace(time=entry.time - entries[0].time) for entry in entries]
-
-
-def mean_rate(times: Sequence[float]) -> float:
-    """Requests per second of ascending arrival times: gaps over the time that they take.
-
-    Raises:
-        ValueError: all arrive together, so that there is no rate.
-    """
-    if times[-1] <= times[0]:
-        raise ValueError("requests that all arrive at once have no rate: at least two different times are needed")
-    return (len(times) - 1) / (times[-1] - times[0])

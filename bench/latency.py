@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from titan import LLM
-from titan.bench.arrivals import TraceEntry, draw_arrivals, mean_rate, read_trace, read_variation
+from titan.bench.arrivals import TraceEntry, draw_arrivals, read_trace, read_variation
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.latency_report import NO_DRAFT, latency_report
 from titan.bench.open_loop import RATE, load_figures
@@ -62,7 +62,9 @@ class LatencyBench:
         self._rates: list[float] = sorted(set(args.rate))
         if Path(args.arrivals).is_file():
             trace = read_trace(Path(args.arrivals))[: args.num_requests]
-            rate = mean_rate([entry.time for entry in trace])
+            if trace[-1].time == 0:
+                raise ValueError(f"trace {args.arrivals!r} has no rate, as all requests come at once: their times must differ")
+            rate = (len(trace) - 1) / trace[-1].time
             self._rates = self._rates or [rate]
             self.workloads = self._replay(trace, rate)
         else:

@@ -153,17 +153,12 @@ def measure_and_publish(
     except BaseException as error:  # noqa: BLE001 - raised again below
         failure = error
     report = make_report()
-    if any(report.results.values()):
-        if failure is not None:
-            text = "interrupted: only what was measured until then is shown"
-            report = replace(report, warnings=[text, *report.warnings])
-        if isinstance(failure, KeyboardInterrupt):
-            log("interrupted: reporting what was measured so far")
-            failure = None
-        publish(report, provenance, args)
-    elif failure is None:
-        raise ValueError("; ".join(["nothing was measured", *report.warnings]))
+    if not any(report.results.values()):
+        raise failure or ValueError("; ".join(["nothing was measured", *report.warnings]))
     if failure is not None:
+        report = replace(report, warnings=["interrupted: only what was measured until then is shown", *report.warnings])
+    publish(report, provenance, args)
+    if failure is not None and not isinstance(failure, KeyboardInterrupt):
         raise failure
 
 

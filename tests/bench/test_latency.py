@@ -122,6 +122,8 @@ def test_a_trace_is_replayed_with_its_own_lengths_and_rate_unless_others_are_ask
         assert sample["details"]["arrival, s"] == pytest.approx([0.0, 0.01, 0.02])
     faster = run(zoo, tmp_path, "--arrivals", str(trace), "--rate", "200", "--num-requests", "2")
     assert faster["samples"][0]["details"]["arrival, s"] == pytest.approx([0.0, 0.005])
+    with pytest.raises(ValueError, match="has no rate, as all requests come at once"):
+        main(arguments(zoo, "--arrivals", str(trace), "--num-requests", "1"))
 
 
 def test_prompts_that_are_shorter_than_a_trace_asks_are_reported(zoo: Zoo, tmp_path: Path) -> None:
