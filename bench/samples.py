@@ -32,7 +32,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and range over rounds; format specs are those of the median, and "±" before one adds half the range."""
+    """Median and range over rounds; format specs are the median's; "±" before adds half the range, "x" after is shown."""
 
     median: float
     minimum: float
@@ -45,7 +45,7 @@ class Spread:
         return cls(median(values), min(values), max(values), len(values))
 
     def __format__(self, spec: str) -> str:
-        text = format(self.median, spec.removeprefix("±"))
+        text = format(self.median, spec.removeprefix("±").removesuffix("x")) + ("x" if spec.endswith("x") else "")
         if not spec.startswith("±") or self.num_rounds == 1:
             return text
         half_range = (self.maximum - self.minimum) / 2 / abs(self.median) if self.median else 0.0

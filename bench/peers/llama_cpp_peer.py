@@ -35,7 +35,7 @@ class LlamaCppPeer:
         start = time.perf_counter()
         with ThreadPoolExecutor(concurrency) as threads:
             results = list(threads.map(lambda request: self._complete(request, start), requests))
-        return {"seconds": time.perf_counter() - start, "requests": results, "mean_acceptance_length": None}
+        return {"seconds": time.perf_counter() - start, "requests": results, "figures": {}}
 
     def _complete(self, request: dict[str, Any], start: float) -> dict[str, Any]:
         question = {
