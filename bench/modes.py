@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from titan import LLM
 from titan.bench.engine_run import make_idle, run_static, run_workload
 from titan.bench.peers.client import PeerError, PeerProcess
+from titan.bench.peers.make_env import PACKAGES
 from titan.bench.runs import Run
 from titan.bench.turns import log
 from titan.bench.workloads import Workload
@@ -26,41 +27,35 @@ TITAN = "titan"
 TITAN_DRAFT = "titan-draft"
 TITAN_STATIC = "titan-static"
 TITAN_SINGLE = "titan-single"
-PEERS = ("vllm", "openvino", "llama.cpp")
-PEERS_FOLDER = Path(".peers")
-"""Where `make_env` puts environments, and where they are looked for."""
+LLAMA_CPP = "llama.cpp"
+PEERS = (*PACKAGES, LLAMA_CPP)
+"""Engines that need an environment of their own, or the address of a server."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
-    """What is compared; all modes run greedily and ignore the end of sequence."""
+class TitanMode:
+    """A way to run Titan's engine: ``run`` takes engine, workload, and the most requests at once."""
 
     description: str
-    _: KW_ONLY
+    run: Callable[[Engine, Workload, int], Run]
     uses_draft: bool = False
     ends_together: bool = False  # a request ends with its batch, so its end does not say how long its tokens took
 
 
 @dataclass(frozen=True, slots=True)
-class TitanMode(Mode):
-    """A way to run Titan's engine: ``run`` takes engine, workload, and the most requests at once."""
+class PeerMode:
+    """A way to run another engine, by its adapter in `titan.bench.peers`, with ``options`` that only that knows."""
 
-    run: Callable[[Engine, Workload, int], Run]
-
-
-@dataclass(frozen=True, slots=True)
-class PeerMode(Mode):
-    """Another engine.
-
-    ``adapter`` is a file in `titan.bench.peers`; ``peer`` names the environment ("" = this one); ``options`` are the adapter's own.
-    """
-
-    adapter: str
-    peer: str = ""
-    _: KW_ONLY
-    needs_url: bool = False  # a server that runs already
-    only_single: bool = False  # one request at a time, so measured with one only
+    description: str
+    engine: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    uses_draft: bool = False
+    ends_together: bool = False  # as of `TitanMode`
+    only_single: bool = False  # one request at a time, so measured with one only
+
+    @property
+    def adapter(self) -> str:
+        return f"{self.engine.replace('.', '_')}_peer"
 
 
 TITAN_MODES = {
@@ -78,27 +73,27 @@ TITAN_MODES = {
 }
 PEER_MODES = {
     "transformers-static": PeerMode(
-        "transformers' generate: static batches, dynamic cache", "transformers_peer", ends_together=True, options={"mode": "static"}
+        "transformers' generate: static batches, dynamic cache", "transformers", {"mode": "static"}, ends_together=True
     ),
     "transformers-continuous": PeerMode(
         "transformers' continuous batching (generate_batch), paged cache, its default attention (sdpa on a CPU)",
-        "transformers_peer",
-        options={"mode": "continuous"},
+        "transformers",
+        {"mode": "continuous"},
     ),
     "transformers-assisted": PeerMode(
         "transformers' assisted generation: one request at a time, constant number of draft tokens",
-        "transformers_peer",
+        "transformers",
+        {"mode": "assisted"},
         uses_draft=True,
         only_single=True,
-        options={"mode": "assisted"},
     ),
-    "vllm": PeerMode("vLLM without a draft", "vllm_peer", "vllm"),
-    "vllm-draft": PeerMode("vLLM with the draft model", "vllm_peer", "vllm", uses_draft=True),
-    "openvino": PeerMode("OpenVINO GenAI's continuous batching without a draft", "openvino_peer", "openvino"),
-    "openvino-draft": PeerMode("OpenVINO GenAI's continuous batching with the draft", "openvino_peer", "openvino", uses_draft=True),
-    "llama.cpp": PeerMode("llama.cpp's server, as it was started", "llama_cpp_peer", "llama.cpp", needs_url=True),
+    "vllm": PeerMode("vLLM without a draft", "vllm"),
+    "vllm-draft": PeerMode("vLLM with the draft model", "vllm", uses_draft=True),
+    "openvino": PeerMode("OpenVINO GenAI's continuous batching without a draft", "openvino"),
+    "openvino-draft": PeerMode("OpenVINO GenAI's continuous batching with the draft", "openvino", uses_draft=True),
+    LLAMA_CPP: PeerMode("llama.cpp's server, as it was started", LLAMA_CPP),
 }
-MODES: dict[str, Mode] = {**TITAN_MODES, **PEER_MODES}
+MODES: dict[str, TitanMode | PeerMode] = {**TITAN_MODES, **PEER_MODES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,44 +119,32 @@ class LoadedModes:
         elif self.engine is not None:
             make_idle(self.engine)
 
-    @property
-    def versions(self) -> dict[str, str]:
-        """Of the other engines."""
-        return {name: number for process in self.processes.values() for name, number in process.versions.items()}
-
 
 @contextmanager
 def load_modes(
-    names: Sequence[str],
-    model: str,
-    draft_model: str | None,
-    options: Mapping[str, Any],
-    peers: Mapping[str, str],
-    problems: list[str],
+    names: Sequence[str], options: Mapping[str, Any], peers: Mapping[str, str], problems: list[str]
 ) -> Iterator[LoadedModes]:
     """Load modes, and end the other engines' processes with the context.
 
     Args:
         names: keys of `MODES`.
-        model: folder or hub id of the target.
-        draft_model: those of the draft, or "ngram".
-        options: of `LLM`, for other engines too: dtype, device, max_draft_tokens, max_batch_size and max_model_len.
-        peers: environment folder or URL by peer, where it is not the default.
+        options: model, draft_model, dtype, device, max_draft_tokens, max_batch_size and max_model_len of `LLM`, for all modes; the
+            models are folders or hub ids.
+        peers: environment folder or URL by name in `PEERS`, where it is not the default.
         problems: gets a line for what cannot run; it is left out.
 
     Raises:
         ValueError: the target cannot be loaded.
     """
+    plain = {**options, "draft_model": None}
     engine = None
     if any(name in TITAN_MODES for name in names):
         log(f"loading {TITAN} in {options['dtype']}")
         try:
-            engine = _load_engine(model, draft_model if TITAN_DRAFT in names else None, options)
+            engine = _load_engine(options if TITAN_DRAFT in names else plain)
         except ValueError as error:
+            engine = _load_engine(plain)
             drafted = [name for name in names if MODES[name].uses_draft]
-            if not drafted:
-                raise
-            engine = _load_engine(model, None, options)
             problems.append(f"{', '.join(drafted)} left out: {error}")
             names = [name for name in names if name not in drafted]
     loaded = LoadedModes(options["dtype"], engine)
@@ -170,11 +153,13 @@ def load_modes(
             if name in PEER_MODES:
                 log(f"loading {name} in {options['dtype']}")
                 mode = PEER_MODES[name]
-                models = {"model": model, "draft_model": draft_model if mode.uses_draft else None}
+                shared = {
+                    **(options if mode.uses_draft else plain),
+                    "threads": torch.get_num_threads(),
+                    "url": peers.get(mode.engine),
+                }
                 try:
-                    python, url = locate_peer(mode, peers)
-                    shared = {**models, **options, "threads": torch.get_num_threads(), "url": url}
-                    process = PeerProcess(name, mode.adapter, python, {**shared, **mode.options})
+                    process = PeerProcess(name, mode.adapter, find_python(mode.engine, peers), {**shared, **mode.options})
                 except (PeerError, ValueError) as error:
                     problems.append(f"{name} left out: {error}")
                     continue
@@ -184,33 +169,23 @@ def load_modes(
         yield loaded
 
 
-def locate_peer(mode: PeerMode, peers: Mapping[str, str]) -> tuple[str, str]:
-    """The interpreter that runs a mode's adapter, and its environment's folder or its server's URL; ``peers`` as of `load_modes`.
+def find_python(engine: str, peers: Mapping[str, str]) -> str:
+    """The interpreter that runs an engine's adapter: that of its environment, if it needs one.
+
+    Args:
+        engine: of a `PeerMode`.
+        peers: as of `load_modes`.
 
     Raises:
-        ValueError: the environment does not exist, or a URL is missing.
+        ValueError: there is no such environment.
     """
-    where = peers.get(mode.peer, str(PEERS_FOLDER / mode.peer))
-    if mode.needs_url and not where.startswith("http://"):
-        raise ValueError(f"give the address of a running server: --peer {mode.peer}=http://HOST:PORT")
-    if mode.needs_url or not mode.peer:
-        return sys.executable, where
-    python = Path(where, "bin", "python")
+    if engine not in PACKAGES:
+        return sys.executable
+    folder = peers.get(engine, f".peers/{engine}")
+    python = Path(folder, "bin", "python")
     if not python.exists():
-        raise ValueError(f"not installed in {where}: make it with `python -m titan.bench.peers.make_env {mode.peer} {where}`")
-    return str(python), where
-
-
-def installed_modes(peers: Mapping[str, str]) -> list[str]:
-    """The modes that need nothing that is missing here; ``peers`` as of `load_modes`."""
-    found = list(TITAN_MODES)
-    for name, mode in PEER_MODES.items():
-        try:
-            locate_peer(mode, peers)
-        except ValueError:
-            continue
-        found.append(name)
-    return found
+        raise ValueError(f"not installed in {folder}: make it with `python -m titan.bench.peers.make_env {engine} {folder}`")
+    return str(python)
 
 
 def possible_modes(draft_model: str | None) -> list[str]:
@@ -225,9 +200,9 @@ def possible_modes(draft_model: str | None) -> list[str]:
         load_config(resolve_model(draft_model, "draft"))
     except ValueError as error:
         allowed = f"besides models, {NgramDrafter.name!r} is allowed"
-        raise ValueError(f"draft_model={draft_model!r} cannot be used; {allowed}: {error}") from error
+        raise ValueError(f"--draft-model {draft_model} cannot be used; {allowed}: {error}") from error
     return list(MODES)
 
 
-def _load_engine(model: str, draft_model: str | None, options: Mapping[str, Any]) -> Engine:
-    return LLM(model, draft_model, enable_prefix_caching=False, **options).engine  # all modes see the same prompts
+def _load_engine(options: Mapping[str, Any]) -> Engine:
+    return LLM(**options, enable_prefix_caching=False).engine  # all modes see the same prompts

@@ -34,7 +34,6 @@ from titan.bench.modes import (
     TITAN_SINGLE,
     TITAN_STATIC,
     LoadedModes,
-    installed_modes,
     load_modes,
     possible_modes,
 )
@@ -76,6 +75,8 @@ class ThroughputBench:
         self.problems: list[str] = []
         self.versions: dict[str, str] = {}
         self._options = {
+            "model": resolve_model(args.model, "target"),
+            "draft_model": args.draft_model and resolve_model(args.draft_model, "draft"),
             "device": str(choose_device(args.device)),
             "max_draft_tokens": args.max_draft_tokens,
             "max_batch_size": max(args.concurrency),
@@ -86,10 +87,10 @@ class ThroughputBench:
     def run(self) -> None:
         """Load the modes of each dtype, and let them take turns with each number of requests at once."""
         args = self.args
-        models = resolve_model(args.model, "target"), args.draft_model and resolve_model(args.draft_model, "draft")
         for dtype in args.dtype:
-            with load_modes(args.modes, *models, {"dtype": dtype, **self._options}, args.peer, self.problems) as loaded:
-                self.versions |= loaded.versions
+            with load_modes(args.modes, {**self._options, "dtype": dtype}, args.peer, self.problems) as loaded:
+                for process in loaded.processes.values():
+                    self.versions |= process.versions
                 with Turns(self._num_turns(loaded), self.problems, loaded.recover) as turns:
                     self._measure(loaded, turns)
             del loaded, turns
@@ -236,28 +237,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             lengths = f"--context-len {args.context_len} must be more than half of --output-len {args.output_len}"
             raise ValueError(f"{lengths}, which --profile takes as one length")
         args.prompt_len = Lengths(prompt_len, prompt_len)
-    args.modes = _choose_modes(args)
-    return args
-
-
-def _choose_modes(args: argparse.Namespace) -> list[str]:
-    """The modes that were asked for, or those that can run.
-
-    Raises:
-        ValueError: the draft is unknown, or a mode that was asked for is not possible with it or with --profile.
-    """
-    try:
-        allowed = possible_modes(args.draft_model)
-    except ValueError as error:
-        raise ValueError(f"--draft-model: {error}") from error
-    if args.profile:
-        allowed = [mode for mode in allowed if mode in PROFILED]
-    for mode in args.modes or ():
+    allowed = [mode for mode in possible_modes(args.draft_model) if mode in PROFILED or not args.profile]
+    args.modes = args.modes or [mode for mode in (QUICK_MODES if args.quick else MODES) if mode in allowed]
+    for mode in args.modes:
         if mode not in allowed:
             hint = "; give --draft-model" if MODES[mode].uses_draft else ""
             raise ValueError(f"--modes {mode} is not possible here: allowed are {', '.join(allowed)}{hint}")
-    default = QUICK_MODES if args.quick else installed_modes(args.peer)
-    return args.modes or [mode for mode in default if mode in allowed]
+    return args
 
 
 def _peer(text: str) -> tuple[str, str]:

@@ -16,8 +16,15 @@ TIMEOUT = 600  # seconds
 
 
 def load(options: dict[str, Any]) -> LlamaCppPeer:
-    """Reach the server at ``options["url"]``."""
-    return LlamaCppPeer(options["url"])
+    """Reach the server at ``options["url"]``.
+
+    Raises:
+        ValueError: that is no address.
+    """
+    url = options["url"]
+    if not url or not url.startswith("http://"):
+        raise ValueError(f"url={url!r} is not the address of a running server: give --peer llama.cpp=http://HOST:PORT")
+    return LlamaCppPeer(url)
 
 
 class LlamaCppPeer:
