@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from titan import LLM
-from titan.bench.engine_run import make_idle, run_static, run_workload
+from titan.bench.engine_run import make_idle, profile_workload, run_static, run_workload
 from titan.bench.peers.client import PeerError, PeerProcess
 from titan.bench.peers.make_env import PACKAGES
 from titan.bench.runs import Run
@@ -112,6 +112,11 @@ class LoadedModes:
         assert self.engine is not None
         return TITAN_MODES[name].run(self.engine, workload, concurrency)
 
+    def profile(self, name: str, workload: Workload, concurrency: int) -> Run:
+        """Run a workload in continuous batching, with or without the draft, and time the parts of its steps."""
+        assert self.engine is not None
+        return profile_workload(self.engine, workload, concurrency, use_speculative=TITAN_MODES[name].uses_draft)
+
     def recover(self, name: str) -> None:
         """After a mode failed, end its process, or make the engine idle for Titan's other modes."""
         if name in self.processes:
@@ -160,7 +165,7 @@ def load_modes(
                 }
                 try:
                     process = PeerProcess(name, mode.adapter, find_python(mode.engine, peers), {**shared, **mode.options})
-                except (PeerError, ValueError) as error:
+                except (PeerError, ValueError, OSError) as error:
                     problems.append(f"{name} left out: {error}")
                     continue
                 stack.callback(process.close)

@@ -23,7 +23,6 @@ from functools import partial
 
 import psutil
 
-from titan.bench.engine_run import profile_workload
 from titan.bench.modes import (
     MODES,
     PEER_MODES,
@@ -54,9 +53,6 @@ WAVES_OF_A_MIX = 4
 PROFILED = (TITAN, TITAN_DRAFT)
 QUICK = {"dtype": ["float32"], "concurrency": [1, 8], "output_len": Lengths(16, 64)}
 QUICK_MODES = (*TITAN_MODES, "transformers-static")
-
-RunMode = Callable[[LoadedModes, str, Workload, int], Run]
-"""From loaded modes, the name of one, a workload and the most requests at once."""
 
 
 class ThroughputBench:
@@ -109,17 +105,23 @@ class ThroughputBench:
             for round_id in range(args.timed_rounds):
                 workload = take_workload(prompts, at_once * args.waves, output_lens)
                 reference: Run | None = None
-                for labels, run, load in self._runs(loaded, turns, modes, LoadedModes.run, workload, at_once):
+                for labels, run, load in self._runs(loaded, turns, modes, loaded.run, workload, at_once):
                     reference = run if labels["mode"] == TITAN else reference
                     self.samples.append(timed_sample(labels, round_id, run, reference, load))
             profiled = [mode for mode in modes if mode in PROFILED]
             for round_id in range(args.profiled_rounds):
                 workload = take_workload(prompts, at_once, output_lens)
-                for labels, run, load in self._runs(loaded, turns, profiled, profile, workload, at_once):
+                for labels, run, load in self._runs(loaded, turns, profiled, loaded.profile, workload, at_once):
                     self.samples += profiled_samples(labels, args.timed_rounds + round_id, run, workload, load)
 
     def _runs(
-        self, loaded: LoadedModes, turns: Turns, modes: Sequence[str], run: RunMode, workload: Workload, at_once: int
+        self,
+        loaded: LoadedModes,
+        turns: Turns,
+        modes: Sequence[str],
+        run: Callable[[str, Workload, int], Run],
+        workload: Workload,
+        at_once: int,
     ) -> Iterator[tuple[dict[str, Label], Run, float]]:
         """Yield the labels, the run and the load average before it, for each mode that does not fail.
 
@@ -129,7 +131,7 @@ class ThroughputBench:
 
         def work(mode: str) -> Run:
             loaded.run(mode, warm_up, at_once)
-            return run(loaded, mode, workload, at_once)
+            return run(mode, workload, at_once)
 
         for mode in modes:
             load = psutil.getloadavg()[0]
@@ -141,22 +143,8 @@ class ThroughputBench:
         return prompt_stream(self.args.model, self.args.prompts, self.args.prompt_len, self.args.seed)
 
 
-def profile(loaded: LoadedModes, mode: str, workload: Workload, at_once: int) -> Run:
-    """Run a mode of `PROFILED` with the parts of its steps timed."""
-    assert loaded.engine is not None
-    return profile_workload(loaded.engine, workload, at_once, use_speculative=mode == TITAN_DRAFT)
-
-
 def timed_sample(labels: dict[str, Label], round_id: int, run: Run, reference: Run | None, load: float) -> Sample:
-    """Keep what the report needs of a run.
-
-    Args:
-        labels: "dtype", "mode" and "at once".
-        round_id: of the round.
-        run: of the mode.
-        reference: the run of Titan without a draft in the same round, with whose outputs the run's are compared.
-        load: load average over the minute before the run.
-    """
+    """Keep what the report needs of a run; ``reference`` is Titan's without a draft in the same round, if there is one."""
     latencies = latency_figures(run.requests)
     if MODES[str(labels["mode"])].ends_together:
         latencies = {name: value for name, value in latencies.items() if not name.startswith("between tokens")}

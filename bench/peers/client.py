@@ -18,8 +18,6 @@ from titan.bench.runs import RequestRun, Run
 from titan.bench.workloads import Workload
 
 HERE = Path(__file__).resolve().parent
-OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-"""What would lead another environment's interpreter to this one's packages."""
 NUM_LOG_LINES = 3
 CLOSE_SECONDS = 10
 ANSWER_SECONDS = 3600.0
@@ -40,28 +38,22 @@ class PeerProcess:
         options: see `serve.py`.
 
     Raises:
-        PeerError: the process cannot be started, or the adapter cannot load or does not answer in time.
+        PeerError: the adapter cannot load, or does not answer in time.
     """
 
     def __init__(self, name: str, adapter: str, python: str, options: Mapping[str, Any]) -> None:
         self.name = name
         self._num_threads: int = options["threads"]
-        environment = {key: value for key, value in os.environ.items() if key not in OWN_VARIABLES}
-        environment["OMP_NUM_THREADS"] = str(self._num_threads)
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the process
-        try:
-            self._process = subprocess.Popen(
-                [python, "-P", str(HERE / "serve.py"), str(HERE / f"{adapter}.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                env=environment,
-                process_group=0,  # Ctrl-C is not for it, and a signal reaches its children as well
-            )
-        except OSError as error:
-            self._log.close()
-            raise PeerError(f"{name} cannot be started with {python}: {error}") from error
+        self._process = subprocess.Popen(
+            [python, "-I", str(HERE / "serve.py"), str(HERE / f"{adapter}.py")],  # -I: not the packages of this environment
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(self._num_threads)},
+            process_group=0,  # Ctrl-C is not for it, and a signal reaches its children as well
+        )
         try:
             self.versions: dict[str, str] = self._ask(options)["versions"]
         except BaseException:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
 
 TIMEOUT = 600  # seconds
 
@@ -31,11 +30,10 @@ class LlamaCppPeer:
     """A client that sends requests side by side."""
 
     def __init__(self, url: str) -> None:
-        self.address = urlsplit(url)
-        connection = self._connect()
-        connection.request("GET", "/props")
-        self.versions = {"llama.cpp": str(json.load(connection.getresponse()).get("build_info", "unknown"))}
-        connection.close()
+        self.url = url.rstrip("/")
+        self.opener = build_opener(ProxyHandler({}))  # nothing stands between
+        with self.opener.open(f"{self.url}/props", timeout=TIMEOUT) as answer:
+            self.versions = {"llama.cpp": str(json.load(answer).get("build_info", "unknown"))}
 
     def run(self, requests: list[dict[str, Any]], concurrency: int) -> dict[str, Any]:
         """Run requests, as `serve.py` says."""
@@ -54,20 +52,12 @@ class LlamaCppPeer:
             "stream": True,
             "return_tokens": True,
         }
-        connection = self._connect()
-        connection.request("POST", "/completion", json.dumps(question), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise RuntimeError(f"the server answered {answer.status}: {answer.read().decode(errors='replace')[:200]}")
+        message = Request(f"{self.url}/completion", json.dumps(question).encode(), {"Content-Type": "application/json"})
         token_ids: list[int] = []
         first = None
-        for line in answer:
-            if line.startswith(b"data: {"):
-                token_ids += json.loads(line.removeprefix(b"data: ")).get("tokens", [])
-                if first is None:
-                    first = time.perf_counter() - start
-        connection.close()
+        with self.opener.open(message, timeout=TIMEOUT) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    token_ids += json.loads(line.removeprefix(b"data: ")).get("tokens", [])
+                    first = first or time.perf_counter() - start
         return {"token_ids": token_ids, "first_token_seconds": first, "finished_seconds": time.perf_counter() - start}
-
-    def _connect(self) -> HTTPConnection:
-        return HTTPConnection(self.address.hostname or "localhost", self.address.port or 80, timeout=TIMEOUT)

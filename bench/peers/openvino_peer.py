@@ -74,7 +74,7 @@ def convert(model: str) -> str:
     converted = Path(sys.prefix, "converted", hashlib.sha256(stamp.encode()).hexdigest()[:16])
     if not converted.exists():
         part = converted.with_suffix(".part")
-        subprocess.run([sys.executable, __file__, model, str(part)], check=True, stdout=sys.stderr)  # gives its memory back
+        subprocess.run([sys.executable, "-I", __file__, model, str(part)], check=True, stdout=sys.stderr)  # gives its memory back
         part.replace(converted)
     return str(converted)
 
