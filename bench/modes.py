@@ -44,7 +44,7 @@ class TitanMode:
 
 @dataclass(frozen=True, slots=True)
 class PeerMode:
-    """A way to run another engine, by its adapter in `titan.bench.peers`, with ``options`` that only that knows."""
+    """A way to run another engine, by the adapter of that name in `titan.bench.peers`, with ``options`` that only that knows."""
 
     description: str
     engine: str
@@ -52,10 +52,6 @@ class PeerMode:
     uses_draft: bool = False
     ends_together: bool = False  # as of `TitanMode`
     only_single: bool = False  # one request at a time, so measured with one only
-
-    @property
-    def adapter(self) -> str:
-        return f"{self.engine.replace('.', '_')}_peer"
 
 
 TITAN_MODES = {
@@ -91,7 +87,7 @@ PEER_MODES = {
     "vllm-draft": PeerMode("vLLM with the draft model", "vllm", uses_draft=True),
     "openvino": PeerMode("OpenVINO GenAI's continuous batching without a draft", "openvino"),
     "openvino-draft": PeerMode("OpenVINO GenAI's continuous batching with the draft", "openvino", uses_draft=True),
-    LLAMA_CPP: PeerMode("llama.cpp's server, as it was started", LLAMA_CPP),
+    LLAMA_CPP: PeerMode("llama.cpp's server, as it was started", "llama_cpp"),
 }
 MODES: dict[str, TitanMode | PeerMode] = {**TITAN_MODES, **PEER_MODES}
 
@@ -164,7 +160,7 @@ def load_modes(
                     "url": peers.get(mode.engine),
                 }
                 try:
-                    process = PeerProcess(name, mode.adapter, find_python(mode.engine, peers), {**shared, **mode.options})
+                    process = PeerProcess(name, f"{mode.engine}_peer", find_python(mode.engine, peers), {**shared, **mode.options})
                 except (PeerError, ValueError, OSError) as error:
                     problems.append(f"{name} left out: {error}")
                     continue

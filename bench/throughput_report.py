@@ -60,7 +60,10 @@ def throughput_report(
         {"rows": rows, "samples": samples},
         throughput_tables(rows),
         charts=throughput_charts(rows, samples),
-        notes=[_describe(args), *(f"- {mode}: {MODES[mode].description}" for mode in args.modes)],
+        notes=[
+            _describe(args),
+            *(f"- {mode}: {MODES[mode].description}" for mode in dict.fromkeys(str(row.labels["mode"]) for row in rows)),
+        ],
         warnings=list(dict.fromkeys(problems)),
         versions=versions,
     )
@@ -87,14 +90,14 @@ def with_ratios(samples: Sequence[Sample]) -> list[Sample]:
 def throughput_answer(rows: Sequence[Row]) -> str:
     """What speculation gains; of a run without it, the fastest mode; of a profile, how much of a step the host takes."""
     gains = [
-        f"{row.figures[GAIN]:±.2fx} {_place(row)}" for row in rows if row.labels["mode"] == TITAN_DRAFT and GAIN in row.figures
+        f"{row.figures[GAIN]:±.2fx} at {_place(row)}" for row in rows if row.labels["mode"] == TITAN_DRAFT and GAIN in row.figures
     ]
     if gains:
         return f"Tokens/s with speculation over none: {', '.join(gains)}."
     rates = [(row.figures["tokens/s"], row) for row in rows if "tokens/s" in row.figures]
     if rates:
         rate, best = max(rates, key=lambda pair: pair[0].median)
-        return f"Fastest: {best.labels['mode']}, {rate:±.1f} tokens/s {_place(best)}."
+        return f"Fastest: {best.labels['mode']}, {rate:±.1f} tokens/s at {_place(best)}."
     hosts = [row.figures["host"].median for row in rows]
     return f"The host takes {min(hosts):.0%} to {max(hosts):.0%} of a step." if hosts else "Nothing was measured."
 
@@ -194,7 +197,7 @@ def _at_once(each: Row | Sample) -> int:
 
 
 def _place(each: Row | Sample) -> str:
-    return f"at {each.labels['at once']} at once in {each.labels['dtype']}"
+    return f"{each.labels['at once']} at once in {each.labels['dtype']}"
 
 
 def _describe(args: argparse.Namespace) -> str:

@@ -46,7 +46,7 @@ class PeerProcess:
         self._num_threads: int = options["threads"]
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
-            [python, "-I", str(HERE / "serve.py"), str(HERE / f"{adapter}.py")],  # -I: not the packages of this environment
+            [python, "-Iu", str(HERE / "serve.py"), str(HERE / f"{adapter}.py")],  # I: without the packages of this environment
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
