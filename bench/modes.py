@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from titan import LLM
 from titan.bench.engine_run import make_idle, profile_workload, run_static, run_workload
 from titan.bench.peers.client import PeerError, PeerProcess
@@ -69,10 +67,10 @@ TITAN_MODES = {
 }
 PEER_MODES = {
     "transformers-static": PeerMode(
-        "transformers' generate: static batches, dynamic cache", "transformers", {"mode": "static"}, ends_together=True
+        "transformers' generate in static batches", "transformers", {"mode": "static"}, ends_together=True
     ),
     "transformers-continuous": PeerMode(
-        "transformers' continuous batching (generate_batch), paged cache, its default attention (sdpa on a CPU)",
+        "transformers' generate_batch: continuous batching, paged cache, its default attention",
         "transformers",
         {"mode": "continuous"},
     ),
@@ -154,13 +152,9 @@ def load_modes(
             if name in PEER_MODES:
                 log(f"loading {name} in {options['dtype']}")
                 mode = PEER_MODES[name]
-                shared = {
-                    **(options if mode.uses_draft else plain),
-                    "threads": torch.get_num_threads(),
-                    "url": peers.get(mode.engine),
-                }
+                wanted = {**(options if mode.uses_draft else plain), **mode.options, "url": peers.get(LLAMA_CPP)}
                 try:
-                    process = PeerProcess(name, f"{mode.engine}_peer", find_python(mode.engine, peers), {**shared, **mode.options})
+                    process = PeerProcess(name, f"{mode.engine}_peer", find_python(mode.engine, peers), wanted)
                 except (PeerError, ValueError, OSError) as error:
                     problems.append(f"{name} left out: {error}")
                     continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 
 from titan.bench.charts import LineChart, Series, StackedBars, cumulative_points
@@ -15,7 +14,6 @@ from titan.bench.samples import Row, Sample, Spread, group_samples, join_details
 LABELS = ("dtype", "mode", "at once")
 GAIN, P50, P99, STRETCH = f"x {TITAN}", f"P50 x {TITAN}", f"P99 x {TITAN}", f"step x {TITAN}"
 """Ratios to continuous batching without a draft: tokens/s, percentiles of the latency, time of a step."""
-BOUND = "tokens/step over step"
 HEADLINE = {
     f"x {TITAN_SINGLE}": ("tokens/s over no batching", 9.3),
     GAIN: ("tokens/s over continuous batching", 1.5),
@@ -34,8 +32,8 @@ MACHINE = {
     **dict.fromkeys(("CPU", "GPU", "KV mean", "KV peak"), ".0%"),
     "batch": ".1f",
     "ms/step": ".2f",
+    "tokens/step": ".2f",
     STRETCH: "±.2f",
-    BOUND: "±.2f",
 }
 STEP = {
     "context": ".0f",
@@ -70,21 +68,12 @@ def throughput_report(
 
 
 def with_ratios(samples: Sequence[Sample]) -> list[Sample]:
-    """Add "x MODE" of tokens/s for every other mode, the ratios to `TITAN`, and the bound of what drafts gain.
-
-    That is the formula of Leviathan et al. 2023 (arXiv 2211.17192, theorem 3.8), with measured steps in place of its cost ratio.
-    """
-    found = list(samples)
+    """Add "x MODE" of tokens/s for every other mode, and the other ratios to `TITAN`."""
     for mode in dict.fromkeys(str(each.labels["mode"]) for each in samples):
-        found = with_ratio(found, f"x {mode}", "tokens/s", mode=mode)
+        samples = with_ratio(samples, f"x {mode}", "tokens/s", mode=mode)
     for name, figure in ((P50, "latency P50, ms"), (P99, "latency P99, ms"), (STRETCH, "ms/step")):
-        found = with_ratio(found, name, figure, mode=TITAN)
-    return [
-        replace(each, figures={**each.figures, BOUND: each.figures["tokens/step"] / each.figures[STRETCH]})
-        if each.labels["mode"] == TITAN_DRAFT and STRETCH in each.figures
-        else each
-        for each in found
-    ]
+        samples = with_ratio(samples, name, figure, mode=TITAN)
+    return list(samples)
 
 
 def throughput_answer(rows: Sequence[Row]) -> str:
@@ -132,25 +121,21 @@ def throughput_charts(rows: Sequence[Row], samples: Sequence[Sample]) -> list[Li
     charts: list[LineChart | StackedBars] = []
     for dtype in dict.fromkeys(str(row.labels["dtype"]) for row in rows):
         mine = sorted((row for row in rows if row.labels["dtype"] == dtype), key=_at_once)
-        if any("tokens/s" in row.figures for row in mine):
-            charts += [_rate_chart(dtype, mine), _latency_chart(dtype, samples)]
-        if any("host" in row.figures for row in mine):
-            charts.append(_step_chart(dtype, mine))
+        timed, profiled = ([row for row in mine if figure in row.figures] for figure in ("tokens/s", "host"))
+        if timed:
+            charts += [_rate_chart(dtype, timed), _latency_chart(dtype, samples)]
+        if profiled:
+            charts.append(_step_chart(dtype, profiled))
     drafts = [group for group in group_samples(samples) if group[0].labels["mode"] == TITAN_DRAFT and group[0].details]
-    return [*charts, _depth_chart(drafts), _gain_chart(drafts)] if drafts else charts
+    return [*charts, _depth_chart(drafts)] if drafts else charts
 
 
 def _rate_chart(dtype: str, rows: Sequence[Row]) -> LineChart:
-    rates: dict[str, dict[int, Spread]] = {}
+    rates: dict[str, list[tuple[int, Spread]]] = {}
     for row in rows:
-        if "tokens/s" in row.figures:
-            rates.setdefault(str(row.labels["mode"]), {})[_at_once(row)] = row.figures["tokens/s"]
+        rates.setdefault(str(row.labels["mode"]), []).append((_at_once(row), row.figures["tokens/s"]))
     series = [
-        Series(
-            mode,
-            [(at_once, rate.median) for at_once, rate in mine.items()],
-            [(rate.minimum, rate.maximum) for rate in mine.values()],
-        )
+        Series(mode, [(at_once, rate.median) for at_once, rate in mine], [(rate.minimum, rate.maximum) for _, rate in mine])
         for mode, mine in rates.items()
     ]
     return LineChart(f"Throughput, {dtype}", "requests at once", "tokens/s", series, is_log_x=True)
@@ -166,13 +151,13 @@ def _latency_chart(dtype: str, samples: Sequence[Sample]) -> LineChart:
 
 
 def _step_chart(dtype: str, rows: Sequence[Row]) -> StackedBars:
-    steps = {
-        f"{row.labels['mode']}\n{row.labels['at once']} at once": {name: spread.median for name, spread in row.figures.items()}
-        for row in rows
-        if "host" in row.figures
+    bars = [f"{row.labels['mode']}\n{row.labels['at once']} at once" for row in rows]
+    steps = [row.figures["ms/decode step"].median for row in rows]
+    parts = {
+        part: [row.figures[part].median * step for row, step in zip(rows, steps, strict=True)]
+        for part in ("host", "draft", "target")
     }
-    parts = {part: [step[part] * step["ms/decode step"] for step in steps.values()] for part in ("host", "draft", "target")}
-    return StackedBars(f"Where a decode step's time goes, {dtype}", "ms per step", list(steps), parts)
+    return StackedBars(f"Where a decode step's time goes, {dtype}", "ms per step", bars, parts)
 
 
 def _depth_chart(drafts: Sequence[Sequence[Sample]]) -> LineChart:
@@ -182,14 +167,6 @@ def _depth_chart(drafts: Sequence[Sequence[Sample]]) -> LineChart:
         shares = [(i + 1, accepted / proposed) for i, (accepted, proposed) in enumerate(counts) if proposed]
         series.append(Series(_place(group[0]), shares))
     return LineChart("Acceptance per depth", "depth of the draft token", "accepted / proposed", series)
-
-
-def _gain_chart(drafts: Sequence[Sequence[Sample]]) -> LineChart:
-    series = [
-        Series(_place(group[0]), [(each.figures["tokens/step"], each.figures[GAIN]) for each in group if GAIN in each.figures])
-        for group in drafts
-    ]
-    return LineChart("Speed-up over acceptance", "tokens/step", "tokens/s over no draft", series, style="points")
 
 
 def _at_once(each: Row | Sample) -> int:
@@ -206,6 +183,6 @@ def _describe(args: argparse.Namespace) -> str:
         f"{args.prompt_len} tokens, {args.output_len} generated, {count(args.waves, 'request')} per slot, all there from the "
         f"start; temperature 0, end of sequence ignored; medians of {count(args.rounds, 'interleaved round')} with half their "
         f'range (one round has none); "equal outputs" are equal to those of {TITAN}; KV is the share of blocks for '
-        f'{count(max(args.concurrency), "request")}; "{BOUND}" is what drafts can gain: tokens/step over "{STRETCH}"; parts are '
-        f"shares of a decode step, of which attention is in draft and target."
+        f'{count(max(args.concurrency), "request")}; drafts gain tokens/step over "{STRETCH}"; parts are shares of a decode step, '
+        f"of which attention is in draft and target."
     )

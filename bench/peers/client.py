@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from titan.bench.runs import RequestRun, Run
 from titan.bench.workloads import Workload
@@ -35,7 +36,7 @@ class PeerProcess:
         name: for people.
         adapter: file name in this folder, without its suffix, or a path.
         python: interpreter of the peer's environment.
-        options: see `serve.py`.
+        options: see `serve.py`; the threads are those of torch here.
 
     Raises:
         PeerError: the adapter cannot load, or does not answer in time.
@@ -43,7 +44,7 @@ class PeerProcess:
 
     def __init__(self, name: str, adapter: str, python: str, options: Mapping[str, Any]) -> None:
         self.name = name
-        self._num_threads: int = options["threads"]
+        self._num_threads = torch.get_num_threads()
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
             [python, "-Iu", str(HERE / "serve.py"), str(HERE / f"{adapter}.py")],  # I: without the packages of this environment
@@ -55,7 +56,7 @@ class PeerProcess:
             process_group=0,  # Ctrl-C is not for it, and a signal reaches its children as well
         )
         try:
-            self.versions: dict[str, str] = self._ask(options)["versions"]
+            self.versions: dict[str, str] = self._ask({**options, "threads": self._num_threads})["versions"]
         except BaseException:
             self.close()
             raise

@@ -14,23 +14,17 @@ from urllib.request import ProxyHandler, Request, build_opener
 TIMEOUT = 600  # seconds
 
 
-def load(options: dict[str, Any]) -> LlamaCppPeer:
-    """Reach the server at ``options["url"]``.
+class LlamaCppPeer:
+    """A client that sends requests side by side.
 
     Raises:
-        ValueError: that is no address.
+        ValueError: ``options["url"]`` is no address.
     """
-    url = options["url"]
-    if not url or not url.startswith("http://"):
-        raise ValueError(f"url={url!r} is not the address of a running server: give --peer llama.cpp=http://HOST:PORT")
-    return LlamaCppPeer(url)
 
-
-class LlamaCppPeer:
-    """A client that sends requests side by side."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, options: dict[str, Any]) -> None:
+        if not str(options["url"]).startswith("http://"):
+            raise ValueError(f"no server at {options['url']}: give the address of a running one, --peer llama.cpp=http://HOST:PORT")
+        self.url = options["url"].rstrip("/")
         self.opener = build_opener(ProxyHandler({}))  # nothing stands between
         with self.opener.open(f"{self.url}/props", timeout=TIMEOUT) as answer:
             self.versions = {"llama.cpp": str(json.load(answer).get("build_info", "unknown"))}
@@ -61,3 +55,6 @@ class LlamaCppPeer:
                     token_ids += json.loads(line.removeprefix(b"data: ")).get("tokens", [])
                     first = first or time.perf_counter() - start
         return {"token_ids": token_ids, "first_token_seconds": first, "finished_seconds": time.perf_counter() - start}
+
+
+load = LlamaCppPeer

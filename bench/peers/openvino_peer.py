@@ -16,13 +16,8 @@ PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 CACHE_GIB = 2
 
 
-def load(options: dict[str, Any]) -> OpenvinoPeer:
-    """Convert what is not yet converted, and load it."""
-    return OpenvinoPeer(options)
-
-
 class OpenvinoPeer:
-    """A pipeline for `serve.run_steps`."""
+    """A pipeline for `serve.run_steps`; models that are not yet converted are."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import openvino_genai as genai
@@ -101,6 +96,8 @@ def write_converted(model: str, folder: str) -> None:
     for name, part in zip(("openvino_tokenizer.xml", "openvino_detokenizer.xml"), parts, strict=True):
         ov.save_model(part, str(Path(folder, name)))
 
+
+load = OpenvinoPeer
 
 if __name__ == "__main__":
     write_converted(*sys.argv[1:])

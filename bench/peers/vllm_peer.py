@@ -6,22 +6,19 @@ import os
 from itertools import count
 from typing import Any
 
-CACHE_GIB = 4
-
-
-def load(options: dict[str, Any]) -> VllmPeer:
-    """Load the models; the engine runs in this process, so that a pause of the process pauses all of it."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(CACHE_GIB)
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    return VllmPeer(options)
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, so that a pause of it pauses all
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 class VllmPeer:
     """An engine for `serve.run_steps`."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        os.environ.update(SETTINGS)
         import torch
         import vllm
 
@@ -61,3 +58,6 @@ class VllmPeer:
     def step(self, _: list[str]) -> list[tuple[str, list[int]]]:
         """Take a step; returns ids of requests with their new tokens."""
         return [(output.request_id, list(output.outputs[0].token_ids)) for output in self.engine.step()]
+
+
+load = VllmPeer

@@ -87,7 +87,7 @@ def test_a_table_is_written_between_its_comments_and_the_last_file_wins(checkout
     assert text.startswith(begin) and text.endswith(end)
     assert cells(text) == [
         ["tokens/s", "at once", "float32"],
-        ["-" * 15, "------:", "-" * 13 + ":"],
+        ["-" * 15, "------:", "-" * 11 + ":"],
         ["Titan over vLLM", "1", "2.50x ±10 %"],
         ["", "8", "3.00x ±10 %"],
         ["drafts", "8", "75.0 (0.90x)"],
