@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -31,21 +32,20 @@ def make_process(**options: Any) -> PeerProcess:
 
 def test_a_peer_answers_round_after_round_is_stopped_in_between_and_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/of/this/environment")
-    process = make_process(spins=True)
-    leader = psutil.Process(int(process.versions["pid"]))
-    for concurrency in (1, 3):
-        run = process.run(WORKLOAD, concurrency)
-        assert [request.token_ids for request in run.requests] == [[1, 2], [3, 4, 5, 6]]
-        assert run.requests[1].finished == concurrency and run.requests[1].first_token == 0.5
-        assert run.rates == {"tokens/s": 3.0, "requests/s": 1.0}
-        assert run.figures["tokens/step"] == 1.5 and run.figures["CPU"] >= 0
-        for _ in range(10_000):  # the signal is on its way
-            if leader.status() == psutil.STATUS_STOPPED:
-                break
-        before = leader.cpu_times()
-        sum(range(5_000_000))  # time in which its thread that spins would be seen
-        assert leader.cpu_times() == before
-    process.close()
+    with closing(make_process(spins=True)) as process:
+        leader = psutil.Process(int(process.versions["pid"]))
+        for concurrency in (1, 3):
+            run = process.run(WORKLOAD, concurrency)
+            assert [request.token_ids for request in run.requests] == [[1, 2], [3, 4, 5, 6]]
+            assert run.requests[1].finished == concurrency and run.requests[1].first_token == 0.5
+            assert run.rates == {"tokens/s": 3.0, "requests/s": 1.0}
+            assert run.figures["tokens/step"] == 1.5 and run.figures["CPU"] >= 0
+            for _ in range(10_000):  # the signal is on its way
+                if leader.status() == psutil.STATUS_STOPPED:
+                    break
+            before = leader.cpu_times()
+            sum(range(5_000_000))  # time in which its thread that spins would be seen
+            assert leader.cpu_times() == before
     assert not leader.is_running()
     assert process.versions["fake"] == "1.0" and "/of/this/environment" not in process.versions["folders"]
 
@@ -61,13 +61,9 @@ def test_a_peer_answers_round_after_round_is_stopped_in_between_and_gone_at_the_
     ],
 )
 def test_a_peer_that_fails_says_so_in_one_line(fails: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PeerError, match=message):  # noqa: PT012 - loading may fail, or running
-        peer = make_process(fails=fails)
+    with pytest.raises(PeerError, match=message), closing(make_process(fails=fails)) as peer:  # noqa: PT012
         monkeypatch.setattr(client, "ANSWER_SECONDS", 0.1 if fails == "answer" else 60.0)
-        try:
-            peer.run(WORKLOAD, 1)
-        finally:
-            peer.close()
+        peer.run(WORKLOAD, 1)
 
 
 class Stepped:
