@@ -6,35 +6,14 @@ with the same probability alpha, independently of the others, a step with gamma 
     E = (1 - alpha ** (gamma + 1)) / (1 - alpha)        (their equation 1)
 
 tokens, and its speed-up is E / (gamma * c + 1) with c the cost of a draft pass over that of a target pass (their theorem 3.8).
-Chen et al., "Accelerating large language model decoding with speculative sampling", 2023, is the same algorithm, to which it
-applies as well. Here the costs are measured ones, and a verification need not cost what a decode costs, so that
-
-    speed-up = E * decode / (passes * draft pass + verify pass).
-
-What the host does between the passes is in neither.
+Chen et al., "Accelerating large language model decoding with speculative sampling", 2023, is the same algorithm. Here the costs are
+measured, and a verification need not cost what a decode costs, so that the speed-up is E / (drafting + verification), both in
+decodes. What the host does between the passes is in neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-FORMULA = "E * decode / (passes * draft pass + verify pass) with E = (1 - alpha^(gamma+1)) / (1 - alpha)"
-
-
-@dataclass(frozen=True, slots=True)
-class PassCosts:
-    """Mean seconds, for a whole batch, and draft passes per step."""
-
-    decode: float  # a target pass without draft tokens
-    verify: float  # a target pass with them
-    draft_pass: float
-    num_draft_passes: float
-
-    @property
-    def draft(self) -> float:
-        """Seconds of drafting per step."""
-        return self.num_draft_passes * self.draft_pass
+from collections.abc import Sequence
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -54,17 +33,23 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
-def mean_expected_tokens(alpha: float, depths: Mapping[int, int]) -> float:
-    """`expected_tokens` over steps whose trees differ in depth; 1 where there are none.
+def mean_expected_tokens(alpha: float, num_trees: Sequence[float], num_steps: float) -> float:
+    """`expected_tokens` over steps whose trees differ in depth.
 
     Args:
         alpha: probability that one more depth is accepted.
-        depths: number of steps by the depth of their tree, 0 for nothing drafted.
+        num_trees: that reach each depth, from depth 1 on.
+        num_steps: of a request, those without a tree among them.
     """
-    num_steps = sum(depths.values())
-    return sum(expected_tokens(alpha, depth) * count for depth, count in depths.items()) / num_steps if num_steps else 1.0
+    return 1 + sum(alpha**depth * count for depth, count in enumerate(num_trees, 1)) / num_steps
 
 
-def predicted_speed_up(tokens_per_step: float, costs: PassCosts) -> float:
-    """Speed-up over decoding without a draft of steps that emit ``tokens_per_step`` tokens per request."""
-    return tokens_per_step * costs.decode / (costs.draft + costs.verify)
+def predicted_speed_up(tokens_per_step: float, drafting: float, verification: float) -> float:
+    """Speed-up over decoding without a draft.
+
+    Args:
+        tokens_per_step: per request, final token included.
+        drafting: the time of a step's draft passes, in target passes without draft tokens.
+        verification: that of a target pass with them, in the same.
+    """
+    return tokens_per_step / (drafting + verification)

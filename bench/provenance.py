@@ -98,11 +98,11 @@ def describe_model(model: str, role: str = "target") -> str:
 
     Args:
         model: "demo", a folder, a hub id, or a name such as "ngram".
-        role: "target" or "draft", for "demo".
+        role: of the demo pair it is the target for "target", else the draft.
     """
     if not (model == "demo" or Path(model).is_dir()):
         return model
-    folder = Path(resolve_model(model, "draft" if role == "draft" else "target"))
+    folder = Path(resolve_model(model, "target" if role == "target" else "draft"))
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
         digest.update(f"{path.name} {path.stat().st_size}".encode())
