@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 
 from titan import LLM, SamplingParams
-from titan.bench.acceptance import Tries
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.draft_rows import NO_DRAFT, setting_name
 from titan.bench.engine_run import make_idle, profile_workload
-from titan.bench.predict import mean_expected_tokens
+from titan.bench.predict import Tries, mean_expected_tokens
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import positive
+from titan.bench.report import bench_parser, positive
 from titan.bench.runs import Run, share_equal
 from titan.bench.samples import Label, Sample
 from titan.bench.turns import Turns, error_line, in_rounds
@@ -31,24 +30,23 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Drafts are compared within one.
+    """Drafts are compared within one."""
 
-    Args:
-        labels: of its samples, the "temperature" of the requests among them.
-        workloads: one to warm up with, then one per round.
-        recipes: of the drafts.
-    """
-
-    labels: Mapping[str, Label]
-    workloads: Sequence[Workload]
+    labels: Mapping[str, Label]  # of its samples, the "temperature" of the requests among them
+    workloads: Sequence[Workload]  # one to warm up with, then one per round
     recipes: Sequence[DraftRecipe]
+
+    @property
+    def drafts(self) -> Iterable[str]:
+        """Names of what takes turns."""
+        return dict.fromkeys([NO_DRAFT, *(recipe.name for recipe in self.recipes)])
 
 
 class DraftBench:
     """One engine whose draft is swapped from run to run; ``samples`` and ``problems`` grow as it goes.
 
     Args:
-        args: options of `add_options`.
+        args: options of `draft_parser`.
         kind: the label that names drafts.
         settings: in each, no draft and the drafts of its recipes take turns; a draft that cannot be loaded is left out.
 
@@ -61,9 +59,10 @@ class DraftBench:
         self.kind = kind
         self.settings = settings
         self.samples: list[Sample] = []
+        for setting in settings:
+            SamplingParams(temperature=float(setting.labels["temperature"]))  # refuses what is none before work is done
         recipes = {recipe.name: recipe for setting in settings for recipe in setting.recipes}
-        longest = max(len(prompt) for setting in settings for workload in setting.workloads for prompt in workload.prompts)
-        max_model_len = longest + args.output_len
+        max_model_len = args.prompt_len.high + args.output_len
         self.engine = LLM(
             args.model,
             dtype=args.dtype,
@@ -88,8 +87,7 @@ class DraftBench:
 
     def measure(self) -> None:
         """Measure in rounds; what fails is left out from then on."""
-        names = [(setting, [NO_DRAFT, *(recipe.name for recipe in setting.recipes)]) for setting in self.settings]
-        runs = [(setting, draft) for setting, drafts in names for draft in drafts if draft in self.drafters]
+        runs = [(setting, draft) for setting in self.settings for draft in setting.drafts if draft in self.drafters]
         reference: Run | None = None
         with Turns(len(runs) * self.args.repeats, self.problems, lambda _: make_idle(self.engine)) as turns:
             for round_id, (setting, draft) in in_rounds(runs, self.args.repeats):
@@ -110,16 +108,13 @@ class DraftBench:
         profile = partial(profile_workload, self.engine, concurrency=self.args.concurrency, temperature=temperature)
         profile(warm_up)
         tries = Tries()
-        self.engine.observers.append(tries.observe)
-        try:
-            run = profile(workloads[round_id])
-        finally:
-            self.engine.observers.remove(tries.observe)
+        self.engine.observers[:] = [tries.observe]
+        run = profile(workloads[round_id])
         if not tries.num_tries:
             return run
-        num_steps = run.num_tokens / run.figures["tokens/step"]
-        expected = mean_expected_tokens(tries.alpha, run.details["proposed per depth"], num_steps)
-        return replace(run, figures={**run.figures, "alpha": tries.alpha, "expected tokens/step": expected})
+        alpha, num_steps = tries.num_accepted / tries.num_tries, run.num_tokens / run.figures["tokens/step"]
+        expected = mean_expected_tokens(alpha, run.details["proposed per depth"], num_steps)
+        return replace(run, figures={**run.figures, "alpha": alpha, "expected tokens/step": expected})
 
 
 def take_workloads(args: argparse.Namespace, source: str) -> list[Workload]:
@@ -128,27 +123,25 @@ def take_workloads(args: argparse.Namespace, source: str) -> list[Workload]:
     Raises:
         ValueError: the source of prompts cannot be used.
     """
-    prompts = prompt_stream(args.model, source, args.prompt_len, args.seed)
     output_lens = [min(NUM_WARM_UP_TOKENS, args.output_len), *[args.output_len] * args.repeats]
-    return [take_workload(prompts, args.concurrency * args.waves, repeat(output_len)) for output_len in output_lens]
+    try:
+        prompts = prompt_stream(args.model, source, args.prompt_len, args.seed)
+        return [take_workload(prompts, args.concurrency * args.waves, repeat(output_len)) for output_len in output_lens]
+    except ValueError as error:
+        raise ValueError(f"workload {source} cannot be had: {error}") from error
 
 
-def add_options(parser: argparse.ArgumentParser, *, concurrency: int, waves: int, temperatures: Sequence[float]) -> None:
-    """Add the options of both subcommands, with the defaults in which they differ."""
+def draft_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of both subcommands; ``--quick`` means `QUICK`."""
+    parser = bench_parser(name, description)
     parser.add_argument("--quick", action="store_true", help="a first look: {output_len} tokens, {repeats} round".format(**QUICK))
     parser.add_argument("--model", default=DEMO, help="folder or hub id of the target (default: %(default)s)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
-    parser.add_argument("--temperature", nargs="+", type=_temperature, default=temperatures, help="default: %(default)s")
-    parser.add_argument("--concurrency", type=positive, default=concurrency, help="requests at once (default: %(default)s)")
-    parser.add_argument("--waves", type=positive, default=waves, help="requests per slot (default: %(default)s)")
+    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="of the requests (default: %(default)s)")
+    parser.add_argument("--concurrency", type=positive, default=1, help="requests at once (default: %(default)s)")
+    parser.add_argument("--waves", type=positive, default=1, help="requests per slot (default: %(default)s)")
     lengths = Lengths(64, 64)
     parser.add_argument("--prompt-len", type=Lengths.parse, default=lengths, help="tokens, or a mix such as 16-256 (default: 64)")
     parser.add_argument("--output-len", type=positive, default=128, help="tokens (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=3, help="rounds (default: %(default)s)")
-
-
-def _temperature(text: str) -> float:
-    try:
-        return SamplingParams(temperature=float(text)).temperature
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return parser

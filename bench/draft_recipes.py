@@ -31,25 +31,15 @@ Models = dict[tuple[str, int | None], Decoder]
 
 @dataclass(frozen=True, slots=True)
 class DraftRecipe:
-    """How to draft.
+    """How to draft; tree, number of tokens and sampling are as `titan.LLM` takes them."""
 
-    Args:
-        name: for people; of a parsed recipe what was written.
-        model: "demo", a folder, a hub id, "ngram" or another registered name, or "truncated:N".
-        num_layers: the draft is so many first layers of the target.
-        tree: shape, as `titan.LLM`'s ``draft_tree``.
-        num_tokens: most draft tokens per request and step.
-        sampling: as `titan.LLM`'s ``draft_sampling``.
-        bits: the weights of the linear layers are rounded to integers of so many bits and back.
-    """
-
-    name: str
-    model: str
-    num_layers: int | None = None
+    name: str  # for people
+    model: str  # "demo", a folder, a hub id, "ngram" or another registered name, or "truncated:N"
+    num_layers: int | None = None  # the draft is so many first layers of the target
     tree: str | tuple[int, ...] = "auto"
     num_tokens: int = 4
     sampling: str = "auto"
-    bits: int | None = None
+    bits: int | None = None  # the weights of linear layers are rounded to integers of so many bits and back
 
     @classmethod
     def parse(cls, text: str, num_tokens: int) -> DraftRecipe:
@@ -62,10 +52,8 @@ class DraftRecipe:
         options = dict(field.partition("=")[::2] for field in fields)
         kind, _, count = model.partition(":")
         try:
-            if len(options) < len(fields) or not options.keys() <= set(OPTIONS):
-                raise ValueError(f"its options must be {', '.join(OPTIONS)}, each at most once, such as tokens=4")
-            if not model:
-                raise ValueError("it must begin with demo, a folder, a hub id, ngram, or truncated:LAYERS")
+            if not model or len(options) < len(fields) or not options.keys() <= set(OPTIONS):
+                raise ValueError(f"it must be a name, then options such as tokens=4, of {', '.join(OPTIONS)}, each at most once")
             recipe = cls(
                 text,
                 model,
@@ -76,7 +64,7 @@ class DraftRecipe:
                 int(options["bits"]) if "bits" in options else None,
             )
             check_integer("tokens", recipe.num_tokens, 1)
-            check_integer("bits", recipe.bits or 8, 2, 8)
+            check_integer("bits", 8 if recipe.bits is None else recipe.bits, 2, 8)
             # the engine's own rules, and its words for them
             SpeculationOptions(max_draft_tokens=recipe.num_tokens, draft_tree=recipe.tree, draft_sampling=recipe.sampling)
         except ValueError as error:
@@ -121,7 +109,7 @@ def truncate(model: Decoder, num_layers: int, backend: Backend) -> Decoder:
     """Return the first layers of a prepared model with its embedding, final norm and head; the weights are shared.
 
     Raises:
-        ValueError: there are not more layers.
+        ValueError: the model has not so many and more.
     """
     config = model.config
     if not 1 <= num_layers < config.num_layers:

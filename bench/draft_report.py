@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from titan.bench.charts import LineChart, Point, Series, StackedBars
+from titan.bench.charts import LineChart, Series, StackedBars
 from titan.bench.draft_bench import DraftBench
-from titan.bench.draft_rows import PARTS, Finding, compare, find_depths, rank, setting_name
+from titan.bench.draft_rows import PARTS, compare, find_depths, rank, setting_name
 from titan.bench.report import Report, count, figure_table
-from titan.bench.samples import Label, Row, make_rows
+from titan.bench.samples import Row, Spread, make_rows
 
 COLUMNS = {
     "tokens/s": "±.0f",
@@ -32,12 +32,10 @@ NOTES = (
     "x no draft: median over the rounds of the ratio within a round, ± half the range; over workloads the geometric mean. tokens/s "
     "count the wall time of a run, prefill included; times of steps and passes are those after the prefill.",
     "predicted x: E / (drafting + verification), in target passes without draft tokens, E = (1 - alpha^(gamma+1)) / (1 - alpha), "
-    "after Leviathan et al. 2023 (equation 1, theorem 3.8), whose algorithm Chen et al. 2023 share; alpha is the measured "
-    "acceptance of one more depth; the host's work outside the passes, and prefill, are not in it.",
-    "tokens/step: mean acceptance length, final token included; expected: what alpha alone gives. ms/draft pass: the time of "
-    "drafting over its passes. verify/decode: a target pass with draft tokens over one without.",
-    "depth d: of the trees that reach depth d, the share of which a node of that depth was accepted; intervals of Wilson 1927, "
-    "as if trees were independent.",
+    "after Leviathan et al. 2023 (equation 1, theorem 3.8), with the measured alpha, the acceptance of one more depth; the host's "
+    "work outside the passes, and prefill, are not in it. verify/decode: a target pass with draft tokens over one without.",
+    "tokens/step: mean acceptance length, final token included; expected: what alpha alone gives. depth d: of the trees that reach "
+    "depth d, the share of which a node of that depth was accepted; intervals of Wilson 1927, as if trees were independent.",
 )
 
 
@@ -53,7 +51,6 @@ def make_report(args: argparse.Namespace, bench: DraftBench, title: str, *notes:
         f"prompts of {args.prompt_len} tokens, {args.output_len} generated; {count(args.repeats, 'interleaved round')}."
     )
     labels = list(rows[0].labels) if rows else []
-    predicted = [row for row in rows if "predicted x" in row.figures]
     return Report(
         title,
         f"Fastest {kind} by tokens/s: {'; '.join(places)}." if places else f"No {kind} could be compared with no draft.",
@@ -64,9 +61,13 @@ def make_report(args: argparse.Namespace, bench: DraftBench, title: str, *notes:
             figure_table("Ranking", ranking, ["temperature", kind, "why"], {"x no draft": ".2f"}),
         ],
         [
-            speed_up_chart("Speed-up, measured over predicted", predicted, kind, "predicted x"),
-            speed_up_chart("Speed-up over acceptance", rows, kind, "tokens/step"),
-            *depth_charts(depths, kind),
+            speed_up_chart(
+                "Speed-up, measured over predicted",
+                [row for row in rows if "predicted x" in row.figures],
+                "predicted x",
+                lambda row: (str(row.labels[kind]), row.figures["predicted x"].median),
+                "points",
+            ),
             step_chart(rows, kind),
         ],
         [about, *notes, *NOTES],
@@ -74,27 +75,19 @@ def make_report(args: argparse.Namespace, bench: DraftBench, title: str, *notes:
     )
 
 
-def speed_up_chart(title: str, rows: Sequence[Row], kind: str, figure: str) -> LineChart:
-    """Speed-up over another figure; a point per row that has a speed-up, a series per draft."""
-    points: dict[Label, list[Point]] = {}
+def speed_up_chart(
+    title: str, rows: Iterable[Row], x_label: str, place: Callable[[Row], tuple[str, float]], style: str
+) -> LineChart:
+    """Speed-ups of those rows that have one; ``place`` gives a row's series and x."""
+    series: dict[str, list[tuple[float, Spread]]] = {}
     for row in rows:
         if "x no draft" in row.figures:
-            points.setdefault(row.labels[kind], []).append((row.figures[figure].median, row.figures["x no draft"].median))
-    return LineChart(title, figure, "x no draft", [Series(str(name), mine) for name, mine in points.items()], style="points")
-
-
-def depth_charts(depths: Sequence[Finding], kind: str) -> list[LineChart]:
-    """Acceptance per depth with its intervals, a chart per setting."""
-    settings: dict[str, list[Series]] = {}
-    for each in depths:
-        shares = list(each.figures.values())[1:]
-        points = [(depth, share.share) for depth, share in enumerate(shares, 1)]
-        series = Series(str(each.labels[kind]), points, [(share.low, share.high) for share in shares])
-        settings.setdefault(setting_name(each.labels), []).append(series)
-    return [
-        LineChart(f"Acceptance per depth: {name}", "depth", "share of trees accepted so deep", all_series)
-        for name, all_series in settings.items()
+            name, x = place(row)
+            series.setdefault(name, []).append((x, row.figures["x no draft"]))
+    drawn = [
+        Series(name, [(x, y.median) for x, y in mine], [(y.minimum, y.maximum) for _, y in mine]) for name, mine in series.items()
     ]
+    return LineChart(title, x_label, "x no draft", drawn, style)
 
 
 def step_chart(rows: Sequence[Row], kind: str) -> StackedBars:

@@ -9,8 +9,7 @@ from itertools import zip_longest
 from statistics import geometric_mean, mean
 from typing import Any
 
-from titan.bench.acceptance import wilson_share
-from titan.bench.predict import predicted_speed_up
+from titan.bench.predict import wilson_share
 from titan.bench.samples import Label, Row, Sample, group_samples, sum_details, with_ratio
 
 NO_DRAFT = "no draft"
@@ -39,11 +38,11 @@ def compare(samples: Sequence[Sample], kind: str) -> list[Sample]:
 
 
 def _with_prediction(sample: Sample) -> Sample:
+    """Add the speed-up of `titan.bench.predict`, from a verification and drafting in decodes."""
     figures = sample.figures
     verification = figures["verify/decode"]
     drafting = figures.get("draft passes", 0.0) * figures.get("ms/draft pass", 0.0) * verification / figures["ms/target pass"]
-    predicted = predicted_speed_up(figures["expected tokens/step"], drafting, verification)
-    return replace(sample, figures={**figures, "predicted x": predicted})
+    return replace(sample, figures={**figures, "predicted x": figures["expected tokens/step"] / (drafting + verification)})
 
 
 def setting_name(labels: Mapping[str, Label]) -> str:

@@ -19,11 +19,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from titan.bench.draft_bench import QUICK, DraftBench, Setting, add_options, take_workloads
+from titan.bench.draft_bench import QUICK, DraftBench, Setting, draft_parser, take_workloads
 from titan.bench.draft_recipes import DraftRecipe
 from titan.bench.draft_report import make_report
 from titan.bench.prompts import SOURCES, SYNTHETIC, find_tokenizer
-from titan.bench.report import bench_parser, measure_and_publish, parse, positive
+from titan.bench.report import measure_and_publish, parse, positive
 from titan.models.loader import DEMO, resolve_model
 
 DEMO_DRAFTS = ("demo", "demo,tokens=2", "demo,tree=dynamic,tokens=8", "demo,bits=4", "truncated:1", "ngram")
@@ -41,11 +41,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     drafts = args.draft or (DEMO_DRAFTS if args.model == DEMO else OTHER_DRAFTS)
     recipes = [DraftRecipe.parse(text, args.max_draft_tokens) for text in drafts]
     has_text = find_tokenizer(resolve_model(args.model, "target")) is not None
-    workloads = args.workload or (SOURCES if has_text else [SYNTHETIC])
-    taken = {workload: take_workloads(args, workload) for workload in workloads}
+    sources = args.workload or (SOURCES if has_text else [SYNTHETIC])
     settings = [
-        Setting({"workload": workload, "temperature": temperature}, taken[workload], recipes)
-        for workload in workloads
+        Setting({"workload": source, "temperature": temperature}, workloads, recipes)
+        for source, workloads in {source: take_workloads(args, source) for source in sources}.items()
         for temperature in args.temperature
     ]
     bench = DraftBench(args, "draft", settings)
@@ -55,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line's parser."""
-    parser = bench_parser("drafts", __doc__)
-    add_options(parser, concurrency=1, waves=1, temperatures=[0.0])
+    parser = draft_parser("drafts", __doc__)
     parser.add_argument(
         "--draft",
         action="append",
@@ -70,7 +68,3 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"{', '.join(SOURCES)}, {SYNTHETIC}, or files of prompts (default: the first four; synthetic without a tokenizer)",
     )
     return parser
-
-
-if __name__ == "__main__":
-    main()

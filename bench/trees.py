@@ -14,13 +14,12 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from titan.bench.charts import LineChart, Series
-from titan.bench.draft_bench import QUICK, DraftBench, Setting, add_options, take_workloads
+from titan.bench.charts import LineChart
+from titan.bench.draft_bench import QUICK, DraftBench, Setting, draft_parser, take_workloads
 from titan.bench.draft_recipes import DraftRecipe
-from titan.bench.draft_report import make_report
-from titan.bench.draft_rows import setting_name
-from titan.bench.report import Report, bench_parser, measure_and_publish, parse, positive
-from titan.bench.samples import Row, Spread
+from titan.bench.draft_report import make_report, speed_up_chart
+from titan.bench.report import Report, measure_and_publish, parse, positive
+from titan.bench.samples import Row
 from titan.draft.draft_model import DraftModelDrafter
 from titan.models.loader import DEMO
 
@@ -36,9 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = parse(make_parser(), argv, QUICK)
     workloads = take_workloads(args, "auto")
-    settings = [
-        Setting({"temperature": each}, workloads, tree_recipes(args.draft_model, each, args.nodes)) for each in args.temperature
-    ]
+    settings = [Setting({"temperature": t}, workloads, tree_recipes(args.draft_model, t, args.nodes)) for t in args.temperature]
     bench = DraftBench(args, "tree", settings)
     if not any(isinstance(drafter, DraftModelDrafter) for drafter in bench.drafters.values()):
         raise ValueError(f"--draft-model {args.draft_model} is not a draft model: only those have shapes to compare")
@@ -62,36 +59,22 @@ def tree_report(args: argparse.Namespace, bench: DraftBench) -> Report:
 
 def node_charts(rows: Sequence[Row]) -> list[LineChart]:
     """Speed-up over the number of nodes, a series per kind of tree, a chart per temperature."""
-    charts: dict[str, dict[str, list[tuple[float, Spread]]]] = {}
-    for row in rows:
-        if "x no draft" in row.figures:
-            name, _, num_nodes = str(row.labels["tree"]).rpartition(", ")
-            points = charts.setdefault(setting_name(row.labels), {}).setdefault(name, [])
-            points.append((float(num_nodes), row.figures["x no draft"]))
-    return [
-        LineChart(
-            f"Speed-up over nodes: {setting}",
-            "nodes",
-            "x no draft",
-            [
-                Series(name, [(x, y.median) for x, y in mine], [(y.minimum, y.maximum) for _, y in mine])
-                for name, mine in kinds.items()
-            ],
-        )
-        for setting, kinds in charts.items()
-    ]
+    charts = []
+    for temperature in dict.fromkeys(row.labels["temperature"] for row in rows):
+        mine = [row for row in rows if row.labels["temperature"] == temperature]
+        charts.append(speed_up_chart(f"Speed-up over nodes: temperature {temperature:g}", mine, "nodes", _kind_and_nodes, "lines"))
+    return charts
+
+
+def _kind_and_nodes(row: Row) -> tuple[str, float]:
+    name, _, num_nodes = str(row.labels["tree"]).rpartition(", ")
+    return name, float(num_nodes)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line's parser."""
-    parser = bench_parser("trees", __doc__)
-    add_options(parser, concurrency=8, waves=2, temperatures=[0.0, 0.7, 1.0])
+    parser = draft_parser("trees", __doc__)
+    parser.set_defaults(concurrency=8, waves=2, temperature=[0.0, 0.7, 1.0])
     parser.add_argument("--draft-model", default=DEMO, help="folder or hub id of the draft (default: %(default)s)")
-    parser.add_argument(
-        "--nodes", nargs="+", type=positive, default=[6, 16, 32], help="most draft tokens of dynamic and auto trees"
-    )
+    parser.add_argument("--nodes", nargs="+", type=positive, default=[6, 16, 32], help="of dynamic and auto trees, at most")
     return parser
-
-
-if __name__ == "__main__":
-    main()
