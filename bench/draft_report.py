@@ -37,6 +37,8 @@ NOTES = (
     "tokens/step: mean acceptance length, final token included; expected: what alpha alone gives. depth d: of the trees that reach "
     "depth d, the share of which a node of that depth was accepted; intervals of Wilson 1927, as if trees were independent.",
 )
+Place = Callable[[Row], tuple[str, float]]
+"""From a row the name of its series, and x."""
 
 
 def make_report(args: argparse.Namespace, bench: DraftBench, title: str, *notes: str) -> Report:
@@ -45,7 +47,7 @@ def make_report(args: argparse.Namespace, bench: DraftBench, title: str, *notes:
     rows, depths = make_rows(samples), find_depths(samples)
     ranking = rank(rows, kind)
     best = {each.labels["temperature"]: each for each in reversed(ranking)}
-    places = [f"at temperature {t:g} {best[t].labels[kind]}, {best[t].figures['x no draft']:.2f} x no draft" for t in sorted(best)]
+    places = [f"at temperature {t:g} {best[t].labels[kind]} ({best[t].figures['x no draft']:.2f} x no draft)" for t in sorted(best)]
     about = (
         f"{args.model}, {args.dtype}; {count(args.concurrency, 'request')} at once, {count(args.waves, 'request')} per slot, "
         f"prompts of {args.prompt_len} tokens, {args.output_len} generated; {count(args.repeats, 'interleaved round')}."
@@ -63,22 +65,20 @@ def make_report(args: argparse.Namespace, bench: DraftBench, title: str, *notes:
         [
             speed_up_chart(
                 "Speed-up, measured over predicted",
-                [row for row in rows if "predicted x" in row.figures],
                 "predicted x",
+                [row for row in rows if "predicted x" in row.figures],
                 lambda row: (str(row.labels[kind]), row.figures["predicted x"].median),
                 "points",
             ),
-            step_chart(rows, kind),
+            *step_charts(rows, kind),
         ],
         [about, *notes, *NOTES],
         bench.problems,
     )
 
 
-def speed_up_chart(
-    title: str, rows: Iterable[Row], x_label: str, place: Callable[[Row], tuple[str, float]], style: str
-) -> LineChart:
-    """Speed-ups of those rows that have one; ``place`` gives a row's series and x."""
+def speed_up_chart(title: str, x_label: str, rows: Iterable[Row], place: Place, style: str) -> LineChart:
+    """Draw the speed-ups of those rows that have one."""
     series: dict[str, list[tuple[float, Spread]]] = {}
     for row in rows:
         if "x no draft" in row.figures:
@@ -90,8 +90,8 @@ def speed_up_chart(
     return LineChart(title, x_label, "x no draft", drawn, style)
 
 
-def step_chart(rows: Sequence[Row], kind: str) -> StackedBars:
-    """The parts of each draft's steps."""
+def step_charts(rows: Sequence[Row], kind: str) -> list[StackedBars]:
+    """The parts of each draft's steps; no chart where steps are not timed."""
     steps = {f"{row.labels[kind]}, {setting_name(row.labels)}": row.figures for row in rows if "ms/step" in row.figures}
     parts = {part: [figures["ms/step"].median * figures[part].median for figures in steps.values()] for part in PARTS}
-    return StackedBars("Parts of a step", "ms", list(steps), parts)
+    return [StackedBars("Parts of a step", "ms", list(steps), parts)] if steps else []

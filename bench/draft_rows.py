@@ -64,21 +64,16 @@ def find_depths(samples: Sequence[Sample]) -> list[Finding]:
 
 
 def rank(rows: Sequence[Row], kind: str) -> list[Finding]:
-    """Order the drafts of each temperature by their speed-up, the fastest first, and say what the others lack.
-
-    Args:
-        rows: of compared samples; over their workloads, speed-ups are averaged geometrically.
-        kind: the label that names drafts.
-    """
+    """Order the drafts of each temperature by their speed-up, a geometric mean over workloads, and say what the slower ones lack."""
     groups: dict[tuple[float, str], list[Row]] = {}
     for row in rows:
         if "x no draft" in row.figures:
             groups.setdefault((float(row.labels["temperature"]), str(row.labels[kind])), []).append(row)
     drafts = [(*labels, _overall(mine)) for labels, mine in groups.items()]
     drafts.sort(key=lambda each: (each[0], -each[2]["x no draft"]))
-    best = {temperature: (name, figures) for temperature, name, figures in reversed(drafts)}
+    best = {temperature: figures for temperature, _, figures in reversed(drafts)}
     return [
-        Finding({"temperature": temperature, kind: name, "why": _why(name, figures, *best[temperature])}, figures)
+        Finding({"temperature": temperature, kind: name, "why": _why(figures, best[temperature])}, figures)
         for temperature, name, figures in drafts
     ]
 
@@ -96,14 +91,15 @@ def _overall(rows: Sequence[Row]) -> dict[str, float]:
     return figures
 
 
-def _why(name: str, mine: Mapping[str, float], best_name: str, best: Mapping[str, float]) -> str:
+def _why(mine: Mapping[str, float], best: Mapping[str, float]) -> str:
     """What makes the best one fast; of others the larger of two factors: fewer tokens per step, or longer steps."""
-    reason = f"emits {mine['tokens/step']:.2f} tokens per step"
+    emits = f"emits {mine['tokens/step']:.2f} tokens per step"
     is_timed = "x ms/step" in mine and "x ms/step" in best
-    if name == best_name:
-        pays = f"which {'pay' if mine['x no draft'] > 1 else 'do not pay'} for steps that take"
-        return f"{reason}, {pays} {mine['x ms/step']:.2f} x as long as without a draft" if is_timed else reason
-    reason += f", {best_name} {best['tokens/step']:.2f}"
+    if mine is best:
+        pays = "pay" if mine["x no draft"] > 1 else "do not pay"
+        costs = f", which {pays} for steps that take {mine['x ms/step']:.2f} x as long as without a draft" if is_timed else ""
+        return emits + costs
+    reason = f"{emits}, the fastest {best['tokens/step']:.2f}"
     if is_timed:
         fewer_by = math.log(best["tokens/step"] / mine["tokens/step"])
         longer_by = math.log(mine["x ms/step"] / best["x ms/step"])
@@ -111,6 +107,6 @@ def _why(name: str, mine: Mapping[str, float], best_name: str, best: Mapping[str
             return "no worse per step in these figures: behind within the noise"
         if fewer_by < longer_by:
             cause = PARTS[max(PARTS, key=lambda part: mine[part] - best[part])]
-            lengths = f"{mine['x ms/step']:.2f} x a step without a draft, {best_name}'s {best['x ms/step']:.2f}"
+            lengths = f"{mine['x ms/step']:.2f} x a step without a draft, the fastest's {best['x ms/step']:.2f}"
             reason = f"its steps take {lengths}, mostly for {cause}"
     return f"{reason}; slower than no draft" if mine["x no draft"] < 1 else reason

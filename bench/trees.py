@@ -62,7 +62,7 @@ def node_charts(rows: Sequence[Row]) -> list[LineChart]:
     charts = []
     for temperature in dict.fromkeys(row.labels["temperature"] for row in rows):
         mine = [row for row in rows if row.labels["temperature"] == temperature]
-        charts.append(speed_up_chart(f"Speed-up over nodes: temperature {temperature:g}", mine, "nodes", _kind_and_nodes, "lines"))
+        charts.append(speed_up_chart(f"Speed-up over nodes: temperature {temperature:g}", "nodes", mine, _kind_and_nodes, "lines"))
     return charts
 
 
