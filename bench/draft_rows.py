@@ -64,7 +64,7 @@ def find_depths(samples: Sequence[Sample]) -> list[Finding]:
 
 
 def rank(rows: Sequence[Row], kind: str) -> list[Finding]:
-    """Order the drafts of each temperature by their speed-up, a geometric mean over workloads, and say what the slower ones lack."""
+    """Order the drafts of each temperature by their speed-up, a geometric mean over workloads, and say what others lack."""
     groups: dict[tuple[float, str], list[Row]] = {}
     for row in rows:
         if "x no draft" in row.figures:
