@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
@@ -12,7 +12,7 @@ from titan import LLM, SamplingParams
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.draft_rows import NO_DRAFT, setting_name
 from titan.bench.engine_run import make_idle, profile_workload
-from titan.bench.predict import Tries, mean_expected_tokens
+from titan.bench.predict import AcceptanceCounts
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import bench_parser, positive
 from titan.bench.runs import Run, share_equal
@@ -35,11 +35,6 @@ class Setting:
     labels: Mapping[str, Label]  # of its samples, the "temperature" of the requests among them
     workloads: Sequence[Workload]  # one to warm up with, then one per round
     recipes: Sequence[DraftRecipe]
-
-    @property
-    def drafts(self) -> Iterable[str]:
-        """Names of what takes turns."""
-        return dict.fromkeys([NO_DRAFT, *(recipe.name for recipe in self.recipes)])
 
 
 class DraftBench:
@@ -87,7 +82,8 @@ class DraftBench:
 
     def measure(self) -> None:
         """Measure in rounds; what fails is left out from then on."""
-        runs = [(setting, draft) for setting in self.settings for draft in setting.drafts if draft in self.drafters]
+        drafts = [(setting, draft) for setting in self.settings for draft in (NO_DRAFT, *(each.name for each in setting.recipes))]
+        runs = [(setting, draft) for setting, draft in drafts if draft in self.drafters]
         reference: Run | None = None
         with Turns(len(runs) * self.args.repeats, self.problems, lambda _: make_idle(self.engine)) as turns:
             for round_id, (setting, draft) in in_rounds(runs, self.args.repeats):
@@ -107,14 +103,10 @@ class DraftBench:
         temperature = float(setting.labels["temperature"])
         profile = partial(profile_workload, self.engine, concurrency=self.args.concurrency, temperature=temperature)
         profile(warm_up)
-        tries = Tries()
-        self.engine.observers[:] = [tries.observe]
+        counts = AcceptanceCounts()
+        self.engine.observers[:] = [counts.observe]
         run = profile(workloads[round_id])
-        if not tries.num_tries:
-            return run
-        alpha, num_steps = tries.num_accepted / tries.num_tries, run.num_tokens / run.figures["tokens/step"]
-        expected = mean_expected_tokens(alpha, run.details["proposed per depth"], num_steps)
-        return replace(run, figures={**run.figures, "alpha": alpha, "expected tokens/step": expected})
+        return replace(run, figures={**run.figures, **counts.figures}, details=counts.details)
 
 
 def take_workloads(args: argparse.Namespace, source: str) -> list[Workload]:
@@ -140,8 +132,7 @@ def draft_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="of the requests (default: %(default)s)")
     parser.add_argument("--concurrency", type=positive, default=1, help="requests at once (default: %(default)s)")
     parser.add_argument("--waves", type=positive, default=1, help="requests per slot (default: %(default)s)")
-    lengths = Lengths(64, 64)
-    parser.add_argument("--prompt-len", type=Lengths.parse, default=lengths, help="tokens, or a mix such as 16-256 (default: 64)")
+    parser.add_argument("--prompt-len", type=Lengths.parse, default="64", help="tokens, or a mix such as 16-256 (default: 64)")
     parser.add_argument("--output-len", type=positive, default=128, help="tokens (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=3, help="rounds (default: %(default)s)")
     return parser

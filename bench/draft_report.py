@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from titan.bench.charts import LineChart, Series, StackedBars
 from titan.bench.draft_bench import DraftBench
@@ -37,8 +37,6 @@ NOTES = (
     "tokens/step: mean acceptance length, final token included; expected: what alpha alone gives. depth d: of the trees that reach "
     "depth d, the share of which a node of that depth was accepted; intervals of Wilson 1927, as if trees were independent.",
 )
-Place = Callable[[Row], tuple[str, float]]
-"""From a row the name of its series, and x."""
 
 
 def make_report(args: argparse.Namespace, bench: DraftBench, title: str, *notes: str) -> Report:
@@ -52,6 +50,11 @@ def make_report(args: argparse.Namespace, bench: DraftBench, title: str, *notes:
         f"{args.model}, {args.dtype}; {count(args.concurrency, 'request')} at once, {count(args.waves, 'request')} per slot, "
         f"prompts of {args.prompt_len} tokens, {args.output_len} generated; {count(args.repeats, 'interleaved round')}."
     )
+    predicted = [
+        (str(row.labels[kind]), row.figures["predicted x"].median, row.figures["x no draft"])
+        for row in rows
+        if "predicted x" in row.figures
+    ]
     labels = list(rows[0].labels) if rows else []
     return Report(
         title,
@@ -63,13 +66,7 @@ def make_report(args: argparse.Namespace, bench: DraftBench, title: str, *notes:
             figure_table("Ranking", ranking, ["temperature", kind, "why"], {"x no draft": ".2f"}),
         ],
         [
-            speed_up_chart(
-                "Speed-up, measured over predicted",
-                "predicted x",
-                [row for row in rows if "predicted x" in row.figures],
-                lambda row: (str(row.labels[kind]), row.figures["predicted x"].median),
-                "points",
-            ),
+            speed_up_chart("Speed-up, measured over predicted", "predicted x", predicted, "points"),
             *step_charts(rows, kind),
         ],
         [about, *notes, *NOTES],
@@ -77,13 +74,11 @@ def make_report(args: argparse.Namespace, bench: DraftBench, title: str, *notes:
     )
 
 
-def speed_up_chart(title: str, x_label: str, rows: Iterable[Row], place: Place, style: str) -> LineChart:
-    """Draw the speed-ups of those rows that have one."""
+def speed_up_chart(title: str, x_label: str, points: Iterable[tuple[str, float, Spread]], style: str) -> LineChart:
+    """Draw speed-ups over no draft, each with the name of its series and x."""
     series: dict[str, list[tuple[float, Spread]]] = {}
-    for row in rows:
-        if "x no draft" in row.figures:
-            name, x = place(row)
-            series.setdefault(name, []).append((x, row.figures["x no draft"]))
+    for name, x, y in points:
+        series.setdefault(name, []).append((x, y))
     drawn = [
         Series(name, [(x, y.median) for x, y in mine], [(y.minimum, y.maximum) for _, y in mine]) for name, mine in series.items()
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from statistics import geometric_mean, mean
 from typing import Any
 
@@ -34,7 +33,7 @@ def compare(samples: Sequence[Sample], kind: str) -> list[Sample]:
     """
     for name, figure in {"x no draft": "tokens/s", "x ms/step": "ms/step", "verify/decode": "ms/target pass"}.items():
         samples = with_ratio(samples, name, figure, **{kind: NO_DRAFT})
-    return [_with_prediction(each) if {"verify/decode", "alpha"} <= each.figures.keys() else each for each in samples]
+    return [_with_prediction(each) if "verify/decode" in each.figures else each for each in samples]
 
 
 def _with_prediction(sample: Sample) -> Sample:
@@ -55,11 +54,11 @@ def find_depths(samples: Sequence[Sample]) -> list[Finding]:
     """Per draft, of the "trees" that reach "depth 1", "depth 2" and so on, the share of which a node so deep was accepted."""
     found = []
     for group in group_samples(samples):
-        proposed, accepted = (sum_details(group, f"{what} per depth") for what in ("proposed", "accepted"))
-        counts = zip_longest(accepted, proposed, fillvalue=0)
-        shares = {f"depth {depth}": wilson_share(*each) for depth, each in enumerate(counts, 1) if each[1]}
-        if shares:
-            found.append(Finding(group[0].labels, {"trees": proposed[0], **shares}))
+        trees, accepted = sum_details(group, "trees per depth"), sum_details(group, "accepted per depth")
+        if trees:
+            counts = enumerate(zip(accepted, trees, strict=True), 1)
+            shares = {f"depth {depth}": wilson_share(*each) for depth, each in counts}
+            found.append(Finding(group[0].labels, {"trees": trees[0], **shares}))
     return found
 
 

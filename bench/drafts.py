@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = parse(make_parser(), argv, QUICK)
     drafts = args.draft or (DEMO_DRAFTS if args.model == DEMO else OTHER_DRAFTS)
-    recipes = [DraftRecipe.parse(text, args.max_draft_tokens) for text in drafts]
+    recipes = [DraftRecipe.parse(text, args.max_draft_tokens) for text in dict.fromkeys(drafts)]
     has_text = find_tokenizer(resolve_model(args.model, "target")) is not None
     sources = args.workload or (SOURCES if has_text else [SYNTHETIC])
     settings = [

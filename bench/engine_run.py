@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Protocol
 
 import torch
@@ -16,7 +15,7 @@ from titan import SamplingParams
 from titan.bench.runs import RequestRun, Run
 from titan.bench.step_times import step_times
 from titan.bench.workloads import Workload
-from titan.core.metrics import EngineMetrics, ratio
+from titan.core.metrics import ratio
 from titan.core.request import Request
 from titan.engine import Engine
 from titan.frontend import FrontEnd
@@ -119,7 +118,10 @@ def run_workload(
             "KV peak": max(usage),
             **gpu.figures,
         },
-        _depths(before, after),
+        {
+            "proposed per depth": _added(before.proposed_per_depth, after.proposed_per_depth),
+            "accepted per depth": _added(before.accepted_per_depth, after.accepted_per_depth),
+        },
     )
 
 
@@ -148,7 +150,7 @@ def profile_workload(
         RuntimeError: as `run_workload`.
     """
     requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
-    before, start = engine.metrics(), time.perf_counter()
+    start = time.perf_counter()
     for request in requests:
         engine.scheduler.add(request)
     while not all(request.num_output_tokens or request.is_finished for request in requests[:concurrency]):
@@ -162,7 +164,7 @@ def profile_workload(
     num_tokens = sum(request.metrics.num_emitted_tokens for request in requests)
     num_rows = sum(request.metrics.num_sequence_steps for request in requests)
     runs = [RequestRun(request.output_token_ids, seconds, None) for request in requests]
-    return Run(runs, seconds, {"tokens/step": num_tokens / num_rows, **times.figures}, _depths(before, engine.metrics()))
+    return Run(runs, seconds, {"tokens/step": num_tokens / num_rows, **times.figures})
 
 
 def make_idle(engine: Engine) -> None:
@@ -176,13 +178,9 @@ def _check(request: Request) -> None:
         raise RuntimeError(f"request {request.request_id} ended early: {request.error or request.finish_reason}")
 
 
-def _depths(before: EngineMetrics, after: EngineMetrics) -> dict[str, list[float]]:
-    """Details of a run: per depth, the trees that reached it, and those of which a node so deep was accepted."""
-    found: dict[str, list[float]] = {}
-    for what in ("proposed", "accepted"):
-        old, new = (getattr(metrics, f"{what}_per_depth") for metrics in (before, after))
-        found[f"{what} per depth"] = [each - known for known, each in zip_longest(old, new, fillvalue=0)]
-    return found
+def _added(before: list[int], after: list[int]) -> list[float]:
+    padded = before + [0] * (len(after) - len(before))
+    return [new - old for old, new in zip(padded, after, strict=True)]
 
 
 @contextmanager

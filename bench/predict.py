@@ -13,8 +13,9 @@ in decodes. What the host does between the passes is in neither.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from titan.core.step import Acceptance, StepPlan
 
@@ -24,34 +25,52 @@ Z_95 = 1.959963984540054
 
 def expected_tokens(alpha: float, gamma: int) -> float:
     """Tokens of a step with ``gamma`` draft tokens in a chain, final token included (Leviathan et al. 2023, equation 1)."""
-    return mean_expected_tokens(alpha, [1] * gamma, 1)
+    return mean_expected_tokens(alpha, dict.fromkeys(range(1, gamma + 1), 1), 1)
 
 
-def mean_expected_tokens(alpha: float, num_trees: Sequence[float], num_steps: float) -> float:
+def mean_expected_tokens(alpha: float, trees: Mapping[int, int], num_steps: int) -> float:
     """`expected_tokens` over steps whose trees differ in depth.
 
     Args:
         alpha: probability that one more depth is accepted.
-        num_trees: that reach each depth, from depth 1 on.
-        num_steps: of a request, those without a tree among them.
+        trees: how many reach a depth, by depth, from 1 on.
+        num_steps: those without a tree among them.
     """
-    return 1 + sum(alpha**depth * count for depth, count in enumerate(num_trees, 1)) / num_steps
+    return 1 + sum(alpha**depth * count for depth, count in trees.items()) / num_steps
 
 
 @dataclass(slots=True)
-class Tries:
-    """Counts of what verification reached and accepted; their ratio is alpha, the acceptance of one more depth."""
+class AcceptanceCounts:
+    """Counts of draft trees and of what was accepted of them; `observe` is an observer of an engine."""
 
-    num_tries: int = 0  # nodes reached that have children, roots among them
-    num_accepted: int = 0  # children accepted, of each at most one
+    num_steps: int = 0  # of requests
+    num_tries: int = 0  # nodes that verification reached and that have children, roots among them
+    trees: Counter[int] = field(default_factory=Counter)  # those that reach a depth
+    accepted: Counter[int] = field(default_factory=Counter)  # those of which a node of a depth was accepted
 
     def observe(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        """Count the rows of a step that emitted tokens; an observer for `titan.engine.Engine`."""
+        """Count the rows of a step that emitted tokens."""
         for i, path in enumerate(acceptance.paths):
             if plan.reaches_root(i):
-                inner = set(acceptance.trees[i].topology.inner.tolist())
+                topology = acceptance.trees[i].topology
+                inner = set(topology.inner.tolist())
+                self.num_steps += 1
                 self.num_tries += sum(node in inner for node in (-1, *path))
-                self.num_accepted += len(path)
+                self.trees.update(range(1, topology.max_depth + 1))
+                self.accepted.update(range(1, len(path) + 1))
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Alpha, the acceptance of one more depth, where it was tried, and the tokens of a step that it alone gives."""
+        alpha = self.accepted.total() / self.num_tries if self.num_tries else 0.0
+        expected = {"expected tokens/step": mean_expected_tokens(alpha, self.trees, self.num_steps)}
+        return {"alpha": alpha, **expected} if self.num_tries else expected
+
+    @property
+    def details(self) -> dict[str, list[int]]:
+        """Both counts per depth, from depth 1 on."""
+        counts = {"trees per depth": self.trees, "accepted per depth": self.accepted}
+        return {name: [count[depth] for depth in sorted(self.trees)] for name, count in counts.items()}
 
 
 @dataclass(frozen=True, slots=True)

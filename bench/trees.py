@@ -19,7 +19,7 @@ from titan.bench.draft_bench import QUICK, DraftBench, Setting, draft_parser, ta
 from titan.bench.draft_recipes import DraftRecipe
 from titan.bench.draft_report import make_report, speed_up_chart
 from titan.bench.report import Report, measure_and_publish, parse, positive
-from titan.bench.samples import Row
+from titan.bench.samples import Label, Row, Spread
 from titan.draft.draft_model import DraftModelDrafter
 from titan.models.loader import DEMO
 
@@ -59,16 +59,12 @@ def tree_report(args: argparse.Namespace, bench: DraftBench) -> Report:
 
 def node_charts(rows: Sequence[Row]) -> list[LineChart]:
     """Speed-up over the number of nodes, a series per kind of tree, a chart per temperature."""
-    charts = []
-    for temperature in dict.fromkeys(row.labels["temperature"] for row in rows):
-        mine = [row for row in rows if row.labels["temperature"] == temperature]
-        charts.append(speed_up_chart(f"Speed-up over nodes: temperature {temperature:g}", "nodes", mine, _kind_and_nodes, "lines"))
-    return charts
-
-
-def _kind_and_nodes(row: Row) -> tuple[str, float]:
-    name, _, num_nodes = str(row.labels["tree"]).rpartition(", ")
-    return name, float(num_nodes)
+    charts: dict[Label, list[tuple[str, float, Spread]]] = {}
+    for row in rows:
+        if "x no draft" in row.figures:
+            name, _, num_nodes = str(row.labels["tree"]).rpartition(", ")
+            charts.setdefault(row.labels["temperature"], []).append((name, float(num_nodes), row.figures["x no draft"]))
+    return [speed_up_chart(f"Speed-up over nodes: temperature {t:g}", "nodes", points, "lines") for t, points in charts.items()]
 
 
 def make_parser() -> argparse.ArgumentParser:
