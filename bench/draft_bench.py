@@ -115,12 +115,9 @@ def take_workloads(args: argparse.Namespace, source: str) -> list[Workload]:
     Raises:
         ValueError: the source of prompts cannot be used.
     """
+    prompts = prompt_stream(args.model, source, args.prompt_len, args.seed)
     output_lens = [min(NUM_WARM_UP_TOKENS, args.output_len), *[args.output_len] * args.repeats]
-    try:
-        prompts = prompt_stream(args.model, source, args.prompt_len, args.seed)
-        return [take_workload(prompts, args.concurrency * args.waves, repeat(output_len)) for output_len in output_lens]
-    except ValueError as error:
-        raise ValueError(f"workload {source} cannot be had: {error}") from error
+    return [take_workload(prompts, args.concurrency * args.waves, repeat(output_len)) for output_len in output_lens]
 
 
 def draft_parser(name: str, description: str | None) -> argparse.ArgumentParser:

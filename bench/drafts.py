@@ -41,13 +41,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     drafts = args.draft or (DEMO_DRAFTS if args.model == DEMO else OTHER_DRAFTS)
     recipes = [DraftRecipe.parse(text, args.max_draft_tokens) for text in dict.fromkeys(drafts)]
     has_text = find_tokenizer(resolve_model(args.model, "target")) is not None
-    sources = args.workload or (SOURCES if has_text else [SYNTHETIC])
-    settings = [
-        Setting({"workload": source, "temperature": temperature}, workloads, recipes)
-        for source, workloads in {source: take_workloads(args, source) for source in sources}.items()
-        for temperature in args.temperature
-    ]
+    settings, problems = [], []
+    for source in args.workload or (SOURCES if has_text else [SYNTHETIC]):
+        try:
+            workloads = take_workloads(args, source)
+        except ValueError as error:
+            problems.append(f"left out: workload {source}: {error}")
+        else:
+            settings += [Setting({"workload": source, "temperature": t}, workloads, recipes) for t in args.temperature]
+    if not settings:
+        raise ValueError("; ".join(problems))
     bench = DraftBench(args, "draft", settings)
+    bench.problems += problems
     models = {f"draft {recipe.model}": recipe.model for recipe in recipes}
     measure_and_publish(args, bench.measure, lambda: make_report(args, bench, "Drafts", ROUNDING), {"target": args.model} | models)
 
