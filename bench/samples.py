@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from statistics import median
+from typing import TypeVar
 
 Label = str | int | float
 
@@ -28,6 +29,9 @@ class Sample:
     round_id: int
     figures: Mapping[str, float]
     details: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+SampleT = TypeVar("SampleT", bound=Sample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ def group_samples(samples: Iterable[Sample]) -> list[list[Sample]]:
     return list(groups.values())
 
 
-def with_ratio(samples: Sequence[Sample], name: str, figure: str, **baseline: Label) -> list[Sample]:
+def with_ratio(samples: Sequence[SampleT], name: str, figure: str, **baseline: Label) -> list[SampleT]:
     """Add the ratio of a figure to that of another variant in the same round.
 
     Args:

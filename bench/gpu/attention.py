@@ -13,12 +13,12 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from titan.bench.gpu.attention_batches import Case, Shape, make_layout, relative_error
-from titan.bench.gpu.attention_peers import PEERS, Attend
-from titan.bench.gpu.sections import Goal, Row, Section, Setting, Task
+from titan.bench.gpu.attention_batches import Case, Shape, make_layout, relative_error, uniform_shape
+from titan.bench.gpu.attention_kernels import KERNELS, TITAN, Attend, Kernel, titan
+from titan.bench.gpu.sections import Figures, Goal, Row, Section, Setting, Task, WrongNumbersError
 from titan.bench.gpu.timing import median_seconds
+from titan.bench.samples import with_ratio
 from titan.kernels.triton.attention_plan import AttentionGeometry
-from titan.kernels.triton.attention_planner import CHUNK_MULTIPLE
 
 LLAMA_3_8B = AttentionGeometry(32, 8, 128, 16, torch.bfloat16)
 TINY = AttentionGeometry(4, 1, 32, 16, torch.bfloat16)
@@ -30,21 +30,15 @@ MIN_LAYERS = 4
 MEMORY_SHARE = 0.4
 """Of the free memory, for the KV of one row; peers copy it."""
 
-SHAPES = [(batch, context) for batch in (1, 8, 32, 128) for context in (1024, 8192, 32768)]
+UNIFORM = [(requests, context) for requests in (1, 8, 32, 128) for context in (1024, 8192, 32768)]
+"""Batches that have goals."""
 COMPARED = [(8, 8192), (32, 8192), (1, 32768), (32, 1024), (8, 1024), (128, 1024)]
-"""Rows with peers, the most telling first."""
+"""Those with peers, the most telling first."""
 
-SHARE_BY_FLOOR = ((200e-6, 0.85), (50e-6, 0.75), (20e-6, 0.65))
-"""From so many seconds at the speed of a copy on, so much of that speed must be reached."""
+SHARE_BY_FLOOR = ((200, 0.85), (50, 0.75), (20, 0.65))
+"""From so many microseconds at the speed of a copy on, so much of that speed must be reached."""
 MAX_DISAGREEMENT = 2e-2
 """Between two kernels that each round to bfloat16, as the norm of the difference over the norm."""
-
-COLUMNS = {"us": ".1f", "floor us": ".1f", "of bandwidth": ".0%", "x titan": ".2f", "disagreement": ".1e"}
-
-
-def uniform_shape(geometry: AttentionGeometry, batch: int, context: int) -> Shape:
-    """All contexts of one length."""
-    return Shape(f"{batch} x {context}", geometry, (context,) * batch)
 
 
 class AttentionBench:
@@ -52,7 +46,6 @@ class AttentionBench:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.titan: dict[str, float] = {}  # seconds by shape
 
     @cached_property
     def pool(self) -> Tensor:
@@ -85,50 +78,25 @@ class AttentionBench:
         q = torch.empty(q_shape, dtype=geometry.dtype, device=setting.device).normal_(generator=generator)
         return Case(shape, layout, q, kv)
 
-    def measure_titan(self, shape: Shape) -> Row:
-        """The kernel as the engine calls it, against the bandwidth."""
-        case = self.make_case(shape)
-        seconds = self.titan[shape.name] = self.time_layer(case, titan_attention(case))
-        figures = self._figures(shape, seconds)
-        share = figures.get("of bandwidth", 0.0)
-        goals = [Goal("share of copy bandwidth", goal, share) for start, goal in SHARE_BY_FLOOR if share * seconds >= start]
-        return Row(figures, goals[:1] if shape.has_goal else ())
+    def measure(self, shape: Shape, kernel: Kernel) -> Figures:
+        """Time a kernel.
 
-    def measure_unsplit(self, shape: Shape) -> Row:
-        """The kernel with one program per tile, whatever the context: what split contexts are worth."""
-        case = self.make_case(shape)
-        longest = max(shape.contexts) + shape.query_len
-        attend = titan_attention(case, fixed_chunk=-(-longest // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
-        return self._compare(shape, case, attend, None)
-
-    def measure_plan(self, shape: Shape) -> Row:
-        """Planning, once per step for all layers."""
-        case = self.make_case(shape)
-        return Row({"us": median_seconds(case.plan, self.setting.device) * 1e6})
-
-    def measure_peer(self, shape: Shape, name: str) -> Row:
-        """Another kernel on the same numbers."""
-        peer = PEERS[name]
-        case = self.make_case(shape, blocks_per_page=max(peer.page // shape.geometry.block_size, 1))
-        return self._compare(shape, case, peer.prepare(case), peer.goal if len(shape.contexts) >= peer.min_batch else None)
-
-    def _compare(self, shape: Shape, case: Case, attend: Attend, goal: float | None) -> Row:
-        disagreement = relative_error(attend(0), titan_attention(case)(0))
+        Raises:
+            WrongNumbersError: its output is not that of Titan's.
+        """
+        case = self.make_case(shape, blocks_per_page=max(kernel.slots_per_page // shape.geometry.block_size, 1))
+        attend, bandwidth = kernel.prepare(case), self.setting.copy_bandwidth
+        disagreement = check_agreement(attend(0), titan(case)(0))
         seconds = self.time_layer(case, attend)
-        figures, goals, problem = self._figures(shape, seconds) | {"disagreement": disagreement}, [], None
-        if shape.name in self.titan:
-            figures["x titan"] = seconds / self.titan[shape.name]
-            goals = [] if goal is None else [Goal("time over titan's", goal, figures["x titan"])]
-        if not disagreement <= MAX_DISAGREEMENT:
-            problem = f"disagrees with titan by {disagreement:.1e}: at most {MAX_DISAGREEMENT:.0e} is rounding"
-        return Row(figures, goals, problem)
-
-    def _figures(self, shape: Shape, seconds: float) -> dict[str, float]:
-        figures, bandwidth = {"us": seconds * 1e6}, self.setting.copy_bandwidth
+        figures = {"us": seconds * 1e6, "disagreement": disagreement}
         if bandwidth is not None:
             floor = shape.num_bytes / bandwidth
-            figures |= {"floor us": floor * 1e6, "of bandwidth": floor / seconds}
+            figures |= {"floor, us": floor * 1e6, "of bandwidth": floor / seconds}
         return figures
+
+    def measure_plan(self, shape: Shape) -> Figures:
+        """Time planning, once per step for all layers."""
+        return {"plan, us": median_seconds(self.make_case(shape).plan, self.setting.device) * 1e6}
 
     def time_layer(self, case: Case, attend: Attend) -> float:
         """Seconds per layer, of all layers in turn."""
@@ -141,51 +109,64 @@ class AttentionBench:
         return median_seconds(all_layers, self.setting.device) / num_layers
 
 
-def titan_attention(case: Case, fixed_chunk: int | None = None) -> Attend:
-    """Titan's kernel over one layer of a case, planned."""
-    plan = case.plan(fixed_chunk)
-    return lambda layer: case.attend(layer, plan)
+def check_agreement(output: Tensor, expected: Tensor) -> float:
+    """By how much two kernels disagree.
+
+    Raises:
+        WrongNumbersError: rounding cannot explain it.
+    """
+    disagreement = relative_error(output, expected)
+    if not disagreement <= MAX_DISAGREEMENT:
+        raise WrongNumbersError(f"disagrees with titan by {disagreement:.1e}: at most {MAX_DISAGREEMENT:.0e} is rounding")
+    return disagreement
 
 
 def make_tasks(setting: Setting) -> Sequence[Task]:
-    """Titan at all shapes and its plan, then unsplit and peers where they are compared."""
+    """Titan at all shapes and its plan, then the other kernels where they are compared."""
     bench = AttentionBench(setting)
-    geometry = TINY if setting.is_tiny else LLAMA_3_8B
-    keys, compared = ([(1, 40), (2, 150)], [(2, 150)]) if setting.is_tiny else (SHAPES, COMPARED)
-    shapes = [uniform_shape(geometry, *key) for key in keys]
-    tasks = [
-        Task(f"{shape.name}, titan", partial(bench.measure_titan, shape), 4)
-        for shape in (*shapes, *_extra_shapes(geometry, setting.is_tiny))
-    ]
-    largest = max(shapes, key=lambda shape: len(shape.contexts))
-    tasks.append(Task(f"{largest.name}, plan of a step", partial(bench.measure_plan, largest), 4))
-    for key in compared:
-        shape = uniform_shape(geometry, *key)
-        tasks.append(Task(f"{shape.name}, titan, unsplit", partial(bench.measure_unsplit, shape), 4))
-        for name, peer in PEERS.items():
-            tasks.append(Task(f"{shape.name}, {name}", partial(bench.measure_peer, shape, name), peer.seconds, is_peer=True))
-    return tasks
+    if setting.is_tiny:
+        uniform, compared = [uniform_shape(TINY, 1, 40), uniform_shape(TINY, 2, 150)], [uniform_shape(TINY, 2, 150)]
+        others = [Shape("30 and 90, chain", TINY, (30, 90), CHAIN)]
+    else:
+        uniform, compared = ([uniform_shape(LLAMA_3_8B, *each) for each in sizes] for sizes in (UNIFORM, COMPARED))
+        others = [
+            Shape("1024 to 16384", LLAMA_3_8B, tuple(1024 + (15 * 1024 * i) // 31 for i in range(32))),
+            Shape("65536 and 15 of 2048", LLAMA_3_8B, (65536, *(2048,) * 15)),
+            Shape("8192, chain", LLAMA_3_8B, (8192,) * 8, CHAIN),
+        ]
 
+    def task(shape: Shape, name: str) -> Task:
+        kernel = KERNELS[name]
+        return Task({**shape.labels, "kernel": name}, partial(bench.measure, shape, kernel), kernel.seconds, kernel.is_peer)
 
-def _extra_shapes(geometry: AttentionGeometry, is_tiny: bool) -> list[Shape]:
-    """Unequal contexts, and a chain."""
-    if is_tiny:
-        return [Shape("30 and 90", geometry, (30, 90), CHAIN, has_goal=False)]
-    spread = tuple(1024 + (15 * 1024 * i) // 31 for i in range(32))
+    largest = max(uniform, key=lambda shape: len(shape.contexts))
     return [
-        Shape("32 x 1024 to 16384", geometry, spread, has_goal=False),
-        Shape("1 x 65536 + 15 x 2048", geometry, (65536, *(2048,) * 15), has_goal=False),
-        Shape("8 x 8192, chain", geometry, (8192,) * 8, CHAIN, has_goal=False),
+        *(task(shape, TITAN) for shape in (*uniform, *others)),
+        Task({**largest.labels, "kernel": "plan of a step"}, partial(bench.measure_plan, largest), 4),
+        *(task(shape, name) for shape in compared for name in KERNELS if name != TITAN),
     ]
+
+
+def goals(row: Row) -> Sequence[Goal]:
+    """What Titan must reach of the bandwidth, and how many times Titan's time others must take."""
+    requests, context = int(row.labels["requests"]), row.labels["context"]
+    kernel = KERNELS.get(str(row.labels["kernel"]))
+    if kernel is None or (requests, context) not in UNIFORM:
+        return ()
+    if kernel is KERNELS[TITAN]:
+        floor = row.figures.get("floor, us", 0.0)
+        return [Goal("of bandwidth", share) for least, share in SHARE_BY_FLOOR if floor >= least][:1]
+    return () if kernel.goal is None or requests < kernel.min_requests else [Goal("x titan", kernel.goal)]
 
 
 SECTION = Section(
     "attention",
     "Verification attention, one layer, 32 query heads, 8 KV heads of 128, trees of 7 tokens, bfloat16",
-    "Attention: requests x context; us is the median of one layer, floor us what its bytes take at the speed of a copy, x titan "
-    "how many times titan's time it is, disagreement the norm of the difference to titan over the norm. Planning and masks are "
-    "made beforehand.",
+    "Attention: us is the median of one layer, floor what its bytes take at the speed of a copy, x titan how many times titan's "
+    "time it is, disagreement the norm of the difference to titan over the norm. Plans and masks are made beforehand.",
     seconds=100,
-    columns=COLUMNS,
+    columns={"us": ".1f", "floor, us": ".1f", "of bandwidth": ".0%", "x titan": ".2f", "disagreement": ".1e", "plan, us": ".1f"},
     make_tasks=make_tasks,
+    compare=partial(with_ratio, name="x titan", figure="us", kernel=TITAN),
+    goals=goals,
 )

@@ -8,16 +8,12 @@ and a recording, corrupted with a dialled probability, takes the place of its to
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import product
 from typing import Any
 
-import numpy as np
-
-from titan import SamplingParams
+from titan.bench.engine_run import make_idle, make_requests
 from titan.bench.gpu.paid_replay import PaidReplayDrafter
 from titan.bench.gpu.random_models import (
     DRAFT_OF_1B,
@@ -30,17 +26,18 @@ from titan.bench.gpu.random_models import (
     make_decoder,
     weight_bytes_per_step,
 )
-from titan.bench.gpu.sections import Goal, Row, Section, Setting, Task
+from titan.bench.gpu.sections import Figures, Goal, Row, Section, Setting, Task, WrongNumbersError
 from titan.bench.gpu.timing import busy_seconds, synchronize
 from titan.bench.peers.transformers_peer import ContinuousPeer, StaticPeer
 from titan.bench.predict import expected_tokens
+from titan.bench.prompts import random_prompts
+from titan.bench.samples import with_ratio
+from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.options import EngineConfig
-from titan.core.request import Request
 from titan.draft.base import DraftContext, Drafter
 from titan.draft.registry import register
 from titan.draft.replay import ReplayDrafter
 from titan.engine import Engine
-from titan.frontend import FrontEnd
 from titan.kernels.backend import choose_backend
 from titan.kernels.interfaces import Backend
 from titan.models.decoder import Decoder
@@ -53,28 +50,26 @@ SPARE_STEPS = 6
 NUM_BATCHED_TOKENS = 8192
 NUM_DRAFTS = 6
 
-SPEED_UP_GOALS = {1: 2.2, 8: 1.6, 32: 1.2}
-"""By batch, at `GOAL_ACCEPTANCE`."""
-WEIGHT_SHARE_GOAL = 0.8
-HOST_SHARE_GOAL = 0.05
-HOST_SHARE_BATCH = 32
-
-COLUMNS = {
-    "tokens/s": ".0f",
-    "x plain": ".2f",
-    "tokens/step": ".2f",
-    "expected": ".2f",
-    "ms/step": ".3f",
-    "weights' share": ".0%",
-    "host": ".1%",
-    "graphs": ".0%",
+PEERS: dict[str, Callable[[Any, int], Any]] = {
+    "transformers generate": lambda model, _: StaticPeer(model),
+    "transformers continuous batching": ContinuousPeer,
 }
-NOTES = (
-    "{name}: tokens/s while all requests decode, and over Titan without speculation at the same batch; tokens/step per request, "
-    "and what the acceptance promises for {num_drafts} draft tokens; weights' share: the time that the step's weights take at the "
-    "speed of a copy, over the step; host: share of the step in which the device runs nothing; graphs: passes replayed as CUDA "
-    "graphs. The draft ({draft} parameters) reads a tenth of what the target reads."
-)
+
+
+def mode_name(acceptance: float | None) -> str:
+    """What a mode of Titan is called; ``None``: without speculation."""
+    return "plain" if acceptance is None else f"acceptance {acceptance:g}"
+
+
+PLAIN, AT_GOAL = mode_name(None), mode_name(GOAL_ACCEPTANCE)
+GOALS_OF_8B = {
+    (1, PLAIN): Goal("weights' share", 0.8),
+    (32, PLAIN): Goal("host", 0.05, is_at_most=True),
+    (1, AT_GOAL): Goal("x plain", 2.2),
+    (8, AT_GOAL): Goal("x plain", 1.6),
+    (32, AT_GOAL): Goal("x plain", 1.2),
+}
+"""By requests and mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +78,8 @@ class Plan:
 
     target: Shape
     draft: Shape
-    has_goals: bool = False
-    batches: Sequence[int] = (1, 4, 8, 16, 32, 64, 128)
-    acceptances: Sequence[float] = (0.6, 0.7, 0.8, 0.9)
+    batches: Sequence[int] = (1, 8, 32, 4, 16, 64, 128)  # the most important first, as with acceptances
+    acceptances: Sequence[float] = (GOAL_ACCEPTANCE, 0.6, 0.7, 0.9)
     peer_batches: Sequence[int] = (1, 8, 32)
     prompt_len: int = 128
     min_rows: int = 512  # steps times requests of a window, so that acceptance is measured to a few per cent
@@ -108,33 +102,20 @@ class Plan:
         """More than any request has, prompt and output."""
         return self.prompt_len + self.max_output_len(1)
 
-    def shrunk(self) -> Plan:
-        """The plan at a size for a CPU."""
-        return replace(
-            self,
-            target=Shape("tiny", 64, 128, 2, 4, 2, 16, vocab_size=300),
-            draft=Shape("tinier", 32, 64, 1, 2, 1, 16, vocab_size=300),
-            batches=(1, 3),
-            acceptances=(GOAL_ACCEPTANCE,),
-            peer_batches=(2,),
-            prompt_len=6,
-            min_rows=8,
-            min_steps=3,
-            num_warm_ups=1,
-            num_profiled=1,
-            peer_output_lens=(2, 4),
-        )
 
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A run of steps."""
-
-    seconds: float
-    num_steps: int
-    num_tokens: int
-    graph_hit_rate: float | None
-    busy_seconds: float | None  # of a step, by the profiler
+TINY = Plan(
+    target=Shape("tiny", 64, 128, 2, 4, 2, 16, vocab_size=300),
+    draft=Shape("tinier", 32, 64, 1, 2, 1, 16, vocab_size=300),
+    batches=(1, 3),
+    acceptances=(GOAL_ACCEPTANCE,),
+    peer_batches=(2,),
+    prompt_len=6,
+    min_rows=8,
+    min_steps=3,
+    num_warm_ups=1,
+    num_profiled=1,
+    peer_output_lens=(2, 4),
+)
 
 
 class EndToEnd:
@@ -143,7 +124,6 @@ class EndToEnd:
     def __init__(self, plan: Plan, setting: Setting) -> None:
         self.plan = plan
         self.setting = setting
-        self.plain_rates: dict[int, float] = {}  # tokens per second by batch
 
     @cached_property
     def backend(self) -> Backend:
@@ -190,166 +170,146 @@ class EndToEnd:
         """The target in transformers."""
         return as_transformers(self.target, self.plan.target)
 
-    def measure_titan(self, batch: int, acceptance: float | None) -> Row:
-        """One window; ``None``: without speculation."""
-        window = self.run_titan(batch, acceptance)
-        rate, step = window.num_tokens / window.seconds, window.seconds / window.num_steps
-        figures = {"tokens/s": rate, "tokens/step": window.num_tokens / window.num_steps / batch, "ms/step": step * 1e3}
-        goals: list[Goal] = []
-        if window.graph_hit_rate is not None:
-            figures["graphs"] = window.graph_hit_rate
-        if window.busy_seconds is not None:
-            figures["host"] = 1 - window.busy_seconds / step
-        if acceptance is None:
-            self.plain_rates[batch] = rate
-            if self.setting.copy_bandwidth is not None:
-                figures["weights' share"] = weight_bytes_per_step(self.target) / self.setting.copy_bandwidth / step
-                if batch == 1:
-                    goals.append(Goal("share of the weight-bandwidth limit", WEIGHT_SHARE_GOAL, figures["weights' share"]))
-            if batch == HOST_SHARE_BATCH and "host" in figures:
-                goals.append(Goal("host share of the step", HOST_SHARE_GOAL, figures["host"], is_at_most=True))
-        else:
-            figures["expected"] = expected_tokens(acceptance, NUM_DRAFTS)
-            if batch in self.plain_rates:
-                figures["x plain"] = rate / self.plain_rates[batch]
-                if acceptance == GOAL_ACCEPTANCE and batch in SPEED_UP_GOALS:
-                    goals.append(Goal("speed-up", SPEED_UP_GOALS[batch], figures["x plain"]))
-        return Row(figures, goals if self.plan.has_goals else ())
+    def workload(self, num_requests: int, output_len: int) -> Workload:
+        """Requests with random prompts."""
+        prompts = random_prompts(Lengths(self.plan.prompt_len, self.plan.prompt_len), self.plan.target.vocab_size, self.setting.seed)
+        return take_workload(prompts, num_requests, Lengths(output_len, output_len).stream(0))
 
-    def run_titan(self, batch: int, acceptance: float | None) -> Window:
-        """Bring ``batch`` requests to their window, measure it, and end them.
+    def measure_titan(self, batch: int, acceptance: float | None) -> Figures:
+        """Bring ``batch`` requests to their window, measure it, and end them; ``None``: without speculation.
 
         Raises:
-            RuntimeError: the model has written something else than its weights say, or a request ended early.
+            WrongNumbersError: the model has written something else than its weights say.
+            RuntimeError: a request ended early.
         """
-        engine, plan, vocab_size = self.engine, self.plan, self.plan.target.vocab_size
-        prompts = self._prompts(batch)
-        max_tokens = plan.max_output_len(batch)
-        recordings = {tuple(prompt): continuation(prompt, max_tokens, vocab_size) for prompt in prompts}
-        self.replay.recordings, self.replay.acceptance = recordings, 0.0
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, use_speculative=acceptance is not None)
-        frontend = FrontEnd(engine)
-        requests = [frontend.make_request(prompt, params) for prompt in prompts]
-        with _running(engine, requests):
-            while any(request.metrics.first_token_time is None for request in requests):
+        engine, plan, replay = self.engine, self.plan, self.replay
+        workload = self.workload(batch, plan.max_output_len(batch))
+        requests = make_requests(engine, workload, use_speculative=acceptance is not None)
+        texts = [continuation(prompt, plan.max_output_len(batch), plan.target.vocab_size) for prompt in workload.prompts]
+        replay.recordings = dict(zip(map(tuple, workload.prompts), texts, strict=True))
+        replay.acceptance = 0.0
+
+        def step(num_steps: int) -> None:
+            for _ in range(num_steps):
                 engine.step()
-                _check_running(requests)
-            for extreme in EXTREMES:
-                self.replay.acceptance = extreme
-                self._steps(plan.num_warm_ups)
-            self.replay.acceptance = acceptance or 0.0
-            window = self._measure(plan.num_steps(batch), is_profiled=acceptance in (None, GOAL_ACCEPTANCE))
-            _check_running(requests)
+
+        def check_unfinished() -> None:
+            if any(request.is_finished for request in requests):
+                raise RuntimeError("a request ended early")
+
+        try:
             for request in requests:
-                expected = recordings[tuple(request.prompt_token_ids)][: request.num_output_tokens]
-                if request.output_token_ids != expected:
-                    raise RuntimeError(f"request {request.request_id} wrote other tokens than its weights say")
-        return window
+                engine.scheduler.add(request)
+            while any(request.metrics.first_token_time is None for request in requests):
+                step(1)
+                check_unfinished()
+            for replay.acceptance in EXTREMES:
+                step(plan.num_warm_ups)
+            replay.acceptance = acceptance or 0.0
+            figures = self._measure_window(step, batch)
+            if acceptance in (None, GOAL_ACCEPTANCE):
+                busy = busy_seconds(partial(step, plan.num_profiled), self.setting.device)
+                if busy is not None:
+                    figures["host"] = 1 - busy / plan.num_profiled / (figures["ms/step"] / 1e3)
+            check_unfinished()
+        finally:
+            make_idle(engine)
+        if any(request.output_token_ids != text[: request.num_output_tokens] for request, text in zip(requests, texts, strict=True)):
+            raise WrongNumbersError("other tokens were written than the weights say")
+        if acceptance is not None:
+            figures["expected"] = expected_tokens(acceptance, NUM_DRAFTS)
+        elif self.setting.copy_bandwidth is not None:
+            floor = weight_bytes_per_step(self.target) / self.setting.copy_bandwidth
+            figures["weights' share"] = floor / (figures["ms/step"] / 1e3)
+        return figures
 
-    def _steps(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self.engine.step()
-
-    def _measure(self, num_steps: int, *, is_profiled: bool) -> Window:
-        engine, device, num_profiled = self.engine, self.setting.device, self.plan.num_profiled
-        passes = replace(engine.passes)
-        num_tokens = engine.counters.num_emitted_tokens
-        synchronize(device)
+    def _measure_window(self, step: Callable[[int], None], batch: int) -> dict[str, float]:
+        engine, num_steps = self.engine, self.plan.num_steps(batch)
+        passes, num_tokens = replace(engine.passes), engine.counters.num_emitted_tokens
+        synchronize(self.setting.device)
         start = time.perf_counter()
-        self._steps(num_steps)
-        synchronize(device)
+        step(num_steps)
+        synchronize(self.setting.device)
         seconds = time.perf_counter() - start
         num_tokens = engine.counters.num_emitted_tokens - num_tokens
+        figures = {
+            "tokens/s": num_tokens / seconds,
+            "tokens/step": num_tokens / num_steps / batch,
+            "ms/step": 1e3 * seconds / num_steps,
+        }
         num_replayed = engine.passes.num_replayed - passes.num_replayed
         num_passes = num_replayed + engine.passes.num_eager - passes.num_eager
-        busy = busy_seconds(partial(self._steps, num_profiled), device) if is_profiled else None
-        return Window(
-            seconds,
-            num_steps,
-            num_tokens,
-            num_replayed / num_passes if num_passes else None,
-            None if busy is None else busy / num_profiled,
-        )
+        return figures | ({"graphs": num_replayed / num_passes} if num_passes else {})
 
-    def measure_peer(self, batch: int, make_peer: Callable[[Any, int], Any]) -> Row:
+    def measure_peer(self, batch: int, make_peer: Callable[[Any, int], Any]) -> Figures:
         """A mode of transformers: seconds of a longer output less those of a shorter one, after a warm-up."""
         short, long = self.plan.peer_output_lens
         peer = make_peer(self.transformers_model, self.plan.prompt_len + long)
-        prompts = self._prompts(batch)
+        prompts = self.workload(batch, long).prompts
 
         def run(output_len: int) -> float:
             found = peer.run([{"prompt": prompt, "output_len": output_len} for prompt in prompts], batch)
             return float(found["seconds"])
 
         run(short)
-        seconds = run(long) - run(short)
-        rate = batch * (long - short) / seconds
-        figures = {"tokens/s": rate, "tokens/step": 1.0, "ms/step": seconds / (long - short) * 1e3}
-        if batch in self.plain_rates:
-            figures["x plain"] = rate / self.plain_rates[batch]
-        return Row(figures)
+        seconds, num_steps = run(long) - run(short), long - short
+        return {"tokens/s": batch * num_steps / seconds, "tokens/step": 1.0, "ms/step": 1e3 * seconds / num_steps}
 
     def _make_decoder(self, shape: Shape) -> Decoder:
         return make_decoder(shape, max_positions=self.plan.max_len, backend=self.backend, seed=self.setting.seed)
 
-    def _prompts(self, batch: int) -> list[list[int]]:
-        rng = np.random.default_rng(self.setting.seed)
-        prompts: list[list[int]] = rng.integers(0, self.plan.target.vocab_size, (batch, self.plan.prompt_len)).tolist()
-        return prompts
-
-
-@contextmanager
-def _running(engine: Engine, requests: Sequence[Request]) -> Iterator[None]:
-    """Queue requests, and end those that are unfinished when the context does."""
-    for request in requests:
-        engine.scheduler.add(request)
-    try:
-        yield
-    finally:
-        for request in requests:
-            if not request.is_finished:
-                engine.scheduler.abort(request)
-
-
-def _check_running(requests: Sequence[Request]) -> None:
-    for request in requests:
-        if request.is_finished:
-            raise RuntimeError(f"request {request.request_id} ended early: {request.error or request.finish_reason}")
-
-
-PEERS: dict[str, Callable[[Any, int], Any]] = {
-    "transformers generate": lambda model, _: StaticPeer(model),
-    "transformers continuous batching": ContinuousPeer,
-}
-
 
 def make_tasks(plan: Plan, setting: Setting) -> Sequence[Task]:
     """Without speculation and with it, then transformers; what goals speak of comes first."""
-    if setting.is_tiny:
-        plan = plan.shrunk()
-    bench = EndToEnd(plan, setting)
-    batches = sorted(plan.batches, key=lambda batch: batch not in SPEED_UP_GOALS)
-    others = [acceptance for acceptance in plan.acceptances if acceptance != GOAL_ACCEPTANCE]
-    tasks = []
-    for acceptances in ([None, GOAL_ACCEPTANCE], others):
-        for batch, acceptance in product(batches, acceptances):
-            what = "plain" if acceptance is None else f"acceptance {acceptance:g}"
-            tasks.append(Task(f"{batch}, {what}", partial(bench.measure_titan, batch, acceptance), 4 if acceptance is None else 6))
-    for (name, make_peer), batch in product(PEERS.items(), plan.peer_batches):
-        tasks.append(Task(f"{batch}, {name}", partial(bench.measure_peer, batch, make_peer), 10, is_peer=True))
-    return tasks
+    bench = EndToEnd(TINY if setting.is_tiny else plan, setting)
+    plan = bench.plan
+    first, *others = plan.acceptances
+    runs: list[tuple[int, float | None]] = [(batch, each) for batch in plan.batches for each in (None, first)]
+    runs += [(batch, each) for batch in plan.batches for each in others]
+    return [
+        *(
+            Task({"requests": batch, "mode": mode_name(each)}, partial(bench.measure_titan, batch, each), 4 if each is None else 6)
+            for batch, each in runs
+        ),
+        *(
+            Task({"requests": batch, "mode": name}, partial(bench.measure_peer, batch, make_peer), 10, is_peer=True)
+            for name, make_peer in PEERS.items()
+            for batch in plan.peer_batches
+        ),
+    ]
 
 
-def _make_section(name: str, plan: Plan, seconds: float) -> Section:
+def goals(by_row: Mapping[tuple[object, object], Goal], row: Row) -> Sequence[Goal]:
+    """What rows are held to, by requests and mode."""
+    goal = by_row.get((row.labels["requests"], row.labels["mode"]))
+    return () if goal is None else (goal,)
+
+
+def make_section(name: str, plan: Plan, goals_by_row: Mapping[tuple[object, object], Goal], seconds: float) -> Section:
+    """One pair of models."""
     return Section(
         name,
         f"End to end, Llama of {plan.target.name} parameters, requests at once",
-        NOTES.format(name=name, draft=plan.draft.name, num_drafts=NUM_DRAFTS),
+        f"{name}: tokens/s while all requests decode, and over Titan without speculation at the same batch; tokens/step per request, "
+        f"and what the acceptance promises for {NUM_DRAFTS} draft tokens; weights' share: the time that the step's weights take at "
+        "the speed of a copy, over the step; host: share of the step in which the device runs nothing; graphs: passes replayed as "
+        f"CUDA graphs. The draft ({plan.draft.name} parameters) reads a tenth of what the target reads.",
         seconds=seconds,
-        columns=COLUMNS,
+        columns={
+            "tokens/s": ".0f",
+            "x plain": ".2f",
+            "tokens/step": ".2f",
+            "expected": ".2f",
+            "ms/step": ".3f",
+            "weights' share": ".0%",
+            "host": ".1%",
+            "graphs": ".0%",
+        },
         make_tasks=partial(make_tasks, plan),
+        compare=partial(with_ratio, name="x plain", figure="tokens/s", mode=PLAIN),
+        goals=partial(goals, goals_by_row),
     )
 
 
-SECTION_8B = _make_section("end_to_end_8b", Plan(LLAMA_8B, DRAFT_OF_8B, has_goals=True), seconds=140)
-SECTION_1B = _make_section("end_to_end_1b", Plan(LLAMA_1B, DRAFT_OF_1B), seconds=60)
+SECTION_8B = make_section("end_to_end_8b", Plan(LLAMA_8B, DRAFT_OF_8B), GOALS_OF_8B, seconds=140)
+SECTION_1B = make_section("end_to_end_1b", Plan(LLAMA_1B, DRAFT_OF_1B), {}, seconds=60)

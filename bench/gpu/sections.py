@@ -5,18 +5,26 @@ from __future__ import annotations
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import shorten
 from typing import Literal
 
 import torch
 
-Figure = float | str
+from titan.bench.samples import Label, Sample
+from titan.bench.turns import error_line
+
+Figures = Mapping[str, float]
 Status = Literal["ok", "wrong", "failed", "unavailable", "skipped"]
 """Of a row: its numbers are wrong; it ended in an error; the same, but of somebody else's code; there was no time for it."""
 
 GRACE = 20.0
 """Seconds that a section may run past its time, for the task that it is at, before its process is ended."""
+
+
+class WrongNumbersError(ValueError):
+    """What a task computed is not what it should be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,30 +39,11 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
-    """What a row is held to."""
+class Row(Sample):
+    """What became of a task: a sample, whose labels begin with the section, and why there are no figures, if there are none."""
 
-    what: str
-    required: float
-    measured: float
-    is_at_most: bool = False
-
-    @property
-    def is_met(self) -> bool:
-        """Whether it was reached; NaN reaches nothing."""
-        return self.measured <= self.required if self.is_at_most else self.measured >= self.required
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What a task found: figures by column, goals, and why it is not ok, if it is not; the rest is filled in for it."""
-
-    figures: Mapping[str, Figure] = field(default_factory=dict)
-    goals: Sequence[Goal] = ()
-    problem: str | None = None
-    section: str = ""
-    name: str = ""
     status: Status = "ok"
+    problem: str | None = None
     seconds: float = 0.0  # that it took
 
 
@@ -63,16 +52,34 @@ class Task:
     """One row to come.
 
     Args:
-        name: of the row.
-        measure: does the work; a row with a problem has wrong numbers.
+        labels: of the row.
+        measure: does the work; `WrongNumbersError` and other errors become the status of the row.
         seconds: that it takes, about; it is skipped where fewer are left.
         is_peer: somebody else's code, which may be absent or fail.
     """
 
-    name: str
-    measure: Callable[[], Row]
+    labels: Mapping[str, Label]
+    measure: Callable[[], Figures]
     seconds: float
     is_peer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a figure of a row is held to."""
+
+    figure: str
+    required: float
+    is_at_most: bool = False
+
+    def is_met(self, measured: float) -> bool:
+        """Whether it was reached; NaN reaches nothing."""
+        return measured <= self.required if self.is_at_most else measured >= self.required
+
+
+def no_goals(_: Row) -> Sequence[Goal]:
+    """What holds for sections that only look."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +91,10 @@ class Section:
         title: of the table.
         notes: what the columns mean.
         seconds: of the whole run that are meant for it; what sections before it did not use comes on top.
-        columns: how each figure is written, as in ``format(figure, columns[name])``, by the name of the column.
+        columns: format specs by figure.
         make_tasks: its tasks, the most important first; a function that other processes can import.
+        compare: adds to rows what follows from several of them.
+        goals: of a row that has figures.
     """
 
     name: str
@@ -94,6 +103,8 @@ class Section:
     seconds: float
     columns: Mapping[str, str]
     make_tasks: Callable[[Setting], Sequence[Task]]
+    compare: Callable[[Sequence[Row]], list[Row]] = list
+    goals: Callable[[Row], Sequence[Goal]] = no_goals
 
 
 def run_section(
@@ -111,61 +122,56 @@ def run_section(
     torch.set_num_threads(setting.num_threads)
     for task in section.make_tasks(setting):
         start = clock()
-        left, row = deadline - start, Row()
+        left = deadline - start
+        status: Status = "ok"
+        figures: Figures = {}
+        problem = None
         if task.seconds > left:
-            problem = f"out of time: {max(left, 0):.0f} s are left, it takes {task.seconds:.0f} s"
-            row = Row(status="skipped", problem=problem)
+            status, problem = "skipped", f"out of time: {max(left, 0):.0f} s are left, it takes {task.seconds:.0f} s"
         else:
             try:
-                row = task.measure()
-                row = replace(row, status="wrong" if row.problem else "ok", goals=() if setting.is_tiny else tuple(row.goals))
-            except Exception as error:  # noqa: BLE001 (whatever fails, the rows after it still count)
+                figures = task.measure()
+            except WrongNumbersError as error:
+                status, problem = "wrong", str(error)
+            except Exception as error:  # noqa: BLE001 - whatever fails, the rows after it still count
                 traceback.print_exc()
-                row = Row(status="unavailable" if task.is_peer else "failed", problem=describe(error))
-        emit(replace(row, section=section.name, name=task.name, seconds=clock() - start))
+                status, problem = "unavailable" if task.is_peer else "failed", describe(error)
+        emit(Row({"section": section.name, **task.labels}, 0, figures, {}, status, problem, clock() - start))
 
 
-def run_isolated(
-    section: Section, setting: Setting, seconds: float, note: Callable[[Row], None], *, grace: float = GRACE
-) -> list[Row]:
+def run_isolated(section: Section, setting: Setting, seconds: float, *, grace: float = GRACE) -> Iterator[Row]:
     """Run a section in a process of its own: an illegal access, a crash or a hang there costs that section's rows alone.
 
     Args:
         section: what to run; it and what it refers to can be pickled.
         setting: for its tasks.
         seconds: that it may take, the start of the process included.
-        note: is told every row as soon as it is known.
         grace: seconds past ``seconds`` until the process is ended.
 
-    Returns:
-        The rows; a last one says why there are no more, if the process did not come to its end.
+    Yields:
+        Rows as soon as they are known; a last one says why there are no more, if the process did not come to its end.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=run_section, args=(section, setting, time.time() + seconds, sender.send), daemon=True)
     end = time.monotonic() + seconds + grace
-    rows: list[Row] = []
-    problem = f"ended after {seconds + grace:.0f} s without an answer"
+    problem = f"what came next was ended after {seconds + grace:.0f} s without an answer"
     process.start()
     sender.close()  # so that the end of the process is the end of the pipe
     try:
         while receiver.poll(max(end - time.monotonic(), 0)):
-            rows.append(receiver.recv())
-            note(rows[-1])
+            yield receiver.recv()
     except EOFError:
         process.join()
-        problem = f"the process ended with status {process.exitcode}" if process.exitcode else ""
+        problem = f"what came next ended the process with status {process.exitcode}" if process.exitcode else ""
     finally:
         process.kill()
         process.join()
         receiver.close()
     if problem:
-        rows.append(Row(section=section.name, name="what came next", status="failed", problem=problem))
-        note(rows[-1])
-    return rows
+        yield Row({"section": section.name}, 0, {}, status="failed", problem=problem)
 
 
-def describe(error: BaseException) -> str:
-    """An error on one line: its type and the beginning of what it says."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}{'...' if len(text) > 200 else ''}"
+def describe(error: Exception) -> str:
+    """An error on one line, cut where compilers begin to list."""
+    return shorten(error_line(error), 200)
