@@ -15,8 +15,8 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from titan.bench.report import (
     parse,
     positive,
 )
-from titan.bench.samples import Label
+from titan.bench.samples import Sample
 from titan.bench.turns import log
 from titan.kernels.triton.tools import INTERPRETED, is_launchable
 
@@ -45,16 +45,6 @@ SECTIONS = {each.name: each for each in (ceilings.SECTION, attention.SECTION, en
 RESULTS = Path(__file__).resolve().parent / "results"
 
 RunSection = Callable[[Section, Setting, float], Iterator[Row]]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a goal."""
-
-    labels: Mapping[str, Label]
-    goal: str
-    measured: float
-    is_met: bool
 
 
 def run_sections(sections: Sequence[Section], setting: Setting, seconds: float, run_section: RunSection) -> Iterator[Row]:
@@ -79,41 +69,41 @@ def run_sections(sections: Sequence[Section], setting: Setting, seconds: float, 
             yield row
 
 
-def compared(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by section, with what follows from several of them."""
-    names = dict.fromkeys(str(row.labels["section"]) for row in rows)
-    return {name: SECTIONS[name].compare([row for row in rows if row.labels["section"] == name]) for name in names}
-
-
-def outcomes(rows: Sequence[Row]) -> list[Outcome]:
-    """What became of the goals of rows whose figures there are."""
-    found = []
-    for row in rows:
-        for goal in SECTIONS[str(row.labels["section"])].goals(row) if row.figures else ():
-            if (measured := row.figures.get(goal.figure)) is not None:
-                text = f"{goal.figure} {'at most' if goal.is_at_most else 'at least'} {goal.required:g}"
-                found.append(Outcome(row.labels, text, measured, goal.is_met(measured)))
-    return found
-
-
 def make_report(rows: Sequence[Row], is_tiny: bool) -> Report:
     """All that is known so far; tiny shapes have no goals."""
-    by_section = compared(rows)
-    goals = [] if is_tiny else outcomes([row for each in by_section.values() for row in each])
-    num_met, num_ok = sum(each.is_met for each in goals), sum(row.status == "ok" for row in rows)
-    cells = [[_name(each), each.goal, f"{each.measured:.4g}", "met" if each.is_met else "missed"] for each in goals]
+    sections = [SECTIONS[name] for name in dict.fromkeys(str(row.labels["section"]) for row in rows)]
+    found = [section.compare([row for row in rows if row.labels["section"] == section.name]) for section in sections]
+    goals = [] if is_tiny else [goal for section, mine in zip(sections, found, strict=True) for goal in outcomes(section, mine)]
+    num_met, num_ok = sum(goal.labels["outcome"] == "met" for goal in goals), sum(row.status == "ok" for row in rows)
     return Report(
         "GPU check",
         f"{num_ok} of {count(len(rows), 'row')} are right, and {num_met} of {count(len(goals), 'goal')} are met.",
-        {"rows": [row for each in by_section.values() for row in each], "goals": goals},
+        {"rows": [row for mine in found for row in mine], "goals": goals},
         [
-            *(section_table(SECTIONS[name], each) for name, each in by_section.items()),
-            *([Table("Goals", ["row", "goal", "measured", ""], cells, num_text_columns=2)] if goals else []),
+            *(section_table(section, mine) for section, mine in zip(sections, found, strict=True)),
+            *([figure_table("Goals", goals, ["row", "goal", "outcome"], {"measured": ".4g"})] if goals else []),
         ],
-        notes=[SECTIONS[name].notes for name in by_section],
+        notes=list(dict.fromkeys(section.notes for section in sections)),
         warnings=[f"{_name(row)}: {row.problem}" for row in rows if row.status in ("failed", "wrong")],
         versions={"triton": version("triton")},
     )
+
+
+def outcomes(section: Section, rows: Sequence[Row]) -> list[Sample]:
+    """What became of the goals of a section, as far as their figures are known."""
+    held = [(row, goal) for row in rows if row.figures for goal in section.goals(row) if goal.figure in row.figures]
+    return [
+        Sample(
+            {
+                "row": _name(row),
+                "goal": f"{goal.figure}: {'at most' if goal.is_at_most else 'at least'} {goal.required:g}",
+                "outcome": "met" if goal.is_met(row.figures[goal.figure]) else "missed",
+            },
+            0,
+            {"measured": row.figures[goal.figure]},
+        )
+        for row, goal in held
+    ]
 
 
 def section_table(section: Section, rows: Sequence[Row]) -> Table:
@@ -178,8 +168,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _name(each: Row | Outcome) -> str:
-    return ", ".join(map(format_label, each.labels.values()))
+def _name(row: Row) -> str:
+    return ", ".join(map(format_label, row.labels.values()))
 
 
 if __name__ == "__main__":

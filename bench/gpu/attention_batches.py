@@ -1,6 +1,6 @@
-"""Verification steps at any size: laid out by the engine's own code, and which slots each token must see.
+"""Verification steps at any size, laid out by the engine's own code, with random numbers in them.
 
-Legend: T query tokens, R requests of Q query tokens each, K KV heads, D head_dim.
+Legend: R requests of Q query tokens each, K KV heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titan.bench.gpu.sections import Setting
 from titan.bench.samples import Label
 from titan.core.batch import QueryRow, build_batch
 from titan.core.trees import DraftTree, DraftTrees, TreeLimits
@@ -24,6 +25,10 @@ from titan.kernels.triton.upload import upload
 
 TREE = (-1, 0, 1, -1, 3, 0)
 """The nodes after the root: with it, seven tokens."""
+CACHE_BYTES = 180 * 2**20
+"""Distinct KV of a case, at least: three times the second-level cache of an H200."""
+MIN_LAYERS, MAX_KV_BYTES = 4, 20 * 2**30
+"""Of a case, but for one layer that is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +55,6 @@ class Shape:
         geometry = self.geometry
         kv = sum(context + self.query_len for context in self.contexts) * 2 * geometry.num_kv_heads
         return (kv + len(self.contexts) * self.query_len * 2 * geometry.num_heads) * geometry.head_dim * geometry.dtype.itemsize
-
-    def num_pages(self, blocks_per_page: int) -> list[int]:
-        """Of each request."""
-        return [-(-(context + self.query_len) // (self.geometry.block_size * blocks_per_page)) for context in self.contexts]
 
     def visible(self, context: int, device: torch.device) -> Tensor:
         """Which slots each token sees, bool [Q, slots]: a node what its parent sees, and itself."""
@@ -89,30 +90,35 @@ class Case:
         return plan_tree_attention(self.layout, (None,), fixed_chunk)
 
 
-def make_layout(shape: Shape, *, seed: int, device: torch.device, blocks_per_page: int = 1) -> DeviceLayout:
-    """Lay requests out, over blocks in random order.
-
-    Args:
-        shape: of the step.
-        seed: of the order.
-        device: where the kernel runs.
-        blocks_per_page: so many blocks in sequence stay together.
-    """
-    num_pages, num_nodes, num_requests = shape.num_pages(blocks_per_page), len(shape.parents), len(shape.contexts)
-    pages = np.random.default_rng(seed).permutation(sum(num_pages))
+def make_case(shape: Shape, setting: Setting, *, slots_per_page: int = 1) -> Case:
+    """Layout, queries and KV, over blocks in random order; those of a page stay together."""
+    geometry, device = shape.geometry, setting.device
+    blocks_per_page = max(slots_per_page // geometry.block_size, 1)
+    num_slots = np.array(shape.contexts) + shape.query_len
+    num_pages = -(-num_slots // (geometry.block_size * blocks_per_page))
+    pages = np.random.default_rng(setting.seed).permutation(num_pages.sum())
     blocks = pages[:, None] * blocks_per_page + np.arange(blocks_per_page)
-    tables = np.split(blocks, np.cumsum(num_pages)[:-1])
+    layer_shape = (2, geometry.num_kv_heads, blocks.size, geometry.block_size, geometry.head_dim)
+    layer_bytes = math.prod(layer_shape) * geometry.dtype.itemsize
+    enough = max(-(-CACHE_BYTES // layer_bytes), MIN_LAYERS)
+    num_layers = 2 if setting.is_tiny else max(min(enough, MAX_KV_BYTES // layer_bytes), 1)
+    layout = _make_layout(shape, [each.flatten().tolist() for each in np.split(blocks, num_pages.cumsum()[:-1])], device)
+    generator = torch.Generator(device).manual_seed(setting.seed)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=geometry.dtype, device=device).normal_(generator=generator)
+
+    q = random(num_layers, len(layout.positions), geometry.num_heads, geometry.head_dim)
+    return Case(shape, layout, q, random(num_layers, *layer_shape))
+
+
+def _make_layout(shape: Shape, tables: list[list[int]], device: torch.device) -> DeviceLayout:
+    num_nodes, num_requests = len(shape.parents), len(shape.contexts)
     committed = [0] * shape.num_tokens
-    rows = [QueryRow(table.flatten().tolist(), start, committed) for table, start in zip(tables, shape.contexts, strict=True)]
+    rows = [QueryRow(table, start, committed) for table, start in zip(tables, shape.contexts, strict=True)]
     tree = DraftTree(np.zeros(num_nodes, np.int64), np.array(shape.parents, np.int32))
     limits = [TreeLimits(num_nodes, may_sample=False)] * num_requests
     bring = partial(upload, device=device)
     trees = DraftTrees.of([tree] * num_requests, limits, drafter="bench", vocab_size=1, upload=bring, device=device)
     batch = build_batch(rows, trees, block_size=shape.geometry.block_size)
     return upload_inputs(batch, shape.geometry, device, max_short_query=1 + num_nodes).attention
-
-
-def relative_error(output: Tensor, exact: Tensor) -> float:
-    """``|output - exact| / |exact|``, in float64."""
-    exact = exact.double()
-    return float((output.double() - exact).norm() / exact.norm())
