@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -37,7 +38,6 @@ from titan.bench.report import (
     parse,
     positive,
 )
-from titan.bench.samples import Sample
 from titan.bench.turns import log
 from titan.kernels.triton.tools import INTERPRETED, is_launchable
 
@@ -61,57 +61,43 @@ def run_sections(sections: Sequence[Section], setting: Setting, seconds: float, 
         planned += section.seconds
         may_end = seconds * planned / sum(each.seconds for each in sections)
         log(f"{section.name} begins, and may take until {may_end:.0f} s")
-        for row in run_section(section, setting, start + may_end - time.monotonic()):
+        for found in run_section(section, setting, start + may_end - time.monotonic()):
+            row = replace(found, labels={"section": section.name, **found.labels})
             if ceilings.COPY_RATE in row.figures:
                 setting = replace(setting, copy_bandwidth=row.figures[ceilings.COPY_RATE])
-            found = row.problem or ", ".join(f"{name} {figure:.4g}" for name, figure in row.figures.items())
-            log(f"{time.monotonic() - start:.0f} of {seconds:.0f} s: {_name(row)}: {row.status}; {found} ({row.seconds:.1f} s)")
+            text = row.problem or ", ".join(f"{name} {figure:.4g}" for name, figure in row.figures.items())
+            log(f"{time.monotonic() - start:.0f} of {seconds:.0f} s: {_name(row)}: {row.status}; {text} ({row.seconds:.1f} s)")
             yield row
 
 
 def make_report(rows: Sequence[Row], is_tiny: bool) -> Report:
     """All that is known so far; tiny shapes have no goals."""
     sections = [SECTIONS[name] for name in dict.fromkeys(str(row.labels["section"]) for row in rows)]
-    found = [section.compare([row for row in rows if row.labels["section"] == section.name]) for section in sections]
-    goals = [] if is_tiny else [goal for section, mine in zip(sections, found, strict=True) for goal in outcomes(section, mine)]
-    num_met, num_ok = sum(goal.labels["outcome"] == "met" for goal in goals), sum(row.status == "ok" for row in rows)
+    judged = [section.judge([row for row in rows if row.labels["section"] == section.name]) for section in sections]
+    if is_tiny:
+        judged = [[replace(row, goals=()) for row in mine] for mine in judged]
+    met = [goal.is_met(row.figures) for mine in judged for row in mine for goal in row.goals]
+    num_ok = sum(row.status == "ok" for row in rows)
     return Report(
         "GPU check",
-        f"{num_ok} of {count(len(rows), 'row')} are right, and {num_met} of {count(len(goals), 'goal')} are met.",
-        {"rows": [row for mine in found for row in mine], "goals": goals},
-        [
-            *(section_table(section, mine) for section, mine in zip(sections, found, strict=True)),
-            *([figure_table("Goals", goals, ["row", "goal", "outcome"], {"measured": ".4g"})] if goals else []),
-        ],
+        f"{num_ok} of {count(len(rows), 'row')} are right, and {sum(met)} of {count(len(met), 'goal')} are met.",
+        {"rows": list(chain(*judged))},
+        [section_table(section, mine) for section, mine in zip(sections, judged, strict=True)],
         notes=list(dict.fromkeys(section.notes for section in sections)),
         warnings=[f"{_name(row)}: {row.problem}" for row in rows if row.status in ("failed", "wrong")],
         versions={"triton": version("triton")},
     )
 
 
-def outcomes(section: Section, rows: Sequence[Row]) -> list[Sample]:
-    """What became of the goals of a section, as far as their figures are known."""
-    held = [(row, goal) for row in rows if row.figures for goal in section.goals(row) if goal.figure in row.figures]
-    return [
-        Sample(
-            {
-                "row": _name(row),
-                "goal": f"{goal.figure}: {'at most' if goal.is_at_most else 'at least'} {goal.required:g}",
-                "outcome": "met" if goal.is_met(row.figures[goal.figure]) else "missed",
-            },
-            0,
-            {"measured": row.figures[goal.figure]},
-        )
-        for row, goal in held
-    ]
-
-
 def section_table(section: Section, rows: Sequence[Row]) -> Table:
-    """The rows of a section; those without figures say why."""
-    labels = [name for name in dict.fromkeys(name for row in rows for name in row.labels) if name != "section"]
-    status = [row.status if row.problem is None else f"{row.status}: {row.problem}" for row in rows]
-    shown = [replace(row, labels={**row.labels, "status": text}) for row, text in zip(rows, status, strict=True)]
-    return figure_table(section.title, shown, [*labels, "status"], section.columns)
+    """The rows of a section, with what became of them and of their goals."""
+    shown = []
+    for row in rows:
+        goals = "; ".join(f"{goal}: {'met' if goal.is_met(row.figures) else 'missed'}" for goal in row.goals)
+        status = row.status if row.problem is None else f"{row.status}: {row.problem}"
+        shown.append(replace(row, labels={**row.labels, "status": status, **({"goal": goals} if goals else {})}))
+    labels = [name for name in dict.fromkeys(chain(*(row.labels for row in shown))) if name != "section"]
+    return figure_table(section.title, shown, labels, section.columns)
 
 
 def main(argv: Sequence[str] | None = None, run_section: RunSection = run_isolated) -> int:

@@ -108,14 +108,16 @@ def make_tasks(setting: Setting) -> Sequence[Task]:
 
 def goals(row: Row) -> Sequence[Goal]:
     """What Titan must reach of the bandwidth, and how many times Titan's time others must take."""
+    if not row.figures:
+        return []
     requests, context = int(row.labels["requests"]), row.labels["context"]
     kernel = KERNELS.get(str(row.labels["kernel"]))
     if kernel is None or (requests, context) not in UNIFORM:
-        return ()
+        return []
     if kernel is KERNELS[TITAN]:
         floor = row.figures.get("floor, us", 0.0)
         return [Goal("of bandwidth", share) for least, share in SHARE_BY_FLOOR if floor >= least][:1]
-    return () if kernel.goal is None or requests < kernel.min_requests else [Goal("x titan", kernel.goal)]
+    return [Goal("x titan", kernel.goal)] if kernel.goal is not None and requests >= kernel.min_requests else []
 
 
 SECTION = Section(

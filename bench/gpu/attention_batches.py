@@ -121,4 +121,5 @@ def _make_layout(shape: Shape, tables: list[list[int]], device: torch.device) ->
     bring = partial(upload, device=device)
     trees = DraftTrees.of([tree] * num_requests, limits, drafter="bench", vocab_size=1, upload=bring, device=device)
     batch = build_batch(rows, trees, block_size=shape.geometry.block_size)
-    return upload_inputs(batch, shape.geometry, device, max_short_query=1 + num_nodes).attention
+    layout: DeviceLayout = upload_inputs(batch, shape.geometry, device, max_short_query=1 + num_nodes).attention
+    return layout

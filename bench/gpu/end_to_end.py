@@ -24,7 +24,7 @@ from titan.bench.gpu.timing import busy_seconds, synchronize
 from titan.bench.peers.transformers_peer import ContinuousPeer, StaticPeer
 from titan.bench.predict import expected_tokens
 from titan.bench.prompts import random_prompts
-from titan.bench.samples import with_ratio
+from titan.bench.samples import Label, with_ratio
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.options import EngineConfig
 from titan.draft.base import DraftContext, Drafter
@@ -56,7 +56,7 @@ PLAIN = "plain"
 MODES = {PLAIN: None, **{f"acceptance {each:g}": each for each in (0.8, 0.6, 0.7, 0.9)}}
 """Of Titan: the acceptance of draft tokens, or no speculation; the most important first."""
 AT_GOAL = "acceptance 0.8"
-GOALS_OF_8B = {
+GOALS_OF_8B: Mapping[tuple[Label | None, Label | None], Goal] = {
     (1, PLAIN): Goal("weights' share", 0.8),
     (32, PLAIN): Goal("host", 0.05, is_at_most=True),
     (1, AT_GOAL): Goal("x plain", 2.2),
@@ -80,7 +80,6 @@ class Plan:
     min_steps: int = 32
 
     def num_steps(self, batch: int) -> int:
-        """Steps of a window."""
         return max(self.min_rows // batch, self.min_steps)
 
     def max_output_len(self, batch: int) -> int:
@@ -112,17 +111,14 @@ class EndToEnd:
 
     @cached_property
     def backend(self) -> Backend:
-        """What the models and the engine run on."""
         return choose_backend(self.setting.device)
 
     @cached_property
     def target(self) -> Decoder:
-        """The target."""
         return make_decoder(self.plan.target, backend=self.backend, seed=self.setting.seed)
 
     @cached_property
     def transformers_model(self) -> Any:
-        """The target in transformers."""
         return as_transformers(self.target, self.plan.target)
 
     @cached_property
@@ -253,9 +249,9 @@ def make_tasks(plan: Plan, setting: Setting) -> Sequence[Task]:
     ]
 
 
-def goals(by_row: Mapping[tuple[object, object], Goal], row: Row) -> Sequence[Goal]:
-    """What rows are held to, by requests and mode."""
-    goal = by_row.get((row.labels["requests"], row.labels["mode"]))
+def goals_of_8b(row: Row) -> Sequence[Goal]:
+    """By requests and mode."""
+    goal = GOALS_OF_8B.get((row.labels.get("requests"), row.labels.get("mode")))
     return () if goal is None else (goal,)
 
 
@@ -282,7 +278,7 @@ SECTION_8B = Section(
     },
     make_tasks=partial(make_tasks, PLAN_8B),
     compare=partial(with_ratio, name="x plain", figure="tokens/s", mode=PLAIN),
-    goals=partial(goals, GOALS_OF_8B),
+    goals=goals_of_8b,
 )
 SECTION_1B = replace(
     SECTION_8B,
@@ -290,5 +286,5 @@ SECTION_1B = replace(
     title="End to end, Llama of 1 B parameters with a draft of 0.12 B, requests at once",
     seconds=60,
     make_tasks=partial(make_tasks, PLAN_1B),
-    goals=partial(goals, {}),
+    goals=lambda _: (),
 )

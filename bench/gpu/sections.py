@@ -6,7 +6,8 @@ import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from textwrap import shorten
 from typing import Literal
 
@@ -39,12 +40,30 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class Goal:
+    """What a figure of a row is held to."""
+
+    figure: str
+    required: float
+    is_at_most: bool = False
+
+    def is_met(self, figures: Figures) -> bool:
+        """Whether it was reached; NaN reaches nothing."""
+        measured = figures[self.figure]
+        return measured <= self.required if self.is_at_most else measured >= self.required
+
+    def __str__(self) -> str:
+        return f"{self.figure} at {'most' if self.is_at_most else 'least'} {self.required:g}"
+
+
+@dataclass(frozen=True, slots=True)
 class Row(Sample):
     """What became of a task: a sample, whose labels begin with the section, and why there are no figures, if there are none."""
 
     status: Status = "ok"
     problem: str | None = None
     seconds: float = 0.0  # that it took
+    goals: Sequence[Goal] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +81,6 @@ class Task:
     measure: Callable[[], Figures]
     seconds: float
     is_peer: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What a figure of a row is held to."""
-
-    figure: str
-    required: float
-    is_at_most: bool = False
-
-    def is_met(self, measured: float) -> bool:
-        """Whether it was reached; NaN reaches nothing."""
-        return measured <= self.required if self.is_at_most else measured >= self.required
-
-
-def no_goals(_: Row) -> Sequence[Goal]:
-    """What holds for sections that only look."""
-    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,46 +105,45 @@ class Section:
     columns: Mapping[str, str]
     make_tasks: Callable[[Setting], Sequence[Task]]
     compare: Callable[[Sequence[Row]], list[Row]] = list
-    goals: Callable[[Row], Sequence[Goal]] = no_goals
+    goals: Callable[[Row], Sequence[Goal]] = lambda _: ()
+
+    def judge(self, rows: Sequence[Row]) -> list[Row]:
+        """Rows with what follows from several of them, and with their goals, as far as what these speak of was measured."""
+        compared = self.compare(rows)
+        return [replace(row, goals=[each for each in self.goals(row) if each.figure in row.figures]) for row in compared]
 
 
-def run_section(
-    section: Section, setting: Setting, deadline: float, emit: Callable[[Row], object], clock: Callable[[], float] = time.time
-) -> None:
-    """Run the tasks of a section one after the other; an error ends its own task only.
+def run_tasks(tasks: Sequence[Task], deadline: float, clock: Callable[[], float] = time.time) -> Iterator[Row]:
+    """Run tasks one after the other; an error ends its own task only.
 
     Args:
-        section: what to run.
-        setting: for its tasks.
+        tasks: of a section.
         deadline: by the clock; tasks that take longer than what is left are skipped.
-        emit: is told every row.
         clock: by default the one that all processes share.
     """
-    torch.set_num_threads(setting.num_threads)
-    for task in section.make_tasks(setting):
+    for task in tasks:
         start = clock()
         left = deadline - start
-        status: Status = "ok"
-        figures: Figures = {}
-        problem = None
-        if task.seconds > left:
-            status, problem = "skipped", f"out of time: {max(left, 0):.0f} s are left, it takes {task.seconds:.0f} s"
-        else:
-            try:
-                figures = task.measure()
-            except WrongNumbersError as error:
-                status, problem = "wrong", str(error)
-            except Exception as error:  # noqa: BLE001 - whatever fails, the rows after it still count
-                traceback.print_exc()
-                status, problem = "unavailable" if task.is_peer else "failed", describe(error)
-        emit(Row({"section": section.name, **task.labels}, 0, figures, {}, status, problem, clock() - start))
+        row = Row(task.labels, 0, {})
+        try:
+            if task.seconds > left:
+                problem = f"out of time: {max(left, 0):.0f} s are left, it takes {task.seconds:.0f} s"
+                row = replace(row, status="skipped", problem=problem)
+            else:
+                row = replace(row, figures=task.measure())
+        except WrongNumbersError as error:
+            row = replace(row, status="wrong", problem=str(error))
+        except Exception as error:  # noqa: BLE001 - whatever fails, the rows after it still count
+            traceback.print_exc()
+            row = replace(row, status="unavailable" if task.is_peer else "failed", problem=describe(error))
+        yield replace(row, seconds=clock() - start)
 
 
 def run_isolated(section: Section, setting: Setting, seconds: float, *, grace: float = GRACE) -> Iterator[Row]:
     """Run a section in a process of its own: an illegal access, a crash or a hang there costs that section's rows alone.
 
     Args:
-        section: what to run; it and what it refers to can be pickled.
+        section: what to run.
         setting: for its tasks.
         seconds: that it may take, the start of the process included.
         grace: seconds past ``seconds`` until the process is ended.
@@ -153,7 +153,8 @@ def run_isolated(section: Section, setting: Setting, seconds: float, *, grace: f
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=run_section, args=(section, setting, time.time() + seconds, sender.send), daemon=True)
+    arguments = section.make_tasks, setting, time.time() + seconds, sender
+    process = context.Process(target=_send_rows, args=arguments, daemon=True)
     end = time.monotonic() + seconds + grace
     problem = f"what came next was ended after {seconds + grace:.0f} s without an answer"
     process.start()
@@ -169,7 +170,13 @@ def run_isolated(section: Section, setting: Setting, seconds: float, *, grace: f
         process.join()
         receiver.close()
     if problem:
-        yield Row({"section": section.name}, 0, {}, status="failed", problem=problem)
+        yield Row({}, 0, {}, status="failed", problem=problem)
+
+
+def _send_rows(make_tasks: Callable[[Setting], Sequence[Task]], setting: Setting, deadline: float, sender: Connection) -> None:
+    torch.set_num_threads(setting.num_threads)
+    for row in run_tasks(make_tasks(setting), deadline):
+        sender.send(row)
 
 
 def describe(error: Exception) -> str:
