@@ -133,6 +133,7 @@ class EndToEnd:
             draft_sampling="greedy",
             max_batch_size=max_batch,
             max_num_batched_tokens=NUM_BATCHED_TOKENS,
+            max_model_len=plan.prompt_len + plan.max_output_len(1),
             num_kv_blocks=num_tokens // 16 + 2 * max_batch,
             enable_prefix_caching=False,
         )
