@@ -50,11 +50,7 @@ RunSection = Callable[[Section, Setting, float], Iterator[Row]]
 def run_sections(sections: Sequence[Section], setting: Setting, seconds: float, run_section: RunSection) -> Iterator[Row]:
     """Run sections one after the other, and yield their rows.
 
-    Args:
-        sections: in this order.
-        setting: for all of them; the bandwidth is filled in when it is measured.
-        seconds: for everything; each section has its share of them, and what those before it have left.
-        run_section: runs one section, in so many seconds.
+    Each section has its share of the seconds, and what those before it have left. The bandwidth is known when it is measured.
     """
     start, planned = time.monotonic(), 0.0
     for section in sections:

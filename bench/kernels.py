@@ -30,8 +30,6 @@ from titan.bench.turns import log
 MICRO = Path(__file__).resolve().parent / "micro"
 REFERENCES = "micro_reference"
 """The file of what others are divided by."""
-LAST = "[last]"
-"""How the names of references end that run after all others."""
 INTERRUPTED, NOTHING_SELECTED = 2, 5
 """Exit statuses of pytest."""
 FASTEST, MEDIAN, RELATIVE, OVER_STORED = "fastest, us", "median, us", "x reference", "x stored"
@@ -60,15 +58,7 @@ def read_stored(path: Path) -> Stored:
 
 
 def make_rows(benchmarks: Sequence[Mapping[str, Any]], stored: Stored) -> list[Row]:
-    """Read what pytest-benchmark found, and compare.
-
-    Args:
-        benchmarks: as in its JSON files, each with "name", "group" and "stats".
-        stored: may be empty.
-
-    Returns:
-        Rows by group, references first; medians with their quartiles.
-    """
+    """Rows of what pytest-benchmark found, by part, references first; medians come with their quartiles, as their range."""
     references: dict[str, float] = {}
     for each in benchmarks:
         if is_reference(each["name"]):
@@ -114,12 +104,7 @@ def complaints(rows: Sequence[Row], stored: Stored, threshold: float, *, is_sele
 
 
 def run_benchmarks(select: str, seconds: float, seed: int) -> tuple[list[dict[str, Any]], list[str], bool]:
-    """Run the micro-benchmarks in this process; pytest shows its progress on stderr.
-
-    Args:
-        select: an expression over their names, as pytest's ``-k``; empty for all. References always run.
-        seconds: for each, about.
-        seed: of tokens and weights.
+    """Run the micro-benchmarks in this process, references in any case; pytest shows its progress on stderr.
 
     Returns:
         Benchmarks as in pytest-benchmark's JSON files; a line for each that failed; and whether Ctrl-C ended them.
@@ -143,7 +128,7 @@ def run_benchmarks(select: str, seconds: float, seed: int) -> tuple[list[dict[st
 
         @pytest.hookimpl(trylast=True)  # when the others are deselected
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-            items.sort(key=lambda item: (item.name.endswith(LAST), item.path.stem != REFERENCES))
+            items.sort(key=lambda item: (item.name.endswith("[last]"), item.path.stem != REFERENCES))
             if all(item.path.stem == REFERENCES for item in items):
                 items.clear()  # nothing to compare with them
 

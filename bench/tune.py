@@ -68,14 +68,9 @@ TINY = Space(block_ns=(16, 32), num_warps=(4,), num_stages=(3,), programs=(1, 2)
 
 
 def tune(key: Key, block_m: int, space: Space, setting: Setting, tell: Callable[[Row], object]) -> TileConfig:
-    """Find the fastest configuration; the present one if nothing beats it.
+    """Find the fastest configuration for tiles of so many rows; the present one if nothing beats it.
 
-    Args:
-        key: of the table.
-        block_m: rows of a tile.
-        space: what is tried: all tiles with the present number of programs, and the best of them with other numbers.
-        setting: where, and whether at tiny shapes.
-        tell: is told every candidate.
+    All tiles of the space are tried with the present number of programs, and the best of them with others; ``tell`` hears of each.
     """
     present = present_config(key, block_m)
     cases = [make_case(shape, setting) for shape in tuning_shapes(key[1], block_m, setting.is_tiny)]
@@ -153,13 +148,7 @@ def table_key(head_dim: int, device: torch.device) -> Key:
 
 
 def with_entry(source: str, key: Key, configs: Sequence[TileConfig], note: str) -> str:
-    """The text of kernels/triton/tuning.py with another entry in its table.
-
-    Args:
-        source: the text.
-        key: of the entry; one that is there is replaced.
-        configs: of the entry.
-        note: what it was timed on.
+    """The text of kernels/triton/tuning.py with another entry in its table, whose note says what it was timed on.
 
     Raises:
         ValueError: the text has no table.

@@ -109,15 +109,15 @@ def load_corpus(tokenizer_folder: Path | None) -> tuple[Corpus, PreTrainedTokeni
     return corpus, tokenizer
 
 
-def target_config(eos_token_id: int) -> LlamaConfig:
-    """Few wide layers: a step is bound by reading weights, which is what verification amortises."""
+def demo_config(eos_token_id: int, *, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> LlamaConfig:
+    """A Llama with the vocabulary and the positions of the pair, and tied embeddings."""
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=640,
-        intermediate_size=2048,
-        num_hidden_layers=3,
-        num_attention_heads=10,
-        num_key_value_heads=2,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -126,21 +126,10 @@ def target_config(eos_token_id: int) -> LlamaConfig:
     )
 
 
-def draft_config(eos_token_id: int) -> LlamaConfig:
-    """One thin layer: a draft pass costs little more than its handful of operations."""
-    return LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=eos_token_id,
-        pad_token_id=None,
-    )
+TARGET_SIZES = {"hidden": 640, "ffn": 2048, "layers": 3, "heads": 10, "kv_heads": 2}
+"""Few wide layers: a step is bound by reading weights, which is what verification amortises."""
+DRAFT_SIZES = {"hidden": 256, "ffn": 768, "layers": 1, "heads": 4, "kv_heads": 4}
+"""One thin layer: a draft pass costs little more than its handful of operations."""
 
 
 def sample_batch(stream: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
@@ -314,63 +303,61 @@ It exists so that Titan runs with no download. It is far too small to be of use 
 
 | | |
 |---|---|
-| architecture | Llama, {num_layers} layer(s), hidden {hidden}, ffn {ffn}, {heads} heads, {kv_heads} KV heads, tied embeddings |
+| architecture | Llama, {config.num_hidden_layers} layer(s), hidden {config.hidden_size}, ffn {config.intermediate_size}, \
+{config.num_attention_heads} heads, {config.num_key_value_heads} KV heads, tied embeddings |
 | parameters | {parameters:,} |
-| vocabulary | {vocab} tokens, byte-level BPE trained on the same files |
-| trained on | {train_files} files of the Python {python} standard library, {characters:,} characters, {tokens:,} tokens |
+| vocabulary | {config.vocab_size} tokens, byte-level BPE trained on the same files |
+| trained on | {corpus.num_train_files} files of the Python {python} standard library, {corpus.num_characters:,} characters, \
+{tokens:,} tokens |
 | training | {steps} steps of {batch} x {length} tokens |
-| held out | {held_out_files} files, {held_out_tokens:,} tokens, chosen by a hash of the file name |
+| held out | {corpus.num_held_out_files} files, {held_out_tokens:,} tokens, chosen by a hash of the file name |
 | held-out loss | {loss:.3f} nats per token (perplexity {perplexity:.2f}) |
-| draft agreement, held out | same most likely token at {agreement:.1%} of positions |
-| draft agreement, generated | the same at {generated_agreement:.1%} of positions in text that the target writes at temperature 0 |
-| trained context | {length} tokens; positions up to {max_positions} are accepted |
+| draft agreement, held out | same most likely token at {quality.agreement:.1%} of positions |
+| draft agreement, generated | the same at {quality.generated_agreement:.1%} of positions in text that the target writes at \
+temperature 0 |
+| trained context | {length} tokens; positions up to {config.max_position_embeddings} are accepted |
 
 Made by `python training/train_demo.py`. The training text is under the Python Software Foundation License.
 """
 
 
+DESCRIPTIONS = {
+    "target": "A small language model of Python source code.",
+    "draft": "The draft of the demo target, distilled from it by forward KL on the corpus and on the target's own text.",
+}
+
+
 def save(
     model: LlamaForCausalLM,
-    folder: Path,
+    role: str,
+    output: Path,
     tokenizer: PreTrainedTokenizerFast,
     quality: Quality,
     corpus: Corpus,
     steps: int,
     batch: int,
 ) -> None:
-    """Write config, bfloat16 safetensors, tokenizer and model card to ``folder``."""
-    config = model.config
+    """Write config, bfloat16 safetensors, tokenizer and model card of the "target" or "draft" to a folder of that name."""
+    config, folder = model.config, output / role
     model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    is_target = config.hidden_size == target_config(0).hidden_size
-    loss = quality.target_loss if is_target else quality.draft_loss
+    loss = quality.target_loss if role == "target" else quality.draft_loss
     (folder / "README.md").write_text(
         CARD.format(
-            role="target" if is_target else "draft",
-            description="A small language model of Python source code."
-            if is_target
-            else "The draft of the demo target, distilled from it by forward KL on the corpus and on the target's own text.",
-            num_layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            ffn=config.intermediate_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
+            role=role,
+            description=DESCRIPTIONS[role],
+            config=config,
+            corpus=corpus,
+            quality=quality,
             parameters=sum(p.numel() for p in model.parameters()),
-            vocab=config.vocab_size,
-            train_files=corpus.num_train_files,
             python=platform.python_version(),
-            characters=corpus.num_characters,
             tokens=len(corpus.train),
             steps=steps,
             batch=batch,
             length=SEQUENCE_LENGTH,
-            held_out_files=corpus.num_held_out_files,
             held_out_tokens=len(corpus.held_out),
             loss=loss,
             perplexity=math.exp(loss),
-            agreement=quality.agreement,
-            generated_agreement=quality.generated_agreement,
-            max_positions=MAX_POSITIONS,
         )
     )
 
@@ -394,14 +381,16 @@ def main() -> None:
     target_folder = args.target
     if target_folder is None:
         target_folder = args.output / "target"
-        target = train_target(corpus, target_config(tokenizer.eos_token_id), args.target_steps, args.batch_size, args.seed)
+        target = train_target(
+            corpus, demo_config(tokenizer.eos_token_id, **TARGET_SIZES), args.target_steps, args.batch_size, args.seed
+        )
         target.bfloat16().save_pretrained(target_folder)
         tokenizer.save_pretrained(target_folder)
     target = LlamaForCausalLM.from_pretrained(target_folder, dtype=torch.float32)  # as stored, rounded to bfloat16
     written = write_text(target_folder, corpus.train, args.written_sequences, args.greedy_share, seed=args.seed)
     torch.manual_seed(args.seed + 1)
     if args.draft is None:
-        draft = LlamaForCausalLM(draft_config(tokenizer.eos_token_id))
+        draft = LlamaForCausalLM(demo_config(tokenizer.eos_token_id, **DRAFT_SIZES))
     else:
         draft = LlamaForCausalLM.from_pretrained(args.draft, dtype=torch.float32)
     draft = distil_draft(draft, target, corpus, written, args.draft_steps, args.batch_size, args.seed)
@@ -410,8 +399,8 @@ def main() -> None:
         f"held-out perplexity: target {math.exp(quality.target_loss):.2f}, draft {math.exp(quality.draft_loss):.2f}; "
         f"draft agreement {quality.agreement:.1%} held out, {quality.generated_agreement:.1%} on the target's greedy text"
     )
-    save(target, args.output / "target", tokenizer, quality, corpus, args.target_steps, args.batch_size)
-    save(draft, args.output / "draft", tokenizer, quality, corpus, args.draft_steps, args.batch_size)
+    save(target, "target", args.output, tokenizer, quality, corpus, args.target_steps, args.batch_size)
+    save(draft, "draft", args.output, tokenizer, quality, corpus, args.draft_steps, args.batch_size)
 
 
 if __name__ == "__main__":

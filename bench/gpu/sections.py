@@ -68,43 +68,25 @@ class Row(Sample):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One row to come.
-
-    Args:
-        labels: of the row.
-        measure: does the work; `WrongNumbersError` and other errors become the status of the row.
-        seconds: that it takes, about; it is skipped where fewer are left.
-        is_peer: somebody else's code, which may be absent or fail.
-    """
+    """One row to come."""
 
     labels: Mapping[str, Label]
-    measure: Callable[[], Figures]
-    seconds: float
-    is_peer: bool = False
+    measure: Callable[[], Figures]  # errors, `WrongNumbersError` among them, become the status of the row
+    seconds: float  # that it takes, about; it is skipped where fewer are left
+    is_peer: bool = False  # somebody else's code, which may be absent or fail
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Rows of one kind.
+    """Rows of one kind."""
 
-    Args:
-        name: on the command line.
-        title: of the table.
-        notes: what the columns mean.
-        seconds: of the whole run that are meant for it; what sections before it did not use comes on top.
-        columns: format specs by figure.
-        make_tasks: its tasks, the most important first; a function that other processes can import.
-        compare: adds to rows what follows from several of them.
-        goals: of a row that has figures.
-    """
-
-    name: str
+    name: str  # on the command line
     title: str
-    notes: str
-    seconds: float
-    columns: Mapping[str, str]
-    make_tasks: Callable[[Setting], Sequence[Task]]
-    compare: Callable[[Sequence[Row]], list[Row]] = list
+    notes: str  # what the columns mean
+    seconds: float  # of the whole run; what sections before it did not use comes on top
+    columns: Mapping[str, str]  # format specs by figure
+    make_tasks: Callable[[Setting], Sequence[Task]]  # the most important first; other processes must be able to import it
+    compare: Callable[[Sequence[Row]], list[Row]] = list  # adds what follows from several rows
     goals: Callable[[Row], Sequence[Goal]] = lambda _: ()
 
     def judge(self, rows: Sequence[Row]) -> list[Row]:
@@ -114,13 +96,7 @@ class Section:
 
 
 def run_tasks(tasks: Sequence[Task], deadline: float, clock: Callable[[], float] = time.time) -> Iterator[Row]:
-    """Run tasks one after the other; an error ends its own task only.
-
-    Args:
-        tasks: of a section.
-        deadline: by the clock; tasks that take longer than what is left are skipped.
-        clock: by default the one that all processes share.
-    """
+    """Run tasks one after the other; an error ends its own task only, and those that take longer than what is left are skipped."""
     for task in tasks:
         start = clock()
         left = deadline - start
@@ -142,14 +118,8 @@ def run_tasks(tasks: Sequence[Task], deadline: float, clock: Callable[[], float]
 def run_isolated(section: Section, setting: Setting, seconds: float, *, grace: float = GRACE) -> Iterator[Row]:
     """Run a section in a process of its own: an illegal access, a crash or a hang there costs that section's rows alone.
 
-    Args:
-        section: what to run.
-        setting: for its tasks.
-        seconds: that it may take, the start of the process included.
-        grace: seconds past ``seconds`` until the process is ended.
-
-    Yields:
-        Rows as soon as they are known; a last one says why there are no more, if the process did not come to its end.
+    Yields rows as soon as they are known; a last one says why there are no more, if the process did not come to its end within
+    ``seconds``, its start included, and ``grace``.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)

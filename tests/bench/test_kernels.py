@@ -68,14 +68,14 @@ def test_a_file_that_is_no_run_is_refused(tmp_path: Path, content: str | None) -
 def test_a_stored_run_is_compared_and_fails_the_next_if_asked_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slow = [each | {"stats": {**each["stats"], "min": 6e-6}} if each["name"] == "norm[1]" else each for each in NOW]
+    slow = [benchmark("norm[1]", "kernel", 6e-6), *NOW[1:]]
     first = tmp_path / "first.json"
+    compare = ["--compare", str(first)]
     for found, options, status in [
         (NOW, ["--save", str(first)], 0),
-        (NOW[:-1], ["--compare", str(first), "--fail", "--select", "1"], 0),
-        (slow, ["--compare", str(first)], 0),
-        (slow, ["--compare", str(first), "--fail"], 1),
-        (slow, ["--compare", str(first), "--fail", "--threshold", "2.5"], 0),
+        (slow, compare, 0),
+        (slow, [*compare, "--fail"], 1),
+        (slow, [*compare, "--fail", "--threshold", "2.5"], 0),
     ]:
         monkeypatch.setattr(kernels, "run_benchmarks", lambda *_, found=found: (found, [], False))
         assert kernels.main(["--threads", "1", *options]) == status
@@ -88,7 +88,10 @@ def test_a_stored_run_is_compared_and_fails_the_next_if_asked_to(
 
 
 def test_options_that_are_not_allowed_are_refused() -> None:
-    for options, message in [(["--threshold", "0"], "must both be above 0"), (["--fail"], "--fail is not allowed without --compare")]:
+    for options, message in [
+        (["--threshold", "0"], "must both be above 0"),
+        (["--fail"], "--fail is not allowed without --compare"),
+    ]:
         with pytest.raises(ValueError, match=message):
             kernels.main(options)
 
