@@ -19,7 +19,7 @@ import argparse
 import math
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,7 @@ END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
 SEQUENCE_LENGTH = 512
 MAX_POSITIONS = 2048
-DRAFT_LR = 6e-3
+TARGET_LR, DRAFT_LR = 3e-3, 6e-3
 WRITTEN_SHARE = 0.75
 """Share of the draft's training windows that come from the target's own text."""
 WRITTEN_LENGTH = 256
@@ -138,37 +138,6 @@ def sample_batch(stream: Tensor, batch_size: int, generator: torch.Generator) ->
     return stream[starts + torch.arange(SEQUENCE_LENGTH + 1)]
 
 
-class Optimizer:
-    """Muon for the matrices inside the layers, AdamW for embeddings and norms; warm-up, then cosine to 5 %."""
-
-    def __init__(self, model: nn.Module, num_steps: int, *, matrix_lr: float, other_lr: float) -> None:
-        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-        others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-        self.parameters = matrices + others
-        self.optimizers = [
-            torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
-        num_warmup = max(1, num_steps // 25)
-
-        def factor(step: int) -> float:
-            if step < num_warmup:
-                return (step + 1) / num_warmup
-            progress = (step - num_warmup) / max(1, num_steps - num_warmup)
-            return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
-
-        self.schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in self.optimizers]
-
-    def step(self, loss: Tensor) -> None:
-        """Back-propagate ``loss`` and update the parameters."""
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad(set_to_none=True)
-
-
 def forward(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     """Return float32 logits [batch, length, vocab] with the matrix products in bfloat16."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -176,30 +145,53 @@ def forward(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     return logits.float()
 
 
-def progress(name: str, num_steps: int) -> Iterator[tuple[int, list[float]]]:
-    """Yield (step, losses); print the mean loss of the last 25 steps with the time left."""
-    start = time.perf_counter()
-    losses: list[float] = []
-    for step in range(num_steps):
-        yield step, losses
-        if (step + 1) % 25 == 0:
-            elapsed = time.perf_counter() - start
-            left = elapsed / (step + 1) * (num_steps - step - 1)
-            print(f"{name} step {step + 1}/{num_steps} loss {sum(losses[-25:]) / 25:.4f} left {left / 60:.1f} min", flush=True)
+def fit(name: str, model: nn.Module, num_steps: int, lr: float, loss_of_batch: Callable[[], Tensor]) -> None:
+    """Minimise a loss: Muon for the matrices inside the layers, AdamW for embeddings and norms; warm-up, then cosine to 5 %.
+
+    Prints the mean loss of the last 25 steps with the time left.
+    """
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    num_warmup = max(1, num_steps // 25)
+
+    def factor(step: int) -> float:
+        if step < num_warmup:
+            return (step + 1) / num_warmup
+        progress = (step - num_warmup) / max(1, num_steps - num_warmup)
+        return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
+
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
+    start, losses = time.perf_counter(), list[float]()
+    for step in range(1, num_steps + 1):
+        loss = loss_of_batch()
+        loss.backward()
+        nn.utils.clip_grad_norm_(matrices + others, 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        if step % 25 == 0:
+            left = (time.perf_counter() - start) / step * (num_steps - step)
+            print(f"{name} step {step}/{num_steps} loss {sum(losses[-25:]) / 25:.4f} left {left / 60:.1f} min", flush=True)
+    model.eval()
 
 
 def train_target(corpus: Corpus, config: LlamaConfig, num_steps: int, batch_size: int, seed: int) -> LlamaForCausalLM:
     """Train the target by next-token cross entropy."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
-    optimizer = Optimizer(model, num_steps, matrix_lr=3e-3, other_lr=3e-3)
     generator = torch.Generator().manual_seed(seed)
-    for _, losses in progress("target", num_steps):
+
+    def loss_of_batch() -> Tensor:
         ids = sample_batch(corpus.train, batch_size, generator)
-        loss = F.cross_entropy(forward(model, ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-        optimizer.step(loss)
-        losses.append(loss.item())
-    model.eval()
+        return F.cross_entropy(forward(model, ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+    fit("target", model, num_steps, TARGET_LR, loss_of_batch)
     return model
 
 
@@ -240,14 +232,14 @@ def distil_draft(
     num_steps: int,
     batch_size: int,
     seed: int,
-) -> LlamaForCausalLM:
+) -> None:
     """Train the draft on the target's distributions (forward KL), on the target's text and on the corpus."""
-    optimizer = Optimizer(draft, num_steps, matrix_lr=DRAFT_LR, other_lr=DRAFT_LR)
     generator = torch.Generator().manual_seed(seed + 1)
     order = torch.randperm(len(written), generator=generator).tolist()
     written_stream = torch.tensor([token_id for i in order for token_id in written[i].prompt_ids + written[i].token_ids])
     num_written = round(batch_size * WRITTEN_SHARE)
-    for _, losses in progress("draft", num_steps):
+
+    def loss_of_batch() -> Tensor:
         parts = [
             sample_batch(written_stream, num_written, generator),
             sample_batch(corpus.train, batch_size - num_written, generator),
@@ -256,11 +248,9 @@ def distil_draft(
         with torch.no_grad():
             target_logprobs = forward(target, ids).log_softmax(-1)
         draft_logprobs = forward(draft, ids).log_softmax(-1)
-        loss = F.kl_div(draft_logprobs.flatten(0, 1), target_logprobs.flatten(0, 1), log_target=True, reduction="batchmean")
-        optimizer.step(loss)
-        losses.append(loss.item())
-    draft.eval()
-    return draft
+        return F.kl_div(draft_logprobs.flatten(0, 1), target_logprobs.flatten(0, 1), log_target=True, reduction="batchmean")
+
+    fit("draft", draft, num_steps, DRAFT_LR, loss_of_batch)
 
 
 @torch.inference_mode()
@@ -393,7 +383,7 @@ def main() -> None:
         draft = LlamaForCausalLM(demo_config(tokenizer.eos_token_id, **DRAFT_SIZES))
     else:
         draft = LlamaForCausalLM.from_pretrained(args.draft, dtype=torch.float32)
-    draft = distil_draft(draft, target, corpus, written, args.draft_steps, args.batch_size, args.seed)
+    distil_draft(draft, target, corpus, written, args.draft_steps, args.batch_size, args.seed)
     quality = evaluate(target, draft, corpus, write_text(target_folder, corpus.held_out, 128, greedy_share=1.0, seed=args.seed + 1))
     print(
         f"held-out perplexity: target {math.exp(quality.target_loss):.2f}, draft {math.exp(quality.draft_loss):.2f}; "

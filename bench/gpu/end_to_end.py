@@ -18,8 +18,7 @@ from transformers import LlamaConfig
 from titan.bench.engine_run import make_idle, make_requests
 from titan.bench.gpu import random_models
 from titan.bench.gpu.paid_replay import PaidReplayDrafter
-from titan.bench.gpu.random_models import as_transformers, continuation, llama, make_decoder, weight_bytes_per_step
-from titan.bench.gpu.sections import Figures, Goal, Row, Section, Setting, Task, WrongNumbersError
+from titan.bench.gpu.sections import Figures, Goal, Section, Setting, Task, WrongNumbersError
 from titan.bench.gpu.timing import busy_seconds, synchronize
 from titan.bench.peers.transformers_peer import ContinuousPeer, StaticPeer
 from titan.bench.predict import expected_tokens
@@ -56,12 +55,12 @@ PLAIN = "plain"
 MODES = {PLAIN: None, **{f"acceptance {each:g}": each for each in (0.8, 0.6, 0.7, 0.9)}}
 """Of Titan: the acceptance of draft tokens, or no speculation; the most important first."""
 AT_GOAL = "acceptance 0.8"
-GOALS_OF_8B: Mapping[tuple[Label | None, Label | None], Goal] = {
-    (1, PLAIN): Goal("weights' share", 0.8),
-    (32, PLAIN): Goal("host", 0.05, is_at_most=True),
-    (1, AT_GOAL): Goal("x plain", 2.2),
-    (8, AT_GOAL): Goal("x plain", 1.6),
-    (32, AT_GOAL): Goal("x plain", 1.2),
+GOALS_OF_8B: Mapping[tuple[Label | None, Label | None], Sequence[Goal]] = {
+    (1, PLAIN): [Goal("weights' share", 0.8)],
+    (32, PLAIN): [Goal("host", 0.05, is_at_most=True)],
+    (1, AT_GOAL): [Goal("x plain", 2.2)],
+    (8, AT_GOAL): [Goal("x plain", 1.6)],
+    (32, AT_GOAL): [Goal("x plain", 1.2)],
 }
 """By requests and mode."""
 
@@ -87,11 +86,9 @@ class Plan:
         return (self.num_steps(batch) + len(EXTREMES) * NUM_WARM_UPS + NUM_PROFILED + SPARE_STEPS) * (NUM_DRAFTS + 1)
 
 
-PLAN_8B = Plan(random_models.LLAMA_8B, random_models.DRAFT_OF_8B)
-PLAN_1B = Plan(random_models.LLAMA_1B, random_models.DRAFT_OF_1B)
 TINY = Plan(
-    target=llama(64, 128, 2, 4, 2, 16, vocab_size=300),
-    draft=llama(32, 64, 1, 2, 1, 16, vocab_size=300),
+    target=random_models.llama(64, 128, 2, 4, 2, 16, vocab_size=300),
+    draft=random_models.llama(32, 64, 1, 2, 1, 16, vocab_size=300),
     modes=(PLAIN, AT_GOAL),
     batches=(1, 3),
     peer_batches=(2,),
@@ -115,11 +112,11 @@ class EndToEnd:
 
     @cached_property
     def target(self) -> Decoder:
-        return make_decoder(self.plan.target, backend=self.backend, seed=self.setting.seed)
+        return random_models.make_decoder(self.plan.target, backend=self.backend, seed=self.setting.seed)
 
     @cached_property
     def transformers_model(self) -> Any:
-        return as_transformers(self.target, self.plan.target)
+        return random_models.as_transformers(self.target, self.plan.target)
 
     @cached_property
     def engine(self) -> Engine:
@@ -137,7 +134,7 @@ class EndToEnd:
             num_kv_blocks=num_tokens // 16 + 2 * max_batch,
             enable_prefix_caching=False,
         )
-        draft = make_decoder(plan.draft, backend=self.backend, seed=self.setting.seed)
+        draft = random_models.make_decoder(plan.draft, backend=self.backend, seed=self.setting.seed)
 
         def make_drafter(context: DraftContext) -> Drafter:
             return PaidReplayDrafter(draft, self.replay, context)
@@ -162,7 +159,7 @@ class EndToEnd:
         engine, output_len, acceptance = self.engine, self.plan.max_output_len(batch), MODES[mode]
         workload = self.workload(batch, output_len)
         requests = make_requests(engine, workload, use_speculative=acceptance is not None)
-        texts = [continuation(prompt, output_len, self.plan.target.vocab_size) for prompt in workload.prompts]
+        texts = [random_models.continuation(prompt, output_len, self.plan.target.vocab_size) for prompt in workload.prompts]
         self.replay.recordings = dict(zip(map(tuple, workload.prompts), texts, strict=True))
 
         def step(num_steps: int, acceptance: float) -> None:
@@ -193,7 +190,7 @@ class EndToEnd:
         if acceptance is not None:
             figures["expected"] = expected_tokens(acceptance, NUM_DRAFTS)
         elif self.setting.copy_bandwidth is not None:
-            floor = weight_bytes_per_step(self.target) / self.setting.copy_bandwidth
+            floor = random_models.weight_bytes_per_step(self.target) / self.setting.copy_bandwidth
             figures["weights' share"] = 1e3 * floor / figures["ms/step"]
         return figures
 
@@ -235,25 +232,16 @@ def make_tasks(plan: Plan, setting: Setting) -> Sequence[Task]:
     """Without speculation and with it, then transformers; what goals speak of comes first."""
     plan = TINY if setting.is_tiny else plan
     bench = EndToEnd(plan, setting)
-    first, others = plan.modes[:2], plan.modes[2:]
-    runs = [(batch, mode) for modes in (first, others) for batch in plan.batches for mode in modes]
+    runs = [(batch, mode) for modes in (plan.modes[:2], plan.modes[2:]) for batch in plan.batches for mode in modes]
     peer_runs = [(batch, name) for name in PEERS for batch in plan.peer_batches]
+
+    def task(batch: int, mode: str, measure: Callable[[int, str], Figures], seconds: float) -> Task:
+        return Task({"requests": batch, "mode": mode}, partial(measure, batch, mode), seconds, is_peer=mode in PEERS)
+
     return [
-        *(
-            Task({"requests": batch, "mode": mode}, partial(bench.measure_titan, batch, mode), 4 if mode == PLAIN else 6)
-            for batch, mode in runs
-        ),
-        *(
-            Task({"requests": batch, "mode": name}, partial(bench.measure_peer, batch, name), 10, is_peer=True)
-            for batch, name in peer_runs
-        ),
+        *(task(*run, bench.measure_titan, 4 if run[1] == PLAIN else 6) for run in runs),
+        *(task(*run, bench.measure_peer, 10) for run in peer_runs),
     ]
-
-
-def goals_of_8b(row: Row) -> Sequence[Goal]:
-    """By requests and mode."""
-    goal = GOALS_OF_8B.get((row.labels.get("requests"), row.labels.get("mode")))
-    return () if goal is None else (goal,)
 
 
 NOTES = (
@@ -277,15 +265,15 @@ SECTION_8B = Section(
         "host": ".1%",
         "graphs": ".0%",
     },
-    make_tasks=partial(make_tasks, PLAN_8B),
+    make_tasks=partial(make_tasks, Plan(random_models.LLAMA_8B, random_models.DRAFT_OF_8B)),
     compare=partial(with_ratio, name="x plain", figure="tokens/s", mode=PLAIN),
-    goals=goals_of_8b,
+    goals=lambda row: GOALS_OF_8B.get((row.labels.get("requests"), row.labels.get("mode")), ()),
 )
 SECTION_1B = replace(
     SECTION_8B,
     name="end_to_end_1b",
     title="End to end, Llama of 1 B parameters with a draft of 0.12 B, requests at once",
     seconds=60,
-    make_tasks=partial(make_tasks, PLAN_1B),
+    make_tasks=partial(make_tasks, Plan(random_models.LLAMA_1B, random_models.DRAFT_OF_1B)),
     goals=lambda _: (),
 )

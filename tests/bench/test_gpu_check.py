@@ -314,7 +314,7 @@ def test_a_text_that_the_weights_do_not_say_and_a_request_that_ends_early_are_no
     bench: EndToEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(end_to_end, "continuation", lambda prompt, length, vocab_size: [0] * length)
+        patch.setattr("titan.bench.gpu.random_models.continuation", lambda prompt, length, vocab_size: [0] * length)
         with pytest.raises(WrongNumbersError, match="other tokens were written than the weights say"):
             bench.measure_titan(1, PLAIN)
     monkeypatch.setattr(end_to_end.Plan, "max_output_len", lambda plan, batch: 3)
