@@ -10,11 +10,12 @@ from typing import Literal
 
 import torch
 from accelerate import init_empty_weights
-from titan.bench.profiling import model_of
 from torch import Tensor, nn
 
+from titan.bench.step_times import model_of
+from titan.core.checks import check_integer
 from titan.core.options import SpeculationOptions
-from titan.draft.base import Drafter
+from titan.draft.base import DraftContext, Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import create_drafter
 from titan.engine import Engine
@@ -24,30 +25,21 @@ from titan.models.loader import load_model, resolve_model
 
 TRUNCATED = "truncated"
 OPTIONS = ("tree", "tokens", "sampling", "bits")
-BITS = (2, 3, 4, 5, 6, 7, 8)
+Models = dict[tuple[str, int | None], Decoder]
+"""Draft models by name and bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRecipe:
-    """How to draft.
+    """How to draft; tree, number of tokens and sampling are as `titan.LLM` takes them."""
 
-    Args:
-        text: as it was written.
-        model: "demo", a folder, a hub id, "ngram" or another registered name; unused if ``num_layers`` is given.
-        num_layers: the draft is the target's first layers, with its embedding, final norm and head.
-        tree: shape, as `titan.LLM`'s ``draft_tree``.
-        num_tokens: most draft tokens per request and step.
-        sampling: as `titan.LLM`'s ``draft_sampling``.
-        bits: the weights of the linear layers are rounded to integers of so many bits and back.
-    """
-
-    text: str
-    model: str
-    num_layers: int | None = None
+    name: str  # for people
+    model: str  # "demo", a folder, a hub id, "ngram" or another registered name, or "truncated:N"
+    num_layers: int | None = None  # the draft is so many first layers of the target
     tree: str | tuple[int, ...] = "auto"
     num_tokens: int = 4
     sampling: str = "auto"
-    bits: int | None = None
+    bits: int | None = None  # the weights of linear layers are rounded to integers of so many bits and back
 
     @classmethod
     def parse(cls, text: str, num_tokens: int) -> DraftRecipe:
@@ -56,74 +48,68 @@ class DraftRecipe:
         Raises:
             ValueError: an option is unknown, comes twice or has a value that is not allowed.
         """
-        name, *fields = text.split(",")
-        options: dict[str, str] = {}
-        for field in fields:
-            key, sign, value = field.partition("=")
-            if key not in OPTIONS or not sign or key in options:
-                raise ValueError(
-                    f"draft {text!r}: {field!r} is not an option; allowed are NAME=VALUE once each of {', '.join(OPTIONS)}"
-                )
-            options[key] = value
+        model, *fields = text.split(",")
+        options = dict(field.partition("=")[::2] for field in fields)
+        kind, _, count = model.partition(":")
         try:
-            kind, colon, count = name.partition(":")
-            num_layers = int(count) if kind == TRUNCATED and colon else None
-            bits = int(options["bits"]) if "bits" in options else None
-            if not name or name == TRUNCATED:
-                raise ValueError("it begins with demo, a folder, a hub id, ngram, or truncated:LAYERS")
-            if bits is not None and bits not in BITS:
-                raise ValueError(f"bits={bits} is not allowed: it must be {BITS[0]} to {BITS[-1]}")
+            if not model or len(options) < len(fields) or not options.keys() <= set(OPTIONS):
+                raise ValueError(f"it must be a name, then options such as tokens=4, of {', '.join(OPTIONS)}, each at most once")
             recipe = cls(
                 text,
-                name,
-                num_layers,
+                model,
+                int(count) if kind == TRUNCATED else None,
                 _parse_tree(options.get("tree", "auto")),
                 int(options.get("tokens", num_tokens)),
                 options.get("sampling", "auto"),
-                bits,
+                int(options["bits"]) if "bits" in options else None,
             )
-            if recipe.num_tokens < 1:
-                raise ValueError(f"tokens={recipe.num_tokens} is not allowed: it must be at least 1")
+            check_integer("tokens", recipe.num_tokens, 1)
+            check_integer("bits", 8 if recipe.bits is None else recipe.bits, 2, 8)
             # the engine's own rules, and its words for them
             SpeculationOptions(max_draft_tokens=recipe.num_tokens, draft_tree=recipe.tree, draft_sampling=recipe.sampling)
         except ValueError as error:
             raise ValueError(f"draft {text!r} is not allowed: {error}") from error
         return recipe
 
-    def make_drafter(self, engine: Engine, target: str) -> Drafter:
-        """Load or cut the draft for an engine.
+    def make_drafter(self, engine: Engine, target: str, models: Models) -> Drafter:
+        """Make the drafter.
 
         Args:
             engine: that will draft with it.
             target: the engine's model, as it was given.
+            models: those there are, whose weights are shared; that of this recipe is added.
 
         Raises:
             ValueError: the draft cannot be used with this target.
         """
-        context = replace(
-            engine._draft_context(), max_draft_tokens=self.num_tokens, draft_tree=self.tree, draft_sampling=self.sampling
-        )
+        shared = engine._draft_context()
+        context = replace(shared, max_draft_tokens=self.num_tokens, draft_tree=self.tree, draft_sampling=self.sampling)
+        key = (self.model, self.bits)
+        if key not in models:
+            found = self._load(engine, target, context)
+            if not isinstance(found, Decoder):
+                return found
+            models[key] = found
+        return DraftModelDrafter(self.name, models[key], context)
+
+    def _load(self, engine: Engine, target: str, context: DraftContext) -> Decoder | Drafter:
+        """The draft model; a drafter that has none."""
         if self.num_layers is not None:
-            model = model_of(engine.runner) if self.bits is None else _load_rounded(target, "target", self.bits, engine)
-            return DraftModelDrafter(self.text, truncate(model, self.num_layers, engine.backend), context)
+            whole = model_of(engine.runner) if self.bits is None else _load_rounded(target, "target", self.bits, engine)
+            return truncate(whole, self.num_layers, engine.backend)
         drafter = create_drafter(self.model, context)
-        if self.bits is None:
-            return drafter
-        if not isinstance(drafter, DraftModelDrafter):
-            raise ValueError(f"draft {self.text!r}: bits={self.bits} needs a draft model, and {self.model!r} is none")
-        return DraftModelDrafter(self.text, _load_rounded(self.model, "draft", self.bits, engine), context)
+        if isinstance(drafter, DraftModelDrafter):
+            return drafter.model if self.bits is None else _load_rounded(self.model, "draft", self.bits, engine)
+        if self.bits is not None:
+            raise ValueError(f"bits={self.bits} needs a draft model, and {self.model!r} is none")
+        return drafter
 
 
 def truncate(model: Decoder, num_layers: int, backend: Backend) -> Decoder:
-    """Return the first layers of a model with its embedding, final norm and head; the weights are shared.
-
-    Args:
-        model: ready to run.
-        num_layers: 1 to one less than the model has.
-        backend: of the model.
+    """Return the first layers of a prepared model with its embedding, final norm and head; the weights are shared.
 
     Raises:
-        ValueError: there are not as many layers.
+        ValueError: the model has not so many and more.
     """
     config = model.config
     if not 1 <= num_layers < config.num_layers:
@@ -135,14 +121,6 @@ def truncate(model: Decoder, num_layers: int, backend: Backend) -> Decoder:
     draft.layers = nn.ModuleList(list(model.layers)[:num_layers])
     draft.prepare()
     return draft
-
-
-@torch.no_grad()
-def round_weights(model: Decoder, bits: int) -> None:
-    """Round the unpacked weights of a model's linear layers as `rounded`, in place; a tied embedding stays as it is."""
-    for name, weight in model.named_parameters():
-        if is_linear_weight(name.rpartition(".")[2]):
-            weight.copy_(rounded(weight, bits))
 
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
@@ -166,8 +144,11 @@ def _parse_tree(text: str) -> str | tuple[int, ...]:
 
 
 def _load_rounded(name: str, role: Literal["target", "draft"], bits: int, engine: Engine) -> Decoder:
-    """Load a model once more, because packed weights cannot be rounded."""
+    """Load a model once more, because packed weights cannot be rounded, and round its linear layers; a tied embedding stays."""
     model = load_model(resolve_model(name, role), dtype=engine.dtype, backend=engine.backend, pack=False)
-    round_weights(model, bits)
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            if is_linear_weight(path.rpartition(".")[2]):
+                weight.copy_(rounded(weight, bits))
     model.prepare()
     return model

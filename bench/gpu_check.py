@@ -5,9 +5,8 @@
     TRITON_INTERPRET=1 python -m titan.bench.gpu_check --tiny    tiny shapes in Triton's interpreter: a rehearsal
 
 Sections run one after the other, each in a process of its own. One that fails or hangs costs its own rows; where time runs out, the
-least important rows are skipped, and say so. Results are written after every section. The status is 1 if anything of Titan's
-failed, or disagrees with others; missed goals are only shown. Whether the kernels are right is for the tests to say:
-``pytest -m cuda``.
+least important rows are skipped, and say so. Results are written after every row. The status is 1 if anything of Titan's failed, or
+disagrees with others; missed goals are only shown. Whether the kernels are right is for the tests to say: ``pytest -m cuda``.
 """
 
 from __future__ import annotations
@@ -18,99 +17,83 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
 import torch
-from titan.bench.progress import log
 
 from titan.bench.gpu import attention, ceilings, end_to_end
-from titan.bench.gpu.sections import Figure, Row, Section, Setting, run_isolated
-from titan.bench.provenance import Provenance, collect_provenance
-from titan.bench.report import Report, Table, add_report_options, count, measure_and_publish, positive, use_threads, write_json
+from titan.bench.gpu.sections import Row, Section, Setting, run_isolated
+from titan.bench.provenance import collect_provenance
+from titan.bench.report import (
+    Report,
+    Table,
+    bench_parser,
+    count,
+    figure_table,
+    format_label,
+    json_text,
+    measure_and_publish,
+    parse,
+    positive,
+)
+from titan.bench.turns import log
 from titan.kernels.triton.tools import INTERPRETED, is_launchable
 
-SECTIONS = (ceilings.SECTION, attention.SECTION, end_to_end.SECTION_8B, end_to_end.SECTION_1B)
+SECTIONS = {each.name: each for each in (ceilings.SECTION, attention.SECTION, end_to_end.SECTION_8B, end_to_end.SECTION_1B)}
 RESULTS = Path(__file__).resolve().parent / "results"
 
-RunSection = Callable[[Section, Setting, float, Callable[[Row], None]], list[Row]]
+RunSection = Callable[[Section, Setting, float], Iterator[Row]]
 
 
-def run_sections(sections: Sequence[Section], setting: Setting, seconds: float, run_section: RunSection) -> Iterator[list[Row]]:
-    """Run sections one after the other, and yield the rows of each.
+def run_sections(sections: Sequence[Section], setting: Setting, seconds: float, run_section: RunSection) -> Iterator[Row]:
+    """Run sections one after the other, and yield their rows.
 
-    Args:
-        sections: in this order.
-        setting: for all of them; the bandwidth is filled in when it is measured.
-        seconds: for everything; each section has its share of them, and what those before it have left.
-        run_section: runs one section, in so many seconds, and tells every row.
+    Each section has its share of the seconds, and what those before it have left. The bandwidth is known when it is measured.
     """
     start, planned = time.monotonic(), 0.0
-
-    def note(row: Row) -> None:
-        figures = ", ".join(f"{name} {_written(value, '.4g')}" for name, value in row.figures.items())
-        elapsed = f"{time.monotonic() - start:.0f} of {seconds:.0f} s"
-        log(f"{elapsed}: {row.section}: {row.name}: {row.status}; {row.problem or figures} ({row.seconds:.1f} s)")
-
     for section in sections:
         planned += section.seconds
         may_end = seconds * planned / sum(each.seconds for each in sections)
         log(f"{section.name} begins, and may take until {may_end:.0f} s")
-        rows = run_section(section, setting, start + may_end - time.monotonic(), note)
-        for row in rows:
-            if row.name == ceilings.COPY and isinstance(rate := row.figures.get(ceilings.RATE), float):
-                setting = replace(setting, copy_bandwidth=rate)
-        yield rows
+        for found in run_section(section, setting, start + may_end - time.monotonic()):
+            row = replace(found, labels={"section": section.name, **found.labels})
+            if ceilings.COPY_RATE in row.figures:
+                setting = replace(setting, copy_bandwidth=row.figures[ceilings.COPY_RATE])
+            text = row.problem or ", ".join(f"{name} {figure:.4g}" for name, figure in row.figures.items())
+            log(f"{time.monotonic() - start:.0f} of {seconds:.0f} s: {_name(row)}: {row.status}; {text} ({row.seconds:.1f} s)")
+            yield row
 
 
-def make_report(rows: Sequence[Row], provenance: Provenance, args: argparse.Namespace, is_complete: bool) -> Report:
-    """All that is known so far."""
-    goals = [goal_table(rows)] if any(row.goals for row in rows) else []
-    ran = [section for section in SECTIONS if any(row.section == section.name for row in rows)]
-    met, num_ok = [goal.is_met for row in rows for goal in row.goals], sum(row.status == "ok" for row in rows)
+def make_report(rows: Sequence[Row], is_tiny: bool) -> Report:
+    """All that is known so far; tiny shapes have no goals."""
+    sections = [SECTIONS[name] for name in dict.fromkeys(str(row.labels["section"]) for row in rows)]
+    judged = [section.judge([row for row in rows if row.labels["section"] == section.name]) for section in sections]
+    if is_tiny:
+        judged = [[replace(row, goals=()) for row in mine] for mine in judged]
+    met = [goal.is_met(row.figures) for mine in judged for row in mine for goal in row.goals]
+    num_ok = sum(row.status == "ok" for row in rows)
     return Report(
         "GPU check",
         f"{num_ok} of {count(len(rows), 'row')} are right, and {sum(met)} of {count(len(met), 'goal')} are met.",
-        provenance,
-        vars(args),
-        {"rows": rows},
-        [*(section_table(section, rows) for section in ran), *goals],
-        notes=[section.notes for section in ran],
-        warnings=[f"{row.section}, {row.name}: {row.problem}" for row in rows if row.status in ("failed", "wrong")],
-        is_complete=is_complete,
+        {"rows": list(chain(*judged))},
+        [section_table(section, mine) for section, mine in zip(sections, judged, strict=True)],
+        notes=list(dict.fromkeys(section.notes for section in sections)),
+        warnings=[f"{_name(row)}: {row.problem}" for row in rows if row.status in ("failed", "wrong")],
+        versions={"triton": version("triton")},
     )
 
 
 def section_table(section: Section, rows: Sequence[Row]) -> Table:
-    """The rows of a section; those without figures say why."""
-    mine = [row for row in rows if row.section == section.name]
-    columns = {name: spec for name, spec in section.columns.items() if any(name in row.figures for row in mine)}
-    cells = [
-        [
-            row.name,
-            row.status if row.problem is None else f"{row.status}: {row.problem}",
-            *(_written(row.figures.get(name, "-"), spec) for name, spec in columns.items()),
-        ]
-        for row in mine
-    ]
-    return Table(section.title, [section.name, "", *columns], cells, num_text_columns=2)
-
-
-def goal_table(rows: Sequence[Row]) -> Table:
-    """What was to be reached, and what was."""
-    cells = [
-        [
-            f"{row.section}: {row.name}",
-            goal.what,
-            f"{'at most' if goal.is_at_most else 'at least'} {goal.required:.4g}",
-            f"{goal.measured:.4g}",
-            "met" if goal.is_met else "missed",
-        ]
-        for row in rows
-        for goal in row.goals
-    ]
-    return Table("Goals", ["row", "what", "required", "measured", ""], cells, num_text_columns=2)
+    """The rows of a section, with what became of them and of their goals."""
+    shown = []
+    for row in rows:
+        goals = "; ".join(f"{goal}: {'met' if goal.is_met(row.figures) else 'missed'}" for goal in row.goals)
+        status = row.status if row.problem is None else f"{row.status}: {row.problem}"
+        shown.append(replace(row, labels={**row.labels, "status": status, **({"goal": goals} if goals else {})}))
+    labels = [name for name in dict.fromkeys(chain(*(row.labels for row in shown))) if name != "section"]
+    return figure_table(section.title, shown, labels, section.columns)
 
 
 def main(argv: Sequence[str] | None = None, run_section: RunSection = run_isolated) -> int:
@@ -119,25 +102,24 @@ def main(argv: Sequence[str] | None = None, run_section: RunSection = run_isolat
     Raises:
         ValueError: the machine has no CUDA device and this process no interpreter for Triton.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    args = parse_arguments(argv)
+    args = parse(make_parser(), argv)
     device = choose_check_device(args.tiny)
-    use_threads(args)
     if args.json is None and not args.tiny:
-        args.json = RESULTS / f"gpu-{_slug(torch.cuda.get_device_name(device))}.json"
-    provenance = collect_provenance("gpu_check", argv, seed=args.seed)
-    provenance = replace(provenance, versions=provenance.versions | {"triton": version("triton")})
-    wanted = [section for section in SECTIONS if section is ceilings.SECTION or section.name in (args.only or _names())]
-    seconds = args.seconds or sum(section.seconds for section in wanted)
+        args.json = RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', torch.cuda.get_device_name(device).lower())}.json"
+    sections = [each for name, each in SECTIONS.items() if name in (ceilings.SECTION.name, *(args.only or SECTIONS))]
+    seconds = args.seconds or sum(section.seconds for section in sections)
+    provenance = collect_provenance(args.command, seed=args.seed)
     rows: list[Row] = []
 
     def measure() -> None:
-        for found in run_sections(wanted, Setting(device, args.tiny, args.seed, args.threads), seconds, run_section):
-            rows.extend(found)
-            if args.json is not None:
-                write_json(args.json, make_report(rows, provenance, args, is_complete=False))
+        for row in run_sections(sections, Setting(device, args.tiny, args.seed, args.threads), seconds, run_section):
+            rows.append(row)
+            if args.json is not None:  # whatever may end this process
+                report = replace(make_report(rows, args.tiny), warnings=["the check has not come to its end"])
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                args.json.write_text(json_text(report, provenance, args), encoding="utf-8")
 
-    measure_and_publish(measure, partial(make_report, rows, provenance, args), args)
+    measure_and_publish(args, measure, lambda: make_report(rows, args.tiny))
     return int(any(row.status in ("failed", "wrong") for row in rows))
 
 
@@ -157,30 +139,19 @@ def choose_check_device(is_tiny: bool) -> torch.device:
     return device
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="titan bench gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=_names(), help="sections (default: all); ceilings are always measured")
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = bench_parser("gpu_check", __doc__)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections (default: all); ceilings are always measured")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes; times mean nothing then")
     parser.add_argument(
         "--seconds", type=positive, help="for everything (default: what the sections are planned to take, 330 for all)"
     )
-    add_report_options(parser)
-    return parser.parse_args(argv)
+    return parser
 
 
-def _names() -> list[str]:
-    return [section.name for section in SECTIONS]
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def _written(figure: Figure, spec: str) -> str:
-    return figure if isinstance(figure, str) else format(figure, spec)
+def _name(row: Row) -> str:
+    return ", ".join(map(format_label, row.labels.values()))
 
 
 if __name__ == "__main__":

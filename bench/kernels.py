@@ -14,138 +14,100 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from titan.bench.progress import Progress, log
-
-from titan.bench.provenance import collect_provenance, machine_name
-from titan.bench.report import Report, Table, add_report_options, count, format_figure, publish, use_threads
+from titan.bench.provenance import machine_name
+from titan.bench.report import Report, bench_parser, count, figure_table, measure_and_publish, parse
+from titan.bench.samples import Row, Spread
+from titan.bench.turns import log
 
 MICRO = Path(__file__).resolve().parent / "micro"
-REFERENCE = "reference_"
-LAST = "[last]"
-"""How the names of references end that run after all others."""
-INTERRUPTED = 2
-"""Exit status of pytest after Ctrl-C."""
-NOTHING_SELECTED = 5
-"""Exit status of pytest without a test to run."""
+REFERENCES = "micro_reference"
+"""The file of what others are divided by."""
+INTERRUPTED, NOTHING_SELECTED = 2, 5
+"""Exit statuses of pytest."""
+FASTEST, MEDIAN, RELATIVE, OVER_STORED = "fastest, us", "median, us", "x reference", "x stored"
+COLUMNS = {FASTEST: ".1f", MEDIAN: "±.1f", RELATIVE: ".2f", OVER_STORED: ".2f"}
+
+Stored = Mapping[str, Mapping[str, float]]
+"""Figures of an earlier run by the name of the benchmark."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One benchmark; seconds per call."""
-
-    name: str
-    group: str  # "kernel" or "host"
-    minimum: float
-    median: float
-    iqr: float  # between the quartiles
-    num_rounds: int
-    relative: float | None  # minimum over the least of the group's references; None: none ran
-    stored_ratio: float | None  # relative over that of the stored run; of a reference, minimum over minimum
-
-
-def read_stored(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a run that ``--save`` or ``--json`` wrote.
+def read_stored(path: Path) -> Stored:
+    """Read a run that ``--save`` or ``--json`` wrote.
 
     Raises:
         ValueError: there is no such file, or it is something else.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        rows: list[dict[str, Any]] = document["rows"]
         machine = document["provenance"]["machine"]
-        if not all({"name", "minimum", "relative"} <= row.keys() for row in rows):
-            raise ValueError("its rows have no name, minimum and relative")
+        rows = {row["labels"]["benchmark"]: row["figures"] for row in document["rows"]}
+        stored = {name: {figure: spread["median"] for figure, spread in figures.items()} for name, figures in rows.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"--compare {path} is not a run of titan bench kernels: {error}") from error
+        raise ValueError(f"--compare {path} is not a run of titan bench kernels: {type(error).__name__}: {error}") from error
     if machine != machine_name():
         log(f"the stored run is of another machine: {machine}")
-    return rows
+    return stored
 
 
-def make_rows(benchmarks: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Read what pytest-benchmark found, and compare.
-
-    Args:
-        benchmarks: as in its JSON files, each with "name", "group" and "stats".
-        stored: rows of an earlier run, as in the JSON of a report; may be empty.
-
-    Returns:
-        Rows by group, references first.
-    """
+def make_rows(benchmarks: Sequence[Mapping[str, Any]], stored: Stored) -> list[Row]:
+    """Rows of what pytest-benchmark found, by part, references first; medians come with their quartiles, as their range."""
     references: dict[str, float] = {}
     for each in benchmarks:
-        if is_reference(_name(each)):
-            references[each["group"]] = min(each["stats"]["min"], references.get(each["group"], math.inf))
-    before = {row["name"]: row for row in stored}
+        if is_reference(each["name"]):
+            references[each["group"]] = min(each["stats"]["min"], references.get(each["group"], float("inf")))
     rows = []
-    for each in benchmarks:
-        name, group, stats = _name(each), each["group"], each["stats"]
-        reference = references.get(group)
-        relative = stats["min"] / reference if reference else None
-        key = "minimum" if is_reference(name) else "relative"
-        now, then = {"minimum": stats["min"], "relative": relative}[key], before.get(name, {}).get(key)
-        rows.append(
-            Row(
-                name,
-                group,
-                stats["min"],
-                stats["median"],
-                stats["iqr"],
-                stats["rounds"],
-                relative,
-                now / then if now and then else None,
-            )
-        )
-    return sorted(rows, key=lambda row: (row.group, not is_reference(row.name), row.name))
+    for each in sorted(benchmarks, key=lambda each: (each["group"], not is_reference(each["name"]), each["name"])):
+        name, part, stats = each["name"], each["group"], each["stats"]
+        figures = {FASTEST: 1e6 * stats["min"]}
+        if part in references:
+            figures[RELATIVE] = stats["min"] / references[part]
+        compared = FASTEST if is_reference(name) else RELATIVE
+        if compared in figures and compared in stored.get(name, {}):
+            figures[OVER_STORED] = figures[compared] / stored[name][compared]
+        spreads = {figure: Spread.of([value]) for figure, value in figures.items()}
+        spreads[MEDIAN] = Spread(1e6 * stats["median"], 1e6 * stats["q1"], 1e6 * stats["q3"], stats["rounds"])
+        rows.append(Row({"benchmark": name, "part": part}, spreads))
+    return rows
 
 
 def is_reference(name: str) -> bool:
     """Whether a benchmark is what others are divided by; it says what the machine does, not the code."""
-    return name.startswith(REFERENCE)
+    return name.startswith("reference_")
 
 
 def slower_rows(rows: Sequence[Row], threshold: float) -> list[Row]:
     """The rows whose ratio to the stored run is above the threshold, references apart."""
-    return [row for row in rows if row.stored_ratio is not None and row.stored_ratio > threshold and not is_reference(row.name)]
+    return [row for row in _own(rows) if (row.median(OVER_STORED) or 0.0) > threshold]
 
 
-def kernel_table(rows: Sequence[Row]) -> Table:
-    """Lay the rows out; microseconds."""
-    is_compared = any(row.stored_ratio is not None for row in rows)
-    header = ["benchmark", "part", "fastest", "median", "quartiles apart", "rounds", "x reference"]
-    cells = [
-        [
-            row.name,
-            row.group,
-            *(f"{seconds * 1e6:.1f}" for seconds in (row.minimum, row.median, row.iqr)),
-            str(row.num_rounds),
-            format_figure(row.relative, 2),
-            *([format_figure(row.stored_ratio, 2)] if is_compared else []),
-        ]
-        for row in rows
+def complaints(rows: Sequence[Row], stored: Stored, threshold: float, *, is_selection: bool) -> list[str]:
+    """What ``--fail`` fails for: rows that are slower than stored ones or gone, or none that could be compared."""
+    slower = slower_rows(rows, threshold)
+    found = [
+        f"{row.labels['benchmark']}: {row.median(OVER_STORED):.2f} x the stored run, more than {threshold:g}" for row in slower
     ]
-    return Table("Microseconds per call", [*header, *(["x stored"] if is_compared else [])], cells, num_text_columns=2)
+    names = {row.labels["benchmark"] for row in rows}
+    missing = [name for name in stored if not (is_selection or name in names or is_reference(name))]
+    if missing:
+        found.append(f"missing, although the stored run has them: {', '.join(missing)}")
+    if not any(OVER_STORED in row.figures for row in _own(rows)):
+        found.append("nothing could be compared")
+    return found
 
 
 def run_benchmarks(select: str, seconds: float, seed: int) -> tuple[list[dict[str, Any]], list[str], bool]:
-    """Run the micro-benchmarks in this process.
-
-    Args:
-        select: an expression over their names, as pytest's ``-k``; empty for all. References always run.
-        seconds: for each, about.
-        seed: of tokens and weights.
+    """Run the micro-benchmarks in this process, references in any case; pytest shows its progress on stderr.
 
     Returns:
-        Benchmarks as in pytest-benchmark's JSON files; a line for each that failed; and whether it came to its end.
+        Benchmarks as in pytest-benchmark's JSON files; a line for each that failed; and whether Ctrl-C ended them.
 
     Raises:
         ValueError: pytest or pytest-benchmark is not installed, pytest cannot run, or nothing has such a name.
@@ -155,110 +117,103 @@ def run_benchmarks(select: str, seconds: float, seed: int) -> tuple[list[dict[st
         import pytest_benchmark  # noqa: F401
     except ModuleNotFoundError as error:
         raise ValueError(f"titan bench kernels needs {error.name}: pip install pytest pytest-benchmark") from error
+    failures: list[str] = []
 
-    class Watcher:
-        """Provides the seed, shows progress, keeps failures."""
+    class Plugin:
+        """Provides the seed, puts references first and last, keeps failures."""
 
-        def __init__(self) -> None:
-            self.failures: list[str] = []
-            self.progress: Progress | None = None
-
-        @pytest.fixture(scope="session")
+        @pytest.fixture
         def seed(self) -> int:
             return seed
 
+        @pytest.hookimpl(trylast=True)  # when the others are deselected
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-            items.sort(key=lambda item: (item.name.endswith(LAST), not is_reference(_short(item.nodeid))))
-
-        def pytest_collection_finish(self, session: pytest.Session) -> None:
-            if all(is_reference(_short(item.nodeid)) for item in session.items):
-                session.items.clear()  # nothing to compare with them
-            self.progress = Progress(len(session.items))
-            self.progress.__enter__()
+            items.sort(key=lambda item: (item.name.endswith("[last]"), item.path.stem != REFERENCES))
+            if all(item.path.stem == REFERENCES for item in items):
+                items.clear()  # nothing to compare with them
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             if report.failed:
                 crash = getattr(report.longrepr, "reprcrash", None)
-                self.failures.append(f"{_short(report.nodeid)} failed: {crash.message if crash else report.longrepr}")
-            if report.when == "teardown" and self.progress is not None:
-                self.progress.advance(_short(report.nodeid))
+                failures.append(f"{report.nodeid} failed: {crash.message if crash else report.longrepr}")
 
-        def pytest_sessionfinish(self) -> None:
-            if self.progress is not None:
-                self.progress.__exit__()
-
-    watcher = Watcher()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         path = Path(folder) / "benchmarks.json"
         options = ["-c", os.devnull, f"--rootdir={MICRO}", "--import-mode=importlib", "--override-ini=python_files=micro_*.py"]
-        options += ["-p", "no:cacheprovider", "-p", "no:terminal", "--capture=no", "-W", "ignore:Not saving anything"]
+        options += ["-q", "-p", "no:cacheprovider", "--capture=no", "-W", "ignore:Not saving anything"]
         options += [f"--benchmark-json={path}", f"--benchmark-max-time={seconds}", "--benchmark-quiet", "--benchmark-disable-gc"]
         options += ["-k", f"reference or ({select})"] if select else []
-        status = pytest.main([*options, str(MICRO)], plugins=[watcher])
-        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["benchmarks"] if path.exists() else []
+        status = pytest.main([*options, str(MICRO)], plugins=[Plugin()])
+        found = json.loads(path.read_text(encoding="utf-8"))["benchmarks"] if path.exists() else []
     if status == NOTHING_SELECTED:
         raise ValueError(f"--select {select!r} names no benchmark")
-    if not (found or watcher.failures or status == INTERRUPTED):
+    if not (found or failures or status == INTERRUPTED):
         raise ValueError(f"pytest could not run (status {int(status)})")
-    return found, watcher.failures, status != INTERRUPTED
+    return [each | {"name": each["name"].removeprefix("test_")} for each in found], failures, status == INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the status is 1 if a benchmark failed.
-
-    With ``--fail`` it is 1 also if one is slower than the stored run, if nothing could be compared, or if one of the stored run is
-    missing although all were selected.
+    """Run the command line; the status is 1 if a benchmark failed, and with ``--fail`` if there are `complaints`.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came before anything was measured.
         ValueError: an option is not allowed.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    args = parse_arguments(argv)
+    args = parse(make_parser(), argv)
     if args.threshold <= 0 or args.seconds <= 0:
         raise ValueError(f"--threshold {args.threshold:g} and --seconds {args.seconds:g} must both be above 0")
     if args.fail and args.compare is None:
         raise ValueError("--fail is not allowed without --compare: it needs a stored run")
-    stored = [] if args.compare is None else read_stored(args.compare)
-    use_threads(args)
-    provenance = collect_provenance("kernels", argv, models={"target": "demo", "draft": "demo"}, seed=args.seed)
-    benchmarks, failures, is_complete = run_benchmarks(args.select, args.seconds, args.seed)
-    if not (benchmarks or is_complete):
-        raise KeyboardInterrupt
-    rows = make_rows(benchmarks, stored)
-    slower = slower_rows(rows, args.threshold)
-    own = [row for row in rows if not is_reference(row.name)]
-    num_compared = sum(row.stored_ratio is not None for row in own)
-    names = {row.name for row in rows}
-    missing = [] if args.select else [row["name"] for row in stored if row["name"] not in names and not is_reference(row["name"])]
-    warnings = [f"{row.name}: {row.stored_ratio:.2f} x the stored run, more than {args.threshold:g}" for row in slower]
-    if args.compare is not None and num_compared < len(own):
-        warnings.append(f"{len(own) - num_compared} rows could not be compared: the stored run or a reference lacks them")
-    if missing:
-        warnings.append(f"missing, although the stored run has them: {', '.join(missing)}")
-    compared = f"; {len(slower)} of {num_compared} are slower than stored by more than {args.threshold:g} x" if stored else ""
-    report = Report(
+    stored = None if args.compare is None else read_stored(args.compare)
+    rows: list[Row] = []
+    failures: list[str] = []
+
+    def measure() -> None:
+        benchmarks, problems, is_interrupted = run_benchmarks(args.select, args.seconds, args.seed)
+        rows.extend(make_rows(benchmarks, stored or {}))
+        failures.extend(problems)
+        if is_interrupted:
+            raise KeyboardInterrupt
+
+    def found() -> list[str]:
+        return [] if stored is None else complaints(rows, stored, args.threshold, is_selection=bool(args.select))
+
+    def report() -> Report:
+        return make_report(rows, [*failures, *found()], None if stored is None else args.threshold)
+
+    measure_and_publish(args, measure, report, {"target": "demo", "draft": "demo"})
+    return int(bool(failures or (args.fail and found())))
+
+
+def make_report(rows: Sequence[Row], warnings: Sequence[str], threshold: float | None) -> Report:
+    """All rows; ``None``: they are compared with nothing."""
+    num_own, num_compared = len(_own(rows)), sum(OVER_STORED in row.figures for row in _own(rows))
+    answer, uncompared = f"{count(num_own, 'benchmark')} ran", []
+    if threshold is not None:
+        num_slower = len(slower_rows(rows, threshold))
+        answer += f"; {num_slower} of {num_compared} are slower than stored by more than {threshold:g} x"
+        if num_compared < num_own:
+            uncompared = [f"{num_own - num_compared} rows could not be compared: the stored run or a reference lacks them"]
+    return Report(
         "Kernels and host",
-        f"{count(len(own), 'benchmark')} ran{compared}.",
-        provenance,
-        vars(args),
+        f"{answer}.",
         {"rows": rows},
-        [kernel_table(rows)] if rows else [],
+        [figure_table("Times of a call", rows, ["benchmark", "part"], COLUMNS)],
         notes=[
-            "x reference: the fastest time over that of the reference of its part; x stored: that over the same of the stored run."
+            "median: ± half of what is between the quartiles. x reference: the fastest time over that of the reference of its "
+            "part; x stored: that over the same of the stored run."
         ],
-        warnings=[*failures, *warnings],
-        is_complete=is_complete,
+        warnings=[*warnings, *uncompared],
     )
-    publish(report, args)
-    return int(bool(failures) or (args.fail and (bool(slower or missing) or not num_compared)))
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="titan bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _own(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if not is_reference(str(row.labels["benchmark"]))]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = bench_parser("kernels", __doc__)
     parser.add_argument(
         "--select", default="", metavar="EXPRESSION", help='names, such as "attention and not prefill" (default: all)'
     )
@@ -266,19 +221,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--compare", type=Path, metavar="FILE", help="a run that --save wrote")
     parser.add_argument("--threshold", type=float, default=1.25, help="ratio to it from which to warn (default: %(default)s)")
     parser.add_argument("--fail", action="store_true", help="exit with status 1 if one is above it, or missing, or none compares")
-    add_report_options(parser)
     parser.add_argument("--save", dest="json", type=Path, metavar="FILE", help="the same as --json: what --compare reads")
-    return parser.parse_args(argv)
-
-
-def _short(node_id: str) -> str:
-    """The name of a benchmark from pytest's, which begins with its file."""
-    return node_id.partition("::test_")[2]
-
-
-def _name(benchmark: Mapping[str, Any]) -> str:
-    name: str = benchmark["name"]
-    return name.removeprefix("test_")
+    return parser
 
 
 if __name__ == "__main__":

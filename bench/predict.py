@@ -1,4 +1,4 @@
-"""The speed-up that theory gives a draft, from its acceptance and the costs of the passes.
+"""What theory makes of acceptance: the tokens of a step, the speed-up that they allow, and intervals of shares.
 
 Leviathan et al., "Fast inference from transformers via speculative decoding", 2023, section 3: if every draft token is accepted
 with the same probability alpha, independently of the others, a step with gamma of them emits
@@ -6,65 +6,92 @@ with the same probability alpha, independently of the others, a step with gamma 
     E = (1 - alpha ** (gamma + 1)) / (1 - alpha)        (their equation 1)
 
 tokens, and its speed-up is E / (gamma * c + 1) with c the cost of a draft pass over that of a target pass (their theorem 3.8).
-Chen et al., "Accelerating large language model decoding with speculative sampling", 2023, is the same algorithm, to which it
-applies as well. Here the costs are measured ones, and a verification need not cost what a decode costs, so that
-
-    speed-up = E * decode / (passes * draft pass + verify pass).
-
-What the host does between the passes is in neither.
+Here the costs are measured, and a verification need not cost what a decode costs, so that it is E / (drafting + verification), both
+in decodes. What the host does between the passes is in neither.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-FORMULA = "E * decode / (passes * draft pass + verify pass) with E = (1 - alpha^(gamma+1)) / (1 - alpha)"
+from titan.core.step import Acceptance, StepPlan
 
-
-@dataclass(frozen=True, slots=True)
-class PassCosts:
-    """Mean seconds, for a whole batch, and draft passes per step."""
-
-    decode: float  # a target pass without draft tokens
-    verify: float  # a target pass with them
-    draft_pass: float
-    num_draft_passes: float
-
-    @property
-    def draft(self) -> float:
-        """Seconds of drafting per step."""
-        return self.num_draft_passes * self.draft_pass
+Z_95 = 1.959963984540054
+"""The normal quantile of a 95 % interval."""
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens of a step with ``gamma`` draft tokens in a chain, final token included (Leviathan et al. 2023, equation 1).
-
-    Args:
-        alpha: probability that one more draft token is accepted.
-        gamma: 0 or more.
-
-    Raises:
-        ValueError: ``alpha`` is no probability, or ``gamma`` is negative.
-    """
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha={alpha} is not allowed: it must be between 0 and 1")
-    if gamma < 0:
-        raise ValueError(f"gamma={gamma} is not allowed: it must be 0 or more")
-    return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    """Tokens of a step with ``gamma`` draft tokens in a chain, final token included (Leviathan et al. 2023, equation 1)."""
+    return mean_expected_tokens(alpha, dict.fromkeys(range(1, gamma + 1), 1), 1)
 
 
-def mean_expected_tokens(alpha: float, depths: Mapping[int, int]) -> float:
-    """`expected_tokens` over steps whose trees differ in depth; 1 where there are none.
+def mean_expected_tokens(alpha: float, trees: Mapping[int, int], num_steps: int) -> float:
+    """`expected_tokens` over steps whose trees differ in depth.
 
     Args:
         alpha: probability that one more depth is accepted.
-        depths: number of steps by the depth of their tree, 0 for nothing drafted.
+        trees: how many reach a depth, by depth, from 1 on.
+        num_steps: those without a tree among them.
     """
-    num_steps = sum(depths.values())
-    return sum(expected_tokens(alpha, depth) * count for depth, count in depths.items()) / num_steps if num_steps else 1.0
+    return 1 + sum(alpha**depth * count for depth, count in trees.items()) / num_steps
 
 
-def predicted_speed_up(tokens_per_step: float, costs: PassCosts) -> float:
-    """Speed-up over decoding without a draft of steps that emit ``tokens_per_step`` tokens per request."""
-    return tokens_per_step * costs.decode / (costs.draft + costs.verify)
+@dataclass(slots=True)
+class AcceptanceCounts:
+    """Counts of draft trees and of what was accepted of them; `observe` is an observer of an engine."""
+
+    num_steps: int = 0  # of requests
+    num_tries: int = 0  # nodes that verification reached and that have children, roots among them
+    trees: Counter[int] = field(default_factory=Counter)  # those that reach a depth
+    accepted: Counter[int] = field(default_factory=Counter)  # those of which a node of a depth was accepted
+
+    def observe(self, plan: StepPlan, acceptance: Acceptance) -> None:
+        """Count the rows of a step that emitted tokens."""
+        for i, path in enumerate(acceptance.paths):
+            if plan.reaches_root(i):
+                topology = acceptance.trees[i].topology
+                inner = set(topology.inner.tolist())
+                self.num_steps += 1
+                self.num_tries += sum(node in inner for node in (-1, *path))
+                self.trees.update(range(1, topology.max_depth + 1))
+                self.accepted.update(range(1, len(path) + 1))
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Alpha, the acceptance of one more depth, where it was tried, and the tokens of a step that it alone gives."""
+        alpha = self.accepted.total() / self.num_tries if self.num_tries else 0.0
+        expected = {"expected tokens/step": mean_expected_tokens(alpha, self.trees, self.num_steps)}
+        return {"alpha": alpha, **expected} if self.num_tries else expected
+
+    @property
+    def details(self) -> dict[str, list[int]]:
+        """Both counts per depth, from depth 1 on."""
+        counts = {"trees per depth": self.trees, "accepted per depth": self.accepted}
+        return {name: [count[depth] for depth in sorted(self.trees)] for name, count in counts.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share and its interval, all between 0 and 1."""
+
+    share: float
+    low: float
+    high: float
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.share:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
+
+
+def wilson_share(num_successes: float, num_trials: float, z: float = Z_95) -> Share:
+    """A binomial share of at least one trial with its score interval, of two-sided confidence by its normal quantile ``z``.
+
+    Wilson, "Probable inference", Journal of the American Statistical Association, 1927.
+    """
+    share = num_successes / num_trials
+    scale = 1 + z * z / num_trials
+    center = (share + z * z / (2 * num_trials)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / num_trials + z * z / (4 * num_trials**2))
+    return Share(share, max(0.0, center - half), min(1.0, center + half))

@@ -15,37 +15,40 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
 from importlib.metadata import version
-from itertools import product
-from math import exp, log
+from itertools import chain, product
 from pathlib import Path
-from statistics import mean
+from statistics import geometric_mean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan.bench.gpu.attention import MAX_DISAGREEMENT, AttentionBench, titan_attention
-from titan.bench.gpu.attention_batches import Case, Shape, relative_error
-from titan.bench.gpu.sections import Setting, describe
+from titan.bench.gpu.attention import check_agreement, seconds_per_layer
+from titan.bench.gpu.attention_batches import Case, Shape, make_case, uniform_shape
+from titan.bench.gpu.attention_kernels import titan
+from titan.bench.gpu.sections import Row, Setting, describe
 from titan.bench.gpu_check import choose_check_device
-from titan.bench.provenance import collect_provenance
-from titan.bench.report import Report, Table, add_report_options, count, format_figure, publish, use_threads
+from titan.bench.report import Report, bench_parser, count, figure_table, measure_and_publish, parse
+from titan.bench.turns import log
 from titan.kernels.triton import tuning
 from titan.kernels.triton.attention_plan import AttentionGeometry
 from titan.kernels.triton.tuning import TileConfig
 
-BLOCK_MS = (16, 32, 64, 128)
-HEAD_DIMS = (64, 128)
+NUM_NODES = {16: 0, 32: 6, 64: 15, 128: 63}
+"""Of the draft trees whose queries get tiles of so many rows, with four query heads per KV head."""
+UNIFORM = ((1, 8192), (1, 32768), (8, 8192), (32, 2048), (128, 1024))
+"""Requests and contexts of the batches."""
 MIN_GAIN = 0.02
 """So much less time must a candidate take to replace the present configuration."""
 NUM_SHOWN = 5
 NUM_REFINED = 3
 """Of the best candidates, how many are tried with other numbers of programs."""
+LABELS = ("head_dim", "block_m", "block_n", "warps", "stages", "programs")
+RELATIVE = "x present"
 
 Key = tuple[int, int, int]
 """Of `titan.kernels.triton.tuning.TABLE`: capability, padded head_dim, bytes per element."""
@@ -60,94 +63,61 @@ class Space:
     num_stages: Sequence[int] = (3, 5, 7)
     programs: Sequence[int] = (1, 2, 3, 4)  # per multiprocessor
 
-    def candidates(self, present: TileConfig, block_m: int) -> list[TileConfig]:
-        """All tiles of that many rows, with the present number of programs."""
-        return [
-            TileConfig(block_m, *each, present.programs_per_multiprocessor)
-            for each in product(self.block_ns, self.num_warps, self.num_stages)
-        ]
+
+TINY = Space(block_ns=(16, 32), num_warps=(4,), num_stages=(3,), programs=(1, 2))
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One configuration and what became of it."""
+def tune(key: Key, block_m: int, space: Space, setting: Setting, tell: Callable[[Row], object]) -> TileConfig:
+    """Find the fastest configuration for tiles of so many rows; the present one if nothing beats it.
 
-    head_dim: int
-    config: TileConfig
-    relative: float | None  # geometric mean of its times over the present configuration's
-    microseconds: dict[str, float] = field(default_factory=dict)  # of one layer, by batch
-    problem: str | None = None
-
-
-class Tuner:
-    """Times candidates on one device.
-
-    Args:
-        setting: where, and whether at tiny shapes.
-        space: what is tried.
+    All tiles of the space are tried with the present number of programs, and the best of them with others; ``tell`` hears of each.
     """
+    present = present_config(key, block_m)
+    cases = [make_case(shape, setting) for shape in tuning_shapes(key[1], block_m, setting.is_tiny)]
+    baseline = [run(key, present, case) for case in cases]
+    relatives: dict[TileConfig, float] = {}
 
-    def __init__(self, setting: Setting, space: Space) -> None:
-        self.setting = setting
-        self.space = space
-        self.candidates: list[Candidate] = []
-        self._bench = AttentionBench(setting)
+    def attempt(config: TileConfig) -> None:
+        row = candidate(key, config, cases, baseline)
+        log(f"heads of {key[1]}: {config}: {row.problem or format(row.figures[RELATIVE], '.3f')}")
+        tell(row)
+        if row.status == "ok":
+            relatives[config] = row.figures[RELATIVE]
 
-    def key(self, head_dim: int) -> Key:
-        """Where the table has the configurations of bfloat16 and float16."""
-        capability = tuning.SM90
-        if self.setting.device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(self.setting.device)
-            capability = 10 * major + minor
-        return capability, head_dim, torch.bfloat16.itemsize
-
-    def tune(self, head_dim: int, block_m: int) -> TileConfig:
-        """The best configuration for a head_dim and a number of rows; the present one if nothing beats it."""
-        key = self.key(head_dim)
-        present = present_config(key, block_m)
-        cases = {shape.name: self._bench.make_case(shape) for shape in tuning_shapes(head_dim, block_m, self.setting.is_tiny)}
-        baseline = {name: self._run(key, present, case) for name, case in cases.items()}
-        tried = [self._try(key, config, cases, baseline) for config in self.space.candidates(present, block_m)]
-        for good in _ranked(tried)[:NUM_REFINED]:
-            others = [count for count in self.space.programs if count != present.programs_per_multiprocessor]
-            configs = [replace(good.config, programs_per_multiprocessor=count) for count in others]
-            tried += [self._try(key, config, cases, baseline) for config in configs]
-        self.candidates += tried
-        faster = [each.config for each in _ranked(tried) if each.relative is not None and each.relative <= 1 - MIN_GAIN]
-        return faster[0] if faster else present
-
-    def _try(
-        self,
-        key: Key,
-        config: TileConfig,
-        cases: dict[str, Case],
-        baseline: dict[str, tuple[Tensor, float]],
-    ) -> Candidate:
-        seconds = {}
-        for name, case in cases.items():
-            expected, _ = baseline[name]
-            try:
-                output, seconds[name] = self._run(key, config, case)
-            except Exception as error:  # noqa: BLE001 (one that does not fit on the device is no candidate)
-                return Candidate(key[1], config, None, problem=describe(error))
-            disagreement = relative_error(output, expected)
-            if not disagreement <= MAX_DISAGREEMENT:
-                return Candidate(key[1], config, None, problem=f"disagrees with the present one by {disagreement:.1e}")
-        relative = exp(mean(log(seconds[name] / baseline[name][1]) for name in cases))
-        candidate = Candidate(key[1], config, relative, {name: value * 1e6 for name, value in seconds.items()})
-        print(f"heads of {key[1]}: {config}: {relative:.3f}", file=sys.stderr, flush=True)
-        return candidate
-
-    def _run(self, key: Key, config: TileConfig, case: Case) -> tuple[Tensor, float]:
-        """Output of the first layer, and seconds per layer."""
-        with only(key, config):
-            attend = titan_attention(case)
-            return attend(0), self._bench.time_layer(case, attend)
+    for tile in product(space.block_ns, space.num_warps, space.num_stages):
+        attempt(TileConfig(block_m, *tile, present.programs_per_multiprocessor))
+    for good in sorted(relatives, key=relatives.__getitem__)[:NUM_REFINED]:
+        for programs in space.programs:
+            if programs != present.programs_per_multiprocessor:
+                attempt(replace(good, programs_per_multiprocessor=programs))
+    best = min(relatives, key=relatives.__getitem__, default=present)
+    return best if relatives.get(best, 1.0) <= 1 - MIN_GAIN else present
 
 
-def _ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that ran, the fastest first."""
-    return sorted((each for each in candidates if each.relative is not None), key=lambda each: each.relative or 0.0)
+def candidate(key: Key, config: TileConfig, cases: Sequence[Case], baseline: Sequence[tuple[Tensor, float]]) -> Row:
+    """Time a configuration over the present one's outputs and seconds; one that is wrong or cannot run has no figures."""
+    labels = dict(zip(LABELS, (key[1], *astuple(config)), strict=True))
+    figures, ratios = {}, []
+    for case, (expected, present_seconds) in zip(cases, baseline, strict=True):
+        try:
+            output, seconds = run(key, config, case)
+            check_agreement(output, expected)
+        except Exception as error:  # noqa: BLE001 - one that does not fit on the device is no candidate
+            return Row(labels, 0, {}, status="failed", problem=describe(error))
+        ratios.append(seconds / present_seconds)
+        figures[f"{len(case.shape.contexts)} x {case.shape.name}, us"] = seconds * 1e6
+    return Row(labels, 0, {RELATIVE: geometric_mean(ratios), **figures})
+
+
+def run(key: Key, config: TileConfig, case: Case) -> tuple[Tensor, float]:
+    """Let every number of rows take a configuration: output of the first layer, and seconds per layer."""
+    changed: dict[Key, Any] = {**tuning.TABLE, key: (config,)}
+    original, tuning.TABLE = tuning.TABLE, changed
+    try:
+        attend = titan(case)
+        return attend(0), seconds_per_layer(case, attend)
+    finally:
+        tuning.TABLE = original
 
 
 def present_config(key: Key, block_m: int) -> TileConfig:
@@ -156,41 +126,29 @@ def present_config(key: Key, block_m: int) -> TileConfig:
     return next((config for config in configs if config.block_m >= block_m), configs[-1])
 
 
-@contextmanager
-def only(key: Key, config: TileConfig) -> Iterator[None]:
-    """Let plans that are made within the context take this configuration for every number of rows."""
-    table: dict[Key, Any] = dict(tuning.TABLE)
-    table[key] = (config,)
-    original, tuning.TABLE = tuning.TABLE, table
-    try:
-        yield
-    finally:
-        tuning.TABLE = original
-
-
 def tuning_shapes(head_dim: int, block_m: int, is_tiny: bool) -> list[Shape]:
     """Batches whose tiles have that many rows, of a model with four query heads per KV head."""
     geometry = AttentionGeometry(32, 8, head_dim, 16, torch.bfloat16)
-    num_nodes = {16: 0, 32: 6, 64: 15, 128: 63}[block_m]
-    parents = tuple((node - 1) // 2 if node else -1 for node in range(num_nodes))
+    parents = tuple((node - 1) // 2 if node else -1 for node in range(NUM_NODES[block_m]))
     if is_tiny:
-        geometry = replace(geometry, num_heads=4, num_kv_heads=1)
-        return [Shape("1 x 20", geometry, (20,), parents)]
-    sizes = [(1, 8192), (1, 32768), (8, 8192), (32, 2048), (128, 1024)]
-    shapes = [Shape(f"{batch} x {context}", geometry, (context,) * batch, parents) for batch, context in sizes]
-    if block_m == max(BLOCK_MS):
-        shapes.append(Shape("4 chunks of 512 behind 2048", geometry, (2048,) * 4, (), num_tokens=512))
+        return [uniform_shape(replace(geometry, num_heads=4, num_kv_heads=1), 1, 20, parents)]
+    shapes = [uniform_shape(geometry, *each, parents) for each in UNIFORM]
+    if block_m == max(NUM_NODES):
+        shapes.append(Shape("chunk of 512 behind 2048", geometry, (2048,) * 4, (), num_tokens=512))
     return shapes
 
 
-def with_entry(source: str, key: Key, configs: Sequence[TileConfig], note: str) -> str:
-    """The text of kernels/triton/tuning.py with another entry in its table.
+def table_key(head_dim: int, device: torch.device) -> Key:
+    """Where the table has the configurations of bfloat16 and float16."""
+    capability = tuning.SM90
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = 10 * major + minor
+    return capability, head_dim, torch.bfloat16.itemsize
 
-    Args:
-        source: the text.
-        key: of the entry; one that is there is replaced.
-        configs: of the entry.
-        note: what it was timed on.
+
+def with_entry(source: str, key: Key, configs: Sequence[TileConfig], note: str) -> str:
+    """The text of kernels/triton/tuning.py with another entry in its table, whose note says what it was timed on.
 
     Raises:
         ValueError: the text has no table.
@@ -202,29 +160,30 @@ def with_entry(source: str, key: Key, configs: Sequence[TileConfig], note: str) 
     head = f"    ({capability}, {key[1]}, {key[2]}): ("
     lines = [f"        TileConfig({', '.join(map(str, astuple(config)))}),\n" for config in configs]
     entry = f"{head}  # {note}\n{''.join(lines)}    ),\n"
-    found = re.search(rf"^{re.escape(head)}.*?^    \),\n", table["entries"], re.MULTILINE | re.DOTALL)
-    entries = table["entries"]
-    entries = entries + entry if found is None else entries[: found.start()] + entry + entries[found.end() :]
-    return source[: table.start("entries")] + entries + source[table.end("entries") :]
+    present = rf"^{re.escape(head)}.*?^    \),\n"
+    entries, num_replaced = re.subn(present, entry, table["entries"], flags=re.MULTILINE | re.DOTALL)
+    return source[: table.start("entries")] + entries + ("" if num_replaced else entry) + source[table.end("entries") :]
 
 
-def candidate_table(candidates: Sequence[Candidate]) -> Table:
-    """The fastest of each kind, and how many could not run."""
-    cells = []
-    for kind in dict.fromkeys((each.head_dim, each.config.block_m) for each in candidates):
-        mine = [each for each in candidates if (each.head_dim, each.config.block_m) == kind]
-        num_failed = sum(each.problem is not None for each in mine)
-        cells += [
-            [
-                *map(str, (each.head_dim, *astuple(each.config))),
-                format_figure(each.relative, 3),
-                "; ".join(f"{name}: {value:.1f}" for name, value in each.microseconds.items()),
-            ]
-            for each in _ranked(mine)[:NUM_SHOWN]
-        ]
-        cells.append([*map(str, kind), "", "", "", "", "", f"{len(mine)} tried, {num_failed} of them could not run"])
-    header = ["head_dim", "block_m", "block_n", "warps", "stages", "programs", "x present", "us per layer"]
-    return Table("Candidates", header, cells, num_text_columns=0)
+def make_report(candidates: Sequence[Row], note: str) -> Report:
+    """The fastest for each head_dim and number of rows, and what became of the others."""
+    ran = sorted((row for row in candidates if row.status == "ok"), key=lambda row: row.figures[RELATIVE])
+    kinds = dict.fromkeys((row.labels["head_dim"], row.labels["block_m"]) for row in candidates)
+    best = [[row for row in ran if (row.labels["head_dim"], row.labels["block_m"]) == kind][:NUM_SHOWN] for kind in kinds]
+    shown, problems = list(chain(*best)), Counter(row.problem for row in candidates if row.status != "ok")
+    gain = f"; the fastest takes {ran[0].figures[RELATIVE]:.3f} x the time of the present one" if ran else ""
+    times = dict.fromkeys((name for row in shown for name in row.figures if name != RELATIVE), ".1f")
+    return Report(
+        "Tiles of tree attention",
+        f"{len(ran)} of {count(len(candidates), 'candidate')} could run{gain}.",
+        {"candidates": candidates},
+        [figure_table(f"The fastest candidates, at most {NUM_SHOWN} of a kind", shown, LABELS, {RELATIVE: ".3f", **times})],
+        notes=[
+            note,
+            f"{RELATIVE}: time over that of the configuration that was in the table; us: of one layer, requests x context.",
+        ],
+        warnings=[f"{count(number, 'candidate')} left out: {problem}" for problem, number in problems.items()],
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -233,58 +192,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         ValueError: there is no device to tune for, ``--tiny`` has no ``--output``, or the output is no copy of the table.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    args = parse_arguments(argv)
+    args = parse(make_parser(), argv)
     if args.tiny and args.output is None:
         raise ValueError("--tiny needs --output, a copy of kernels/triton/tuning.py: what it times must not get into the table")
     output: Path = args.output or Path(tuning.__file__)
+    if not output.is_file():
+        raise ValueError(f"--output {output} is not there: it must be a copy of kernels/triton/tuning.py")
     with_entry(output.read_text(encoding="utf-8"), (0, 0, 0), [], "")  # refuses another file before the work
     device = choose_check_device(args.tiny)
-    use_threads(args)
-    provenance = collect_provenance("tune", argv, seed=args.seed)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the interpreter"
-    note = f"{name}, Triton {version('triton')}"
-    space = Space(block_ns=(16, 32), num_warps=(4,), num_stages=(3,), programs=(1, 2)) if args.tiny else Space()
-    tuner = Tuner(Setting(device, args.tiny, args.seed, args.threads), space)
-    is_complete = True
-    try:
+    timed_on = f"{name}, Triton {version('triton')}"
+    candidates: list[Row] = []
+
+    def measure() -> None:
+        setting = Setting(device, args.tiny, args.seed, args.threads)
         for head_dim in args.head_dims:
-            key = tuner.key(head_dim)
+            key = table_key(head_dim, device)
             configs = {config.block_m: config for config in tuning.TABLE.get(key, tuning.SAFE_CONFIGS)}
             for block_m in args.block_m:
-                best = tuner.tune(head_dim, block_m)
+                best = tune(key, block_m, TINY if args.tiny else Space(), setting, candidates.append)
                 configs[best.block_m] = best
-                in_order = [configs[rows] for rows in sorted(configs)]
-                source = output.read_text(encoding="utf-8")
-                output.write_text(with_entry(source, key, in_order, note), encoding="utf-8")
-    except KeyboardInterrupt:
-        is_complete = False
-    ran = _ranked(tuner.candidates)
-    gain = f"; the fastest takes {ran[0].relative:.3f} x the time of the present one" if ran else ""
-    report = Report(
-        "Tiles of tree attention",
-        f"{len(ran)} of {count(len(tuner.candidates), 'candidate')} could run{gain}.",
-        provenance,
-        vars(args),
-        {"candidates": tuner.candidates},
-        [candidate_table(tuner.candidates)],
-        notes=[f"Timed on {note}; written to {output}.", "x present: time over that of the configuration that was in the table."],
-        is_complete=is_complete,
-    )
-    publish(report, args)
+                changed = with_entry(output.read_text(encoding="utf-8"), key, [configs[rows] for rows in sorted(configs)], timed_on)
+                output.write_text(changed, encoding="utf-8")
+
+    measure_and_publish(args, measure, lambda: make_report(candidates, f"Timed on {timed_on}; written to {output}."))
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="titan bench tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--head-dims", nargs="+", type=int, choices=(64, 128, 256), default=list(HEAD_DIMS))
-    parser.add_argument("--block-m", nargs="+", type=int, choices=BLOCK_MS, default=list(BLOCK_MS), help="rows (default: all)")
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = bench_parser("tune", __doc__)
+    parser.add_argument("--head-dims", nargs="+", type=int, choices=(64, 128, 256), default=[64, 128], help="default: 64 and 128")
+    parser.add_argument("--block-m", nargs="+", type=int, choices=NUM_NODES, default=list(NUM_NODES), help="rows (default: all)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: kernels/triton/tuning.py itself")
     parser.add_argument("--tiny", action="store_true", help="one tiny batch; times mean nothing then")
-    add_report_options(parser)
-    return parser.parse_args(argv)
+    return parser
 
 
 if __name__ == "__main__":

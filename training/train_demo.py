@@ -19,7 +19,7 @@ import argparse
 import math
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,7 @@ END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
 SEQUENCE_LENGTH = 512
 MAX_POSITIONS = 2048
-DRAFT_LR = 6e-3
+TARGET_LR, DRAFT_LR = 3e-3, 6e-3
 WRITTEN_SHARE = 0.75
 """Share of the draft's training windows that come from the target's own text."""
 WRITTEN_LENGTH = 256
@@ -109,15 +109,15 @@ def load_corpus(tokenizer_folder: Path | None) -> tuple[Corpus, PreTrainedTokeni
     return corpus, tokenizer
 
 
-def target_config(eos_token_id: int) -> LlamaConfig:
-    """Few wide layers: a step is bound by reading weights, which is what verification amortises."""
+def demo_config(eos_token_id: int, *, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> LlamaConfig:
+    """A Llama with the vocabulary and the positions of the pair, and tied embeddings."""
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=640,
-        intermediate_size=2048,
-        num_hidden_layers=3,
-        num_attention_heads=10,
-        num_key_value_heads=2,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -126,58 +126,16 @@ def target_config(eos_token_id: int) -> LlamaConfig:
     )
 
 
-def draft_config(eos_token_id: int) -> LlamaConfig:
-    """One thin layer: a draft pass costs little more than its handful of operations."""
-    return LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=eos_token_id,
-        pad_token_id=None,
-    )
+TARGET_SIZES = {"hidden": 640, "ffn": 2048, "layers": 3, "heads": 10, "kv_heads": 2}
+"""Few wide layers: a step is bound by reading weights, which is what verification amortises."""
+DRAFT_SIZES = {"hidden": 256, "ffn": 768, "layers": 1, "heads": 4, "kv_heads": 4}
+"""One thin layer: a draft pass costs little more than its handful of operations."""
 
 
 def sample_batch(stream: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
     """Draw random windows of ``SEQUENCE_LENGTH + 1`` tokens: int64 [batch_size, SEQUENCE_LENGTH + 1]."""
     starts = torch.randint(len(stream) - SEQUENCE_LENGTH - 1, (batch_size, 1), generator=generator)
     return stream[starts + torch.arange(SEQUENCE_LENGTH + 1)]
-
-
-class Optimizer:
-    """Muon for the matrices inside the layers, AdamW for embeddings and norms; warm-up, then cosine to 5 %."""
-
-    def __init__(self, model: nn.Module, num_steps: int, *, matrix_lr: float, other_lr: float) -> None:
-        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-        others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-        self.parameters = matrices + others
-        self.optimizers = [
-            torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
-        num_warmup = max(1, num_steps // 25)
-
-        def factor(step: int) -> float:
-            if step < num_warmup:
-                return (step + 1) / num_warmup
-            progress = (step - num_warmup) / max(1, num_steps - num_warmup)
-            return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
-
-        self.schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in self.optimizers]
-
-    def step(self, loss: Tensor) -> None:
-        """Back-propagate ``loss`` and update the parameters."""
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad(set_to_none=True)
 
 
 def forward(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
@@ -187,30 +145,53 @@ def forward(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     return logits.float()
 
 
-def progress(name: str, num_steps: int) -> Iterator[tuple[int, list[float]]]:
-    """Yield (step, losses); print the mean loss of the last 25 steps with the time left."""
-    start = time.perf_counter()
-    losses: list[float] = []
-    for step in range(num_steps):
-        yield step, losses
-        if (step + 1) % 25 == 0:
-            elapsed = time.perf_counter() - start
-            left = elapsed / (step + 1) * (num_steps - step - 1)
-            print(f"{name} step {step + 1}/{num_steps} loss {sum(losses[-25:]) / 25:.4f} left {left / 60:.1f} min", flush=True)
+def fit(name: str, model: nn.Module, num_steps: int, lr: float, loss_of_batch: Callable[[], Tensor]) -> None:
+    """Minimise a loss: Muon for the matrices inside the layers, AdamW for embeddings and norms; warm-up, then cosine to 5 %.
+
+    Prints the mean loss of the last 25 steps with the time left.
+    """
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    num_warmup = max(1, num_steps // 25)
+
+    def factor(step: int) -> float:
+        if step < num_warmup:
+            return (step + 1) / num_warmup
+        progress = (step - num_warmup) / max(1, num_steps - num_warmup)
+        return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
+
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
+    start, losses = time.perf_counter(), list[float]()
+    for step in range(1, num_steps + 1):
+        loss = loss_of_batch()
+        loss.backward()
+        nn.utils.clip_grad_norm_(matrices + others, 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        if step % 25 == 0:
+            left = (time.perf_counter() - start) / step * (num_steps - step)
+            print(f"{name} step {step}/{num_steps} loss {sum(losses[-25:]) / 25:.4f} left {left / 60:.1f} min", flush=True)
+    model.eval()
 
 
 def train_target(corpus: Corpus, config: LlamaConfig, num_steps: int, batch_size: int, seed: int) -> LlamaForCausalLM:
     """Train the target by next-token cross entropy."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
-    optimizer = Optimizer(model, num_steps, matrix_lr=3e-3, other_lr=3e-3)
     generator = torch.Generator().manual_seed(seed)
-    for _, losses in progress("target", num_steps):
+
+    def loss_of_batch() -> Tensor:
         ids = sample_batch(corpus.train, batch_size, generator)
-        loss = F.cross_entropy(forward(model, ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-        optimizer.step(loss)
-        losses.append(loss.item())
-    model.eval()
+        return F.cross_entropy(forward(model, ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+    fit("target", model, num_steps, TARGET_LR, loss_of_batch)
     return model
 
 
@@ -251,14 +232,14 @@ def distil_draft(
     num_steps: int,
     batch_size: int,
     seed: int,
-) -> LlamaForCausalLM:
+) -> None:
     """Train the draft on the target's distributions (forward KL), on the target's text and on the corpus."""
-    optimizer = Optimizer(draft, num_steps, matrix_lr=DRAFT_LR, other_lr=DRAFT_LR)
     generator = torch.Generator().manual_seed(seed + 1)
     order = torch.randperm(len(written), generator=generator).tolist()
     written_stream = torch.tensor([token_id for i in order for token_id in written[i].prompt_ids + written[i].token_ids])
     num_written = round(batch_size * WRITTEN_SHARE)
-    for _, losses in progress("draft", num_steps):
+
+    def loss_of_batch() -> Tensor:
         parts = [
             sample_batch(written_stream, num_written, generator),
             sample_batch(corpus.train, batch_size - num_written, generator),
@@ -267,11 +248,9 @@ def distil_draft(
         with torch.no_grad():
             target_logprobs = forward(target, ids).log_softmax(-1)
         draft_logprobs = forward(draft, ids).log_softmax(-1)
-        loss = F.kl_div(draft_logprobs.flatten(0, 1), target_logprobs.flatten(0, 1), log_target=True, reduction="batchmean")
-        optimizer.step(loss)
-        losses.append(loss.item())
-    draft.eval()
-    return draft
+        return F.kl_div(draft_logprobs.flatten(0, 1), target_logprobs.flatten(0, 1), log_target=True, reduction="batchmean")
+
+    fit("draft", draft, num_steps, DRAFT_LR, loss_of_batch)
 
 
 @torch.inference_mode()
@@ -314,63 +293,61 @@ It exists so that Titan runs with no download. It is far too small to be of use 
 
 | | |
 |---|---|
-| architecture | Llama, {num_layers} layer(s), hidden {hidden}, ffn {ffn}, {heads} heads, {kv_heads} KV heads, tied embeddings |
+| architecture | Llama, {config.num_hidden_layers} layer(s), hidden {config.hidden_size}, ffn {config.intermediate_size}, \
+{config.num_attention_heads} heads, {config.num_key_value_heads} KV heads, tied embeddings |
 | parameters | {parameters:,} |
-| vocabulary | {vocab} tokens, byte-level BPE trained on the same files |
-| trained on | {train_files} files of the Python {python} standard library, {characters:,} characters, {tokens:,} tokens |
+| vocabulary | {config.vocab_size} tokens, byte-level BPE trained on the same files |
+| trained on | {corpus.num_train_files} files of the Python {python} standard library, {corpus.num_characters:,} characters, \
+{tokens:,} tokens |
 | training | {steps} steps of {batch} x {length} tokens |
-| held out | {held_out_files} files, {held_out_tokens:,} tokens, chosen by a hash of the file name |
+| held out | {corpus.num_held_out_files} files, {held_out_tokens:,} tokens, chosen by a hash of the file name |
 | held-out loss | {loss:.3f} nats per token (perplexity {perplexity:.2f}) |
-| draft agreement, held out | same most likely token at {agreement:.1%} of positions |
-| draft agreement, generated | the same at {generated_agreement:.1%} of positions in text that the target writes at temperature 0 |
-| trained context | {length} tokens; positions up to {max_positions} are accepted |
+| draft agreement, held out | same most likely token at {quality.agreement:.1%} of positions |
+| draft agreement, generated | the same at {quality.generated_agreement:.1%} of positions in text that the target writes at \
+temperature 0 |
+| trained context | {length} tokens; positions up to {config.max_position_embeddings} are accepted |
 
 Made by `python training/train_demo.py`. The training text is under the Python Software Foundation License.
 """
 
 
+DESCRIPTIONS = {
+    "target": "A small language model of Python source code.",
+    "draft": "The draft of the demo target, distilled from it by forward KL on the corpus and on the target's own text.",
+}
+
+
 def save(
     model: LlamaForCausalLM,
-    folder: Path,
+    role: str,
+    output: Path,
     tokenizer: PreTrainedTokenizerFast,
     quality: Quality,
     corpus: Corpus,
     steps: int,
     batch: int,
 ) -> None:
-    """Write config, bfloat16 safetensors, tokenizer and model card to ``folder``."""
-    config = model.config
+    """Write config, bfloat16 safetensors, tokenizer and model card of the "target" or "draft" to a folder of that name."""
+    config, folder = model.config, output / role
     model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    is_target = config.hidden_size == target_config(0).hidden_size
-    loss = quality.target_loss if is_target else quality.draft_loss
+    loss = quality.target_loss if role == "target" else quality.draft_loss
     (folder / "README.md").write_text(
         CARD.format(
-            role="target" if is_target else "draft",
-            description="A small language model of Python source code."
-            if is_target
-            else "The draft of the demo target, distilled from it by forward KL on the corpus and on the target's own text.",
-            num_layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            ffn=config.intermediate_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
+            role=role,
+            description=DESCRIPTIONS[role],
+            config=config,
+            corpus=corpus,
+            quality=quality,
             parameters=sum(p.numel() for p in model.parameters()),
-            vocab=config.vocab_size,
-            train_files=corpus.num_train_files,
             python=platform.python_version(),
-            characters=corpus.num_characters,
             tokens=len(corpus.train),
             steps=steps,
             batch=batch,
             length=SEQUENCE_LENGTH,
-            held_out_files=corpus.num_held_out_files,
             held_out_tokens=len(corpus.held_out),
             loss=loss,
             perplexity=math.exp(loss),
-            agreement=quality.agreement,
-            generated_agreement=quality.generated_agreement,
-            max_positions=MAX_POSITIONS,
         )
     )
 
@@ -394,24 +371,26 @@ def main() -> None:
     target_folder = args.target
     if target_folder is None:
         target_folder = args.output / "target"
-        target = train_target(corpus, target_config(tokenizer.eos_token_id), args.target_steps, args.batch_size, args.seed)
+        target = train_target(
+            corpus, demo_config(tokenizer.eos_token_id, **TARGET_SIZES), args.target_steps, args.batch_size, args.seed
+        )
         target.bfloat16().save_pretrained(target_folder)
         tokenizer.save_pretrained(target_folder)
     target = LlamaForCausalLM.from_pretrained(target_folder, dtype=torch.float32)  # as stored, rounded to bfloat16
     written = write_text(target_folder, corpus.train, args.written_sequences, args.greedy_share, seed=args.seed)
     torch.manual_seed(args.seed + 1)
     if args.draft is None:
-        draft = LlamaForCausalLM(draft_config(tokenizer.eos_token_id))
+        draft = LlamaForCausalLM(demo_config(tokenizer.eos_token_id, **DRAFT_SIZES))
     else:
         draft = LlamaForCausalLM.from_pretrained(args.draft, dtype=torch.float32)
-    draft = distil_draft(draft, target, corpus, written, args.draft_steps, args.batch_size, args.seed)
+    distil_draft(draft, target, corpus, written, args.draft_steps, args.batch_size, args.seed)
     quality = evaluate(target, draft, corpus, write_text(target_folder, corpus.held_out, 128, greedy_share=1.0, seed=args.seed + 1))
     print(
         f"held-out perplexity: target {math.exp(quality.target_loss):.2f}, draft {math.exp(quality.draft_loss):.2f}; "
         f"draft agreement {quality.agreement:.1%} held out, {quality.generated_agreement:.1%} on the target's greedy text"
     )
-    save(target, args.output / "target", tokenizer, quality, corpus, args.target_steps, args.batch_size)
-    save(draft, args.output / "draft", tokenizer, quality, corpus, args.draft_steps, args.batch_size)
+    save(target, "target", args.output, tokenizer, quality, corpus, args.target_steps, args.batch_size)
+    save(draft, "draft", args.output, tokenizer, quality, corpus, args.draft_steps, args.batch_size)
 
 
 if __name__ == "__main__":

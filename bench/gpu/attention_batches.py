@@ -1,37 +1,49 @@
-"""Verification steps at any size: what a model would hand to the planner, and which slots each token must see.
+"""Verification steps at any size, laid out by the engine's own code, with random numbers in them.
 
-Legend: T query tokens, R requests of Q query tokens each, K KV heads, D head_dim.
+Legend: R requests of Q query tokens each, K KV heads, D head_dim.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.core.trees import topology
+from titan.bench.gpu.sections import Setting
+from titan.bench.samples import Label
+from titan.core.batch import QueryRow, build_batch
+from titan.core.trees import DraftTree, DraftTrees, TreeLimits
 from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
-from titan.kernels.triton.tree_attention import tree_attention
+from titan.kernels.triton.pass_inputs import upload_inputs
+from titan.kernels.triton.upload import upload
 
 TREE = (-1, 0, 1, -1, 3, 0)
 """The nodes after the root: with it, seven tokens."""
+CACHE_BYTES = 180 * 2**20
+"""Distinct KV of a case, at least: three times the second-level cache of an H200."""
+MIN_LAYERS, MAX_KV_BYTES = 4, 20 * 2**30
+"""Of a case, but for one layer that is larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Contexts of the requests, and what each of them asks: committed tokens, the last of which is the root of a tree."""
 
-    name: str
+    name: Label  # of the contexts
     geometry: AttentionGeometry
     contexts: tuple[int, ...]
     parents: tuple[int, ...] = TREE  # none: no tree
     num_tokens: int = 1  # committed ones of a query: the root, or a prefill chunk
-    has_goal: bool = True
+
+    @property
+    def labels(self) -> Mapping[str, Label]:
+        return {"requests": len(self.contexts), "context": self.name}
 
     @property
     def query_len(self) -> int:
@@ -44,22 +56,19 @@ class Shape:
         kv = sum(context + self.query_len for context in self.contexts) * 2 * geometry.num_kv_heads
         return (kv + len(self.contexts) * self.query_len * 2 * geometry.num_heads) * geometry.head_dim * geometry.dtype.itemsize
 
-    def num_pages(self, blocks_per_page: int) -> list[int]:
-        """Of each request."""
-        return [-(-(context + self.query_len) // (self.geometry.block_size * blocks_per_page)) for context in self.contexts]
-
     def visible(self, context: int, device: torch.device) -> Tensor:
-        """Which slots each token sees, bool [Q, slots], from the parents themselves."""
-        tree_start = context + self.num_tokens
-        slots = torch.arange(context + self.query_len, device=device)
-        rows = [slots <= torch.arange(context, tree_start, device=device)[:, None]]
-        for node in range(len(self.parents)):
-            row = slots < tree_start
-            while node >= 0:
-                row[tree_start + node] = True
-                node = self.parents[node]
-            rows.append(row[None])
-        return torch.cat(rows)
+        """Which slots each token sees, bool [Q, slots]: a node what its parent sees, and itself."""
+        first, num_slots = self.num_tokens, context + self.query_len
+        visible = torch.ones(self.query_len, num_slots, dtype=torch.bool, device=device).tril(context)
+        for node, parent in enumerate(self.parents):
+            visible[first + node] = visible[first + parent]  # -1 is the root, the last committed token
+            visible[first + node, context + first + node] = True
+        return visible
+
+
+def uniform_shape(geometry: AttentionGeometry, num_requests: int, context: int, parents: tuple[int, ...] = TREE) -> Shape:
+    """All contexts of one length."""
+    return Shape(context, geometry, (context,) * num_requests, parents)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,53 +86,40 @@ class Case:
         return 1 / math.sqrt(self.shape.geometry.head_dim)
 
     def plan(self, fixed_chunk: int | None = None) -> TreeAttentionPlan:
-        """Plan as the engine would: queries with trees, and decodes, are short; longer ones are prefill chunks."""
+        """Plan as the engine would, once per step; ``fixed_chunk`` splits all contexts alike."""
         return plan_tree_attention(self.layout, (None,), fixed_chunk)
 
-    def attend(self, layer: int, plan: TreeAttentionPlan) -> Tensor:
-        """The output of the kernel, [T, num_heads * D]."""
-        return tree_attention(self.q[layer], self.kv[layer], plan, scale=self.scale)
+
+def make_case(shape: Shape, setting: Setting, *, slots_per_page: int = 1) -> Case:
+    """Layout, queries and KV, over blocks in random order; those of a page stay together."""
+    geometry, device = shape.geometry, setting.device
+    blocks_per_page = max(slots_per_page // geometry.block_size, 1)
+    num_slots = np.array(shape.contexts) + shape.query_len
+    num_pages = -(-num_slots // (geometry.block_size * blocks_per_page))
+    pages = np.random.default_rng(setting.seed).permutation(num_pages.sum())
+    blocks = pages[:, None] * blocks_per_page + np.arange(blocks_per_page)
+    layer_shape = (2, geometry.num_kv_heads, blocks.size, geometry.block_size, geometry.head_dim)
+    layer_bytes = math.prod(layer_shape) * geometry.dtype.itemsize
+    enough = max(-(-CACHE_BYTES // layer_bytes), MIN_LAYERS)
+    num_layers = 2 if setting.is_tiny else max(min(enough, MAX_KV_BYTES // layer_bytes), 1)
+    layout = _make_layout(shape, [each.flatten().tolist() for each in np.split(blocks, num_pages.cumsum()[:-1])], device)
+    generator = torch.Generator(device).manual_seed(setting.seed)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=geometry.dtype, device=device).normal_(generator=generator)
+
+    q = random(num_layers, len(layout.positions), geometry.num_heads, geometry.head_dim)
+    return Case(shape, layout, q, random(num_layers, *layer_shape))
 
 
-def make_layout(shape: Shape, *, seed: int, device: torch.device, blocks_per_page: int = 1) -> DeviceLayout:
-    """Lay requests out, over blocks in random order.
-
-    Args:
-        shape: of the step.
-        seed: of the order.
-        device: where the kernel runs.
-        blocks_per_page: so many blocks in sequence stay together.
-    """
-    num_pages, num_nodes, query_len = shape.num_pages(blocks_per_page), len(shape.parents), shape.query_len
-    pages = np.random.default_rng(seed).permutation(sum(num_pages))
-    blocks = (pages[:, None] * blocks_per_page + np.arange(blocks_per_page)).reshape(-1)
-    width, ends = max(num_pages) * blocks_per_page, np.cumsum(num_pages) * blocks_per_page
-    table = [blocks[end - count * blocks_per_page : end] for end, count in zip(ends, num_pages, strict=True)]
-    rows = [np.concatenate([each, blocks[: width - len(each)]]) for each in table]  # tails name others' blocks
-    tree = topology(np.array(shape.parents, np.int32).tobytes())
-    contexts, own = np.array(shape.contexts), np.arange(shape.num_tokens)
-    positions = np.concatenate([own, shape.num_tokens - 1 + tree.depths.astype(np.int64)])
-    visible_lens = np.concatenate([own + 1, np.full(num_nodes, shape.num_tokens)])
-    bits = np.concatenate([np.zeros(shape.num_tokens, np.int64), tree.ancestor_bits])
-
-    def on_device(values: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(values).to(device, dtype)
-
-    return DeviceLayout(
-        shape.geometry,
-        query_start_loc=on_device(np.arange(len(contexts) + 1) * query_len, torch.int32),
-        seq_lens=on_device(contexts + query_len, torch.int32),
-        block_table=on_device(np.stack(rows), torch.int32),
-        positions=on_device((contexts[:, None] + positions).reshape(-1), torch.int64),
-        visible_lens=on_device((contexts[:, None] + visible_lens).reshape(-1), torch.int32),
-        tree_starts=on_device(contexts + shape.num_tokens, torch.int32),
-        ancestor_bits=on_device(np.tile(bits, len(contexts)), torch.int64),
-        short_query_len=query_len if num_nodes else 1,
-        max_query_len=query_len,
-    )
-
-
-def relative_error(output: Tensor, exact: Tensor) -> float:
-    """``|output - exact| / |exact|``, in float64."""
-    exact = exact.double()
-    return float((output.double() - exact).norm() / exact.norm())
+def _make_layout(shape: Shape, tables: list[list[int]], device: torch.device) -> DeviceLayout:
+    num_nodes, num_requests = len(shape.parents), len(shape.contexts)
+    committed = [0] * shape.num_tokens
+    rows = [QueryRow(table, start, committed) for table, start in zip(tables, shape.contexts, strict=True)]
+    tree = DraftTree(np.zeros(num_nodes, np.int64), np.array(shape.parents, np.int32))
+    limits = [TreeLimits(num_nodes, may_sample=False)] * num_requests
+    bring = partial(upload, device=device)
+    trees = DraftTrees.of([tree] * num_requests, limits, drafter="bench", vocab_size=1, upload=bring, device=device)
+    batch = build_batch(rows, trees, block_size=shape.geometry.block_size)
+    layout: DeviceLayout = upload_inputs(batch, shape.geometry, device, max_short_query=1 + num_nodes).attention
+    return layout

@@ -9,72 +9,57 @@ trained model of the shape.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
 from titan.models.loader import destinations_of
 
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
-
 LAYER_SCALE = 0.25
 """Factor on what a layer adds to the residual stream."""
+MAX_POSITIONS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a Llama; the head is not tied."""
-
-    name: str
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int = 128_256
-
-    def config(self, max_positions: int) -> LlamaConfig:
-        """As transformers has it."""
-        from transformers import LlamaConfig
-
-        return LlamaConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=max_positions,
-            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-            tie_word_embeddings=False,
-            dtype=torch.bfloat16,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
+def llama(
+    hidden_size: int, ffn_size: int, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int = 128_256
+) -> LlamaConfig:
+    """The config of a Llama whose head is not tied."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=ffn_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        tie_word_embeddings=False,
+        dtype=torch.bfloat16,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
 
 
-LLAMA_8B = Shape("8 B", 4096, 14336, 32, 32, 8, 128)
+LLAMA_8B = llama(4096, 14336, 32, 32, 8, 128)
 """Llama 3.1 8B."""
-LLAMA_1B = Shape("1 B", 2048, 8192, 16, 32, 8, 64)
+LLAMA_1B = llama(2048, 8192, 16, 32, 8, 64)
 """Llama 3.2 1B."""
-DRAFT_OF_8B = Shape("0.75 B", 2048, 8192, 8, 32, 8, 64)
-"""Half the layers of Llama 3.2 1B: a pass reads a tenth of what a pass of the 8 B reads."""
-DRAFT_OF_1B = Shape("0.12 B", 768, 3072, 3, 12, 4, 64)
-"""A tenth of the 1 B, most of it the output head."""
+DRAFT_OF_8B = llama(2048, 8192, 8, 32, 8, 64)
+"""0.75 B, half the layers of Llama 3.2 1B: a pass reads a tenth of what a pass of the 8 B reads."""
+DRAFT_OF_1B = llama(768, 3072, 3, 12, 4, 64)
+"""0.12 B, a tenth of the 1 B, most of it the output head."""
 
 
-def make_decoder(shape: Shape, *, max_positions: int, backend: Backend, seed: int) -> Decoder:
-    """A model of the shape in bfloat16, ready to run on a back end."""
-    config = ModelConfig.read(shape.config(max_positions), "LlamaForCausalLM")
-    decoder = Decoder(config, dtype=torch.bfloat16, backend=backend)
+def make_decoder(config: LlamaConfig, *, backend: Backend, seed: int) -> Decoder:
+    """A model in bfloat16, ready to run on a back end."""
+    decoder = Decoder(ModelConfig.read(config, "LlamaForCausalLM"), dtype=torch.bfloat16, backend=backend)
     generator = torch.Generator(backend.device).manual_seed(seed)
     with torch.no_grad():
         for name, weight in decoder.named_parameters():
@@ -100,12 +85,8 @@ def weight_bytes_per_step(decoder: Decoder) -> int:
     return sum(weight.nbytes for name, weight in decoder.named_parameters() if name != "embedding")
 
 
-def as_transformers(decoder: Decoder, shape: Shape) -> Any:
+def as_transformers(decoder: Decoder, config: LlamaConfig) -> Any:
     """The same model in transformers, on the very same weights: no memory but for a few buffers."""
-    from transformers import LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config = shape.config(decoder.max_positions)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     state = {name: each.owner.get_parameter(each.parameter)[each.rows] for name, each in destinations_of(decoder).items()}

@@ -5,18 +5,27 @@ from __future__ import annotations
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from textwrap import shorten
 from typing import Literal
 
 import torch
 
-Figure = float | str
+from titan.bench.samples import Label, Sample
+from titan.bench.turns import error_line
+
+Figures = Mapping[str, float]
 Status = Literal["ok", "wrong", "failed", "unavailable", "skipped"]
 """Of a row: its numbers are wrong; it ended in an error; the same, but of somebody else's code; there was no time for it."""
 
 GRACE = 20.0
 """Seconds that a section may run past its time, for the task that it is at, before its process is ended."""
+
+
+class WrongNumbersError(ValueError):
+    """What a task computed is not what it should be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,140 +41,114 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a row is held to."""
+    """What a figure of a row is held to."""
 
-    what: str
+    figure: str
     required: float
-    measured: float
     is_at_most: bool = False
 
-    @property
-    def is_met(self) -> bool:
+    def is_met(self, figures: Figures) -> bool:
         """Whether it was reached; NaN reaches nothing."""
-        return self.measured <= self.required if self.is_at_most else self.measured >= self.required
+        measured = figures[self.figure]
+        return measured <= self.required if self.is_at_most else measured >= self.required
+
+    def __str__(self) -> str:
+        return f"{self.figure} at {'most' if self.is_at_most else 'least'} {self.required:g}"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """What a task found: figures by column, goals, and why it is not ok, if it is not; the rest is filled in for it."""
+class Row(Sample):
+    """What became of a task: a sample, whose labels begin with the section, and why there are no figures, if there are none."""
 
-    figures: Mapping[str, Figure] = field(default_factory=dict)
-    goals: Sequence[Goal] = ()
-    problem: str | None = None
-    section: str = ""
-    name: str = ""
     status: Status = "ok"
+    problem: str | None = None
     seconds: float = 0.0  # that it took
+    goals: Sequence[Goal] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One row to come.
+    """One row to come."""
 
-    Args:
-        name: of the row.
-        measure: does the work; a row with a problem has wrong numbers.
-        seconds: that it takes, about; it is skipped where fewer are left.
-        is_peer: somebody else's code, which may be absent or fail.
-    """
-
-    name: str
-    measure: Callable[[], Row]
-    seconds: float
-    is_peer: bool = False
+    labels: Mapping[str, Label]
+    measure: Callable[[], Figures]  # errors, `WrongNumbersError` among them, become the status of the row
+    seconds: float  # that it takes, about; it is skipped where fewer are left
+    is_peer: bool = False  # somebody else's code, which may be absent or fail
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Rows of one kind.
+    """Rows of one kind."""
 
-    Args:
-        name: on the command line.
-        title: of the table.
-        notes: what the columns mean.
-        seconds: of the whole run that are meant for it; what sections before it did not use comes on top.
-        columns: how each figure is written, as in ``format(figure, columns[name])``, by the name of the column.
-        make_tasks: its tasks, the most important first; a function that other processes can import.
-    """
-
-    name: str
+    name: str  # on the command line
     title: str
-    notes: str
-    seconds: float
-    columns: Mapping[str, str]
-    make_tasks: Callable[[Setting], Sequence[Task]]
+    notes: str  # what the columns mean
+    seconds: float  # of the whole run; what sections before it did not use comes on top
+    columns: Mapping[str, str]  # format specs by figure
+    make_tasks: Callable[[Setting], Sequence[Task]]  # the most important first; other processes must be able to import it
+    compare: Callable[[Sequence[Row]], list[Row]] = list  # adds what follows from several rows
+    goals: Callable[[Row], Sequence[Goal]] = lambda _: ()
+
+    def judge(self, rows: Sequence[Row]) -> list[Row]:
+        """Rows with what follows from several of them, and with their goals, as far as what these speak of was measured."""
+        compared = self.compare(rows)
+        return [replace(row, goals=[each for each in self.goals(row) if each.figure in row.figures]) for row in compared]
 
 
-def run_section(
-    section: Section, setting: Setting, deadline: float, emit: Callable[[Row], object], clock: Callable[[], float] = time.time
-) -> None:
-    """Run the tasks of a section one after the other; an error ends its own task only.
-
-    Args:
-        section: what to run.
-        setting: for its tasks.
-        deadline: by the clock; tasks that take longer than what is left are skipped.
-        emit: is told every row.
-        clock: by default the one that all processes share.
-    """
-    torch.set_num_threads(setting.num_threads)
-    for task in section.make_tasks(setting):
+def run_tasks(tasks: Sequence[Task], deadline: float, clock: Callable[[], float] = time.time) -> Iterator[Row]:
+    """Run tasks one after the other; an error ends its own task only, and those that take longer than what is left are skipped."""
+    for task in tasks:
         start = clock()
-        left, row = deadline - start, Row()
-        if task.seconds > left:
-            problem = f"out of time: {max(left, 0):.0f} s are left, it takes {task.seconds:.0f} s"
-            row = Row(status="skipped", problem=problem)
-        else:
-            try:
-                row = task.measure()
-                row = replace(row, status="wrong" if row.problem else "ok", goals=() if setting.is_tiny else tuple(row.goals))
-            except Exception as error:  # noqa: BLE001 (whatever fails, the rows after it still count)
-                traceback.print_exc()
-                row = Row(status="unavailable" if task.is_peer else "failed", problem=describe(error))
-        emit(replace(row, section=section.name, name=task.name, seconds=clock() - start))
+        left = deadline - start
+        row = Row(task.labels, 0, {})
+        try:
+            if task.seconds > left:
+                problem = f"out of time: {max(left, 0):.0f} s are left, it takes {task.seconds:.0f} s"
+                row = replace(row, status="skipped", problem=problem)
+            else:
+                row = replace(row, figures=task.measure())
+        except WrongNumbersError as error:
+            row = replace(row, status="wrong", problem=str(error))
+        except Exception as error:  # noqa: BLE001 - whatever fails, the rows after it still count
+            traceback.print_exc()
+            row = replace(row, status="unavailable" if task.is_peer else "failed", problem=describe(error))
+        yield replace(row, seconds=clock() - start)
 
 
-def run_isolated(
-    section: Section, setting: Setting, seconds: float, note: Callable[[Row], None], *, grace: float = GRACE
-) -> list[Row]:
+def run_isolated(section: Section, setting: Setting, seconds: float, *, grace: float = GRACE) -> Iterator[Row]:
     """Run a section in a process of its own: an illegal access, a crash or a hang there costs that section's rows alone.
 
-    Args:
-        section: what to run; it and what it refers to can be pickled.
-        setting: for its tasks.
-        seconds: that it may take, the start of the process included.
-        note: is told every row as soon as it is known.
-        grace: seconds past ``seconds`` until the process is ended.
-
-    Returns:
-        The rows; a last one says why there are no more, if the process did not come to its end.
+    Yields rows as soon as they are known; a last one says why there are no more, if the process did not come to its end within
+    ``seconds``, its start included, and ``grace``.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=run_section, args=(section, setting, time.time() + seconds, sender.send), daemon=True)
+    arguments = section.make_tasks, setting, time.time() + seconds, sender
+    process = context.Process(target=_send_rows, args=arguments, daemon=True)
     end = time.monotonic() + seconds + grace
-    rows: list[Row] = []
-    problem = f"ended after {seconds + grace:.0f} s without an answer"
+    problem = f"what came next was ended after {seconds + grace:.0f} s without an answer"
     process.start()
     sender.close()  # so that the end of the process is the end of the pipe
     try:
         while receiver.poll(max(end - time.monotonic(), 0)):
-            rows.append(receiver.recv())
-            note(rows[-1])
+            yield receiver.recv()
     except EOFError:
         process.join()
-        problem = f"the process ended with status {process.exitcode}" if process.exitcode else ""
+        problem = f"what came next ended the process with status {process.exitcode}" if process.exitcode else ""
     finally:
         process.kill()
         process.join()
         receiver.close()
     if problem:
-        rows.append(Row(section=section.name, name="what came next", status="failed", problem=problem))
-        note(rows[-1])
-    return rows
+        yield Row({}, 0, {}, status="failed", problem=problem)
 
 
-def describe(error: BaseException) -> str:
-    """An error on one line: its type and the beginning of what it says."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}{'...' if len(text) > 200 else ''}"
+def _send_rows(make_tasks: Callable[[Setting], Sequence[Task]], setting: Setting, deadline: float, sender: Connection) -> None:
+    torch.set_num_threads(setting.num_threads)
+    for row in run_tasks(make_tasks(setting), deadline):
+        sender.send(row)
+
+
+def describe(error: Exception) -> str:
+    """An error on one line, cut where compilers begin to list."""
+    return shorten(error_line(error), 200)

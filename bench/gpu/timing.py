@@ -18,13 +18,7 @@ MAX_GRAPH_GAP = 4e-6
 
 
 def median_seconds(work: Work, device: torch.device, *, seconds: float = 0.1) -> float:
-    """How long the work takes: the median over replays that take about ``seconds`` together.
-
-    Args:
-        work: launches kernels, and does not wait for them.
-        device: where it runs.
-        seconds: to spend on it.
-    """
+    """How long work takes that launches kernels without waiting: the median over replays that take about ``seconds`` together."""
     if device.type != "cuda":
         start = time.perf_counter()
         work()
@@ -55,12 +49,7 @@ def _time_replays(replay: Callable[[], None], num_replays: int) -> list[float]:
 
 
 def busy_seconds(work: Work, device: torch.device) -> float | None:
-    """Seconds of the work in which the device runs kernels or copies; ``None`` on a CPU.
-
-    Args:
-        work: may wait for the device.
-        device: to watch.
-    """
+    """Seconds of the work, which may wait for the device, in which it runs kernels or copies; ``None`` on a CPU."""
     if device.type != "cuda":
         return None
     activities = [torch.profiler.ProfilerActivity.CUDA]

@@ -11,14 +11,11 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from titan.bench.micro.stage import Stage, make_stage
 
-NUM_REQUESTS = (1, 32)
 
-
-@pytest.fixture(params=NUM_REQUESTS)
+@pytest.fixture(params=[1, 32])
 def num_requests(request: pytest.FixtureRequest) -> int:
     """Requests in flight."""
-    count: int = request.param
-    return count
+    return int(request.param)
 
 
 @pytest.fixture
@@ -30,17 +27,15 @@ def stage(num_requests: int, seed: int) -> Stage:
 @pytest.fixture
 def measure(benchmark: BenchmarkFixture) -> Iterator[Callable[..., Any]]:
     """Benchmark a function with its arguments, on a GPU until its work is done."""
+    is_on_gpu = torch.cuda.is_available()
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if torch.cuda.is_available():
-
-            def synchronized() -> None:
-                function(*args, **kwargs)
+        def call() -> None:
+            function(*args, **kwargs)
+            if is_on_gpu:
                 torch.cuda.synchronize()
 
-            benchmark(synchronized)
-        else:
-            benchmark(function, *args, **kwargs)
+        benchmark(call)
 
     with torch.inference_mode():
         yield run

@@ -35,8 +35,7 @@ def test_build_batch(measure: Measure, stage: Stage) -> None:
 
 def test_plan_attention(measure: Measure, stage: Stage) -> None:
     """What attention prepares once per step."""
-    ops = stage.model.ops
-    measure(ops.plan_attention, stage.attention_layout(ops, stage.batch), stage.model.config.windows)
+    measure(stage.calls_of_pass(stage.model.ops, stage.batch)["plan_attention"][-1])
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
@@ -44,7 +43,7 @@ def test_grow(measure: Measure, stage: Stage, tree: str) -> None:
     """The growth of a step's trees over passes, from the same logits at every node, the draft's passes left out."""
     plan, policy = stage.plan, DraftPolicy(tree, "greedy", NUM_DRAFT_TOKENS)
     logits = stage.logits[:1].expand(len(plan.requests) * MAX_NODES, -1).contiguous()
-    runner = SilentRunner(stage.backend, logits, stage.kv.block_size)
+    runner = SilentRunner(stage.engine, logits)
 
     def run() -> None:
         feeds = [
@@ -73,7 +72,7 @@ def test_step(benchmark: Any, num_requests: int, seed: int, draft: str | None) -
     engine = make_engine(num_requests, seed, draft=draft)
     vocab_size = engine.model_config.vocab_size
     logits = torch.randn(num_requests * (MAX_NODES + 1), vocab_size, generator=torch.Generator().manual_seed(0))
-    runner = SilentRunner(engine.backend, logits.to(engine.backend.device, engine.dtype), engine.kv.block_size)
+    runner = SilentRunner(engine, logits.to(engine.backend.device, engine.dtype))
     engine.runner = runner
     if isinstance(engine.drafter, DraftModelDrafter):
         engine.drafter.runner = runner

@@ -11,23 +11,19 @@ import torch
 Measure = Callable[..., Any]
 
 
-@pytest.fixture(params=["first", "last"])
+@pytest.fixture(params=["first", "last"], autouse=True)
 def moment(request: pytest.FixtureRequest) -> str:
     """When a reference runs: before all others, or after them."""
-    name: str = request.param
-    return name
+    return str(request.param)
 
 
-@pytest.mark.usefixtures("moment")
 @pytest.mark.benchmark(group="kernel")
 def test_reference_kernel(measure: Measure) -> None:
     """A product of two float32 matrices."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    matrix = torch.ones(256, 256, device=device)
+    matrix = torch.ones(256, 256, device="cuda" if torch.cuda.is_available() else "cpu")
     measure(torch.mm, matrix, matrix)
 
 
-@pytest.mark.usefixtures("moment")
 @pytest.mark.benchmark(group="host")
 def test_reference_host(measure: Measure) -> None:
     """A loop of Python."""

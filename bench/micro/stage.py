@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from titan import LLM, SamplingParams
-from titan.bench.profiling import model_of
 from titan.bench.prompts import random_prompts
+from titan.bench.step_times import model_of
 from titan.bench.workloads import Lengths
 from titan.core.batch import RaggedBatch
-from titan.core.growth import Feed
 from titan.core.kv_tensor import KVTensor
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees
 from titan.engine import Engine
 from titan.execute.batch import target_batch
-from titan.kernels.growth import grow_by_passes
 from titan.kernels.interfaces import Backend, LayerOps
-from titan.kernels.torch.runner import place_nodes
+from titan.kernels.torch.runner import TorchRunner, place_nodes
 from titan.models.decoder import Decoder
 from titan.models.loader import DEMO
 from titan.verify.accept import collect, launch
@@ -31,6 +31,32 @@ from titan.verify.accept import collect, launch
 CONTEXT_LEN = 128
 NUM_DRAFT_TOKENS = 8
 MAX_OUTPUT_LEN = 1024
+
+Calls = dict[str, list[Callable[[], object]]]
+"""Of operations, by their names, in the order of a pass."""
+
+
+class Recorder:
+    """The operations of a layer, which are carried out and can be called again.
+
+    Args:
+        ops: all of them, but for what reads weights.
+        weight_ops: what the weights are packed for.
+    """
+
+    def __init__(self, ops: LayerOps, weight_ops: LayerOps) -> None:
+        self.calls: Calls = defaultdict(list)
+        self._ops = ops
+        self._weight_ops = weight_ops
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation = getattr(self._weight_ops if name.startswith("linear") else self._ops, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name].append(partial(operation, *args, **kwargs))
+            return operation(*args, **kwargs)
+
+        return run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,29 +71,32 @@ class Stage:
 
     @property
     def backend(self) -> Backend:
-        """What all of it runs on."""
         return self.engine.backend
 
     @property
     def model(self) -> Decoder:
-        """The target."""
         return model_of(self.engine.runner)
 
     @property
     def kv(self) -> KVTensor:
-        """The target's KV."""
         return self.engine.kv.tensors["target"]
 
-    def attention_layout(self, ops: LayerOps, batch: RaggedBatch) -> Any:
-        """The layout of a batch as the operations plan the target's attention from it."""
-        if ops.name != "Triton":
-            return batch.attention
-        from titan.kernels.triton.attention_plan import AttentionGeometry  # not every platform has triton
-        from titan.kernels.triton.pass_inputs import upload_inputs
+    def calls_of_pass(self, ops: LayerOps, batch: RaggedBatch) -> Calls:
+        """Run a pass of the target by its single operations, and return them."""
+        model, recorder = self.model, Recorder(ops, self.model.ops)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "ops", recorder)
+            if ops.name == "Triton":
+                from titan.kernels.triton.attention_plan import AttentionGeometry  # not every platform has triton
+                from titan.kernels.triton.pass_inputs import upload_inputs
 
-        config, kv = self.model.config, self.kv
-        geometry = AttentionGeometry(config.num_heads, config.num_kv_heads, config.head_dim, kv.block_size, kv.layout.dtype)
-        return upload_inputs(batch, geometry, self.backend.device, 1 + NUM_DRAFT_TOKENS).attention
+                config, kv = model.config, self.kv
+                geometry = AttentionGeometry(config.num_heads, config.num_kv_heads, config.head_dim, kv.block_size, model.dtype)
+                inputs = upload_inputs(batch, geometry, self.backend.device, 1 + NUM_DRAFT_TOKENS)
+                model.logits(model.hidden_states(inputs, kv))
+            else:
+                TorchRunner(self.backend, model, self.kv).forward(batch)
+        return recorder.calls
 
     def verify(self) -> Acceptance:
         """Verify the trees."""
@@ -75,25 +104,15 @@ class Stage:
         return collect(self.backend, launched)
 
 
-class SilentRunner:
-    """A runner without a model: logits are given, whatever is fed.
+class SilentRunner(TorchRunner):
+    """The runner of a target that does not run: logits, [as many as any pass needs, vocab], are given, whatever is fed."""
 
-    Args:
-        backend: of the logits.
-        logits: [as many as any pass needs, vocab].
-        block_size: tokens per KV block.
-    """
-
-    def __init__(self, backend: Backend, logits: Tensor, block_size: int) -> None:
-        self.backend = backend
-        self.logits = logits
-        self.block_size = block_size
+    def __init__(self, engine: Engine, logits: Tensor) -> None:
+        super().__init__(engine.backend, model_of(engine.runner), engine.kv.tensors["target"])
+        self._logits = logits
 
     def forward(self, batch: RaggedBatch) -> Tensor:
-        return self.logits[: len(batch.logits_rows)]
-
-    def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
-        return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.block_size)
+        return self._logits[: len(batch.logits_rows)]
 
 
 def make_engine(

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from titan.bench.runs import RequestRun, Run
 from titan.bench.workloads import Workload
 
 HERE = Path(__file__).resolve().parent
-OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-"""What would lead another environment's interpreter to this one's packages."""
 NUM_LOG_LINES = 3
 CLOSE_SECONDS = 10
 ANSWER_SECONDS = 3600.0
@@ -37,47 +36,31 @@ class PeerProcess:
         name: for people.
         adapter: file name in this folder, without its suffix, or a path.
         python: interpreter of the peer's environment.
-        options: see `serve.py`.
-        answer_seconds: time that loading and each run may take.
+        options: see `serve.py`; the threads are those of torch here.
 
     Raises:
-        PeerError: the process cannot be started, or the adapter cannot load or does not answer in time.
+        PeerError: the adapter cannot load, or does not answer in time.
     """
 
-    def __init__(
-        self,
-        name: str,
-        adapter: str | Path,
-        python: str | Path,
-        options: Mapping[str, Any],
-        *,
-        answer_seconds: float = ANSWER_SECONDS,
-    ) -> None:
+    def __init__(self, name: str, adapter: str, python: str, options: Mapping[str, Any]) -> None:
         self.name = name
-        self._answer_seconds = answer_seconds
-        path = adapter if isinstance(adapter, Path) else HERE / f"{adapter}.py"
-        environment = {key: value for key, value in os.environ.items() if key not in OWN_VARIABLES}
-        environment["OMP_NUM_THREADS"] = str(options["threads"])
+        self._num_threads = torch.get_num_threads()
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the process
+        self._process = subprocess.Popen(
+            [python, "-Iu", str(HERE / "serve.py"), str(HERE / f"{adapter}.py")],  # I: without the packages of this environment
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(self._num_threads)},
+            process_group=0,  # Ctrl-C is not for it, and a signal reaches its children as well
+        )
         try:
-            self._process = subprocess.Popen(
-                [str(python), "-P", str(HERE / "serve.py"), str(path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                env=environment,
-                process_group=0,  # Ctrl-C is not for it, and a signal reaches its children as well
-            )
-        except OSError as error:
-            self._log.close()
-            raise PeerError(f"{name} cannot be started with {python}: {error}") from error
-        try:
-            self.versions: dict[str, str] = self._ask(options)["versions"]
+            self.versions: dict[str, str] = self._ask({**options, "threads": self._num_threads})["versions"]
         except BaseException:
             self.close()
             raise
-        self._pause()
+        self._signal(signal.SIGSTOP)
 
     def run(self, workload: Workload, concurrency: int) -> Run:
         """Run a workload.
@@ -85,33 +68,29 @@ class PeerProcess:
         Raises:
             PeerError: the peer failed, did not answer in time, or did not generate what it was asked for.
         """
-        requests = [
-            {"prompt": prompt, "output_len": output_len}
-            for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
-        ]
-        os.killpg(self._process.pid, signal.SIGCONT)
+        pairs = zip(workload.prompts, workload.output_lens, strict=True)
+        requests = [{"prompt": prompt, "output_len": output_len} for prompt, output_len in pairs]
+        self._signal(signal.SIGCONT)
         cpu_start = self._cpu_seconds()
         answer = self._ask({"requests": requests, "concurrency": concurrency})
         cpu_seconds = self._cpu_seconds() - cpu_start
-        self._pause()
-        finished = [
-            RequestRun(each["token_ids"], each["first_token_seconds"], each["finished_seconds"]) for each in answer["requests"]
-        ]
-        if [len(each.token_ids) for each in finished] != workload.output_lens:
-            raise PeerError(
-                f"{self.name} generated {[len(each.token_ids) for each in finished]} tokens, not {workload.output_lens}"
-            )
-        return Run(finished, answer["seconds"], cpu_seconds, answer["mean_acceptance_length"])
+        self._signal(signal.SIGSTOP)
+        runs = [RequestRun(each["token_ids"], each["finished_seconds"], each["first_token_seconds"]) for each in answer["requests"]]
+        output_lens = [len(each.token_ids) for each in runs]
+        if output_lens != workload.output_lens:
+            raise PeerError(f"{self.name} generated {output_lens} tokens, not {workload.output_lens}")
+        figures = {**answer["figures"], "CPU": cpu_seconds / answer["seconds"] / self._num_threads}
+        return Run(runs, answer["seconds"], figures)
 
     def close(self) -> None:
         """End the process and its children."""
         if self._process.poll() is None:
-            for number in (signal.SIGTERM, signal.SIGCONT):
-                os.killpg(self._process.pid, number)
+            self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)
             try:
                 self._process.wait(CLOSE_SECONDS)
             except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
+                self._signal(signal.SIGKILL)
                 self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._log):
             assert pipe is not None
@@ -124,8 +103,8 @@ class PeerProcess:
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended: its last words are in the log
-        if not select.select([self._process.stdout], [], [], self._answer_seconds)[0]:
-            raise PeerError(f"{self.name} did not answer within {self._answer_seconds:g} s: {self._last_words()}")
+        if not select.select([self._process.stdout], [], [], ANSWER_SECONDS)[0]:
+            raise PeerError(f"{self.name} did not answer within {ANSWER_SECONDS:g} s: {self._last_words()}")
         line = self._process.stdout.readline()
         if not line:
             raise PeerError(f"{self.name} ended: {self._last_words()}")
@@ -134,8 +113,8 @@ class PeerProcess:
             raise PeerError(f"{self.name} failed: {' '.join(answer['error'].split())}")
         return answer
 
-    def _pause(self) -> None:
-        os.killpg(self._process.pid, signal.SIGSTOP)
+    def _signal(self, number: signal.Signals) -> None:
+        os.killpg(self._process.pid, number)
 
     def _cpu_seconds(self) -> float:
         leader = psutil.Process(self._process.pid)

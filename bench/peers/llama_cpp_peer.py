@@ -8,34 +8,33 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
 
 TIMEOUT = 600  # seconds
 
 
-def load(options: dict[str, Any]) -> LlamaCppPeer:
-    """Reach the server at ``options["url"]``."""
-    return LlamaCppPeer(options["url"])
-
-
 class LlamaCppPeer:
-    """A client that sends requests side by side."""
+    """A client that sends requests side by side.
 
-    def __init__(self, url: str) -> None:
-        self.address = urlsplit(url)
-        connection = self._connect()
-        connection.request("GET", "/props")
-        self.versions = {"llama.cpp": str(json.load(connection.getresponse()).get("build_info", "unknown"))}
-        connection.close()
+    Raises:
+        ValueError: ``options["url"]`` is no address.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        if not str(options["url"]).startswith("http://"):
+            raise ValueError(f"no server at {options['url']}: give the address of a running one, --peer llama.cpp=http://HOST:PORT")
+        self.url = options["url"].rstrip("/")
+        self.opener = build_opener(ProxyHandler({}))  # nothing stands between
+        with self.opener.open(f"{self.url}/props", timeout=TIMEOUT) as answer:
+            self.versions = {"llama.cpp": str(json.load(answer).get("build_info", "unknown"))}
 
     def run(self, requests: list[dict[str, Any]], concurrency: int) -> dict[str, Any]:
         """Run requests, as `serve.py` says."""
         start = time.perf_counter()
         with ThreadPoolExecutor(concurrency) as threads:
             results = list(threads.map(lambda request: self._complete(request, start), requests))
-        return {"seconds": time.perf_counter() - start, "requests": results, "mean_acceptance_length": None}
+        return {"seconds": time.perf_counter() - start, "requests": results, "figures": {}}
 
     def _complete(self, request: dict[str, Any], start: float) -> dict[str, Any]:
         question = {
@@ -47,20 +46,15 @@ class LlamaCppPeer:
             "stream": True,
             "return_tokens": True,
         }
-        connection = self._connect()
-        connection.request("POST", "/completion", json.dumps(question), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise RuntimeError(f"the server answered {answer.status}: {answer.read().decode(errors='replace')[:200]}")
+        message = Request(f"{self.url}/completion", json.dumps(question).encode(), {"Content-Type": "application/json"})
         token_ids: list[int] = []
         first = None
-        for line in answer:
-            if line.startswith(b"data: {"):
-                token_ids += json.loads(line.removeprefix(b"data: ")).get("tokens", [])
-                if first is None:
-                    first = time.perf_counter() - start
-        connection.close()
+        with self.opener.open(message, timeout=TIMEOUT) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    token_ids += json.loads(line.removeprefix(b"data: ")).get("tokens", [])
+                    first = first or time.perf_counter() - start
         return {"token_ids": token_ids, "first_token_seconds": first, "finished_seconds": time.perf_counter() - start}
 
-    def _connect(self) -> HTTPConnection:
-        return HTTPConnection(self.address.hostname or "localhost", self.address.port or 80, timeout=TIMEOUT)
+
+load = LlamaCppPeer

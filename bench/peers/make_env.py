@@ -23,18 +23,6 @@ UNUSED = ("torchvision", "torchaudio", "torchcodec")
 """They come along, are not needed for text, and break the import of what is when they do not match the build of torch."""
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse what the making of an environment would wipe: only what is new, empty, or an environment may be overwritten.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if not folder.exists():
-        return
-    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file()):
-        raise ValueError(f"folder={folder} is not allowed: it holds something else than an environment, which would be deleted")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
@@ -44,11 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", nargs="?", type=Path, help="default: .peers/NAME")
     args = parser.parse_args(argv)
     folder = args.folder or Path(".peers", args.peer)
-    try:
-        check_folder(folder)
-    except ValueError as error:
-        sys.exit(f"{args.peer}: {error}")
-    venv.create(folder, with_pip=True, clear=True)
+    venv.create(folder, with_pip=True)
     for command in (["install", *PACKAGES[args.peer]], ["uninstall", "--yes", *UNUSED]):
         done = subprocess.run([folder / "bin" / "python", "-m", "pip", *command], check=False)
         if done.returncode:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,8 @@ PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 CACHE_GIB = 2
 
 
-def load(options: dict[str, Any]) -> OpenvinoPeer:
-    """Convert what is not yet converted, and load it."""
-    return OpenvinoPeer(options)
-
-
 class OpenvinoPeer:
-    """A pipeline whose requests are counted step by step."""
+    """A pipeline for `serve.run_steps`; models that are not yet converted are."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import openvino_genai as genai
@@ -39,49 +34,33 @@ class OpenvinoPeer:
         scheduler.enable_prefix_caching = False
         target = convert(options["model"])
         self.max_draft_tokens = options["max_draft_tokens"] if options["draft_model"] else 0
+        draft = {}
         if options["draft_model"]:
-            draft_properties = {"draft_model": genai.draft_model(convert(options["draft_model"]), "CPU", **properties)}
-        else:
-            draft_properties = {}
-        self.pipeline = genai.ContinuousBatchingPipeline(target, scheduler, "CPU", properties | draft_properties)
+            draft = {"draft_model": genai.draft_model(convert(options["draft_model"]), "CPU", **properties)}
+        self.pipeline = genai.ContinuousBatchingPipeline(target, scheduler, "CPU", properties | draft)
         self.versions = {"openvino-genai": genai.__version__}
-        self._num_requests = 0
+        self._ids = count()
 
-    def run(self, requests: list[dict[str, Any]], concurrency: int) -> dict[str, Any]:
-        """Run requests, as `serve.py` says."""
+    def add(self, request: dict[str, Any]) -> Any:
+        """Queue a request; returns its handle."""
         import numpy as np
         import openvino as ov
         import openvino_genai as genai
 
-        results: list[dict[str, Any]] = [{"token_ids": [], "first_token_seconds": None} for _ in requests]
-        handles: dict[int, Any] = {}
-        num_queued, num_steps = 0, 0
-        start = time.perf_counter()
-        while num_queued < len(requests) or handles:
-            while len(handles) < concurrency and num_queued < len(requests):
-                request = requests[num_queued]
-                config = genai.GenerationConfig(max_new_tokens=request["output_len"], ignore_eos=True)
-                config.set_eos_token_id(0)  # any: it is ignored, but must not be missing
-                if self.max_draft_tokens:
-                    config.num_assistant_tokens = self.max_draft_tokens
-                prompt = ov.Tensor(np.array([request["prompt"]], dtype=np.int64))
-                handles[num_queued] = self.pipeline.add_request(self._num_requests, prompt, config)
-                self._num_requests, num_queued = self._num_requests + 1, num_queued + 1
-            self.pipeline.step()
-            now = time.perf_counter() - start
-            for place, handle in list(handles.items()):
-                result = results[place]
-                if handle.can_read():
-                    num_steps += 1
-                    if result["first_token_seconds"] is None:
-                        result["first_token_seconds"] = now
-                    for output in handle.read().values():
-                        result["token_ids"] += output.generated_ids
-                if len(result["token_ids"]) >= requests[place]["output_len"]:
-                    result["finished_seconds"] = now
-                    del handles[place]
-        num_tokens = sum(len(result["token_ids"]) for result in results)
-        return {"seconds": time.perf_counter() - start, "requests": results, "mean_acceptance_length": num_tokens / num_steps}
+        config = genai.GenerationConfig(max_new_tokens=request["output_len"], ignore_eos=True)
+        config.set_eos_token_id(0)  # any: it is ignored, but must not be missing
+        if self.max_draft_tokens:
+            config.num_assistant_tokens = self.max_draft_tokens
+        return self.pipeline.add_request(next(self._ids), ov.Tensor(np.array([request["prompt"]], dtype=np.int64)), config)
+
+    def step(self, handles: list[Any]) -> list[tuple[Any, list[int]]]:
+        """Take a step; returns handles with their new tokens."""
+        self.pipeline.step()
+        return [
+            (handle, [token for output in handle.read().values() for token in output.generated_ids])
+            for handle in handles
+            if handle.can_read()
+        ]
 
 
 def convert(model: str) -> str:
@@ -90,7 +69,7 @@ def convert(model: str) -> str:
     converted = Path(sys.prefix, "converted", hashlib.sha256(stamp.encode()).hexdigest()[:16])
     if not converted.exists():
         part = converted.with_suffix(".part")
-        subprocess.run([sys.executable, __file__, model, str(part)], check=True, stdout=sys.stderr)  # gives its memory back
+        subprocess.run([sys.executable, "-I", __file__, model, str(part)], check=True, stdout=sys.stderr)  # gives its memory back
         part.replace(converted)
     return str(converted)
 
@@ -117,6 +96,8 @@ def write_converted(model: str, folder: str) -> None:
     for name, part in zip(("openvino_tokenizer.xml", "openvino_detokenizer.xml"), parts, strict=True):
         ov.save_model(part, str(Path(folder, name)))
 
+
+load = OpenvinoPeer
 
 if __name__ == "__main__":
     write_converted(*sys.argv[1:])

@@ -2,14 +2,14 @@
 
     PYTHON serve.py ADAPTER.py
 
-An adapter is a file with ``load(options) -> peer``; the peer has ``versions``, a dict of text, and ``run(requests, concurrency)``.
-``options`` are model, draft_model (or null), dtype, device, max_draft_tokens, max_batch_size, max_model_len, threads, url, and what
-the mode adds. ``requests`` are dicts of prompt (token ids) and output_len; they arrive together, at most ``concurrency`` run at
-once, greedily, and the end of sequence is ignored. ``run`` returns a dict:
+An adapter is a file with ``load(options) -> peer``; the peer has ``versions``, a dict of text, and either ``run(requests,
+concurrency)`` or what `run_steps` needs. ``options`` are model, draft_model (or null), dtype, device, max_draft_tokens,
+max_batch_size, max_model_len, threads, url, and what the mode adds. ``requests`` are dicts of prompt (token ids) and output_len;
+they arrive together, at most ``concurrency`` run at once, greedily, and the end of sequence is ignored. ``run`` returns a dict:
 
     seconds: wall time of the run
     requests: in order, dicts of token_ids, first_token_seconds (or null) and finished_seconds, both since the start of the run
-    mean_acceptance_length: tokens per request and step of the target, or null
+    figures: numbers by name, such as "tokens/step", per request and step of the target
 
 Answers: ``{"versions": ...}`` after loading, what ``run`` returned after a run, ``{"error": text}`` if something failed.
 """
@@ -18,6 +18,8 @@ import importlib.util
 import json
 import os
 import sys
+import time
+from collections import deque
 from typing import Any, TextIO
 
 
@@ -30,6 +32,33 @@ def load_adapter(path: str) -> Any:
     return adapter
 
 
+def run_steps(peer: Any, requests: list[dict[str, Any]], concurrency: int) -> dict[str, Any]:
+    """Run requests in an engine that is stepped: ``add(request)`` returns a handle, ``step(handles)`` (handle, tokens) pairs."""
+    results: list[dict[str, Any]] = [{"token_ids": [], "first_token_seconds": None} for _ in requests]
+    waiting = deque(zip(requests, results, strict=True))
+    running: dict[Any, tuple[dict[str, Any], dict[str, Any]]] = {}
+    num_outputs = 0
+    start = time.perf_counter()
+    while waiting or running:
+        while waiting and len(running) < concurrency:
+            request, result = waiting.popleft()
+            running[peer.add(request)] = request, result
+        outputs = peer.step(list(running))
+        now = time.perf_counter() - start
+        for handle, token_ids in outputs:
+            request, result = running[handle]
+            num_outputs += 1
+            result["token_ids"] += token_ids
+            if result["first_token_seconds"] is None:
+                result["first_token_seconds"] = now
+            if len(result["token_ids"]) >= request["output_len"]:
+                result["finished_seconds"] = now
+                del running[handle]
+    seconds = time.perf_counter() - start
+    num_tokens = sum(len(result["token_ids"]) for result in results)
+    return {"seconds": seconds, "requests": results, "figures": {"tokens/step": num_tokens / num_outputs}}
+
+
 def serve(adapter: Any, questions: TextIO, answers: TextIO) -> None:
     """Answer each line; the first question loads, the others run. After a failed load there is nothing more to answer."""
     peer = None
@@ -39,8 +68,10 @@ def serve(adapter: Any, questions: TextIO, answers: TextIO) -> None:
             if peer is None:
                 peer = adapter.load(question)
                 answer = {"versions": peer.versions}
+            elif hasattr(peer, "run"):
+                answer = peer.run(**question)
             else:
-                answer = peer.run(question["requests"], question["concurrency"])
+                answer = run_steps(peer, **question)
         except Exception as error:  # noqa: BLE001 - the other process must hear of it, whatever it is
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 
@@ -18,34 +17,32 @@ def load(options: dict[str, Any]) -> FakePeer:
 
 
 class FakePeer:
-    """Answers at once; with ``counts_in`` it also counts in a file as fast as it can, as a spinning thread would."""
+    """Answers at once; with ``spins`` a thread keeps a core busy."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
-        self.versions = {"fake": "1.0", "pid": str(os.getpid()), "path": os.environ.get("PYTHONPATH", "none")}
-        if "counts_in" in options:
+        self.fails = options.get("fails")
+        self.versions = {"fake": "1.0", "pid": str(os.getpid()), "folders": " ".join(sys.path)}
+        if options.get("spins"):
             threading.Thread(target=self._spin, daemon=True).start()
 
     def run(self, requests: list[dict[str, Any]], concurrency: int) -> dict[str, Any]:
         """Run requests, as `serve.py` says."""
         print("noise of a library")
-        if self.options.get("fails") == "run":
+        if self.fails == "run":
             raise RuntimeError("out of memory")
-        if self.options.get("fails") == "exit":
+        if self.fails == "exit":
             print("last words", file=sys.stderr, flush=True)
             os._exit(3)
-        if self.options.get("fails") == "answer":
+        if self.fails == "answer":
             time.sleep(600)
-        cut = 1 if self.options.get("fails") == "short" else 0
+        cut = 1 if self.fails == "short" else 0
         results = []
         for request in requests:
             first = len(request["prompt"])
             tokens = list(range(first, first + request["output_len"] - cut))
             results.append({"token_ids": tokens, "first_token_seconds": 0.5, "finished_seconds": 1.0 * concurrency})
-        return {"seconds": 2.0, "requests": results, "mean_acceptance_length": 1.5}
+        return {"seconds": 2.0, "requests": results, "figures": {"tokens/step": 1.5}}
 
     def _spin(self) -> None:
-        count = 0
         while True:
-            count += 1
-            Path(self.options["counts_in"]).write_text(str(count))
+            pass

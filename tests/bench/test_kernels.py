@@ -4,65 +4,57 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import titan
 from titan.bench import kernels
-from titan.bench.kernels import make_rows, read_stored, slower_rows
+from titan.bench.kernels import FASTEST, MEDIAN, OVER_STORED, RELATIVE, complaints, make_rows, read_stored
 
 ROOT = Path(titan.__file__).resolve().parents[1]
 
 
-def benchmark(name: str, group: str, minimum: float) -> dict[str, Any]:
-    return {"name": f"test_{name}", "group": group, "stats": {"min": minimum, "median": minimum * 2, "iqr": 0.1, "rounds": 7}}
+def benchmark(name: str, part: str, fastest: float) -> dict[str, Any]:
+    stats = {"min": fastest, "median": fastest * 2, "q1": fastest, "q3": fastest * 3, "rounds": 7}
+    return {"name": name, "group": part, "stats": stats}
 
 
 NOW = [
-    benchmark("norm[1]", "kernel", 3.0),
-    benchmark("reference_kernel", "kernel", 2.0),
-    benchmark("schedule[1]", "host", 8.0),
-    benchmark("reference_host", "host", 4.0),
-    benchmark("new", "host", 1.0),
+    benchmark("norm[1]", "kernel", 3e-6),
+    benchmark("reference_kernel[first]", "kernel", 2.5e-6),
+    benchmark("reference_kernel[last]", "kernel", 2e-6),  # the faster of the two counts
+    benchmark("schedule[1]", "host", 8e-6),
+    benchmark("reference_host", "host", 4e-6),
+    benchmark("new", "host", 1e-6),
 ]
-
-
-def stored(name: str, minimum: float, relative: float | None) -> dict[str, Any]:
-    return {"name": name, "minimum": minimum, "relative": relative}
+STORED = {"norm[1]": {RELATIVE: 1.5}, "reference_host": {FASTEST: 2.0, RELATIVE: 1.0}, "schedule[1]": {RELATIVE: 1.0}}
 
 
 def test_times_are_compared_over_the_reference_of_their_part_so_that_a_slower_machine_changes_nothing() -> None:
-    before = [stored("norm[1]", 1.5, 1.5), stored("reference_kernel", 1.0, 1.0), stored("schedule[1]", 1.0, 1.0)]
-    rows = {row.name: row for row in make_rows(NOW, before)}
-    assert list(rows) == ["reference_host", "new", "schedule[1]", "reference_kernel", "norm[1]"]
-    assert (rows["norm[1]"].relative, rows["norm[1]"].stored_ratio) == (1.5, 1.0)
-    assert (rows["schedule[1]"].relative, rows["schedule[1]"].stored_ratio) == (2.0, 2.0)
-    assert rows["reference_kernel"].stored_ratio == 2.0  # the machine itself
-    assert rows["new"].stored_ratio is None
-    assert (rows["norm[1]"].minimum, rows["norm[1]"].median, rows["norm[1]"].num_rounds) == (3.0, 6.0, 7)
-    assert [row.name for row in slower_rows(list(rows.values()), 1.25)] == ["schedule[1]"]
-    assert slower_rows(list(rows.values()), 2.0) == []
+    rows = {str(row.labels["benchmark"]): row for row in make_rows(NOW, STORED)}
+    assert list(rows) == ["reference_host", "new", "schedule[1]", "reference_kernel[first]", "reference_kernel[last]", "norm[1]"]
+    found = {name: [row.median(RELATIVE), row.median(OVER_STORED)] for name, row in rows.items()}
+    assert found["norm[1]"] == pytest.approx([1.5, 1.0]) and found["schedule[1]"] == pytest.approx([2.0, 2.0])
+    assert found["reference_host"] == pytest.approx([1.0, 2.0])  # the machine itself
+    assert found["new"][1] is None
+    assert f"{rows['norm[1]'].figures[MEDIAN]:±.1f}" == "6.0 ±50 %"
+    [row] = make_rows(NOW[:1], STORED)
+    assert row.median(RELATIVE) is None and row.median(OVER_STORED) is None
 
 
-def test_an_interrupt_before_anything_was_measured_leaves_the_stored_run_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "run_benchmarks", lambda *_: ([], [], False))
-    (tmp_path / "run.json").write_text("the last run")
-    with pytest.raises(KeyboardInterrupt):
-        kernels.main(["--save", str(tmp_path / "run.json"), "--threads", str(torch.get_num_threads())])
-    assert (tmp_path / "run.json").read_text() == "the last run"
-
-
-def test_without_a_reference_nothing_is_compared() -> None:
-    [row] = make_rows([NOW[0]], [stored("norm[1]", 1.5, 1.5)])
-    assert row.relative is None and row.stored_ratio is None
+def test_it_complains_of_what_is_slower_or_gone_and_when_nothing_compares() -> None:
+    rows = make_rows(NOW, STORED)
+    slower = "schedule[1]: 2.00 x the stored run, more than 1.25"
+    assert complaints(rows, STORED, 1.25, is_selection=False) == [slower]
+    assert complaints(rows, STORED, 2.5, is_selection=False) == []
+    gone = STORED | {"gone": {RELATIVE: 1.0}}
+    assert complaints(rows, gone, 1.25, is_selection=False) == [slower, "missing, although the stored run has them: gone"]
+    assert complaints(rows, gone, 1.25, is_selection=True) == [slower]
+    assert complaints(make_rows(NOW[:1], {}), {}, 1.25, is_selection=False) == ["nothing could be compared"]
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", '{"rows": [{"draft": 1}], "provenance": {"machine": ""}}', "[1]"])
@@ -73,63 +65,35 @@ def test_a_file_that_is_no_run_is_refused(tmp_path: Path, content: str | None) -
         read_stored(tmp_path / "run.json")
 
 
-def test_limits_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match="must both be above 0"):
-        kernels.main(["--threshold", "0"])
-
-
-def test_the_faster_of_two_references_counts() -> None:
-    found = [benchmark("reference_host[first]", "host", 4.0), benchmark("norm", "host", 6.0)]
-    found.append(benchmark("reference_host[last]", "host", 3.0))
-    assert {row.name: row.relative for row in make_rows(found, [])}["norm"] == 2.0
-    assert make_rows(found[:2], [])[1].relative == 1.5  # interrupted before the last
-
-
-def test_a_comparison_that_compares_less_than_it_should_warns_and_fails(
+def test_a_stored_run_is_compared_and_fails_the_next_if_asked_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, now = tmp_path / "first.json", tmp_path / "now.json"
-    run_main(monkeypatch, path)
-    document = json.loads(path.read_text())
-    rows = document["rows"]
-
-    def compare(kept: list[dict[str, Any]], *options: str) -> int:
-        path.write_text(json.dumps(document | {"rows": kept}))
-        capsys.readouterr()
-        return run_main(monkeypatch, now, "--compare", str(path), "--fail", *options)
-
-    assert compare([row for row in rows if row["name"] != "new"]) == 0
-    assert "1 rows could not be compared" in capsys.readouterr().out
-    assert compare([row for row in rows if row["name"].startswith("reference")]) == 1
-    assert "3 rows could not be compared" in capsys.readouterr().out
-    gone = [*rows, rows[-1] | {"name": "gone"}]
-    assert compare(gone) == 1
-    assert "missing, although the stored run has them: gone" in capsys.readouterr().out
-    assert compare(gone, "--select", "norm") == 0
-    with pytest.raises(ValueError, match="--fail is not allowed without --compare"):
-        kernels.main(["--fail"])
+    slow = [benchmark("norm[1]", "kernel", 6e-6), *NOW[1:]]
+    first = tmp_path / "first.json"
+    compare = ["--compare", str(first)]
+    for found, options, status in [
+        (NOW, ["--save", str(first)], 0),
+        (slow, compare, 0),
+        (slow, [*compare, "--fail"], 1),
+        (slow, [*compare, "--fail", "--threshold", "2.5"], 0),
+    ]:
+        monkeypatch.setattr(kernels, "run_benchmarks", lambda *_, found=found: (found, [], False))
+        assert kernels.main(["--threads", "1", *options]) == status
+    assert "; 1 of 3 are slower than stored by more than 1.25 x." in capsys.readouterr().out
+    monkeypatch.setattr(kernels, "run_benchmarks", lambda *_: ([], [], True))
+    stored = first.read_text()
+    with pytest.raises(KeyboardInterrupt):  # before anything was measured
+        kernels.main(["--threads", "1", "--save", str(first)])
+    assert first.read_text() == stored
 
 
-def run_main(monkeypatch: pytest.MonkeyPatch, path: Path, *options: str) -> int:
-    """Run the command line as if the benchmarks had found ``NOW``."""
-    monkeypatch.setattr(kernels, "run_benchmarks", lambda *_: (NOW, [], True))
-    return kernels.main(["--threads", "1", "--json", str(path), *options])
-
-
-def test_a_run_that_is_slower_than_the_stored_one_warns_and_fails_if_asked_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = tmp_path / "first.json", tmp_path / "second.json"
-    assert run_main(monkeypatch, first) == 0
-    assert run_main(monkeypatch, second, "--compare", str(first), "--fail") == 0
-    document = json.loads(first.read_text())
-    next(row for row in document["rows"] if row["name"] == "norm[1]")["relative"] /= 2
-    first.write_text(json.dumps(document))
-    capsys.readouterr()
-    assert run_main(monkeypatch, second, "--compare", str(first)) == 0
-    assert "warning: norm[1]: 2.00 x the stored run, more than 1.25" in capsys.readouterr().out
-    assert run_main(monkeypatch, second, "--compare", str(first), "--fail") == 1
-    assert run_main(monkeypatch, second, "--compare", str(first), "--fail", "--threshold", "2.5") == 0
+def test_options_that_are_not_allowed_are_refused() -> None:
+    for options, message in [
+        (["--threshold", "0"], "must both be above 0"),
+        (["--fail"], "--fail is not allowed without --compare"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            kernels.main(options)
 
 
 SCRIPT = """
@@ -153,11 +117,9 @@ def test_it_measures_kernels_and_the_host_and_refuses_a_selection_that_names_not
     command = [sys.executable, "-c", SCRIPT, *options]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
-    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
-    order = re.findall(r"\d/7 ([^;\n]+)", result.stderr)  # as the progress tells
-    assert sorted(order[:2]) == ["reference_host[first]", "reference_kernel[first]"]
-    assert sorted(order[-2:]) == ["reference_host[last]", "reference_kernel[last]"]
-    assert {"reference_host[first]", "reference_kernel[last]", "build_batch[1]", "rms_norm[1-chosen]"} <= rows.keys()
+    rows = {row["labels"]["benchmark"]: row["figures"] for row in json.loads(path.read_text())["rows"]}
+    references = {f"reference_{part}[{moment}]" for part in ("host", "kernel") for moment in ("first", "last")}
+    assert references | {"build_batch[1]", "operation[1-chosen-rms_norm]"} <= rows.keys()
     assert not [name for name in rows if "32" in name]
-    assert all(0 < row["minimum"] <= row["median"] and row["relative"] > 0 for row in rows.values())
+    assert all(0 < row[FASTEST]["median"] <= row[MEDIAN]["median"] and row[RELATIVE]["median"] > 0 for row in rows.values())
     assert "refused: --select 'nothing_of_that_name' names no benchmark" in result.stdout

@@ -1,4 +1,4 @@
-"""Other ways to verify draft trees over paged KV, on the same tensors: gather + SDPA, FlexAttention, FlashInfer.
+"""Ways to verify draft trees over paged KV, on the same tensors: Titan's kernel, gather + SDPA, FlexAttention, FlashInfer.
 
 Each is a function from a `Case` to its attention over one layer, ready to be captured in a CUDA graph; what it can prepare once
 per step is done beforehand and not timed.
@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.bench.gpu.attention_batches import Case
+from titan.kernels.triton.attention_planner import CHUNK_MULTIPLE
+from titan.kernels.triton.tree_attention import tree_attention
 
 FLEX_PAGE = 128
 """Slots per page, the size of FlexAttention's tiles."""
@@ -25,6 +27,18 @@ FLASHINFER_WORKSPACE = 256 * 2**20
 
 Attend = Callable[[int], Tensor]
 """Layer -> [T, num_heads * D]."""
+
+
+def titan(case: Case, fixed_chunk: int | None = None) -> Attend:
+    """Titan's kernel as the engine calls it, or with contexts split into chunks of one length."""
+    plan = case.plan(fixed_chunk)
+    return lambda layer: tree_attention(case.q[layer], case.kv[layer], plan, scale=case.scale)
+
+
+def titan_unsplit(case: Case) -> Attend:
+    """Titan's kernel with one program per tile, whatever the context: what split contexts are worth."""
+    longest = max(case.shape.contexts) + case.shape.query_len
+    return titan(case, -(-longest // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
 
 
 def split(case: Case, layer: int) -> Tensor:
@@ -142,19 +156,23 @@ def flashinfer(case: Case) -> Attend:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """One of the others."""
+class Kernel:
+    """A way to attend."""
 
     prepare: Callable[[Case], Attend]
-    goal: float  # how many times Titan's time it must take
-    seconds: float  # of a row, about; most of it is compiling
-    page: int = 1  # slots that must lie together
-    min_batch: int = 1  # requests from which on the goal holds
+    seconds: float = 4.0  # of a row, about; most of it is compiling
+    goal: float | None = None  # how many times Titan's time it must take
+    min_requests: int = 1  # from which on the goal holds
+    slots_per_page: int = 1  # that must lie together
+    is_peer: bool = True
 
 
-PEERS = {
-    "gather + SDPA": Peer(gather_and_sdpa, goal=4.0, seconds=4),
-    "FlexAttention, compiled": Peer(flex_attention, goal=1.5, seconds=20, page=FLEX_PAGE),
-    "FlashInfer, fa2": Peer(flashinfer, goal=1.0, seconds=20, min_batch=8),
+TITAN = "titan"
+KERNELS = {
+    TITAN: Kernel(titan, is_peer=False),
+    "titan, unsplit": Kernel(titan_unsplit, is_peer=False),
+    "gather + SDPA": Kernel(gather_and_sdpa, goal=4.0),
+    "FlexAttention, compiled": Kernel(flex_attention, seconds=20, goal=1.5, slots_per_page=FLEX_PAGE),
+    "FlashInfer, fa2": Kernel(flashinfer, seconds=20, goal=1.0, min_requests=8),
 }
 """What is compared, by name."""
