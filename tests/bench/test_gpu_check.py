@@ -292,7 +292,7 @@ def test_recorded_tokens_take_the_place_of_those_that_a_draft_left_on_the_device
     """Drafting, the target's pass and verification are what they are without a recording; warm-ups accept nothing, too."""
     monkeypatch.setattr("titan.draft.registry._FACTORIES", {})  # each engine registers its drafter
     monkeypatch.setitem(end_to_end.MODES, "all", 1.0)
-    bench = EndToEnd(end_to_end.TINY, TINY)
+    bench = EndToEnd(replace(end_to_end.TINY, batches=(2,), min_rows=2, min_steps=1), TINY)
     bench.backend = triton_backend()
     found: list[Acceptance] = []
     bench.engine.observers.append(lambda plan, acceptance: found.append(acceptance))
