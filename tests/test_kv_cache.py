@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from hashlib import blake2b
+from itertools import takewhile
 from random import Random
 from unittest.mock import Mock, call
 
@@ -26,7 +27,7 @@ from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import DraftTree
+from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.kernels.backend import choose_backend
 from titan.kernels.interfaces import CacheOps, PathMove
 from titan.memory.block_pool import hash_block
@@ -125,15 +126,12 @@ class KVMachine(RuleBasedStateMachine):
         random = Random(seed)
         request = random.choice(self.waiting)
         num_slots = random.randint(1, request.num_tokens + 4)
-        hits = 0
-        for block_hash in chained_hashes(request.token_ids[:-1]):
-            if self.kv.pool.lookup(block_hash) is None:
-                break
-            hits += 1
+        hits = self.cached_blocks(request)
+        num_drafted = [*(self.kv.pool.draft_epochs[block] == self.kv.draft_epoch for block in hits), False].index(False)
         enough = self.kv.num_missing_blocks(request, num_slots) <= self.kv.pool.num_free
         self.kv.match_prefix(request)
-        assert request.num_computed_tokens == request.metrics.num_cached_tokens == hits * BLOCK_SIZE < request.num_tokens
-        assert request.num_drafted_context <= request.num_computed_tokens
+        assert request.num_computed_tokens == request.metrics.num_cached_tokens == len(hits) * BLOCK_SIZE < request.num_tokens
+        assert (request.block_ids, request.num_drafted_context) == (hits, num_drafted * BLOCK_SIZE)
         assert (self.kv.num_missing_blocks(request, num_slots) <= self.kv.pool.num_free) == enough
         assert self.kv.reserve(request, num_slots) == enough
         self.kv.clear_new_blocks()
@@ -143,20 +141,16 @@ class KVMachine(RuleBasedStateMachine):
         else:
             self.kv.free(request)
 
-    @rule(seed=SEEDS, count=st.integers(1, 20))
-    def be_busy(self, seed: int, count: int) -> None:
-        """A burst of everyday work, so that blocks fill, are shared and are evicted."""
+    def cached_blocks(self, request: Request) -> list[int]:
+        """The longest run of blocks that can be found of the request's tokens before its root."""
+        blocks = map(self.kv.pool.lookup, chained_hashes(request.token_ids[:-1]))
+        return [block for block in takewhile(lambda block: block is not None, blocks) if block is not None]
+
+    @rule(seed=SEEDS, num_steps=st.integers(1, 6))
+    def run(self, seed: int, num_steps: int) -> None:
         random = Random(seed)
-        for _ in range(count):
-            what = random.choices(("add", "admit", "step", "free", "preempt"), (1, 3, 8, 2, 1))[0]
-            if what == "add":
-                self.add(random.randint(0, 16), random.choices((0, 1), k=random.randint(1, 9)), random.getrandbits(32))
-            elif what == "admit":
-                self.admit(random.getrandbits(32))
-            elif what == "step":
-                self.step(random)
-            else:
-                self.free(random.getrandbits(32), preempt=what == "preempt")
+        for _ in range(num_steps):
+            self.step(random)
             self.holds()
 
     def step(self, random: Random) -> None:
@@ -172,7 +166,7 @@ class KVMachine(RuleBasedStateMachine):
                 num_tokens = random.randint(1, num_tokens)
             reaches_root = request.num_computed_tokens + num_tokens == request.num_tokens
             drafts = "draft" in self.kv.tensors and random.random() < 0.8
-            tree = random_tree(random) if reaches_root and drafts else DraftTree.chain([])
+            tree = random_tree(random) if reaches_root and drafts else EMPTY_TREE
             num_slots = request.num_computed_tokens + num_tokens + tree.num_nodes + NUM_SPARE_SLOTS
             before = list(request.block_ids)
             missing = self.kv.num_missing_blocks(request, num_slots)
@@ -198,9 +192,14 @@ class KVMachine(RuleBasedStateMachine):
             assert request.num_drafted_context == before_commit[i] + [*held, False].index(False)
             request.token_ids += token_ids[i]
             request.commit(plan.num_tokens[i] + len(paths[i]))
-            self.know_hashes(request)
+            hashes = chained_hashes(request.token_ids[: request.num_computed_tokens])
+            self.prefixes |= {each: request.token_ids[: (i + 1) * BLOCK_SIZE] for i, each in enumerate(hashes)}
             self.kv.cache_full_blocks(request)
-            self.check_findable(request, num_full_before)
+            for block_hash in hashes[num_full_before:]:
+                assert (self.kv.pool.lookup(block_hash) is not None) == self.kv.pool.enable_caching
+            if self.kv.pool.enable_caching:
+                drafted = request.block_ids[: request.num_drafted_context // BLOCK_SIZE]
+                assert all(self.kv.pool.draft_epochs[block] == self.kv.draft_epoch for block in drafted)
             assert len(request.block_ids) == -(-request.num_computed_tokens // BLOCK_SIZE)
 
     def run_models(self, request: Request, num_tokens: int, tree: DraftTree, is_drafted: bool) -> None:
@@ -219,15 +218,6 @@ class KVMachine(RuleBasedStateMachine):
                 slots = physical(request.block_ids, places)
                 for group in tensor.groups:
                     group.flatten(3, 4)[:, :, :, slots] = kv_of(group, self.model(role), prefixes)
-
-    def know_hashes(self, request: Request) -> None:
-        for i, block_hash in enumerate(chained_hashes(request.token_ids[: request.num_computed_tokens])):
-            self.prefixes[block_hash] = request.token_ids[: (i + 1) * BLOCK_SIZE]
-
-    def check_findable(self, request: Request, num_full_before: int) -> None:
-        hashes = chained_hashes(request.token_ids[: request.num_computed_tokens])
-        for block_hash in hashes[num_full_before:]:
-            assert (self.kv.pool.lookup(block_hash) is not None) == self.kv.pool.enable_caching
 
     @rule(seed=SEEDS, preempt=st.booleans())
     def free(self, seed: int, preempt: bool) -> None:
@@ -249,8 +239,6 @@ class KVMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        if not hasattr(self, "kv"):
-            return
         pool = self.kv.pool
         pool.check([request.block_ids for request in self.running])
         for role, tensor in self.kv.tensors.items():
@@ -278,135 +266,42 @@ class KVMachine(RuleBasedStateMachine):
 
 
 TestKVMachine = KVMachine.TestCase
-TestKVMachine.settings = settings(max_examples=120, stateful_step_count=20, deadline=None, derandomize=True)
-
-
-def compute(kv: KVCache, request: Request, num_computed: int, num_drafted: int = 0) -> None:
-    """Let the request have computed that many tokens."""
-    assert kv.reserve(request, num_computed)
-    request.commit(num_computed)
-    request.cover_draft(num_drafted)
-    kv.cache_full_blocks(request)
-
-
-def test_a_match_never_covers_the_root() -> None:
-    kv = make_kv()
-    compute(kv, make_request(range(9)), 8)
-    same, longer = make_request(range(8)), make_request(range(9))
-    kv.match_prefix(same)
-    kv.match_prefix(longer)
-    assert (same.num_computed_tokens, same.block_ids) == (4, [0])
-    assert (longer.num_computed_tokens, longer.block_ids, longer.metrics.num_cached_tokens) == (8, [0, 1], 8)
-
-
-def test_only_computed_and_committed_full_blocks_are_hashed() -> None:
-    kv = make_kv()
-    request = make_request(range(12))
-    assert kv.reserve(request, 12 + 4)  # room for four draft tokens
-    request.commit(7)
-    kv.cache_full_blocks(request)
-    hashes = chained_hashes(range(12))
-    assert [kv.pool.lookup(block_hash) is not None for block_hash in hashes] == [True, False, False]
-    assert kv.reserve(request, 16)
-    request.commit(9)  # as if draft tokens were counted
-    kv.cache_full_blocks(request)
-    assert request.block_hashes == hashes[:2], "the blocks of the root and of draft tokens have no hash"
-
-
-def test_a_prefix_hit_counts_as_drafted_only_where_the_present_draft_was() -> None:
-    kv = make_kv()
-    compute(kv, make_request(range(13)), 12, num_drafted=9)
-    request = make_request(range(13))
-    kv.match_prefix(request)
-    assert (request.num_computed_tokens, request.num_drafted_context, request.num_draft_marked_blocks) == (12, 8, 2)
-    kv.new_draft_epoch([request])
-    assert (request.num_drafted_context, request.num_draft_marked_blocks, request.num_computed_tokens) == (0, 0, 12)
-    after = make_request(range(13))
-    kv.match_prefix(after)
-    assert (after.num_computed_tokens, after.num_drafted_context) == (12, 0)
-    request.cover_draft(4)  # the new draft catches up
-    kv.cache_full_blocks(request)
-    late = make_request(range(13))
-    kv.match_prefix(late)
-    assert (late.num_computed_tokens, late.num_drafted_context) == (12, 4)
+TestKVMachine.settings = settings(deadline=None, derandomize=True)
 
 
 def test_free_evicts_tails_first_and_a_preempted_request_finds_its_blocks_again() -> None:
     kv = make_kv(num_blocks=4)
     request = make_request(range(13))
-    compute(kv, request, 12)
+    assert kv.reserve(request, 12)
+    request.commit(12)
+    kv.cache_full_blocks(request)
     kv.free(request)
     assert kv.reserve(make_request([99] * 8), 8)  # the unused block and the tail
     kv.match_prefix(request)
     assert (request.block_ids, request.num_computed_tokens) == ([0, 1], 8)
 
 
-def test_missing_blocks_are_those_that_leave_the_free_queue() -> None:
-    kv = make_kv()
-    owner, other = make_request(range(9)), make_request(range(9))
-    compute(kv, owner, 8)
-    assert kv.num_missing_blocks(other, 10) == 1, "the two cached blocks are shared"
-    kv.free(owner)
-    assert kv.num_missing_blocks(other, 10) == 3, "now nobody else holds them"
-    assert other.block_ids == [] and kv.pool.num_free == NUM_BLOCKS
-
-
-def test_a_failed_reservation_changes_nothing() -> None:
-    kv = make_kv(num_blocks=2)
-    request = make_request(range(4))
-    assert kv.reserve(request, 4)
-    assert not kv.reserve(request, 13)
-    assert (request.block_ids, kv.pool.num_free) == ([0], 1)
-
-
-def test_new_blocks_are_cleared_in_every_cache() -> None:
-    kv = make_kv()
-    groups = [group for tensor in kv.tensors.values() for group in tensor.groups]
-    for group in groups:
-        group.fill_(torch.nan)
-    request = make_request(range(8))
-    assert kv.reserve(request, 8)
-    kv.clear_new_blocks()
-    for group in groups:
-        assert (group[:, :, :, request.block_ids] == 0).all() and group[:, :, :, 2:].isnan().all()
-
-
-def test_commit_moves_the_paths_of_all_requests_at_once() -> None:
+def test_commit_moves_the_paths_of_all_requests_at_once_and_those_of_the_first_nodes_not_at_all() -> None:
     ops = Mock(spec=CacheOps)
     kv = make_kv(ops=ops)
     requests = [make_request(range(3)), make_request(range(5))]
     for request in requests:
         assert kv.reserve(request, request.num_tokens + 5)
     plan = StepPlan(requests, [3, 5], [5, 5], [5, 5])
-    parents = np.array([-1, -1, 0, 1, 3], np.int32)
-    tree = DraftTree(np.arange(5), parents, draft_slots=np.array([1, 0, 3, 2, -1], np.int32))
+    tree = DraftTree(np.arange(5), np.array([-1, -1, 0, 1, 3], np.int32), draft_slots=np.array([1, 0, 3, 2, -1], np.int32))
     chain = DraftTree.chain(range(5), draft_slots=np.arange(5, dtype=np.int32))
-    trees = host_trees([DraftTree(np.arange(5), parents), chain])
-    kv.commit(plan, Acceptance(trees, [[0], [0, 1, 2]], [[0, 9], [0, 1, 2, 9]], [None, None]))
-    ops.move_paths.assert_not_called()  # paths of the first nodes stay where they are
+    kv.commit(plan, Acceptance(host_trees([EMPTY_TREE, chain]), [[], [0, 1, 2]], [[9], [0, 1, 2, 9]], [None, None]))
+    ops.move_paths.assert_not_called()
     kv.commit(plan, Acceptance(host_trees([tree, tree]), [[1, 3, 4], [0, 2]], [[1, 3, 4, 9], [0, 2, 9]], [None, None]))
     expected: dict[Role, list[PathMove]] = {
         "target": [PathMove([0, 1], 3, [1, 3, 4]), PathMove([2, 3, 4], 5, [0, 2])],
         "draft": [PathMove([0, 1], 3, [0, 2]), PathMove([2, 3, 4], 5, [1, 3])],
     }
     assert ops.move_paths.call_args_list == [call(kv.tensors[role], moves) for role, moves in expected.items()]
-    assert [request.num_drafted_context for request in requests] == [2, 3 + 2], "as far as the draft has the path"
 
 
-def test_nothing_is_hashed_or_matched_without_prefix_caching() -> None:
-    kv = make_kv(caching=False)
-    compute(kv, make_request(range(9)), 8)
-    request = make_request(range(9))
-    kv.match_prefix(request)
-    assert (request.block_ids, request.block_hashes, request.num_computed_tokens) == ([], [], 0)
-
-
-def test_attach_refuses_a_tensor_of_another_pool() -> None:
-    kv = make_kv()
-    for num_blocks, block_size in ((11, 4), (12, 8)):
-        message = f"draft's KV tensor has {num_blocks} blocks of {block_size} slots: it must have 12 of 4"
-        with pytest.raises(ValueError, match=message):
-            kv.attach("draft", KVTensor(LAYOUTS["draft"], num_blocks, block_size, CPU))
-    kv.detach("draft")
-    kv.detach("draft")
-    assert list(kv.tensors) == ["target"]
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(11, 4), (12, 8)])
+def test_attach_refuses_a_tensor_of_another_pool(num_blocks: int, block_size: int) -> None:
+    message = f"draft's KV tensor has {num_blocks} blocks of {block_size} slots: it must have 12 of 4"
+    with pytest.raises(ValueError, match=message):
+        make_kv().attach("draft", KVTensor(LAYOUTS["draft"], num_blocks, block_size, CPU))
