@@ -66,8 +66,11 @@ class World:
         return family[0]
 
     def step(self, max_draft_tokens: int, random: Random) -> StepPlan:
+        running, num_preemptions = list(self.scheduler.running), self.counters.num_preemptions
         plan = self.scheduler.schedule(max_draft_tokens, lambda _, budget: budget + self.num_more_slots)
         self.check_plan(plan, max_draft_tokens)
+        if self.counters.num_preemptions > num_preemptions:
+            assert running[: len(self.scheduler.running)] == self.scheduler.running, "the latest go, and none joins in their stead"
         if not plan.requests:
             return plan
         trees = [self.draft(request, budget, random) for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)]
@@ -82,13 +85,11 @@ class World:
             if random.random() < 0.7:  # the draft's cache keeps up with some
                 request.cover_draft(request.num_computed_tokens + plan.num_tokens[i] - request.num_drafted_context)
         self.kv.commit(plan, acceptance)
-        before = {request.request_id: request.num_computed_tokens for request in plan.requests}
+        before = [request.num_computed_tokens for request in plan.requests]
         changed = self.scheduler.update(plan, acceptance)
-        assert {r.request_id for r in changed} == {
-            r.request_id for r, t in zip(plan.requests, acceptance.token_ids, strict=True) if t
-        }
-        for request in plan.requests:
-            assert request.is_finished or request.num_computed_tokens > before[request.request_id]
+        assert changed == [request for request, tokens in zip(plan.requests, acceptance.token_ids, strict=True) if tokens]
+        for request, num_computed_tokens in zip(plan.requests, before, strict=True):
+            assert request.is_finished or request.num_computed_tokens > num_computed_tokens
         return plan
 
     def draft(self, request: Request, budget: int, random: Random) -> DraftTree:
@@ -184,6 +185,15 @@ class World:
         assert request.params.ignore_eos or EOS not in request.output_token_ids[:-1]
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"use_speculative": False},
+    {"max_draft_tokens": 2},
+    {"ignore_eos": True},
+    {"n": 2},
+    {"n": 4, "ignore_eos": True},
+]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**32), batch=st.integers(1, 5), budget=st.integers(0, 40), chunk=st.integers(1, 20),
@@ -206,25 +216,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = ([5, 6, 7] * 20)[: random.randint(1, room - 1)]
         if random.random() < 0.6:
             prompt[random.randrange(len(prompt)) :] = [random.randrange(1, 13)]
-        options: dict[str, Any] = random.choice(
-            [
-                {},
-                {},
-                {"use_speculative": False},
-                {"max_draft_tokens": 2},
-                {"ignore_eos": True},
-                {"n": 2},
-                {"n": 4, "ignore_eos": True},
-            ]
-        )
-        max_tokens = random.randint(1, 30)
-        if len(self.world.scheduler.waiting) + options.get("n", 1) > self.world.options.max_waiting_requests:
-            options.pop("n", None)
-        if len(self.world.scheduler.waiting) >= self.world.options.max_waiting_requests:
-            with pytest.raises(ValueError, match="max_waiting_requests=6"):
-                self.world.add(prompt, max_tokens, **options)
-        else:
-            self.world.add(prompt, max_tokens, **options)
+        options = random.choice([{}, {}, *OPTIONS])
+        num_waiting, most = len(self.world.scheduler.waiting), self.world.options.max_waiting_requests
+        if num_waiting == most:
+            with pytest.raises(ValueError, match=f"max_waiting_requests={most}"):
+                self.world.add(prompt, 5)
+        elif num_waiting + options.get("n", 1) <= most:
+            self.world.add(prompt, random.randint(1, 30), **options)
 
     @rule(steps=st.integers(1, 6))
     def run(self, steps: int) -> None:
@@ -247,25 +245,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        if hasattr(self, "world"):
-            self.world.check()
+        self.world.check()
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.world.drain(self.random, self.max_draft_tokens)
+        self.world.drain(self.random, self.max_draft_tokens)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
-
-
-def test_scarce_blocks_preempt_the_latest_and_change_no_output() -> None:
-    world = World(max_batch_size=4, num_kv_blocks=9, max_num_batched_tokens=64)
-    for i in range(6):
-        world.add([i + 1] * 10, 30, ignore_eos=True)
-    world.drain(Random(0))
-    assert world.counters.num_preemptions > 0
-    assert world.requests[0].metrics.num_preemptions == 0, "the first come keeps its blocks"
+TestSchedulerMachine.settings = settings(deadline=None, derandomize=True)
 
 
 def test_lookahead_is_reserved_where_blocks_are_free_and_given_back() -> None:
@@ -282,86 +269,44 @@ def test_lookahead_is_reserved_where_blocks_are_free_and_given_back() -> None:
     assert without.num_slots == [0, 0], "who drafts nothing looks ahead at nothing"
 
 
-@pytest.mark.parametrize("num_more_slots", [5, 20])
-def test_lookahead_preempts_nobody_and_changes_no_plan(num_more_slots: int) -> None:
+def test_scarce_blocks_preempt_the_latest_and_lookahead_preempts_nobody() -> None:
     """Without a prefix cache, which is the smaller the more blocks are written."""
-    steps = []
-    for num_more in (0, num_more_slots):
-        world = World(max_batch_size=4, num_kv_blocks=9, num_more_slots=num_more, enable_prefix_caching=False)
-        for i in range(6):
-            world.add([i + 1] * 10, 30, ignore_eos=True)
-        random, plans, num_looked_ahead = Random(0), [], 0
+    plans: dict[int, list[Any]] = {}
+    for num_more_slots in (0, 5, 20):
+        world = World(max_batch_size=4, num_kv_blocks=9, num_more_slots=num_more_slots, enable_prefix_caching=False)
+        requests = [world.add([i + 1] * 10, 30, ignore_eos=True) for i in range(6)]
+        random, num_looked_ahead = Random(0), 0
+        plans[num_more_slots] = []
         while world.scheduler.has_unfinished:
             plan = world.step(4, random)
-            plans.append(([request.request_id for request in plan.requests], plan.num_tokens, plan.draft_budgets))
-            num_looked_ahead += sum(slots > budget for slots, budget in zip(plan.num_slots, plan.draft_budgets, strict=True))
-        assert world.counters.num_preemptions > 0
-        assert (num_looked_ahead > 0) == (num_more > 0)
-        steps.append((plans, world.counters.num_preemptions))
-    assert steps[0] == steps[1]
+            plans[num_more_slots].append(([requests.index(each) for each in plan.requests], plan.num_tokens, plan.draft_budgets))
+            num_looked_ahead += sum(plan.num_slots) - sum(plan.draft_budgets)
+        assert world.counters.num_preemptions > 0 and requests[0].metrics.num_preemptions == 0
+        assert (num_looked_ahead > 0) == (num_more_slots > 0)
+    assert plans[0] == plans[5] == plans[20]
 
 
-def test_none_joins_in_a_step_that_preempted() -> None:
-    """Not even the one that had to go, although it would find its prompt in the other's blocks."""
-    world = World(max_batch_size=4, num_kv_blocks=5)
-    first, second = (world.add([1] * 2 * BLOCK_SIZE, 5, ignore_eos=True) for _ in range(2))
-    plans = [world.step(0, Random(0)).requests for _ in range(3)]
-    assert plans == [[first, second], [first], [first, second]]
-    assert (first.metrics.num_preemptions, second.metrics.num_preemptions) == (0, 1)
-    world.drain(Random(0))
-
-
-def test_a_running_request_is_never_starved_by_others_prompts() -> None:
-    world = World(max_batch_size=4, num_kv_blocks=40, max_num_batched_tokens=12, prefill_chunk_size=12)
-    first = world.add([1] * 5, 25, ignore_eos=True)
-    world.step(0, Random(0))
-    for token in (2, 3, 4):
-        world.add([token] * 50, 4)
-    for _ in range(10):
-        before = first.num_output_tokens
-        plan = world.step(0, Random(0))
-        assert first.num_output_tokens == before + 1
-        assert sum(plan.num_tokens) == 12, "what is left of the budget goes to the prompts"
-
-
-def test_a_prompt_is_computed_in_chunks_beside_decodes() -> None:
-    world = World(max_batch_size=4, num_kv_blocks=40, max_num_batched_tokens=64, prefill_chunk_size=7)
+def test_prompts_are_computed_in_chunks_of_what_the_running_requests_leave() -> None:
+    world = World(max_batch_size=4, num_kv_blocks=40, max_num_batched_tokens=12, prefill_chunk_size=7)
     world.add([1] * 3, 20, ignore_eos=True)
     world.step(0, Random(0))
-    late = world.add([2] * 30, 5, ignore_eos=True)
-    chunks = []
-    while late.num_output_tokens == 0:
-        plan = world.step(0, Random(0))
-        assert plan.num_tokens[0] == 1
-        chunks.append(plan.num_tokens[1])
-    assert chunks == [7, 7, 7, 7, 2]
+    for token in (2, 3):
+        world.add([token] * 20, 1, ignore_eos=True)
+    plans = [world.step(0, Random(0)).num_tokens for _ in range(5)]
+    assert plans == [[1, 7, 4], [1, 7, 4], [1, 6, 5], [1, 7], [1]]
 
 
 def test_finished_requests_leave_and_waiting_ones_join_at_the_next_step() -> None:
     world = World(max_batch_size=2, num_kv_blocks=40)
     short, long, late = (world.add([i], length, ignore_eos=True) for i, length in ((1, 2), (2, 6), (3, 2)))
-    running = []
-    while world.scheduler.has_unfinished:
-        running.append([request.request_id for request in world.step(0, Random(0)).requests])
-    names = [request.request_id for request in (short, long, late)]
-    assert running == [names[:2]] * 2 + [names[1:]] * 2 + [names[1:2]] * 2
+    plans = [world.step(0, Random(0)).requests for _ in range(6)]
+    assert plans == [[short, long]] * 2 + [[long, late]] * 2 + [[long]] * 2
 
 
 def test_a_request_that_would_soon_be_preempted_does_not_join() -> None:
     world = World(max_batch_size=4, num_kv_blocks=5, prefill_chunk_size=4)
-    world.add([1] * 20, 10, ignore_eos=True)
+    first = world.add([1] * 20, 10, ignore_eos=True)
     world.add([2] * 17, 4, ignore_eos=True)
-    plan = world.step(4, Random(0))
-    assert [request.request_id for request in plan.requests] == ["0"], "its first chunk would fit, its prompt would not"
+    assert world.step(4, Random(0)).requests == [first], "the other's first chunk would fit, its prompt would not"
     world.drain(Random(0))
     assert world.counters.num_preemptions == 0
-
-
-def test_an_aborted_request_leaves_at_once_whether_it_runs_or_waits() -> None:
-    world = World(max_batch_size=1, num_kv_blocks=40)
-    running, waiting, last = (world.add([i], 5) for i in (1, 2, 3))
-    world.step(0, Random(0))
-    world.scheduler.abort(running)
-    world.scheduler.abort(waiting)
-    assert world.kv.pool.num_free == 40
-    assert [request.request_id for request in world.step(0, Random(0)).requests] == [last.request_id]
