@@ -1,7 +1,14 @@
-"""The scheduler under random arrivals and aborts, with a model that is a function of the tokens: no tensors, many steps."""
+"""The scheduler and the KV cache under random arrivals, aborts and draft swaps, with models that are functions of the tokens.
+
+Every token's KV is written as a number that depends on the model, on the token and on all tokens before it, so that a wrong slot, a
+wrong block or a stale draft shows. Free blocks that are not cached hold NaN.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from functools import cache
+from hashlib import blake2b
 from random import Random
 from typing import Any
 
@@ -12,7 +19,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from stepping import host_trees
+from torch import Tensor
 
+from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
 from titan.core.metrics import EngineCounters
 from titan.core.options import ScheduleOptions
 from titan.core.outputs import RequestMetrics
@@ -21,18 +30,37 @@ from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.kernels.backend import choose_backend
-from titan.memory.kv_cache import KVCache
+from titan.memory.block_pool import hash_block
+from titan.memory.kv_cache import HASH_SALT, KVCache, Role
 from titan.schedule.scheduler import Scheduler
 
 MAX_MODEL_LEN = 60
 BLOCK_SIZE = 8
 EOS = 0
-CACHE_OPS = choose_backend(torch.device("cpu")).cache
+CPU = torch.device("cpu")
+CACHE_OPS = choose_backend(CPU).cache
+LAYOUTS: dict[Role, KVLayout] = {
+    "target": KVLayout((KVGroup(2, 1, 1), KVGroup(1, 2, 4)), torch.float64),
+    "draft": KVLayout((KVGroup(1, 2, 3),), torch.float64),
+}
 
 
 def next_token(token_ids: list[int]) -> int:
     """The target: any function of all tokens will do. One token in 13 is the end."""
     return Random(str(token_ids)).randrange(13)
+
+
+@cache
+def value_of(model: str, prefix: tuple[int, ...]) -> float:
+    """What the model's KV of the last token of ``prefix`` is."""
+    return float(int.from_bytes(blake2b(f"{model} {prefix}".encode(), digest_size=5).digest()))
+
+
+def chained_hashes(token_ids: Sequence[int]) -> list[bytes]:
+    hashes = [b""]
+    for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE):
+        hashes.append(hash_block(hashes[-1], token_ids[end - BLOCK_SIZE : end], HASH_SALT))
+    return hashes[1:]
 
 
 class World:
@@ -42,6 +70,8 @@ class World:
         self.options = ScheduleOptions(**options)
         self.num_more_slots = num_more_slots
         self.kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching, CACHE_OPS)
+        for role, layout in LAYOUTS.items():
+            self.kv.attach(role, KVTensor(layout, num_kv_blocks, BLOCK_SIZE, CPU))
         self.counters = EngineCounters()
         self.scheduler = Scheduler(self.options, self.kv, self.counters)
         self.requests: list[Request] = []
@@ -72,34 +102,65 @@ class World:
             assert running[: len(self.scheduler.running)] == self.scheduler.running, "the latest go, and none joins in their stead"
         if not plan.requests:
             return plan
-        trees = [self.draft(request, budget, random) for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)]
+        self.kv.clear_new_blocks()
+        rows = zip(plan.requests, plan.num_tokens, plan.draft_budgets, plan.num_slots, strict=True)
+        trees = [self.run_models(*row, random) for row in rows]
         acceptance = Acceptance(host_trees(trees), [], [], [None] * len(trees))
         for i, (request, tree) in enumerate(zip(plan.requests, trees, strict=True)):
             path, tokens = self.verify(request, tree) if plan.reaches_root(i) else ([], [])
             acceptance.paths.append(path)
             acceptance.token_ids.append(tokens)
-            if random.random() < 0.7:  # the draft's cache keeps up with some
-                request.cover_draft(request.num_computed_tokens + plan.num_tokens[i] - request.num_drafted_context)
         self.kv.commit(plan, acceptance)
         before = [request.num_computed_tokens for request in plan.requests]
         changed = self.scheduler.update(plan, acceptance)
         assert changed == [request for request, tokens in zip(plan.requests, acceptance.token_ids, strict=True) if tokens]
         for request, num_computed_tokens in zip(plan.requests, before, strict=True):
             assert request.is_finished or request.num_computed_tokens > num_computed_tokens
+            self.check_findable(request, num_computed_tokens // BLOCK_SIZE)
         return plan
 
-    def draft(self, request: Request, budget: int, random: Random) -> DraftTree:
-        """A chain or a tree, right now and then."""
-        num_nodes = random.randint(0, budget)
-        if num_nodes == 0:
-            return EMPTY_TREE
-        parents = [node - 1 if random.random() < 0.6 else random.randint(-1, node - 1) for node in range(num_nodes)]
+    def run_models(self, request: Request, num_tokens: int, budget: int, num_slots: int, random: Random) -> DraftTree:
+        """Propose a chain or a tree, right now and then; the draft's cache keeps up with most requests, and has most nodes."""
+        end = request.num_computed_tokens + num_tokens
+        parents: list[int] = []
         paths: list[list[int]] = []
-        for parent in parents:
-            above = paths[parent] if parent >= 0 else []
+        for node in range(random.randint(0, budget)):
+            parents.append(node - 1 if random.random() < 0.6 else random.randint(-1, node - 1))
+            above = paths[parents[-1]] if parents[-1] >= 0 else []
             right = next_token(request.token_ids + above)
             paths.append([*above, right if random.random() < 0.7 else random.randrange(13)])
-        return DraftTree(np.array([path[-1] for path in paths]), np.array(parents, np.int32))
+        self.write("target", request, request.num_computed_tokens, end, list(enumerate(paths)))
+        random = Random(random.random())  # how much is drawn of it must not change the next request's drafts
+        draft_slots = [-1] * len(paths)
+        if "draft" in self.kv.tensors and random.random() < 0.8:
+            places = range(len(paths)) if random.random() < 0.5 else random.sample(range(num_slots), len(paths))
+            draft_slots = [place if random.random() < 0.8 else -1 for place in places]
+            fed = [(slot, path) for slot, path in zip(draft_slots, paths, strict=True) if slot >= 0]
+            self.write("draft", request, request.num_drafted_context, end, fed)
+            request.cover_draft(end - request.num_drafted_context)
+        token_ids = np.array([path[-1] for path in paths], np.int64)
+        return DraftTree(token_ids, np.array(parents, np.int32), draft_slots=np.array(draft_slots, np.int32))
+
+    def write(self, role: Role, request: Request, start: int, end: int, nodes: list[tuple[int, list[int]]]) -> None:
+        """Fill slots with the KV of a request's tokens, and slots behind them with that of nodes, given with their paths."""
+        prefixes = [request.token_ids[: i + 1] for i in range(start, end)] + [request.token_ids[:end] + path for _, path in nodes]
+        slots = self.physical(request.block_ids, [*range(start, end), *(end + slot for slot, _ in nodes)])
+        for group in self.kv.tensors[role].groups:
+            group.flatten(3, 4)[:, :, :, slots] = self.values(role, prefixes)
+
+    def physical(self, block_ids: Sequence[int], slots: Iterable[int]) -> list[int]:
+        return [block_ids[slot // BLOCK_SIZE] * BLOCK_SIZE + slot % BLOCK_SIZE for slot in slots]
+
+    def values(self, role: Role, prefixes: Iterable[Sequence[int]]) -> Tensor:
+        """KV of the last token of each prefix, the same for all layers, heads and dimensions: ``[n, 1]``."""
+        model = "target" if role == "target" else f"draft {self.kv.draft_epoch}"
+        return torch.tensor([value_of(model, tuple(prefix)) for prefix in prefixes], dtype=torch.float64)[:, None]
+
+    def swap_draft(self, *, has_kv: bool) -> None:
+        self.kv.detach("draft")
+        if has_kv:
+            self.kv.attach("draft", KVTensor(LAYOUTS["draft"], self.kv.num_blocks, BLOCK_SIZE, CPU))
+        self.kv.new_draft_epoch((*self.scheduler.running, *self.scheduler.waiting))
 
     def verify(self, request: Request, tree: DraftTree) -> tuple[list[int], list[int]]:
         """The accepted nodes, and the emitted tokens: one more."""
@@ -156,6 +217,43 @@ class World:
         for name in ("num_sequence_steps", "num_emitted_tokens", "num_preemptions"):
             assert getattr(counters, name) == sum(getattr(request.metrics, name) for request in self.requests)
         assert sum(counters.accepted_per_depth) == sum(request.metrics.num_accepted_tokens for request in self.requests)
+
+        self.check_kv()
+
+    def check_findable(self, request: Request, num_known: int) -> None:
+        """Full blocks that have been computed since can be found, with the draft's epoch where it covers them."""
+        pool = self.kv.pool
+        for block_hash in chained_hashes(request.token_ids[: request.num_computed_tokens])[num_known:]:
+            assert (pool.lookup(block_hash) is not None) == pool.enable_caching
+        drafted = request.block_ids[: request.num_drafted_context // BLOCK_SIZE] if pool.enable_caching else []
+        assert all(pool.draft_epochs[block] == self.kv.draft_epoch for block in drafted)
+
+    def check_kv(self) -> None:
+        """What counts as computed, or can be found, is what a sequential fill would have put there."""
+        pool = self.kv.pool
+        prefixes = {}
+        for request in self.requests:
+            for i, block_hash in enumerate(chained_hashes(request.token_ids[:-1])):  # never the root
+                prefixes[block_hash] = request.token_ids[: (i + 1) * BLOCK_SIZE]
+        for role, tensor in self.kv.tensors.items():
+            for request in self.scheduler.running:
+                assert all(group[:, :, :, request.block_ids].isfinite().all() for group in tensor.groups), "a free block's is seen"
+                length = request.num_computed_tokens if role == "target" else request.num_drafted_context
+                self.check_slots(role, request.block_ids, request.token_ids, range(length))
+            for block_id, block_hash in pool._hash_of.items():
+                if role == "target" or pool.draft_epochs[block_id] == self.kv.draft_epoch:
+                    prefix = prefixes[block_hash]
+                    table = [block_id] * (len(prefix) // BLOCK_SIZE)
+                    self.check_slots(role, table, prefix, range(len(prefix) - BLOCK_SIZE, len(prefix)))
+            free = [block for block in range(pool.num_blocks) if pool.is_free(block) and block not in pool._hash_of]
+            for group in tensor.groups:
+                group[:, :, :, free] = torch.nan
+
+    def check_slots(self, role: Role, block_ids: Sequence[int], token_ids: Sequence[int], slots: range) -> None:
+        expected = self.values(role, [token_ids[: slot + 1] for slot in slots])
+        for group in self.kv.tensors[role].groups:
+            actual = group.flatten(3, 4)[:, :, :, self.physical(block_ids, slots)]
+            assert (actual == expected).all(), f"{role}: wrong KV in {slots} of blocks {block_ids}"
 
     def drain(self, random: Random, max_draft_tokens: int = 4) -> None:
         steps = 0
@@ -236,10 +334,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.scheduler.abort(request, "not wanted any more")
             assert (request.finish_reason, request.error, request.block_ids) == ("abort", "not wanted any more", [])
 
-    @rule(drafts=st.integers(0, 6))
-    def swap_draft(self, drafts: int) -> None:
+    @rule(drafts=st.integers(0, 6), has_kv=st.booleans())
+    def swap_draft(self, drafts: int, has_kv: bool) -> None:
         self.max_draft_tokens = drafts
-        self.world.kv.new_draft_epoch(self.world.scheduler.running)
+        self.world.swap_draft(has_kv=has_kv)
 
     @invariant()
     def holds(self) -> None:
