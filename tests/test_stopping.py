@@ -111,13 +111,8 @@ def run(llm: LLM, params: SamplingParams, prompt: list[int] = PROMPT) -> Request
 def check_metrics(output: RequestOutput) -> None:
     metrics, completion = output.metrics, output.outputs[0]
     assert metrics.num_emitted_tokens == len(completion.token_ids)
-    extra = metrics.num_accepted_tokens + metrics.num_sequence_steps - metrics.num_emitted_tokens
-    assert extra in ((0, 1) if completion.finish_reason == "stop" else (0,)), (
-        "1: the end was a draft token, and no final token followed"
-    )
-    assert metrics.num_accepted_tokens <= metrics.num_draft_tokens
-    assert sorted(metrics.accepted_per_depth, reverse=True) == metrics.accepted_per_depth
     assert metrics.mean_acceptance_length == metrics.num_emitted_tokens / metrics.num_sequence_steps
+    assert sorted(metrics.accepted_per_depth, reverse=True) == metrics.accepted_per_depth
     assert metrics.first_scheduled_time is not None and metrics.first_token_time is not None and metrics.finished_time is not None
     assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= metrics.finished_time
 
