@@ -116,41 +116,6 @@ def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared(zoo: Zoo, ca
     assert num_fed == (40 + 3 * 8 if caching else 4 * 40), "a hit of the prefix cache is counted as one, a shared block is not"
 
 
-def test_a_sibling_takes_only_what_is_computed_and_covered_by_the_draft(zoo: Zoo) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("llama"), num_kv_blocks=80, block_size=8, enable_prefix_caching=False)
-    first, second, third = FrontEnd(engine).make_request(PROMPT, greedy(8, n=3)).family
-    engine.scheduler.add(first)
-    engine.step()
-    engine.kv.match_prefix(second)
-    assert (second.block_ids, second.num_computed_tokens, second.num_drafted_context) == (first.block_ids[:4], 32, 32)
-    engine.kv.free(second)
-    engine.swap_draft(None)
-    engine.kv.match_prefix(third)
-    assert (third.num_computed_tokens, third.num_drafted_context) == (32, 0), "another draft has not seen it"
-    engine.kv.free(third)
-    drain(engine)
-
-
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
-@pytest.mark.parametrize("aborted", [[0], [1, 2], [0, 1], [3]])
-def test_an_aborted_completion_does_not_cost_the_others(
-    zoo: Zoo, alone: list[list[int]], aborted: list[int], num_steps: int, caching: bool
-) -> None:
-    """Before the first step, amid the prompt, when the siblings start, and later."""
-    engine = make_engine(zoo.path("llama"), num_kv_blocks=40, block_size=8, prefill_chunk_size=24, enable_prefix_caching=caching)
-    family = add(engine, sampled(4))
-    for _ in range(num_steps):
-        engine.step()
-    for index in aborted:
-        engine.scheduler.abort(family[index])
-        check_blocks(engine)
-    drain(engine)
-    for index, (request, output) in enumerate(zip(family, alone, strict=False)):
-        assert request.output_token_ids == (output[: request.num_output_tokens] if index in aborted else output)
-        assert (request.finish_reason == "abort") == (index in aborted)
-
-
 @pytest.fixture(scope="module")
 def llm(zoo: Zoo) -> LLM:
     return LLM(zoo.path("llama+text"), zoo.path("llama~"), num_kv_blocks=64, max_batch_size=5, max_waiting_requests=6, **CPU)
