@@ -279,6 +279,63 @@ class World:
             assert (request.token_ids, request.finish_reason) == (tokens, "stop" if is_end else "length")
 
 
+def test_lookahead_is_reserved_where_blocks_are_free_and_given_back() -> None:
+    world = World(max_batch_size=2, num_kv_blocks=3, num_more_slots=6)
+    requests = [world.add([i] * 5, 6, ignore_eos=True) for i in (1, 2)]
+    plan = world.scheduler.schedule(2, lambda _, budget: budget + 6)
+    assert (plan.draft_budgets, plan.num_slots) == ([2, 2], [8, 2]), "the third block is the first come's"
+    assert [len(request.block_ids) for request in requests] == [2, 1]
+    nothing = Acceptance(host_trees([EMPTY_TREE] * 2), [[], []], [[9], [9]], [None, None])
+    world.kv.commit(plan, nothing)
+    world.scheduler.update(plan, nothing)
+    assert [len(request.block_ids) for request in requests] == [1, 1]
+    without = world.scheduler.schedule(0, lambda _, budget: budget + 6)
+    assert without.num_slots == [0, 0], "who drafts nothing looks ahead at nothing"
+
+
+def test_scarce_blocks_preempt_the_latest_and_lookahead_preempts_nobody() -> None:
+    """Without a prefix cache, which is the smaller the more blocks are written."""
+    plans: dict[int, list[Any]] = {}
+    for num_more_slots in (0, 5, 20):
+        world = World(max_batch_size=4, num_kv_blocks=9, num_more_slots=num_more_slots, enable_prefix_caching=False)
+        requests = [world.add([i + 1] * 10, 30, ignore_eos=True) for i in range(6)]
+        random, num_looked_ahead = Random(0), 0
+        plans[num_more_slots] = []
+        while world.scheduler.has_unfinished:
+            plan = world.step(4, random)
+            plans[num_more_slots].append(([requests.index(each) for each in plan.requests], plan.num_tokens, plan.draft_budgets))
+            num_looked_ahead += sum(plan.num_slots) - sum(plan.draft_budgets)
+        assert world.counters.num_preemptions > 0 and requests[0].metrics.num_preemptions == 0
+        assert (num_looked_ahead > 0) == (num_more_slots > 0)
+    assert plans[0] == plans[5] == plans[20]
+
+
+def test_prompts_are_computed_in_chunks_of_what_the_running_requests_leave() -> None:
+    world = World(max_batch_size=4, num_kv_blocks=40, max_num_batched_tokens=12, prefill_chunk_size=7)
+    world.add([1] * 3, 20, ignore_eos=True)
+    world.step(0, Random(0))
+    for token in (2, 3):
+        world.add([token] * 20, 1, ignore_eos=True)
+    plans = [world.step(0, Random(0)).num_tokens for _ in range(5)]
+    assert plans == [[1, 7, 4], [1, 7, 4], [1, 6, 5], [1, 7], [1]]
+
+
+def test_finished_requests_leave_and_waiting_ones_join_at_the_next_step() -> None:
+    world = World(max_batch_size=2, num_kv_blocks=40)
+    short, long, late = (world.add([i], length, ignore_eos=True) for i, length in ((1, 2), (2, 6), (3, 2)))
+    plans = [world.step(0, Random(0)).requests for _ in range(6)]
+    assert plans == [[short, long]] * 2 + [[long, late]] * 2 + [[long]] * 2
+
+
+def test_a_request_that_would_soon_be_preempted_does_not_join() -> None:
+    world = World(max_batch_size=4, num_kv_blocks=5, prefill_chunk_size=4)
+    first = world.add([1] * 20, 10, ignore_eos=True)
+    world.add([2] * 17, 4, ignore_eos=True)
+    assert world.step(4, Random(0)).requests == [first], "the other's first chunk would fit, its prompt would not"
+    world.drain(Random(0))
+    assert world.counters.num_preemptions == 0
+
+
 SEEDS = st.integers(0, 2**32)  # the choices inside a rule come from one draw, which keeps examples fast
 OPTIONS: list[dict[str, Any]] = [
     {"use_speculative": False},
@@ -349,60 +406,3 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(deadline=None, derandomize=True)
-
-
-def test_lookahead_is_reserved_where_blocks_are_free_and_given_back() -> None:
-    world = World(max_batch_size=2, num_kv_blocks=3, num_more_slots=6)
-    requests = [world.add([i] * 5, 6, ignore_eos=True) for i in (1, 2)]
-    plan = world.scheduler.schedule(2, lambda _, budget: budget + 6)
-    assert (plan.draft_budgets, plan.num_slots) == ([2, 2], [8, 2]), "the third block is the first come's"
-    assert [len(request.block_ids) for request in requests] == [2, 1]
-    nothing = Acceptance(host_trees([EMPTY_TREE] * 2), [[], []], [[9], [9]], [None, None])
-    world.kv.commit(plan, nothing)
-    world.scheduler.update(plan, nothing)
-    assert [len(request.block_ids) for request in requests] == [1, 1]
-    without = world.scheduler.schedule(0, lambda _, budget: budget + 6)
-    assert without.num_slots == [0, 0], "who drafts nothing looks ahead at nothing"
-
-
-def test_scarce_blocks_preempt_the_latest_and_lookahead_preempts_nobody() -> None:
-    """Without a prefix cache, which is the smaller the more blocks are written."""
-    plans: dict[int, list[Any]] = {}
-    for num_more_slots in (0, 5, 20):
-        world = World(max_batch_size=4, num_kv_blocks=9, num_more_slots=num_more_slots, enable_prefix_caching=False)
-        requests = [world.add([i + 1] * 10, 30, ignore_eos=True) for i in range(6)]
-        random, num_looked_ahead = Random(0), 0
-        plans[num_more_slots] = []
-        while world.scheduler.has_unfinished:
-            plan = world.step(4, random)
-            plans[num_more_slots].append(([requests.index(each) for each in plan.requests], plan.num_tokens, plan.draft_budgets))
-            num_looked_ahead += sum(plan.num_slots) - sum(plan.draft_budgets)
-        assert world.counters.num_preemptions > 0 and requests[0].metrics.num_preemptions == 0
-        assert (num_looked_ahead > 0) == (num_more_slots > 0)
-    assert plans[0] == plans[5] == plans[20]
-
-
-def test_prompts_are_computed_in_chunks_of_what_the_running_requests_leave() -> None:
-    world = World(max_batch_size=4, num_kv_blocks=40, max_num_batched_tokens=12, prefill_chunk_size=7)
-    world.add([1] * 3, 20, ignore_eos=True)
-    world.step(0, Random(0))
-    for token in (2, 3):
-        world.add([token] * 20, 1, ignore_eos=True)
-    plans = [world.step(0, Random(0)).num_tokens for _ in range(5)]
-    assert plans == [[1, 7, 4], [1, 7, 4], [1, 6, 5], [1, 7], [1]]
-
-
-def test_finished_requests_leave_and_waiting_ones_join_at_the_next_step() -> None:
-    world = World(max_batch_size=2, num_kv_blocks=40)
-    short, long, late = (world.add([i], length, ignore_eos=True) for i, length in ((1, 2), (2, 6), (3, 2)))
-    plans = [world.step(0, Random(0)).requests for _ in range(6)]
-    assert plans == [[short, long]] * 2 + [[long, late]] * 2 + [[long]] * 2
-
-
-def test_a_request_that_would_soon_be_preempted_does_not_join() -> None:
-    world = World(max_batch_size=4, num_kv_blocks=5, prefill_chunk_size=4)
-    first = world.add([1] * 20, 10, ignore_eos=True)
-    world.add([2] * 17, 4, ignore_eos=True)
-    assert world.step(4, Random(0)).requests == [first], "the other's first chunk would fit, its prompt would not"
-    world.drain(Random(0))
-    assert world.counters.num_preemptions == 0
