@@ -15,7 +15,7 @@ import torch
 from stepping import greedy
 from text_tools import make_byte_tokenizer, make_tokenizer
 from tiny_models import make_model
-from zoo import Zoo, random_prompts
+from zoo import Zoo
 
 from titan import LLM, CompletionOutput, SamplingParams
 from titan.core.kv_tensor import KVGroup, KVLayout
@@ -265,23 +265,3 @@ def test_swapping_the_draft_of_an_engine_that_must_not_speculate(zoo: Zoo, optio
     assert llm.metrics().draft == "none" and "draft" not in llm.engine.kv.tensors
     with raises("swap_draft()", f"{name}={value}", allowed):
         llm.swap_draft("ngram")
-
-
-def test_a_logits_processor_that_fails_on_drafts_after_the_end_is_no_error(zoo: Zoo) -> None:
-    """A grammar knows no token after the end; the draft does not know the end."""
-    prompt = next(p for p in random_prompts(30, seed=11) if 2 <= len(zoo.greedy("llama", p, 30)) < 30)
-    expected = zoo.greedy("llama", prompt, 30)
-    seen_end = []
-
-    def grammar(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        if token_ids[len(prompt) :][: len(expected)] == expected:
-            seen_end.append(token_ids)
-            raise LookupError("the text has ended")
-        return logits
-
-    llm = LLM(zoo.path("llama"), zoo.path("llama"), draft_tree="chain", num_kv_blocks=40, **CPU)
-    for max_draft_tokens in range(1, 7):
-        params = greedy(30, logits_processors=[grammar], max_draft_tokens=max_draft_tokens)
-        [output] = llm.generate([prompt], params, use_tqdm=False)
-        assert (output.error, output.outputs[0].finish_reason, output.outputs[0].token_ids) == (None, "stop", expected)
-    assert seen_end

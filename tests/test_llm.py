@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Unpack, get_type_hints
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -109,22 +110,15 @@ def test_the_progress_bar_shows_speed_and_acceptance(llm: LLM, capsys: pytest.Ca
 
 
 def test_an_exception_in_a_step_leaves_no_request_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = 0
-    forward = llm.engine.runner.forward
-
-    def failing(batch: Any) -> torch.Tensor:
-        nonlocal steps
-        steps += 1
-        if steps == 4:
-            raise RuntimeError("out of luck")
-        return forward(batch)
-
-    expected = texts(llm.generate(PROMPTS, greedy(20, ignore_eos=True), use_tqdm=False))
-    monkeypatch.setattr(llm.engine.runner, "forward", failing)
-    with pytest.raises(RuntimeError, match="out of luck"):
-        llm.generate(PROMPTS, greedy(20, ignore_eos=True), use_tqdm=False)
+    params = greedy(20, ignore_eos=True)
+    expected = texts(llm.generate(PROMPTS, params, use_tqdm=False))
+    failing = Mock(wraps=llm.engine.runner.forward, side_effect=[DEFAULT, DEFAULT, DEFAULT, RuntimeError("out of luck")])
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "forward", failing)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            llm.generate(PROMPTS, params, use_tqdm=False)
     assert not llm.engine.scheduler.has_unfinished
-    assert texts(llm.generate(PROMPTS, greedy(20, ignore_eos=True), use_tqdm=False)) == expected
+    assert texts(llm.generate(PROMPTS, params, use_tqdm=False)) == expected
 
 
 def test_a_step_of_an_idle_engine_does_nothing(llm: LLM) -> None:

@@ -64,11 +64,23 @@ def chained_hashes(token_ids: Sequence[int]) -> list[bytes]:
 
 
 class World:
-    """A scheduler whose steps are carried out by `next_token`; its drafter would like ``num_more_slots`` beyond its drafts."""
+    """A scheduler whose steps are carried out by `next_token`.
 
-    def __init__(self, num_kv_blocks: int, *, enable_prefix_caching: bool = True, num_more_slots: int = 0, **options: Any) -> None:
+    Its drafter would like ``num_more_slots`` beyond its drafts; so many of the rows meet an error, at the root or after drafts.
+    """
+
+    def __init__(
+        self,
+        num_kv_blocks: int,
+        *,
+        enable_prefix_caching: bool = True,
+        num_more_slots: int = 0,
+        error_rate: float = 0.0,
+        **options: Any,
+    ) -> None:
         self.options = ScheduleOptions(**options)
         self.num_more_slots = num_more_slots
+        self.error_rate = error_rate
         self.kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching, CACHE_OPS)
         for role, layout in LAYOUTS.items():
             self.kv.attach(role, KVTensor(layout, num_kv_blocks, BLOCK_SIZE, CPU))
@@ -105,15 +117,21 @@ class World:
         self.kv.clear_new_blocks()
         rows = zip(plan.requests, plan.num_tokens, plan.draft_budgets, plan.num_slots, strict=True)
         trees = [self.run_models(*row, random) for row in rows]
-        acceptance = Acceptance(host_trees(trees), [], [], [None] * len(trees))
+        acceptance = Acceptance(host_trees(trees), [], [], [])
         for i, (request, tree) in enumerate(zip(plan.requests, trees, strict=True)):
             path, tokens = self.verify(request, tree) if plan.reaches_root(i) else ([], [])
+            is_broken = bool(tokens) and random.random() < self.error_rate
+            if is_broken:
+                path = path[: random.randint(0, len(path))]
+                tokens = tokens[: len(path)]
             acceptance.paths.append(path)
             acceptance.token_ids.append(tokens)
+            acceptance.errors.append("broken" if is_broken else None)
         self.kv.commit(plan, acceptance)
         before = [request.num_computed_tokens for request in plan.requests]
         changed = self.scheduler.update(plan, acceptance)
-        assert changed == [request for request, tokens in zip(plan.requests, acceptance.token_ids, strict=True) if tokens]
+        outcomes = zip(plan.requests, acceptance.token_ids, acceptance.errors, strict=True)
+        assert changed == [request for request, tokens, error in outcomes if tokens or error]
         for request, num_computed_tokens in zip(plan.requests, before, strict=True):
             assert request.is_finished or request.num_computed_tokens > num_computed_tokens
             self.check_findable(request, num_computed_tokens // BLOCK_SIZE)
@@ -211,7 +229,7 @@ class World:
             metrics = request.metrics
             assert metrics.num_emitted_tokens == request.num_output_tokens
             extra = metrics.num_accepted_tokens + metrics.num_sequence_steps - metrics.num_emitted_tokens
-            assert extra in ((0, 1) if request.finish_reason == "stop" else (0,))
+            assert extra in ((0, 1) if request.finish_reason == "stop" or request.error else (0,)), "1: no final token followed"
         counters = self.counters
         assert counters.num_finished_requests == sum(request.is_finished for request in self.requests)
         for name in ("num_sequence_steps", "num_emitted_tokens", "num_preemptions"):
@@ -274,6 +292,7 @@ class World:
             tokens.append(next_token(tokens))
             is_end = tokens[-1] == EOS and not request.params.ignore_eos
         if request.finish_reason == "abort":
+            assert request.error in ("broken", "not wanted any more") and request.num_tokens < len(tokens), "not after its end"
             assert request.token_ids == tokens[: request.num_tokens]
         else:
             assert (request.token_ids, request.finish_reason) == (tokens, "stop" if is_end else "length")
@@ -356,6 +375,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_kv_blocks=random.randint(3, 14),
             enable_prefix_caching=random.random() < 0.5,
             num_more_slots=random.choice([0, 0, 3, 20]),
+            error_rate=random.choice([0.0, 0.0, 0.1]),
             max_batch_size=batch_size,
             max_num_batched_tokens=batch_size + random.randint(0, 40),
             prefill_chunk_size=random.randint(1, 20),
