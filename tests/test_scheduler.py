@@ -66,7 +66,7 @@ def chained_hashes(token_ids: Sequence[int]) -> list[bytes]:
 class World:
     """A scheduler whose steps are carried out by `next_token`.
 
-    Its drafter would like ``num_more_slots`` beyond its drafts; so many of the rows meet an error, at the root or after drafts.
+    Its drafter would like ``num_more_slots`` beyond its drafts; a share of the rows meets an error, at the root or after drafts.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class World:
         return DraftTree(token_ids, np.array(parents, np.int32), draft_slots=np.array(draft_slots, np.int32))
 
     def write(self, role: Role, request: Request, start: int, end: int, nodes: list[tuple[int, list[int]]]) -> None:
-        """Fill slots with the KV of a request's tokens, and slots behind them with that of nodes, given with their paths."""
+        """Fill slots with the KV of a request's tokens, and slots after them with that of nodes, given with their paths."""
         prefixes = [request.token_ids[: i + 1] for i in range(start, end)] + [request.token_ids[:end] + path for _, path in nodes]
         slots = self.physical(request.block_ids, [*range(start, end), *(end + slot for slot, _ in nodes)])
         for group in self.kv.tensors[role].groups:
@@ -235,7 +235,6 @@ class World:
         for name in ("num_sequence_steps", "num_emitted_tokens", "num_preemptions"):
             assert getattr(counters, name) == sum(getattr(request.metrics, name) for request in self.requests)
         assert sum(counters.accepted_per_depth) == sum(request.metrics.num_accepted_tokens for request in self.requests)
-
         self.check_kv()
 
     def check_findable(self, request: Request, num_known: int) -> None:
