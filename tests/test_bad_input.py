@@ -234,8 +234,10 @@ def test_text_needs_a_tokenizer(zoo: Zoo) -> None:
     for each in (llm, LLM(zoo.path("llama+text"), num_kv_blocks=8, **CPU)):
         with raises("chat()", "chat template", "generate()"):
             each.chat([{"role": "user", "content": "a"}])
-    [output] = llm.generate([[5, 6]], greedy(3, ignore_eos=True), use_tqdm=False)
-    assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 3
+    [output] = llm.generate([[5, 6]], greedy(3, ignore_eos=True, logprobs=0), use_tqdm=False)
+    [completion] = output.outputs
+    assert completion.text == "" and len(completion.token_ids) == 3 and completion.logprobs is not None
+    assert all(logprob.decoded_token is None for entry in completion.logprobs for logprob in entry.values())
 
 
 def test_a_draft_of_another_vocabulary(zoo: Zoo, tmp_path: Path) -> None:

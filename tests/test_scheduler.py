@@ -110,8 +110,9 @@ class World:
         running, num_preemptions = list(self.scheduler.running), self.counters.num_preemptions
         plan = self.scheduler.schedule(max_draft_tokens, lambda _, budget: budget + self.num_more_slots)
         self.check_plan(plan, max_draft_tokens)
-        if self.counters.num_preemptions > num_preemptions:
-            assert running[: len(self.scheduler.running)] == self.scheduler.running, "the latest go, and none joins in their stead"
+        num_preempted = self.counters.num_preemptions - num_preemptions
+        if num_preempted > 0:
+            assert self.scheduler.running == running[:-num_preempted], "the latest go, and none joins in their stead, not even they"
         if not plan.requests:
             return plan
         self.kv.clear_new_blocks()
