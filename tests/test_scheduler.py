@@ -112,7 +112,7 @@ class World:
         self.check_plan(plan, max_draft_tokens)
         num_preempted = self.counters.num_preemptions - num_preemptions
         if num_preempted > 0:
-            assert self.scheduler.running == running[:-num_preempted], "the latest go, and none joins in their stead, not even they"
+            assert self.scheduler.running == running[:-num_preempted], "the latest go, and none joins in their stead"
         if not plan.requests:
             return plan
         self.kv.clear_new_blocks()
@@ -327,6 +327,14 @@ def test_scarce_blocks_preempt_the_latest_and_lookahead_preempts_nobody() -> Non
         assert world.counters.num_preemptions > 0 and requests[0].metrics.num_preemptions == 0
         assert (num_looked_ahead > 0) == (num_more_slots > 0)
     assert plans[0] == plans[5] == plans[20]
+
+
+def test_who_is_preempted_does_not_join_in_the_same_step() -> None:
+    """Although it would find its prompt in the other's blocks."""
+    world = World(max_batch_size=4, num_kv_blocks=5)
+    first, second = (world.add([1] * 2 * BLOCK_SIZE, 5, ignore_eos=True) for _ in range(2))
+    plans = [world.step(0, Random(0)).requests for _ in range(3)]
+    assert plans == [[first, second], [first], [first, second]]
 
 
 def test_prompts_are_computed_in_chunks_of_what_the_running_requests_leave() -> None:
