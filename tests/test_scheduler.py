@@ -385,7 +385,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_more_slots=random.choice([0, 0, 3, 20]),
             error_rate=random.choice([0.0, 0.0, 0.1]),
             max_batch_size=batch_size,
-            max_num_batched_tokens=batch_size + random.randint(0, 40),
+            max_num_batched_tokens=batch_size + random.choice([0, 3, 10, 40]),
             prefill_chunk_size=random.randint(1, 20),
             max_waiting_requests=6,
         )
