@@ -73,7 +73,7 @@ def byte_tokens(tokenizer: PreTrainedTokenizerFast, data: bytes) -> list[int]:
 def test_stray_bytes_do_not_swallow_the_text_around_them(pieces: list[str | bytes]) -> None:
     """Fewer stray bytes in a row than are held back: the text is that of decoding everything at once."""
     tokenizer = make_byte_tokenizer()
-    data = b"".join(piece.encode("utf-8") + b"." if isinstance(piece, str) else piece + b"." for piece in pieces)
+    data = b".".join(piece.encode("utf-8") if isinstance(piece, str) else piece for piece in pieces)
     token_ids = byte_tokens(tokenizer, data)
     assert grow(tokenizer, [], token_ids)[-1] == tokenizer.decode(token_ids) == data.decode(errors="replace")
 
