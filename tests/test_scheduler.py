@@ -440,7 +440,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.check()
 
     def teardown(self) -> None:
-        self.world.drain(self.random, self.max_draft_tokens)
+        if hasattr(self, "world"):  # else `create` failed
+            self.world.drain(self.random, self.max_draft_tokens)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
