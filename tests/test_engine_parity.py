@@ -153,7 +153,7 @@ def test_requests_without_a_seed_depend_on_the_engines_seed_and_their_number_alo
 def test_a_request_may_fill_the_pool_to_the_last_slot(zoo: Zoo, draft: str) -> None:
     engine = make_engine(zoo.path("llama"), draft_spec(zoo, "llama", draft), block_size=8, num_kv_blocks=3)
     prompts = [PROMPTS[1][:10], PROMPTS[1][:20], PROMPTS[1][:23]]
-    params = [greedy(24 - len(prompt), ignore_eos=True) for prompt in prompts]
+    params = [greedy(max_tokens, ignore_eos=True) for max_tokens in (14, None, 1)]  # None: as many as there is room for
     outputs = run_all(engine, prompts, params)
     assert outputs == [zoo.greedy("llama", prompt, 24 - len(prompt), ignore_eos=True) for prompt in prompts]
 
