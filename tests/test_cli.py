@@ -42,67 +42,64 @@ def test_the_trees_of_a_run_and_of_nothing_else(models: list[str], capsys: pytes
     emitted = [[tree["token_ids"][node] for node in tree["path"]] + [tree["final_token_id"]] for tree in trees]
     assert [token for tokens in emitted for token in tokens] == result["token_ids"]
     assert [tree["root_token_id"] for tree in trees[1:]] == [tokens[-1] for tokens in emitted[:-1]]
-
-
-def test_trees_are_not_in_the_object_unless_asked_for(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "trees" not in generate_json(capsys, *models)
-
-
-@pytest.mark.parametrize("parents", [["--draft-tree", "-1,-1,0"], ["--draft-tree=-1,-1,0"]], ids=["with a space", "with ="])
-def test_parents_are_a_shape(models: list[str], capsys: pytest.CaptureFixture[str], parents: list[str]) -> None:
-    trees = generate_json(capsys, *models, *parents, "--show-tree")["trees"]
-    assert trees[0]["parents"] == [-1, 0, -1]  # the same shape with the path of first children first
-
-
-def test_a_chain_is_a_shape(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    trees = generate_json(capsys, *models, "--draft-tree", "chain", "--show-tree")["trees"]
-    assert trees[0]["parents"] == [-1, 0, 1, 2, 3, 4]
+    plain = generate_json(capsys, *models, *sampling)
+    assert "trees" not in plain and "speed_up" not in plain and plain["token_ids"] == result["token_ids"]
 
 
 @pytest.mark.parametrize(
-    ("shape", "message"),
+    ("shape", "parents"),
     [
-        ("star", "draft_tree='star' is not supported; allowed: 'auto', 'dynamic', 'chain'"),
-        ("-1,1", "draft_tree=[-1, 1] is not topological"),
-        ("-1,-1,-1,-1,-1,-1,-1", "at most max_draft_tokens=6 are allowed"),
+        (["--draft-tree", "-1,-1,0"], [-1, 0, -1]),  # the same shape with the path of first children first
+        (["--draft-tree=-1,-1,0"], [-1, 0, -1]),
+        (["--draft-tree", "chain"], [-1, 0, 1, 2, 3, 4]),
     ],
 )
-def test_a_shape_that_is_none_is_refused(models: list[str], capsys: pytest.CaptureFixture[str], shape: str, message: str) -> None:
-    assert generate(*models, "--draft-tree", shape) == 2
-    assert message in capsys.readouterr().err
+def test_a_shape_is_a_name_or_parents(
+    models: list[str], capsys: pytest.CaptureFixture[str], shape: list[str], parents: list[int]
+) -> None:
+    assert generate_json(capsys, *models, *shape, "--show-tree")["trees"][0]["parents"] == parents
 
 
-def test_trees_are_shown_after_the_text_and_before_the_speed(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(*models, "--show-tree") == 0
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--draft-tree", "star"], "draft_tree='star' is not supported; allowed: 'auto', 'dynamic', 'chain'"),
+        (["--draft-tree", "-1,1"], "draft_tree=[-1, 1] is not topological"),
+        (["--show-tree"], "--show-tree has no trees to show without a draft"),
+        (["--show-tree", "--draft-model", "ngram", "--max-draft-tokens", "0"], "--show-tree has no trees to show without a draft"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    models: list[str], capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert generate(*models[:2], *options) == 2  # without a draft
+    captured = capsys.readouterr()
+    assert captured.err.startswith("titan: ") and message in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "no_color", "is_colored"), [(False, "", False), (True, None, True), (True, "", True), (True, "1", False)]
+)
+def test_trees_are_shown_after_the_text_and_before_the_speed_with_colours_on_a_terminal_that_wants_them(
+    models: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_terminal: bool,
+    no_color: str | None,
+    is_colored: bool,
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    assert generate(*models, "--show-tree", "--compare") == 0
     out = capsys.readouterr().out
     steps = [line for line in out.splitlines() if line.startswith("step ")]
     assert steps and steps[0].endswith(" of 6 draft tokens accepted")
     assert out.startswith("the dog")
-    assert out.index("+ accepted, - rejected") < out.index("\nstep 1:") < out.index("tokens/s")
+    assert out.index("+ accepted, - rejected") < out.index("\nstep 1:") < out.index("tokens/s") < out.index("same text; speed-up")
     assert out.count("> '") + out.count('> "') == len(steps)
-    assert ESCAPE not in out
-
-
-@pytest.mark.parametrize(("no_color", "is_colored"), [(None, True), ("", True), ("1", False)])
-def test_a_terminal_has_colours_unless_they_are_unwanted(
-    models: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    no_color: str | None,
-    is_colored: bool,
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    if no_color is not None:
-        monkeypatch.setenv("NO_COLOR", no_color)
-    assert generate(*models, "--show-tree") == 0
-    assert (ESCAPE in capsys.readouterr().out) == is_colored
-
-
-@pytest.mark.parametrize("draft", [["--draft-model", "none"], [], ["--draft-model", "ngram", "--max-draft-tokens", "0"]])
-def test_trees_without_a_draft_are_refused(zoo: Zoo, capsys: pytest.CaptureFixture[str], draft: list[str]) -> None:
-    assert generate("--model", zoo.path("llama+text"), "--show-tree", *draft) == 2
-    assert "--show-tree has no trees to show without a draft" in capsys.readouterr().err
+    assert (ESCAPE in out) == is_colored
 
 
 def test_a_drafter_that_found_nothing_has_an_empty_tree(zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
