@@ -6,10 +6,11 @@ Without a CUDA device a replay runs the pass again, over whatever lies in the st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -83,86 +84,49 @@ def test_arrays_go_there_as_aligned_copies_to_the_same_places_and_come_back_as_t
 # captures
 
 
-class FakeCuda:
-    """As much of `torch.cuda` as a capture asks for; the end of one may fail, and then its stream stays the current one."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.device = 0
-        self.stream: object = "default"
-        self.end_error: Exception | None = None
-        self.streams: list[object] = []  # of the captures
-        cuda_graphs._capture_stream.cache_clear()
-        fakes: dict[str, Any] = {
-            "graph_pool_handle": lambda: "pool",
-            "CUDAGraph": FakeGraph,
-            "current_device": lambda: self.device,
-            "current_stream": lambda: self.stream,
-            "set_stream": lambda stream: setattr(self, "stream", stream),
-            "Stream": lambda device: ("stream", device, object()),
-            "graph": self.capturing,
-        }
-        for name, fake in fakes.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
-
-    @contextmanager
-    def capturing(self, graph: object, *, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
-        assert (pool, capture_error_mode) == ("pool", "thread_local")
-        before, self.stream = self.stream, stream
-        self.streams.append(stream)
-        try:
-            yield
-        finally:
-            if self.end_error is not None:
-                raise self.end_error
-            self.stream = before
-
-
-class FakeGraph:
-    def replay(self) -> None:
-        raise AssertionError("nothing was replayed")
-
-
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    yield FakeCuda(monkeypatch)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
+    """In the place of `torch.cuda`; device 0 is the current one, and "default" its stream."""
+    cuda = MagicMock()
+    cuda.current_device.return_value, cuda.current_stream.return_value = 0, "default"
+    cuda.Stream.side_effect = lambda device: (device, object())
+    cuda.graph.return_value.__exit__.return_value = None  # raises what was raised inside
+    monkeypatch.setattr(torch, "cuda", cuda)
+    cuda_graphs._capture_stream.cache_clear()
+    yield cuda
     cuda_graphs._capture_stream.cache_clear()
 
 
-def test_captures_of_a_device_share_a_stream_which_is_the_device_s(cuda: FakeCuda) -> None:
+def test_captures_of_a_device_share_a_stream_which_is_the_device_s(cuda: MagicMock) -> None:
     first, second = cuda_graph_capture(), cuda_graph_capture()
     output = torch.zeros(1)
-    for capture, cuda.device in ((first, 1), (second, 1), (first, 0)):
+    for capture, device in ((first, 1), (second, 1), (first, 0)):
+        cuda.current_device.return_value = device
         replay = capture(lambda: output)
-        assert replay is not None and replay.output is output and cuda.stream == "default"
-    assert cuda.streams[0] is cuda.streams[1] and [each[1] for each in cuda.streams] == [1, 1, 0]  # type: ignore[index]
+        assert replay is not None and replay.output is output and replay.run == cuda.CUDAGraph().replay
+    options = [call.kwargs for call in cuda.graph.call_args_list]
+    assert options[0]["stream"] is options[1]["stream"] and [each["stream"][0] for each in options] == [1, 1, 0]
+    assert {each["capture_error_mode"] for each in options} == {"thread_local"}
+    assert {each["pool"] for each in options} == {cuda.graph_pool_handle()}
 
 
 @pytest.mark.parametrize(
-    ("error", "end_error"),
+    ("error", "end_error", "is_raised"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), None),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "capture was invalidated"),
-        (None, "out of memory"),
-        (None, "not permitted when stream is capturing"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), None, False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), RuntimeError("capture was invalidated"), False),
+        (None, RuntimeError("CUDA error: out of memory"), False),
+        (None, RuntimeError("CUDA error: operation not permitted when stream is capturing"), True),
     ],
 )
 def test_a_capture_without_memory_gives_none_and_other_errors_are_raised(
-    cuda: FakeCuda, error: Exception | None, end_error: str | None
+    cuda: MagicMock, error: Exception | None, end_error: Exception | None, is_raised: bool
 ) -> None:
     """The stream is given back."""
-
-    def function() -> Tensor:
-        if error is not None:
-            raise error
-        return torch.zeros(1)
-
-    cuda.end_error = RuntimeError(f"CUDA error: {end_error}") if end_error else None
-    if error is None and end_error != "out of memory":
-        with pytest.raises(RuntimeError, match="not permitted"):
-            cuda_graph_capture()(function)
-    else:
-        assert cuda_graph_capture()(function) is None
-    assert cuda.stream == "default"
+    cuda.graph.return_value.__exit__.side_effect = end_error
+    with pytest.raises(RuntimeError, match="not permitted") if is_raised else nullcontext():
+        assert cuda_graph_capture()(MagicMock(side_effect=error)) is None
+    cuda.set_stream.assert_called_once_with("default")
 
 
 # passes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from tiny_models import make_model
 from torch import Tensor
 from zoo import Zoo
 
-from titan.core.kv_tensor import KVTensor
+from titan.core.batch import RaggedBatch
 from titan.kernels.triton import layers as triton_layers
 from titan.kernels.triton.attention_plan import TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
-from titan.models.decoder import Decoder
+from titan.kernels.triton.runner import TritonRunner
 
 HELD, PEAK, FREE = 300_000, 1_000_000, 1_900_000
 OPTIONS: dict[str, Any] = {"max_batch_size": 3, "max_num_batched_tokens": 40, "max_draft_tokens": 4}
@@ -28,33 +29,20 @@ class Device:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = FREE
-        self.passes: list[tuple[int, int, int]] = []  # (tokens, requests, logits rows) while its peak is measured
-        shape, is_measured = (0, 0), False
-        hidden_states, logits = Decoder.hidden_states, Decoder.logits
+        self.passes: list[tuple[int, int, int]] = []  # (tokens, requests, logits rows) since the peak was reset
+        forward = TritonRunner.forward
 
-        def recorded(model: Decoder, inputs: Any, kv: KVTensor) -> Tensor:
-            nonlocal shape
-            shape = len(inputs.token_ids), len(inputs.attention.seq_lens)
-            return hidden_states(model, inputs, kv)
+        def recorded(runner: TritonRunner, batch: RaggedBatch) -> Tensor:
+            self.passes.append((len(batch.token_ids), len(batch.attention.seq_lens), len(batch.logits_rows)))
+            return forward(runner, batch)
 
-        def recorded_logits(model: Decoder, hidden: Tensor) -> Tensor:
-            if is_measured:
-                self.passes.append((*shape, len(hidden)))
-            return logits(model, hidden)
-
-        def measure(begins: bool) -> int:
-            nonlocal is_measured
-            is_measured = begins
-            return HELD + PEAK
-
-        monkeypatch.setattr(Decoder, "hidden_states", recorded)
-        monkeypatch.setattr(Decoder, "logits", recorded_logits)
+        monkeypatch.setattr(TritonRunner, "forward", recorded)
         fakes = {
             "empty_cache": lambda: None,
             "synchronize": lambda device: None,
             "memory_reserved": lambda device: HELD,
-            "reset_peak_memory_stats": lambda device: measure(True),
-            "max_memory_reserved": lambda device: measure(False),
+            "reset_peak_memory_stats": lambda device: self.passes.clear(),
+            "max_memory_reserved": lambda device: HELD + PEAK * len(self.passes),
             "mem_get_info": lambda device: (self.free, 2 * FREE),
         }
         for name, fake in fakes.items():
@@ -105,10 +93,7 @@ def test_the_parts_of_split_contexts_have_their_room(tmp_path: Path, monkeypatch
 
 
 def test_passes_that_do_not_fit_are_refused_by_what_makes_them_large(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(model: Decoder, inputs: Any, kv: KVTensor) -> Tensor:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(Decoder, "hidden_states", fail)
+    monkeypatch.setattr(TritonRunner, "forward", MagicMock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(ValueError, match=r"max_num_batched_tokens=40 and max_batch_size=3 need more memory than .*: lower them"):
         make_engine(zoo.path("llama"), backend=triton_backend(), **OPTIONS)
 
