@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share; which tests are slow, and how long state machines and fuzzers run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 if not torch.cuda.is_available():  # read once, when triton is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -14,6 +15,33 @@ if not torch.cuda.is_available():  # read once, when triton is first imported
 from zoo import Zoo
 
 from titan.kernels.cpu.library import usable_library
+
+SLOW = {
+    "benchmarks and packaging": ["/bench/", "test_packaging"],
+    "Triton's interpreter and compiler": [
+        *("triton", "sm90", "test_cuda_", "test_memory_profile", "test_tree_attention", "test_attention_planner")
+    ],
+    "statistics": ["distribut", "chi_square", "test_options", "dialled"],
+    "large models": ["test_loading_peaks", "real_vocabulary"],
+}
+"""What is slow by nature, and words in the names of such tests, of their files or of their parameters."""
+
+SOAK = settings(max_examples=1000, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck))
+"""A round of `make soak`, in place of what the tests themselves ask for: other examples each time."""
+settings.register_profile("soak", SOAK)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(word in item.nodeid for words in SLOW.values() for word in words):
+            item.add_marker("slow")
+        test = getattr(item, "function", None)
+        if config.getoption("--hypothesis-profile") == "soak" and is_hypothesis_test(test):
+            if (machine := getattr(item, "cls", None)) is not None:
+                machine.settings = SOAK
+            else:
+                test._hypothesis_internal_use_settings = SOAK  # which a second @settings may not change
 
 
 @pytest.fixture(scope="session", autouse=True)
