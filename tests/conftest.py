@@ -26,7 +26,7 @@ SLOW = {
 }
 """What is slow by nature, and words in the names of such tests, of their files or of their parameters."""
 
-SOAK = settings(max_examples=1000, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck))
+SOAK = settings(max_examples=1000, stateful_step_count=100, deadline=None, derandomize=False, suppress_health_check=[*HealthCheck])
 """A round of `make soak`, in place of what the tests themselves ask for: other examples each time."""
 settings.register_profile("soak", SOAK)
 
