@@ -16,17 +16,17 @@ from zoo import Zoo
 
 from titan.kernels.cpu.library import usable_library
 
-SLOW = {
-    "benchmarks and packaging": ["/bench/", "test_packaging"],
-    "Triton's interpreter and compiler": [
-        *("triton", "sm90", "test_cuda_", "test_memory_profile", "test_tree_attention", "test_attention_planner")
-    ],
-    "statistics": ["distribut", "chi_square", "test_options", "dialled"],
-    "large models": ["test_loading_peaks", "real_vocabulary"],
-}
-"""What is slow by nature, and words in the names of such tests, of their files or of their parameters."""
+SLOW = (
+    *("/bench/", "test_packaging"),
+    *("triton", "sm90", "test_cuda_", "test_memory_profile", "test_tree_attention", "test_attention_planner"),  # its interpreter
+    *("distribut", "chi_square", "test_options", "dialled"),  # statistics
+    *("test_loading_peaks", "real_vocabulary"),
+)
+"""Words in the names of tests that are slow by nature, or of their files or parameters."""
 
-SOAK = settings(max_examples=1000, stateful_step_count=100, deadline=None, derandomize=False, suppress_health_check=[*HealthCheck])
+SOAK = settings(
+    max_examples=1000, stateful_step_count=100, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck)
+)
 """A round of `make soak`, in place of what the tests themselves ask for: other examples each time."""
 settings.register_profile("soak", SOAK)
 
@@ -34,14 +34,13 @@ settings.register_profile("soak", SOAK)
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if any(word in item.nodeid for words in SLOW.values() for word in words):
+        if any(word in item.nodeid for word in SLOW):
             item.add_marker("slow")
-        test = getattr(item, "function", None)
-        if config.getoption("--hypothesis-profile") == "soak" and is_hypothesis_test(test):
-            if (machine := getattr(item, "cls", None)) is not None:
-                machine.settings = SOAK
+        if config.getoption("--hypothesis-profile") == "soak" and is_hypothesis_test(test := getattr(item, "function", None)):
+            if isinstance(item, pytest.Function) and item.cls is not None:
+                item.cls.settings = SOAK  # of a state machine
             else:
-                test._hypothesis_internal_use_settings = SOAK  # which a second @settings may not change
+                test._hypothesis_internal_use_settings = SOAK  # a second @settings is refused
 
 
 @pytest.fixture(scope="session", autouse=True)

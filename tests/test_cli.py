@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -107,11 +108,6 @@ def test_a_drafter_that_found_nothing_has_an_empty_tree(zoo: Zoo, capsys: pytest
     assert result["trees"][0]["token_ids"] == result["trees"][0]["path"] == []
 
 
-@pytest.fixture
-def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
 def info(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """What `info --json` prints, which is what `info` prints as text."""
     assert main(["info", "--json"]) == 0
@@ -122,8 +118,10 @@ def info(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     return facts
 
 
-@pytest.mark.usefixtures("without_cuda")
-def test_info_says_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_says_what_runs_here_and_why_nothing_is_compiled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     facts = info(capsys)
     assert (facts["titan"], facts["torch"]) == (__version__, torch.__version__)
     assert facts["device"] == f"cpu, {torch.get_num_threads()} threads"
@@ -131,12 +129,10 @@ def test_info_says_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
     compiled = "PyTorch" if load_library().library is None else "compiled C++"
     assert [facts[f"layers, {dtype}"] for dtype in ("float32", "bfloat16", "float16")] == [compiled, compiled, "PyTorch"]
 
-
-@pytest.mark.usefixtures("without_cuda")
-def test_info_says_why_nothing_is_compiled(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     choose_cpu_kernels(monkeypatch, "torch")
     facts = info(capsys)
     assert facts["kernels"] == facts["layers, float32"] == "PyTorch", "as was asked for"
+
     choose_cpu_kernels(monkeypatch, "auto")
     for module in ("titan.kernels.cpu.library", "titan.kernels.backend"):
         monkeypatch.setattr(f"{module}.load_library", lambda: LoadedLibrary(None, "not compiled: no C++ compiler was found"))
@@ -144,10 +140,9 @@ def test_info_says_why_nothing_is_compiled(capsys: pytest.CaptureFixture[str], m
 
 
 def test_info_outlives_a_card_that_is_too_old(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"is_available": True, "device_count": 1, "current_device": 0}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    cuda = {"is_available": True, "device_count": 1, "current_device": 0, "get_device_name": "Tesla T4"}
+    for name, value in (cuda | {"get_device_capability": (7, 5)}).items():
+        monkeypatch.setattr(torch.cuda, name, MagicMock(return_value=value))
     facts = info(capsys)
     assert (facts["device"], facts["kernels"]) == ("Tesla T4", "Triton")
     assert facts["layers, float32"].startswith("none: device='cuda:0' is a Tesla T4 of compute capability 7.5")
