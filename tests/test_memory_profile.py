@@ -55,8 +55,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_pool_takes_its_share_of_what_the_largest_passes_leave(zoo: Zoo, device: Device) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("other"), backend=triton_backend(), **OPTIONS)
+    backend = triton_backend()
+    backend.sampling.probs = probs = MagicMock(wraps=backend.sampling.probs)  # type: ignore[method-assign]
+    engine = make_engine(zoo.path("llama"), zoo.path("other"), backend=backend, **OPTIONS)
     assert device.passes == [(39, 3, 15)], "the target's: a draft needs no more"
+    assert len(probs.call_args.args[0]) == 15, "rows that may have to be sampled from at once"
     bytes_per_block = 16 * (3 + 2) * 2 * 2 * 16 * 4  # tokens, layers of both, K and V, heads, head_dim, float32
     useful = 3 * 16
     assert engine.kv.num_blocks == min(int((FREE - PEAK) * 0.9) // bytes_per_block, useful) < useful
