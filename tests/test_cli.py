@@ -12,7 +12,7 @@ import torch
 from cpu_kernels import choose_cpu_kernels
 from zoo import Zoo
 
-from titan import __version__
+from titan import LLM, __version__
 from titan.cli import main
 from titan.kernels.cpu.library import LoadedLibrary, load_library
 
@@ -35,8 +35,13 @@ def generate_json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, A
 
 
 @pytest.mark.parametrize("sampling", [["--temperature", "0.8", "--draft-sampling", "sampled"], []], ids=["sampled", "greedy"])
-def test_the_trees_of_a_run_and_of_nothing_else(models: list[str], capsys: pytest.CaptureFixture[str], sampling: list[str]) -> None:
+def test_the_trees_of_a_run_and_of_nothing_else(
+    models: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sampling: list[str]
+) -> None:
+    runs = MagicMock(side_effect=LLM.stream)
+    monkeypatch.setattr(LLM, "stream", lambda *args: runs(*args))
     result = generate_json(capsys, *models, *sampling, "--show-tree", "--compare")
+    assert [run.args[2].use_speculative for run in runs.call_args_list] == [True, False]
     trees = result["trees"]
     assert len(trees) == result["metrics"]["num_sequence_steps"]
     assert [len(tree["parents"]) for tree in trees] == [len(tree["token_ids"]) for tree in trees]
