@@ -3,22 +3,34 @@
 #   make PYTHON=python3.12                          another interpreter
 #   make TORCH="torch --index-url URL"              another build of torch, such as one for a certain CUDA
 #   make TORCH=torch==2.12.0 CONSTRAINTS=/dev/null  other versions than the pinned ones
+#   make soak MINUTES=480                           state machines and fuzzers for as long
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 CONSTRAINTS ?= constraints.txt
+MINUTES ?= 60
 
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test test-fast soak check format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/titan generate "def read_lines(path" --compare --dtype float32 --max-draft-tokens 4
 
 # Two workers; threads that wait sleep, so that they leave the cores to the other worker.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
 test: $(INSTALLED)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(PYTEST)
+
+test-fast: $(INSTALLED)
+	$(PYTEST) -m "not slow"
+
+# Round after round, with other examples each time, until one fails or the time is over, which is looked at between rounds.
+soak: $(INSTALLED)
+	end=$$(($$(date +%s) + 60 * $(MINUTES))); \
+	while [ $$(date +%s) -lt $$end ]; do $(PYTEST) -m hypothesis --hypothesis-profile soak || exit 1; done
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

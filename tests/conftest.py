@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share; which tests are slow, and how long state machines and fuzzers run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 if not torch.cuda.is_available():  # read once, when triton is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -14,6 +15,38 @@ if not torch.cuda.is_available():  # read once, when triton is first imported
 from zoo import Zoo
 
 from titan.kernels.cpu.library import usable_library
+
+SLOW = (
+    *("/bench/", "test_packaging"),
+    *("triton", "sm90", "test_cuda_", "test_memory_profile", "test_tree_attention", "test_attention_planner"),  # its interpreter
+    *("distribut", "chi_square", "test_options", "dialled"),  # statistics
+    *(
+        "test_loading_peaks",
+        "real_vocabulary",
+        "both_caches_hold",
+        "whatever_the_neighbours",
+        "half_precision",
+    ),  # large, or many, models
+)
+"""Words in the names of tests that are slow by nature, or of their files or parameters."""
+
+SOAK = settings(
+    max_examples=1000, stateful_step_count=100, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck)
+)
+"""A round of `make soak`, in place of what the tests themselves ask for: other examples each time."""
+settings.register_profile("soak", SOAK)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(word in item.nodeid for word in SLOW):
+            item.add_marker("slow")
+        if config.getoption("--hypothesis-profile") == "soak" and is_hypothesis_test(test := getattr(item, "function", None)):
+            if isinstance(item, pytest.Function) and item.cls is not None:
+                item.cls.settings = SOAK  # of a state machine
+            else:
+                test._hypothesis_internal_use_settings = SOAK  # a second @settings is refused
 
 
 @pytest.fixture(scope="session", autouse=True)

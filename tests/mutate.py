@@ -7,7 +7,6 @@ expected to notice it: about ten seconds per mutation. `--only NAME ...` runs so
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -69,7 +68,7 @@ def copy_tree(root: Path, copy: Path) -> None:
 
 
 def run_mutation(mutation: Mutation, copy: Path) -> str:
-    """Break the line, run the tests and mend it again: "killed", "survived" or "timeout".
+    """Break the line, run the tests and mend it again: "killed", "SURVIVED" or "TIMEOUT".
 
     Raises:
         RuntimeError: pytest ended otherwise: nothing was run, or its own arguments were wrong.
@@ -83,24 +82,21 @@ def run_mutation(mutation: Mutation, copy: Path) -> str:
     try:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        return "timeout"
+        return "TIMEOUT"
     finally:
         file.write_text(source, encoding="utf-8")
     if done.returncode != 0 and done.returncode not in KILLED_CODES:
         raise RuntimeError(f"{mutation.name}: pytest ended with code {done.returncode}\n{done.stdout}{done.stderr}")
-    return "survived" if done.returncode == 0 else "killed"
+    return "SURVIVED" if done.returncode == 0 else "killed"
 
 
 def main() -> None:
     """Run the mutations; ends with code 1 if one was not killed, and with a message if they could not be run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("mutations", type=Path, help="TOML file with [[mutation]] tables")
-    parser.add_argument("--root", type=Path, default=Path(), help="the repository (default: the current folder)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run these mutations only")
-    parser.add_argument("--out", type=Path, help="JSON file for the results, written after each mutation")
     arguments = parser.parse_args()
-    root = arguments.root.resolve()
-    results: dict[str, str] = {}
+    root, outcomes = Path.cwd(), []
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         copy = Path(folder).resolve()
         try:
@@ -108,17 +104,13 @@ def main() -> None:
             copy_tree(root, copy)
             for mutation in mutations:
                 start = time.monotonic()
-                outcome = run_mutation(mutation, copy)
-                results[mutation.name] = outcome
-                label = outcome if outcome == "killed" else outcome.upper()
-                print(f"{label:8} {mutation.name} ({time.monotonic() - start:.1f} s)", flush=True)
-                if arguments.out is not None:
-                    arguments.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+                outcomes.append(run_mutation(mutation, copy))
+                print(f"{outcomes[-1]:8} {mutation.name} ({time.monotonic() - start:.1f} s)", flush=True)
         except (ValueError, RuntimeError) as error:
             sys.exit(f"error: {error}")
-    num_killed = sum(outcome == "killed" for outcome in results.values())
-    print(f"{num_killed} of {len(results)} killed")
-    sys.exit(num_killed < len(results))
+    num_killed = outcomes.count("killed")
+    print(f"{num_killed} of {len(outcomes)} killed")
+    sys.exit(num_killed < len(outcomes))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def slow_transform(
         bias = SequenceBiasLogitsProcessor({(token_id,): float(value) for token_id, value in params.logit_bias.items()})
         scores = bias(torch.tensor([prefix]), scores[None])[0]
     for processor in params.logits_processors or ():
-        scores = processor(prefix, scores)
+        scores = processor(list(prefix), scores).to(logits.dtype)
     if len(output) < params.min_tokens:
         scores[list(stop_token_ids)] = -torch.inf
     if params.repetition_penalty != 1:

@@ -34,7 +34,7 @@ def make_engine(model: str, draft: DraftSpec = None, *, backend: Backend | None 
     return Engine(EngineConfig.of(**(DEFAULTS | options)), model, draft, choose_tokenizer(model, None), backend)
 
 
-def greedy(max_tokens: int, **options: Any) -> SamplingParams:
+def greedy(max_tokens: int | None, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from cpu_kernels import choose_cpu_kernels
 from zoo import Zoo
 
-from titan import __version__
+from titan import LLM, __version__
 from titan.cli import main
 from titan.kernels.cpu.library import LoadedLibrary, load_library
 
@@ -34,85 +35,82 @@ def generate_json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, A
 
 
 @pytest.mark.parametrize("sampling", [["--temperature", "0.8", "--draft-sampling", "sampled"], []], ids=["sampled", "greedy"])
-def test_the_trees_of_a_run_and_of_nothing_else(models: list[str], capsys: pytest.CaptureFixture[str], sampling: list[str]) -> None:
+def test_the_trees_of_a_run_and_of_nothing_else(
+    models: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sampling: list[str]
+) -> None:
+    runs = MagicMock(side_effect=LLM.stream)
+    monkeypatch.setattr(LLM, "stream", lambda *args: runs(*args))
     result = generate_json(capsys, *models, *sampling, "--show-tree", "--compare")
+    assert [run.args[2].use_speculative for run in runs.call_args_list] == [True, False]
     trees = result["trees"]
     assert len(trees) == result["metrics"]["num_sequence_steps"]
     assert [len(tree["parents"]) for tree in trees] == [len(tree["token_ids"]) for tree in trees]
     emitted = [[tree["token_ids"][node] for node in tree["path"]] + [tree["final_token_id"]] for tree in trees]
     assert [token for tokens in emitted for token in tokens] == result["token_ids"]
     assert [tree["root_token_id"] for tree in trees[1:]] == [tokens[-1] for tokens in emitted[:-1]]
-
-
-def test_trees_are_not_in_the_object_unless_asked_for(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "trees" not in generate_json(capsys, *models)
-
-
-@pytest.mark.parametrize("parents", [["--draft-tree", "-1,-1,0"], ["--draft-tree=-1,-1,0"]], ids=["with a space", "with ="])
-def test_parents_are_a_shape(models: list[str], capsys: pytest.CaptureFixture[str], parents: list[str]) -> None:
-    trees = generate_json(capsys, *models, *parents, "--show-tree")["trees"]
-    assert trees[0]["parents"] == [-1, 0, -1]  # the same shape with the path of first children first
-
-
-def test_a_chain_is_a_shape(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    trees = generate_json(capsys, *models, "--draft-tree", "chain", "--show-tree")["trees"]
-    assert trees[0]["parents"] == [-1, 0, 1, 2, 3, 4]
+    plain = generate_json(capsys, *models, *sampling)
+    assert "trees" not in plain and "speed_up" not in plain and plain["token_ids"] == result["token_ids"]
 
 
 @pytest.mark.parametrize(
-    ("shape", "message"),
+    ("shape", "parents"),
     [
-        ("star", "draft_tree='star' is not supported; allowed: 'auto', 'dynamic', 'chain'"),
-        ("-1,1", "draft_tree=[-1, 1] is not topological"),
-        ("-1,-1,-1,-1,-1,-1,-1", "at most max_draft_tokens=6 are allowed"),
+        (["--draft-tree", "-1,-1,0"], [-1, 0, -1]),  # the same shape with the path of first children first
+        (["--draft-tree=-1,-1,0"], [-1, 0, -1]),
+        (["--draft-tree", "chain"], [-1, 0, 1, 2, 3, 4]),
     ],
 )
-def test_a_shape_that_is_none_is_refused(models: list[str], capsys: pytest.CaptureFixture[str], shape: str, message: str) -> None:
-    assert generate(*models, "--draft-tree", shape) == 2
-    assert message in capsys.readouterr().err
+def test_a_shape_is_a_name_or_parents(
+    models: list[str], capsys: pytest.CaptureFixture[str], shape: list[str], parents: list[int]
+) -> None:
+    assert generate_json(capsys, *models, *shape, "--show-tree")["trees"][0]["parents"] == parents
 
 
-def test_trees_are_shown_after_the_text_and_before_the_speed(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(*models, "--show-tree") == 0
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--draft-tree", "star"], "draft_tree='star' is not supported; allowed: 'auto', 'dynamic', 'chain'"),
+        (["--draft-tree", "-1,1"], "draft_tree=[-1, 1] is not topological"),
+        (["--show-tree"], "--show-tree has no trees to show without a draft"),
+        (["--show-tree", "--draft-model", "ngram", "--max-draft-tokens", "0"], "--show-tree has no trees to show without a draft"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    models: list[str], capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert generate(*models[:2], *options) == 2  # without a draft
+    captured = capsys.readouterr()
+    assert captured.err.startswith("titan: ") and message in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "no_color", "is_colored"), [(False, "", False), (True, None, True), (True, "", True), (True, "1", False)]
+)
+def test_trees_are_shown_after_the_text_and_before_the_speed_with_colours_on_a_terminal_that_wants_them(
+    models: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_terminal: bool,
+    no_color: str | None,
+    is_colored: bool,
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    assert generate(*models, "--show-tree", "--compare") == 0
     out = capsys.readouterr().out
     steps = [line for line in out.splitlines() if line.startswith("step ")]
     assert steps and steps[0].endswith(" of 6 draft tokens accepted")
     assert out.startswith("the dog")
-    assert out.index("+ accepted, - rejected") < out.index("\nstep 1:") < out.index("tokens/s")
+    assert out.index("+ accepted, - rejected") < out.index("\nstep 1:") < out.index("tokens/s") < out.index("same text; speed-up")
     assert out.count("> '") + out.count('> "') == len(steps)
-    assert ESCAPE not in out
-
-
-@pytest.mark.parametrize(("no_color", "is_colored"), [(None, True), ("", True), ("1", False)])
-def test_a_terminal_has_colours_unless_they_are_unwanted(
-    models: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    no_color: str | None,
-    is_colored: bool,
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    if no_color is not None:
-        monkeypatch.setenv("NO_COLOR", no_color)
-    assert generate(*models, "--show-tree") == 0
-    assert (ESCAPE in capsys.readouterr().out) == is_colored
-
-
-@pytest.mark.parametrize("draft", [["--draft-model", "none"], [], ["--draft-model", "ngram", "--max-draft-tokens", "0"]])
-def test_trees_without_a_draft_are_refused(zoo: Zoo, capsys: pytest.CaptureFixture[str], draft: list[str]) -> None:
-    assert generate("--model", zoo.path("llama+text"), "--show-tree", *draft) == 2
-    assert "--show-tree has no trees to show without a draft" in capsys.readouterr().err
+    assert (ESCAPE in out) == is_colored
 
 
 def test_a_drafter_that_found_nothing_has_an_empty_tree(zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
     result = generate_json(capsys, "--model", zoo.path("llama+text"), "--draft-model", "ngram", "--show-tree")
     assert result["trees"][0]["token_ids"] == result["trees"][0]["path"] == []
-
-
-@pytest.fixture
-def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def info(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -125,8 +123,10 @@ def info(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     return facts
 
 
-@pytest.mark.usefixtures("without_cuda")
-def test_info_says_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_says_what_runs_here_and_why_nothing_is_compiled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     facts = info(capsys)
     assert (facts["titan"], facts["torch"]) == (__version__, torch.__version__)
     assert facts["device"] == f"cpu, {torch.get_num_threads()} threads"
@@ -134,12 +134,10 @@ def test_info_says_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
     compiled = "PyTorch" if load_library().library is None else "compiled C++"
     assert [facts[f"layers, {dtype}"] for dtype in ("float32", "bfloat16", "float16")] == [compiled, compiled, "PyTorch"]
 
-
-@pytest.mark.usefixtures("without_cuda")
-def test_info_says_why_nothing_is_compiled(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     choose_cpu_kernels(monkeypatch, "torch")
     facts = info(capsys)
     assert facts["kernels"] == facts["layers, float32"] == "PyTorch", "as was asked for"
+
     choose_cpu_kernels(monkeypatch, "auto")
     for module in ("titan.kernels.cpu.library", "titan.kernels.backend"):
         monkeypatch.setattr(f"{module}.load_library", lambda: LoadedLibrary(None, "not compiled: no C++ compiler was found"))
@@ -147,10 +145,9 @@ def test_info_says_why_nothing_is_compiled(capsys: pytest.CaptureFixture[str], m
 
 
 def test_info_outlives_a_card_that_is_too_old(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"is_available": True, "device_count": 1, "current_device": 0}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    cuda = {"is_available": True, "device_count": 1, "current_device": 0, "get_device_name": "Tesla T4"}
+    for name, value in (cuda | {"get_device_capability": (7, 5)}).items():
+        monkeypatch.setattr(torch.cuda, name, MagicMock(return_value=value))
     facts = info(capsys)
     assert (facts["device"], facts["kernels"]) == ("Tesla T4", "Triton")
     assert facts["layers, float32"].startswith("none: device='cuda:0' is a Tesla T4 of compute capability 7.5")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from stepping import check_blocks, greedy, make_engine
 from torch import Tensor
 from zoo import Zoo, random_prompts
 
-from titan import LLM, RequestMetrics, SamplingParams
+from titan import LLM, CompletionOutput, RequestMetrics, SamplingParams
 from titan.core.outputs import merge_metrics
 from titan.core.request import Request
 from titan.engine import Engine
@@ -65,21 +65,27 @@ def alone(zoo: Zoo) -> list[list[int]]:
     return outputs
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ample": {"num_kv_blocks": 80, "prefill_chunk_size": 16},
+    "scarce": {"num_kv_blocks": 11, "prefill_chunk_size": 16},
+    "one by one": {"num_kv_blocks": 8, "max_batch_size": 1},  # the first has finished, and its blocks are gone, before the next
+}
+
+
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("draft", [None, "llama~", "ngram"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("draft", "max_tokens"), [(None, 14), (None, 1), ("llama~", 14), ("ngram", 14)])
 def test_completions_are_those_of_separate_requests_with_derived_seeds(
-    zoo: Zoo, alone: list[list[int]], draft: str | None, caching: bool
+    zoo: Zoo, alone: list[list[int]], draft: str | None, max_tokens: int, setting: str, caching: bool
 ) -> None:
-    draft = zoo.path(draft) if draft == "llama~" else draft
-    engine = make_engine(
-        zoo.path("llama"), draft, num_kv_blocks=80, block_size=8, prefill_chunk_size=16, enable_prefix_caching=caching, **CPU
-    )
-    others = [add(engine, greedy(9, ignore_eos=True), prompt) for prompt in random_prompts(3, seed=5)]
-    family = add(engine, sampled(6))
+    spec = zoo.path(draft) if draft == "llama~" else draft
+    engine = make_engine(zoo.path("llama"), spec, block_size=8, enable_prefix_caching=caching, **SETTINGS[setting])
+    family = add(engine, sampled(6, max_tokens))
+    beside = add(engine, greedy(20, n=2, ignore_eos=True), PROMPT[:9])
     drain(engine)
-    assert outputs_of(family) == alone
-    for prompt, [request] in zip(random_prompts(3, seed=5), others, strict=True):
-        assert request.output_token_ids == zoo.greedy("llama", prompt, 9, ignore_eos=True)
+    assert outputs_of(family) == [output[:max_tokens] for output in alone]
+    assert outputs_of(beside) == [zoo.greedy("llama", PROMPT[:9], 20, ignore_eos=True)] * 2
+    assert engine.counters.num_preemptions > 0 or setting != "scarce" or max_tokens == 1
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -110,73 +116,6 @@ def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared(zoo: Zoo, ca
     assert num_fed == (40 + 3 * 8 if caching else 4 * 40), "a hit of the prefix cache is counted as one, a shared block is not"
 
 
-def test_a_sibling_takes_only_what_is_computed_and_covered_by_the_draft(zoo: Zoo) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("llama"), num_kv_blocks=80, block_size=8, enable_prefix_caching=False)
-    first, second, third = FrontEnd(engine).make_request(PROMPT, greedy(8, n=3)).family
-    engine.scheduler.add(first)
-    engine.step()
-    engine.kv.match_prefix(second)
-    assert (second.block_ids, second.num_computed_tokens, second.num_drafted_context) == (first.block_ids[:4], 32, 32)
-    engine.kv.free(second)
-    engine.swap_draft(None)
-    engine.kv.match_prefix(third)
-    assert (third.num_computed_tokens, third.num_drafted_context) == (32, 0), "another draft has not seen it"
-    engine.kv.free(third)
-    drain(engine)
-
-
-@pytest.mark.parametrize("caching", [True, False])
-def test_completions_outlive_preemptions(zoo: Zoo, alone: list[list[int]], caching: bool) -> None:
-    engine = make_engine(
-        zoo.path("llama"),
-        "ngram",
-        num_kv_blocks=11,
-        block_size=8,
-        max_batch_size=6,
-        prefill_chunk_size=16,
-        enable_prefix_caching=caching,
-    )
-    family = add(engine, sampled(6))
-    beside = add(engine, greedy(20, n=2, ignore_eos=True), PROMPT[:9])
-    drain(engine)
-    assert engine.counters.num_preemptions > 0
-    assert outputs_of(family) == alone
-    assert outputs_of(beside) == [zoo.greedy("llama", PROMPT[:9], 20, ignore_eos=True)] * 2
-
-
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("max_tokens", [1, 14])
-def test_completions_run_one_after_the_other_if_they_must(zoo: Zoo, alone: list[list[int]], max_tokens: int, caching: bool) -> None:
-    """The first has finished, and with it its blocks are gone, before the second starts."""
-    engine = make_engine(zoo.path("llama"), num_kv_blocks=8, block_size=8, max_batch_size=1, enable_prefix_caching=caching)
-    family = add(engine, sampled(4, max_tokens=max_tokens))
-    drain(engine)
-    assert outputs_of(family) == [output[:max_tokens] for output in alone[:4]]
-
-
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
-@pytest.mark.parametrize("aborted", [[0], [1, 2], [0, 1], [3]])
-def test_an_aborted_completion_does_not_cost_the_others(
-    zoo: Zoo, alone: list[list[int]], aborted: list[int], num_steps: int, caching: bool
-) -> None:
-    """Before the first step, amid the prompt, when the siblings start, and later."""
-    engine = make_engine(zoo.path("llama"), num_kv_blocks=40, block_size=8, prefill_chunk_size=24, enable_prefix_caching=caching)
-    family = add(engine, sampled(4))
-    for _ in range(num_steps):
-        engine.step()
-    for index in aborted:
-        engine.scheduler.abort(family[index])
-        check_blocks(engine)
-    drain(engine)
-    for request in family:
-        if request.index in aborted:
-            assert request.finish_reason == "abort"
-            assert request.output_token_ids == alone[request.index][: request.num_output_tokens]
-        else:
-            assert request.output_token_ids == alone[request.index]
-
-
 @pytest.fixture(scope="module")
 def llm(zoo: Zoo) -> LLM:
     return LLM(zoo.path("llama+text"), zoo.path("llama~"), num_kv_blocks=64, max_batch_size=5, max_waiting_requests=6, **CPU)
@@ -186,18 +125,15 @@ def test_generate_gives_every_prompt_its_completions(llm: LLM, zoo: Zoo) -> None
     prompts = random_prompts(4, seed=2, max_len=20)
     numbers = [3, 1, 8, 2]
     outputs = llm.generate(prompts, [greedy(6, n=n, ignore_eos=True) for n in numbers], use_tqdm=False)
-    assert [len(output.outputs) for output in outputs] == numbers
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert [completion.index for completion in output.outputs] == list(range(len(output.outputs)))
-        assert {completion.finish_reason for completion in output.outputs} == {"length"}
+    for prompt, n, output in zip(prompts, numbers, outputs, strict=True):
         tokens = zoo.greedy("llama+text", prompt, 6, ignore_eos=True)
-        assert [completion.token_ids for completion in output.outputs] == [tokens] * len(output.outputs)
-        assert len({completion.text for completion in output.outputs}) == 1
+        completion = CompletionOutput(0, output.outputs[0].text, tokens, finish_reason="length")
+        assert output.outputs == [replace(completion, index=index) for index in range(n)]
         assert output.finished and output.error is None and output.prompt_token_ids == prompt
-        assert output.metrics.num_emitted_tokens == 6 * len(output.outputs)
+        assert output.metrics.num_emitted_tokens == 6 * n
     assert len({output.request_id for output in outputs}) == 4
-    llm.diagnose()  # checks the block pool
     assert not llm.engine.scheduler.has_unfinished
+    assert llm.diagnose() == []  # checks the block pool
 
 
 def test_the_first_completion_and_the_next_request_are_as_without_siblings(zoo: Zoo) -> None:
@@ -211,40 +147,6 @@ def test_the_first_completion_and_the_next_request_are_as_without_siblings(zoo: 
     assert len({tuple(completion.token_ids) for completion in first.outputs}) == 3
 
 
-def test_completions_end_each_at_its_own_stop(llm: LLM) -> None:
-    params = SamplingParams(n=5, temperature=2.0, seed=1, max_tokens=25, stop=["a", "e"], min_tokens=1, logprobs=1)
-    [output] = llm.generate("the dog", params, use_tqdm=False)
-    lengths = {len(completion.token_ids) for completion in output.outputs}
-    assert len(lengths) > 1
-    for completion in output.outputs:
-        assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
-        assert completion.finish_reason == ("stop" if len(completion.token_ids) < 25 or completion.stop_reason else "length")
-
-
-def test_a_stream_shows_all_completions_growing(llm: LLM) -> None:
-    params = SamplingParams(n=3, temperature=1.5, seed=2, max_tokens=15, stop=["~never~", "og"])
-    [whole] = llm.generate("the dog", params, use_tqdm=False)
-    pieces = list(llm.stream("the dog", params))
-    assert pieces[-1].outputs == whole.outputs and pieces[-1].finished
-    assert not any(piece.finished for piece in pieces[:-1])
-    for index in range(3):
-        texts = [piece.outputs[index].text for piece in pieces]
-        assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
-    lengths = [sum(len(completion.token_ids) for completion in piece.outputs) for piece in pieces]
-    assert all(shorter < longer for shorter, longer in pairwise(lengths))
-
-
-def test_leaving_a_stream_ends_all_its_completions(llm: LLM) -> None:
-    for num_shown in (1, 2, 4):
-        stream = llm.stream("the dog", greedy(40, n=5, ignore_eos=True))
-        for _ in range(num_shown):
-            next(stream)
-        assert llm.engine.scheduler.has_unfinished
-        stream.close()  # type: ignore[attr-defined]
-        assert not llm.engine.scheduler.has_unfinished
-        assert llm.engine.kv.pool.num_free == llm.engine.kv.pool.num_blocks
-
-
 def test_a_stream_of_more_completions_than_may_wait_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(ValueError, match="max_waiting_requests=6"):
         next(llm.stream("the dog", greedy(4, n=9)))
@@ -252,21 +154,10 @@ def test_a_stream_of_more_completions_than_may_wait_leaves_nothing_behind(llm: L
     assert len(llm.generate("the dog", greedy(4, n=9), use_tqdm=False)[0].outputs) == 9
 
 
-def test_an_exception_leaves_no_completion_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(batch: Any) -> Tensor:
-        raise RuntimeError("out of luck")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "forward", failing)
-        with pytest.raises(RuntimeError, match="out of luck"):
-            llm.generate(["the dog", "the"], greedy(4, n=4), use_tqdm=False)
-    assert not llm.engine.scheduler.has_unfinished
-
-
 def test_an_error_in_one_completion_is_named_and_costs_no_other(llm: LLM) -> None:
     """A processor that fails after one completion's first token."""
-    params = SamplingParams(n=4, temperature=1.5, seed=7, max_tokens=8, ignore_eos=True)
-    [good] = llm.generate("the dog", params, use_tqdm=False)
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 7, "logprobs": 1}
+    [good] = llm.generate("the dog", sampled(4, 8, **options), use_tqdm=False)
     tokens = [completion.token_ids for completion in good.outputs]
     num_prompt_tokens = len(good.prompt_token_ids)
     assert sum(each[0] == tokens[2][0] for each in tokens) == 1
@@ -276,11 +167,12 @@ def test_an_error_in_one_completion_is_named_and_costs_no_other(llm: LLM) -> Non
             raise LookupError("not this one")
         return logits
 
-    picky_params = SamplingParams(n=4, temperature=1.5, seed=7, max_tokens=8, ignore_eos=True, logits_processors=[picky])
-    [bad, beside] = llm.generate(["the dog", "the"], [picky_params, greedy(5, ignore_eos=True)], use_tqdm=False)
+    params = [sampled(4, 8, logits_processors=[picky], **options), greedy(5, ignore_eos=True)]
+    [bad, beside] = llm.generate(["the dog", "the"], params, use_tqdm=False)
     assert bad.finished and bad.error == "logits_processors: LookupError: not this one"
     assert [completion.finish_reason for completion in bad.outputs] == ["length", "length", "abort", "length"]
     assert [completion.token_ids for completion in bad.outputs] == [tokens[0], tokens[1], tokens[2][:1], tokens[3]]
+    assert [len(completion.logprobs or ()) for completion in bad.outputs] == [8, 8, 1, 8]
     assert beside.error is None and len(beside.outputs[0].token_ids) == 5
 
 

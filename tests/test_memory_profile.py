@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,14 +14,14 @@ from tiny_models import make_model
 from torch import Tensor
 from zoo import Zoo
 
-from titan.core.kv_tensor import KVTensor
+from titan.core.batch import RaggedBatch
 from titan.kernels.triton import layers as triton_layers
 from titan.kernels.triton.attention_plan import TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
-from titan.models.decoder import Decoder
+from titan.kernels.triton.runner import TritonRunner
 
 HELD, PEAK, FREE = 300_000, 1_000_000, 1_900_000
-OPTIONS: dict[str, Any] = {"max_batch_size": 3, "max_num_batched_tokens": 70, "max_draft_tokens": 4}
+OPTIONS: dict[str, Any] = {"max_batch_size": 3, "max_num_batched_tokens": 40, "max_draft_tokens": 4}
 
 
 class Device:
@@ -28,32 +29,24 @@ class Device:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = FREE
-        self.passes: list[tuple[int, int, int]] = []  # (tokens, requests, logits rows) while its peak is measured
-        self._shape = (0, 0)
-        self._is_measured = False
-        hidden_states, logits = Decoder.hidden_states, Decoder.logits
+        self.passes: list[tuple[int, int, int]] = []  # (tokens, requests, logits rows) since the peak was reset
+        forward = TritonRunner.forward
 
-        def recorded(model: Decoder, inputs: Any, kv: KVTensor) -> Tensor:
-            self._shape = len(inputs.token_ids), len(inputs.attention.seq_lens)
-            return hidden_states(model, inputs, kv)
+        def recorded(runner: TritonRunner, batch: RaggedBatch) -> Tensor:
+            self.passes.append((len(batch.token_ids), len(batch.attention.seq_lens), len(batch.logits_rows)))
+            return forward(runner, batch)
 
-        def recorded_logits(model: Decoder, hidden: Tensor) -> Tensor:
-            if self._is_measured:
-                self.passes.append((*self._shape, len(hidden)))
-            return logits(model, hidden)
-
-        monkeypatch.setattr(Decoder, "hidden_states", recorded)
-        monkeypatch.setattr(Decoder, "logits", recorded_logits)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: HELD)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: self._measure(True))
-        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: self._measure(False))
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 2 * FREE))
-
-    def _measure(self, is_measured: bool) -> int:
-        self._is_measured = is_measured
-        return HELD + PEAK
+        monkeypatch.setattr(TritonRunner, "forward", recorded)
+        fakes = {
+            "empty_cache": lambda: None,
+            "synchronize": lambda device: None,
+            "memory_reserved": lambda device: HELD,
+            "reset_peak_memory_stats": lambda device: self.passes.clear(),
+            "max_memory_reserved": lambda device: HELD + PEAK * len(self.passes),
+            "mem_get_info": lambda device: (self.free, 2 * FREE),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
 
 
 @pytest.fixture(autouse=True)
@@ -62,18 +55,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_pool_takes_its_share_of_what_the_largest_passes_leave(zoo: Zoo, device: Device) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("other"), backend=triton_backend(), **OPTIONS)
-    assert device.passes == [(69, 3, 15)], "the target's: a draft needs no more"
+    backend = triton_backend()
+    backend.sampling.probs = probs = MagicMock(wraps=backend.sampling.probs)  # type: ignore[method-assign]
+    engine = make_engine(zoo.path("llama"), zoo.path("other"), backend=backend, **OPTIONS)
+    assert device.passes == [(39, 3, 15)], "the target's: a draft needs no more"
+    assert len(probs.call_args.args[0]) == 15, "rows that may have to be sampled from at once"
     bytes_per_block = 16 * (3 + 2) * 2 * 2 * 16 * 4  # tokens, layers of both, K and V, heads, head_dim, float32
     useful = 3 * 16
     assert engine.kv.num_blocks == min(int((FREE - PEAK) * 0.9) // bytes_per_block, useful) < useful
-    assert run_all(engine, [[5, 6, 7]], [greedy(2)]) == [zoo.greedy("llama", [5, 6, 7], 2)]
 
 
 def test_given_sizes_are_kept_and_nothing_is_profiled(zoo: Zoo, device: Device) -> None:
-    assert make_engine(zoo.path("llama"), backend=triton_backend(), num_kv_blocks=17).kv.num_blocks == 17
-    kv_cache_memory = 16 * 3 * 2 * 2 * 16 * 4 * 9
-    assert make_engine(zoo.path("llama"), backend=triton_backend(), kv_cache_memory=kv_cache_memory).kv.num_blocks == 9
+    for given in ({"num_kv_blocks": 9}, {"kv_cache_memory": 9 * 16 * 3 * 2 * 2 * 16 * 4}):
+        assert make_engine(zoo.path("llama"), backend=triton_backend(), **given).kv.num_blocks == 9
     assert device.passes == []
 
 
@@ -102,11 +96,8 @@ def test_the_parts_of_split_contexts_have_their_room(tmp_path: Path, monkeypatch
 
 
 def test_passes_that_do_not_fit_are_refused_by_what_makes_them_large(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(model: Decoder, inputs: Any, kv: KVTensor) -> Tensor:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(Decoder, "hidden_states", fail)
-    with pytest.raises(ValueError, match=r"max_num_batched_tokens=70 and max_batch_size=3 need more memory than .*: lower them"):
+    monkeypatch.setattr(TritonRunner, "forward", MagicMock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=40 and max_batch_size=3 need more memory than .*: lower them"):
         make_engine(zoo.path("llama"), backend=triton_backend(), **OPTIONS)
 
 

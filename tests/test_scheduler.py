@@ -1,19 +1,27 @@
-"""The scheduler under random arrivals and aborts, with a model that is a function of the tokens: no tensors, many steps."""
+"""The scheduler and the KV cache under random arrivals, aborts and draft swaps, with models that are functions of the tokens.
+
+Every token's KV is written as a number that depends on the model, on the token and on all tokens before it, so that a wrong slot, a
+wrong block or a stale draft shows. Free blocks that are not cached hold NaN.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from functools import cache
+from hashlib import blake2b
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from exact_rules import reference_walk
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from stepping import host_trees
+from torch import Tensor
 
+from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
 from titan.core.metrics import EngineCounters
 from titan.core.options import ScheduleOptions
 from titan.core.outputs import RequestMetrics
@@ -22,13 +30,19 @@ from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.kernels.backend import choose_backend
-from titan.memory.kv_cache import KVCache
+from titan.memory.block_pool import hash_block
+from titan.memory.kv_cache import HASH_SALT, KVCache, Role
 from titan.schedule.scheduler import Scheduler
 
 MAX_MODEL_LEN = 60
 BLOCK_SIZE = 8
 EOS = 0
-CACHE_OPS = choose_backend(torch.device("cpu")).cache
+CPU = torch.device("cpu")
+CACHE_OPS = choose_backend(CPU).cache
+LAYOUTS: dict[Role, KVLayout] = {
+    "target": KVLayout((KVGroup(2, 1, 1), KVGroup(1, 2, 4)), torch.float64),
+    "draft": KVLayout((KVGroup(1, 2, 3),), torch.float64),
+}
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -36,13 +50,40 @@ def next_token(token_ids: list[int]) -> int:
     return Random(str(token_ids)).randrange(13)
 
 
-class World:
-    """A scheduler whose steps are carried out by `next_token`; its drafter would like ``num_more_slots`` beyond its drafts."""
+@cache
+def value_of(model: str, prefix: tuple[int, ...]) -> float:
+    """What the model's KV of the last token of ``prefix`` is."""
+    return float(int.from_bytes(blake2b(f"{model} {prefix}".encode(), digest_size=5).digest()))
 
-    def __init__(self, num_kv_blocks: int, *, enable_prefix_caching: bool = True, num_more_slots: int = 0, **options: Any) -> None:
+
+def chained_hashes(token_ids: Sequence[int]) -> list[bytes]:
+    hashes = [b""]
+    for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE):
+        hashes.append(hash_block(hashes[-1], token_ids[end - BLOCK_SIZE : end], HASH_SALT))
+    return hashes[1:]
+
+
+class World:
+    """A scheduler whose steps are carried out by `next_token`.
+
+    Its drafter would like ``num_more_slots`` beyond its drafts; a share of the rows meets an error, at the root or after drafts.
+    """
+
+    def __init__(
+        self,
+        num_kv_blocks: int,
+        *,
+        enable_prefix_caching: bool = True,
+        num_more_slots: int = 0,
+        error_rate: float = 0.0,
+        **options: Any,
+    ) -> None:
         self.options = ScheduleOptions(**options)
         self.num_more_slots = num_more_slots
+        self.error_rate = error_rate
         self.kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching, CACHE_OPS)
+        for role, layout in LAYOUTS.items():
+            self.kv.attach(role, KVTensor(layout, num_kv_blocks, BLOCK_SIZE, CPU))
         self.counters = EngineCounters()
         self.scheduler = Scheduler(self.options, self.kv, self.counters)
         self.requests: list[Request] = []
@@ -66,50 +107,89 @@ class World:
         return family[0]
 
     def step(self, max_draft_tokens: int, random: Random) -> StepPlan:
+        running, num_preemptions = list(self.scheduler.running), self.counters.num_preemptions
         plan = self.scheduler.schedule(max_draft_tokens, lambda _, budget: budget + self.num_more_slots)
         self.check_plan(plan, max_draft_tokens)
+        num_preempted = self.counters.num_preemptions - num_preemptions
+        if num_preempted > 0:
+            assert self.scheduler.running == running[:-num_preempted], "the latest go, and none joins in their stead"
         if not plan.requests:
             return plan
-        trees = [self.draft(request, budget, random) for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)]
+        self.kv.clear_new_blocks()
+        rows = zip(plan.requests, plan.num_tokens, plan.draft_budgets, plan.num_slots, strict=True)
+        trees = [self.run_models(*row, random) for row in rows]
         acceptance = Acceptance(host_trees(trees), [], [], [])
         for i, (request, tree) in enumerate(zip(plan.requests, trees, strict=True)):
-            tokens: list[int] = []
-            if plan.reaches_root(i):
-                tokens = reference_walk(tree, lambda emitted, request=request: next_token(request.token_ids + list(emitted)))  # type: ignore[misc]
+            path, tokens = self.verify(request, tree) if plan.reaches_root(i) else ([], [])
+            is_broken = bool(tokens) and random.random() < self.error_rate
+            if is_broken:
+                path = path[: random.randint(0, len(path))]
+                tokens = tokens[: len(path)]
+            acceptance.paths.append(path)
             acceptance.token_ids.append(tokens)
-            acceptance.paths.append(self.path_of(tree, tokens[:-1]))
-            acceptance.errors.append(None)
-            if random.random() < 0.7:  # the draft's cache keeps up with some
-                request.cover_draft(request.num_computed_tokens + plan.num_tokens[i] - request.num_drafted_context)
+            acceptance.errors.append("broken" if is_broken else None)
         self.kv.commit(plan, acceptance)
-        before = {request.request_id: request.num_computed_tokens for request in plan.requests}
+        before = [request.num_computed_tokens for request in plan.requests]
         changed = self.scheduler.update(plan, acceptance)
-        assert {r.request_id for r in changed} == {
-            r.request_id for r, t in zip(plan.requests, acceptance.token_ids, strict=True) if t
-        }
-        for request in plan.requests:
-            assert request.is_finished or request.num_computed_tokens > before[request.request_id]
+        outcomes = zip(plan.requests, acceptance.token_ids, acceptance.errors, strict=True)
+        assert changed == [request for request, tokens, error in outcomes if tokens or error]
+        for request, num_computed_tokens in zip(plan.requests, before, strict=True):
+            assert request.is_finished or request.num_computed_tokens > num_computed_tokens
+            self.check_findable(request, num_computed_tokens // BLOCK_SIZE)
         return plan
 
-    def draft(self, request: Request, budget: int, random: Random) -> DraftTree:
-        """A chain or a tree, right now and then."""
-        num_nodes = random.randint(0, budget)
-        if num_nodes == 0:
-            return EMPTY_TREE
-        parents = [node - 1 if random.random() < 0.6 else random.randint(-1, node - 1) for node in range(num_nodes)]
+    def run_models(self, request: Request, num_tokens: int, budget: int, num_slots: int, random: Random) -> DraftTree:
+        """Propose a chain or a tree, right now and then; the draft's cache keeps up with most requests, and has most nodes."""
+        end = request.num_computed_tokens + num_tokens
+        parents: list[int] = []
         paths: list[list[int]] = []
-        for parent in parents:
-            above = paths[parent] if parent >= 0 else []
+        for node in range(random.randint(0, budget)):
+            parents.append(node - 1 if random.random() < 0.6 else random.randint(-1, node - 1))
+            above = paths[parents[-1]] if parents[-1] >= 0 else []
             right = next_token(request.token_ids + above)
             paths.append([*above, right if random.random() < 0.7 else random.randrange(13)])
-        return DraftTree(np.array([path[-1] for path in paths]), np.array(parents, np.int32))
+        self.write("target", request, request.num_computed_tokens, end, list(enumerate(paths)))
+        random = Random(random.random())  # how much is drawn of it must not change the next request's drafts
+        draft_slots = [-1] * len(paths)
+        if "draft" in self.kv.tensors and random.random() < 0.8:
+            places = range(len(paths)) if random.random() < 0.5 else random.sample(range(num_slots), len(paths))
+            draft_slots = [place if random.random() < 0.8 else -1 for place in places]
+            fed = [(slot, path) for slot, path in zip(draft_slots, paths, strict=True) if slot >= 0]
+            self.write("draft", request, request.num_drafted_context, end, fed)
+            request.cover_draft(end - request.num_drafted_context)
+        token_ids = np.array([path[-1] for path in paths], np.int64)
+        return DraftTree(token_ids, np.array(parents, np.int32), draft_slots=np.array(draft_slots, np.int32))
 
-    def path_of(self, tree: DraftTree, tokens: list[int]) -> list[int]:
+    def write(self, role: Role, request: Request, start: int, end: int, nodes: list[tuple[int, list[int]]]) -> None:
+        """Fill slots with the KV of a request's tokens, and slots after them with that of nodes, given with their paths."""
+        prefixes = [request.token_ids[: i + 1] for i in range(start, end)] + [request.token_ids[:end] + path for _, path in nodes]
+        slots = self.physical(request.block_ids, [*range(start, end), *(end + slot for slot, _ in nodes)])
+        for group in self.kv.tensors[role].groups:
+            group.flatten(3, 4)[:, :, :, slots] = self.values(role, prefixes)
+
+    def physical(self, block_ids: Sequence[int], slots: Iterable[int]) -> list[int]:
+        return [block_ids[slot // BLOCK_SIZE] * BLOCK_SIZE + slot % BLOCK_SIZE for slot in slots]
+
+    def values(self, role: Role, prefixes: Iterable[Sequence[int]]) -> Tensor:
+        """KV of the last token of each prefix, the same for all layers, heads and dimensions: ``[n, 1]``."""
+        model = "target" if role == "target" else f"draft {self.kv.draft_epoch}"
+        return torch.tensor([value_of(model, tuple(prefix)) for prefix in prefixes], dtype=torch.float64)[:, None]
+
+    def swap_draft(self, *, has_kv: bool) -> None:
+        self.kv.detach("draft")
+        if has_kv:
+            self.kv.attach("draft", KVTensor(LAYOUTS["draft"], self.kv.num_blocks, BLOCK_SIZE, CPU))
+        self.kv.new_draft_epoch((*self.scheduler.running, *self.scheduler.waiting))
+
+    def verify(self, request: Request, tree: DraftTree) -> tuple[list[int], list[int]]:
+        """The accepted nodes, and the emitted tokens: one more."""
         path: list[int] = []
-        for token in tokens:
-            parent = path[-1] if path else -1
-            path.append(next(n for n in range(tree.num_nodes) if tree.parents[n] == parent and tree.token_ids[n] == token))
-        return path
+        tokens: list[int] = []
+        while len(tokens) == len(path):
+            tokens.append(next_token(request.token_ids + tokens))
+            is_child = tree.parents == (path[-1] if path else -1)
+            path += np.flatnonzero(is_child & (tree.token_ids == tokens[-1]))[:1].tolist()
+        return path, tokens
 
     def check_plan(self, plan: StepPlan, max_draft_tokens: int) -> None:
         options = self.options
@@ -147,17 +227,51 @@ class World:
         for request in waiting:
             assert (request.block_ids, request.num_computed_tokens, request.num_drafted_context) == ([], 0, 0)
         for request in self.requests:
-            assert request.num_output_tokens <= request.max_tokens
-            assert request.num_tokens <= MAX_MODEL_LEN
             metrics = request.metrics
             assert metrics.num_emitted_tokens == request.num_output_tokens
             extra = metrics.num_accepted_tokens + metrics.num_sequence_steps - metrics.num_emitted_tokens
-            assert extra in ((0, 1) if request.finish_reason == "stop" else (0,))
+            assert extra in ((0, 1) if request.finish_reason == "stop" or request.error else (0,)), "1: no final token followed"
         counters = self.counters
         assert counters.num_finished_requests == sum(request.is_finished for request in self.requests)
         for name in ("num_sequence_steps", "num_emitted_tokens", "num_preemptions"):
             assert getattr(counters, name) == sum(getattr(request.metrics, name) for request in self.requests)
         assert sum(counters.accepted_per_depth) == sum(request.metrics.num_accepted_tokens for request in self.requests)
+        self.check_kv()
+
+    def check_findable(self, request: Request, num_known: int) -> None:
+        """Full blocks that have been computed since can be found, with the draft's epoch where it covers them."""
+        pool = self.kv.pool
+        for block_hash in chained_hashes(request.token_ids[: request.num_computed_tokens])[num_known:]:
+            assert (pool.lookup(block_hash) is not None) == pool.enable_caching
+        drafted = request.block_ids[: request.num_drafted_context // BLOCK_SIZE] if pool.enable_caching else []
+        assert all(pool.draft_epochs[block] == self.kv.draft_epoch for block in drafted)
+
+    def check_kv(self) -> None:
+        """What counts as computed, or can be found, is what a sequential fill would have put there."""
+        pool = self.kv.pool
+        prefixes = {}
+        for request in self.requests:
+            for i, block_hash in enumerate(chained_hashes(request.token_ids[:-1])):  # never the root
+                prefixes[block_hash] = request.token_ids[: (i + 1) * BLOCK_SIZE]
+        for role, tensor in self.kv.tensors.items():
+            for request in self.scheduler.running:
+                assert all(group[:, :, :, request.block_ids].isfinite().all() for group in tensor.groups), "a free block's is seen"
+                length = request.num_computed_tokens if role == "target" else request.num_drafted_context
+                self.check_slots(role, request.block_ids, request.token_ids, range(length))
+            for block_id, block_hash in pool._hash_of.items():
+                if role == "target" or pool.draft_epochs[block_id] == self.kv.draft_epoch:
+                    prefix = prefixes[block_hash]
+                    table = [block_id] * (len(prefix) // BLOCK_SIZE)
+                    self.check_slots(role, table, prefix, range(len(prefix) - BLOCK_SIZE, len(prefix)))
+            free = [block for block in range(pool.num_blocks) if pool.is_free(block) and block not in pool._hash_of]
+            for group in tensor.groups:
+                group[:, :, :, free] = torch.nan
+
+    def check_slots(self, role: Role, block_ids: Sequence[int], token_ids: Sequence[int], slots: range) -> None:
+        expected = self.values(role, [token_ids[: slot + 1] for slot in slots])
+        for group in self.kv.tensors[role].groups:
+            actual = group.flatten(3, 4)[:, :, :, self.physical(block_ids, slots)]
+            assert (actual == expected).all(), f"{role}: wrong KV in {slots} of blocks {block_ids}"
 
     def drain(self, random: Random, max_draft_tokens: int = 4) -> None:
         steps = 0
@@ -173,99 +287,15 @@ class World:
 
     def check_output(self, request: Request) -> None:
         """Whatever happened in between, the tokens are those of the target alone."""
-        tokens = list(request.prompt_token_ids)
-        while len(tokens) < request.num_tokens:
+        tokens, is_end = list(request.prompt_token_ids), False
+        while not is_end and len(tokens) < request.num_prompt_tokens + request.max_tokens:
             tokens.append(next_token(tokens))
-        assert request.token_ids == tokens
-        ended = request.output_token_ids[-1:] == [EOS] and not request.params.ignore_eos
-        if request.finish_reason != "abort":
-            assert request.finish_reason == ("stop" if ended else "length")
-            assert ended or request.num_output_tokens == request.max_tokens
-        assert request.params.ignore_eos or EOS not in request.output_token_ids[:-1]
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(
-        seed=st.integers(0, 2**32), batch=st.integers(1, 5), budget=st.integers(0, 40), chunk=st.integers(1, 20),
-        blocks=st.integers(3, 14), caching=st.booleans(), drafts=st.integers(0, 6), more_slots=st.sampled_from([0, 0, 3, 20]),
-    )  # fmt: skip
-    def create(
-        self, seed: int, batch: int, budget: int, chunk: int, blocks: int, caching: bool, drafts: int, more_slots: int
-    ) -> None:
-        self.world = World(
-            max_batch_size=batch, max_num_batched_tokens=batch + budget, prefill_chunk_size=chunk, num_kv_blocks=blocks,
-            enable_prefix_caching=caching, max_waiting_requests=6, num_more_slots=more_slots,
-        )  # fmt: skip
-        self.random = Random(seed)
-        self.max_draft_tokens = drafts
-
-    @rule(seed=st.integers(0, 2**32))
-    def add(self, seed: int) -> None:
-        random = Random(seed)
-        room = min(MAX_MODEL_LEN, self.world.kv.num_blocks * BLOCK_SIZE)
-        prompt = ([5, 6, 7] * 20)[: random.randint(1, room - 1)]
-        if random.random() < 0.6:
-            prompt[random.randrange(len(prompt)) :] = [random.randrange(1, 13)]
-        options: dict[str, Any] = random.choice(
-            [
-                {},
-                {},
-                {"use_speculative": False},
-                {"max_draft_tokens": 2},
-                {"ignore_eos": True},
-                {"n": 2},
-                {"n": 4, "ignore_eos": True},
-            ]
-        )
-        max_tokens = random.randint(1, 30)
-        if len(self.world.scheduler.waiting) + options.get("n", 1) > self.world.options.max_waiting_requests:
-            options.pop("n", None)
-        if len(self.world.scheduler.waiting) >= self.world.options.max_waiting_requests:
-            with pytest.raises(ValueError, match="max_waiting_requests=6"):
-                self.world.add(prompt, max_tokens, **options)
+            is_end = tokens[-1] == EOS and not request.params.ignore_eos
+        if request.finish_reason == "abort":
+            assert request.error in ("broken", "not wanted any more") and request.num_tokens < len(tokens), "not after its end"
+            assert request.token_ids == tokens[: request.num_tokens]
         else:
-            self.world.add(prompt, max_tokens, **options)
-
-    @rule(steps=st.integers(1, 6))
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.world.step(self.max_draft_tokens, self.random)
-            self.world.check()
-
-    @rule(seed=st.integers(0, 2**32))
-    def abort(self, seed: int) -> None:
-        present = [*self.world.scheduler.running, *self.world.scheduler.waiting]
-        if present:
-            request = Random(seed).choice(present)
-            self.world.scheduler.abort(request, "not wanted any more")
-            assert (request.finish_reason, request.error, request.block_ids) == ("abort", "not wanted any more", [])
-
-    @rule(drafts=st.integers(0, 6))
-    def swap_draft(self, drafts: int) -> None:
-        self.max_draft_tokens = drafts
-        self.world.kv.new_draft_epoch(self.world.scheduler.running)
-
-    @invariant()
-    def holds(self) -> None:
-        if hasattr(self, "world"):
-            self.world.check()
-
-    def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.world.drain(self.random, self.max_draft_tokens)
-
-
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
-
-
-def test_scarce_blocks_preempt_the_latest_and_change_no_output() -> None:
-    world = World(max_batch_size=4, num_kv_blocks=9, max_num_batched_tokens=64)
-    for i in range(6):
-        world.add([i + 1] * 10, 30, ignore_eos=True)
-    world.drain(Random(0))
-    assert world.counters.num_preemptions > 0
-    assert world.requests[0].metrics.num_preemptions == 0, "the first come keeps its blocks"
+            assert (request.token_ids, request.finish_reason) == (tokens, "stop" if is_end else "length")
 
 
 def test_lookahead_is_reserved_where_blocks_are_free_and_given_back() -> None:
@@ -282,86 +312,138 @@ def test_lookahead_is_reserved_where_blocks_are_free_and_given_back() -> None:
     assert without.num_slots == [0, 0], "who drafts nothing looks ahead at nothing"
 
 
-@pytest.mark.parametrize("num_more_slots", [5, 20])
-def test_lookahead_preempts_nobody_and_changes_no_plan(num_more_slots: int) -> None:
+def test_scarce_blocks_preempt_the_latest_and_lookahead_preempts_nobody() -> None:
     """Without a prefix cache, which is the smaller the more blocks are written."""
-    steps = []
-    for num_more in (0, num_more_slots):
-        world = World(max_batch_size=4, num_kv_blocks=9, num_more_slots=num_more, enable_prefix_caching=False)
-        for i in range(6):
-            world.add([i + 1] * 10, 30, ignore_eos=True)
-        random, plans, num_looked_ahead = Random(0), [], 0
+    plans: dict[int, list[Any]] = {}
+    for num_more_slots in (0, 5, 20):
+        world = World(max_batch_size=4, num_kv_blocks=9, num_more_slots=num_more_slots, enable_prefix_caching=False)
+        requests = [world.add([i + 1] * 10, 30, ignore_eos=True) for i in range(6)]
+        random, num_looked_ahead = Random(0), 0
+        plans[num_more_slots] = []
         while world.scheduler.has_unfinished:
             plan = world.step(4, random)
-            plans.append(([request.request_id for request in plan.requests], plan.num_tokens, plan.draft_budgets))
-            num_looked_ahead += sum(slots > budget for slots, budget in zip(plan.num_slots, plan.draft_budgets, strict=True))
-        assert world.counters.num_preemptions > 0
-        assert (num_looked_ahead > 0) == (num_more > 0)
-        steps.append((plans, world.counters.num_preemptions))
-    assert steps[0] == steps[1]
+            plans[num_more_slots].append(([requests.index(each) for each in plan.requests], plan.num_tokens, plan.draft_budgets))
+            num_looked_ahead += sum(plan.num_slots) - sum(plan.draft_budgets)
+        assert world.counters.num_preemptions > 0 and requests[0].metrics.num_preemptions == 0
+        assert (num_looked_ahead > 0) == (num_more_slots > 0)
+    assert plans[0] == plans[5] == plans[20]
 
 
-def test_none_joins_in_a_step_that_preempted() -> None:
-    """Not even the one that had to go, although it would find its prompt in the other's blocks."""
+def test_who_is_preempted_does_not_join_in_the_same_step() -> None:
+    """Although it would find its prompt in the other's blocks."""
     world = World(max_batch_size=4, num_kv_blocks=5)
     first, second = (world.add([1] * 2 * BLOCK_SIZE, 5, ignore_eos=True) for _ in range(2))
     plans = [world.step(0, Random(0)).requests for _ in range(3)]
     assert plans == [[first, second], [first], [first, second]]
-    assert (first.metrics.num_preemptions, second.metrics.num_preemptions) == (0, 1)
-    world.drain(Random(0))
 
 
-def test_a_running_request_is_never_starved_by_others_prompts() -> None:
-    world = World(max_batch_size=4, num_kv_blocks=40, max_num_batched_tokens=12, prefill_chunk_size=12)
-    first = world.add([1] * 5, 25, ignore_eos=True)
-    world.step(0, Random(0))
-    for token in (2, 3, 4):
-        world.add([token] * 50, 4)
-    for _ in range(10):
-        before = first.num_output_tokens
-        plan = world.step(0, Random(0))
-        assert first.num_output_tokens == before + 1
-        assert sum(plan.num_tokens) == 12, "what is left of the budget goes to the prompts"
+def test_drafts_and_errors_after_the_end_do_not_count() -> None:
+    """A grammar, say, knows no token after the end, and the draft does not know the end."""
+    world = World(max_batch_size=1, num_kv_blocks=9)
+    request = world.add([1], 20)
+    plan = world.scheduler.schedule(2, lambda _, budget: budget)
+    acceptance = Acceptance(host_trees([DraftTree.chain([EOS, 5])]), [[0, 1]], [[EOS, 5]], ["broken"])
+    world.kv.commit(plan, acceptance)
+    assert world.scheduler.update(plan, acceptance) == [request]
+    assert (request.output_token_ids, request.finish_reason, request.error) == ([EOS], "stop", None)
+    assert (request.metrics.proposed_per_depth, request.metrics.accepted_per_depth) == ([1, 1], [1])
 
 
-def test_a_prompt_is_computed_in_chunks_beside_decodes() -> None:
-    world = World(max_batch_size=4, num_kv_blocks=40, max_num_batched_tokens=64, prefill_chunk_size=7)
+def test_prompts_are_computed_in_chunks_of_what_the_running_requests_leave() -> None:
+    world = World(max_batch_size=4, num_kv_blocks=40, max_num_batched_tokens=12, prefill_chunk_size=7)
     world.add([1] * 3, 20, ignore_eos=True)
     world.step(0, Random(0))
-    late = world.add([2] * 30, 5, ignore_eos=True)
-    chunks = []
-    while late.num_output_tokens == 0:
-        plan = world.step(0, Random(0))
-        assert plan.num_tokens[0] == 1
-        chunks.append(plan.num_tokens[1])
-    assert chunks == [7, 7, 7, 7, 2]
+    for token in (2, 3):
+        world.add([token] * 20, 1, ignore_eos=True)
+    plans = [world.step(0, Random(0)).num_tokens for _ in range(5)]
+    assert plans == [[1, 7, 4], [1, 7, 4], [1, 6, 5], [1, 7], [1]]
 
 
 def test_finished_requests_leave_and_waiting_ones_join_at_the_next_step() -> None:
     world = World(max_batch_size=2, num_kv_blocks=40)
     short, long, late = (world.add([i], length, ignore_eos=True) for i, length in ((1, 2), (2, 6), (3, 2)))
-    running = []
-    while world.scheduler.has_unfinished:
-        running.append([request.request_id for request in world.step(0, Random(0)).requests])
-    names = [request.request_id for request in (short, long, late)]
-    assert running == [names[:2]] * 2 + [names[1:]] * 2 + [names[1:2]] * 2
+    plans = [world.step(0, Random(0)).requests for _ in range(6)]
+    assert plans == [[short, long]] * 2 + [[long, late]] * 2 + [[long]] * 2
 
 
 def test_a_request_that_would_soon_be_preempted_does_not_join() -> None:
     world = World(max_batch_size=4, num_kv_blocks=5, prefill_chunk_size=4)
-    world.add([1] * 20, 10, ignore_eos=True)
+    first = world.add([1] * 20, 10, ignore_eos=True)
     world.add([2] * 17, 4, ignore_eos=True)
-    plan = world.step(4, Random(0))
-    assert [request.request_id for request in plan.requests] == ["0"], "its first chunk would fit, its prompt would not"
+    assert world.step(4, Random(0)).requests == [first], "the other's first chunk would fit, its prompt would not"
     world.drain(Random(0))
     assert world.counters.num_preemptions == 0
 
 
-def test_an_aborted_request_leaves_at_once_whether_it_runs_or_waits() -> None:
-    world = World(max_batch_size=1, num_kv_blocks=40)
-    running, waiting, last = (world.add([i], 5) for i in (1, 2, 3))
-    world.step(0, Random(0))
-    world.scheduler.abort(running)
-    world.scheduler.abort(waiting)
-    assert world.kv.pool.num_free == 40
-    assert [request.request_id for request in world.step(0, Random(0)).requests] == [last.request_id]
+SEEDS = st.integers(0, 2**32)  # the choices inside a rule come from one draw, which keeps examples fast
+OPTIONS: list[dict[str, Any]] = [
+    {"use_speculative": False},
+    {"max_draft_tokens": 2},
+    {"ignore_eos": True},
+    {"n": 2},
+    {"n": 4, "ignore_eos": True},
+]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(seed=SEEDS)
+    def create(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        self.max_draft_tokens = random.randint(0, 6)
+        batch_size = random.randint(1, 5)
+        self.world = World(
+            num_kv_blocks=random.randint(3, 14),
+            enable_prefix_caching=random.random() < 0.5,
+            num_more_slots=random.choice([0, 0, 3, 20]),
+            error_rate=random.choice([0.0, 0.0, 0.1]),
+            max_batch_size=batch_size,
+            max_num_batched_tokens=batch_size + random.choice([0, 3, 10, 40]),
+            prefill_chunk_size=random.randint(1, 20),
+            max_waiting_requests=6,
+        )
+
+    @rule(seed=SEEDS)
+    def add(self, seed: int) -> None:
+        random = Random(seed)
+        room = min(MAX_MODEL_LEN, self.world.kv.num_blocks * BLOCK_SIZE)
+        prompt = ([5, 6, 7] * 20)[: random.randint(1, room - 1)]
+        if random.random() < 0.6:
+            prompt[random.randrange(len(prompt)) :] = [random.randrange(1, 13)]
+        options = random.choice([{}, {}, *OPTIONS])
+        num_waiting, most = len(self.world.scheduler.waiting), self.world.options.max_waiting_requests
+        if num_waiting == most:
+            with pytest.raises(ValueError, match=f"max_waiting_requests={most}"):
+                self.world.add(prompt, 5)
+        elif num_waiting + options.get("n", 1) <= most:
+            self.world.add(prompt, random.randint(1, 30), **options)
+
+    @rule(steps=st.integers(1, 6))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.world.step(self.max_draft_tokens, self.random)
+            self.world.check()
+
+    @rule(seed=SEEDS)
+    def abort(self, seed: int) -> None:
+        present = [*self.world.scheduler.running, *self.world.scheduler.waiting]
+        if present:
+            request = Random(seed).choice(present)
+            self.world.scheduler.abort(request, "not wanted any more")
+            assert (request.finish_reason, request.error, request.block_ids) == ("abort", "not wanted any more", [])
+
+    @rule(drafts=st.integers(0, 6), has_kv=st.booleans())
+    def swap_draft(self, drafts: int, has_kv: bool) -> None:
+        self.max_draft_tokens = drafts
+        self.world.swap_draft(has_kv=has_kv)
+
+    @invariant()
+    def holds(self) -> None:
+        self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):  # else `create` failed
+            self.world.drain(self.random, self.max_draft_tokens)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(deadline=None, derandomize=True)

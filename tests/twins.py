@@ -1,0 +1,100 @@
+"""A model on PyTorch and on another back end, each with its own KV, run side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from attention_cases import random_tree
+from stepping import host_trees
+
+from titan.core.batch import QueryRow, RaggedBatch, build_batch
+from titan.core.kv_tensor import KVTensor
+from titan.core.trees import DraftTree, NodeColumns
+from titan.kernels.interfaces import Backend, PassCounts, PassLimits
+from titan.kernels.torch.backend import TorchBackend
+from titan.models.decoder import Decoder
+from titan.models.loader import load_model
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 40
+NUM_REQUESTS, BLOCKS_PER_REQUEST = 6, 4
+LIMITS = PassLimits(num_requests=4, query_len=3, num_blocks=BLOCKS_PER_REQUEST)
+BOUNDS = {"float32": 1e-5, "bfloat16": 4e-2}
+
+Part = tuple[QueryRow, DraftTree]  # committed tokens, and what hangs at the last of them
+
+
+class Twins:
+    """The first runner is that of PyTorch, ``runner`` that of the other back end."""
+
+    def __init__(self, folder: Path, backend: Backend, dtype: str = "float32", *, pack: bool = True) -> None:
+        plain = TorchBackend(torch.device("cpu"))
+        models = [load_model(str(folder), dtype=dtype, backend=each, pack=pack) for each in (plain, backend)]
+        kvs = [random_kv(model) for model in models]
+        self.device = backend.device
+        self.bound = BOUNDS[dtype]
+        self.counts = PassCounts()
+        self.plain = plain.prepare(models[0], kvs[0], LIMITS, PassCounts())
+        self.runner: Any = backend.prepare(models[1], kvs[1], LIMITS, self.counts)
+        self.kvs = [kv.groups[0] for kv in kvs]
+        self.rng = np.random.default_rng(0)
+
+    def tokens(self, count: int) -> list[int]:
+        return self.rng.integers(3, 131, count).tolist()  # type: ignore[no-any-return]
+
+    def tables(self) -> list[list[int]]:
+        """Of all requests, other ones each time."""
+        order = self.rng.permutation(NUM_REQUESTS * BLOCKS_PER_REQUEST).tolist()
+        return [order[i::NUM_REQUESTS] for i in range(NUM_REQUESTS)]
+
+    def parts(self, query_lens: Sequence[int], *, have_chunks: bool = False) -> list[Part]:
+        """Queries of these lengths, at random contexts: a root and a random tree; with chunks, several tokens before the tree."""
+        parts = []
+        for table, query_len in zip(self.tables(), query_lens, strict=False):
+            start = int(self.rng.integers(0, BLOCKS_PER_REQUEST * BLOCK_SIZE - query_len))
+            num_committed = int(self.rng.integers(1, query_len + 1)) if have_chunks else 1
+            parents = random_tree(self.rng, query_len - num_committed).parents
+            tree = DraftTree(np.array(self.tokens(len(parents))), parents)
+            needs_logits = not have_chunks or tree.num_nodes > 0 or self.rng.random() < 0.5
+            parts.append((QueryRow(table, start, self.tokens(num_committed), needs_logits), tree))
+        return parts
+
+    def batches(self, parts: Sequence[Part]) -> list[RaggedBatch]:
+        """For each twin its own, with nodes where it is."""
+        rows, trees = zip(*parts, strict=True)
+        there = host_trees(trees)
+        here = replace(there, nodes=NodeColumns(*(column.to(self.device) for column in there.nodes)))
+        return [build_batch(rows, each, block_size=BLOCK_SIZE) for each in (there, here)]
+
+    def run(self, parts: Sequence[Part]) -> None:
+        """One pass; logits and KV must agree, and only the slots of this pass change."""
+        batches = self.batches(parts)
+        before = self.kvs[1].cpu().clone()
+        self.compare(*batches)
+        written = batches[0].slot_mapping
+        untouched = np.setdiff1d(np.arange(NUM_BLOCKS * BLOCK_SIZE), written)
+        expected, after, before = (kv.flatten(3, 4) for kv in (self.kvs[0], self.kvs[1].cpu(), before))
+        assert torch.equal(after[:, :, :, untouched].view(torch.uint8), before[:, :, :, untouched].view(torch.uint8))
+        assert_near(after[:, :, :, written], expected[:, :, :, written], self.bound)
+
+    def compare(self, plain_batch: RaggedBatch, batch: RaggedBatch) -> None:
+        with torch.inference_mode():
+            assert_near(self.runner.forward(batch).cpu(), self.plain.forward(plain_batch), self.bound)
+
+
+def random_kv(model: Decoder) -> KVTensor:
+    """The same for all models of a layout; NaN in the blocks of nobody."""
+    kv = KVTensor(model.kv_layout, NUM_BLOCKS, BLOCK_SIZE, model.device)
+    [group] = kv.groups
+    group.copy_(torch.randn(group.shape, generator=torch.Generator().manual_seed(0)))
+    group[:, :, :, NUM_REQUESTS * BLOCKS_PER_REQUEST :] = torch.nan
+    return kv
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    assert (actual - expected).float().norm() <= bound * expected.float().norm()
