@@ -1,4 +1,4 @@
-// Products on the matrix units of Intel processors (AMX), for up to 64 rows at about the speed of memory.
+// Products on the matrix units of Intel processors (AMX), for up to 64 rows at about memory bandwidth.
 //
 // The units multiply bfloat16. oneDNN packs for them: 16 pairs of inputs of 16 outputs are a tile as stored. A float32 row is
 // multiplied as the three bfloat16 rows that sum to it (after Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial

@@ -1,6 +1,6 @@
 """Layouts of linear layers' weights in memory: plain, packed by oneDNN, or in tiles of our own.
 
-Plain weights in bfloat16 are read at a third of the memory's speed. oneDNN packs them, by the operators of Inductor's freezing,
+Plain weights in bfloat16 are read at a third of memory bandwidth. oneDNN packs them, by the operators of Inductor's freezing,
 into layouts that it does not disclose. Tiles are float32 weights that bfloat16 holds exactly, stored in bfloat16 for the matrix
 units (AMX) of Intel processors: most models are published in bfloat16; run in float32, half of the bits read of each weight are
 zeros. In bfloat16, a weight takes half the memory and half the time to read; products are as exact as in float32: see `amx.h`.
