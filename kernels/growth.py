@@ -154,7 +154,7 @@ class BeamGrowth:
         self._beam = scores.topk(self._width, dim=-1).indices
         fed = torch.arange((depth - 1) * self._width, depth * self._width, device=scores.device).expand_as(self._beam)
         slots = torch.full_like(token_ids, -1).scatter(1, self._beam, fed)
-        # nodes of the deepest level are never fed, so their slots are no one's parents
+        # nodes of the deepest level are never fed: no node has its parent in their slots
         self._bits = parent_bits.gather(1, self._beam) | (1 << fed.clamp(max=MAX_NODES - 1))
         self._levels.append((token_ids, scores, parent_slots, slots.masked_fill(self._is_last[depth - 1], -1)))
 
@@ -257,7 +257,7 @@ Growth = BeamGrowth | ShapeGrowth
 
 
 def _group(feeds: Sequence[Feed]) -> list[tuple[type[Growth], list[int]]]:
-    """Group requests, by their indices, that grow alike."""
+    """Group the indices of requests that grow alike."""
     members: dict[tuple[type[Growth], object], list[int]] = {}
     for i, feed in enumerate(feeds):
         match feed.spec:

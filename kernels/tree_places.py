@@ -1,4 +1,4 @@
-"""Draft tree selection, the part that all back ends share: the layout of the trees, and the distributions behind them."""
+"""Code of draft tree selection that all back ends share: the layout of the trees, and the distributions behind their tokens."""
 
 from __future__ import annotations
 

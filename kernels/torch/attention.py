@@ -26,7 +26,7 @@ class RequestQuery:
     rows: slice  # of T
     block_ids: Tensor  # int64 [blocks]
     seq_len: int
-    visible: Mapping[Window, Tensor | None]  # bool [query, seq_len]; None: plain causal, over a sequence without earlier tokens
+    visible: Mapping[Window, Tensor | None]  # bool [query, seq_len]; None: plain causal; the queries are the whole sequence
 
 
 def plan_requests(layout: AttentionLayout, requests: Ints, windows: Sequence[Window], device: torch.device) -> list[RequestQuery]:
