@@ -1,7 +1,7 @@
-"""The seam of drafting: what a drafter is.
+"""The interface of drafters.
 
 To add a drafter, write a class with the members of `Drafter`; pass an instance, or register its name
-(`titan.draft.registry`). Nothing else in the engine knows kinds of drafters.
+(`titan.draft.registry`). Nothing else in the engine depends on the kind of drafter.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from titan.kernels.interfaces import Backend, Runner
 class Drafter(Protocol):
     """Proposes draft tokens for all requests of a step at once.
 
-    ``name`` is for people; ``max_draft_tokens`` the most nodes per request it can propose; ``kv`` what it keeps of each token in a
-    cache that the requests' block tables index for it, or ``None``: one with a cache is a `CachingDrafter`.
+    ``name`` is for display; ``max_draft_tokens`` is the maximum number of nodes per request; ``kv`` is the layout of its KV cache,
+    which the requests' block tables index, or ``None``. A drafter with a cache is a `CachingDrafter`.
     """
 
     @property
@@ -37,34 +37,34 @@ class Drafter(Protocol):
     def propose(self, plan: StepPlan) -> Sequence[DraftTree] | DraftTrees:
         """Return one tree per row of the plan, of at most ``plan.draft_budgets[i]`` nodes; empty trees are allowed.
 
-        Either `DraftTree` one by one; or all of them as `DraftTrees`, which may stay on the device that they were grown on. Tokens
-        may be sampled for requests that sample only, and q must be above 0 at each of them: where it is not, `DraftTree`s are
-        refused, while of `DraftTrees` nobody looks, and the output is no longer distributed as the target's. `commit` gets the
+        Either one `DraftTree` each, or all of them as `DraftTrees`, which may stay on the device that they were grown on. Tokens
+        may be sampled only for requests that sample, and q must be above 0 at each of them: otherwise a `DraftTree` is refused;
+        `DraftTrees` are not checked for this, and the output would no longer follow the target's distribution. `commit` gets the
         trees without q.
         """
         ...
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        """Hear what verification kept, before the requests' counters advance."""
+        """Receive the result of verification, before the requests' counters advance."""
         ...
 
 
 @runtime_checkable
 class CachingDrafter(Drafter, Protocol):
-    """A drafter with a cache of its own; its bytes count when the block pool is sized."""
+    """A drafter with its own KV cache, whose bytes count when the block pool is sized."""
 
     def attach(self, kv: KVTensor) -> None:
-        """Take the cache, of the layout ``kv``; called once, before the first step."""
+        """Attach the cache, which has the layout ``kv``; called once, before the first step."""
         ...
 
     def lookahead(self, request: Request, budget: int) -> int:
-        """Slots after the root that it would like to write for so many nodes; ``plan.num_slots`` says how many there are."""
+        """Return how many slots after the root it would like to write for this many nodes; ``plan.num_slots`` are reserved."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What a drafter may need to know of its engine; ``prepare`` makes a model with its KV ready to run."""
+    """What a drafter may need to know about its engine; ``prepare`` returns a runner of a model with its KV."""
 
     target_vocab_size: int
     max_draft_tokens: int
@@ -78,7 +78,7 @@ class DraftContext:
 
 
 class NoDrafter:
-    """Speculation switched off: every tree is empty."""
+    """A drafter that proposes only empty trees: speculation is off."""
 
     name = "none"
     max_draft_tokens = 0
@@ -88,4 +88,4 @@ class NoDrafter:
         return [EMPTY_TREE] * len(plan.requests)
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        """Nothing to hear: nothing was proposed."""
+        """Do nothing: nothing was proposed."""

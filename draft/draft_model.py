@@ -1,8 +1,8 @@
 """The draft model: an ordinary causal language model with its own weights and KV, drafting for all requests together.
 
-The first pass of a step feeds each request the committed tokens that its draft cache lacks (`num_drafted_context` says
-how many it has: 1 or 2 are missing after a normal step, a chunk in prefill, everything after a swap or a pause). What grows after
-that is a spec of the policy, which the runner carries out.
+The first pass of a step feeds, for each request, the committed tokens that the draft cache lacks (`num_drafted_context` says
+how many it has: 1 or 2 are missing after a normal step, a chunk in prefill, everything after a swap or a pause). How the tree
+grows after them is a spec of the policy, which the runner executes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class DraftModelDrafter:
     """Drafts trees with a causal language model.
 
     Args:
-        name: for people.
+        name: for display.
         model: same vocabulary as the target (a padded size may differ).
-        context: the engine.
+        context: of the engine.
     """
 
     def __init__(self, name: str, model: Decoder, context: DraftContext) -> None:
@@ -55,7 +55,7 @@ class DraftModelDrafter:
         if not feeds:
             return DraftTrees.empty(num_rows, self._context.backend.device)
         trees = self.runner.grow(feeds, num_rows, self.target_vocab_size)
-        for feed in feeds:  # now that it is written
+        for feed in feeds:  # now that their KV is written
             plan.requests[feed.row].cover_draft(len(feed.token_ids))
         return trees
 
@@ -76,11 +76,11 @@ class DraftModelDrafter:
                 _note_confidence(request, parents, all_scores[nodes], path)
 
     def _budget(self, request: Request, budget: int) -> int:
-        """Draft tokens for a request, lowered to what the draft's own context length leaves."""
+        """Return the draft budget of a request, lowered to what the draft's own context length leaves."""
         return max(0, min(budget, self.max_len - request.num_tokens))
 
     def _feeds(self, plan: StepPlan) -> list[Feed]:
-        """The committed tokens that the draft lacks, first come first served."""
+        """Return the feeds of a step: the committed tokens that the draft lacks, first come, first served."""
         left = self.max_num_batched_tokens
         feeds = []
         for i, request in enumerate(plan.requests):
@@ -95,14 +95,14 @@ class DraftModelDrafter:
         return feeds
 
     def _known(self, token_ids: list[int]) -> list[int]:
-        """The tokens; those that only the target's embedding has rows for, which are padding, become the draft's last one."""
+        """Return the tokens; ids that only the target's embedding has rows for, which are padding, become the draft's last id."""
         if self.vocab_size >= self.target_vocab_size:
             return token_ids
         return [min(token_id, self.vocab_size - 1) for token_id in token_ids]
 
 
 def _note_children(history: DraftHistory, parents: list[int], path: list[int]) -> None:
-    """Tell what became of the children of the nodes that verification reached."""
+    """Record which child, if any, was accepted at each node that verification reached."""
     num_children = Counter(parents)
     for node, child in zip([-1, *path], [*path, None], strict=True):
         if num_children[node]:
@@ -110,7 +110,7 @@ def _note_children(history: DraftHistory, parents: list[int], path: list[int]) -
 
 
 def _note_confidence(request: Request, parents: list[int], scores: list[float], path: list[int]) -> None:
-    """Tell whether the most likely children of the nodes that verification reached were accepted."""
+    """Record whether the most likely child of each node that verification reached was accepted."""
     start = score_temperature(request)
     for node, child in zip([-1, *path], [*path, -1], strict=True):
         if node in parents:

@@ -1,6 +1,6 @@
-"""Prompt lookup: propose what followed the last few tokens the last time they occurred.
+"""Prompt lookup: propose the tokens that followed the most recent earlier occurrence of the last few tokens.
 
-Saxena, "Prompt lookup decoding", 2023. Costs no model pass; pays where the output repeats the prompt or itself.
+Saxena, "Prompt lookup decoding", 2023. Costs no model pass; pays off if the output repeats the prompt or itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from titan.core.trees import DraftTree
 
 
 class NgramDrafter:
-    """Looks for the longest suffix of ``min_ngram`` to ``max_ngram`` tokens in the request's own tokens."""
+    """Looks up the longest suffix of ``min_ngram`` to ``max_ngram`` tokens in the request's own tokens."""
 
     name = "ngram"
     kv = None
@@ -33,10 +33,10 @@ class NgramDrafter:
         ]
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        """Nothing to keep: the lookup reads the request's tokens anew."""
+        """Do nothing: each lookup reads the request's tokens again."""
 
     def lookup(self, token_ids: Sequence[int], budget: int) -> list[int]:
-        """Return up to ``budget`` tokens that followed the most recent occurrence of the longest known suffix."""
+        """Return up to ``budget`` tokens that followed the most recent earlier occurrence of the longest suffix that has one."""
         if budget == 0:
             return []
         tokens = np.asarray(token_ids, np.int64)

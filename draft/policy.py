@@ -1,6 +1,6 @@
-"""What to draft: the shape of each request's tree, and whether its tokens are the most likely ones or sampled.
+"""The drafting policy: the shape of each request's tree, and whether its tokens are the most likely ones or sampled.
 
-Everything here depends on the request alone, its options and its own history, never on its neighbours.
+Everything here depends only on the request, its options and its own history, never on other requests.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from titan.core.trees import Parents, chain_parents
 from titan.draft.shapes import expected_shape
 
 CHAIN_CHILDREN = 3
-"""Tokens that `auto` looks at after each node of its chain."""
+"""Candidate tokens that `auto` considers after each node of its chain."""
 
 MAX_CHAIN_NODES = 4
-"""Up to so many nodes `auto` grows plain chains: their far end is not worth the search for something better."""
+"""Largest budget for which `auto` grows plain chains: searching for better nodes than their far end does not pay."""
 
 MAX_NARROW_NODES = 8
-"""Up to so many nodes `auto` grows along one chain; more are better spread."""
+"""Largest budget for which `auto` grows nodes along one chain; more are better spread out."""
 
 GREEDY_TEMPERATURE = 0.1
-"""At which the draft's probabilities are compared at first for greedy requests: so low that trees begin as chains. It soon moves to
-where probabilities are acceptances, which is 0.35 to 0.7 on the demo pair and less where the draft is right but never sure."""
+"""Initial temperature at which the draft's probabilities are compared for greedy requests: so low that trees start as chains. It
+soon moves to where probabilities match acceptance, 0.35 to 0.7 on the demo pair and less if the draft is right but never sure."""
 
 COMPARE_EVERY = 8
-"""With ``draft_sampling="auto"`` one draft in so many is sampled even where greedy ones do better, to see whether they still do."""
+"""With ``draft_sampling="auto"``, one draft in this many is sampled even if greedy ones do better, to check that they still do."""
 
 MIN_GREEDY_GAIN = 0.05
-"""By so much must greedy proposals have matched better before they are preferred: the averages are noisy."""
+"""Margin by which greedy proposals must have matched better to be preferred: the averages are noisy."""
 
 
 class DraftPolicy:
@@ -41,7 +41,7 @@ class DraftPolicy:
     Args:
         draft_tree: "chain", "dynamic", "auto", or the int32 parents of a fixed shape.
         draft_sampling: "greedy", "sampled" or "auto".
-        max_draft_tokens: most nodes of a tree.
+        max_draft_tokens: maximum nodes of a tree.
     """
 
     def __init__(self, draft_tree: str | Sequence[int], draft_sampling: str, max_draft_tokens: int) -> None:
@@ -54,12 +54,12 @@ class DraftPolicy:
         self.beam_depth = min(max_draft_tokens, 6 + max_draft_tokens // 8, 1 + MAX_NODES // self.width)
 
     def spec(self, request: Request, budget: int, num_slots: int) -> GrowthSpec:
-        """How the tree of one request grows.
+        """Return how the tree of one request grows.
 
         Args:
-            request: that drafts.
-            budget: most nodes, at least 1.
-            num_slots: that are reserved after the root.
+            request: to draft for.
+            budget: maximum nodes, at least 1.
+            num_slots: slots reserved after the root.
         """
         if self._is_sampled(request):
             return ShapeSpec(shape_plan(self._shape(request, budget).tobytes()), request.params, request.seed)
@@ -73,7 +73,7 @@ class DraftPolicy:
         return BeamSpec(budget, min(budget, _worthwhile_depth(request)), 1, CHAIN_CHILDREN, wide.temperature)
 
     def lookahead(self, request: Request, budget: int) -> int:
-        """Slots after the root that the tree of a request grows best with; more than the budget for a beam."""
+        """Return the number of slots after the root that a request's tree grows best with; more than the budget for a beam."""
         if (
             budget == 0
             or self.fixed_shape is not None
@@ -105,7 +105,7 @@ class DraftPolicy:
         return self.draft_tree == "auto" and budget <= MAX_NARROW_NODES
 
     def _shape(self, request: Request, budget: int) -> Parents:
-        """The shape of a tree whose tokens do not decide it."""
+        """Return a tree shape that does not depend on the tokens."""
         if self.fixed_shape is not None:
             return self.fixed_shape[:budget]
         if self.draft_tree == "chain":
@@ -115,11 +115,11 @@ class DraftPolicy:
 
 
 def _worthwhile_depth(request: Request) -> int:
-    """How deep to draft: a little deeper than the nodes that were worth keeping of late."""
+    """Return how deep to draft: a little deeper than the nodes kept in recent trees."""
     depth = request.draft_history.tree_depth
     return MAX_NODES if depth is None else int(depth.value + 3)
 
 
 def score_temperature(request: Request) -> float:
-    """The temperature at which the draft's probabilities are compared: as calibrated, or where calibration starts."""
+    """Return the temperature at which the draft's probabilities are compared: the calibrated or else the initial one."""
     return request.draft_history.temperature or request.params.temperature or GREEDY_TEMPERATURE

@@ -1,4 +1,4 @@
-"""From what a user writes to a drafter: ``None``, a registered name, a model's folder or hub id, or a drafter itself."""
+"""Creation of drafters from a user's argument: ``None``, a registered name, a model's folder or hub id, or a drafter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FACTORIES: dict[str, DrafterFactory] = {"ngram": _make_ngram}
 
 
 def register(name: str, factory: DrafterFactory) -> None:
-    """Make ``name`` mean ``factory`` wherever a draft model can be given.
+    """Register a drafter's factory under a name that can be given wherever a draft model can.
 
     Raises:
         ValueError: the name is taken.
@@ -36,11 +36,11 @@ def register(name: str, factory: DrafterFactory) -> None:
 
 
 def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
-    """Make the drafter that ``spec`` means.
+    """Create the drafter that ``spec`` stands for.
 
     Raises:
-        ValueError: the draft has another vocabulary than the target, is not a model that can be loaded, or has KV and takes no
-            cache.
+        ValueError: the draft has another vocabulary than the target, is not a model that can be loaded, or has KV but accepts
+            no cache.
     """
     if spec is None:
         return NoDrafter()
@@ -64,7 +64,7 @@ def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
 
 
 def _check_deterministic(name: str, context: DraftContext) -> None:
-    """Refuse options that speak to a draft model where there is none to follow them."""
+    """Refuse options that only a draft model can follow."""
     if context.draft_tree not in ("auto", "chain"):
         raise ValueError(
             f"draft_tree={context.draft_tree!r} needs a draft model: the drafter {name!r} shapes its own trees; allowed with it "
@@ -79,7 +79,7 @@ def _check_deterministic(name: str, context: DraftContext) -> None:
 
 @contextmanager
 def _naming_the_draft(spec: str) -> Iterator[None]:
-    """Say in the loader's errors which argument is meant, and what else it could have been."""
+    """Add to the loader's errors which argument is meant, and what else it could have been."""
     try:
         yield
     except ValueError as error:
@@ -88,7 +88,7 @@ def _naming_the_draft(spec: str) -> Iterator[None]:
 
 
 def _find_tokenizer(folder: str) -> Any | None:
-    """The draft's tokenizer, ``None`` if its folder has none."""
+    """Return the draft's tokenizer, or ``None`` if its folder has none."""
     try:
         return load_tokenizer(folder)
     except ValueError:
@@ -96,7 +96,7 @@ def _find_tokenizer(folder: str) -> Any | None:
 
 
 def _check_vocabulary(spec: str, config: ModelConfig, tokenizer: Any | None, context: DraftContext) -> None:
-    """Refuse a draft whose token ids mean something else; sizes padded differently are fine if the tokenizers agree."""
+    """Refuse a draft whose token ids mean something else; differently padded sizes are allowed if the tokenizers agree."""
     if tokenizer is not None and context.tokenizer is not None:
         if tokenizer.get_vocab() == context.tokenizer.get_vocab():
             return

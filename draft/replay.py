@@ -1,7 +1,7 @@
-"""Replay: propose a recorded continuation, corrupted with a dialled probability.
+"""Replay: propose a recorded continuation, corrupted with a given probability.
 
 For engine benchmarks at a known acceptance: the acceptance rate per draft token is ``acceptance`` wherever the target
-would itself have written the recording.
+would have generated the recording itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ReplayDrafter:
         recordings: prompt token ids -> the token ids that followed.
         acceptance: probability in [0, 1] that a draft token is the recorded one.
         vocab_size: of the target; a corrupted token is the recorded one plus 1, modulo this.
-        max_draft_tokens: nodes per request.
+        max_draft_tokens: maximum nodes per request.
     """
 
     name = "replay"
@@ -45,7 +45,7 @@ class ReplayDrafter:
         return [self._chain(request, budget) for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)]
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        """Nothing to keep: the place in the recording is the request's number of output tokens."""
+        """Do nothing: the position in the recording is the request's number of output tokens."""
 
     def _chain(self, request: Request, budget: int) -> DraftTree:
         recording = self.recordings.get(tuple(request.prompt_token_ids), ())

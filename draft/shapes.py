@@ -1,4 +1,4 @@
-"""Shapes of draft trees: which node hangs where, before it is known which tokens the nodes carry."""
+"""Shapes of draft trees, chosen before the tokens of their nodes are known."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from titan.core.trees import Parents
 
 @lru_cache(maxsize=4096)
 def expected_shape(rank_acceptance: tuple[float, ...], num_nodes: int, *, is_caterpillar: bool) -> Parents:
-    """The tree of that many nodes that is expected to have the most accepted, if acceptance depends on sibling rank alone.
+    """Return the tree with the greatest expected number of accepted nodes, if acceptance depends only on sibling rank.
 
-    Chen et al., "Sequoia", 2024, by best-first search: a node is reached with the product of the acceptances on its path. The best
-    there is if acceptance does not rise with the rank.
+    Chen et al., "Sequoia", 2024, by best-first search: the probability of reaching a node is the product of the acceptances on its
+    path. The tree is optimal if acceptance does not rise with the rank.
 
     Args:
         rank_acceptance: probability that the child of rank 0, 1, ... is the accepted one, given that its parent is.
-        num_nodes: at least 1.
+        num_nodes: of the tree, at least 1.
         is_caterpillar: only first children have children, so that one node is fed per depth.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A drafter of one's own: it proposes the last token once more, twice.
+"""A custom drafter, which proposes the last token again, twice.
 
 python examples/custom_drafter.py
 """
@@ -10,7 +10,7 @@ from titan.draft.base import NoDrafter
 
 
 class EchoDrafter(NoDrafter):
-    """Inherits an empty ``commit`` and ``kv = None``: it keeps nothing."""
+    """A drafter that keeps nothing: it inherits an empty ``commit`` and ``kv = None``."""
 
     name = "echo"
     max_draft_tokens = 2

@@ -1,4 +1,4 @@
-"""Generate with the demo pair and look at what speculation did.
+"""Generate with the demo pair and print the tokens per target step.
 
 python examples/generate.py
 """

@@ -1,4 +1,4 @@
-"""Try several drafts against one target, without loading it again.
+"""Try several drafts with one target, without loading it again.
 
 python examples/swap_draft.py
 """

@@ -1,4 +1,4 @@
-"""Which back end a device gets: asked once, when an engine starts."""
+"""Choice of a device's back end, made once, when an engine starts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from titan.kernels.torch.backend import TorchBackend
 
 
 def choose_backend(device: torch.device) -> Backend:
-    """Triton on CUDA, compiled C++ on a CPU with a compiler, else PyTorch.
+    """Choose Triton on CUDA, compiled C++ on a CPU with a compiler, else PyTorch.
 
     Args:
-        device: with its index.
+        device: the device, with its index.
 
     Raises:
         ValueError: the environment variable `TITAN_CPU_KERNELS` has an unknown value.
@@ -33,7 +33,7 @@ def choose_backend(device: torch.device) -> Backend:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that ``name`` means, a CUDA device with its index; "auto" takes CUDA where there is one.
+    """Return the device called ``name``, a CUDA device with its index; "auto" is CUDA if available.
 
     Raises:
         ValueError: the device is unknown or absent.

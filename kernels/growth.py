@@ -1,9 +1,9 @@
-"""Growing draft trees over passes of a draft model: the general form, for any runner's `forward`.
+"""Growth of draft trees by passes of a draft model: the general form, for any runner's `forward`.
 
 What is fed at which depth is known on the host before the first pass; tokens and probabilities stay on the device until all passes
 are done and `TreeOps.select` chooses the trees.
 
-Legend: n requests of a growth, V vocabulary of the target, W beam width, k children looked at per node, I inner nodes.
+Legend: n requests of a growth, V vocabulary of the target, W beam width, k children considered per node, I inner nodes.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from titan.core.trees import DraftTrees
 from titan.kernels.interfaces import Backend, Candidates
 
 Forward = Callable[[RaggedBatch], Tensor]
-"""A pass of the draft model: logits [L, vocab of the draft]."""
+"""A pass of the draft model that returns logits [L, vocab of the draft]."""
 
 
 def grow_by_passes(
     forward: Forward, backend: Backend, feeds: Sequence[Feed], num_rows: int, vocab_size: int, block_size: int
 ) -> DraftTrees:
-    """Feed what each request lacks in one pass, then grow all trees together, each depth one pass over the frontier of them all.
+    """Feed the tokens that each request lacks in one pass, then grow all trees together, one pass per depth over all frontiers.
 
     Args:
         forward: the draft model.
-        backend: that it runs on.
-        feeds: as in `titan.kernels.interfaces.Runner.grow`; so are the following.
+        backend: the one it runs on.
+        feeds: as in `titan.kernels.interfaces.Runner.grow`; so are the next two.
         num_rows: of the plan.
         vocab_size: of the target.
         block_size: tokens per KV block.
@@ -60,7 +60,7 @@ def grow_by_passes(
     num_missing = vocab_size - draft_vocab_size
 
     def widened(logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary, -inf where only the target has tokens."""
+        """Pad logits to the target's vocabulary, with -inf for tokens that the draft lacks."""
         return pad(logits, (0, num_missing), value=float("-inf")) if num_missing else logits
 
     root_logits, groups = widened(root_logits), _group(growing)
@@ -83,7 +83,7 @@ def grow_by_passes(
 
 
 def feed_roots(forward: Forward, feeds: Sequence[Feed], block_size: int) -> Tensor:
-    """Feed committed tokens; logits of the last ones of those that have a spec, [n, vocab of the draft]."""
+    """Feed committed tokens; return the logits of the last token of each feed with a spec, [n, vocab of the draft]."""
     rows = [QueryRow(feed.block_ids, feed.start, feed.token_ids, feed.spec is not None) for feed in feeds]
     return forward(build_batch(rows, block_size=block_size))
 
@@ -92,9 +92,9 @@ class BeamGrowth:
     """Expands, at each depth, the nodes with the greatest cumulative probability.
 
     Args:
-        feeds: n of them, with specs of beams of equal width and number of children.
+        feeds: n feeds with beam specs of equal width and number of children.
         logits: of their roots, [n, V].
-        backend: of the draft.
+        backend: the one the draft runs on.
     """
 
     def __init__(self, feeds: Sequence[Feed], logits: Tensor, backend: Backend) -> None:
@@ -102,7 +102,7 @@ class BeamGrowth:
         self._rows, self._specs, self._backend = np.array([feed.row for feed in feeds]), specs, backend
         self._max_depths = np.array([spec.depth for spec in specs])
         self._width, self._num_children = specs[0].width, specs[0].num_children
-        # by depth, of all requests: the columns of Candidates
+        # one per depth, for all requests: the columns of Candidates
         self._levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._beam: Tensor  # int64 [n, W], the candidates of the last level that are fed
         self._bits: Tensor  # int64 [n, W], their ancestor bits
@@ -114,18 +114,18 @@ class BeamGrowth:
                 *((self._max_depths <= depth)[:, None] for depth in depths),
             ]
         )
-        # by depth, from 1 on: the requests that feed nodes of that depth; bool [n, 1], those whose nodes of it are fed no more
+        # per depth, from 1 on: the requests that feed nodes of that depth; bool [n, 1], those that feed none of them
         self._going_on, self._is_last = columns[: len(depths)], columns[len(depths) :]
         token_ids, scores = backend.sampling.top_candidates(logits, self._num_children, self._temperatures)
         self._add_level(token_ids, scores, torch.full_like(token_ids, -1), torch.zeros_like(token_ids), depth=1)
 
     @property
     def fed_slots(self) -> list[list[Ints]]:
-        """Per request and depth, from 1 on: where the nodes of that depth are fed, counted from the slot after the root."""
+        """Slots where nodes are fed, per request and depth, from depth 1 on; counted from the slot after the root."""
         return [list(np.arange((depth - 1) * self._width).reshape(-1, self._width)) for depth in self._max_depths.tolist()]
 
     def frontier(self, depth: int) -> tuple[Tensor, Tensor]:
-        """The nodes that are fed at a depth, request by request: tokens, and ancestor bits over the slots after the root."""
+        """Return the nodes fed at a depth, request by request: tokens, and ancestor bits over the slots after the root."""
         index = self._going_on[depth - 1]
         token_ids = self._levels[-1][0]
         return token_ids.gather(1, self._beam)[index].flatten(), self._bits[index].flatten()
@@ -154,28 +154,28 @@ class BeamGrowth:
         self._beam = scores.topk(self._width, dim=-1).indices
         fed = torch.arange((depth - 1) * self._width, depth * self._width, device=scores.device).expand_as(self._beam)
         slots = torch.full_like(token_ids, -1).scatter(1, self._beam, fed)
-        # what the deepest level would feed is never fed; its slots are nobody's parents
+        # nodes of the deepest level are never fed: no node has its parent in their slots
         self._bits = parent_bits.gather(1, self._beam) | (1 << fed.clamp(max=MAX_NODES - 1))
         self._levels.append((token_ids, scores, parent_slots, slots.masked_fill(self._is_last[depth - 1], -1)))
 
 
 class ShapeLevel(NamedTuple):
-    """The inner nodes of one depth of all shapes: [r] each."""
+    """The inner nodes at one depth of all shapes: [r] each."""
 
-    places: Tensor  # int64, among the I inner nodes of all trees, one tree after the other
-    sources: Tensor  # int64, where their tokens are in the table of children
+    places: Tensor  # int64, among the I inner nodes of all trees, tree by tree
+    sources: Tensor  # int64, indices of their tokens in the table of children
     ancestor_bits: Tensor  # int64
     owners: Ints  # their requests
     num_children: Ints
 
 
 class ShapeGrowth:
-    """Fills shapes that are given, each node with the next most likely token or with the next one sampled.
+    """Fills given shapes, each node with the next most likely or the next sampled token.
 
     Args:
-        feeds: n of them, with specs of shapes: all sampled, or none.
+        feeds: n feeds with shape specs: all sampled, or none.
         logits: of their roots, [n, V].
-        backend: of the draft.
+        backend: the one the draft runs on.
     """
 
     def __init__(self, feeds: Sequence[Feed], logits: Tensor, backend: Backend) -> None:
@@ -183,7 +183,7 @@ class ShapeGrowth:
         self._rows = np.array([feed.row for feed in feeds])
         self._backend = backend
         self._plans = [spec.plan for spec in specs]
-        self._starts = [0, *accumulate(plan.inner.shape[1] for plan in self._plans)]  # of each request's inner nodes
+        self._starts = [0, *accumulate(plan.inner.shape[1] for plan in self._plans)]  # first inner node of each request
         self._max_children = max(plan.max_children for plan in self._plans)
         pairs = zip(specs, feeds, strict=True)
         sampled = [(spec.params, spec.seed, feed.root + 1) for spec, feed in pairs if spec.params is not None]
@@ -216,11 +216,11 @@ class ShapeGrowth:
         self._backend.sampling.sample_children(logits, rows, level.num_children, level.places, self._probs, self._children)
 
     def candidates(self) -> Candidates:
-        """Nodes that no token was left for, and what hangs at them, have scores that are not finite."""
+        """Return all nodes as candidates; those left without a token, and their descendants, have scores that are not finite."""
         num_nodes = max(len(plan.parents) for plan in self._plans)
         shape = len(self._plans), num_nodes
         sources, parent_slots, slots = np.zeros(shape, np.int64), np.full(shape, -1), np.full(shape, -1)
-        bits = np.full(shape, -1)  # after the end of a shape: ancestors that are never there
+        bits = np.full(shape, -1)  # past the end of a shape: ancestors that are never present
         probs_rows = np.zeros((len(self._plans), 1 + num_nodes), np.int64)
         for i, (plan, start) in enumerate(zip(self._plans, self._starts, strict=False)):
             nodes = slice(len(plan.parents))
@@ -245,7 +245,7 @@ class ShapeGrowth:
         places = np.argsort(depths, kind="stable")
         sources = (starts + parents) * self._max_children + ranks
         of_levels = np.split(places, np.cumsum(np.bincount(depths))[:-1])
-        # one array per level and column: kernels read the ancestor bits, and slices of one array would not be aligned
+        # one array per level and column: kernels read the ancestor bits, and slices of one array would be unaligned
         columns = iter(self._backend.upload([column for level in of_levels for column in (level, sources[level], bits[level])]))
         return [
             ShapeLevel(next(columns), next(columns), next(columns), owners=owners[level], num_children=num_children[level])
@@ -257,7 +257,7 @@ Growth = BeamGrowth | ShapeGrowth
 
 
 def _group(feeds: Sequence[Feed]) -> list[tuple[type[Growth], list[int]]]:
-    """Requests that grow alike, by their indices, together."""
+    """Group the indices of requests that grow alike."""
     members: dict[tuple[type[Growth], object], list[int]] = {}
     for i, feed in enumerate(feeds):
         match feed.spec:
@@ -273,12 +273,12 @@ def _group(feeds: Sequence[Feed]) -> list[tuple[type[Growth], list[int]]]:
 def _lay_out_frontiers(feeds: Sequence[Feed], fed_slots: Sequence[Sequence[Ints]], block_size: int) -> Iterator[RaggedBatch]:
     """Lay out the passes that feed the frontier nodes of the requests' trees, one per depth from 1 on, on the host.
 
-    All but the nodes: the depth before makes them on the device.
+    The nodes themselves are missing: the previous depth makes them on the device.
 
     Args:
-        feeds: one per request, whose block tables cover the slots of all these nodes.
-        fed_slots: per request and depth, ascending, counted from the slot after the root. A request is part of the passes down to
-            its last depth.
+        feeds: one per request; their block tables cover the slots of all these nodes.
+        fed_slots: per request and depth, ascending, counted from the slot after the root. A request takes part in the passes down
+            to its last depth.
         block_size: tokens per KV block.
     """
     num_depths = max(map(len, fed_slots))

@@ -1,4 +1,4 @@
-"""What choosing draft trees from candidates shares on all back ends: where the trees lie, and what they were sampled from."""
+"""Code of draft tree selection that all back ends share: the layout of the trees, and the distributions behind their tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan.kernels.interfaces import Candidates
 
 
 def place_trees(found: Sequence[Candidates], num_rows: int) -> tuple[Ints, Flags, Flags, Flags]:
-    """What the host knows of the trees of a step, the first four fields of `DraftTrees`; rows without candidates draft nothing."""
+    """Return what the host knows of a step's trees, the first four fields of `DraftTrees`; rows without candidates are empty."""
     counts = np.zeros(num_rows, np.int64)
     is_chain, is_sampled, has_scores = np.zeros((3, num_rows), np.bool_)
     for each in found:
@@ -26,12 +26,12 @@ def place_trees(found: Sequence[Candidates], num_rows: int) -> tuple[Ints, Flags
 
 
 def with_draft_probs(trees: DraftTrees, found: Sequence[Candidates], upload: Upload) -> DraftTrees:
-    """Trees that were chosen, with the distributions that their tokens were sampled from.
+    """Return selected trees with the distributions that their tokens were sampled from.
 
     Args:
-        trees: complete but for these.
-        found: what they were chosen from.
-        upload: brings arrays to the device.
+        trees: complete except for these distributions.
+        found: the candidates they were selected from.
+        upload: copies arrays to the device.
     """
     for each in found:
         if each.probs is not None and each.probs_rows is not None:
@@ -41,7 +41,7 @@ def with_draft_probs(trees: DraftTrees, found: Sequence[Candidates], upload: Upl
 
 
 def _draft_rows(trees: DraftTrees, rows: Ints, probs_rows: Ints, upload: Upload) -> Tensor:
-    """`DraftTrees.draft_rows`, by the slots of the nodes; the last arguments are those of `Candidates`."""
+    """Compute `DraftTrees.draft_rows` from the slots of the nodes; ``rows`` and ``probs_rows`` are those of `Candidates`."""
     first_nodes = trees.start_loc[rows]
     counts = trees.counts[rows] + 1
     owners = np.repeat(np.arange(len(rows)), counts)

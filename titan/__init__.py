@@ -25,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load the engine on first use: importing the package alone stays light."""
+    """Import `LLM` on first use, so that importing the package stays light."""
     if name == "LLM":
         from titan.llm import LLM
 

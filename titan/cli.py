@@ -35,20 +35,20 @@ BENCHES = {
     "gpu_check": "a CUDA device: attention against its bandwidth and others, whole engines against transformers",
     "tune": "tiles of tree attention on this CUDA device, for the checked-in table",
 }
-"""Modules of `titan.bench` with a ``main(arguments)``, and what they measure."""
+"""Modules of `titan.bench` that have a ``main(arguments)``, and what each measures."""
 
 WARM_UP_TOKENS = 24
-"""Tokens generated before the clock starts, so that one-time set-up is not taken for speed."""
-
+"""Tokens generated before timing starts, so that one-time set-up is not measured."""
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "ignore_eos")
+"""Options of ``titan generate`` that `SamplingParams` takes under the same names."""
 ENGINE_OPTIONS = ("dtype", "device", "max_draft_tokens", "draft_tree", "draft_sampling")
-"""Of ``titan generate``, those that are named as in `SamplingParams` and `LLM`."""
+"""Options of ``titan generate`` that `LLM` takes under the same names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One generation, how long it took, and its draft trees, a step each, if they were asked for."""
+    """One generation: its output, its duration, and the draft tree of each step if requested."""
 
     output: RequestOutput
     seconds: float
@@ -64,7 +64,7 @@ class Run:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command and return the exit status."""
     parser = _parser()
     args, rest = parser.parse_known_args(_join_parents(sys.argv[1:] if argv is None else argv))
     if rest and args.command != "bench":
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _join_parents(argv: Sequence[str]) -> list[str]:
-    """``--draft-tree -1,0`` as ``--draft-tree=-1,0``: argparse takes what begins with a minus for an option."""
+    """Rewrite ``--draft-tree -1,0`` as ``--draft-tree=-1,0``: argparse takes an argument that starts with a minus for an option."""
     joined: list[str] = []
     for argument in argv:
         if joined and joined[-1] == "--draft-tree" and re.match(r"-\d", argument):
@@ -105,7 +105,7 @@ def _join_parents(argv: Sequence[str]) -> list[str]:
 
 
 def _parse_draft_tree(text: str) -> str | list[int]:
-    """The parents of a fixed shape, or the name of one; the engine's options say which are allowed."""
+    """Return the parents of a fixed shape, or the name of a shape; the engine's options validate them."""
     try:
         return [int(parent) for parent in text.split(",")]
     except ValueError:
@@ -149,7 +149,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    """Continue a prompt, stream the text, and end with the speed, the mean acceptance length and the acceptance per depth."""
+    """Continue a prompt and stream the text; then print the speed, the mean acceptance length and the acceptance per depth."""
     draft_model = args.draft_model or ("demo" if args.model == "demo" else "none")
     if args.show_tree and (draft_model == "none" or args.max_draft_tokens == 0):
         raise ValueError(
@@ -184,7 +184,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _run(llm: LLM, prompt: str, params: SamplingParams, *, echo: bool, keep_trees: bool = False) -> Run:
-    """Generate once, printing the text as it comes if ``echo``."""
+    """Generate once; with ``echo``, print the text as it arrives."""
     kept: list[VerifiedTree] = []
 
     def keep(plan: StepPlan, acceptance: Acceptance) -> None:
@@ -208,7 +208,7 @@ def _run(llm: LLM, prompt: str, params: SamplingParams, *, echo: bool, keep_tree
 
 
 def _print_trees(llm: LLM, trees: Sequence[VerifiedTree]) -> None:
-    """Print the trees, a step each, in colour on a terminal unless NO_COLOR is set (https://no-color.org)."""
+    """Print the tree of each step, in colour on a terminal unless NO_COLOR is set (https://no-color.org)."""
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print(f"{LEGEND}\n")
     for step, each in enumerate(trees, start=1):
@@ -236,7 +236,7 @@ def _summary(run: Run) -> str:
 
 
 def _acceptance_per_depth(metrics: RequestMetrics) -> list[float]:
-    """Accepted share of the draft tokens proposed at depth 1, 2, ..."""
+    """Return the acceptance rate of the draft tokens at depth 1, 2, ..."""
     accepted = [*metrics.accepted_per_depth, *[0] * len(metrics.proposed_per_depth)]
     return [count / proposed for count, proposed in zip(accepted, metrics.proposed_per_depth, strict=False)]
 
@@ -261,7 +261,7 @@ def _as_json(run: Run, plain: Run | None) -> dict[str, object]:
 
 
 def _info(args: argparse.Namespace) -> int:
-    """Print the versions of Titan and what it stands on, the device, and which kernels run."""
+    """Print the versions of Titan and its dependencies, the device, and the kernels in use."""
     backend = choose_backend(choose_device("auto"))
     facts = {
         "titan": __version__,
@@ -281,7 +281,7 @@ def _info(args: argparse.Namespace) -> int:
 def _layer_kernels(backend: Backend, dtype: torch.dtype) -> str:
     try:
         return backend.layer_ops(dtype, frozenset()).name
-    except ValueError as error:  # a card that is not supported
+    except ValueError as error:  # a GPU that is not supported
         return f"none: {error}"
 
 

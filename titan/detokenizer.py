@@ -1,4 +1,4 @@
-"""From tokens to text, piece by piece, never splitting a character."""
+"""Incremental detokenization: token ids to text, never splitting a character."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 6
-"""Tokens decoded ahead of the new ones, so that the tokenizer joins words as it would in the whole text."""
-MAX_CHARACTER_TOKENS = 4
+"""Tokens decoded before the new ones, so that the tokenizer joins words as it would in the whole text."""
+MAX_CHARACTER_TOKENS = 4  # a UTF-8 character has at most 4 bytes
 MAX_HELD_TOKENS = 8
-"""A UTF-8 character has at most 4 bytes; a tail that stays undecodable for longer is not a character."""
+"""Longest tail that is held back: one that stays undecodable for longer is not a character."""
 
 
 class IncrementalDetokenizer:
-    """The text of one request's output, grown token by token.
+    """Converts one request's output to text, token by token.
 
-    A tail that decodes to an incomplete character is held back until the bytes that complete it arrive. What the tokens
-    are decoded with never begins within a character: where tokens are single bytes, a part of one would spoil all of them.
+    A tail that decodes to an incomplete character is held back until the bytes that complete it arrive. The context that
+    tokens are decoded with never starts inside a character: with byte tokens, a partial character would garble all of them.
 
     Args:
         tokenizer: a transformers tokenizer.
-        prompt_token_ids: what the output continues.
+        prompt_token_ids: the prompt that the output continues.
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -34,20 +34,20 @@ class IncrementalDetokenizer:
         while self._decode(prompt_token_ids[num_prompt_tokens - num_context :]).startswith(REPLACEMENT):
             num_context += 1
             if num_context > min(CONTEXT_TOKENS + MAX_CHARACTER_TOKENS, num_prompt_tokens):
-                num_context = min(CONTEXT_TOKENS, num_prompt_tokens)  # these bytes are no text
+                num_context = min(CONTEXT_TOKENS, num_prompt_tokens)  # these bytes are not text
                 break
-        self._token_ids = list(prompt_token_ids[num_prompt_tokens - num_context :])  # context, then what is not yet in the text
-        self._ends = [num_context]  # lengths of the context at which characters were complete
-        # a character that begins in the prompt counts as output
+        self._token_ids = list(prompt_token_ids[num_prompt_tokens - num_context :])  # context, then tokens not yet in the text
+        self._ends = [num_context]  # context lengths at which all characters were complete
+        # a character that starts in the prompt counts as output
         self._num_shown = len(self._decode(self._token_ids).rstrip(REPLACEMENT))
 
     def append(self, token_id: int) -> None:
-        """Take one more output token; ``text`` grows by what is complete."""
+        """Add one output token; ``text`` grows by the characters that are complete."""
         self._token_ids.append(token_id)
         self._release(hold_incomplete=len(self._token_ids) - self._ends[-1] <= MAX_HELD_TOKENS)
 
     def finish(self, token_ids: Sequence[int] = ()) -> None:
-        """Take the last output tokens and release what is held back: no more come."""
+        """Add the last output tokens and release the text that is held back."""
         self._token_ids.extend(token_ids)
         self._release(hold_incomplete=False)
 

@@ -1,4 +1,4 @@
-"""The engine: one step proposes, verifies, commits and schedules for all requests."""
+"""The engine: one step schedules, proposes, verifies and commits for all requests."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from titan.schedule.scheduler import Lookahead, Scheduler
 from titan.verify.accept import collect, launch
 
 StepObserver = Callable[[StepPlan, Acceptance], None]
-"""Sees a step after its verification, while the requests still end at their roots; must change nothing."""
+"""Called after a step's verification, while the requests' last tokens are still their roots; must not change anything."""
 
 
 class Engine:
     """Owns the target, the drafter, the KV and the scheduler; ``observers`` are called in every step.
 
     Args:
-        config: options.
-        model: "demo", a folder, a hub id, or a decoder that is ready to run on the back end, whatever the dtype asked for.
-        draft: what drafts; see `titan.draft.registry`.
-        tokenizer: the target's, a transformers tokenizer, which a draft's must agree with; ``None`` = not known.
-        backend: what everything runs on; ``None`` = the one for the device of the options.
+        config: the options.
+        model: "demo", a folder, a hub id, or a decoder that is ready to run on the back end, whose own dtype then applies.
+        draft: the drafter; see `titan.draft.registry`.
+        tokenizer: the target's transformers tokenizer, which a draft's must agree with; ``None`` = not known.
+        backend: the back end to run on; ``None`` = the one for the device in the options.
 
     Raises:
-        ValueError: a model cannot be loaded, the draft has another vocabulary, or the KV cache has no room.
+        ValueError: a model cannot be loaded, the draft has another vocabulary, or there is no room for the KV cache.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Engine:
         self._use_drafter(drafter)
 
     def step(self) -> list[Request]:
-        """Run one step; returns the requests whose output changed."""
+        """Run one step and return the requests whose output changed."""
         self.backend.activate()
         with torch.inference_mode():
             plan = self.scheduler.schedule(
@@ -128,10 +128,10 @@ class Engine:
         )
 
     def swap_draft(self, draft: DraftSpec) -> None:
-        """Change what drafts, between steps; requests in flight go on, and the new draft catches up with them.
+        """Replace the drafter between steps; requests in flight continue, and the new draft catches up with them.
 
         Raises:
-            ValueError: as in the constructor; the present draft then stays.
+            ValueError: as in the constructor; the current drafter then stays.
         """
         if not self.config.speculation.use_speculative:
             raise ValueError("swap_draft() contradicts use_speculative=False: allowed with use_speculative=True only")
@@ -141,7 +141,7 @@ class Engine:
         self.kv.new_draft_epoch((*self.scheduler.running, *self.scheduler.waiting))
 
     def metrics(self) -> EngineMetrics:
-        """A snapshot of the engine's totals and state."""
+        """Return a snapshot of the engine's totals and state."""
         counters, scheduler, pool = self.counters, self.scheduler, self.kv.pool
         num_committed = sum(request.num_computed_tokens for request in scheduler.running)
         num_drafted = sum(min(request.num_drafted_context, request.num_computed_tokens) for request in scheduler.running)
@@ -170,7 +170,7 @@ class Engine:
         lookahead: Lookahead = _only_the_drafts
         if isinstance(drafter, CachingDrafter) and drafter.kv is not None:
             kv = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
-            drafter.attach(kv)  # may refuse; the present draft then stays
+            drafter.attach(kv)  # may raise; the current drafter then stays
             lookahead = drafter.lookahead
         self.kv.detach("draft")
         if kv is not None:

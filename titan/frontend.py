@@ -26,11 +26,11 @@ Prompt = str | Sequence[int]
 
 
 class FrontEnd:
-    """Makes requests of prompts, runs them, and shows what has become of them.
+    """Turns prompts into requests, runs them, and builds their outputs.
 
     Args:
-        engine: what runs them.
-        tokenizer: a transformers tokenizer; ``None``: prompts are token ids, and outputs have no text.
+        engine: runs the requests.
+        tokenizer: a transformers tokenizer; ``None``: prompts must be token ids, and outputs have no text.
     """
 
     def __init__(self, engine: Engine, tokenizer: Any | None = None) -> None:
@@ -39,14 +39,14 @@ class FrontEnd:
         self._num_requests = 0
 
     def generate(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        """Run prompts to their end, each with its own options; `titan.LLM.generate` says what comes of those that are refused."""
+        """Run prompts to completion, each with its own options; `titan.LLM.generate` says how refused prompts are handled."""
         made = [self._try_request(*each) for each in zip(prompts, params, strict=True)]
         requests = [request for request in made if isinstance(request, Request)]
         for i, refusal in enumerate(made):
             if isinstance(refusal, ValueError):
                 if not requests:
                     raise refusal
-                warnings.warn(f"prompt {i} was not run: {refusal}", stacklevel=3)  # where the caller of the LLM is
+                warnings.warn(f"prompt {i} was not run: {refusal}", stacklevel=3)  # at the caller of the LLM
         self._run_all([each for request in requests for each in request.family], use_tqdm)
         return [
             self.output(request) if isinstance(request, Request) else _refused_output(i, prompts[i], params[i], request)
@@ -54,7 +54,7 @@ class FrontEnd:
         ]
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
-        """Check the prompt at once, and run it as outputs are asked for: one whenever a completion has grown, whoever stepped.
+        """Check the prompt now and run it lazily, with an output whenever a completion has grown, whoever stepped the engine.
 
         Raises:
             ValueError: the prompt is not allowed.
@@ -62,7 +62,7 @@ class FrontEnd:
         return self._stream(self.make_request(prompt, params, needs_text=True))
 
     def make_request(self, prompt: Prompt, params: SamplingParams, *, needs_text: bool = False) -> Request:
-        """Check a prompt and make a request of it; for ``params.n`` completions, the first of as many siblings.
+        """Check a prompt and return its request; for ``params.n`` completions, the first of that many siblings.
 
         Args:
             prompt: text or token ids.
@@ -107,7 +107,7 @@ class FrontEnd:
         return family[0]
 
     def output(self, request: Request) -> RequestOutput:
-        """What a user sees of a request and its siblings, now."""
+        """Return the current output of a request and its siblings."""
         family = request.family
         return RequestOutput(
             family[0].request_id,
@@ -120,14 +120,14 @@ class FrontEnd:
         )
 
     def _run(self, requests: Sequence[Request], *, in_turn: bool) -> Generator[list[Request]]:
-        """Queue requests and step the engine until they have ended; yields what each step has changed, others' requests too.
+        """Queue requests and step the engine until they finish; yield the requests that each step changed, others' included.
 
-        A step is one for all callers: these requests may also end by another's. Those that are unfinished when the iteration ends,
-        by an exception or by the caller, are aborted.
+        A step runs the requests of all callers, so these may also finish in a step of another caller. Requests that are unfinished
+        when the iteration ends, by an exception or by the caller, are aborted.
 
         Args:
             requests: not queued yet.
-            in_turn: queue them as the waiting line has room; otherwise all at once, which a full line refuses.
+            in_turn: queue them as the waiting queue has room; otherwise all at once, which a full queue refuses.
         """
         scheduler = self.engine.scheduler
         to_queue, unfinished = deque(requests), deque(requests)
@@ -145,7 +145,7 @@ class FrontEnd:
                     scheduler.abort(request)
 
     def _run_all(self, requests: Sequence[Request], use_tqdm: bool) -> None:
-        """Run requests to their end, with a progress bar if asked for."""
+        """Run requests to completion, with a progress bar if ``use_tqdm``."""
         counters, own = self.engine.counters, set(requests)
         start, num_tokens, num_rows = time.monotonic(), counters.num_emitted_tokens, counters.num_sequence_steps
         with (
@@ -160,19 +160,19 @@ class FrontEnd:
                 bar.update(sum(request.is_finished for request in own.intersection(changed)))
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        # what could be the beginning of a stop string is held back until it is decided
+        # text that could be the start of a stop string is held back until that is decided
         num_held = max((len(stop) for stop in request.params.stop_strings), default=1) - 1
         shown = (0, False)
         with closing(self._run(request.family, in_turn=False)) as steps:
             for _ in steps:
-                # again after each output: steps that others have made in the meantime count
+                # check again after each output: other callers may have stepped in the meantime
                 while (state := _progress(request)) != shown:
                     shown = state
                     output = self.output(request)
                     yield _hold_back(output, num_held) if num_held else output
 
     def _try_request(self, prompt: Prompt, params: SamplingParams) -> Request | ValueError:
-        """A request, or why the prompt is refused: one bad prompt must not cost the others their output."""
+        """Return a request, or why the prompt is refused: one bad prompt must not cost the others their output."""
         try:
             return self.make_request(prompt, params)
         except ValueError as error:
@@ -199,7 +199,7 @@ class FrontEnd:
         logprobs, cumulative_logprob = request.logprobs, None
         if logprobs is not None:
             self._decode_logprobs(logprobs)
-            logprobs = logprobs.copy()  # the request's own grows
+            logprobs = logprobs.copy()  # the request's own list keeps growing
             cumulative_logprob = sum(entry[token_id].logprob for token_id, entry in zip(token_ids, logprobs, strict=True))
         return CompletionOutput(
             request.index,
@@ -212,7 +212,7 @@ class FrontEnd:
         )
 
     def _decode_logprobs(self, logprobs: list[dict[int, Logprob]]) -> None:
-        """Give the entries that have come since the last time the text of their tokens."""
+        """Fill in the token text of the entries added since the last call."""
         if self.tokenizer is None:
             return
         for entry in reversed(logprobs):
@@ -223,10 +223,10 @@ class FrontEnd:
 
 
 def choose_tokenizer(model: str, tokenizer: str | None) -> Any | None:
-    """Load the tokenizer asked for, else the target model's own, ``None`` if it has none.
+    """Load the requested tokenizer, or else the target model's; return ``None`` if it has none.
 
     Raises:
-        ValueError: the tokenizer asked for cannot be used.
+        ValueError: the requested tokenizer cannot be used.
     """
     if tokenizer is not None:
         try:
@@ -253,12 +253,12 @@ def _draw_seed(source: np.random.SeedSequence) -> int:
 
 
 def _progress(request: Request) -> tuple[int, bool]:
-    """Output tokens of all completions, and whether all have ended."""
+    """Return the number of output tokens of all completions, and whether all have finished."""
     return sum(each.num_output_tokens for each in request.family), all(each.is_finished for each in request.family)
 
 
 def _refused_output(index: int, prompt: str | Sequence[int], params: SamplingParams, error: ValueError) -> RequestOutput:
-    """The output of a prompt that was not run."""
+    """Return the output of a prompt that was not run."""
     now = time.monotonic()
     text = prompt if isinstance(prompt, str) else None
     token_ids = [] if isinstance(prompt, str) else list(prompt)
@@ -268,7 +268,7 @@ def _refused_output(index: int, prompt: str | Sequence[int], params: SamplingPar
 
 
 def _hold_back(output: RequestOutput, num_characters: int) -> RequestOutput:
-    """The output with less text where more is to come."""
+    """Return the output without the last ``num_characters`` of text of its unfinished completions."""
     completions = [
         replace(completion, text=completion.text[:-num_characters]) if completion.finish_reason is None else completion
         for completion in output.outputs

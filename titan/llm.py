@@ -1,4 +1,4 @@
-"""`LLM`: what people use."""
+"""`LLM`: the public interface."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class LLM:
         draft_model: "demo", a folder or hub id of a model with the target's vocabulary, "ngram" (prompt lookup), a
             `titan.draft.base.Drafter`, or ``None`` for no speculation.
         tokenizer: folder or hub id of the tokenizer; ``None`` = the model's.
-        options: ``device``, ``max_draft_tokens``, ``max_batch_size`` and all others: the fields of `ModelOptions`,
-            `SpeculationOptions`, `ScheduleOptions` and `MemoryOptions` in `titan.core.options`, which say what they mean.
+        options: ``device``, ``max_draft_tokens``, ``max_batch_size`` and the other fields of `ModelOptions`,
+            `SpeculationOptions`, `ScheduleOptions` and `MemoryOptions`, documented in `titan.core.options`.
 
     Raises:
-        ValueError: an argument is not allowed or a model cannot be loaded; the message names argument, value and what is
-            allowed.
+        ValueError: an argument is not allowed or a model cannot be loaded; the message names the argument, the value and
+            what is allowed.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many; outputs come in the order of the prompts.
+        """Generate for one prompt or many; outputs are in the order of the prompts.
 
         A prompt is text or a list of token ids; its output has ``SamplingParams.n`` completions. If some prompts of a call are
-        not allowed, the others run, and the bad ones come back with finish_reason "abort" and ``error`` set, with a warning
+        not allowed, the others run, and the bad ones are returned with finish_reason "abort" and ``error`` set, with a warning
         each; if none is allowed, the error is raised.
 
         Args:
             prompts: one prompt or a sequence of them.
-            sampling_params: for all prompts, or one per prompt; ``None`` = `SamplingParams()`.
+            sampling_params: one for all prompts, or one per prompt; ``None`` = `SamplingParams()`.
             use_tqdm: show a progress bar with tokens/s and mean acceptance length.
 
         Raises:
@@ -78,7 +78,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate the next message of one conversation or many, through the tokenizer's chat template.
+        """Generate the next message of one conversation or many, using the tokenizer's chat template.
 
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``, or a sequence of such conversations.
@@ -103,9 +103,9 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Generate for one prompt and yield its output as any completion grows: text and tokens so far, complete characters only.
+        """Generate for one prompt and yield its output when a completion grows: text and tokens so far, complete characters only.
 
-        Other requests in flight go on beside it. It starts when the first output is asked for; leaving the loop early ends it.
+        Other requests in flight continue. Generation starts when the first output is requested; leaving the loop early aborts it.
 
         Raises:
             ValueError: the prompt is not allowed.
@@ -114,22 +114,22 @@ class LLM:
         return self.frontend.stream(prompt, params)
 
     def swap_draft(self, draft_model: DraftSpec | PathLike[str]) -> None:
-        """Change the drafter between steps; requests in flight go on.
+        """Replace the drafter between steps; requests in flight continue.
 
         Args:
             draft_model: as in the constructor.
 
         Raises:
-            ValueError: the draft cannot be used; the present one then stays.
+            ValueError: the draft cannot be used; the current one then stays.
         """
         self.engine.swap_draft(_as_draft(draft_model))
 
     def metrics(self) -> EngineMetrics:
-        """Totals since the engine started, and its present state."""
+        """Return totals since the engine started, and its current state."""
         return self.engine.metrics()
 
     def diagnose(self) -> list[str]:
-        """Check the engine and say what is wrong or slow, one sentence each; an empty list means nothing was found.
+        """Check the engine and return what is wrong or slow, one sentence each; an empty list means nothing was found.
 
         Raises:
             AssertionError: the block pool's invariants are broken, which is a bug in Titan.

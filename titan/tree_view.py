@@ -1,4 +1,4 @@
-"""Draft trees as text: what a step proposed, what verification kept, and the token that followed."""
+"""Draft trees as text: the tokens a step proposed, those that verification accepted, and the final token."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _GREEN, _DIM, _BOLD, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 class VerifiedTree:
     """A draft tree after its verification.
 
-    ``path`` are the accepted nodes from the root down; ``final_token_id`` is ``None`` where the logits after the path could not
-    be used. A stop within the path ends the output there: what comes after it was accepted but is not emitted.
+    ``path`` holds the accepted nodes from the root down; ``final_token_id`` is ``None`` if the logits after the path could not
+    be used. A stop within the path ends the output there: the tokens after it were accepted but are not emitted.
     """
 
     root_token_id: int
@@ -29,11 +29,11 @@ class VerifiedTree:
 
 
 def verified_trees(plan: StepPlan, acceptance: Acceptance) -> list[VerifiedTree]:
-    """The trees of the rows that reached their roots, empty ones included; taken before the requests' tokens grow.
+    """Return the trees of the rows that reached their roots, empty ones included; call before the requests' tokens grow.
 
     Args:
         plan: the step.
-        acceptance: what verification found.
+        acceptance: the result of its verification.
     """
     return [
         VerifiedTree(
@@ -48,27 +48,27 @@ def verified_trees(plan: StepPlan, acceptance: Acceptance) -> list[VerifiedTree]
 
 
 def token_text(tokenizer: Any, token_id: int) -> str:
-    """The text of one token, special tokens and leading spaces included.
+    """Return the text of one token, special tokens and leading spaces included.
 
     Args:
         tokenizer: a transformers tokenizer.
-        token_id: of its vocabulary.
+        token_id: an id in its vocabulary.
     """
 
     def decode(token_ids: list[int]) -> str:
         text: str = tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
         return text
 
-    return decode([token_id, token_id])[len(decode([token_id])) :]  # some tokenizers drop the space that begins a text
+    return decode([token_id, token_id])[len(decode([token_id])) :]  # some tokenizers drop a text's leading space
 
 
 def render_tree(verified: VerifiedTree, decode: Callable[[int], str], *, color: bool = False) -> str:
-    """Indented text, a line per token, children below their parent: the root, marked nodes, and the final token at the path's end.
+    """Render a tree as indented text, a line per token: the root, marked nodes below their parents, the final token after the path.
 
     Args:
         verified: the tree.
-        decode: the text of a token; it is shown as a Python string, so that spaces and line ends are visible.
-        color: accepted nodes green, rejected ones dim, the final token bold, with ANSI codes.
+        decode: returns the text of a token, shown as a Python literal so that spaces and line ends are visible.
+        color: use ANSI codes: accepted nodes green, rejected ones dim, the final token bold.
     """
     tree, path = verified.tree, verified.path
     end = path[-1] if path else -1

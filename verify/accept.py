@@ -1,7 +1,7 @@
-"""Verification: which draft tokens are kept, and which token follows them.
+"""Verification: which draft tokens are accepted, and which token follows them.
 
-The rules are stated in `titan.kernels.torch.trees`; the back end applies them. `launch` asks it to, and `collect` brings what it
-found to the host, in one copy that waits for the device: the only one of a step, unless a request asks for logprobs, has logits
+The rules are stated in `titan.kernels.torch.trees`; the back end applies them. `launch` starts it, and `collect` copies its results
+to the host, in one copy that waits for the device: the only one of a step, unless a request asks for logprobs, has logits
 processors, or has nodes and options that look at drafted prefixes (penalties, logit bias, ``min_tokens``).
 """
 
@@ -26,23 +26,23 @@ from titan.verify.options import looks_at_prefix, transform_rows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launched:
-    """A verification that the device may not have finished."""
+    """A launched verification, which the device may not have finished."""
 
     plan: StepPlan
     trees: DraftTrees
-    host_trees: DraftTrees | None  # if they were needed on the host already
+    host_trees: DraftTrees | None  # if they were already needed on the host
     start_loc: Ints  # [rows of the plan + 1], prefix sums of the rows of logits
-    logits: Tensor  # [L, vocab], as the model made them
-    rows: Ints  # [S], of the plan: those whose roots were reached
-    verified: Verified | None  # of these; None: there are none
+    logits: Tensor  # [L, vocab], as the model computed them
+    rows: Ints  # [S], rows of the plan whose roots were reached
+    verified: Verified | None  # of these rows; None: there are none
     errors: Mapping[int, str]  # by row of logits, why nothing can be sampled from it
 
 
 def launch(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints, logits: Tensor) -> Launched:
-    """Start to choose the accepted path and the final token of every request.
+    """Launch the verification of a step, which chooses the accepted path and the final token of every request.
 
     Args:
-        backend: that made the logits.
+        backend: the one that computed the logits.
         plan: the step.
         trees: of its rows.
         start_loc: [rows of the plan + 1], prefix sums of the rows of logits.
@@ -65,11 +65,11 @@ def launch(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints,
 
 
 def collect(backend: Backend, launched: Launched) -> Acceptance:
-    """Bring what was found to the host.
+    """Copy the results of a verification to the host.
 
     Args:
-        backend: that verifies.
-        launched: by `launch`.
+        backend: the one that verifies.
+        launched: from `launch`.
     """
     plan, start_loc, verified = launched.plan, launched.start_loc, launched.verified
     num_rows, trees = len(plan.requests), launched.host_trees

@@ -20,20 +20,20 @@ def emitted_logprobs(
     logits: Tensor,
     upload: Upload,
 ) -> dict[int, list[dict[int, Logprob]]]:
-    """The model's own log-probabilities: of the logits before any transform, temperature or filter.
+    """Compute the model's own log-probabilities, from the logits before any transform, temperature or filter.
 
-    One copy goes to the device and one comes back.
+    Makes one copy to the device and one back.
 
     Args:
         requests: R of them.
         start_loc: [R + 1], first row of each request in ``logits``: its root, then its nodes.
         paths: accepted nodes of each request.
-        token_ids: what each request emits, the tokens of its path and then, mostly, the final one.
+        token_ids: what each request emits: the tokens of its path, then the final token, if it has one.
         logits: [L, vocab].
-        upload: brings arrays to their device.
+        upload: uploads arrays to the device of the logits.
 
     Returns:
-        By the index of each request that asks, for each of its emitted tokens: the token, then the most likely ones, by id.
+        By index of each request that asks for them, an entry per emitted token: by id, the token, then the most likely ones.
     """
     asking = [i for i, request in enumerate(requests) if request.params.logprobs is not None and token_ids[i]]
     if not asking:
@@ -47,7 +47,7 @@ def emitted_logprobs(
     ranks = (logprobs > own).sum(-1, keepdim=True) + 1
     num_best = min(max(requests[i].params.logprobs or 0 for i in asking), logprobs.shape[-1])
     best = logprobs.topk(num_best, dim=-1)
-    # float64 holds ids, ranks and float32 numbers as they are
+    # float64 holds ids, ranks and float32 numbers exactly
     table = torch.cat([each.double() for each in (own, ranks, best.values, best.indices)], 1).tolist()
 
     result: dict[int, list[dict[int, Logprob]]] = {i: [] for i in asking}

@@ -1,4 +1,4 @@
-"""What options that look at the drafted prefix of a row, or at its length, make of the logits of a step."""
+"""Transforms of a step's logits by options that look at the drafted prefix of a row, or at its length."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from titan.sample.logits import TransformedRows, TransformResult, transform_logi
 
 
 def looks_at_prefix(request: Request) -> bool:
-    """Whether the options of a request look at drafted prefixes, now."""
+    """Whether the options of a request look at drafted prefixes in this step."""
     return request.params.has_transforms or _holds_stops_back(request)
 
 
 def transform_rows(
     logits: Tensor, requests: Sequence[Request], trees: DraftTrees | None, start_loc: Ints, upload: Upload
 ) -> TransformResult:
-    """The logits of a step after the transforms of its requests.
+    """Apply the transforms of a step's requests to its logits.
 
     Args:
         logits: [L, vocab]; not changed.
         requests: of all rows of the plan.
         trees: of the same rows, on the host; ``None``: no request that looks at prefixes has nodes.
-        start_loc: [rows of the plan + 1], prefix sums of the rows of logits; those of empty places are left as they are.
-        upload: brings arrays to the device of the logits.
+        start_loc: [rows of the plan + 1], prefix sums of the rows of logits; rows of empty places are left unchanged.
+        upload: uploads arrays to the device of the logits.
     """
     transforms: list[TransformedRows] = []
     forbidden: list[tuple[int, list[int]]] = []
@@ -51,7 +51,7 @@ def _holds_stops_back(request: Request) -> bool:
 
 
 def _paths(tree: DraftTree, first_row: int) -> dict[int, list[int]]:
-    """The draft tokens from the root down to each row's node, by row; the root's row is ``first_row``."""
+    """Return the draft tokens from the root down to each row's node, by row; the root's row is ``first_row``."""
     paths: dict[int, list[int]] = {first_row: []}
     for node, (token_id, parent) in enumerate(zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True)):
         paths[first_row + 1 + node] = [*paths[first_row + 1 + parent], token_id]

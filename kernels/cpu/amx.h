@@ -1,10 +1,10 @@
-// Products on the matrix units of Intel processors (AMX), for up to 64 rows at about the speed of memory.
+// Products on the matrix units of Intel processors (AMX), for up to 64 rows at about memory bandwidth.
 //
-// They multiply numbers of bfloat16. oneDNN packs for them, so that 16 pairs of inputs of 16 outputs are a tile as it lies. Rows of
-// float32 are multiplied as three rows of bfloat16 that they are the sums of (after Henry, Tang and Heinecke, "Leveraging the
-// bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", ARITH 2019), by weights that bfloat16 holds: all
-// products are exact then, and sums are float32's. The units take subnormal numbers for zero, and a row with an infinite number in it
-// becomes NaN.
+// The units multiply bfloat16. oneDNN packs for them: 16 pairs of inputs of 16 outputs are a tile as stored. A float32 row is
+// multiplied as the three bfloat16 rows that sum to it (after Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial
+// Intelligence Datatype For Higher-Precision Computations", ARITH 2019), by weights that bfloat16 holds exactly: all products are
+// then exact, and sums are in float32. The units treat subnormal numbers as zero, and a row with an infinite number in it becomes
+// NaN.
 
 #pragma once
 
@@ -26,18 +26,18 @@
 namespace {
 
 constexpr int kTileRows = 16;   // rows of x in a tile, and outputs
-constexpr int kTileInputs = 32; // in pairs
-constexpr int kAmxRows = 64;      // multiplied together
-constexpr int kLongAmxRows = 256; // of a pass; more are faster by oneDNN
-constexpr int kRowsTogether = 2 * kTileRows; // whose sums fit into the tiles
+constexpr int kTileInputs = 32; // inputs of a tile, in pairs
+constexpr int kAmxRows = 64;      // rows multiplied together
+constexpr int kLongAmxRows = 256; // rows of a pass; oneDNN is faster for more
+constexpr int kRowsTogether = 2 * kTileRows; // rows whose sums fit into the tiles
 constexpr int kAmxBlock = 32; // outputs side by side, two tiles
-constexpr int64_t kPieceInputs = 192; // multiplied at a time: their weights stay in the nearest cache for further rows
+constexpr int64_t kPieceInputs = 192; // inputs multiplied at a time: their weights stay in the L1 cache for further rows
 
 #ifdef TITAN_HAS_AMX
 
-// Whether the system lets this process use the units: it must be asked once.
+// Whether the system permits this process to use the units; permission must be requested once.
 inline bool may_use_amx() {
-  constexpr int kRequestPermission = 0x1023, kTileData = 18; // of <asm/prctl.h>, and the state component
+  constexpr int kRequestPermission = 0x1023, kTileData = 18; // from <asm/prctl.h>, and the state component
   static const bool may = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return may;
 }
@@ -48,19 +48,19 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Tiles: 0 to 3 are sums [rows, 16], two beside two; 4 and 5 rows of x; 6 and 7 weights.
+// Configure the tiles: 0 to 3 hold sums [rows, 16], two by two; 4 and 5 rows of x; 6 and 7 weights.
 inline void configure_tiles(int64_t num_rows) {
   TileConfig config;
   const uint8_t first = static_cast<uint8_t>(std::min<int64_t>(num_rows, kTileRows));
   const uint8_t second = static_cast<uint8_t>(std::max<int64_t>(num_rows - kTileRows, 1));
   const uint8_t rows[8] = {first, first, second, second, first, second, kTileRows, kTileRows};
   for (int tile = 0; tile < 8; ++tile) config.rows[tile] = rows[tile], config.row_bytes[tile] = 64;
-  asm volatile("" : : "r"(&config) : "memory"); // GCC before 14 takes only the first 8 bytes of it for read
+  asm volatile("" : : "r"(&config) : "memory"); // GCC before 14 assumes that only its first 8 bytes are read
   _tile_loadconfig(&config);
 }
 
-// Add the products of inputs begin .. end - 1 to the sums of a block of outputs, [num_rows, kAmxBlock], which start with input 0.
-// With every tile of inputs, ask for so many of the lines that are needed next.
+// Add the products of inputs begin .. end - 1 to the sums of a block of outputs, [num_rows, kAmxBlock]; input 0 starts them at 0.
+// With every tile of inputs, prefetch `lines_per_tile` of the lines that are needed next.
 template <bool IsWide>
 void multiply_tiles(const BFloat16* weights, const BFloat16* x, int64_t depth, int64_t begin, int64_t end, float* sums,
                     const Line* next, int64_t lines_per_tile) {
@@ -102,14 +102,14 @@ void multiply_tiles(const BFloat16* weights, const BFloat16* x, int64_t depth, i
   }
 }
 
-// Terms of bfloat16 that a number of x is the sum of: one of 8 bits of a float32's 24 each.
+// Number of bfloat16 terms that sum to a number of x; each holds 8 of a float32's 24 significant bits.
 template <typename T>
 constexpr int kTerms = 1;
 
 template <>
 constexpr int kTerms<float> = 3;
 
-// A row of x as rows of terms [kTerms, depth], padded with zeros.
+// Write a row of x as rows of terms [kTerms, depth], padded with zeros.
 inline void write_terms(const BFloat16* x, int64_t num_inputs, int64_t depth, BFloat16* terms) {
   std::copy_n(x, num_inputs, terms);
   std::fill(terms + num_inputs, terms + depth, BFloat16{});
@@ -121,14 +121,14 @@ inline void write_terms(const float* x, int64_t num_inputs, int64_t depth, BFloa
     for (int64_t term = 0; term < kTerms<float>; ++term) {
       Words bits;
       std::memcpy(&bits, &rest, sizeof bits);
-      const auto halves = __builtin_convertvector(bits >> 16, Halves); // cut off, not rounded: no number becomes infinite
+      const auto halves = __builtin_convertvector(bits >> 16, Halves); // truncated, not rounded: no number becomes infinite
       std::memcpy(terms + term * depth + i, &halves, sizeof halves);
       rest -= load_lanes(terms + term * depth + i);
     }
   }
 }
 
-// The sums of a row's terms, the smallest first.
+// Add up the sums of a row's terms, the smallest first.
 template <typename T>
 inline Lanes add_terms(const float* sums) {
   Lanes total = load_lanes(sums + (kTerms<T> - 1) * kAmxBlock);
@@ -143,7 +143,7 @@ inline void narrow_lanes(const Lanes* x, BFloat16* result) {
 
 inline void narrow_lanes(const Lanes* x, float* result) { std::memcpy(result, x, 2 * sizeof *x); }
 
-// Write a row of `count` outputs of a block from the sums of its terms; bias and residual stream are added if they are given.
+// Write a row of `count` outputs of a block from the sums of its terms; bias and residual stream are added if given.
 template <typename T>
 inline void finish_row(const float* sums, int64_t count, const T* bias, const T* residual, T* output) {
   Lanes results[2] = {add_terms<T>(sums), add_terms<T>(sums + kLanes)};
@@ -159,7 +159,7 @@ inline void finish_row(const float* sums, int64_t count, const T* bias, const T*
   }
 }
 
-// As `linear` of linear.h, for at most kAmxRows rows and a weight whose blocks are kAmxBlock outputs and whose depth is whole tiles.
+// Like `linear` of linear.h, for at most kAmxRows rows and a weight with blocks of kAmxBlock outputs and a depth of whole tiles.
 template <typename T>
 void multiply_by_tiles(const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output) {
   constexpr int kMostTogether = kRowsTogether / kTerms<T>, kMostGroups = (kAmxRows + kMostTogether - 1) / kMostTogether;
@@ -171,9 +171,9 @@ void multiply_by_tiles(const Weight& weight, const T* x, int64_t num_rows, const
   const BFloat16* data = static_cast<const BFloat16*>(weight.data);
   const T* bias = static_cast<const T*>(weight.bias);
   const int64_t num_blocks = (weight.num_outputs + kAmxBlock - 1) / kAmxBlock, row_size = kTerms<T> * weight.depth;
-  // groups of as many rows, for which the tiles are configured once: the last may begin among those of the one before it
+  // groups of equal size, so that the tiles are configured once: the last may overlap the one before it
   const int64_t num_groups = (num_rows + kMostTogether - 1) / kMostTogether, together = (num_rows + num_groups - 1) / num_groups;
-  // the next piece of the weights comes while all groups multiply this one: waiting and arithmetic do not add up then
+  // the next piece of the weights is fetched while all groups multiply this one: memory latency and arithmetic overlap
   const int64_t lines_per_tile = (num_lines<BFloat16>(kTileInputs * kAmxBlock) + num_groups - 1) / num_groups;
   const auto multiply = together * kTerms<T> > kTileRows ? multiply_tiles<true> : multiply_tiles<false>;
 #pragma omp parallel if (weight.num_outputs * weight.depth > kMaxSerialWeights)
@@ -204,11 +204,11 @@ void multiply_by_tiles(const Weight& weight, const T* x, int64_t num_rows, const
         }
       }
     }
-    _tile_release(); // oneDNN configures them its own way
+    _tile_release(); // oneDNN configures the tiles its own way
   }
 }
 
-// In float32, whole blocks and tiles alone are packed: see weights.py.
+// Whether a weight suits the units; in float32, only whole blocks and tiles are packed: see weights.py.
 inline bool takes_tiles(const Weight& weight) {
   return may_use_amx() && weight.is_bfloat16 && weight.block == kAmxBlock && weight.depth % kTileInputs == 0;
 }

@@ -1,7 +1,7 @@
 // Attention in bfloat16 on the matrix units of Intel processors.
 //
-// Scores come out as [slots, queries], a vector for each slot: softmax then needs no sums over lanes. Everything that belongs to
-// a query stays in its lane or row, so that its result does not depend on those beside it.
+// Scores are computed as [slots, queries], one vector per slot, so that softmax needs no sums over lanes. All data of a query
+// stays in its lane or row, so that its result does not depend on its neighbours.
 
 #pragma once
 
@@ -23,21 +23,21 @@ static_assert(kLanes == kTileRows && kTile == kTileInputs, "a tile of the units 
 
 // Up to 16 query rows that share a KV head, one in each lane.
 struct QueryTile {
-  Lanes largest;             // scores, of base 2
-  Lanes totals;              // of weights
-  Integers visible_lens;     // slots below are visible,
-  Integers first_slots;      // from these on;
-  Integers ancestor_bits[2]; // and nodes, of bits 0 to 31 and 32 to 63
-  int32_t fully_visible_from; // slots that all of them see
+  Lanes largest;             // largest scores, base 2
+  Lanes totals;              // sums of weights
+  Integers visible_lens;     // slots below these are visible
+  Integers first_slots;      // if not before these,
+  Integers ancestor_bits[2]; // and so are nodes whose bits are set: bits 0 to 31 and 32 to 63
+  int32_t fully_visible_from; // slots that all queries see
   int32_t fully_visible_to;
 };
 
-// What a thread has in hand; every 16 lines are a tile of the units.
+// Working memory of a thread; every 16 lines are a tile of the units.
 struct TileRoom {
   std::vector<QueryTile> tiles;
   std::vector<Line> queries; // [tiles, D / 32, 16 pairs of dimensions, 16 queries], bfloat16
-  std::vector<Line> sums;    // [tiles, D / 32, 2, 16 queries, 16], of values by weight; of even dimensions, then of odd ones
-  std::vector<Line> values;  // [D / 32, 2, 16 pairs of slots, 16], bfloat16, likewise
+  std::vector<Line> sums;    // [tiles, D / 32, 2, 16 queries, 16], weighted sums of values; even dimensions, then odd ones
+  std::vector<Line> values;  // [D / 32, 2, 16 pairs of slots, 16], bfloat16; even dimensions, then odd ones
   Line scores[kTile];        // [slots, queries]
   Line weights[kTileRows];   // [queries, 16 pairs of slots], bfloat16
 };
@@ -61,14 +61,14 @@ inline void write_dimensions(Lanes even, Lanes odd, float factor, BFloat16* resu
   }
 }
 
-// Which queries see a slot, all bits of their lanes set.
+// Return which queries see a slot: all bits of their lanes are set.
 inline Integers see(const QueryTile& tile, int32_t slot, int64_t node) {
   const Integers is_context = (tile.visible_lens > slot) & (tile.first_slots <= slot);
   if (node < 0 || node >= 64) return is_context;
   return is_context | -(tile.ancestor_bits[node / 32] >> static_cast<int32_t>(node % 32) & 1);
 }
 
-// The rows of one tile: queries as the units take them, and what they see.
+// Load the rows of one tile: queries in the layout of the units, and what they see.
 inline void load_queries(const AttentionPlan& plan, int64_t request, int64_t kv_head, int64_t first_row, int64_t num_rows,
                          const BFloat16* q, int64_t q_stride, const int64_t* ancestor_bits, int64_t window, QueryTile* tile,
                          Line* queries) {
@@ -96,7 +96,7 @@ inline void load_queries(const AttentionPlan& plan, int64_t request, int64_t kv_
   }
 }
 
-// Values of a tile of slots, as pairs; asks for the next tile's keys and values on the way.
+// Load the values of a tile of slots, as pairs, and prefetch the next tile's keys and values.
 template <int D>
 void load_values(const Head<BFloat16>& head, const Tile& tile, const Tile& next, Line* values) {
   const int64_t head_dim = D ? D : head.plan.head_dim;
@@ -116,7 +116,7 @@ void load_values(const Head<BFloat16>& head, const Tile& tile, const Tile& next,
   }
 }
 
-// Scores of a tile of slots.
+// Compute the scores of a tile of slots.
 template <int D>
 inline void score_queries(const Head<BFloat16>& head, const Tile& tile, const Line* queries, Line* scores) {
   const int64_t head_dim = D ? D : head.plan.head_dim, stride = head_dim * sizeof(BFloat16);
@@ -134,11 +134,11 @@ inline void score_queries(const Head<BFloat16>& head, const Tile& tile, const Li
   _tile_stored(1, scores + kTileRows, sizeof(Line));
 }
 
-// 2^x for x <= 0, within 5 ulp: a polynomial of what rounding leaves, times a power. Below -125, where it is 0, the processor
-// would be slow. NaN stays.
+// 2^x for x <= 0, within 5 ulp: a polynomial in what rounding leaves of x, times a power. It is 0 below -125, where the processor
+// would be slow. NaN stays NaN.
 inline Lanes power_of_two(Lanes x) {
   const Lanes least = Lanes{} - 125.0f;
-  const Lanes exponent = least > x ? least : x, whole = (exponent + 12582912.0f) - 12582912.0f; // no fraction has room beside it
+  const Lanes exponent = least > x ? least : x, whole = (exponent + 12582912.0f) - 12582912.0f; // the sum holds no fraction
   const Lanes rest = exponent - whole;
   Lanes y = Lanes{} + 1.340043312e-3f;
   y = y * rest + 9.676038065e-3f;
@@ -150,7 +150,7 @@ inline Lanes power_of_two(Lanes x) {
   return x < least ? Lanes{} : power;
 }
 
-// Weights of a tile of slots (online softmax: Milakov and Gimelshein, 2018); returns the factor of what was gathered before.
+// Compute the weights of a tile of slots (online softmax: Milakov and Gimelshein, 2018); return the factor for earlier sums.
 inline Lanes weigh(QueryTile* tile, const Tile& slots, int64_t tree_start, float scale, Line* scores, Line* weights) {
   const bool is_visible = slots.begin >= tile->fully_visible_from && slots.begin + slots.count <= tile->fully_visible_to;
   const float log_scale = scale * kLog2E;
@@ -236,7 +236,7 @@ void attend_head_by_tiles(const AttentionPlan& plan, int64_t request, int64_t kv
       add_values<D>(head_dim, kept, room.weights, room.values.data(), &room.sums[i * head_dim]);
     }
   }
-  _tile_release(); // oneDNN configures them its own way
+  _tile_release(); // oneDNN configures the tiles its own way
 
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t i = row / kTileRows, lane = row % kTileRows;
@@ -249,7 +249,7 @@ void attend_head_by_tiles(const AttentionPlan& plan, int64_t request, int64_t kv
   }
 }
 
-// Whole tiles of dimensions; tiles of keys within blocks.
+// Whether dimensions are whole tiles, and tiles of keys lie within blocks.
 inline bool takes_tiles(const AttentionPlan& plan) {
   return may_use_amx() && plan.head_dim % kTileInputs == 0 && plan.block_size % kTileRows == 0;
 }

@@ -14,15 +14,15 @@
 
 namespace {
 
-// Query rows of one request that share a KV head, and what they have gathered so far.
+// Query rows of one request that share a KV head, and their running sums.
 struct RowState {
   std::vector<float> queries; // [rows, width], scaled
-  std::vector<float> sums;    // [rows, width], of values by weight
+  std::vector<float> sums;    // [rows, width], weighted sums of values
   std::vector<float> largest; // [rows], largest score
-  std::vector<float> totals;  // [rows], of weights
+  std::vector<float> totals;  // [rows], sums of weights
 };
 
-// Keys and values as float32 [kTile, width], zero beyond the head's dimension; asks for those of the next tile on the way.
+// Load keys and values as float32 [kTile, width], zero beyond the head's dimension, and prefetch those of the next tile.
 template <typename T, int D>
 void load_tile(const Head<T>& head, const Tile& tile, const Tile& next, int64_t width, float* keys, float* values) {
   const int64_t head_dim = D ? D : head.plan.head_dim, row = D ? D : width;
@@ -42,7 +42,7 @@ void load_tile(const Head<T>& head, const Tile& tile, const Tile& next, int64_t 
   }
 }
 
-// Scores of one query with the keys of a tile; those from `count` on hide what is not there.
+// Compute the scores of one query with the keys of a tile; those from `count` on are masked.
 template <int D>
 inline void score_tile(const float* query, const float* keys, int64_t count, int64_t width, float* scores) {
   const int64_t row = D ? D : width;
@@ -65,7 +65,7 @@ template <int D>
 inline void add_tile(float* scores, const float* values, int64_t count, int64_t width, float* sums, float* largest, float* total) {
   const int64_t row = D ? D : width;
   float tile_largest = *largest;
-  int has_nan = 0; // which the largest score does not show
+  int has_nan = 0; // NaN does not show in the largest score
 #pragma omp simd reduction(max : tile_largest) reduction(| : has_nan)
   for (int64_t j = 0; j < kTile; ++j) { // whole tiles, so that the order of sums does not depend on where the context ends
     tile_largest = std::max(tile_largest, scores[j]);
@@ -86,7 +86,7 @@ inline void add_tile(float* scores, const float* values, int64_t count, int64_t 
   const float kept = exponential(*largest - tile_largest);
   *total = *total * kept + tile_total;
   *largest = tile_largest;
-  for (int64_t start = 0; start < row; start += 4 * kLanes) { // so many sums fit into registers
+  for (int64_t start = 0; start < row; start += 4 * kLanes) { // as many sums as fit into registers
     const int num_vectors = D ? 4 : static_cast<int>(std::min<int64_t>(4, (row - start) / kLanes));
     Lanes part[4];
     for (int i = 0; i < num_vectors; ++i) part[i] = *reinterpret_cast<LooseLanes*>(sums + start + i * kLanes) * kept;
@@ -147,7 +147,7 @@ void attend_head(const AttentionPlan& plan, int64_t request, int64_t kv_head, co
   }
 }
 
-// What attends the query rows of a request that share a KV head.
+// Choose the function that attends the query rows of a request that share a KV head.
 template <typename T>
 auto choose_attend_head(const AttentionPlan& plan, [[maybe_unused]] int64_t request) {
 #ifdef TITAN_HAS_AMX

@@ -1,4 +1,4 @@
-// A ragged batch of queries over paged KV, and where the slots that they see lie.
+// A ragged batch of queries over paged KV, and the location of the slots that they see.
 
 #pragma once
 
@@ -17,7 +17,7 @@ struct AttentionPlan {
   int64_t head_dim;
   int64_t block_size;
   int64_t table_width;
-  const int64_t* requests;        // [R] those attended here, as rows of the arrays below
+  const int64_t* requests;        // [R], requests attended here, as rows of the arrays below
   const int64_t* query_start_loc; // [all requests + 1]
   const int64_t* seq_lens;        // [all requests]
   const int64_t* tree_starts;     // [all requests]
@@ -29,7 +29,7 @@ struct AttentionPlan {
 
 namespace {
 
-constexpr int kTile = 32; // slots looked at together
+constexpr int kTile = 32; // slots processed together
 
 template <typename T>
 struct Head {
@@ -39,7 +39,7 @@ struct Head {
   const int64_t* blocks;
 };
 
-// Where the slots of a tile are, counted in elements of a head.
+// The slots of a tile, with their offsets in elements of a head.
 struct Tile {
   int64_t begin;
   int64_t count;
@@ -70,7 +70,7 @@ inline int64_t nearest_ancestors(int64_t bits, int64_t window) {
   return bits;
 }
 
-// Hide what row `token` does not see among slots begin .. begin + count - 1.
+// Mask the scores of those slots of begin .. begin + count - 1 that row `token` does not see.
 inline void hide(const AttentionPlan& plan, int64_t token, int64_t tree_start, int64_t bits, int64_t window, int64_t begin,
                  int64_t count, float* scores) {
   const int64_t visible_len = plan.visible_lens[token], first = plan.positions[token] - window + 1;

@@ -1,4 +1,4 @@
-"""The back end of a CPU with a compiler: C++ for what pays, PyTorch for the rest."""
+"""The back end of a CPU with a compiler: C++ where it pays off, PyTorch for the rest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CpuBackend(TorchBackend):
     """See `titan.kernels.interfaces.Backend`.
 
     Args:
-        library: the C++ of this folder, compiled.
+        library: the compiled C++ of this folder.
     """
 
     name = "compiled C++"

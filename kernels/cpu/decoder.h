@@ -1,4 +1,4 @@
-// Passes of a decoder over few tokens: what `titan/models/decoder.py` does operation by operation, in one call.
+// Short passes of a decoder: one call for what `titan/models/decoder.py` does operation by operation.
 
 #pragma once
 
@@ -15,7 +15,7 @@ extern "C" {
 struct DecoderLayer {
   const void* input_norm; // [hidden_size]
   const void* post_norm;  // [hidden_size]
-  const void* qk_norm;    // [num_heads + num_kv_heads, head_dim], or none
+  const void* qk_norm;    // [num_heads + num_kv_heads, head_dim], or null
   Weight qkv;
   Weight output;
   Weight gate_up;
@@ -36,11 +36,11 @@ struct Decoder {
   const void* rope_table; // [max_positions, 2, head_dim]
   const void* final_norm; // [hidden_size]
   const DecoderLayer* layers;
-  double* attention_seconds; // what passes add the time of their attention to
+  double* attention_seconds; // passes add the time of their attention to it
   Weight head;
 };
 
-// T tokens, of which L are asked for.
+// T tokens, of which L need logits.
 struct DecoderPass {
   int64_t num_tokens;
   int64_t num_rows;
@@ -55,14 +55,14 @@ struct DecoderPass {
 
 namespace {
 
-// The rows asked for, moved to the front of [T, size].
+// Move the rows that need logits to the front of [T, size].
 template <typename T>
 void keep_rows(const DecoderPass& pass, int64_t size, T* values) {
   for (int64_t i = 0; i < pass.num_rows; ++i)
     if (pass.rows[i] != i) std::memcpy(values + i * size, values + pass.rows[i] * size, size * sizeof(T));
 }
 
-// Logits of the rows that are asked for: [L, vocab_size].
+// Compute the logits of the rows that need them: [L, vocab_size].
 template <typename T>
 void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPass& pass, T* logits) {
   const int64_t num_tokens = pass.num_tokens, size = decoder.hidden_size, head_dim = decoder.head_dim;
@@ -93,7 +93,7 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
     const auto start = std::chrono::steady_clock::now();
     tree_attention(plan, qkv, qkv_size, kv_layer, head_stride, pass.ancestor_bits, attended, decoder.scale, layer.window);
     *decoder.attention_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    if (i + 1 == decoder.num_layers) { // the others have written their KV, nobody reads on
+    if (i + 1 == decoder.num_layers) { // the other rows have written their KV, and are not needed any more
       keep_rows(pass, size, stream);
       keep_rows(pass, q_size, attended);
       num_rows = pass.num_rows;

@@ -1,4 +1,4 @@
-"""What the C++ of this folder takes for passes of a decoder over few tokens, and for the growth of draft trees."""
+"""Structs that the C++ of this folder takes for short passes of a decoder and for the growth of draft trees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class LayerStruct(ctypes.Structure):
-    """``DecoderLayer`` of the source."""
+    """``DecoderLayer`` of the C++."""
 
     _fields_ = [
         ("input_norm", _POINTER),
@@ -35,7 +35,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class DecoderStruct(ctypes.Structure):
-    """``Decoder`` of the source."""
+    """``Decoder`` of the C++."""
 
     _fields_ = [
         *((name, _INT) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")),
@@ -47,7 +47,7 @@ class DecoderStruct(ctypes.Structure):
 
 
 class PassStruct(ctypes.Structure):
-    """``DecoderPass`` of the source."""
+    """``DecoderPass`` of the C++."""
 
     _fields_ = [
         ("num_tokens", _INT),
@@ -58,7 +58,7 @@ class PassStruct(ctypes.Structure):
 
 
 class TreeShapeStruct(ctypes.Structure):
-    """``TreeShape`` of the source."""
+    """``TreeShape`` of the C++."""
 
     _fields_ = [
         *((name, _INT) for name in ("num_nodes", "num_inner")),
@@ -68,7 +68,7 @@ class TreeShapeStruct(ctypes.Structure):
 
 @lru_cache(maxsize=4096)
 def shape_struct(plan: ShapePlan) -> TreeShapeStruct:
-    """A shape as the library reads it; the plan lives as long."""
+    """Return a shape as the library reads it; the cache keeps the plan alive."""
     arrays = plan.inner, plan.node_parents, plan.ranks, plan.inner_rows
     return TreeShapeStruct(len(plan.parents), plan.inner.shape[1], *(array.ctypes.data for array in arrays))
 
@@ -82,11 +82,11 @@ TREE_GROWTH = np.dtype(
         ("is_sampled", "i4"),
     ]
 )
-"""``TreeGrowth`` of the source; ``shape`` is the address of a `TreeShapeStruct`, or 0."""
+"""``TreeGrowth`` of the C++; ``shape`` is the address of a `TreeShapeStruct`, or 0."""
 
 
 class GrowingStruct(ctypes.Structure):
-    """``Growing`` of the source."""
+    """``Growing`` of the C++."""
 
     _fields_ = [
         *((name, _INT) for name in ("num_requests", "block_size", "table_width", "target_vocab_size", "num_slots")),
@@ -101,13 +101,13 @@ class GrowingStruct(ctypes.Structure):
 def layer_struct(
     norms: tuple[Tensor, Tensor, Tensor | None], weights: Sequence[WeightStruct], kv_layer: Tensor, window: Window
 ) -> LayerStruct:
-    """A layer as the library reads it; the tensors must live as long.
+    """Return a layer as the library reads it; the tensors must outlive it.
 
     Args:
         norms: input norm, post norm, and the norms of queries and keys.
         weights: qkv, output, gate and up, down.
         kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], contiguous.
-        window: of its attention.
+        window: the sliding window of its attention.
     """
     pointers = (None if norm is None else norm.data_ptr() for norm in norms)
     return LayerStruct(*pointers, *weights, kv_layer.data_ptr(), NO_WINDOW if window is None else window)

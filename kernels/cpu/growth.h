@@ -1,4 +1,4 @@
-// Growing draft trees: the passes over all their depths, and the choices between them, in one call.
+// Growth of draft trees: the passes over all their depths, and the choices between them, in one call.
 
 #pragma once
 
@@ -16,7 +16,7 @@ extern "C" {
 
 constexpr int64_t kMaxNodes = TITAN_MAX_NODES;
 
-// A shape that is known beforehand, see `ShapePlan` of `titan/core/growth.py`. I inner nodes, the root first.
+// A tree shape known in advance, see `ShapePlan` of `titan/core/growth.py`. I inner nodes, the root first.
 struct TreeShape {
   int64_t num_nodes;
   int64_t num_inner;
@@ -38,17 +38,17 @@ struct NodeColumns {
 
 // How the tree of one request grows: it fills a shape, or a beam expands the best nodes of each depth.
 struct TreeGrowth {
-  const TreeShape* shape; // none: a beam
+  const TreeShape* shape; // null: a beam
   int64_t root;           // position of the root
   int64_t depth;          // of a beam's deepest nodes
   int64_t width;          // nodes that a beam expands at each depth
-  int64_t num_children;   // tokens that a beam looks at after each; with 1 the most likely tokens are followed, whatever their scores
+  int64_t num_children;   // tokens that a beam considers after each; if 1, it follows the most likely ones, whatever their scores
   int64_t num_places;     // of the tree among all nodes
-  int64_t first_node;     // the first of them
+  int64_t first_node;     // the first of these places
   int64_t first_row;      // of the tree's root in `draft_rows`
   int64_t first_inner;    // where the inner nodes' rows of `probs` begin
   uint64_t seed;
-  float temperature;  // of samples, or at which a beam compares probabilities
+  float temperature;  // of samples, or of the probabilities that a beam compares
   int32_t is_sampled; // whether the nodes of a shape are sampled
 };
 
@@ -63,37 +63,37 @@ struct Growing {
   int64_t num_slots;
   const TreeGrowth* growths;  // [n]
   const int64_t* block_table; // [n, table_width]
-  const void* root_logits;    // [n, vocab_size of the draft], or none: the tokens below are fed first
+  const void* root_logits;    // [n, vocab_size of the draft], or null: the tokens below are fed first
   const int64_t* fed_tokens;  // [F]
   const int64_t* num_fed;     // [n], at least 1; the last of a request's is its root
-  // what comes out
+  // outputs
   NodeColumns nodes;    // of all trees
-  int32_t* draft_rows;  // rows of `probs`, of roots and nodes; none where nothing is sampled
-  int32_t* is_chain;    // [n], whether each node hangs at the one before it
+  int32_t* draft_rows;  // rows of `probs`, of roots and nodes; null if nothing is sampled
+  int32_t* is_chain;    // [n], whether each node is a child of the one before it
   float* probs;         // [all inner nodes of sampled shapes, target_vocab_size]
   int64_t num_passes;
-  double pass_seconds; // that they took together
+  double pass_seconds; // time of all passes together
 };
 }
 
 namespace {
 
-// One node that may come into a beam's tree.
+// A node that may become part of a beam's tree.
 struct Candidate {
   int64_t token;
   float score;
   int32_t parent_slot; // where the parent is fed, counted from the slot after the root; -1 for the root
-  int32_t slot;        // where it is fed itself; -1 if it is not
+  int32_t slot;        // where the node itself is fed; -1 if it is not
 };
 
-// Greater scores first, of equal ones the earlier, those that are not finite last.
+// Order greater scores first, of equal ones the earlier first, those that are not finite last.
 inline bool is_better(const Candidate* candidates, int64_t a, int64_t b) {
   const float x = candidates[a].score, y = candidates[b].score;
   if (std::isfinite(x) != std::isfinite(y)) return std::isfinite(x);
   return std::isfinite(x) && x != y ? x > y : a < b;
 }
 
-// Write one node to its place; its parent is written already.
+// Write one node to its place; its parent must have been written.
 inline void write_node(const NodeColumns& nodes, int64_t first, int64_t node, const Candidate& candidate, int32_t parent) {
   nodes.token_ids[first + node] = candidate.token;
   nodes.parents[first + node] = parent;
@@ -103,13 +103,13 @@ inline void write_node(const NodeColumns& nodes, int64_t first, int64_t node, co
   nodes.draft_slots[first + node] = candidate.slot;
 }
 
-// The places that no candidate is left for.
+// Write the places that no candidate is left for as empty.
 inline void write_empty(const NodeColumns& nodes, int64_t first, int64_t begin, int64_t end) {
   for (int64_t node = begin; node < end; ++node) write_node(nodes, first, node, {-1, kMinusInfinity, -1, -1}, -2);
 }
 
-// The best ancestor-closed set of c candidates, the path of first children first, see `titan/kernels/torch/trees.py`; returns the
-// number of its nodes.
+// Write the best ancestor-closed set of c candidates, the path of first children first, see `titan/kernels/torch/trees.py`; return
+// the number of its nodes.
 inline int64_t select_tree(const Candidate* candidates, int64_t c, int64_t num_places, int64_t first, const NodeColumns& nodes) {
   std::vector<int64_t> best;
   for (int64_t j = 0; j < c; ++j)
@@ -141,10 +141,10 @@ inline int64_t select_tree(const Candidate* candidates, int64_t c, int64_t num_p
 // A row of a pass, or of the logits of the roots.
 struct FedNode {
   int64_t request;
-  int64_t place; // a shape's inner node, or which of a beam's expanded nodes
+  int64_t place; // index among a shape's inner nodes, or among a beam's expanded nodes
 };
 
-// A tree on its way.
+// A tree while it grows.
 struct Growth {
   std::vector<Candidate> candidates; // of a beam
   std::vector<int64_t> expanded;     // candidates that are fed at the next depth
@@ -199,7 +199,7 @@ private:
     rows_.seq_lens[request] = slot + 1;
   }
 
-  // The rows of a request are complete.
+  // Note that the rows of a request are complete.
   void end_request(int64_t request) {
     if (rows_.size() > rows_.start_loc[request]) rows_.requests.push_back(request);
     rows_.start_loc[request + 1] = rows_.size();
@@ -219,7 +219,7 @@ private:
     growing_.num_passes += 1;
   }
 
-  // Feed what the draft lacks of the committed tokens.
+  // Feed the committed tokens that the draft lacks.
   void feed_roots() {
     const int64_t* token = growing_.fed_tokens;
     for (int64_t i = 0; i < growing_.num_requests; ++i) {
@@ -231,7 +231,7 @@ private:
     forward_rows();
   }
 
-  // Feed the nodes of a depth that are to have children; whether there are any.
+  // Feed the nodes of a depth that will have children; return whether there are any.
   bool feed_frontier(int64_t depth) {
     rows_.clear();
     nodes_.clear();
@@ -289,7 +289,7 @@ private:
     return growth.shape ? growth.shape->inner[5 * growth.shape->num_inner + node.place] : growth.num_children;
   }
 
-  // The tokens that may follow a node, and, where several are compared, their log-probabilities.
+  // Choose the tokens that may follow a node and, if several are compared, compute their log-probabilities.
   void choose(const FedNode& node, int64_t depth, const T* logits, int64_t* tokens, float* logprobs) const {
     const TreeGrowth& growth = growing_.growths[node.request];
     const int64_t count = num_children(node);
@@ -350,7 +350,7 @@ private:
       if (growing_.nodes.parents[first + node] != node - 1) growing_.is_chain[request] = 0;
   }
 
-  // Nodes that no token was left for, and what hangs at them, are left out.
+  // Fill a shape; nodes that no token was left for are left out, and so are their descendants.
   void fill_shape(const TreeGrowth& growth, const Growth& mine) {
     const TreeShape& shape = *growth.shape;
     std::vector<int32_t> places(shape.num_nodes, -1); // of the shape's nodes in the tree
@@ -383,7 +383,7 @@ private:
 
 } // namespace
 
-// The trees of n requests of c candidates each, see `select_tree`.
+// Select the trees of n requests from c candidates each, see `select_tree`.
 extern "C" void select_trees(const Candidate* candidates, int64_t num_requests, int64_t c, const int64_t* first_nodes,
                              const int64_t* num_places, const NodeColumns* nodes) {
   for (int64_t i = 0; i < num_requests; ++i) select_tree(candidates + i * c, c, num_places[i], first_nodes[i], *nodes);

@@ -1,4 +1,4 @@
-// Of a layer, beside its attention and its products: RMSNorm, rotation and KV write, gated activation.
+// The operations of a layer other than attention and products: RMSNorm, rotation and KV write, gated activation.
 
 #pragma once
 
@@ -18,7 +18,7 @@ float inverse_rms(const T* x, int64_t size, float eps) {
   return 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
 }
 
-// One element of RMSNorm; rounded before the weight, as in transformers.
+// One element of RMSNorm; rounded before the multiplication by the weight, as in transformers.
 template <typename T>
 inline float normed(T x, float factor, T weight) {
   T rounded;
@@ -47,7 +47,7 @@ void rope_and_write_kv(T* qkv, const T* rope_table, const int64_t* positions, co
 #pragma omp parallel for if (num_tokens * token_size > kMaxSerial)
   for (int64_t token = 0; token < num_tokens; ++token) {
     const T* cos = rope_table + positions[token] * 2 * head_dim;
-    const T* sin = cos + head_dim; // its first half is negative
+    const T* sin = cos + head_dim; // its first half is negated
     static thread_local std::vector<float> buffer;
     buffer.resize(head_dim);
     float* head = buffer.data();

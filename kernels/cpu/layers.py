@@ -1,7 +1,7 @@
-"""The operations of a layer on a CPU, by the C++ of `cpu/`.
+"""The operations of a layer on a CPU, in the C++ of `cpu/`.
 
-They do in one pass over the data what PyTorch does in several operations, and attention reads the blocks where they lie,
-where PyTorch must gather them first.
+They do in one pass over the data what PyTorch does in several operations, and attention reads the blocks in place, which PyTorch
+must gather first.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from titan.kernels.torch.attention import RequestQuery, attend, plan_requests
 CPU = torch.device("cpu")
 
 NO_WINDOW = 2**40
-"""A window that hides nothing."""
+"""Size of a window that hides nothing."""
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 MAX_SHORT_QUERY = 64
-"""Longer queries are attended by PyTorch's kernel, one request at a time: it is the fastest for many rows."""
+"""Longest query that the C++ attends; longer ones go to PyTorch's kernel, request by request: it is the fastest for many rows."""
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "tree_attention": (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _INT),
@@ -38,14 +38,14 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "rope_and_write_kv": (*[_POINTER] * 5, _INT, _POINTER, _FLOAT, *[_INT] * 4),
     "silu_mul": (_POINTER, _POINTER, _INT, _INT),
 }
-"""Of the functions of the library, each of which exists for every dtype."""
+"""Argument types of the library's functions, each of which exists for every dtype."""
 
 
 ARRAYS = ("requests", "query_start_loc", "seq_lens", "tree_starts", "block_table", "positions", "visible_lens")
 
 
 class PlanStruct(ctypes.Structure):
-    """``AttentionPlan`` of the source."""
+    """``AttentionPlan`` of the C++."""
 
     _fields_ = [
         ("num_requests", _INT),
@@ -59,11 +59,11 @@ class PlanStruct(ctypes.Structure):
 
 
 def plan_struct(layout: AttentionLayout, requests: Ints) -> tuple[PlanStruct, tuple[Ints, ...]]:
-    """A batch as the library reads it, and the arrays that must live as long; the numbers of heads are still to be filled in.
+    """Return a batch as the library reads it, and the arrays that must outlive it; the caller fills in the numbers of heads.
 
     Args:
         layout: of the batch.
-        requests: int64, those to attend.
+        requests: int64, indices of the requests to attend.
     """
     arrays = (requests, *(getattr(layout, name) for name in ARRAYS[1:]))
     sizes = len(requests), 0, 0, 0, layout.block_size, layout.block_table.shape[1]
@@ -72,7 +72,7 @@ def plan_struct(layout: AttentionLayout, requests: Ints) -> tuple[PlanStruct, tu
 
 @dataclass(slots=True, eq=False)
 class CompiledPlan:
-    """Made once per step, used by every layer."""
+    """A plan of attention, made once per step and used by every layer."""
 
     struct: PlanStruct
     arrays: tuple[Ints, ...]  # what the struct points to
@@ -84,7 +84,7 @@ class CompiledOps:
     """See `titan.kernels.interfaces.LayerOps`.
 
     Args:
-        library: the C++ of this folder, compiled.
+        library: the compiled C++ of this folder.
         dtype: of all tensors, one of `titan.kernels.cpu.library.COMPILED_DTYPES`.
     """
 

@@ -1,7 +1,7 @@
-// What Python calls: every function for every type of tensor, but for `has_tiles`, `select_trees` and `draw_children`. Plain C++ and
-// vectors of it, but for AMX; OpenMP for threads.
+// The functions that Python calls, each for every type of tensor, except `has_tiles`, `select_trees` and `draw_children`. Plain C++
+// with vector extensions, except for AMX; OpenMP for threads.
 //
-// `library.py` compiles this file; the other modules of this folder call it, and tell shapes and meanings.
+// `library.py` compiles this file; the other modules of this folder call it, and document shapes and meanings.
 
 #include "attention.h"
 #include "decoder.h"

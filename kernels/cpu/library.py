@@ -1,6 +1,6 @@
 """Compiles the C++ of `cpu/` for this machine, once, and loads it.
 
-The library lies in the user's cache folder under a name that changes with the source, the compiler and the processor.
+The library is kept in the user's cache folder under a name that changes with the source, the compiler and the processor.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from titan.core.limits import MAX_NODES
 from titan.core.random import Purpose
 
 CPU_KERNELS = "TITAN_CPU_KERNELS"
-"""Environment variable: "torch" keeps PyTorch's operations in use."""
+"""Environment variable that selects the kernels: "torch" keeps PyTorch's operations in use."""
 
 COMPILED_DTYPES = (torch.float32, torch.bfloat16)
-"""Those that its functions exist for."""
+"""Dtypes that the library's functions exist for."""
 
 SOURCE = Path(__file__).parent / "library.cpp"
 COMPILERS = ("c++", "g++", "clang++")
@@ -47,12 +47,12 @@ FLAGS = (
 )
 OPENMP_RUNTIMES = ("libgomp", "libomp", "libiomp")
 COMPILE_SECONDS = 120
-"""After so long, a compiler is given up."""
+"""Time limit of a run of the compiler."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedLibrary:
-    """The library, or why there is none."""
+    """The library, or the reason why there is none."""
 
     library: ctypes.CDLL | None
     description: str  # for people
@@ -60,7 +60,7 @@ class LoadedLibrary:
 
 @cache
 def usable_library() -> ctypes.CDLL | None:
-    """The library, unless there is none or the user wants PyTorch: the environment is looked at once.
+    """Return the library, or ``None`` if there is none or the user wants PyTorch; the environment is read once.
 
     Raises:
         ValueError: the environment variable `CPU_KERNELS` has an unknown value.
@@ -73,7 +73,7 @@ def usable_library() -> ctypes.CDLL | None:
 
 @cache
 def kernel(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> Any:
-    """The function of that name for tensors of that dtype, looked up once; its caller sets the types of its arguments."""
+    """Return the function of a name for tensors of a dtype, looked up once; the caller sets its argument types."""
     return getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")
 
 
@@ -81,13 +81,13 @@ _NOTHING = ctypes.c_char * 0
 
 
 def address(array: NDArray[Any]) -> int:
-    """Where the numbers of a contiguous array lie; faster than `ndarray.ctypes`, which those that must not change need."""
+    """Return the address of a contiguous array's data; faster than `ndarray.ctypes`, which read-only arrays need."""
     return ctypes.addressof(_NOTHING.from_buffer(array)) if array.flags.writeable else array.ctypes.data  # type: ignore[arg-type]
 
 
 @cache
 def load_library() -> LoadedLibrary:
-    """Compile if that has not been done before, and load."""
+    """Compile the library unless that has been done before, and load it."""
     compiler = os.environ.get("CXX") or next((name for name in COMPILERS if shutil.which(name)), None)
     if compiler is None:
         return LoadedLibrary(None, "not compiled: no C++ compiler was found (c++, g++, clang++, or the variable CXX)")
@@ -98,7 +98,7 @@ def load_library() -> LoadedLibrary:
     except (OSError, subprocess.SubprocessError) as error:
         return _without_library(f"not compiled: {compiler}: {_reason(error)}")
     if runtimes and (added := _openmp_runtimes() - runtimes):
-        # threads of two runtimes wait for work actively, and take the cores from one another
+        # the threads of two runtimes spin while they wait for work, and take the cores from one another
         return _without_library(f"not used: it brought another OpenMP runtime than PyTorch's, {', '.join(sorted(added))}")
     return LoadedLibrary(library, f"compiled by {compiler}: {path}")
 
@@ -113,13 +113,13 @@ def _open(command: list[str], path: Path) -> ctypes.CDLL:
         _compile(command, path)
     try:
         return ctypes.CDLL(str(path))
-    except OSError:  # a file that was cut off
+    except OSError:  # a truncated file
         _compile(command, path)
         return ctypes.CDLL(str(path))
 
 
 def _reason(error: Exception) -> str:
-    """What a compiler or the system says went wrong, in one line."""
+    """Return the error that a compiler or the system reports, in one line."""
     lines = [line.strip() for line in str(getattr(error, "stderr", None) or "").splitlines() if line.strip()]
     return next((line for line in lines if "error" in line), lines[-1] if lines else str(error))
 
@@ -132,17 +132,17 @@ def _library_path(command: list[str]) -> Path:
 
 
 def _cache_folder() -> Path:
-    """The user's, or one for this process where the user has none that can be written."""
+    """Return the user's cache folder, or one for this process if the user has none that is writable."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # Path.home() raises the latter for a user without one
+    except (OSError, RuntimeError):  # Path.home() raises the latter for a user without a home
         return Path(tempfile.mkdtemp(prefix="titan-"))
     return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="titan-"))
 
 
 def _processor() -> str:
-    """What tells processors with other instructions apart."""
+    """Return text that differs between processors with different instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -151,7 +151,7 @@ def _processor() -> str:
 
 
 def _compile(command: list[str], path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # others may compile at the same time
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # other processes may compile at the same time
         built = Path(folder) / path.name
         full_command = [*command, *FLAGS, str(SOURCE), "-o", str(built)]
         subprocess.run(full_command, capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
@@ -159,7 +159,7 @@ def _compile(command: list[str], path: Path) -> None:
 
 
 def _openmp_runtimes() -> set[str]:
-    """OpenMP runtimes of this process."""
+    """Return the OpenMP runtimes that this process has loaded."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-// Products of rows with a weight, plain, in tiles, or as oneDNN packed it, read where it lies.
+// Products of rows with a weight, plain, in tiles, or packed by oneDNN, read in place.
 //
-// oneDNN's own product sets up for longer than such a product takes where weights are small, and reads slower where they are large.
+// For small weights, the setup of oneDNN's own product takes longer than the product; large ones it reads more slowly.
 
 #pragma once
 
@@ -14,9 +14,9 @@
 
 namespace {
 
-constexpr int kVectorRows = 8;      // whose sums fit into the registers
-constexpr int kWideVectorRows = 32; // that are multiplied in groups of these
-constexpr int kVectorsTogether = 4; // of outputs, for one group of rows after the other
+constexpr int kVectorRows = 8;      // rows whose sums fit into the registers
+constexpr int kWideVectorRows = 32; // rows that are multiplied in groups of kVectorRows
+constexpr int kVectorsTogether = 4; // vectors of outputs that are computed for all groups of rows in turn
 
 template <typename T>
 struct Packing;
@@ -24,7 +24,7 @@ struct Packing;
 template <>
 struct Packing<float> {
   static constexpr int kPair = 1;
-  static constexpr int64_t kPrefetchBytes = 8192; // ahead of what is read, as was fastest: the cores alone do not look far enough
+  static constexpr int64_t kPrefetchBytes = 8192; // read ahead, the fastest distance: hardware prefetch does not reach far enough
 };
 
 template <>
@@ -38,7 +38,7 @@ inline void prefetch(const T* weight) {
   __builtin_prefetch(reinterpret_cast<const char*>(weight) + Packing<T>::kPrefetchBytes);
 }
 
-// Two neighbouring inputs' weights of 16 outputs that stand side by side; `step` from one input to the next.
+// Load two neighbouring inputs' weights of 16 outputs that lie side by side; `step` leads from one input to the next.
 inline void load_weights(const float* weight, int64_t step, Lanes* even, Lanes* odd) {
   *even = *reinterpret_cast<const LooseLanes*>(weight);
   *odd = *reinterpret_cast<const LooseLanes*>(weight + step);
@@ -55,7 +55,7 @@ inline void load_weights(const BFloat16* weight, int64_t, Lanes* even, Lanes* od
   prefetch(weight);
 }
 
-// V vectors of outputs for M rows, x being [depth, M]. However many rows there are, each is summed in the same order.
+// Compute V vectors of outputs for M rows; x is [depth, M]. Each row is summed in the same order, however many there are.
 template <typename T, int M, int V>
 void multiply_columns(const Weight& weight, const float* x, int64_t first_vector, const T* residual, T* output) {
   constexpr int kPair = Packing<T>::kPair;
@@ -89,7 +89,7 @@ void multiply_columns(const Weight& weight, const float* x, int64_t first_vector
   }
 }
 
-// The same for plain rows of weights, x being [M, depth], and one output.
+// The same for plain rows of weights and one output; x is [M, depth].
 template <typename T, int M>
 void multiply_plain_row(const Weight& weight, const float* x, int64_t index, const T* residual, T* output) {
   const int64_t depth = weight.depth, whole = depth / kLanes * kLanes;
@@ -110,10 +110,10 @@ void multiply_plain_row(const Weight& weight, const float* x, int64_t index, con
   }
 }
 
-// Vectors of outputs `first` to `end` - 1 for M rows.
+// Compute vectors of outputs `first` to `end` - 1 for M rows.
 template <typename T, int M>
 void multiply_vectors(const Weight& weight, const float* x, int64_t first, int64_t end, const T* residual, T* output) {
-  constexpr int V = M <= 5 ? 4 : 2; // so that all sums stay in registers, where there are 32 of a vector's size
+  constexpr int V = M <= 5 ? 4 : 2; // all sums stay in registers if there are 32 of a vector's size
   if (weight.block == 1) {
     for (int64_t index = first * kLanes; index < std::min(end * kLanes, weight.num_outputs); ++index)
       multiply_plain_row<T, M>(weight, x, index, residual, output);
@@ -123,7 +123,7 @@ void multiply_vectors(const Weight& weight, const float* x, int64_t first, int64
   for (; first < end; ++first) multiply_columns<T, M, 1>(weight, x, first, residual, output);
 }
 
-// Rows are multiplied in groups of nearly equal size, of at most kVectorRows; those after the first find weights in the cache.
+// Multiply rows in groups of nearly equal size, at most kVectorRows; groups after the first find the weights in the cache.
 template <typename T>
 void multiply_by_vectors(const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output) {
   using Multiply = void (*)(const Weight&, const float*, int64_t, int64_t, const T*, T*);
@@ -132,7 +132,7 @@ void multiply_by_vectors(const Weight& weight, const T* x, int64_t num_rows, con
                                                       multiply_vectors<T, 7>, multiply_vectors<T, 8>};
   static thread_local std::vector<float> buffer;
   buffer.assign(num_rows * weight.depth, 0.0f);
-  float* wide = buffer.data(); // of a group [depth, rows], or [rows, depth] for plain rows of weights
+  float* wide = buffer.data(); // per group [depth, rows], or [rows, depth] for plain rows of weights
   const int64_t num_groups = (num_rows + kVectorRows - 1) / kVectorRows, group_rows = (num_rows + num_groups - 1) / num_groups;
   for (int64_t first = 0; first < num_rows; first += group_rows) {
     const int64_t count = std::min(group_rows, num_rows - first);
@@ -152,19 +152,19 @@ void multiply_by_vectors(const Weight& weight, const T* x, int64_t num_rows, con
   }
 }
 
-// Most rows for which `linear` is as fast as oneDNN, or faster.
+// Return the largest number of rows for which `linear` is at least as fast as oneDNN.
 template <typename T>
 int64_t max_rows([[maybe_unused]] const Weight& weight) {
 #ifdef TITAN_HAS_AMX
-  if (takes_tiles(weight)) return std::is_same_v<T, BFloat16> ? kLongAmxRows : kAmxRows; // attention has no units for float32
+  if (takes_tiles(weight)) return std::is_same_v<T, BFloat16> ? kLongAmxRows : kAmxRows; // float32 attention does not use the units
 #endif
 #ifdef __AVX512F__
-  if (std::is_same_v<T, float>) return kWideVectorRows; // beyond that oneDNN is as fast; in bfloat16 it is so much earlier
+  if (std::is_same_v<T, float>) return kWideVectorRows; // beyond that oneDNN is as fast; in bfloat16 already at far fewer rows
 #endif
   return kVectorRows;
 }
 
-// x [num_rows, num_inputs] times the weight, plus its bias and the residual stream [num_rows, num_outputs] if they are given.
+// Multiply x [num_rows, num_inputs] by the weight, and add its bias and the residual stream [num_rows, num_outputs] if given.
 template <typename T>
 void linear(const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output) {
 #ifdef TITAN_HAS_AMX
@@ -177,13 +177,13 @@ void linear(const Weight& weight, const T* x, int64_t num_rows, const T* residua
     return;
   }
 #endif
-  // a weight in bfloat16 for rows of float32 is made only where there are tiles
+  // a bfloat16 weight for float32 rows exists only where there are tiles
   if (num_rows > 0) multiply_by_vectors(weight, x, num_rows, residual, output);
 }
 
 } // namespace
 
-// Whether this processor has the matrix units, and the system lets them be used.
+// Whether this processor has the matrix units and the system permits their use.
 extern "C" int64_t has_tiles() {
 #ifdef TITAN_HAS_AMX
   return may_use_amx();

@@ -1,4 +1,4 @@
-"""Products of rows with weights, by the C++ of this folder or oneDNN, wherever the weights lie."""
+"""Products of rows with weights in any layout, by the C++ of this folder or by oneDNN."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from titan.kernels.cpu.library import COMPILED_DTYPES, kernel, load_library
 from titan.kernels.cpu.weights import WeightStruct, is_tiled, tiled_struct
 
 NUM_TRIED_ROWS = 8
-"""Random rows whose product tells how a weight lies."""
+"""Number of random rows whose product reveals the layout of a weight."""
 
 BLOCKS = (64, 48, 32, 16)
-"""Outputs that oneDNN's layouts keep in a block, of those that the library can read."""
+"""Outputs per block in those of oneDNN's layouts that the library can read."""
 
 PLAIN = 1
-"""As the size of a block: plain rows."""
+"""Block size that stands for plain rows."""
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` with a packed or a plain weight: [rows, in_features] -> [rows, out_features]."""
+    """Compute ``x @ weight.T + bias`` with a packed or plain weight: [rows, in_features] -> [rows, out_features]."""
     if weight.is_mkldnn:
         output: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
         return output
@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """``residual + x @ weight.T + bias``, the sum fused into the product where the weight is packed."""
+    """Compute ``residual + x @ weight.T + bias``, with the sum fused into the product if the weight is packed."""
     if weight.is_mkldnn:
         output: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
         return output
@@ -44,20 +44,20 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
 
 
 def max_rows(library: ctypes.CDLL, dtype: torch.dtype, weight: WeightStruct) -> int:
-    """Most rows for which the library is as fast as oneDNN, or faster; it takes more."""
+    """Return the largest number of rows for which the library is at least as fast as oneDNN; it accepts more."""
     function = kernel(library, "max_rows", dtype)
     function.argtypes, function.restype = [_POINTER], _INT
     return int(function(ctypes.addressof(weight)))
 
 
 def multiply_rows(library: ctypes.CDLL, weight: WeightStruct, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """``residual + x @ weight.T + bias``: [rows, num_inputs] -> [rows, num_outputs].
+    """Compute ``residual + x @ weight.T + bias``: [rows, num_inputs] -> [rows, num_outputs].
 
     Args:
-        library: the C++ of this folder, compiled.
-        weight: float32 or bfloat16, as it says.
+        library: the compiled C++ of this folder.
+        weight: float32 or bfloat16, as ``is_bfloat16`` says.
         x: float32 or bfloat16, contiguous.
-        residual: [rows, num_outputs], dtype of ``x``, contiguous; nothing is added without it.
+        residual: [rows, num_outputs], dtype of ``x``, contiguous; ``None``: nothing is added.
     """
     function = kernel(library, "linear", x.dtype)
     function.argtypes, function.restype = [_POINTER, _POINTER, _INT, _POINTER, _POINTER], None
@@ -68,21 +68,21 @@ def multiply_rows(library: ctypes.CDLL, weight: WeightStruct, x: Tensor, residua
 
 
 def multiply_by_tiles(x: Tensor, tiles: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """``residual + x @ weight.T + bias`` of float32 rows: [rows, num_inputs] -> [rows, num_outputs]."""
+    """Compute ``residual + x @ weight.T + bias`` of float32 rows: [rows, num_inputs] -> [rows, num_outputs]."""
     library = load_library().library
     assert library is not None, "it was there when the weight was tiled"
     return multiply_rows(library, tiled_struct(tiles, bias), x.contiguous(), None if residual is None else residual.contiguous())
 
 
 def find_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> WeightStruct | None:
-    """How the library can read a weight; ``None`` if it cannot.
+    """Return how the library can read a weight; ``None`` if it cannot.
 
-    oneDNN does not tell its layouts, which differ between processors. The one is taken with which the product of random rows is
-    oneDNN's: it follows for these weights, up to rounding, that every element is where it is looked for.
+    oneDNN does not disclose its layouts, which differ between processors. The layout chosen is the one whose product with random
+    rows is oneDNN's: up to rounding, it follows for these weights that every element is where it is read.
 
     Args:
-        library: the C++ of this folder, compiled.
-        weight: [num_outputs, num_inputs], plain, or made by `titan.kernels.cpu.weights.pack_weight`; it must live as long.
+        library: the compiled C++ of this folder.
+        weight: [num_outputs, num_inputs], plain, or made by `titan.kernels.cpu.weights.pack_weight`; it must outlive the result.
         bias: [num_outputs]; likewise.
     """
     if weight.dtype not in COMPILED_DTYPES:
@@ -110,5 +110,5 @@ def find_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> We
 
 
 def _is_close(output: Tensor, expected: Tensor, eps: float) -> bool:
-    """Whether they differ by rounding alone: of the result, and of the sum, whose terms may be larger than it."""
+    """Whether two results differ by rounding alone: of the result, and of the sum, whose terms may be larger than it."""
     return torch.allclose(output, expected, rtol=2 * eps, atol=1e-4 * float(expected.square().mean().sqrt()))

@@ -1,4 +1,4 @@
-// Numbers and vectors of them. All arithmetic of the kernels is float32; T is the type of the tensors.
+// Numbers and vectors of numbers. All arithmetic of the kernels is float32; T is the type of the tensors.
 
 #pragma once
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kLanes = 16; // numbers in a vector
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr int64_t kMaxSerial = 16384; // elements that one thread does faster than several
+constexpr int64_t kMaxSerial = 16384; // most elements that one thread processes faster than several
 
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
 typedef float LooseLanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float))));
@@ -27,7 +27,7 @@ typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 #define TITAN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Integers{__VA_ARGS__})
 #endif
 
-// Exchange the upper `Half` of every 2 * Half lanes of one vector for the lower of the other.
+// Swap the upper `Half` of every 2 * Half lanes of `a` with the lower `Half` of those of `b`.
 template <int Half>
 inline void exchange(Lanes* a, Lanes* b) {
   const Lanes x = *a, y = *b;
@@ -46,14 +46,14 @@ inline void exchange(Lanes* a, Lanes* b) {
   }
 }
 
-// Exchange in each pair of 16 vectors that are `Half` apart.
+// Call `exchange` on each pair of 16 vectors that are `Half` apart.
 template <int Half>
 inline void exchange_all(Lanes* x) {
   for (int i = 0; i < kLanes; ++i)
     if (!(i & Half)) exchange<Half>(x + i, x + i + Half);
 }
 
-// 16 vectors of words of any kind, rows to columns.
+// Transpose 16 vectors of 32-bit words of any kind.
 inline void transpose(Lanes* x) {
   exchange_all<8>(x);
   exchange_all<4>(x);
@@ -61,7 +61,7 @@ inline void transpose(Lanes* x) {
   exchange_all<1>(x);
 }
 
-// Make the first `Half` vectors sums of the first 2 * Half, half the lanes of one beside half of another.
+// Reduce the first 2 * Half vectors to `Half` vectors of partial sums, each of two of them side by side.
 template <int Half>
 inline void add_halves(Lanes* x) {
   for (int i = 0; i < Half; ++i) {
@@ -70,7 +70,7 @@ inline void add_halves(Lanes* x) {
   }
 }
 
-// The sum over the lanes of each of 16 vectors.
+// Return the sum over the lanes of each of 16 vectors.
 inline Lanes sum_lanes(Lanes* x) {
   add_halves<8>(x);
   add_halves<4>(x);
@@ -83,12 +83,12 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Of these, what is read as a whole vector lies in one cache line; numbers of any type may lie in them.
+// Storage for numbers of any type, aligned so that each whole vector lies in one cache line.
 struct __attribute__((may_alias, aligned(kLanes * sizeof(float)))) Line {
   float lanes[kLanes];
 };
 
-// Lines that have room for so many numbers.
+// Number of lines that hold `count` numbers.
 template <typename T>
 constexpr int64_t num_lines(int64_t count) {
   return (count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line);
@@ -123,7 +123,7 @@ inline void narrow(float x, BFloat16* result) {
   result->bits = static_cast<uint16_t>((x == x ? rounded : bits | 0x400000) >> 16);
 }
 
-// exp(x) for x <= 0, within 2 ulp: 2^n times a polynomial in the rest (Cephes, expf). Below -87, where 2^n ends, it is 0.
+// exp(x) for x <= 0, within 2 ulp: 2^n times a polynomial in the rest (Cephes, expf). 0 below -87, where 2^n underflows.
 inline float exponential(float argument) {
   const float x = std::max(argument, -87.0f);
   const float n = std::nearbyint(x * 1.44269504088896341f);

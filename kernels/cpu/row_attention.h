@@ -1,6 +1,6 @@
-// Attention of a single query row in bfloat16, as a decode is where each query head has a KV head of its own.
+// Attention of a single query row in bfloat16: a decode in which each query head has a KV head of its own.
 //
-// It is bound by reading: keys and values are used where they lie, and all sums stay in registers.
+// It is memory-bound: keys and values are used in place, and all sums stay in registers.
 
 #pragma once
 
@@ -12,14 +12,14 @@ namespace {
 
 #ifdef TITAN_HAS_AMX
 
-// What a row has gathered of D values.
+// The running sums of a row over D dimensions.
 template <int D>
 struct RowSums {
   static constexpr int kParts = D / kTileInputs;
 
   Lanes even[kParts] = {}; // dimensions 0, 2, 4 ... of 32 each
   Lanes odd[kParts] = {};
-  Lanes totals = {}; // of weights
+  Lanes totals = {}; // sums of weights
   float largest = kMinusInfinity;
 
   void rescale(float new_largest) {
@@ -44,7 +44,7 @@ struct RowSums {
   }
 };
 
-// Scores of a tile of slots, to the base of 2; asks for the next tile's keys on the way.
+// Compute the scores of a tile of slots, base 2, and prefetch the next tile's keys.
 template <int D>
 inline void score_row(const Head<BFloat16>& head, const Tile& tile, const Tile& next, const __m512bh* query, float log_scale,
                       Lanes* scores) {

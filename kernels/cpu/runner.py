@@ -1,4 +1,4 @@
-"""A model whose passes over few tokens, and the growth of whose draft trees, are calls of compiled C++."""
+"""The runner that makes each short pass, and the growth of draft trees, one call of compiled C++."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from titan.kernels.torch.runner import TorchRunner, place_nodes
 TRAITS = frozenset(
     {"rms_norm", "silu", "rope", "sliding_window", "attention_bias", "output_bias", "mlp_bias", "qk_norm", "tied_embedding"}
 )
-"""Of models, those that the C++ knows; see `titan.models.config.ModelConfig.traits`."""
+"""Traits of models that the C++ supports; see `titan.models.config.ModelConfig.traits`."""
 
 
 class CompiledRunner(TorchRunner):
     """Runs passes of at most `max_rows` tokens in C++, longer ones operation by operation.
 
-    Between two depths of a draft tree there is little to do, but after a pass has filled the caches with weights each operation of
-    Python or PyTorch takes several times as long as otherwise: so all depths are one call.
+    There is little to do between two depths of a draft tree, but once a pass has filled the caches with weights, each operation of
+    Python or PyTorch takes several times as long as otherwise; so all depths are one call.
 
     Args:
-        backend: that made the model's operations.
-        library: the C++ of this folder, compiled.
+        backend: the one that made the model's operations.
+        library: the compiled C++ of this folder.
         model: a `titan.models.decoder.Decoder`.
         kv: of the model.
-        decoder: the model, all but its layers, as the library reads it.
+        decoder: the model without its layers, as the library reads it.
         layers: of the model, with their KV.
-        max_rows: tokens of a short pass, at most.
+        max_rows: largest number of tokens of a short pass.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class CompiledRunner(TorchRunner):
 
     @property
     def attention_seconds(self) -> float:
-        """That attention has taken in passes that are one call."""
+        """Time that attention has taken in passes that are one call."""
         return self._attention_seconds.value
 
     def forward(self, batch: RaggedBatch) -> Tensor:
@@ -108,7 +108,7 @@ class CompiledRunner(TorchRunner):
         return self._grow(growing, roots, num_rows, vocab_size)
 
     def _is_compiled(self, feeds: Sequence[Feed]) -> bool:
-        """Whether there are trees, their passes are short, and samples are from whole distributions."""
+        """Whether there are trees, their passes are short, and samples are from uncut distributions."""
         specs = [feed.spec for feed in feeds if feed.spec is not None]
         is_uncut = all(not isinstance(spec, ShapeSpec) or spec.params is None or not spec.params.has_cuts for spec in specs)
         return bool(specs) and is_uncut and sum(spec.max_fed for spec in specs) <= self.max_rows
@@ -149,13 +149,13 @@ class CompiledRunner(TorchRunner):
         return DraftTrees(start_loc, is_chain, is_sampled, has_scores, nodes, probs, draft_rows)
 
     def _run_growth(self, growing: GrowingStruct) -> GrowingStruct:
-        """One call for all depths of all trees; the struct then says what its passes took."""
+        """Grow all depths of all trees in one call; the struct then says how long its passes took."""
         self._functions[1](ctypes.addressof(self._decoder), ctypes.addressof(growing))
         return growing
 
 
 def _growth(spec: GrowthSpec, root: int, first_node: int, first_row: int, first_inner: int) -> tuple[Any, ...]:
-    """One `TREE_GROWTH`."""
+    """Return one record of `TREE_GROWTH`."""
     places = spec.num_nodes, first_node, first_row, first_inner
     match spec:
         case BeamSpec(depth=depth, width=width, num_children=num_children, temperature=temperature):
@@ -167,11 +167,11 @@ def _growth(spec: GrowthSpec, root: int, first_node: int, first_row: int, first_
 
 
 def make_compiled_runner(backend: Backend, library: ctypes.CDLL, model: Any, kv: KVTensor) -> CompiledRunner | None:
-    """The runner, or ``None`` where the model has a trait that the C++ does not know, or weights that it cannot read.
+    """Return the runner, or ``None`` if the model has a trait that the C++ does not support, or weights that it cannot read.
 
     Args:
-        backend: that made the model's operations.
-        library: the C++ of this folder, compiled.
+        backend: the one that made the model's operations.
+        library: the compiled C++ of this folder.
         model: a `titan.models.decoder.Decoder`.
         kv: of the model.
     """

@@ -1,4 +1,4 @@
-// Of sampling: random numbers, the largest logits, softmax at a temperature, samples, and rejection.
+// Sampling: random numbers, the largest logits, softmax at a temperature, samples, and rejection.
 
 #pragma once
 
@@ -12,10 +12,10 @@
 
 namespace {
 
-constexpr int kChunk = 512; // numbers summed before their sum goes to a double
+constexpr int kChunk = 512; // numbers summed in float before their sum is added to a double
 // purposes of random numbers
 constexpr int64_t kSample = TITAN_SAMPLE, kDraft = TITAN_DRAFT, kAccept = TITAN_ACCEPT, kResidual = TITAN_RESIDUAL;
-constexpr int kSearched = 64; // numbers that are passed over together if none of them is large enough
+constexpr int kSearched = 64; // numbers skipped together if none of them is large enough
 
 // `OPTIONS` of `titan/core/sampling_rows.py`.
 struct Options {
@@ -41,7 +41,7 @@ inline double uniform_number(uint64_t seed, int64_t position, int64_t stream) {
     key1 += 0xBB67AE85u;
   }
   const uint64_t bits = static_cast<uint64_t>(c0) << 20 | c1 >> 12;
-  return (static_cast<double>(bits) + 0.5) * 0x1p-52; // half a step, lest 0 or 1 comes out
+  return (static_cast<double>(bits) + 0.5) * 0x1p-52; // half a step, so that it is never 0 or 1
 }
 
 template <typename T>
@@ -55,7 +55,7 @@ void softmax_row(const T* logits, float temperature, float* probs, int64_t size)
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = start; i < end; ++i) {
-      probs[i] = exponential((widen(logits[i]) - largest) / temperature); // so small it may be that its inverse is infinite
+      probs[i] = exponential((widen(logits[i]) - largest) / temperature); // the inverse of a tiny temperature may be infinite
       sum += probs[i];
     }
     total += sum;
@@ -71,7 +71,7 @@ void softmax(const T* logits, const float* temperatures, float* probs, int64_t n
   for (int64_t row = 0; row < num_rows; ++row) softmax_row(logits + row * size, temperatures[row], probs + row * size, size);
 }
 
-// The first of the largest entries, -1 if the largest is not finite or an entry is NaN.
+// Return the index of the largest entry, the first of ties; -1 if it is not finite or an entry is NaN.
 template <typename T>
 int64_t argmax_row(const T* logits, int64_t size) {
   float largest = kMinusInfinity;
@@ -101,7 +101,7 @@ void argmax(const T* logits, int64_t* tokens, int64_t num_rows, int64_t size) {
   for (int64_t row = 0; row < num_rows; ++row) tokens[row] = argmax_row(logits + row * size, size);
 }
 
-// The largest entries of a row, descending, the first of equal ones first.
+// Find the largest entries of a row, in descending order, ties in their order in the row.
 template <typename T>
 void largest_entries(const T* logits, int64_t* tokens, float* values, int64_t count, int64_t size) {
   std::fill_n(tokens, count, 0);
@@ -126,7 +126,7 @@ void largest_entries(const T* logits, int64_t* tokens, float* values, int64_t co
   }
 }
 
-// The same with their log-probabilities at a temperature.
+// Find the largest entries of a row and their log-probabilities at a temperature.
 template <typename T>
 void best_children_row(const T* logits, float temperature, int64_t* tokens, float* logprobs, int64_t count, int64_t size) {
   largest_entries(logits, tokens, logprobs, count, size);
@@ -158,7 +158,7 @@ double sum_chunk(const float* probs, int64_t begin, int64_t end) {
   return sum;
 }
 
-// The first entry after which the running sum exceeds `uniform` times the total.
+// Return the first entry at which the running sum exceeds `uniform` times the total.
 int64_t draw_row(const float* probs, double uniform, int64_t size) {
   double total = 0;
   for (int64_t start = 0; start < size; start += kChunk) total += sum_chunk(probs, start, std::min(start + kChunk, size));
@@ -169,7 +169,7 @@ int64_t draw_row(const float* probs, double uniform, int64_t size) {
     const double chunk = sum_chunk(probs, start, end);
     if (sum + chunk > height) {
       double inside = 0;
-      int64_t last = start; // the last possible entry, for what rounding leaves over
+      int64_t last = start; // the last entry above 0, in case rounding leaves the sum short
       for (int64_t i = start; i < end; ++i) {
         inside += static_cast<double>(probs[i]);
         if (probs[i] > 0) last = i;
@@ -179,10 +179,10 @@ int64_t draw_row(const float* probs, double uniform, int64_t size) {
     }
     sum += chunk;
   }
-  return 0; // nothing is possible
+  return 0; // no entry is above 0
 }
 
-// As many samples as there are children, none of them twice; -1 where no token is left.
+// Sample a token per child without replacement; -1 where no token is left.
 void draw_siblings(const float* probs, uint64_t seed, int64_t position, int64_t purpose, int64_t num_children, int64_t* tokens,
                    int64_t size) {
   std::unique_ptr<float[]> left; // the probabilities without the tokens sampled before, once there are any
@@ -199,7 +199,7 @@ void draw_siblings(const float* probs, uint64_t seed, int64_t position, int64_t 
   }
 }
 
-// max(p - s q, 0); returns its sum.
+// Compute max(p - s q, 0); return its sum.
 double residual_row(const float* probs, const float* draft_probs, float scale, float* rest, int64_t size) {
   double total = 0;
   for (int64_t start = 0; start < size; start += kChunk) {
@@ -215,7 +215,7 @@ double residual_row(const float* probs, const float* draft_probs, float scale, f
   return total;
 }
 
-// How often the draft's most likely token and one sampled from it would be accepted.
+// Compute the probabilities that the draft's most likely token and one sampled from it are accepted.
 void match_rows(const float* probs, const float* draft_probs, float* matches, int64_t size) {
   const int64_t best = argmax_row(draft_probs, size);
   matches[0] = best < 0 ? std::numeric_limits<float>::quiet_NaN() : probs[best];
@@ -230,8 +230,8 @@ void match_rows(const float* probs, const float* draft_probs, float* matches, in
   matches[1] = static_cast<float>(total);
 }
 
-// Trees of a plan, see `DraftTrees` of `titan/core/trees.py`, of which some are verified. Of each of these there are rows of
-// values: that of its root, then those of its nodes.
+// Trees of a plan, see `DraftTrees` of `titan/core/trees.py`, of which some are verified. Each of these has rows of values: that
+// of its root, then those of its nodes.
 struct VerifiedTrees {
   int64_t num_trees;
   int64_t max_depth;         // of `paths`
@@ -244,13 +244,13 @@ struct VerifiedTrees {
   const int32_t* parents;    // [nodes], -1 for the root, counted from the tree's first; children come after their parents
   const float* draft_probs;  // [any, size]
   const int32_t* draft_rows; // [rows of the plan + nodes], which of them the children of each root and node were sampled from
-  // what comes out
+  // outputs
   int32_t* paths;        // [trees, max_depth], accepted nodes from the root down, -1 after them
   int64_t* final_tokens; // [trees], -1 where none can be sampled
-  float* matches;        // [trees, 2]; none without draft_probs
+  float* matches;        // [trees, 2]; null without draft_probs
 };
 
-// One of them, and the distributions at its rows.
+// One tree to verify, and the distributions at its rows.
 template <typename T>
 struct VerifiedTree {
   const T* values; // of the root, then of the nodes: [1 + num_nodes, size]
@@ -261,7 +261,7 @@ struct VerifiedTree {
   bool holds_probs;
   const Options& options;
   const float* draft_probs;
-  const int32_t* draft_rows; // from the root on; none: nothing was sampled
+  const int32_t* draft_rows; // from the root on; null: nothing was sampled
   int32_t* path;
 
   VerifiedTree(const T* root_values, int64_t vocab_size, const VerifiedTrees& trees, int64_t tree)
@@ -275,7 +275,7 @@ struct VerifiedTree {
     std::fill_n(path, trees.max_depth, -1);
   }
 
-  // The target's probabilities at a node, or at the root, -1; room for them is used where they must be computed.
+  // Return the target's probabilities at a node, or at the root, -1; they are written to `room` if they must be computed.
   const float* probs(int64_t node, float* room) const {
     const T* row = values + (1 + node) * size;
     if (holds_probs) return reinterpret_cast<const float*>(row);
@@ -283,7 +283,7 @@ struct VerifiedTree {
     return room;
   }
 
-  // What the children of a node, or of the root, were sampled from; none for a leaf.
+  // Return the distribution that the children of a node, or of the root, were sampled from; null for a leaf.
   const float* sampled_from(int64_t node) const {
     for (int64_t child = node + 1; child < num_nodes; ++child)
       if (parents[child] == node) return draft_probs + draft_rows[1 + node] * size;
@@ -291,7 +291,7 @@ struct VerifiedTree {
   }
 };
 
-// Sample-and-match: descend to the child that carries the target's token, of equal siblings the first.
+// Sample-and-match: descend to the child that carries the target's token, the first of equal siblings.
 template <typename T>
 int64_t match_tree(const VerifiedTree<T>& tree) {
   const bool is_greedy = !tree.holds_probs && tree.options.temperature == 0;
@@ -323,14 +323,14 @@ int64_t reject_tree(const VerifiedTree<T>& tree, float* matches) {
   const auto uniform = [&](int64_t stream) { return uniform_number(tree.options.seed, tree.options.position + depth, stream); };
   double scale = 0, tried = 0; // s and Q of the children tried so far
   const float *probs = tree.probs(reached, room.get()), *draft_probs = tree.sampled_from(reached);
-  // though all of its places may be empty
+  // the places may all be empty
   if (tree.num_nodes) match_rows(probs, tree.draft_probs + tree.draft_rows[0] * size, matches, size);
   for (int64_t node = 0; node < tree.num_nodes; ++node) {
     if (tree.parents[node] != reached) continue;
     const int64_t token = tree.token_ids[node];
     const double p = probs[token], q = draft_probs[token];
     const double mass = rank == 0 ? 1 : residual_row(probs, draft_probs, static_cast<float>(scale), rest, size);
-    const double left = std::max(1 - tried, q); // q is part of it, whatever rounding says
+    const double left = std::max(1 - tried, q); // at least q, whatever rounding does
     const double coin = uniform(kAccept | rank << 8);
     if (coin < std::max(p - scale * q, 0.0) * left / (mass * q)) {
       reached = node, rank = 0;
@@ -343,7 +343,7 @@ int64_t reject_tree(const VerifiedTree<T>& tree, float* matches) {
     }
   }
   if (!std::isfinite(probs[0])) return -1;
-  // where rounding leaves nothing of the residual, p itself
+  // p itself if rounding leaves nothing of the residual
   const bool is_rest = draft_probs && residual_row(probs, draft_probs, static_cast<float>(scale), rest, size) > 0;
   return draw_row(is_rest ? rest : probs, uniform(draft_probs ? kResidual : kSample), size);
 }
@@ -363,7 +363,7 @@ void verify_trees(const T* values, int64_t size, const VerifiedTrees& trees) {
 
 } // namespace
 
-// Tokens sampled from row i of the probabilities are written to row places[i] of a table.
+// Sample children from each row i of the probabilities, and write them to row places[i] of a table.
 extern "C" void draw_children(const Options* options, const float* probs, const int64_t* num_children, const int64_t* places,
                               int64_t* tokens, int64_t num_rows, int64_t size, int64_t max_children) {
 #pragma omp parallel for if (num_rows * size > kMaxSerial)

@@ -1,4 +1,4 @@
-"""Distributions, samples and the most likely tokens by the C++ of this folder; see `titan.kernels.interfaces.SamplingOps`."""
+"""Distributions, samples and the most likely tokens in the C++ of this folder; see `titan.kernels.interfaces.SamplingOps`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from titan.kernels.torch.sampling import distributions
 
 
 class CompiledSampling:
-    """See `titan.kernels.interfaces.SamplingOps`; dtypes that the library does not know become float32.
+    """See `titan.kernels.interfaces.SamplingOps`; dtypes that the library does not support are converted to float32.
 
     Args:
-        library: the C++ of this folder, compiled.
+        library: the compiled C++ of this folder.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -56,14 +56,14 @@ class CompiledSampling:
         self._library.draw_children(ctypes.c_void_p(address(rows.options)), *map(_as_argument, arguments))
 
     def _call(self, name: str, values: Tensor, *arguments: Tensor | int) -> None:
-        """Call a function of the library with tensors, of which ``values`` says the dtype, and numbers."""
+        """Call the library's function for the dtype of ``values`` with tensors and numbers."""
         function = kernel(self._library, name, values.dtype)
         function.restype = None
         function(*map(_as_argument, (values, *arguments)))
 
 
 def readable(logits: Tensor) -> Tensor:
-    """Logits as the library reads them."""
+    """Return logits as the library reads them: contiguous, of a dtype it supports."""
     return (logits if logits.dtype in COMPILED_DTYPES else logits.float()).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Choosing draft trees and verifying them by the C++ of this folder; see `titan.kernels.interfaces.TreeOps`."""
+"""Selection and verification of draft trees in the C++ of this folder; see `titan.kernels.interfaces.TreeOps`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from titan.kernels.tree_places import place_trees, with_draft_probs
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 CANDIDATE = np.dtype([("token_id", "i8"), ("score", "f4"), ("parent_slot", "i4"), ("slot", "i4")], align=True)
-"""``Candidate`` of the source."""
+"""``Candidate`` of the C++."""
 
 
 class NodeColumnsStruct(ctypes.Structure):
-    """``NodeColumns`` of the source."""
+    """``NodeColumns`` of the C++."""
 
     _fields_ = [(name, _POINTER) for name in NodeColumns._fields]
 
 
 class _TreesStruct(ctypes.Structure):
-    """``VerifiedTrees`` of the source."""
+    """``VerifiedTrees`` of the C++."""
 
     _fields_ = [
         *((name, _INT) for name in ("num_trees", "max_depth", "holds_probs")),
@@ -43,9 +43,9 @@ class CompiledTrees:
     """See `titan.kernels.interfaces.TreeOps`.
 
     Args:
-        library: the C++ of this folder, compiled.
+        library: the compiled C++ of this folder.
         sampling: of the same back end.
-        upload: likewise.
+        upload: of the same back end.
     """
 
     def __init__(self, library: ctypes.CDLL, sampling: CompiledSampling, upload: Upload) -> None:

@@ -1,9 +1,9 @@
-"""Weights of linear layers as they lie in memory: plain, packed by oneDNN, or in tiles of our own.
+"""Layouts of linear layers' weights in memory: plain, packed by oneDNN, or in tiles of our own.
 
-Plain weights in bfloat16 are read at a third of the memory's speed. oneDNN packs them, by the operators of Inductor's freezing, in
-layouts that it does not tell. Tiles are float32 weights that bfloat16 holds exactly, kept as such for the matrix units (AMX) of
-Intel processors: most models are published in bfloat16; run in float32, half of what is read of each weight are zeros. Kept in
-bfloat16, it takes half the memory, and half the time to read; products are as exact as those of float32: see `amx.h`.
+Plain weights in bfloat16 are read at a third of memory bandwidth. oneDNN packs them, by the operators of Inductor's freezing,
+into layouts that it does not disclose. Tiles are float32 weights that bfloat16 holds exactly, stored in bfloat16 for the matrix
+units (AMX) of Intel processors: most models are published in bfloat16; run in float32, half of the bits read of each weight are
+zeros. In bfloat16, a weight takes half the memory and half the time to read; products are as exact as in float32: see `amx.h`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 from titan.kernels.cpu.library import usable_library
 
 PACKING_ROWS = 8
-"""Rows of a typical product; oneDNN's layout hardly depends on it."""
+"""Rows of a typical product; oneDNN's layout hardly depends on their number."""
 
 BLOCK_OUTPUTS = 32
-"""``kAmxBlock`` of the source: outputs that stand side by side."""
+"""``kAmxBlock`` of the C++: outputs stored side by side."""
 
 TILE_INPUTS = 32
-"""``kTileInputs`` of the source."""
+"""``kTileInputs`` of the C++."""
 
 CHECKED_ROWS = 1024
-"""Rows of a weight that are looked at together."""
+"""Rows of a weight that are checked together."""
 
 _LOST_BITS = 0xFFFF
-"""Of a float32, those that bfloat16 has not."""
+"""Bits of a float32 that bfloat16 lacks."""
 
 HUGE_PAGE_BYTES = 2**21
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <linux/mman.h>; the latter since Linux 6.1
@@ -39,7 +39,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class WeightStruct(ctypes.Structure):
-    """``Weight`` of the source."""
+    """``Weight`` of the C++."""
 
     _fields_ = [
         ("data", _POINTER),
@@ -64,7 +64,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """A weight [out_features, in_features] in the packed layout, which only the products of this file can read."""
+    """Return a weight [out_features, in_features] in the packed layout, which only the products of `linear.py` can read."""
     if weight.is_mkldnn or is_tiled(weight):
         return weight
     if can_tile(weight):
@@ -76,13 +76,13 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 def has_tiles() -> bool:
-    """Whether the processor has the units, and the library that uses them is there."""
+    """Whether the processor has AMX units and the library that uses them is available."""
     library = usable_library()
     return library is not None and bool(library.has_tiles())
 
 
 def can_tile(weight: Tensor) -> bool:
-    """Whether `tile_weight` loses nothing of a weight [num_outputs, num_inputs], and products with the tiles are fast here."""
+    """Whether `tile_weight` is lossless for a weight [num_outputs, num_inputs], and products with the tiles are fast here."""
     if weight.dtype != torch.float32 or weight.device.type != "cpu" or not has_tiles():
         return False
     if weight.shape[0] % BLOCK_OUTPUTS or weight.shape[1] % TILE_INPUTS:
@@ -91,7 +91,7 @@ def can_tile(weight: Tensor) -> bool:
 
 
 def tile_weight(weight: Tensor) -> Tensor:
-    """Float32 [num_outputs, num_inputs] to bfloat16 [blocks, num_inputs / 2, BLOCK_OUTPUTS, 2]."""
+    """Convert float32 [num_outputs, num_inputs] to bfloat16 [blocks, num_inputs / 2, BLOCK_OUTPUTS, 2]."""
     num_outputs, num_inputs = weight.shape
     blocks = weight.contiguous().bfloat16().view(num_outputs // BLOCK_OUTPUTS, BLOCK_OUTPUTS, num_inputs // 2, 2)
     tiles = blocks.transpose(1, 2).contiguous()
@@ -105,7 +105,7 @@ def is_tiled(weight: Tensor) -> bool:
 
 
 def tiled_struct(tiles: Tensor, bias: Tensor | None) -> WeightStruct:
-    """How the library reads tiles, and a float32 bias [num_outputs]; both must live as long."""
+    """Return how the library reads tiles and a float32 bias [num_outputs]; both must outlive the result."""
     num_blocks, num_pairs = tiles.shape[:2]
     return WeightStruct(
         data=tiles.data_ptr(),
@@ -119,11 +119,11 @@ def tiled_struct(tiles: Tensor, bias: Tensor | None) -> WeightStruct:
 
 
 def use_huge_pages(address: int, num_bytes: int) -> None:
-    """Move what lies there into large pages, as far as Linux has them: with small ones reading takes longer, and nothing else.
+    """Move memory to huge pages, as far as Linux has them; without them reads take longer, but nothing else changes.
 
     Args:
         address: of memory that is in use.
-        num_bytes: its length.
+        num_bytes: size of that memory.
     """
     if not sys.platform.startswith("linux") or num_bytes < HUGE_PAGE_BYTES:
         return

@@ -1,7 +1,7 @@
-"""Ragged tree attention over paged KV: one request after the other, its blocks gathered and its mask written out.
+"""Ragged tree attention over paged KV, request by request, with gathered blocks and an explicit mask.
 
-Requirement: the blocks in a request's table hold finite values in every slot (`CacheOps.clear_blocks` on allocation); blocks
-that belong to nobody may hold anything.
+Requirement: the blocks in a request's table hold finite values in every slot (`CacheOps.clear_blocks` on allocation); free blocks
+may hold anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RequestQuery:
     rows: slice  # of T
     block_ids: Tensor  # int64 [blocks]
     seq_len: int
-    visible: Mapping[Window, Tensor | None]  # bool [query, seq_len]; None: plain causal, over a sequence that starts here
+    visible: Mapping[Window, Tensor | None]  # bool [query, seq_len]; None: plain causal; the queries are the whole sequence
 
 
 def plan_requests(layout: AttentionLayout, requests: Ints, windows: Sequence[Window], device: torch.device) -> list[RequestQuery]:
@@ -34,7 +34,7 @@ def plan_requests(layout: AttentionLayout, requests: Ints, windows: Sequence[Win
 
     Args:
         layout: the batch.
-        requests: indices.
+        requests: their indices.
         windows: distinct sliding windows of the layers.
         device: of the model.
     """
@@ -54,7 +54,7 @@ def plan_requests(layout: AttentionLayout, requests: Ints, windows: Sequence[Win
 
 
 def visible_slots(layout: AttentionLayout, request: int, window: Window) -> Flags:
-    """Which slots the query tokens of a request see in a layer of that window: bool [query, seq_len]."""
+    """Return which slots the query tokens of a request see in a layer with this window: bool [query, seq_len]."""
     rows = slice(int(layout.query_start_loc[request]), int(layout.query_start_loc[request + 1]))
     slots = np.arange(layout.seq_lens[request])
     visible: Flags = slots < layout.visible_lens[rows, None]

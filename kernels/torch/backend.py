@@ -1,4 +1,4 @@
-"""The back end in plain PyTorch: the shortest correct way, what the others are held to, and the fallback."""
+"""The back end in plain PyTorch: the shortest correct one, the reference for the others, and the fallback."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from titan.kernels.torch.sampling import TorchSampling
 from titan.kernels.torch.trees import TorchTrees
 
 KV_MEMORY_SHARE = 0.4
-"""Share of a CPU's free memory that the KV caches take at most, unless it is given."""
+"""Largest share of the host's free memory that the KV caches take, unless their size is given."""
 
 
 class TorchBackend:
     """See `titan.kernels.interfaces.Backend`.
 
     Args:
-        device: any that PyTorch has; memory is looked for in that of the host.
-        description: of the kernels, for people: where others were to be expected, it says why there are none.
+        device: any that PyTorch supports; `memory_for_kv` goes by the host's memory.
+        description: of the kernels, shown to users: says why faster ones are missing where they were to be expected.
     """
 
     name = "PyTorch"
@@ -40,10 +40,10 @@ class TorchBackend:
         self.trees: TreeOps = TorchTrees(self.sampling, self.upload)
 
     def activate(self) -> None:
-        """Nothing to do: no operation goes by a current device."""
+        """Do nothing: no operation depends on a current device."""
 
     def check_limits(self, *, block_size: int, max_batch_size: int) -> None:
-        """Nothing is refused."""
+        """Accept all limits."""
 
     def supports(self, dtype: torch.dtype) -> bool:
         if dtype == torch.bfloat16:

@@ -13,10 +13,10 @@ from titan.kernels.interfaces import PathMove
 
 
 class TorchCache:
-    """Runs on any device.
+    """Cache operations on any device.
 
     Args:
-        upload: brings arrays to the device.
+        upload: copies arrays to the device.
     """
 
     def __init__(self, upload: Upload) -> None:
@@ -25,7 +25,7 @@ class TorchCache:
     def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
         sources, targets = self._upload(_path_slots(moves, kv.block_size))
         for group in kv.groups:
-            slots = group.view(-1, kv.num_blocks * kv.block_size, group.shape[-1])  # few dimensions: less to set up
+            slots = group.view(-1, kv.num_blocks * kv.block_size, group.shape[-1])  # fewer dimensions: less setup per operation
             slots.index_copy_(1, targets, slots.index_select(1, sources))
 
     def copy_blocks(self, kv: KVTensor, sources: Ints, targets: Ints) -> None:
@@ -40,7 +40,7 @@ class TorchCache:
 
 
 def _path_slots(moves: Sequence[PathMove], block_size: int) -> list[Ints]:
-    """Physical slots, int64 [n] each, that the nodes of paths are in, and that they go to."""
+    """Return the physical slots, int64 [n] each, that hold the nodes of paths, and those they move to."""
     places: tuple[list[int], list[int]] = [], []
     for move in moves:
         for physical, nodes in zip(places, (move.path, range(len(move.path))), strict=True):

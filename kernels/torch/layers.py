@@ -15,7 +15,7 @@ from titan.kernels.torch.attention import RequestQuery, attend, plan_requests
 
 
 class TorchOps:
-    """Runs on any device.
+    """Layer operations on any device.
 
     Args:
         device: of the model.
@@ -40,9 +40,9 @@ class TorchOps:
         return torch.cat([attend(q[query.rows], kv_layer, query, scale=scale, window=window) for query in plan])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Zhang and Sennrich, "Root mean square layer normalization", 2019."""
+        """Apply RMSNorm: Zhang and Sennrich, "Root mean square layer normalization", 2019."""
         wide = x.float()
-        # rounded before the weight, as in transformers
+        # rounded before the multiplication by the weight, as in transformers
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
     def linear_add_norm(

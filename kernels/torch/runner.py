@@ -20,7 +20,7 @@ class TorchRunner:
     """See `titan.kernels.interfaces.Runner`.
 
     Args:
-        backend: whose device the model is on.
+        backend: the one whose device the model is on.
         model: the model.
         kv: of the model.
     """
@@ -43,7 +43,7 @@ class TorchRunner:
 
 
 def place_nodes(batch: RaggedBatch) -> None:
-    """Bring the nodes of a batch, if it has any, to their places on the host."""
+    """Copy the nodes of a batch, if it has any, to their places in its arrays on the host."""
     if (nodes := batch.nodes) is None:
         return
     rows, roots, masks = batch.node_places()

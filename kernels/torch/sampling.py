@@ -16,20 +16,20 @@ from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import Upload
 
 TOP_P_CANDIDATES = 512
-"""Most likely tokens tried first as the nucleus; rows whose nucleus is larger are sorted in full."""
+"""Number of most likely tokens searched first for the nucleus; a larger nucleus takes a full sort."""
 
 TINY_TEMPERATURE = 1e-3
-"""Above it, no logit that a model makes overflows when it is divided."""
+"""Temperature above which no logit of a model overflows when divided by it."""
 
 Softmax = Callable[[Tensor, Tensor], Tensor]
-"""See `softmax_at`."""
+"""A function with the contract of `softmax_at`."""
 
 
 class TorchSampling:
-    """Runs on any device.
+    """Sampling operations on any device.
 
     Args:
-        upload: brings arrays to the device.
+        upload: copies arrays to the device.
     """
 
     def __init__(self, upload: Upload) -> None:
@@ -61,7 +61,7 @@ class TorchSampling:
 
 
 def distributions(logits: Tensor, rows: SamplingRows, softmax: Softmax) -> Tensor:
-    """What rows are sampled from; see `titan.kernels.interfaces.SamplingOps.probs`."""
+    """Compute the distributions that rows are sampled from; see `titan.kernels.interfaces.SamplingOps.probs`."""
     if rows.is_greedy:
         return _certain(logits)
     temperature, top_k, top_p, min_p = (rows.options[name] for name in ("temperature", "top_k", "top_p", "min_p"))
@@ -81,20 +81,20 @@ def distributions(logits: Tensor, rows: SamplingRows, softmax: Softmax) -> Tenso
     if (min_p > 0).any():
         sampled = sampled.masked_fill(sampled < column(min_p) * sampled.amax(-1, keepdim=True), 0.0)
     is_cut = (limits < vocab_size) | (top_p < 1) | (min_p > 0)
-    if is_cut.any():  # rows that are whole stay as they are, whatever their neighbours do
+    if is_cut.any():  # uncut rows stay as they are, whatever the other rows do
         sampled = sampled / torch.where(column(is_cut), sampled.sum(-1, keepdim=True), 1.0)
     return sampled if probs is None else torch.where(column(is_greedy), probs, sampled)
 
 
 def _certain(logits: Tensor) -> Tensor:
-    """All on the first of the most likely tokens of each row: float32 [n, vocab]; NaN where the largest logit is not finite."""
+    """Put all mass on each row's most likely token, the first of ties: float32 [n, vocab]; NaN if its logit is not finite."""
     best, tokens = logits.max(-1, keepdim=True)
     certain = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter_(1, tokens, 1.0)
     return certain.masked_fill_(~best.isfinite(), torch.nan)
 
 
 def _cut_top_k(logits: Tensor, limits: Ints) -> Tensor:
-    """Keep the ``limits`` [n] largest logits of each row; of those that tie, the first in the stable order of topk."""
+    """Keep the ``limits`` [n] largest logits of each row; of ties, the first in topk's stable order."""
     vocab_size = logits.shape[-1]
     largest = logits.topk(int(limits[limits < vocab_size].max()), dim=-1)
     limits_column = torch.from_numpy(limits).to(logits.device)[:, None]
@@ -105,7 +105,7 @@ def _cut_top_k(logits: Tensor, limits: Ints) -> Tensor:
 
 
 def _cut_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the smallest set of most likely tokens whose mass reaches ``top_p`` [n, 1]; rows with 1 stay whole."""
+    """Keep the smallest set of most likely tokens whose mass reaches ``top_p`` [n, 1]; rows with 1 stay uncut."""
     vocab_size = probs.shape[-1]
     largest = probs.topk(min(TOP_P_CANDIDATES, vocab_size), dim=-1)
     is_open = (largest.values.sum(-1, keepdim=True) < top_p) & (top_p < 1)
@@ -118,7 +118,7 @@ def _cut_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
 
 
 def softmax_at(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """The softmax of logits divided by a temperature per row.
+    """Compute the softmax of logits divided by a temperature per row.
 
     Args:
         logits: [n, vocab], any float dtype; not changed.
@@ -129,34 +129,34 @@ def softmax_at(logits: Tensor, temperatures: Tensor) -> Tensor:
     """
     scaled = logits.to(torch.float32, copy=True)
     if (temperatures < TINY_TEMPERATURE).any():
-        scaled -= scaled.amax(-1, keepdim=True)  # lest the division leads to infinity minus infinity
+        scaled -= scaled.amax(-1, keepdim=True)  # else the division could lead to inf - inf
     return scaled.div_(temperatures[:, None]).softmax(-1)
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse-CDF draw: one token per row.
+    """Sample one token per row by inverting the CDF.
 
     Args:
         probs: float32 [n, vocab], not necessarily normalised, at least one entry > 0 per row.
         uniform: float64 [n] in (0, 1).
 
     Returns:
-        int64 [n]; a token of probability 0 never comes out.
+        int64 [n]; never a token of probability 0.
     """
     cdf = probs.double().cumsum(-1)
     total = cdf[:, -1]
-    # below the total whatever rounding does, so that the CDF steps over it, which it does at a possible token only
+    # below the total whatever rounding does, so that the CDF exceeds it, and first does so at a token of probability above 0
     height = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, height[:, None], right=True)[:, 0]
 
 
 def draw_siblings(probs: Tensor, uniform: Tensor, num_children: Tensor) -> Tensor:
-    """Draws without replacement: int64 [n, K], -1 where no token is left and past a row's children.
+    """Sample without replacement: int64 [n, K], -1 where no token is left and past a row's children.
 
     Args:
         probs: float32 [n, vocab], not necessarily normalised.
-        uniform: float64 [n, K] in (0, 1), one per draw.
-        num_children: int64 [n], draws of each row, at most K.
+        uniform: float64 [n, K] in (0, 1), one per sample.
+        num_children: int64 [n], samples of each row, at most K.
     """
     columns = []
     left = probs

@@ -1,19 +1,19 @@
-"""Choosing draft trees and verifying them, one obvious loop per tree: the rules, and what other back ends are held to.
+"""Selection and verification of draft trees, one plain loop per tree: the rules, and the reference for other back ends.
 
 **Sample-and-match**, for deterministic proposals: the target samples its own token at the root, as it would without speculation,
-and the walk descends to the child that carries it; of equal siblings the first. Where no child does, the token is emitted as the
+and the walk descends to the child that carries it, the first of equal siblings. If no child does, the token is emitted as the
 **recovered** token; past a leaf it is the **bonus** token. The output is thus distributed exactly as the target's own, and with
 randomness keyed by position it is the same sequence. At temperature 0 the sample is the argmax and the rule is greedy acceptance.
 
 **Recursive rejection**, for sampled proposals: at a node with target distribution p, the children x_0, x_1, ... were sampled from
 the draft's q without replacement. They are tried in that order: x_k is accepted with probability min(1, r_k(x_k) / q_k(x_k)),
 where r_0 = p, q_k is q without the earlier children, and a rejection leaves the residual r_{k+1} ~ max(r_k - q_k, 0), from which
-the final token is sampled when no child is left. One child is the classic rule of Leviathan et al., "Fast inference from
+the final token is sampled when no child is left. With one child this is the classic rule of Leviathan et al., "Fast inference from
 transformers via speculative decoding", 2023; the recursion is that of Jeon et al., "Recursive speculative decoding", 2024. Either
 way the token is distributed as p.
 
 No residual is ever stored. With Q_k the q-mass of the first k children, r_k = max(p - s_k q, 0) / m_k, where s_0 = 0, m_0 = 1,
-s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)); tokens rejected before fall out by themselves.
+s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)); tokens rejected before drop out by themselves.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from titan.kernels.tree_places import place_trees, with_draft_probs
 
 
 class TorchTrees:
-    """Runs on any device; what it chooses by is brought to the host.
+    """Tree operations on any device; the data they decide by is copied to the host.
 
     Args:
         sampling: of the same back end.
-        upload: likewise.
+        upload: of the same back end.
     """
 
     def __init__(self, sampling: SamplingOps, upload: Upload) -> None:
@@ -87,7 +87,7 @@ class TorchTrees:
 
 
 def _empty_places(start_loc: Ints) -> NodeColumns[NDArray[Any]]:
-    """Empty places of trees that begin there, [R + 1]."""
+    """Return empty places for trees that begin at ``start_loc``, [R + 1]."""
     num_nodes = int(start_loc[-1])
     return NodeColumns(
         np.full(num_nodes, -1, np.int64),
@@ -102,9 +102,9 @@ def _empty_places(start_loc: Ints) -> NodeColumns[NDArray[Any]]:
 def _best_tree(
     num_places: int, token_ids: Ints, scores: NDArray[np.float32], parent_slots: Ints, slots: Ints
 ) -> NodeColumns[NDArray[Any]]:
-    """The best tree of one request's candidates, [c] each.
+    """Return the best tree of one request's candidates, [c] each.
 
-    A child never scores above its parent, so that the best are ancestor-closed if, of equal ones, the earlier are taken.
+    A child never scores above its parent, so the best are ancestor-closed if ties go to the earlier candidate.
     """
     comparable = np.where(np.isfinite(scores), scores, -np.inf)
     best = np.argsort(-comparable, kind="stable")[: min(num_places, int(np.isfinite(scores).sum()))]
@@ -115,7 +115,7 @@ def _best_tree(
 
 
 class _Found(NamedTuple):
-    """What became of one tree."""
+    """The result of verifying one tree."""
 
     path: list[int]
     final_token: int
@@ -123,11 +123,11 @@ class _Found(NamedTuple):
 
 
 class _Tree(NamedTuple):
-    """One tree that is verified."""
+    """One tree to verify."""
 
     probs: Tensor  # float32 [1 + nodes, vocab], p at the root and the nodes
     draft_probs: Tensor | None  # float32 [any, vocab], q
-    draft_rows: list[int]  # of them, those of the root and the nodes; anything at leaves; none: nothing was sampled
+    draft_rows: list[int]  # rows of draft_probs for the root and the nodes; anything at leaves; empty: nothing was sampled
     token_ids: list[int]
     parents: list[int]
     seed: int
@@ -137,14 +137,14 @@ class _Tree(NamedTuple):
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     def sample(self, probs: Tensor, depth: int, purpose: Purpose) -> int:
-        """One token of a distribution, [vocab], at that depth; -1 where it is not finite."""
+        """Sample one token from a distribution, [vocab], at a depth; -1 if it is not finite."""
         if not torch.isfinite(probs[0]):
             return -1
         uniform = torch.from_numpy(philox_uniform(self.seed, self.position + depth, purpose).reshape(1))
         return int(draw(probs[None], uniform.to(probs.device)))
 
     def match(self) -> _Found:
-        """Sample-and-match."""
+        """Verify by sample-and-match."""
         path: list[int] = []
         while True:
             node = path[-1] if path else -1
@@ -155,7 +155,7 @@ class _Tree(NamedTuple):
             path.append(child)
 
     def reject(self) -> _Found:
-        """Recursive rejection."""
+        """Verify by recursive rejection."""
         assert self.draft_probs is not None, "the tree was sampled"
         path: list[int] = []
         while True:
@@ -169,16 +169,16 @@ class _Tree(NamedTuple):
                 path.append(accepted)
                 continue
             rest = (p - scale * q).clamp(min=0)
-            rest = rest if rest.any() else p  # where rounding leaves nothing of it
+            rest = rest if rest.any() else p  # if rounding leaves nothing of it
             return _Found(path, self.sample(rest, len(path), Purpose.RESIDUAL), self._match_at_root())
 
     def _try(self, children: list[int], p: Tensor, q: Tensor, depth: int) -> tuple[int | None, float]:
-        """The child that is accepted, if one is, and the scale s of the residual after all that were rejected."""
+        """Return the accepted child, if any, and the scale s of the residual after all rejected ones."""
         scale, tried = 0.0, 0.0  # s and Q
         for rank, child in enumerate(children):
             p_child, q_child = float(p[self.token_ids[child]]), float(q[self.token_ids[child]])
             mass = float((p - scale * q).clamp(min=0).sum(dtype=torch.float64)) if rank else 1.0
-            left = max(1 - tried, q_child)  # q is part of it, whatever rounding says
+            left = max(1 - tried, q_child)  # at least q, whatever rounding does
             coin = float(philox_uniform(self.seed, self.position + depth, Purpose.ACCEPT, sibling=rank))
             if coin * mass * q_child < max(p_child - scale * q_child, 0.0) * left:
                 return child, scale
@@ -187,7 +187,7 @@ class _Tree(NamedTuple):
         return None, scale
 
     def _match_at_root(self) -> tuple[float, float]:
-        """How often a greedy and a sampled token would have been accepted at the root."""
+        """Return the probabilities that a greedy and that a sampled draft token is accepted at the root."""
         if not self.token_ids or self.draft_probs is None:
             return np.nan, np.nan
         p, q = self.probs[0], self.draft_probs[self.draft_rows[0]]

@@ -1,4 +1,4 @@
-"""What a plan of tree attention is: made by `attention_planner` once per step, followed by the kernels of `tree_attention`.
+"""Plans of tree attention: made by `attention_planner` once per step, read by the kernels of `tree_attention`.
 
 Legend: T query tokens, padded ones included; R requests; G query heads per KV head.
 """
@@ -20,18 +20,18 @@ from titan.kernels.triton.tuning import TileConfig
 MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
 
 BLOCK_SIZES = (16, 32)
-"""Slots of a KV block that tree attention has tiles for."""
+"""Slots per KV block that tree attention has tiles for."""
 
 MAX_REQUESTS = 1024
-"""Of a batch: one program plans the attention of them all."""
+"""Most requests in a batch: one program plans the attention of them all."""
 
 TILE_FIELDS, MERGE_FIELDS = tl.constexpr(8), tl.constexpr(4)
-"""Int32 numbers of a tile, of which two keep records aligned, and of a merge."""
+"""Int32 numbers per record of a tile, two of which only keep records aligned, and per record of a merge."""
 
 
 @triton.jit
 def store_tiles(tiles_ptr, tiles, request, first_row, num_rows, first_slot, end_slot, part, mask):
-    """Write tiles; the arguments after their numbers are what `load_tile` returns."""
+    """Write the records of ``tiles``; the arguments after these indices are what `load_tile` returns."""
     record = tiles_ptr + tiles * TILE_FIELDS
     tl.store(record, request, mask=mask)
     tl.store(record + 1, first_row, mask=mask)
@@ -45,7 +45,7 @@ def store_tiles(tiles_ptr, tiles, request, first_row, num_rows, first_slot, end_
 def load_tile(tiles_ptr, tile):
     """Return request, first row (first token * G + head within the group), number of rows, first slot, end slot and part.
 
-    The part is where a split tile's is stored; -1: the tile is whole.
+    The part is the index at which a split tile's result is stored; -1: the tile is whole.
     """
     record = tiles_ptr + tile * TILE_FIELDS
     request, first_row, num_rows = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -54,7 +54,7 @@ def load_tile(tiles_ptr, tile):
 
 @triton.jit
 def store_merges(merges_ptr, merges, first_row, num_rows, first_part, num_parts, mask):
-    """Write the rows of split tiles, and their parts."""
+    """Write records of merges: the rows of split tiles, and their parts."""
     record = merges_ptr + merges * MERGE_FIELDS
     tl.store(record, first_row, mask=mask)
     tl.store(record + 1, num_rows, mask=mask)
@@ -64,10 +64,10 @@ def store_merges(merges_ptr, merges, first_row, num_rows, first_part, num_parts,
 
 @dataclass(frozen=True, slots=True)
 class AttentionGeometry:
-    """What a model's attention layers have in common.
+    """Numbers that all attention layers of a model share.
 
     Raises:
-        ValueError: names the field, what it is and what is allowed.
+        ValueError: names the field, its value and what is allowed.
     """
 
     num_heads: int
@@ -93,25 +93,25 @@ class AttentionGeometry:
 
     @property
     def padded_head_dim(self) -> int:
-        """The size of a tile that holds a head."""
+        """Size of the tile dimension that holds a head."""
         return max(16, int(triton.next_power_of_2(self.head_dim)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceLayout:
-    """What `titan.core.batch.AttentionLayout` says, on the device.
+    """The contents of `titan.core.batch.AttentionLayout`, on the device.
 
     A query row sees slot ``n`` of its request if ``n < visible_len``, or if bit ``n - tree_start`` of its ancestor bits is
-    set. A window hides slots at or below ``position - window`` that are seen by the first rule, and all but the nearest
+    set. A window hides slots at or below ``position - window`` that are visible by the first rule, and all but the nearest
     ``window`` ancestors.
 
-    From row to row of a request ``visible_lens`` must grow by 0 or 1, and no position may lie before ``visible_len - 1``. Below
-    ``seq_len``, all slots that the window leaves to the first row or a later one must hold finite numbers, visible or not.
+    From row to row of a request ``visible_lens`` must grow by 0 or 1, and no position may be less than ``visible_len - 1``. Below
+    ``seq_len``, all slots that are within the window of the first row or a later one must hold finite numbers, visible or not.
     """
 
     geometry: AttentionGeometry
     query_start_loc: Tensor  # int32 [R + 1], prefix sums of query lengths, which may be 0; rows from the last on are padding
-    seq_lens: Tensor  # int32 [R], slots that the queries of a request may look at, their own included
+    seq_lens: Tensor  # int32 [R], slots that the queries of a request may read, their own included
     block_table: Tensor  # int32 [R, blocks], physical block ids
     positions: Tensor  # int32 or int64 [T], rope positions
     visible_lens: Tensor  # int32 [T]
@@ -120,7 +120,7 @@ class DeviceLayout:
     # queries up to this length get small tiles, and may have ancestor bits: 1 + nodes of a tree, or 1; longer ones are prefill
     # chunks, and their bits are taken to be 0
     short_query_len: int
-    max_query_len: int  # no query may be longer: room is taken for queries up to this length
+    max_query_len: int  # no query may be longer: buffers are allocated for queries up to this length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +131,7 @@ class TileLaunch:
     num_running: int  # programs at a time
     tiles: Tensor  # int32 [at most, TILE_FIELDS]
     merges: Tensor  # int32 [at most, MERGE_FIELDS]
-    counts: Tensor  # int32 [2], tiles and merges that there are
+    counts: Tensor  # int32 [2], actual numbers of tiles and merges
     part_outputs: Tensor  # float32 [parts, num_kv_heads, block_m, head_dim], each normalised by itself
     part_log_sums: Tensor  # float32 [parts, num_kv_heads, block_m], base 2
     ancestor_bits: Tensor | None  # int64 [T], cut to the window; None: prefill chunks, without tree nodes
@@ -139,7 +139,7 @@ class TileLaunch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeAttentionPlan:
-    """Made once per step, used by every layer."""
+    """A plan of attention, made once per step and used by every layer."""
 
     layout: DeviceLayout
     launches: Mapping[Window, Sequence[TileLaunch]]  # verification tiles, then those of prefill chunks if there are any

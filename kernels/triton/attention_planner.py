@@ -1,12 +1,12 @@
-"""Plans paged tree attention on the device: which program attends which rows of which request over which slots.
+"""Plans paged tree attention on the device: which program attends from which rows of which request to which slots.
 
 The query rows of a request are its tokens times the query heads of one KV head: row ``token * group + g`` of KV head ``k`` is
-query head ``k * group + g`` of that token. A tile is up to ``block_m`` rows in sequence. Where few tiles would leave most of
-the device idle, their slots are split into chunks of one length, and the parts are merged afterwards (flash decoding: Dao et
-al., 2023). As all requests share the chunk length, a plan follows from a few sums over requests.
+query head ``k * group + g`` of that token. A tile is up to ``block_m`` consecutive rows. When few tiles would leave most of the
+device idle, their slots are split into chunks of one length, and the parts are merged afterwards (flash decoding: Dao et al.,
+2023). As all requests share the chunk length, a plan follows from a few sums over requests.
 
-Nothing here waits for the device, and every size follows from shapes and from numbers that the host knows: planning can be
-captured in a CUDA graph and replayed with other lengths. One plan serves all layers of a step.
+Nothing here synchronizes, and every size follows from shapes and from numbers that the host knows: planning can be captured in a
+CUDA graph and replayed with other lengths. One plan serves all layers of a step.
 
 Legend: T query tokens, padded ones included; R requests; G query heads per KV head.
 """
@@ -39,18 +39,18 @@ from titan.kernels.triton.tuning import TileConfig, num_multiprocessors, tile_co
 MAX_TREE_NODES = MAX_NODES + 1
 
 PARTS_PER_RUNNING_PROGRAM = 4
-"""At most so many parts of split tiles for every program that runs at a time: enough to even out unequal contexts."""
+"""Most parts of split tiles per program that runs at a time: enough to even out unequal contexts."""
 MIN_CHUNK = 128
 """The shortest chunk that the planner chooses, in slots."""
 MAX_SLOTS = 3 * MIN_CHUNK * 2**14
 """The longest chunk that it can choose, hence the longest context."""
 CHUNK_MULTIPLE = 16
-"""Of a fixed chunk."""
+"""A fixed chunk is a multiple of this many slots."""
 MAX_WINDOW = 2**30
 
-NUM_CHUNKS = tl.constexpr(32)  # lengths to choose from
+NUM_CHUNKS = tl.constexpr(32)  # chunk lengths to choose from
 CHUNKS_AT_A_TIME = tl.constexpr(8)
-TILE_COST = tl.constexpr(96)  # of starting and ending a program, in slots: a guess until it is measured
+TILE_COST = tl.constexpr(96)  # cost of starting and ending a program, in slots: a guess until it is measured
 REFUSED = tl.constexpr(2**56)
 
 
@@ -70,16 +70,16 @@ def _nearest_ancestors_kernel(kept_bits_ptr, ancestor_bits_ptr, num_tokens, wind
 
 @triton.jit
 def _chunk_of(index):
-    """128, 192, 256, 384, 512, ... slots."""
+    """Return the chunk length of an index: 128, 192, 256, 384, 512, ... slots."""
     return (2 + index % 2) << (index // 2 + 6)
 
 
 @triton.jit
 def _choose_chunk(num_tiles, num_slots, num_running, max_parts, NUM_KV_HEADS: tl.constexpr):
-    """The chunk length that promises the earliest end: int32.
+    """Return the chunk length, int32, with the earliest estimated end.
 
-    The last program ends no earlier than an even share of the work, or the longest program, takes; a longest program that
-    starts late costs up to its length on top, of which half is counted.
+    The last program ends no earlier than an even share of the work, or the longest program, takes; a longest program that starts
+    late adds up to its own length, half of which is counted.
     """
     num_tiles, num_slots = num_tiles[:, None], num_slots[:, None]
     best = tl.full([], REFUSED * NUM_CHUNKS, tl.int64)
@@ -92,7 +92,7 @@ def _choose_chunk(num_tiles, num_slots, num_running, max_parts, NUM_KV_HEADS: tl
         parts = tl.sum(tl.where(splits > 1, num_tiles * splits, 0), axis=0)
         score = 2 * tl.maximum(tl.cdiv(work, num_running), longest) + longest
         score = tl.where(parts <= max_parts, score, REFUSED)
-        keys = score * NUM_CHUNKS + (NUM_CHUNKS - 1 - indices)  # the longest of equally good ones
+        keys = score * NUM_CHUNKS + (NUM_CHUNKS - 1 - indices)  # ties go to the longest
         best = tl.minimum(best, tl.min(keys, axis=0))
     return _chunk_of(NUM_CHUNKS - 1 - (best % NUM_CHUNKS).to(tl.int32))
 
@@ -120,7 +120,7 @@ def _plan_kernel(
     BLOCK_R: tl.constexpr,
     ITEMS: tl.constexpr,
 ):
-    """One program. Whole chunks come first, so that the last programs to start are short."""
+    """Write all records of a launch, in one program. Whole chunks come first, so that the last programs to start are short."""
     requests = tl.arange(0, BLOCK_R)
     exists = requests < num_requests
     first_tokens = tl.load(query_start_loc_ptr + requests, mask=exists, other=0)
@@ -132,7 +132,7 @@ def _plan_kernel(
     num_tiles = tl.cdiv(num_rows, BLOCK_M)
     seq_lens = tl.load(seq_lens_ptr + requests, mask=num_rows > 0, other=0)
 
-    num_slots = seq_lens  # the most that a tile looks at
+    num_slots = seq_lens  # the most that a tile reads
     if WINDOWED:
         if TREE:
             first_visible_lens = tl.load(visible_lens_ptr + first_tokens, mask=num_rows > 0, other=0)
@@ -190,16 +190,16 @@ def plan_tree_attention(
 ) -> TreeAttentionPlan:
     """Plan the attention of one ragged batch, on the device.
 
-    Static, and to be the same when a CUDA graph is replayed: all shapes and numbers. The contents of the tensors may change.
+    All shapes and numbers are static: they must be the same when a CUDA graph is replayed. The contents of the tensors may change.
 
     Args:
         layout: of the batch.
         windows: distinct sliding windows of the layers.
-        fixed_chunk: split contexts into chunks of this many slots, whatever the batch: then a request's output does not depend
-            on the others, bit for bit, for the same ``short_query_len``. Room for all parts is taken beforehand.
+        fixed_chunk: split contexts into chunks of this many slots, whatever the batch, so that a request's output does not depend
+            on the others, bit for bit, for the same ``short_query_len``. Room for all parts is allocated in advance.
 
     Raises:
-        ValueError: names the argument, what it is and what is allowed.
+        ValueError: names the argument, its value and what is allowed.
     """
     num_tokens, num_requests = _check_layout(layout)
     _check_numbers(layout, windows, fixed_chunk)
@@ -225,7 +225,7 @@ def plan_tree_attention(
 
 
 def _check_layout(layout: DeviceLayout) -> tuple[int, int]:
-    """Check the tensors; returns how many tokens and requests there are."""
+    """Check the tensors; return the numbers of tokens and requests."""
     device, int32 = layout.query_start_loc.device, (torch.int32,)
     require_launchable("query_start_loc", device)
     require("seq_lens", layout.seq_lens, shape=(None,), dtypes=int32, device=device)
@@ -261,7 +261,7 @@ def _check_numbers(layout: DeviceLayout, windows: Sequence[Window], fixed_chunk:
 
 
 def _within_window(ancestor_bits: Tensor, window: Window) -> Tensor:
-    """Ancestor bits without those that the window hides, int64 [T]."""
+    """Return ancestor bits without those that the window hides, int64 [T]."""
     if window is None or window >= MAX_TREE_NODES:
         return ancestor_bits
     kept = torch.empty_like(ancestor_bits)
@@ -276,9 +276,9 @@ def _tile_config(geometry: AttentionGeometry, max_query_len: int | None, device:
 
 
 def _max_tiles(group: int, config: TileConfig, max_requests: int, num_tokens: int, max_query_len: int) -> int:
-    """The most tiles that so many requests can have, when no query is longer."""
+    """Return the most tiles that ``max_requests`` requests can have when no query is longer than ``max_query_len``."""
     tiles_per_request = -(-max_query_len * group // config.block_m)
-    num_rows = num_tokens * group + max_requests * (config.block_m - 1)  # with what requests leave empty in their last tiles
+    num_rows = num_tokens * group + max_requests * (config.block_m - 1)  # with rows that requests leave empty in their last tiles
     return min(max_requests * tiles_per_request, num_rows // config.block_m)
 
 
@@ -291,7 +291,7 @@ def _allocate(
     ancestor_bits: Tensor | None,
     device: torch.device,
 ) -> TileLaunch:
-    """A launch with room for the most tiles and parts."""
+    """Allocate a launch with room for the most tiles and parts."""
     num_running = config.programs_per_multiprocessor * num_multiprocessors(device)
     max_splits = triton.cdiv(max_slots, fixed_chunk or MIN_CHUNK)
     max_parts = max_tiles * max_splits if max_splits > 1 else 0

@@ -1,4 +1,4 @@
-"""The back end of a CUDA device: Triton kernels, CUDA graphs, and nothing that waits within a step but its end."""
+"""The back end of a CUDA device: Triton kernels, CUDA graphs, and no synchronization in a step before its end."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from titan.kernels.triton.trees import TritonTrees
 from titan.kernels.triton.upload import download, upload
 
 KV_MEMORY_SHARE = 0.9
-"""Share of what the largest passes leave of the device's memory that the KV caches take, unless it is given; the rest is for
-graphs, and for drafts to come."""
+"""Share of the device memory left by the largest passes that the KV caches take, unless their size is given; the rest is for
+graphs, and for later drafts."""
 
 TRAITS = frozenset(
     {"rms_norm", "silu", "rope", "sliding_window", "attention_bias", "output_bias", "mlp_bias", "qk_norm", "tied_embedding"}
 )
-"""Of models, those that the Triton layer knows; see `titan.models.config.ModelConfig.traits`."""
+"""Traits of models that the Triton layer supports; see `titan.models.config.ModelConfig.traits`."""
 
 
 class TritonBackend:
     """See `titan.kernels.interfaces.Backend`.
 
     Args:
-        device: with its index.
-        capture: makes what records passes, one for each model.
+        device: the device, with its index.
+        capture: makes a `Capture`, one for each model.
     """
 
     name = "Triton"
@@ -51,7 +51,7 @@ class TritonBackend:
         self.trees: TreeOps = TritonTrees(device, self.upload, sampling)
 
     def activate(self) -> None:
-        if self.device.type == "cuda":  # another engine, or another thread, may have another one; Triton launches on the current
+        if self.device.type == "cuda":  # Triton launches on the current one, and another engine or thread may have another
             torch.cuda.set_device(self.device)
 
     def check_limits(self, *, block_size: int, max_batch_size: int) -> None:
@@ -83,7 +83,7 @@ class TritonBackend:
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_reserved(self.device) - before
         torch.cuda.empty_cache()
-        # free now: what was loaded for the first pass stays
+        # free memory now: what was loaded for the first pass stays
         return int(max(0, torch.cuda.mem_get_info(self.device)[0] - peak) * KV_MEMORY_SHARE)
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:

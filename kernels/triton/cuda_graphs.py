@@ -1,7 +1,7 @@
-"""Replaying a small pass as a CUDA graph: one launch in place of hundreds, which otherwise take the host longer than the device.
+"""Replay of small passes as CUDA graphs: one launch in place of hundreds, which take the host longer than the device.
 
-A graph is captured for fixed shapes, so a batch is padded to the next of a bounded number of sizes. Sizes are captured when they
-first come up, which costs a fraction of a second each: most of them never do.
+A graph is captured for fixed shapes, so a batch is padded to the next of a bounded number of sizes. Sizes are captured on first
+use, which costs a fraction of a second each: most of them are never used.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from titan.kernels.interfaces import PassLimits
 
 MAX_GRAPH_TOKENS = 1024
-"""Larger passes keep the device busy for longer than it takes to launch them."""
+"""Most tokens of a graph; larger passes keep the device busy for longer than it takes to launch them."""
 
 
 class PassSize(NamedTuple):
-    """Shapes of a pass."""
+    """The shapes of a pass."""
 
     num_tokens: int
     num_requests: int
@@ -31,8 +31,8 @@ class PassSize(NamedTuple):
 class GraphSizes:
     """The sizes that passes are padded to.
 
-    Requests are padded by at most a quarter, or to a small number; tokens to so many per request. The number of sizes is at most
-    that of request counts times the square of that of query lengths.
+    Requests are padded by at most a quarter, or to a small number; tokens to a number per request. The number of sizes is at most
+    the number of request counts times the square of the number of query lengths.
 
     Args:
         limits: of the passes.
@@ -44,12 +44,12 @@ class GraphSizes:
 
     @property
     def largest(self) -> PassSize:
-        """As many tokens, requests and tokens per request as any size has."""
+        """The most tokens, requests and tokens per request of any size."""
         num_requests, query_len = self.request_counts[-1], self.query_lens[-1]
         return PassSize(min(num_requests * query_len, MAX_GRAPH_TOKENS), num_requests, query_len)
 
     def find(self, size: PassSize) -> PassSize | None:
-        """The smallest that holds a pass; ``None`` if none does."""
+        """Return the smallest size that holds a pass; ``None`` if none does."""
         num_tokens, num_requests, max_query_len = size
         if num_requests > self.request_counts[-1] or max_query_len > self.query_lens[-1]:
             return None
@@ -68,22 +68,22 @@ class Replay(NamedTuple):
 
 
 Capture = Callable[[Callable[[], Tensor]], Replay | None]
-"""Records what a function, which must have run before, launches on the device, without running it; ``None`` if the device has no
-memory left for it."""
+"""Records what a function launches on the device, without running it; the function must have run before. Returns ``None`` if the
+device has no memory left for it."""
 
 
 def cuda_graph_capture() -> Capture:
-    """Captures on the current device, in CUDA graphs that share the memory of what they compute on the way."""
+    """Return a `Capture` on the current device, in CUDA graphs that share the memory of their intermediate results."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(function: Callable[[], Tensor]) -> Replay | None:
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         stream = _capture_stream(torch.cuda.current_device())
         try:
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # other threads go on
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # other threads continue
                 output = function()
         except RuntimeError as error:
-            torch.cuda.set_stream(before)  # torch.cuda.graph stays on its own where it cannot end a capture
+            torch.cuda.set_stream(before)  # torch.cuda.graph stays on its own stream if it cannot end a capture
             if not _is_out_of_memory(error):
                 raise
             return None
@@ -94,12 +94,12 @@ def cuda_graph_capture() -> Capture:
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream of a device's captures, always the same one: matrix products keep memory per stream."""
+    """Return the stream of a device's captures, always the same one: matrix products keep memory per stream."""
     return torch.cuda.Stream(device)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says so, or one before it: the end of a capture that broke raises an error of its own."""
+    """Whether an error is about memory, or one before it: ending a broken capture raises an error of its own."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             return True
@@ -108,7 +108,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _ladder(largest: int, steps: Sequence[int]) -> list[int]:
-    """The steps up to ``largest``, which is the last; beyond the steps, each is a quarter more than the one before."""
+    """Return the steps up to ``largest``, which is the last; beyond ``steps``, each is a quarter more than the one before."""
     ladder = [step for step in steps if step < largest]
     while ladder and ladder[-1] >= steps[-1] and (step := ladder[-1] + ladder[-1] // 32 * 8) < largest:
         ladder.append(step)

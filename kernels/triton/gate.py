@@ -1,4 +1,4 @@
-"""The gate of the feed-forward part in one launch: SiLU of one half of a row times the other half.
+"""The gate of the feed-forward layer in one launch: SiLU of one half of a row times the other half.
 
 Shazeer, "GLU variants improve transformer", 2020 (SwiGLU).
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from titan.kernels.triton.tools import FLOAT_DTYPES, INTERPRETED, narrow, require, require_launchable
 
 MAX_COLUMNS_PER_PROGRAM = 1024
-"""With four warps, sixteen bytes of bfloat16 per thread and load."""
+"""Columns of one program: with four warps, sixteen bytes of bfloat16 per thread and load."""
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _silu_mul_kernel(
     COLUMNS: tl.constexpr,  # of one program
     EMU: tl.constexpr,
 ):
-    """One program per row and piece of it."""
+    """One program per row and piece of a row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < SIZE
@@ -37,10 +37,10 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up``, with ``silu(x) = x / (1 + exp(-x))``, computed in float32 and rounded once.
+    """Compute ``silu(gate) * up``, with ``silu(x) = x / (1 + exp(-x))``, in float32, and round once.
 
     Args:
-        gate_up: the gate, then what it gates: [T, 2 * intermediate_size], bfloat16, float16 or float32; rows may be strided.
+        gate_up: the gate, then the gated values: [T, 2 * intermediate_size], bfloat16, float16 or float32; rows may be strided.
 
     Returns:
         [T, intermediate_size], dtype of ``gate_up``.

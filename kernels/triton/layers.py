@@ -1,6 +1,6 @@
-"""The operations of a layer by Triton kernels, for which a batch is laid out on the device.
+"""The operations of a layer in Triton kernels, which take the layout of a batch on the device.
 
-The kernels read the lengths of a batch from tensors, so that a CUDA graph of them serves every batch of the same shapes.
+The kernels read the lengths of a batch from tensors, so that one CUDA graph serves every batch of the same shapes.
 
 Legend: T query tokens, R requests, padded ones included.
 """
@@ -22,11 +22,11 @@ from titan.kernels.triton.rope_kv import rope_and_write_kv
 from titan.kernels.triton.tree_attention import tree_attention
 
 MIN_CAPABILITY = (8, 0)
-"""Compute capability that Triton supports; the first with bfloat16."""
+"""Least compute capability that Triton supports; the first with bfloat16."""
 
 
 class TritonOps:
-    """See `titan.kernels.interfaces.LayerOps`; a batch is laid out as a `DeviceLayout`.
+    """See `titan.kernels.interfaces.LayerOps`; the layout of a batch is a `DeviceLayout`.
 
     Args:
         device: where the kernels run.

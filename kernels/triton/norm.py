@@ -13,7 +13,7 @@ from torch import Tensor
 from titan.kernels.triton.tools import FLOAT_DTYPES, INTERPRETED, narrow, require, require_launchable
 
 MAX_HIDDEN_SIZE = 16384
-"""One program holds a whole row in its registers."""
+"""Largest hidden size: one program holds a whole row in its registers."""
 
 
 @triton.jit
@@ -46,14 +46,14 @@ def _norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """``x / sqrt(mean(x ** 2) + eps) * weight`` of each row, computed in float32 and rounded once.
+    """Compute ``x / sqrt(mean(x ** 2) + eps) * weight`` of each row in float32, and round once.
 
     Args:
         x: [T, hidden_size], bfloat16, float16 or float32; rows may be strided.
         weight: [hidden_size], dtype of ``x``.
         eps: added to the mean square.
-        residual: [T, hidden_size], dtype of ``x``, to which ``x`` is added in place, and which is normed instead of it. The sum
-            is rounded before the norm sees it, as transformers does; rows may be strided.
+        residual: [T, hidden_size], dtype of ``x``, to which ``x`` is added in place, and which is normalized instead of ``x``. The
+            sum is rounded before it is normalized, as in transformers; rows may be strided.
 
     Returns:
         [T, hidden_size], dtype of ``x``.

@@ -1,4 +1,4 @@
-"""What a pass reads, on the device: brought there in one copy, and padded where a CUDA graph asks for it.
+"""Inputs of a pass on the device: uploaded in one copy, and padded if a CUDA graph requires it.
 
 Padded requests have queries of length 0. Padded tokens come after the queries of all requests and are written to no slot.
 
@@ -22,29 +22,29 @@ from titan.kernels.triton.upload import upload
 MAX_PACKED_BYTES_PER_TOKEN = 64
 MAX_PACKED_BYTES_PER_REQUEST = 16
 MAX_PADDING = 256
-"""Of the arrays of a batch, packed; see `_packed_arrays`."""
+"""The three bound the bytes that the packed arrays of a batch take; see `_packed_arrays`."""
 
 BLOCK_TABLE = 8
-"""Which of these arrays is the block table."""
+"""Index of the block table among these arrays."""
 
 
 def size_of(batch: RaggedBatch) -> PassSize:
-    """The shapes of a batch as it is."""
+    """Return the shapes of a batch without padding."""
     query_lens = np.diff(batch.attention.query_start_loc)
     return PassSize(len(batch.attention.positions), len(query_lens), int(query_lens.max()))
 
 
 def upload_rows(batch: RaggedBatch, device: torch.device) -> Tensor | None:
-    """The rows that need logits, int64 [L]; ``None`` if they are all of the batch."""
+    """Return the rows that need logits, int64 [L]; ``None`` if these are all rows of the batch."""
     rows = batch.logits_rows
     return None if len(rows) == len(batch.attention.positions) else upload([rows], device)[0]
 
 
 def upload_inputs(batch: RaggedBatch, geometry: AttentionGeometry, device: torch.device, max_short_query: int) -> PassInputs:
-    """Bring a batch to fresh memory, as it is.
+    """Upload a batch to new memory, without padding.
 
     Args:
-        batch: on the host, but for its nodes.
+        batch: on the host, except for its nodes.
         geometry: of the model that reads it.
         device: where the model is.
         max_short_query: queries up to this length are attended as verifications; longer ones as prefill chunks, unless they end
@@ -59,7 +59,7 @@ def upload_inputs(batch: RaggedBatch, geometry: AttentionGeometry, device: torch
 
 
 class StaticInputs:
-    """Inputs that lie, for each size, at the same place every time, as a CUDA graph needs them; all rows get logits.
+    """Inputs that have fixed addresses for each size, as a CUDA graph needs them; all rows get logits.
 
     Args:
         geometry: of the model that reads them.
@@ -81,7 +81,7 @@ class StaticInputs:
         return bool(batch.attention.block_table.shape[1] <= self.block_table.shape[1])
 
     def fill(self, batch: RaggedBatch, size: PassSize) -> PassInputs:
-        """Bring a batch, padded to a size that holds it, to the memory of that size."""
+        """Upload a batch, padded to a size that holds it, to the memory of that size."""
         tensors = upload(_packed_arrays(batch, size), self.device, into=self.packed)
         _place_nodes(batch, tensors)
         num_requests, num_blocks = batch.attention.block_table.shape
@@ -91,9 +91,9 @@ class StaticInputs:
 
 
 def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[np.int64] | NDArray[np.int32]]:
-    """The arrays of a batch in the order that `_inputs` knows, padded to ``size``, but for the block table.
+    """Return the arrays of a batch in the order that `_inputs` expects, padded to ``size``, except for the block table.
 
-    Where there are nodes, three more say where these belong.
+    If there are nodes, three more arrays say where they belong.
     """
     layout = batch.attention
     num_tokens, num_requests, _ = size
@@ -104,7 +104,7 @@ def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[np.int64]
         return array  # type: ignore[return-value]
 
     def known(values: Ints) -> Ints:
-        """Nothing of a pass of nodes alone, as those of a draft are."""
+        """Return the values, or none of them for a pass of nodes alone, as those of a draft are: the device knows them all."""
         return values[:0] if batch.nodes is not None and int(batch.nodes.start_loc[-1]) == len(values) else values
 
     arrays: list[NDArray[np.int64] | NDArray[np.int32]] = [
@@ -146,7 +146,7 @@ def _inputs(
 
 
 def _place_nodes(batch: RaggedBatch, tensors: list[Tensor]) -> None:
-    """Write the nodes, which the device alone may know, to the places that the host has kept for them."""
+    """Write the nodes, which may be known to the device alone, to the places that the host has reserved for them."""
     if (nodes := batch.nodes) is None:
         return
     (token_ids, ancestor_bits, positions), (rows, roots, masks) = tensors[:3], tensors[-3:]
@@ -157,7 +157,7 @@ def _place_nodes(batch: RaggedBatch, tensors: list[Tensor]) -> None:
 
 
 def _short_query_len(batch: RaggedBatch, max_short_query: int) -> int:
-    """The longest query of a verification, or of a prefill chunk with a branching tree after it."""
+    """Return the length of the longest query of a verification, or of a prefill chunk with a branching tree after it."""
     layout = batch.attention
     query_lens = np.diff(layout.query_start_loc)
     is_short = query_lens <= max_short_query

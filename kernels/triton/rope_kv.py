@@ -1,8 +1,8 @@
-"""Rotary embedding and KV write of one layer in one launch, with the RMSNorm of each query and key head where a model has it.
+"""Rotary embedding and KV write of one layer in one launch, with the RMSNorm of each query and key head if the model has it.
 
-Legend: T = query tokens, H = num_heads, K = num_kv_heads, D = head_dim. What comes out of the projection, ``[T, (H + 2K) * D]``
-with the query heads first, then keys, then values, is read once: queries go to a tensor of their own, keys and values to their
-slots. The rotation is that of Su et al., "RoFormer", 2021, with the pairs ``(x[i], x[i + D / 2])``.
+Legend: T = query tokens, H = num_heads, K = num_kv_heads, D = head_dim. The output of the projection, ``[T, (H + 2K) * D]`` with
+the query heads first, then keys, then values, is read once: queries go to a tensor of their own, keys and values to their slots.
+The rotation is that of Su et al., "RoFormer", 2021, with the pairs ``(x[i], x[i + D / 2])``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton.tools import FLOAT_DTYPES, INTERPRETED, narrow, require, require_launchable
 
 PAIRS_PER_PROGRAM = 512
-"""Rotated pairs, over several heads of one token; with four warps, eight bytes of bfloat16 per thread and load."""
+"""Rotated pairs of one program, over several heads of a token; with four warps, eight bytes of bfloat16 per thread and load."""
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _rope_and_write_kv_kernel(
     PAIRS: tl.constexpr,  # D / 2, padded to a power of two
     EMU: tl.constexpr,
 ):
-    """One program per token and group of heads: a tile [HEADS, PAIRS] for either half of the heads' dimensions."""
+    """One program per token and group of heads, with a tile [HEADS, PAIRS] for each half of the heads' dimensions."""
     HALF: tl.constexpr = HEAD_DIM // 2
     DTYPE: tl.constexpr = kv_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -90,11 +90,11 @@ def rope_and_write_kv(
 ) -> Tensor:
     """Normalise and rotate queries and keys, and write keys and values to their slots.
 
-    Computes in float32 and rounds once. Positions and slots are not checked: they are on the device.
+    Computation is in float32, rounded once. Positions and slots are not checked: they are on the device.
 
     Args:
         qkv: [T, (H + 2K) * D], bfloat16, float16 or float32; rows may be strided.
-        places: of the tokens; the table of the dtype of ``qkv``, no slot twice; slot -1 = keys and values are not written.
+        places: of the tokens; the table has the dtype of ``qkv``, slots are distinct; slot -1 = keys and values are not written.
         kv_layer: [2, K, num_blocks, block_size, D], dtype of ``qkv``, updated in place; only D must be contiguous.
         qk_norm: weights of the RMSNorm over each query and key head before the rotation, [H + K, D], dtype of ``qkv``;
             ``None`` = no norm.

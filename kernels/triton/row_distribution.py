@@ -1,12 +1,12 @@
-"""What each row of logits is sampled from: temperature, then top-k, top-p and min-p, without a sort and without a copy.
+"""The distribution that each row of logits is sampled from: temperature, then top-k, top-p and min-p, without a sort or a copy.
 
-All three cuts keep the most likely tokens and drop the rest, so they leave a threshold: a token is kept if its logit lies
-above it, or equals it and the token's id is not above a limit (ties are cut by id). A `RowDistributions` holds the logits and
-these numbers; the probability of any token is recomputed where it is needed.
+All three cuts keep the most likely tokens and drop the rest, so each amounts to a threshold: a token is kept if its logit is above
+it, or equals it and the token's id is not above a limit (ties are cut by id). A `RowDistributions` holds the logits and these
+numbers; the probability of a token is recomputed where it is needed.
 
-Two launches. The first sums up the row in chunks: largest logit, its place, and the sum of weights, where the weight of a token is
-``exp((logit - largest logit) / temperature)``. The second finds the thresholds, one program per row; a row without cuts ends there
-at once. A threshold is found by bisection on the bits of a float, which count as integers, so it is exact. It looks at
+There are two launches. The first reduces the row in chunks to the largest logit, its place, and the sum of weights, where a token's
+weight is ``exp((logit - largest logit) / temperature)``. The second finds the thresholds, one program per row; a row without cuts
+returns at once. A threshold is found by bisection on the bits of a float, taken as an integer, so it is exact. It reads
 candidates only, the tokens above a first bound that provably drops nothing that is kept: with the largest logits of groups of
 `GROUP` tokens,
 
@@ -14,7 +14,7 @@ candidates only, the tokens above a first bound that provably drops nothing that
 * the tokens below a bound weigh at most ``GROUP * sum over groups of min(weight of the group's largest, weight at the bound)``,
   and top-p drops at most ``1 - top_p`` of the total.
 
-Where more than `MAX_CANDIDATES` tokens lie above the bound, the bisection looks at the whole row.
+If more than `MAX_CANDIDATES` tokens are above the bound, the bisection reads the whole row.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from torch import Tensor
 from titan.kernels.triton.tools import FLOAT_DTYPES, require, require_launchable
 
 CHUNK = 4096
-"""Tokens that a program looks at together."""
+"""Tokens that a program processes together."""
 
 GROUP = 64
-"""Tokens of which one logit, the largest, is kept for the first bound."""
+"""Tokens per group, of which only the largest logit is kept for the first bound."""
 
 MAX_CANDIDATES = 4096
-"""Logits per row that the bisection can be narrowed to."""
+"""Largest number of logits per row that the bisection can be narrowed to."""
 
 TILE = 1024
-"""Candidates that the bisection looks at together."""
+"""Candidates that the bisection processes together."""
 
 NUM_BOUND_STEPS = 16
-"""Halvings of the range of all floats: the first bound is within 1 % of the best one."""
+"""Number of times the range of all floats is halved: the first bound is within 1 % of the best one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowDistributions:
-    """What R rows are sampled from; nothing can be sampled from a row whose largest logit is not finite.
+    """The distributions that R rows are sampled from; a row whose largest logit is not finite cannot be sampled from.
 
     The probability of a kept token is ``exp((logit - peak) * scale) / total``, where total is the sum of the row's chunk masses.
     A token is kept if its logit is above the threshold, or equal to it and the token's id is at most ``last_tie``.
@@ -61,7 +61,7 @@ class RowDistributions:
 
     @property
     def kernel_arguments(self) -> tuple[Tensor | int, ...]:
-        """What kernels take: the logits, their stride, and the five tensors that describe what is kept."""
+        """Arguments of kernels: the logits, their stride, and the five tensors that describe the kept tokens."""
         return (
             self.logits,
             self.logits.stride(0),
@@ -74,7 +74,7 @@ class RowDistributions:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The constants of kernels that take these arguments: sizes of the vocabulary and of its chunks."""
+        """Constants of the kernels that take these arguments: the sizes of the vocabulary and of its chunks."""
         num_chunks = self.chunk_masses.shape[1]
         return {
             "VOCAB_SIZE": self.logits.shape[1],
@@ -86,20 +86,20 @@ class RowDistributions:
 
 @triton.jit
 def load_logits(row_ptr, ids, VOCAB_SIZE: tl.constexpr):
-    """Logits of one row as float32; -inf past its end, and +inf for NaN, which no comparison finds."""
+    """Load logits of one row as float32; -inf past its end, and +inf for NaN, which comparisons would miss."""
     logits = tl.load(row_ptr + ids, mask=ids < VOCAB_SIZE, other=float("-inf")).to(tl.float32)
     return tl.where(logits == logits, logits, float("inf"))
 
 
 @triton.jit
 def weigh(logits, peak, scale):
-    """``exp((logit - peak) / temperature)``; the peak is finite."""
+    """Compute ``exp((logit - peak) / temperature)``; the peak is finite."""
     return tl.exp((logits - peak) * scale)
 
 
 @triton.jit
 def weigh_kept(logits, ids, peak, scale, threshold, last_tie):
-    """Weights of the tokens that the row's cuts leave, 0 for the others."""
+    """Compute the weights of the tokens that the row's cuts keep, 0 for the others."""
     is_kept = (logits > threshold) | ((logits == threshold) & (ids <= last_tie))
     return tl.where(is_kept, weigh(logits, peak, scale), 0.0)
 
@@ -121,7 +121,7 @@ def load_distribution(
     NUM_CHUNKS: tl.constexpr,
     CHUNKS: tl.constexpr,  # NUM_CHUNKS, padded to a power of two
 ):
-    """One row of a `RowDistributions`: peak, scale, threshold, last tie, and the chunks' masses [CHUNKS]."""
+    """Load one row of a `RowDistributions`: peak, scale, threshold, last tie, and the chunks' masses [CHUNKS]."""
     chunks = tl.arange(0, CHUNKS)
     masses = tl.load(chunk_masses_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=0.0)
     peak, scale = tl.load(peaks_ptr + row), tl.load(scales_ptr + row)
@@ -130,20 +130,20 @@ def load_distribution(
 
 @triton.jit
 def _inverse(temperature):
-    """1 / temperature, where it is tiny or 0 a number so large that the most likely token alone has a weight."""
+    """Return 1 / temperature; if that is tiny or 0, a number so large that only the most likely token has a weight."""
     return tl.div_rn(1.0, tl.maximum(temperature, 1e-30))
 
 
 @triton.jit
 def _key(logit):
-    """Integer of a float, int32, in the same order; its own inverse but for the type."""
+    """Map floats to int32 in the same order; its own inverse except for the type."""
     bits = logit.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _logit(key):
-    """Float of an integer: the inverse of `_key`."""
+    """Map int32 to floats: the inverse of `_key`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -187,14 +187,14 @@ def _sum_up_chunks_kernel(
 
 @triton.jit
 def _find_bound(group_peaks, peak, scale, limit, BY_COUNT: tl.constexpr, GROUP: tl.constexpr, NUM_STEPS: tl.constexpr):
-    """Key of a bound close to the largest of its kind, or -inf.
+    """Return the key of a bound close to the largest valid one, or of -inf.
 
-    By count, ``limit`` of the groups' peaks reach it, or more; else it is proven that all tokens below it weigh ``limit`` or less.
+    By count, at least ``limit`` of the groups' peaks must reach it; else all tokens below it must provably weigh ``limit`` or less.
     """
     group_weights = weigh(group_peaks, peak, scale)
     low, high = _key(tl.full((), float("-inf"), tl.float32)), _key(peak)
     for _ in range(NUM_STEPS):
-        middle = (low | high) - ((low ^ high) >> 1)  # ceil((low + high) / 2), whose sum may not fit
+        middle = (low | high) - ((low ^ high) >> 1)  # ceil((low + high) / 2), where the sum may overflow
         bound = (middle ^ ((middle >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)  # `_logit`: the interpreter is slow at calls
         if BY_COUNT:
             is_fine = tl.sum((group_peaks >= bound).to(tl.int32), axis=0) >= limit
@@ -208,7 +208,7 @@ def _find_bound(group_peaks, peak, scale, limit, BY_COUNT: tl.constexpr, GROUP: 
 def _collect_candidates(
     row_ptr, candidates_ptr, bound, VOCAB_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, MAX: tl.constexpr
 ):
-    """Copy the logits that reach the bound, as long as there is room; returns how many there are."""
+    """Copy the logits that reach the bound, as long as there is room; return their number."""
     num_candidates = tl.zeros((), tl.int32)
     for chunk in range(NUM_CHUNKS):
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -224,7 +224,7 @@ def _collect_candidates(
 
 @triton.jit
 def _find_threshold(values_ptr, length, low, wanted, peak, scale, BY_COUNT: tl.constexpr, TILE: tl.constexpr):
-    """Key of the largest threshold, from ``low`` on, that ``wanted`` values reach, or values that weigh as much."""
+    """Return the key of the largest threshold, from ``low`` on, reached by ``wanted`` values, or by values of that weight."""
     high = _key(peak)
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)
@@ -246,7 +246,7 @@ def _find_threshold(values_ptr, length, low, wanted, peak, scale, BY_COUNT: tl.c
 
 @triton.jit
 def _sum_up_above(values_ptr, length, threshold, peak, scale, TILE: tl.constexpr):
-    """How many values lie above the threshold, int32, and what they weigh, float64."""
+    """Return the number of values above the threshold, int32, and their weight, float64."""
     counts, masses = tl.full((TILE,), 0, tl.int32), tl.full((TILE,), 0.0, tl.float64)
     start = 0
     while start < length:
@@ -268,7 +268,7 @@ def _cut_rows_kernel(
     min_p_ptr,  # [R]
     chunk_peaks_ptr,  # [R, NUM_CHUNKS]
     chunk_places_ptr,  # [R, NUM_CHUNKS]
-    chunk_masses_ptr,  # [R, NUM_CHUNKS], in: relative to the chunks' peaks; out: to the row's, of what is kept
+    chunk_masses_ptr,  # [R, NUM_CHUNKS], in: relative to the chunks' peaks; out: to the row's, of the kept tokens
     group_peaks_ptr,  # [R, NUM_GROUPS]
     candidates_ptr,  # [R, MAX_CANDIDATES]
     peaks_ptr,  # [R]
@@ -321,7 +321,7 @@ def _cut_rows_kernel(
                     low = _find_bound(group_peaks, peak, scale, (1.0 - top_p) * total, False, GROUP, NUM_BOUND_STEPS)
                 values_ptr = candidates_ptr + row * MAX_CANDIDATES
                 length = _collect_candidates(row_ptr, values_ptr, _logit(low), VOCAB_SIZE, NUM_CHUNKS, CHUNK, MAX_CANDIDATES)
-                tl.debug_barrier()  # what other threads have written is read next
+                tl.debug_barrier()  # next, values written by other threads are read
                 if length > MAX_CANDIDATES:
                     values_ptr = row_ptr
                     length = tl.full((), VOCAB_SIZE, tl.int32)
@@ -365,14 +365,14 @@ def _cut_rows_kernel(
 
 
 def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> RowDistributions:
-    """What each row is sampled from; a temperature of 0 leaves the most likely token alone, the first of equal ones.
+    """Compute what each row is sampled from; a temperature of 0 leaves only the most likely token, the first of ties.
 
-    Nothing is read back to the host. Ties at the edge of top-k and top-p are cut by token id, the smaller ones stay.
+    Nothing is read back to the host. Ties at the edge of top-k and top-p are cut by token id: smaller ids are kept.
 
     Args:
         logits: [R, vocab], float32, float16 or bfloat16; rows may be strided. The result refers to them.
         temperature: float32 [R]; 0 = greedy.
-        top_k: int32 [R]; 0 or less, or the vocabulary or more: all.
+        top_k: int32 [R]; 0 or less, or the vocabulary size or more: all.
         top_p: float32 [R]; the smallest set of most likely tokens whose mass, after top-k, reaches it; 1 = all, 0 = one.
         min_p: float32 [R]; tokens less likely than this share of the most likely one are dropped.
 
@@ -396,7 +396,7 @@ def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top
     chunk_masses = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=device)
     group_peaks = torch.empty(num_rows, num_groups, dtype=torch.float32, device=device)
     candidates = torch.empty(num_rows, MAX_CANDIDATES, dtype=logits.dtype, device=device)
-    # each on its own, so that it is aligned whatever the number of rows: otherwise kernels are compiled anew
+    # allocated one by one, so that each is aligned whatever the number of rows: otherwise kernels are recompiled
     peaks, scales, thresholds = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(3))
     last_ties = torch.empty(num_rows, dtype=torch.int32, device=device)
     if num_rows == 0:
@@ -455,7 +455,7 @@ def _probs_kernel(
 
 
 def normalized_probs(distributions: RowDistributions) -> Tensor:
-    """Write the probabilities out: float32 [R, vocab], 0 for what is cut, NaN in rows that nothing can be sampled from."""
+    """Write out the probabilities: float32 [R, vocab], 0 for cut tokens, NaN in rows that cannot be sampled from."""
     num_rows, vocab_size = distributions.logits.shape
     probs = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=distributions.logits.device)
     if num_rows:

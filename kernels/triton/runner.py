@@ -1,4 +1,4 @@
-"""A model that runs Triton kernels: a batch goes to the device in one copy, and small passes are replayed as CUDA graphs."""
+"""The runner of a model with Triton kernels: a batch is uploaded in one copy, and small passes are replayed as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from titan.kernels.triton.pass_inputs import StaticInputs, size_of, upload_input
 
 
 class TritonRunner:
-    """Runs a target or a draft, without waiting for the device.
+    """Runs a target or a draft without synchronizing.
 
-    Passes without prefill chunks are replayed, up to the final norm; the output head runs for the rows that need logits alone.
-    Nothing else depends on whether a pass was replayed, not even the rounding: a size runs padded the first time too, before it is
-    captured, and every time where memory is too short to capture it.
+    Passes without prefill chunks are replayed, up to the final norm; the output head runs only for the rows that need logits.
+    Nothing else depends on whether a pass is replayed, not even rounding: a size runs padded the first time too, before it is
+    captured, and every time if memory is too short to capture it.
 
     Args:
-        backend: whose device the model is on.
+        backend: the one whose device the model is on.
         model: made with this back end's `layer_ops`.
         kv: of the model.
         limits: of passes that are replayed.
-        counts: counted in.
+        counts: of passes; updated.
         capture: records passes.
 
     Raises:
-        ValueError: attention heads, a block size or a number of requests that the kernels cannot take.
+        ValueError: attention heads, a block size or a number of requests that the kernels do not support.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class TritonRunner:
         self._sizes = GraphSizes(limits)
         num_blocks = limits.num_blocks + -(-MAX_NODES // kv.block_size)  # a beam writes more nodes than a request may keep
         self._static = StaticInputs(self._geometry, backend.device, self._sizes.largest, num_blocks)
-        self._replays: dict[PassSize, Replay | None] = {}  # None: not to be tried again
+        self._replays: dict[PassSize, Replay | None] = {}  # None: capture failed and is not retried
         self._capture = capture
         self._counts = counts
 
@@ -70,7 +70,7 @@ class TritonRunner:
         return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
 
     def _padded_hidden_states(self, batch: RaggedBatch, size: PassSize) -> Tensor:
-        """Those of all tokens of a size, valid until the next pass: [size.num_tokens, hidden_size]."""
+        """Return the hidden states of all tokens of a size, valid until the next pass: [size.num_tokens, hidden_size]."""
         inputs = self._static.fill(batch, size)
         replay = self._replays.get(size)
         if replay is not None:
@@ -78,13 +78,13 @@ class TritonRunner:
             replay.run()
             return replay.output
         self._counts.num_eager += 1
-        hidden = self.model.hidden_states(inputs, self.kv)  # which compiles what a capture must find compiled
+        hidden = self.model.hidden_states(inputs, self.kv)  # also compiles the kernels, as a capture requires
         if size not in self._replays:
             self._replays[size] = self._captured(inputs, size)
         return hidden
 
     def _captured(self, inputs: PassInputs, size: PassSize) -> Replay | None:
-        """The pass over these inputs; ``None``, said once in the log, if memory is too short for it."""
+        """Capture the pass over these inputs; return ``None``, and log the first such case, if memory is too short."""
         replay = self._capture(lambda: self.model.hidden_states(inputs, self.kv))
         if replay is None and None not in self._replays.values():
             logging.getLogger(__name__).warning(

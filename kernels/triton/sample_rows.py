@@ -1,8 +1,7 @@
-"""One token per row of logits, each row with its own options and its own random number.
+"""Sampling of one token per row of logits, each row with its own options and its own random number.
 
-The draw inverts the cumulative distribution in the order of the vocabulary, in float64, first among chunks, then among the tokens
-of one chunk. It is the draw of `titan.kernels.torch.sampling`, so both choose the same tokens but where a number falls on a border
-between two.
+Sampling inverts the cumulative distribution in the order of the vocabulary, in float64, first over chunks, then over the tokens of
+one chunk. It follows `titan.kernels.torch.sampling`, so both choose the same tokens unless a number falls on a border between two.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from titan.kernels.triton.tools import require
 
 @triton.jit
 def invert_cdf(masses, uniform, SIZE: tl.constexpr):
-    """Which of the masses [SIZE] a number in (0, 1) falls on, int32, and how far into it, float64 from 0 to 1.
+    """Return the index of the mass, of [SIZE], that a number in (0, 1) falls on, int32, and how far into it, float64 from 0 to 1.
 
-    Never one that is 0, whatever rounding does, as long as there are others.
+    The mass is never 0, whatever rounding does, as long as there are others.
     """
     places = tl.arange(0, SIZE)
     cdf = tl.cumsum(masses, axis=0)
@@ -77,7 +76,7 @@ def _draw_kernel(
 
 
 def draw_rows(distributions: RowDistributions, seeds: Tensor, positions: Tensor, *, purpose: int) -> Tensor:
-    """Draw one token from each distribution.
+    """Sample one token from each distribution.
 
     Args:
         distributions: R of them.
@@ -86,7 +85,7 @@ def draw_rows(distributions: RowDistributions, seeds: Tensor, positions: Tensor,
         purpose: the stream of random numbers, 0 to 255.
 
     Returns:
-        int64 [R]; -1 where the row's largest logit is not finite.
+        int64 [R]; -1 if the row's largest logit is not finite.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype, strides or device, or a purpose out of range.

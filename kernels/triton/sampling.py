@@ -1,4 +1,4 @@
-"""Distributions by Triton kernels; see `titan.kernels.interfaces.SamplingOps`."""
+"""Distributions in Triton kernels; see `titan.kernels.interfaces.SamplingOps`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from titan.kernels.triton.row_distribution import RowDistributions, normalized_p
 
 
 class TritonSampling(TorchSampling):
-    """The most likely tokens, and children without replacement, are PyTorch's."""
+    """Computes distributions; the most likely tokens, and children without replacement, are those of PyTorch."""
 
     def probs(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         return normalized_probs(self.distributions(logits, rows))
 
     def distributions(self, logits: Tensor, rows: SamplingRows) -> RowDistributions:
-        """`probs` before they are written out."""
+        """Return the distributions of `probs` before they are written out."""
         top_k = np.minimum(rows.options["top_k"], logits.shape[1]).astype(np.int32)
         columns = self._upload([top_k, *(rows.options[name] for name in ("temperature", "top_p", "min_p"))])
         return row_distributions(logits, **dict(zip(("top_k", "temperature", "top_p", "min_p"), columns, strict=True)))

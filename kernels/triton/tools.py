@@ -1,4 +1,4 @@
-"""What the Triton kernels share: checks of their arguments, and arithmetic that holds in Triton's interpreter too.
+"""Tools of the Triton kernels: checks of their arguments, and arithmetic that is also correct in Triton's interpreter.
 
 The interpreter (``TRITON_INTERPRET=1``, set before triton is imported) multiplies the bit patterns of bfloat16 numbers and
 truncates where hardware rounds to nearest even (triton-lang/triton issue 11584). So kernels compute in float32, and their
@@ -18,7 +18,7 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels of this process run in Triton's interpreter, on the CPU."""
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Of models, activations and KV."""
+"""Dtypes of models, activations and KV."""
 
 
 def require(
@@ -31,19 +31,19 @@ def require(
     contiguous: bool = True,
     is_written: bool = False,
 ) -> None:
-    """Refuse a tensor that a kernel cannot take, before a launch.
+    """Reject a tensor that a kernel does not support, before a launch.
 
     Args:
         name: of the argument, for the message.
-        tensor: what was given.
+        tensor: the argument.
         shape: expected; ``None`` = any size.
-        dtypes: those allowed.
+        dtypes: allowed dtypes.
         device: where the kernel runs.
         contiguous: whether all of it must be contiguous; otherwise its last dimension must be.
-        is_written: whether the kernel writes to it, so that each of its numbers must have a place of its own.
+        is_written: whether the kernel writes to it, so that no two of its numbers may share memory.
 
     Raises:
-        ValueError: names the argument, what it is and what is expected.
+        ValueError: names the argument, its value and what is expected.
     """
     fits = tensor.dim() == len(shape) and all(size in (None, got) for size, got in zip(shape, tensor.shape, strict=True))
     if not fits:
@@ -67,14 +67,14 @@ def is_launchable(device: torch.device) -> bool:
 
 
 def require_launchable(name: str, device: torch.device) -> None:
-    """Refuse a device on which Triton kernels of this process cannot run now.
+    """Reject a device on which Triton kernels of this process cannot run now.
 
     Args:
         name: of the argument whose device it is, for the message.
         device: where the kernel would run.
 
     Raises:
-        ValueError: neither a CUDA device nor, in the interpreter, the CPU; or a CUDA device that is not the current one, on which
+        ValueError: it is neither a CUDA device nor, in the interpreter, the CPU; or it is not the current CUDA device, on which
             Triton launches wherever the tensors are.
     """
     if not is_launchable(device):
@@ -86,7 +86,7 @@ def require_launchable(name: str, device: torch.device) -> None:
 
 @triton.jit
 def dot(a, b, EMU: tl.constexpr):
-    """``a @ b`` of two tiles, summed in float32; float32 tiles are multiplied as such, not as TF32."""
+    """Compute ``a @ b`` of two tiles, summed in float32; float32 tiles are multiplied in float32, not in TF32."""
     if EMU:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -96,13 +96,13 @@ def dot(a, b, EMU: tl.constexpr):
 
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr, EMU: tl.constexpr):
-    """Round float32 ``x`` to nearest even in ``DTYPE``; NaN and infinities stay what they are."""
+    """Round float32 ``x`` to nearest even in ``DTYPE``; NaN and infinities are kept."""
     if EMU and DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = bits + 0x7FFF + ((bits >> 16) & 1)
         is_finite = (bits & 0x7F800000) != 0x7F800000
         bits = tl.where(is_finite, rounded, bits) & 0xFFFF0000
-        result = bits.to(tl.float32, bitcast=True).to(tl.bfloat16)  # exact: what is cut off is 0
+        result = bits.to(tl.float32, bitcast=True).to(tl.bfloat16)  # exact: the bits cut off are 0
     else:
         result = x.to(DTYPE)
     return result

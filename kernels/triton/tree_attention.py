@@ -1,12 +1,12 @@
 """Ragged tree attention over paged KV blocks in Triton: prefill chunks, decodes and verifications of all requests at once.
 
-Planned by `attention_planner`, which states what is visible. A program takes one tile of rows, which the query heads of one KV
-head share, over one range of slots, with the softmax of Milakov and Gimelshein, "Online normalizer calculation for softmax",
-2018, in powers of two. A tile whose slots were split leaves parts, each normalised, with the logarithm of its sum; a second
+It is planned by `attention_planner`, which states what is visible. A program processes one tile of rows, which the query heads of
+one KV head share, over one range of slots, with the softmax of Milakov and Gimelshein, "Online normalizer calculation for
+softmax", 2018, in base 2. A tile whose slots are split yields parts, each normalised, with the logarithm of its sum; a second
 kernel merges them in the order of their slots, and zeroes the padded rows.
 
-Products of bfloat16 or float16 are summed in float32, in which everything between them is computed; float32 is multiplied as
-such. Slots are in memory at ``block * block_size + offset`` of a KV head, block offsets in 64 bits.
+Products of bfloat16 or float16 are summed in float32, and everything between them is computed in float32; float32 is multiplied in
+float32. Slots are in memory at ``block * block_size + offset`` of a KV head; block offsets are 64-bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titan.kernels.triton.tools import INTERPRETED, dot, narrow, require, requir
 MERGED_PARTS = 16
 """Parts that are read at a time."""
 ZEROED_NUMBERS = 1024
-"""Numbers of padded rows that are written at a time."""
+"""Elements of padded rows that are zeroed at a time."""
 MERGE_PROGRAMS_PER_RUNNING_PROGRAM = 4
 
 
@@ -57,7 +57,7 @@ def _attend(
     SOFTCAPPED: tl.constexpr,
     EMU: tl.constexpr,
 ):
-    """Go on over slots ``first_slot`` to ``end_slot``; not ``MASKED``: every row sees all of them."""
+    """Continue over slots ``first_slot`` to ``end_slot``; not ``MASKED``: every row sees all of them."""
     dims = tl.arange(0, BLOCK_D)
     for first in range(first_slot, end_slot, BLOCK_N):
         slots = first + tl.arange(0, BLOCK_N)
@@ -77,7 +77,7 @@ def _attend(
                 is_visible = is_visible & (slots[None, :] > hidden_slots[:, None])
             if TREE:
                 nodes = slots - tree_start
-                shifts = tl.minimum(tl.maximum(nodes, 0), 63).to(tl.int64)  # others are not defined
+                shifts = tl.minimum(tl.maximum(nodes, 0), 63).to(tl.int64)  # other shifts are undefined
                 is_ancestor = (ancestor_bits[:, None] >> shifts[None, :]) & 1 == 1
                 is_visible = is_visible | (is_ancestor & ((nodes >= 0) & (nodes < 64))[None, :])
             scores = tl.where(is_visible & is_slot[None, :], scores, float("-inf"))
@@ -130,7 +130,7 @@ def _attention_kernel(
     SOFTCAPPED: tl.constexpr,
     EMU: tl.constexpr,
 ):
-    """One program per tile and KV head, heads first, since they share block ids; programs beyond the tiles do nothing."""
+    """One program per tile and KV head, heads innermost, since they share block ids; programs beyond the tiles do nothing."""
     tile = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     if tile >= tl.load(counts_ptr):
@@ -215,7 +215,7 @@ def _merge_kernel(
     PADDED: tl.constexpr,  # whether this launch zeroes the padded rows
     EMU: tl.constexpr,
 ):
-    """A fixed number of programs shares the rows of all merges, so that a step without any costs next to nothing."""
+    """A fixed number of programs shares the rows of all merges, so that a step without merges costs next to nothing."""
     DTYPE: tl.constexpr = output_ptr.dtype.element_ty
     TOKEN: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
     dims = tl.arange(0, BLOCK_D)
@@ -263,22 +263,22 @@ def tree_attention(
     window: Window = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of every query row over the slots it sees; padded rows are exactly 0.
+    """Attend from every query row to the slots it sees; padded rows are exactly 0.
 
     Args:
         q: [T, num_heads, head_dim], the last dimension contiguous.
-        kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], keys and values; the tokens' own are written. The last
-            dimension is contiguous.
+        kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], keys and values; those of the query tokens are already
+            written. The last dimension is contiguous.
         plan: from `attention_planner.plan_tree_attention`.
         scale: multiplies the scores.
         window: this layer's sliding window, one of those planned for.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; none without it.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; ``None`` = no cap.
 
     Returns:
         [T, num_heads * head_dim], dtype of ``q``.
 
     Raises:
-        ValueError: names the argument, what it is and what is expected.
+        ValueError: names the argument, its value and what is expected.
     """
     geometry, num_tokens, device = plan.layout.geometry, len(plan.layout.positions), plan.layout.positions.device
     num_heads, num_kv_heads, head_dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim

@@ -3,10 +3,10 @@
 At a node with target distribution p the children are tried in the order they were sampled. With Q_k the q-mass of the first k,
 child x_k is accepted with probability r_k(x_k) / q_k(x_k), at most 1, where q_k = q / (1 - Q_k) without the earlier children and
 r_k = max(p - s_k q, 0) / m_k; s_0 = 0, m_0 = 1, s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)). When
-none is left the final token is sampled from the last residual. One child is the rule of Leviathan et al., "Fast inference from
-transformers via speculative decoding", 2023; the recursion is that of Jeon et al., "Recursive speculative decoding", 2024.
+none is left the final token is sampled from the last residual. With one child it is the rule of Leviathan et al., "Fast inference
+from transformers via speculative decoding", 2023; the recursion is that of Jeon et al., "Recursive speculative decoding", 2024.
 
-A kernel needs the two scalars s and m of the node it stands at, no residual vector. It reads the vocabulary once per rejected
+A kernel needs only the two scalars s and m of its current node, no residual vector. It reads the vocabulary once per rejected
 child; an accepted child costs two numbers. p is never written out: it is recomputed from logits, see `RowDistributions`.
 Rules, random numbers and edge cases are those of `titan.kernels.torch.trees`.
 """
@@ -27,7 +27,7 @@ from titan.kernels.triton.tree_walk import NODES, VerifiedTrees, load_tree, stor
 
 @triton.jit
 def _load_probs(logits_ptr, ids, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE: tl.constexpr):
-    """Probabilities p of tokens of one row, float32."""
+    """Compute probabilities p of tokens of one row, float32."""
     logits = load_logits(logits_ptr, ids, VOCAB_SIZE)
     return weigh_kept(logits, ids, peak, scale, threshold, last_tie) * inverse_total
 
@@ -59,14 +59,14 @@ def _reject_kernel(
     CHUNK: tl.constexpr,
     NODES: tl.constexpr,
 ):
-    """One program per request that was sampled; each turn of the loop tries one child of the node that was reached."""
+    """One program per sampled tree; each iteration of the loop tries one child of the current node."""
     request = tl.load(sampled_ptr + tl.program_id(0))
     token_ids, parents, root_row = load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr, NODES)
     nodes, chunks = tl.arange(0, NODES), tl.arange(0, CHUNKS)
     path = tl.full((NODES,), -1, tl.int32)
     depth = tl.zeros((), tl.int32)
 
-    # of the node that was reached
+    # state of the current node
     row = root_row.to(tl.int64)
     peak, scale, threshold, last_tie, masses = load_distribution(
         row, peaks_ptr, scales_ptr, thresholds_ptr, last_ties_ptr, chunk_masses_ptr, NUM_CHUNKS, CHUNKS
@@ -75,7 +75,7 @@ def _reject_kernel(
     child = tl.min(tl.where(parents == -1, nodes, NODES), axis=0)
     rank = tl.zeros((), tl.int32)
     s, m, tried = tl.zeros((), tl.float64), tl.full((), 1.0, tl.float64), tl.zeros((), tl.float64)
-    residual_scale = tl.zeros((), tl.float32)  # s, or 0 where rounding leaves nothing of the residual
+    residual_scale = tl.zeros((), tl.float32)  # s, or 0 if rounding leaves nothing of the residual
 
     while (child < NODES) & is_finite(peak):
         row_ptr = logits_ptr + row * stride_logits
@@ -84,7 +84,7 @@ def _reject_kernel(
         token = tl.sum(tl.where(nodes == child, token_ids, 0), axis=0)
         p = _load_probs(row_ptr, token, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE).to(tl.float64)
         q = tl.load(q_ptr + token).to(tl.float64)
-        left = tl.maximum(1.0 - tried, q)  # q is part of it, whatever rounding says
+        left = tl.maximum(1.0 - tried, q)  # at least q, whatever rounding does
         coin = philox_uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), ACCEPT, rank)
         if coin * m * q < tl.maximum(p - s * q, 0.0) * left:
             path = tl.where(nodes == depth, child, path)
@@ -147,12 +147,12 @@ def reject_trees(
     """Verify the trees whose children were sampled from ``draft_probs``; nothing is read back to the host.
 
     Args:
-        trees: of which the paths and final tokens of those that were sampled are written; a final token is -1 where the largest
-            logit at the last accepted node is not finite.
-        sampled: int64, which were; distinct and below S, which is not checked: they are on the device.
+        trees: paths and final tokens of the sampled ones are written; a final token is -1 if the largest logit at the last
+            accepted node is not finite.
+        sampled: int64, indices of the sampled trees; distinct and below S, which is not checked: they are on the device.
         distributions: the target's, of the L rows.
         draft_probs: float32 [I, vocab], q; rows may be strided.
-        draft_rows: int32 [L], which of them the children of a row's node were sampled from, not read where it has none.
+        draft_rows: int32 [L], rows of q that the children of each row's node were sampled from, not read if it has none.
         seeds: int64 [L], the bits of the uint64 seeds.
         positions: int64 [L], of the token that follows the row, below 2**32.
 

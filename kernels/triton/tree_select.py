@@ -1,7 +1,7 @@
-"""Of each request's candidates the best draft tree: those with the greatest scores, laid out with the path of first children first.
+"""Selection of each request's best draft tree: the candidates with the greatest scores, the path of first children first.
 
-A candidate never scores above its parent and comes after it, so that the best ones are ancestor-closed if, of equal ones, the
-earlier are taken: the rule of `titan.kernels.torch.trees`.
+A candidate never scores above its parent and comes after it, so the best ones are ancestor-closed if ties go to the earlier
+candidate: the rule of `titan.kernels.torch.trees`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from titan.kernels.triton.tools import require, require_launchable
 from titan.kernels.triton.tree_walk import NODES
 
 CANDIDATES = (64, 512, 4096)
-"""One program holds the scores of a request in its registers, padded to one of these numbers. Each of them is a kernel that is
-compiled when it is first launched, and how many candidates there are changes while trees are drafted: chains and trees along one
-chain always have the first of them, beams the second."""
+"""Padded numbers of candidates: one program holds the scores of a request in its registers. Each number is a kernel of its own,
+compiled at its first launch, and the number of candidates changes while trees are drafted: chains and trees along one chain always
+take the first, beams the second."""
 
 MAX_CANDIDATES = CANDIDATES[-1]
 
@@ -46,9 +46,9 @@ def _select_kernel(
     num_nodes = tl.load(num_nodes_ptr + request)
     columns, nodes = tl.arange(0, CANDIDATES), tl.arange(0, NODES)
     left = tl.load(scores_ptr + request * num_candidates + columns, mask=columns < num_candidates, other=float("-inf"))
-    left = tl.where(tl.abs(left) < float("inf"), left, float("-inf"))  # NaN is no score either
+    left = tl.where(tl.abs(left) < float("inf"), left, float("-inf"))  # nor is NaN a score
 
-    # the best, one after the other
+    # choose the best, one after the other
     chosen, scores = tl.zeros((NODES,), tl.int32), tl.full((NODES,), float("-inf"), tl.float32)
     count = tl.zeros((), tl.int32)
     best = tl.max(left, axis=0)
@@ -69,7 +69,7 @@ def _select_kernel(
     parents = tl.max(tl.where(is_parent, nodes[None, :], -1), axis=1)
     parents = tl.where(is_node, parents, -2)
 
-    # first children of first children come first, the other nodes stay in their order
+    # the path of first children comes first, the other nodes keep their order
     on_path = tl.zeros((NODES,), tl.int32)
     child = tl.min(tl.where(parents == -1, nodes, NODES), axis=0)
     while child < NODES:
@@ -77,7 +77,7 @@ def _select_kernel(
         child = tl.min(tl.where(parents == child, nodes, NODES), axis=0)
     places = tl.where(on_path == 1, tl.cumsum(on_path, axis=0), tl.sum(on_path, axis=0) + tl.cumsum(1 - on_path, axis=0)) - 1
 
-    # each node takes over what its ancestors know, twice as many of them each time
+    # pointer jumping: each node adds what its ancestors have gathered, over twice as many ancestors each time
     depths, bits = tl.full((NODES,), 1, tl.int64), tl.full((NODES,), 1, tl.int64) << places.to(tl.int64)
     ancestors = parents
     span = 1
@@ -111,13 +111,13 @@ def select_trees(
 
     Args:
         token_ids: int64 [n, c], at most 4096 per request, parents before their children.
-        scores: float32 [n, c], none above its parent's; not finite where there is no candidate, nor may there be one below it.
+        scores: float32 [n, c], none above its parent's; not finite where there is no candidate, and then none below it either.
         parent_slots: int64 [n, c], the slot of the candidate's parent; -1 = the root.
-        slots: int64 [n, c], different ones of the candidates that may be parents, and -1 of the others.
+        slots: int64 [n, c], distinct for candidates that may be parents, -1 for the others.
         first_nodes: int32 [n], where the nodes of each tree begin.
         num_nodes: int32 [n], places of each tree, 0 to 63.
-        nodes: of all trees, overwritten at these places; places for which there is
-            no candidate are empty. That the places are inside, and each of one tree only, is not checked: they are on the device.
+        nodes: of all trees, overwritten at these places; places left without a candidate become empty. That the places are within
+            bounds, and that no two trees share one, is not checked: they are on the device.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype, strides or device, or too many candidates.

@@ -1,7 +1,7 @@
-"""Sample-and-match and greedy acceptance: each request descends its draft tree as long as a child carries the token it wants.
+"""Sample-and-match and greedy acceptance: each request descends its draft tree as long as a child carries the target's token.
 
-At the root and at every node the target has chosen a token, sampled or the most likely one. Where a child carries it, the child is
-accepted; where none does, the token is the final token.
+At the root and at every node the target has chosen a token, sampled or the most likely one. If a child carries it, the child is
+accepted; if none does, the token is the final token.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from titan.core.limits import MAX_NODES
 from titan.kernels.triton.tools import require, require_launchable
 
 NODES = MAX_NODES + 1
-"""One program holds a tree in its registers."""
+"""Padded number of nodes: one program holds a tree in its registers."""
 
 
 class VerifiedTrees(NamedTuple):
-    """S draft trees of N nodes, and what is kept of them; the target has L = N + S rows: of each tree its root, then its nodes."""
+    """S draft trees of N nodes, and the paths kept; the target has L = N + S rows: for each tree its root, then its nodes."""
 
-    token_ids: Tensor  # int64 [N], nodes of the trees one after the other, at most 63 of each
+    token_ids: Tensor  # int64 [N], nodes of the trees one after the other, at most 63 each
     parents: Tensor  # int32 [N], index within the tree, -1 = the root; parents come before children, siblings as they were sampled
     start_loc: Tensor  # int32 [S + 1], first node of each tree, and N
     paths: Tensor  # int32 [S, max_depth], accepted nodes from the root down, -1 after them
-    final_tokens: Tensor  # int64 [S], recovered or bonus; -1 where it could not be sampled
+    final_tokens: Tensor  # int64 [S], recovered or bonus; -1 if it could not be sampled
 
     @classmethod
     def of(cls, token_ids: Tensor, parents: Tensor, start_loc: Tensor, *, max_depth: int) -> VerifiedTrees:
-        """Check trees, and make room for what is kept; ``max_depth`` is at least the depth of the deepest.
+        """Check trees, and allocate the results; ``max_depth`` is at least the depth of the deepest tree.
 
         Raises:
             ValueError: a tensor of the wrong shape, dtype, strides or device, or a max_depth out of range.
@@ -57,9 +57,9 @@ class VerifiedTrees(NamedTuple):
 
 @triton.jit
 def load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr, NODES: tl.constexpr):
-    """Token ids int64 and parents int32 of a request's nodes, [NODES] each, and the row of its root in a table of L = N + S rows.
+    """Load a request's token ids, int64, and parents, int32, [NODES] each, and its root's row in a table of L = N + S rows.
 
-    After the last node the parent is -2, which is no node.
+    Past the last node the parent is -2, which is no node.
     """
     first, last = tl.load(start_loc_ptr + request), tl.load(start_loc_ptr + request + 1)
     nodes = tl.arange(0, NODES)
@@ -105,10 +105,10 @@ def _walk_kernel(
 
 
 def walk_matches(trees: VerifiedTrees, wanted: Tensor) -> None:
-    """Accept the nodes that the target wants; of equal siblings the first. Nothing is read back to the host.
+    """Accept the nodes that match the target's tokens, the first of equal siblings. Nothing is read back to the host.
 
     Args:
-        trees: whose paths and final tokens are written.
+        trees: their paths and final tokens are written.
         wanted: int64 [L], the target's tokens. Those below 0 match nothing.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Choosing draft trees and verifying them on the device, where they stay; see `titan.kernels.interfaces.TreeOps`.
+"""Selection and verification of draft trees on the device, where they stay; see `titan.kernels.interfaces.TreeOps`.
 
-Legend: S trees that are verified, N nodes, L = N + S rows of logits: of each tree its root, then its nodes.
+Legend: S trees to verify, N nodes, L = N + S rows of logits: for each tree its root, then its nodes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
 
 
 class TritonTrees:
-    """Nothing is read back to the host.
+    """Tree operations in Triton kernels; nothing is read back to the host.
 
     Args:
         device: of the trees.
-        upload: brings arrays there.
+        upload: copies arrays to it.
         sampling: of the same back end.
     """
 
@@ -77,7 +77,7 @@ class TritonTrees:
         )
         draft_rows = trees.draft_rows.index_select(0, entries)
         reject_trees(found, index, distributions, trees.draft_probs, draft_rows, seeds, positions)
-        # how often draft tokens at the root would be accepted: of all rows, only these are written out
+        # how often draft tokens at the root are accepted: only these rows' distributions are written out
         p = self._sampling.probs(logits.index_select(0, roots), sampling.take(sampled))
         q = trees.draft_probs.index_select(0, draft_rows.index_select(0, roots))
         best = q.max(1, keepdim=True)

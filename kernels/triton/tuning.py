@@ -1,4 +1,4 @@
-"""How tree attention is cut into tiles: a checked-in table, and a safe choice where the table has none.
+"""Tile sizes of tree attention: a checked-in table, and safe sizes for what the table lacks.
 
 Nothing is tuned while serving.
 """
@@ -10,23 +10,23 @@ from dataclasses import dataclass
 import torch
 
 INTERPRETED_MULTIPROCESSORS = 4
-"""The interpreter runs one program after the other."""
+"""Number assumed in the interpreter, which runs one program after the other."""
 SM90 = 90
 """Compute capability 9.0, that of an H100 or H200."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How one launch of tree attention is cut up."""
+    """The tiling of one launch of tree attention."""
 
     block_m: int  # query rows of a tile: 16, 32, 64 or 128; products of a warp group start at 64
-    block_n: int  # slots looked at per iteration
+    block_n: int  # slots per iteration
     num_warps: int
     num_stages: int  # block ids are loaded ahead of keys and values, which have (num_stages - 1) // 2 buffers
     programs_per_multiprocessor: int  # at a time, by registers and shared memory
 
 
-# (capability, padded head_dim, bytes per element) -> ascending by block_m; by what the compiler said, yet to be timed
+# (capability, padded head_dim, bytes per element) -> ascending by block_m; from the compiler's reports, not timed yet
 TABLE = {
     (SM90, 64, 2): (
         TileConfig(16, 64, 4, 5, 4),
@@ -53,14 +53,14 @@ SAFE_CONFIGS = (
     TileConfig(32, 32, 4, 3, 2),
     TileConfig(64, 32, 8, 3, 1),
 )
-"""For other devices and head sizes: at most 96 KiB of shared memory."""
+"""Tiles for other devices and head sizes: at most 96 KiB of shared memory."""
 
 FLOAT32_CONFIGS = (TileConfig(16, 32, 8, 3, 2),)
-"""Float32 is multiplied without tensor cores; larger tiles do not fit in registers."""
+"""Tiles for float32, which is multiplied without tensor cores; larger ones do not fit in registers."""
 
 
 def tile_config(max_rows: int | None, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> TileConfig:
-    """The smallest tiles that hold the rows of one request, or else the largest there are.
+    """Return the smallest tiles that hold the rows of one request, or else the largest available.
 
     Args:
         max_rows: of a request and KV head; ``None``: any number.
@@ -77,7 +77,7 @@ def tile_config(max_rows: int | None, *, head_dim: int, dtype: torch.dtype, devi
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors the device has."""
+    """Return the number of the device's multiprocessors."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return INTERPRETED_MULTIPROCESSORS

@@ -1,7 +1,7 @@
-"""Small arrays from the host to the device, without waiting for it, and results back, which waits.
+"""Copies of small arrays from the host to the device, without synchronizing, and of results back, which synchronizes.
 
-A copy from ordinary memory waits until the device has done all it was asked before; one from pinned memory takes its turn.
-Pinned memory comes from PyTorch's cache, which hands a buffer out again only after the copies from it have run.
+A copy from pageable memory waits until the device has done all earlier work; one from pinned memory is queued after it.
+Pinned memory comes from PyTorch's cache, which reuses a buffer only after the copies from it have run.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Of every array, in bytes: Triton compiles a kernel anew for pointers that are aligned otherwise."""
+"""Alignment of every array, in bytes: Triton recompiles a kernel for pointers of other alignments."""
 
 
 def upload(arrays: Sequence[NDArray[Any]], device: torch.device, *, into: Tensor | None = None) -> list[Tensor]:
-    """Bring arrays to the device in one copy.
+    """Copy arrays to the device in one copy.
 
     Args:
-        arrays: of any shapes and of dtypes that PyTorch has.
-        device: where they go.
-        into: uint8 [at least `packed_size`] on the device, whose beginning is overwritten; ``None``: fresh memory. Arrays of the
-            same shapes and dtypes come to the same places in it.
+        arrays: of any shapes, and of dtypes that PyTorch has.
+        device: the target of the copy.
+        into: uint8 [at least `packed_size`] on the device, whose beginning is overwritten; ``None``: new memory. Arrays of the
+            same shapes and dtypes always get the same addresses in it.
 
     Returns:
         Tensors of the same dtypes and shapes, one after the other in memory.
@@ -46,7 +46,7 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device, *, into: Tensor
 
 
 def download(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
-    """Bring tensors to the host in one copy, which waits until the device has made them.
+    """Copy tensors to the host in one copy, which waits until the device has computed them.
 
     Args:
         tensors: contiguous, of any shapes, all on one device.
@@ -64,7 +64,7 @@ def download(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
 
 
 def packed_size(arrays: Sequence[NDArray[Any]]) -> int:
-    """Bytes that `upload` takes for the arrays."""
+    """Return the number of bytes that `upload` needs for the arrays."""
     return sum(_aligned(array.nbytes) for array in arrays)
 
 

@@ -1,1 +1,1 @@
-"""What crosses between the parts of the engine: requests, options, trees, steps, outputs. Imports nothing else of Titan."""
+"""Data shared by the parts of the engine: requests, options, trees, steps, outputs. Imports nothing else from Titan."""

@@ -1,4 +1,4 @@
-"""Names of array types."""
+"""Aliases of array types."""
 
 from __future__ import annotations
 

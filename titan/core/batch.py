@@ -17,7 +17,7 @@ from titan.core.arrays import Ints
 from titan.core.trees import DraftTrees
 
 Window = int | None
-"""How many positions a layer looks back, the token's own included; ``None`` = all."""
+"""Number of positions that a token attends to in a layer, its own included; ``None`` = all."""
 
 
 class QueryRow(NamedTuple):
@@ -26,11 +26,11 @@ class QueryRow(NamedTuple):
     block_ids: list[int]
     start: int
     token_ids: Sequence[int]
-    needs_logits: bool = True  # of the last token, and of the nodes of the tree that hangs at it
+    needs_logits: bool = True  # for the last token, and for the nodes of the tree below it
 
 
 class NodeQueries(NamedTuple):
-    """The last queries of the requests of a batch, where they are tree nodes, whose tokens the device alone may know."""
+    """The tree nodes of a batch, which are the last queries of their requests; only the device may know their tokens."""
 
     start_loc: Ints  # [R + 1], prefix sums of the nodes per request
     token_ids: Tensor  # int64 [N]; -1 in an empty place
@@ -39,24 +39,24 @@ class NodeQueries(NamedTuple):
 
 
 class NodePlaces(NamedTuple):
-    """Where the nodes of a batch belong: [N] each."""
+    """Where the nodes of a batch go in its arrays: [N] each."""
 
-    rows: Ints  # of the query tokens
-    roots: Ints  # positions of the roots, where nodes come with depths
-    masks: Ints  # of the ancestor bits: -1 in a tree, 0 in a chain, each node of which sees whatever lies before it
+    rows: Ints  # of the nodes among the query tokens
+    roots: Ints  # positions of the roots, for nodes that have depths
+    masks: Ints  # masks of the ancestor bits: -1 in a tree, 0 in a chain, whose nodes see everything before them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayout:
     """Which slots each query token sees; arrays are int64, contiguous, and on the host.
 
-    Visible to a query row are the slots below its ``visible_len``, and slot ``tree_start + j`` of its request for every bit ``j``
-    of its ancestor bits. A sliding window goes by position: it hides slots before the tree at or below ``position - window``, and
-    all but the nearest ``window`` of a node's ancestors, the node itself among them.
+    A query row sees the slots below its ``visible_len``, and slot ``tree_start + j`` of its request for every bit ``j`` set in its
+    ancestor bits. A sliding window applies to positions: it hides slots before the tree at or below ``position - window``, and all
+    but the nearest ``window`` of a node's ancestors, the node itself included.
     """
 
     query_start_loc: Ints  # [R + 1], prefix sums of query lengths
-    seq_lens: Ints  # [R], slots that the queries of a request may look at
+    seq_lens: Ints  # [R], slots that the queries of a request may attend to
     block_table: Ints  # [R, blocks], physical block ids
     tree_starts: Ints  # [R], slot of node 0; 0 without a tree, or with a chain
     positions: Ints  # [T], rope positions: root position + depth for tree nodes
@@ -67,10 +67,10 @@ class AttentionLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedBatch:
-    """Everything one forward pass needs; passed explicitly to the runner.
+    """All inputs of one forward pass, passed explicitly to the runner.
 
-    Tokens, ancestor bits and depths of tree nodes are in ``nodes``. Their places in the arrays hold token 0, no bits, and the
-    positions of a chain, until the runner has put them there, on the host or on its device.
+    Tokens, ancestor bits and depths of tree nodes are in ``nodes``. In the arrays, nodes have token 0, no bits, and the
+    positions of a chain, until the runner fills in the real ones, on the host or on its device.
     """
 
     token_ids: Ints  # [T]
@@ -81,7 +81,7 @@ class RaggedBatch:
     nodes: NodeQueries | None = None
 
     def node_places(self) -> NodePlaces:
-        """Where the nodes belong, of a batch that has some."""
+        """Return where the nodes go; the batch must have some."""
         assert self.nodes is not None, "called for batches with nodes"
         layout, start_loc = self.attention, self.nodes.start_loc
         counts = start_loc[1:] - start_loc[:-1]
@@ -94,11 +94,11 @@ class RaggedBatch:
 
 
 def build_batch(rows: Sequence[QueryRow], trees: DraftTrees | None = None, *, block_size: int) -> RaggedBatch:
-    """Lay rows out one after another, on the host; a runner brings them to its device.
+    """Concatenate rows into a batch on the host; a runner copies it to its device.
 
     Args:
         rows: one per request, each with at least one token.
-        trees: of the same requests: each hangs at the last token of its row, whose KV it follows.
+        trees: of the same requests; the last token of a row is the root of its tree, whose KV follows that token's.
         block_size: tokens per KV block.
     """
     num_committed = np.array([len(row.token_ids) for row in rows])
@@ -126,7 +126,7 @@ def build_batch(rows: Sequence[QueryRow], trees: DraftTrees | None = None, *, bl
 
     logits_lens = np.where([row.needs_logits for row in rows], counts + 1, 0)
     logits_start_loc = prefix_sums(logits_lens)
-    num_skipped = query_start_loc[1:] - logits_start_loc[1:]  # up to the logits of each request, which are its last rows
+    num_skipped = query_start_loc[1:] - logits_start_loc[1:]  # rows without logits, up to the last rows of each request
     table = pad_block_tables([row.block_ids for row in rows])
     return RaggedBatch(
         token_ids=token_ids,
@@ -148,17 +148,17 @@ def build_batch(rows: Sequence[QueryRow], trees: DraftTrees | None = None, *, bl
 
 
 def prefix_sums(counts: Sequence[int] | Ints) -> Ints:
-    """0 and the running sums of ``counts``: [n] -> int64 [n + 1]."""
+    """Return 0 followed by the running sums of ``counts``: [n] -> int64 [n + 1]."""
     return np.array([0, *accumulate(counts.tolist() if isinstance(counts, np.ndarray) else counts)])
 
 
 def physical_slots(table: Ints, owners: Ints, slots: Ints, block_size: int) -> Ints:
-    """Where the slots of requests lie in the cache: int64 [n].
+    """Map slots of requests to slots of the cache: int64 [n].
 
     Args:
         table: [R, blocks], as made by `pad_block_tables`.
-        owners: [n], requests.
-        slots: [n], of these requests.
+        owners: [n], the request of each slot.
+        slots: [n], counted within their requests.
         block_size: tokens per KV block.
     """
     blocks, offsets = np.divmod(slots, block_size)
@@ -166,6 +166,6 @@ def physical_slots(table: Ints, owners: Ints, slots: Ints, block_size: int) -> I
 
 
 def pad_block_tables(block_tables: Sequence[list[int]]) -> Ints:
-    """Block tables as rows of one array, int64 [R, longest table]; the tails repeat block 0 and are never read."""
+    """Pad block tables to rows of one array, int64 [R, longest table]; the padding is block 0 and is never read."""
     width = max(map(len, block_tables))
     return np.array([block_ids + [0] * (width - len(block_ids)) for block_ids in block_tables], np.int64)

@@ -1,10 +1,10 @@
-"""How draft trees grow, as data: specs are made by a drafter's policy and carried out by a runner.
+"""Specs of how draft trees grow, as data: a drafter's policy makes them, a runner executes them.
 
-Two ways to grow. A beam expands the nodes with the greatest cumulative probability, as Li et al., "EAGLE-2", 2024; a beam of one
-node trades the far end of a chain for siblings nearer the root. A shape, such as a chain, is known beforehand, and filled with the
-most likely tokens or, for a sampled proposal, with tokens sampled without replacement.
+A tree grows in one of two ways. A beam expands the nodes with the greatest cumulative probability, as in Li et al., "EAGLE-2",
+2024; a beam of width one trades the far end of a chain for siblings nearer the root. A shape, such as a chain, is known beforehand
+and filled with the most likely tokens or, for a sampled proposal, with tokens sampled without replacement.
 
-Nodes of a tree that grows have **slots**, counted from the one after the root, where the draft's KV of those that are fed lies.
+Nodes of a growing tree have **slots**, counted from the one after the root, which hold the draft's KV of the nodes that are fed.
 """
 
 from __future__ import annotations
@@ -24,53 +24,53 @@ from titan.core.trees import Parents, topology
 
 @dataclass(frozen=True, slots=True)
 class BeamSpec:
-    """Expand, at each depth, the nodes with the greatest cumulative probability, and keep the best of all."""
+    """A beam: expand the nodes with the greatest cumulative probability at each depth, and keep the best of all depths."""
 
     max_nodes: int  # of the tree
     depth: int  # greatest depth of its nodes
     width: int  # nodes expanded per depth
-    num_children: int  # tokens looked at after each, at least `width` and 2
+    num_children: int  # candidate tokens after each of them, at least `width` and 2
     temperature: float  # at which probabilities are compared
 
     @property
     def num_slots(self) -> int:
-        """Slots that are written."""
+        """Number of slots that are written."""
         return (self.depth - 1) * self.width
 
     @property
     def max_fed(self) -> int:
-        """Most nodes that are fed at one depth."""
+        """Largest number of nodes that are fed at one depth."""
         return self.width
 
     @property
     def num_nodes(self) -> int:
-        """Places of the tree: no more than tokens that it is chosen from."""
+        """Places of the tree: at most the number of tokens that it is chosen from."""
         return min(self.max_nodes, self.num_children * (1 + self.width * (self.depth - 1)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShapePlan:
-    """A shape and what filling it needs to know of it; shared by all requests whose trees have the shape."""
+    """A shape and the arrays needed to fill it; shared by all requests whose trees have the shape."""
 
     parents: Parents  # the path of first children first
     ancestor_bits: Ints  # [num_nodes]
     is_chain: bool
-    feeds: tuple[Ints, ...]  # by depth, from 1 on: the inner nodes
-    # int64 [6, num_inner], of the inner nodes, the root first: the node, -1 for the root; depth, 0 for the root; the parent's place
-    # among them, 0 for the root; how many earlier children the parent has; ancestor bits; number of children
+    feeds: tuple[Ints, ...]  # the inner nodes by depth, from 1 on
+    # int64 [6, num_inner], of the inner nodes, the root first: the node, -1 for the root; depth, 0 for the root; index of the
+    # parent among them, 0 for the root; number of earlier children of the parent; ancestor bits; number of children
     inner: Ints
     max_children: int
-    max_fed: int  # nodes of one depth
+    max_fed: int  # largest number of nodes at one depth
     # of all nodes: [num_nodes] each
-    node_parents: Ints  # the parent's place among the inner nodes
+    node_parents: Ints  # index of the parent among the inner nodes
     ranks: Ints
-    slots: NDArray[np.int32]  # an inner node is fed at its own place; -1 for a leaf, which is not fed
-    inner_rows: Ints  # [1 + num_nodes], places of the root and the nodes among the inner ones; 0 for a leaf
+    slots: NDArray[np.int32]  # an inner node is fed at its own index; -1 for a leaf, which is not fed
+    inner_rows: Ints  # [1 + num_nodes], indices of the root and the nodes among the inner ones; 0 for a leaf
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShapeSpec:
-    """Fill a shape, each node with the next most likely token or with the next one sampled."""
+    """A shape to fill, each node with the next most likely token or with the next one sampled."""
 
     plan: ShapePlan
     params: SamplingParams | None = None  # how tokens are sampled; None: the most likely tokens
@@ -78,17 +78,17 @@ class ShapeSpec:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the shape."""
+        """Number of nodes of the shape."""
         return len(self.plan.parents)
 
     @property
     def num_slots(self) -> int:
-        """Slots that are written."""
+        """Number of slots that are written."""
         return int(self.plan.inner[0, -1]) + 1
 
     @property
     def max_fed(self) -> int:
-        """Most nodes that are fed at one depth."""
+        """Largest number of nodes that are fed at one depth."""
         return self.plan.max_fed
 
 
@@ -96,7 +96,7 @@ GrowthSpec = BeamSpec | ShapeSpec
 
 
 class Feed(NamedTuple):
-    """What one request feeds a draft model, and how its tree grows after that."""
+    """The tokens that one request feeds a draft model, and how its tree grows after them."""
 
     row: int  # of the plan
     block_ids: list[int]
@@ -111,15 +111,15 @@ class Feed(NamedTuple):
 
 
 class MainPathOrder(NamedTuple):
-    """A shape with its path of first children first, then the other nodes as they were."""
+    """A reordered shape: the path of first children, then the other nodes in their old order."""
 
-    nodes: Ints  # in the new order
+    nodes: Ints  # old indices in the new order
     parents: Parents
 
 
 @lru_cache(maxsize=4096)
 def main_path_order(parents: bytes) -> MainPathOrder:
-    """Put the path of first children of a shape (int32 parents, as bytes) first, so that to accept it moves no KV."""
+    """Put the path of first children of a shape (int32 parents, as bytes) first, so that accepting it moves no KV."""
     old_parents = np.frombuffer(parents, np.int32)
     path: list[int] = []
     for node, parent in enumerate(old_parents.tolist()):
@@ -134,7 +134,7 @@ def main_path_order(parents: bytes) -> MainPathOrder:
 
 @lru_cache(maxsize=4096)
 def shape_plan(parents: bytes) -> ShapePlan:
-    """Look at a shape (int32 parents, as bytes; at least one node)."""
+    """Compute the plan of a shape (int32 parents, as bytes; at least one node)."""
     shape, parent_of = topology(parents), np.frombuffer(parents, np.int32)
     node_parents = shape.inner_rows[1 + parent_of]
     inner = shape.inner[1:]  # without the root

@@ -1,4 +1,4 @@
-"""The paged KV of one model: its layout, how many bytes it takes, and its tensors."""
+"""The paged KV of one model: its layout, its size in bytes, and its tensors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What a model keeps of each token."""
+    """The KV that a model keeps of each token."""
 
     groups: tuple[KVGroup, ...]
     dtype: torch.dtype
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all layers together."""
+        """Bytes of one token over all layers."""
         return sum(2 * each.num_layers * each.num_kv_heads * each.head_dim for each in self.groups) * self.dtype.itemsize
 
 
@@ -51,6 +51,6 @@ class KVTensor:
             )
             for each in layout.groups
         )
-        """By group [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]."""
+        """One tensor per group: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]."""
         self.layers: Sequence[Tensor] = [layer for group in self.groups for layer in group]
-        """By layer [2, num_kv_heads, num_blocks, block_size, head_dim], views of the groups."""
+        """One tensor per layer: [2, num_kv_heads, num_blocks, block_size, head_dim], views of the groups."""

@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 MAX_NODES = 63
-"""Most nodes in a draft tree: the ancestors of a node are the bits of one int64."""
+"""Maximum number of nodes in a draft tree: the ancestors of a node are the bits of one int64."""

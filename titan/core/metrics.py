@@ -1,4 +1,4 @@
-"""Totals of an engine: counted as a by-product of its steps, reported as `EngineMetrics`."""
+"""Totals of an engine, counted during its steps and reported as `EngineMetrics`."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class EngineMetrics:
     prefix_cache_hit_rate: float  # tokens found cached / tokens admitted
     kv_usage: float  # share of blocks in use
     num_kv_blocks: int
-    draft_coverage: float | None  # committed tokens of running requests whose draft KV is valid; None: nothing running
+    draft_coverage: float | None  # share of the running requests' committed tokens with valid draft KV; None: none running
     draft: str  # name of the drafter
-    graph_hit_rate: float | None  # passes replayed as CUDA graphs, of all of target and draft model; None: no such device
+    graph_hit_rate: float | None  # share of target and draft passes replayed as CUDA graphs; None: no such device
 
 
 def ratio(part: float, whole: float) -> float:
-    """``part / whole``, 0 where there is no whole."""
+    """Return ``part / whole``, or 0 if ``whole`` is 0."""
     return part / whole if whole else 0.0

@@ -1,6 +1,6 @@
-"""Engine options: `EngineConfig`, made of groups that are checked once and never changed.
+"""Engine options: `EngineConfig`, made of immutable groups that are validated once.
 
-Raised by all of them: ``ValueError`` if a value is not allowed; the message names the argument, the value and what is allowed.
+All of them raise ``ValueError`` if a value is not allowed; the message names the argument, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How the models run, and what their requests have in common.
+    """How the models run, and settings common to all requests.
 
     Args:
         dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions), "float32", "bfloat16", "float16".
-        device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:N".
-        seed: of the requests that have none.
-        max_model_len: most tokens of a request, prompt and output; ``None`` = the model's positions.
+        device: "auto" (CUDA if available), "cpu", "cuda", "cuda:N".
+        seed: for the requests that have none.
+        max_model_len: maximum tokens of a request, prompt and output; ``None`` = the model's positions.
     """
 
     dtype: str = "auto"
@@ -45,15 +45,15 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions:
-    """What is drafted.
+    """How much is drafted, and how.
 
     Args:
-        use_speculative: ``False`` never drafts, whatever the draft model.
-        max_draft_tokens: most draft tokens per request and step, 0 to 63.
+        use_speculative: ``False`` disables drafting, whatever the draft model.
+        max_draft_tokens: maximum draft tokens per request and step, 0 to 63.
         draft_tree: shape of the draft tree: "chain"; "dynamic", grown by the draft's cumulative probability; a list of parents
             (-1 = the root); or "auto", chosen per request and step.
         draft_sampling: "greedy" proposes the draft's most likely tokens, "sampled" samples them at the request's temperature,
-            "auto" takes what the target has matched better at the request's roots so far. At temperature 0 all three are greedy.
+            "auto" chooses what the target has matched better at the request's roots so far. At temperature 0 all three are greedy.
     """
 
     use_speculative: bool = True
@@ -92,14 +92,14 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOptions:
-    """Who runs in a step, with how many tokens, and who waits.
+    """Which requests run in a step, with how many tokens, and which wait.
 
     Args:
-        max_batch_size: most requests that run at once.
-        max_num_batched_tokens: most tokens of the target in one step, draft tokens included.
-        prefill_chunk_size: most prompt tokens of one request in one step.
+        max_batch_size: maximum number of requests that run at once.
+        max_num_batched_tokens: maximum tokens of the target in one step, draft tokens included.
+        prefill_chunk_size: maximum prompt tokens of one request in one step.
         scheduling_policy: "fcfs".
-        max_waiting_requests: most requests that wait at once; `LLM.generate` takes longer lists and queues them in turn.
+        max_waiting_requests: maximum number of requests that wait at once; `LLM.generate` takes more and queues them in turn.
         preemption_mode: "recompute".
         swap_space: 0.
     """
@@ -127,14 +127,14 @@ class ScheduleOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """The KV cache.
+    """Size and use of the KV cache.
 
     Args:
         block_size: tokens per KV block: 8, 16, 32, 64 or 128; on CUDA 16 or 32.
-        num_kv_blocks: blocks in the KV cache; ``None`` = by memory.
+        num_kv_blocks: blocks in the KV cache; ``None`` = sized by memory.
         kv_cache_memory: bytes for the KV cache of target and draft together; ``None`` = what ``max_batch_size`` requests of
             ``max_model_len`` tokens need, within 40 % of a CPU's free memory, or 90 % of what the largest passes leave on a GPU.
-        enable_prefix_caching: reuse the KV of prompts that begin alike.
+        enable_prefix_caching: reuse the KV of common prefixes.
     """
 
     block_size: int = 16
@@ -156,7 +156,7 @@ class MemoryOptions:
 
 
 class EngineOptions(TypedDict, total=False):
-    """The options of all groups by name, for those who check types; defaults and meanings are the groups'."""
+    """The options of all groups by name, for type checkers; the groups define defaults and meanings."""
 
     dtype: str
     device: str
@@ -181,7 +181,7 @@ class EngineOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Options of an engine; each of its parts takes the group that it needs."""
+    """Options of an engine; each part of the engine takes the group that it needs."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
@@ -190,7 +190,7 @@ class EngineConfig:
 
     @classmethod
     def of(cls, **options: Unpack[EngineOptions]) -> EngineConfig:
-        """Make the groups from their options by name.
+        """Build the groups from options given by name.
 
         Raises:
             TypeError: there is no option of that name.

@@ -1,4 +1,4 @@
-"""What a user gets back: `RequestOutput`, `CompletionOutput` and their metrics; names follow vLLM."""
+"""Results for the user: `RequestOutput`, `CompletionOutput` and their metrics; names follow vLLM."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class RequestMetrics:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens proposed."""
+        """Number of draft tokens proposed."""
         return sum(self.proposed_per_depth)
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Draft tokens accepted; final (recovered or bonus) tokens are not counted."""
+        """Number of draft tokens accepted; final (recovered or bonus) tokens are not counted."""
         return sum(self.accepted_per_depth)
 
     @property
@@ -39,7 +39,7 @@ class RequestMetrics:
 
 
 def merge_metrics(parts: Sequence[RequestMetrics]) -> RequestMetrics:
-    """Metrics of one request from those of its completions, at least one: counts are summed, times span them all."""
+    """Merge the metrics of a request's completions, at least one: counts are summed, times span all of them."""
 
     def first(times: Iterable[float | None]) -> float | None:
         return min((time for time in times if time is not None), default=None)
@@ -64,7 +64,7 @@ def merge_metrics(parts: Sequence[RequestMetrics]) -> RequestMetrics:
 
 @dataclass(slots=True)
 class Logprob:
-    """Log-probability of one token under the model itself, before any sampling option.
+    """Log-probability of one token under the model itself, before any sampling option is applied.
 
     ``rank`` 1 is the most likely token; ``decoded_token`` is the token's text, ``None`` without a tokenizer.
     """
@@ -78,7 +78,7 @@ class Logprob:
 class CompletionOutput:
     """One generated sequence, the ``index``-th of its request.
 
-    ``logprobs`` has, if asked for, an entry per token: by token id, first the token, then the most likely ones.
+    ``logprobs`` has, if requested, an entry per token: by token id, first the token itself, then the most likely ones.
     ``cumulative_logprob`` is the sum over the tokens themselves.
     ``finish_reason`` is "stop", "length" or "abort" once finished; ``stop_reason`` is the stop token id or stop
     string that ended it, ``None`` for end of sequence.
@@ -95,7 +95,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The output of one request, ``n`` completions of one prompt; ``error`` says why one of them was aborted, when it was."""
+    """The output of one request, ``n`` completions of one prompt; ``error`` says why one of them was aborted, if one was."""
 
     request_id: str
     prompt: str | None

@@ -1,7 +1,7 @@
 """Counter-based random numbers: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
-A number depends on (request seed, absolute position, purpose, sibling) alone, so results do not depend on batch neighbours, batch
-order or preemption; nor on speculation, where proposals are deterministic.
+A number depends only on (request seed, absolute position, purpose, sibling), so results do not depend on batch neighbours, batch
+order or preemption, nor on speculation if proposals are deterministic.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ class Purpose(IntEnum):
 def philox_uniform(
     seeds: NDArray[np.uint64] | int, positions: Ints | int, purpose: Purpose | Ints, *, sibling: int | Ints = 0
 ) -> NDArray[np.float64]:
-    """Uniform numbers in (0, 1), one per (seed, position, purpose, sibling), by Philox 4x32-10.
+    """Generate uniform numbers in (0, 1), one per (seed, position, purpose, sibling), by Philox 4x32-10.
 
     Key = seed, counter = (position, purpose and sibling, 0, 0).
 
     Args:
-        seeds: the shape of the result, or one that is broadcast to it; so are the others.
+        seeds: broadcast with the other arguments to the shape of the result.
         positions: below 2**32.
         purpose: the stream.
-        sibling: which of the children of one node the number is for.
+        sibling: which child of a node the number is for.
     """
     streams = np.asarray(purpose, np.int64) | np.asarray(sibling, np.int64) << 8
     keys, *counter = np.broadcast_arrays(*(np.asarray(array).astype(np.uint64) for array in (seeds, positions, streams)))
     counters = np.zeros((4, *keys.shape), np.uint64)
     counters[:2] = np.stack(counter) & WORD
     words = philox(counters, np.stack((keys & WORD, keys >> WORD_BITS)))
-    # 52 bits and a half step: never 0 or 1
+    # 52 bits plus half a step: never 0 or 1
     bits = (words[0] << np.uint64(20)) | (words[1] >> np.uint64(12))
     uniform: NDArray[np.float64] = (bits.astype(np.float64) + 0.5) * 2.0**-52
     return uniform
 
 
 def philox(counters: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Philox 4x32-10: random words from counters, the same for the same counter and key.
+    """Generate random words by Philox 4x32-10, the same for the same counter and key.
 
     Args:
         counters: [4, ...], below 2**32.

@@ -1,4 +1,4 @@
-"""One generation request: its tokens and the counters that cross from one step to the next."""
+"""One generation request: its tokens and the counters carried from one step to the next."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class FinishReason(StrEnum):
 
 
 class Detokenizer(Protocol):
-    """Makes text of a request's output as its tokens come; the front end gives it, and a stop string cuts its ``text``."""
+    """Converts a request's output to text as its tokens arrive; set by the front end. A stop string truncates its ``text``."""
 
-    text: str  # what is complete
+    text: str  # complete characters
 
     def append(self, token_id: int) -> None:
-        """Take one more token."""
+        """Add one token."""
 
     def finish(self) -> None:
-        """Complete the text: no more tokens come."""
+        """Complete the text after the last token."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request inside the engine: one completion of one prompt. Where a user asks for several, they are **siblings**.
+    """A request inside the engine: one completion of one prompt. If a user asks for several, they are **siblings**.
 
-    There are no phases: ``num_computed_tokens`` chases ``num_tokens``. A prefill chunk is many tokens, a decode is
-    one (the root), a verification is the root and the draft tree after it. The block table and what is counted of its KV
-    change through the methods alone.
+    There are no phases: ``num_computed_tokens`` catches up with ``num_tokens``. A prefill chunk is many tokens, a decode is
+    one (the root), a verification is the root and the draft tree after it. The block table and the counters of its KV
+    change only through the methods.
     """
 
     request_id: str
@@ -49,21 +49,21 @@ class Request:
     max_tokens: int  # the params' limit, lowered to what the model's length leaves
     stop_token_ids: frozenset[int]  # the params' and, unless ignored, the model's end-of-sequence tokens
     metrics: RequestMetrics
-    detokenizer: Detokenizer | None  # where text is needed while the request runs
+    detokenizer: Detokenizer | None  # None unless text is needed while the request runs
     index: int = 0  # among its siblings
-    siblings: tuple[Request, ...] = ()  # all completions of the prompt, itself included; none if it is the only one
+    siblings: tuple[Request, ...] = ()  # all completions of the prompt, itself included; empty if it is the only one
 
     token_ids: list[int] = field(init=False)  # prompt and output
     block_ids: list[int] = field(default_factory=list)  # block table, for the target's and the draft's cache
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of committed tokens, chained
     num_computed_tokens: int = 0  # tokens whose committed KV is valid in the target's cache
     num_drafted_context: int = 0  # the same for the draft's cache
-    num_draft_marked_blocks: int = 0  # leading blocks known to the prefix cache as covered by the present draft
-    draft_history: DraftHistory = field(default_factory=DraftHistory)  # with the present draft
+    num_draft_marked_blocks: int = 0  # leading blocks known to the prefix cache as covered by the current draft
+    draft_history: DraftHistory = field(default_factory=DraftHistory)  # with the current draft
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended the request
     error: str | None = None  # why the request was aborted
-    logprobs: list[dict[int, Logprob]] | None = field(init=False)  # of each output token, if asked for
+    logprobs: list[dict[int, Logprob]] | None = field(init=False)  # of each output token, if requested
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -80,7 +80,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens; the last of them is the root, whose KV is not yet written."""
+        """Number of prompt and output tokens; the last token is the root, whose KV is not yet written."""
         return len(self.token_ids)
 
     @property
@@ -93,7 +93,7 @@ class Request:
 
     @property
     def num_remaining_tokens(self) -> int:
-        """How many more tokens the request may emit."""
+        """Number of tokens that the request may still emit."""
         return self.max_tokens - self.num_output_tokens
 
     @property
@@ -101,39 +101,39 @@ class Request:
         return self.finish_reason is not None
 
     def extend_blocks(self, block_ids: Sequence[int]) -> None:
-        """Put blocks at the end of the block table."""
+        """Append blocks to the block table."""
         self.block_ids.extend(block_ids)
 
     def commit(self, num_tokens: int) -> None:
-        """Keep so many more tokens, whose KV is valid now.
+        """Commit this many more tokens, whose KV is now valid.
 
-        The root's never is, and what a stop has cut off counts in neither cache.
+        The root's KV never is, and tokens cut off by a stop count in neither cache.
         """
         self.num_computed_tokens = min(self.num_computed_tokens + num_tokens, self.num_tokens - 1)
         self.num_drafted_context = min(self.num_drafted_context, self.num_computed_tokens)
 
     def cover_draft(self, num_tokens: int) -> None:
-        """Count so many more tokens as in the draft's cache."""
+        """Count this many more tokens as valid in the draft's cache."""
         self.num_drafted_context += num_tokens
 
     def mark_cached(self, block_hashes: Sequence[bytes], num_drafted_blocks: int) -> None:
-        """Note the hashes of the next full blocks, and how many leading blocks the prefix cache knows as covered by the draft."""
+        """Record the hashes of the next full blocks, and how many leading blocks the prefix cache knows as covered by the draft."""
         self.block_hashes.extend(block_hashes)
         self.num_draft_marked_blocks = num_drafted_blocks
 
     def forget_draft(self) -> None:
-        """Forget what the draft has covered and shown: another one comes, which has seen nothing of the request."""
+        """Reset the draft's coverage and history for a new draft, which has seen nothing of the request."""
         self.num_drafted_context = self.num_draft_marked_blocks = 0
         self.draft_history = DraftHistory()
 
     def roll_back(self, num_blocks: int) -> list[int]:
-        """Keep only so many blocks of the table; returns the others, the last one first."""
+        """Keep the first ``num_blocks`` blocks of the table; return the others, the last one first."""
         surplus = self.block_ids[num_blocks:]
         del self.block_ids[num_blocks:]
         return surplus[::-1]
 
     def release(self) -> list[int]:
-        """Give up all blocks and what was computed in them; returns them, the last one first."""
+        """Give up all blocks and what was computed in them; return the blocks, the last one first."""
         self.block_hashes.clear()
         self.num_computed_tokens = self.num_drafted_context = self.num_draft_marked_blocks = 0
         return self.roll_back(0)

@@ -1,4 +1,4 @@
-"""What a user asks of one request: `SamplingParams`."""
+"""`SamplingParams`: a user's options for one request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]
-"""A user's own change of logits: (token ids so far, logits float32 [vocab]) -> logits [vocab]."""
+"""A user's function that changes logits: (token ids so far, logits float32 [vocab]) -> logits [vocab]."""
 
 MAX_LOGPROBS = 20
 
@@ -24,39 +24,39 @@ MAX_LOGPROBS = 20
 class SamplingParams:
     """Sampling and speculation options of one request; names and meanings follow vLLM where it has the option.
 
-    Logits get ``logit_bias``, then go through ``logits_processors``, then stop tokens are taken out for ``min_tokens``, then
+    Logits get ``logit_bias``, then go through ``logits_processors``, then stop tokens are masked for ``min_tokens``, then
     the penalties apply. They are divided by ``temperature`` (0 = greedy), then restricted by ``top_k``, then ``top_p`` (on
     the renormalised distribution, the token that crosses the threshold is kept), then ``min_p`` (relative to the largest
-    remaining probability). What looks back at tokens sees drafted ones as if they had been generated.
+    remaining probability). Options that look back at tokens treat draft tokens as if they had been generated.
 
     Args:
-        n: completions of the prompt; the prompt is computed once. With a seed they are sampled from seeds derived from it.
+        n: completions of the prompt; the prompt is computed once. With a seed, they use seeds derived from it.
         temperature: 0 is greedy; otherwise > 0.
         top_p: in (0, 1].
         top_k: 0 or -1 keeps every token.
         min_p: in [0, 1].
         repetition_penalty: > 0; logits of tokens in the prompt or the output are divided by it if positive, else multiplied.
         presence_penalty: in [-2, 2]; subtracted from logits of tokens in the output.
-        frequency_penalty: in [-2, 2]; the same, times how often they are in it.
-        logit_bias: token id -> what is added to its logit, in [-100, 100].
+        frequency_penalty: in [-2, 2]; the same, times the number of their occurrences.
+        logit_bias: token id -> value added to its logit, in [-100, 100].
         logits_processors: functions of (prompt and output token ids, logits float32 [vocab]) that return logits [vocab]; called
-            in turn, once per token that is sampled and per draft token that is verified. They must depend on their arguments
-            alone. One that raises, or returns another shape, aborts its request.
-        logprobs: how many of the most likely tokens are reported beside each output token, 0 to 20; ``None`` = no logprobs at
-            all. They are the model's own: of the logits before any of these options.
-        seed: random streams are keyed by (seed, position), so a seed fixes the output whatever the batch, but where sampled drafts
-            are cut short for lack of room in the batch; ``None`` takes one derived from the engine's seed and the request's number.
+            in order, once per sampled token and per verified draft token. They must depend only on their arguments. One that
+            raises, or returns another shape, aborts its request.
+        logprobs: number of most likely tokens reported with each output token, 0 to 20; ``None`` = no logprobs at all. They
+            are the model's own, computed from the logits before any of these options.
+        seed: random streams are keyed by (seed, position), so a seed fixes the output in any batch, except where sampled drafts
+            are cut short for lack of room in the batch; ``None`` = derived from the engine's seed and the request's number.
         stop: string(s) that end the text; not part of the output unless ``include_stop_str_in_output``.
         stop_token_ids: tokens that end the output, as the model's end-of-sequence tokens do.
-        min_tokens: stop tokens, end of sequence and stop strings are held back before that many tokens.
-        max_tokens: most tokens to generate; ``None`` = up to ``max_model_len`` and what the KV cache holds.
-        ignore_eos: go on after an end-of-sequence token.
+        min_tokens: stop tokens, end of sequence and stop strings are suppressed before this many tokens.
+        max_tokens: maximum tokens to generate; ``None`` = as many as ``max_model_len`` and the KV cache allow.
+        ignore_eos: continue after an end-of-sequence token.
         skip_special_tokens: leave special tokens out of the text.
         use_speculative: draft for this request (when the engine has a drafter).
-        max_draft_tokens: most draft tokens per step for this request; ``None`` = the engine's; 0 = none.
+        max_draft_tokens: maximum draft tokens per step for this request; ``None`` = the engine's; 0 = none.
 
     Raises:
-        ValueError: a value is outside what is allowed; the message names the argument, the value and the allowed ones.
+        ValueError: a value is not allowed; the message names the argument, the value and what is allowed.
     """
 
     n: int = 1
@@ -84,7 +84,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_integer("n", self.n, 1)
         _check_number("temperature", self.temperature, low=0.0)
-        if _as_float32(self.temperature) == 0.0:  # as the engine computes with it
+        if _as_float32(self.temperature) == 0.0:  # as the engine uses it
             object.__setattr__(self, "temperature", 0.0)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
@@ -136,17 +136,17 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that occurred before have other logits."""
+        """Whether penalties change the logits of tokens that occurred before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def has_transforms(self) -> bool:
-        """Whether logits are changed beyond holding back stop tokens."""
+        """Whether logits are changed beyond masking stop tokens."""
         return bool(self.logit_bias or self.logits_processors) or self.has_penalties
 
     @property
     def has_cuts(self) -> bool:
-        """Whether top-k, top-p or min-p may leave tokens out."""
+        """Whether top-k, top-p or min-p may remove tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
@@ -166,7 +166,7 @@ def _check_number(name: str, value: float, *, low: float, high: float | None = N
 
 
 def _as_float32(value: float) -> float:
-    """The number as the engine computes with it."""
+    """Round a number to float32, as the engine uses it."""
     try:
         return struct.unpack("f", struct.pack("f", value))[0]  # type: ignore[no-any-return]
     except OverflowError:

@@ -1,4 +1,4 @@
-"""The sampling options of several requests side by side, as back ends read them."""
+"""Sampling options of several requests in one array, as back ends read them."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ OPTIONS = np.dtype(
     ],
     align=True,
 )
-"""Of one row."""
+"""Dtype of the options of one row."""
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingRows:
-    """Options of n rows."""
+    """Sampling options of n rows."""
 
     options: NDArray[Any]  # [n] of OPTIONS
-    has_cuts: bool  # whether any row leaves tokens out by top-k, top-p or min-p, or one of those that these were taken from
+    has_cuts: bool  # whether top-k, top-p or min-p may remove tokens in any row, or in any that these were taken from
 
     @classmethod
     def of(cls, rows: Iterable[tuple[SamplingParams, int, int]]) -> SamplingRows:
-        """From parameters, seed and position of each row."""
+        """Build the rows from the parameters, seed and position of each."""
         rows = list(rows)
         options = [(each.temperature, each.top_p, each.min_p, each.top_k, seed, position) for each, seed, position in rows]
         return cls(np.array(options, OPTIONS), any(each.has_cuts for each, _, _ in rows))
 
     def take(self, index: Ints) -> SamplingRows:
-        """The rows of that index."""
+        """Return the rows at these indices."""
         return replace(self, options=self.options[index])
 
     def repeat(self, counts: Ints) -> SamplingRows:
-        """Each row as often as its count says."""
+        """Repeat each row as often as its count says."""
         return self.take(np.repeat(np.arange(len(counts)), counts))
 
     def shifted(self, offset: int) -> SamplingRows:
-        """The rows at positions that much further on."""
+        """Return the rows with ``offset`` added to their positions."""
         options = self.options.copy()
         options["position"] += offset
         return replace(self, options=options)

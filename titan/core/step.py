@@ -1,4 +1,4 @@
-"""What one engine step decides and finds: `StepPlan` and `Acceptance`."""
+"""The plan and the result of one engine step: `StepPlan` and `Acceptance`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from titan.core.trees import DraftTrees
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Who runs in a step; entries of the lists belong together. Blocks for all of it are reserved.
+    """The requests of a step, as parallel lists. Blocks for all of it are reserved.
 
-    ``num_tokens[i]`` committed tokens of ``requests[i]``, from its ``num_computed_tokens`` on, go through the target. If
+    The target processes ``num_tokens[i]`` committed tokens of ``requests[i]``, from its ``num_computed_tokens`` on. If
     they reach the root, up to ``draft_budgets[i]`` draft nodes follow; otherwise the budget is 0. ``num_slots[i]`` slots after the
     root are reserved, at least as many as the budget: a beam writes the draft's KV of more nodes than it keeps.
     """
@@ -24,27 +24,27 @@ class StepPlan:
     num_slots: list[int]
 
     def add(self, request: Request, num_tokens: int, draft_budget: int) -> int:
-        """Add a row; returns its tokens, drafts included."""
+        """Add a row and return its number of tokens, drafts included."""
         self.requests.append(request)
         self.num_tokens.append(num_tokens)
         self.draft_budgets.append(draft_budget)
         return num_tokens + draft_budget
 
     def reaches_root(self, i: int) -> bool:
-        """Whether row ``i`` feeds the request's last committed token, so that new tokens come out."""
+        """Whether row ``i`` feeds the request's last committed token, so that it emits tokens."""
         request = self.requests[i]
         return request.num_computed_tokens + self.num_tokens[i] == request.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What verification found, per row of the plan.
+    """The result of verification, per row of the plan.
 
-    ``trees`` are what was verified, on the host, without q (``draft_probs``); ``paths[i]`` are its
+    ``trees`` are the verified trees, on the host, without q (``draft_probs``); ``paths[i]`` has the
     accepted nodes from the root down; ``token_ids[i]`` their tokens and the final token, which is recovered or bonus. All are
     empty for a row that did not reach its root. ``errors[i]`` says why the logits after the path could not be used; there is then
-    no final token, and the request is aborted unless the path ends it. ``logprobs[i]`` has, where the request asks for them, an
-    entry per token. ``matches[i]`` has, where the proposal was sampled, the probabilities with which the draft's most likely token
+    no final token, and the request is aborted unless the path ends it. ``logprobs[i]`` has, if the request asks for them, an
+    entry per token. ``matches[i]`` has, if the proposal was sampled, the probabilities with which the draft's most likely token
     and a token sampled from the draft would have been accepted after the root: ``p[argmax q]`` and ``sum(min(p, q))``.
     """
 

@@ -26,23 +26,23 @@ Parents = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Topology:
-    """What follows from the parents of a tree alone; shared by all trees of the same shape."""
+    """Properties that depend only on the parents of a tree; shared by all trees of the same shape."""
 
     depths: Ints  # [num_nodes], children of the root have depth 1
     ancestor_bits: Ints  # [num_nodes]; bit j of entry i says that node j is i or one of its ancestors
-    child_ranks: Ints  # [num_nodes], how many earlier children the node's parent has
+    child_ranks: Ints  # [num_nodes], number of earlier children of the node's parent
     inner: NDArray[np.int32]  # [num_inner], the distinct parents, ascending: the root (-1) and the nodes that have children
-    inner_rows: Ints  # [1 + num_nodes], places of the root and the nodes among the inner ones; -1 for a leaf
+    inner_rows: Ints  # [1 + num_nodes], indices of the root and the nodes among the inner ones; -1 for a leaf
     max_depth: int
     is_chain: bool
 
 
 @lru_cache(maxsize=4096)
 def topology(parents: bytes) -> Topology:
-    """Derive a tree's topology from its int32 parents (given as bytes, so that each shape is looked at once).
+    """Derive a tree's topology from its int32 parents (given as bytes, so that the result is cached by shape).
 
     Raises:
-        ValueError: too many nodes, or parents that are not topological.
+        ValueError: there are too many nodes, or the parents are not topological.
     """
     parent_of = np.frombuffer(parents, np.int32)
     num_nodes = len(parent_of)
@@ -69,7 +69,7 @@ def topology(parents: bytes) -> Topology:
 
 @lru_cache(maxsize=MAX_NODES + 1)
 def chain_parents(num_nodes: int) -> Parents:
-    """Parents of a chain: int32 ``-1, 0, 1, ...``."""
+    """Return the parents of a chain: int32 ``-1, 0, 1, ...``."""
     parents = np.arange(num_nodes, dtype=np.int32) - 1
     parents.flags.writeable = False
     return parents
@@ -83,14 +83,14 @@ class DraftTree:
         token_ids: int64 [num_nodes].
         parents: int32 [num_nodes], topological: ``-1 <= parents[i] < i``.
         draft_probs: float32 [num_inner, vocab], the distributions q that the children of the inner nodes (see `Topology`) were
-            sampled from, one after the other without replacement; ``None``: the proposal is deterministic, q is a point mass.
+            sampled from, one after another without replacement; ``None``: the proposal is deterministic, q is a point mass.
         scores: float32 [num_nodes], cumulative log-probabilities by which the draft chose the nodes; ``None``: they were not chosen
             by probability.
-        draft_slots: int32 [num_nodes], where the drafter's own KV of a node is, counted from the slot after the root; -1 where
-            it has none; ``None``: it has none at all.
+        draft_slots: int32 [num_nodes], slots of the drafter's own KV of the nodes, counted from the slot after the root; -1 = no
+            KV of the node; ``None``: no KV of any node.
 
     Raises:
-        ValueError: lengths differ, too many nodes, parents that are not topological, or draft_probs of another dtype.
+        ValueError: lengths differ, there are too many nodes, the parents are not topological, or draft_probs has another dtype.
     """
 
     token_ids: Ints
@@ -98,7 +98,7 @@ class DraftTree:
     draft_probs: Tensor | None = None
     draft_slots: NDArray[np.int32] | None = None
     scores: NDArray[np.float32] | None = None
-    topology: Topology = field(init=False, repr=False)  # what follows from the parents alone
+    topology: Topology = field(init=False, repr=False)  # depends only on the parents
 
     def __post_init__(self) -> None:
         dtypes = {"token_ids": np.int64, "parents": np.int32, "draft_slots": np.int32, "scores": np.float32}
@@ -123,7 +123,7 @@ class DraftTree:
         draft_probs: Tensor | None = None,
         draft_slots: NDArray[np.int32] | None = None,
     ) -> DraftTree:
-        """The tree in which each token follows the one before it."""
+        """Return the tree in which each token follows the one before it."""
         return cls(np.asarray(token_ids, np.int64), chain_parents(len(token_ids)), draft_probs, draft_slots)
 
     @property
@@ -133,11 +133,11 @@ class DraftTree:
 
 
 EMPTY_TREE = DraftTree.chain([])
-"""No draft tokens: the request decodes one token."""
+"""A tree without draft tokens: the request decodes one token."""
 
 
 class TreeLimits(NamedTuple):
-    """What a drafter may propose for one row of a plan."""
+    """Limits on what a drafter may propose for one row of a plan."""
 
     num_nodes: int
     may_sample: bool  # whether tokens may be sampled: at temperatures above 0 only
@@ -145,64 +145,64 @@ class TreeLimits(NamedTuple):
 
 
 Upload = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
-"""Brings arrays to a device."""
+"""Uploads arrays to a device."""
 
 
 Column = TypeVar("Column")
 
 
 class NodeColumns(NamedTuple, Generic[Column]):
-    """Of the nodes in N places: tensors or arrays."""
+    """Columns of a table of nodes in N places: tensors or arrays."""
 
     token_ids: Column  # int64 [N]; -1 = empty
-    parents: Column  # int32 [N], index within the tree; -1 = the root, -2 = none, of an empty place
-    depths: Column  # int64 [N], from 1 on; 1 of an empty place
-    ancestor_bits: Column  # int64 [N], of a node itself and its ancestors; of itself alone in an empty place
-    scores: Column  # float32 [N], cumulative log-probabilities; -inf of an empty place
+    parents: Column  # int32 [N], index within the tree; -1 = the root, -2 = none, in an empty place
+    depths: Column  # int64 [N], from 1 on; 1 in an empty place
+    ancestor_bits: Column  # int64 [N], the node itself and its ancestors; only itself in an empty place
+    scores: Column  # float32 [N], cumulative log-probabilities; -inf in an empty place
     draft_slots: Column  # int32 [N], where the draft's KV is, counted from the slot after the root; -1 = nowhere
 
 
 NODE_DTYPES = NodeColumns(torch.int64, torch.int32, torch.int64, torch.int64, torch.float32, torch.int32)
-"""Of the tensors."""
+"""Dtypes of the tensors of `NodeColumns`."""
 
 
 @dataclass(frozen=True, eq=False)
 class DraftTrees:
     """The trees of a step, one per row of its plan, R rows; tensors are on the device that verifies them.
 
-    The host knows how many **places** a tree has, N of all together, not whether there are as many tokens. Where there are not,
-    the last places of the tree are **empty**: nobody's children, so that nothing is ever accepted there.
+    The host knows how many **places** each tree has, N in total, but not whether it has as many tokens. If it has fewer, its last
+    places are **empty**: children of no node, so that nothing is ever accepted there.
     """
 
     start_loc: Ints  # [R + 1], on the host: prefix sums of places
-    is_chain: Flags  # [R], on the host: where it is known that each node hangs at the one before it
-    is_sampled: Flags  # [R], on the host: where the tokens were sampled from q
-    has_scores: Flags  # [R], on the host: where the draft chose the nodes by their scores
-    nodes: NodeColumns[Any]  # tensors; arrays of trees that are on the host
+    is_chain: Flags  # [R], on the host: whether each node is known to be the child of the one before it
+    is_sampled: Flags  # [R], on the host: whether the tokens were sampled from q
+    has_scores: Flags  # [R], on the host: whether the draft chose the nodes by their scores
+    nodes: NodeColumns[Any]  # tensors; arrays if the trees are on the host
     draft_probs: Tensor | None = None  # float32 [any, vocab], the distributions q
-    # int32 [N + R], which of them the children were sampled from: per row those of the root, then of its nodes; anything where
-    # there are no children or nothing was sampled
+    # int32 [N + R], the row of draft_probs that the children were sampled from: per tree the root's children, then each node's;
+    # arbitrary where there are no children or nothing was sampled
     draft_rows: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
-        """Rows of the plan, R."""
+        """Number of rows of the plan, R."""
         return len(self.start_loc) - 1
 
     @property
     def num_nodes(self) -> int:
-        """Places of all trees, N."""
+        """Number of places of all trees, N."""
         return int(self.start_loc[-1])
 
     @property
     def counts(self) -> Ints:
-        """Places of each tree, [R]."""
+        """Number of places of each tree, [R]."""
         return self.start_loc[1:] - self.start_loc[:-1]
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def empty(num_rows: int, device: torch.device | None = None) -> DraftTrees:
-        """No draft tokens for any row, on the device; ``None`` = on the host."""
+        """Return empty trees for all rows, on the device; ``None`` = on the host."""
         flags, start_loc = np.zeros(num_rows, np.bool_), np.zeros(num_rows + 1, np.int64)
         flags.flags.writeable = start_loc.flags.writeable = False  # shared by all steps
         nodes = allocate_nodes(0, device)
@@ -221,22 +221,22 @@ class DraftTrees:
         upload: Upload,
         device: torch.device,
     ) -> DraftTrees:
-        """Check what a drafter proposes, before it reaches slots or embeddings that are not the request's.
+        """Check a drafter's proposal, before it can reach slots or embeddings that are not the request's.
 
-        Of `DraftTree`s tokens, slots, shapes and q at its own tokens are looked at. Of `DraftTrees`, whose numbers may be on a
-        device, shapes, dtypes and devices are; for the numbers the drafter answers: tokens of the vocabulary, parents before their
-        children, rows of q that there are, at the roots of sampled trees too.
+        Tokens, slots, shapes, and q at the proposed tokens are checked for `DraftTree`s. `DraftTrees`, whose values may be on a
+        device, are checked for shapes, dtypes and devices; the drafter is responsible for the values: tokens of the vocabulary,
+        parents before their children, and rows of q that exist, at the roots of sampled trees too.
 
         Args:
             proposal: one tree per row of the plan, or all of them ready on the device.
             limits: of each row.
             drafter: its name, for messages.
             vocab_size: of the target.
-            upload: brings arrays to the device; ``draft_probs`` must be there.
-            device: that one.
+            upload: uploads arrays to the device; ``draft_probs`` must be there already.
+            device: where the trees are verified.
 
         Raises:
-            ValueError: what is wrong, what was found, and what is allowed.
+            ValueError: with what is wrong, what was found, and what is allowed.
         """
         num_rows = proposal.num_rows if isinstance(proposal, DraftTrees) else len(proposal)
         if num_rows != len(limits):
@@ -278,7 +278,7 @@ class DraftTrees:
         )
 
     def _check(self, limits: Sequence[TreeLimits], drafter: str, vocab_size: int, device: torch.device) -> None:
-        """Look at what the host knows of trees on the device."""
+        """Check what the host knows of trees on the device."""
         name = f"the drafter {drafter!r}"
         for count, is_sampled, limit in zip(self.counts.tolist(), self.is_sampled.tolist(), limits, strict=True):
             _check_count(count, limit, drafter)
@@ -310,10 +310,10 @@ class DraftTrees:
                 )
 
     def on_host(self, nodes: Sequence[NDArray[Any]]) -> DraftTrees:
-        """The trees on the host, without their empty places and without q, which stays where it is.
+        """Return the trees on the host, without their empty places and without q, which stays where it is.
 
         Args:
-            nodes: brought to the host.
+            nodes: the node columns, copied to the host.
         """
         start_loc = self.start_loc
         if nodes[0].min(initial=0) < 0:
@@ -323,14 +323,14 @@ class DraftTrees:
         return DraftTrees(start_loc, self.is_chain, self.is_sampled, self.has_scores, NodeColumns(*nodes))
 
     def __getitem__(self, row: int) -> DraftTree:
-        """The tree of one row, of trees on the host, without q."""
+        """Return the tree of one row, without q; the trees must be on the host."""
         nodes = slice(int(self.start_loc[row]), int(self.start_loc[row + 1]))
         token_ids, parents, *_, scores, draft_slots = (column[nodes] for column in self.nodes)
         return DraftTree(token_ids, parents, None, draft_slots, scores if self.has_scores[row] else None)
 
 
 def allocate_nodes(num_nodes: int, device: torch.device | None) -> NodeColumns[Tensor]:
-    """Room for that many nodes."""
+    """Allocate uninitialised columns for ``num_nodes`` nodes."""
     return NodeColumns(*(torch.empty(num_nodes, dtype=dtype, device=device) for dtype in NODE_DTYPES))
 
 

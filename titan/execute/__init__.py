@@ -1,1 +1,1 @@
-"""The target's batch of a step, and the memory that the largest passes take."""
+"""The target's batch of a step, and the memory profile of the largest pass."""

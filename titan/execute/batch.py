@@ -8,11 +8,11 @@ from titan.core.trees import DraftTrees
 
 
 def target_batch(plan: StepPlan, trees: DraftTrees, *, block_size: int) -> RaggedBatch:
-    """Lay out a step.
+    """Build the target's batch of a step.
 
     Args:
-        plan: who runs, with how many tokens.
-        trees: of the rows of the plan.
+        plan: the requests of the step, and their numbers of tokens.
+        trees: one per row of the plan.
         block_size: tokens per KV block.
     """
     rows = []

@@ -1,4 +1,4 @@
-"""The largest pass of an engine, run once before there is a KV cache where a back end wants to see what it takes."""
+"""The largest pass of an engine, run once before the KV cache is allocated if a back end wants to measure its memory."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ ALL_PENALTIES = SamplingParams(repetition_penalty=1.1, frequency_penalty=0.1, pr
 
 
 def run_largest_pass(backend: Backend, model: Decoder, config: EngineConfig, limits: PassLimits, max_model_len: int) -> None:
-    """As many tokens as a step may have, spread over as many requests, each of which wants the logits of a whole tree.
+    """Run the largest pass: the maximum tokens of a step spread over the maximum requests, each with logits of a whole tree.
 
-    After it the heaviest things that are done with its logits: penalties for all of them, and as many probabilities as a draft
-    samples its tokens from. Block tables are as long as any can be: their length decides how much room the parts of split contexts
-    get. A draft's passes are taken to need no more.
+    Then run the heaviest operations on its logits: penalties for all of them, and as many probabilities as a draft samples its
+    tokens from. Block tables have their maximum length, which decides how much memory the parts of split contexts get. A draft's
+    passes are assumed to need no more.
 
     Args:
         backend: of the model.
         model: the target.
         config: of the engine.
-        limits: of the small passes.
-        max_model_len: most tokens of a request.
+        limits: bounds of the small passes.
+        max_model_len: maximum tokens of a request.
 
     Raises:
-        ValueError: the device has not the memory.
+        ValueError: the device has too little memory.
     """
     try:
         _run(backend, model, config, limits, max_model_len)
@@ -67,7 +67,7 @@ def _run(backend: Backend, model: Decoder, config: EngineConfig, limits: PassLim
 
 
 def _use_logits(backend: Backend, logits: Tensor, num_requests: int) -> None:
-    """Penalise, and sample children from logits, [L, vocab], of which each request has as many."""
+    """Penalise logits, [L, vocab], divided evenly among the requests, and sample children from them."""
     num_rows = len(logits)
     of_requests = np.array_split(np.arange(num_rows), num_requests)
     penalized = [TransformedRows(ALL_PENALTIES, [0], [0], {row: [] for row in each.tolist()}) for each in of_requests]

@@ -1,1 +1,1 @@
-"""Blocks of KV: the pool, the block tables, the prefix cache, how many there are."""
+"""Blocks of KV: the pool, the block tables, the prefix cache, and the size of the pool."""

@@ -1,7 +1,7 @@
 """The block pool: hands out physical block ids, counts references and finds cached blocks by their hash.
 
-A block is either **free** (in the free queue, no references) or **referenced**. A free block keeps its content, and stays
-findable by its hash, until it is allocated again.
+A block is either **free** (in the free queue, no references) or **referenced**. A free block keeps its content, and can be
+found by its hash, until it is allocated again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class BlockPool:
         enable_caching: whether blocks can be found by hash; if not, `lookup` finds nothing and `register` does nothing.
 
     Raises:
-        ValueError: the pool would have no block.
+        ValueError: the pool would have no blocks.
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool) -> None:
@@ -30,25 +30,25 @@ class BlockPool:
         self.enable_caching = enable_caching
         self.draft_epochs = [-1] * num_blocks  # epoch of the draft whose KV is valid in the block, -1 = none
         self._ref_counts = [0] * num_blocks
-        # Taken from the front: first freed blocks without a hash, then blocks never used, then cached ones by age.
+        # Allocated from the front: first freed blocks without a hash, then blocks never used, then cached ones by age.
         self._free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated, cached ones included."""
+        """Number of blocks that can be allocated, cached ones included."""
         return len(self._free_queue)
 
     def is_free(self, block_id: int) -> bool:
-        """Whether nobody references the block."""
+        """Whether the block has no references."""
         return block_id in self._free_queue
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` free blocks, one reference each; what was cached in them is forgotten.
+        """Allocate ``count`` free blocks, one reference each; their cached content is dropped.
 
         Raises:
-            RuntimeError: fewer than ``count`` blocks are free; nothing is taken.
+            RuntimeError: fewer than ``count`` blocks are free; nothing is allocated.
         """
         if count > self.num_free:
             raise RuntimeError(f"cannot allocate {count} blocks: {self.num_free} of {self.num_blocks} are free")
@@ -65,7 +65,7 @@ class BlockPool:
         """Add one reference to each block; a cached free one leaves the free queue.
 
         Raises:
-            RuntimeError: a block is free and not cached, so its content is nobody's.
+            RuntimeError: a block is free and not cached, so its content is undefined.
         """
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
@@ -90,11 +90,11 @@ class BlockPool:
                     self._free_queue.move_to_end(block_id, last=False)
 
     def lookup(self, block_hash: bytes) -> int | None:
-        """The block that holds the tokens of this hash, if one is cached."""
+        """Return the block that holds the tokens of this hash, if one is cached."""
         return self._block_of.get(block_hash)
 
     def register(self, block_id: int, block_hash: bytes) -> None:
-        """Make a full block findable. If another block has this hash already, that one stays and this one is private.
+        """Register a full block under its hash. If another block has this hash already, that one stays and this one is private.
 
         Raises:
             RuntimeError: the block is free, or is registered under another hash.
@@ -109,7 +109,7 @@ class BlockPool:
             self._hash_of[block_id] = block_hash
 
     def mark_drafted(self, block_id: int, epoch: int) -> None:
-        """Note that the draft of this epoch has written its KV of the whole block."""
+        """Record that the draft of this epoch has written its KV of the whole block."""
         self.draft_epochs[block_id] = epoch
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
@@ -147,10 +147,10 @@ def _differing_keys(left: dict[int, bytes], right: dict[int, bytes]) -> list[int
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int], salt: bytes) -> bytes:
-    """Hash of a full block, which stands for its tokens and all tokens before them.
+    """Return the hash of a full block, which identifies its tokens and all tokens before them.
 
     Args:
-        parent: hash of the block before, empty for the first one.
+        parent: hash of the previous block, empty for the first one.
         token_ids: the block's tokens.
         salt: at most 64 bytes; hashes of different salts never match.
 

@@ -1,8 +1,8 @@
 """The KV cache: block tables of requests and the KV tensors that they index.
 
 One block table per request indexes every attached cache, the target's and the draft's, so that prefix hits, rollback,
-preemption and frees are decided once. Prefix hits and rollback are arithmetic; only an accepted path that is not the first
-nodes of its tree moves KV.
+preemption and frees are decided once. Prefix hits and rollback are arithmetic on counters; KV is moved only for an accepted
+path that is not the first nodes of its tree.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ HASH_SALT = b"titan"
 
 
 class Prefix(NamedTuple):
-    """Full blocks that hold the beginning of a request's committed tokens, computed by others."""
+    """Full blocks that are already computed and hold a prefix of a request's committed tokens."""
 
     block_ids: list[int]
-    block_hashes: list[bytes]  # as many, or none without prefix caching
-    num_drafted_blocks: int  # the leading ones that the present draft covers
+    block_hashes: list[bytes]  # one per block, or none without prefix caching
+    num_drafted_blocks: int  # leading blocks that the current draft covers
 
 
 class KVCache:
-    """Gives requests blocks, keeps what was accepted, and finds what was computed before.
+    """Allocates blocks to requests, commits accepted paths, and finds prefixes that were computed before.
 
     Args:
         num_blocks: blocks of every attached cache.
         block_size: tokens per block.
-        enable_prefix_caching: whether full blocks are hashed and found again; if not, nothing is hashed.
-        ops: move and clear what is in the caches.
+        enable_prefix_caching: whether full blocks are hashed and can be found again; if not, nothing is hashed.
+        ops: move and clear the contents of the caches.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, ops: CacheOps) -> None:
@@ -52,7 +52,7 @@ class KVCache:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of every attached cache."""
+        """Number of blocks of every attached cache."""
         return self.pool.num_blocks
 
     @property
@@ -61,10 +61,10 @@ class KVCache:
         return self._tensors
 
     def attach(self, role: Role, tensor: KVTensor) -> None:
-        """Let the block tables index a cache.
+        """Attach a cache, which the block tables then index.
 
         Raises:
-            ValueError: its blocks are not those of the pool.
+            ValueError: the number or size of its blocks is not the pool's.
         """
         if (tensor.num_blocks, tensor.block_size) != (self.num_blocks, self.block_size):
             raise ValueError(
@@ -74,19 +74,19 @@ class KVCache:
         self._tensors[role] = tensor
 
     def detach(self, role: Role) -> None:
-        """Let go of a cache; nothing happens if there is none."""
+        """Detach a cache, if there is one."""
         self._tensors.pop(role, None)
 
     def num_missing_blocks(self, request: Request, num_slots: int) -> int:
-        """How many free blocks it would take to cover ``num_slots`` slots, after a prefix match if the request has no blocks.
+        """Return how many free blocks it takes to cover ``num_slots`` slots, after a prefix match if the request has no blocks.
 
-        Cached blocks that nobody references count too, since a match takes them out of the free queue.
+        Cached blocks without references count too, since a match takes them out of the free queue.
         """
         held = request.block_ids or [block for block in self._find_prefix(request).block_ids if not self.pool.is_free(block)]
         return max(self._num_blocks_of(num_slots) - len(held), 0)
 
     def match_prefix(self, request: Request) -> None:
-        """Give a request without blocks the longest run of computed full blocks that begins its committed tokens.
+        """Give a request without blocks the computed full blocks that hold the longest prefix of its committed tokens.
 
         These are cached blocks; without prefix caching, blocks of the prompt that a sibling holds. The root is never part of
         them, so that there is always something to compute. Sets the block table and its hashes, the counters of both caches
@@ -106,12 +106,12 @@ class KVCache:
         return bool(num_computed) and max(num_computed) // self.block_size < self._num_prompt_blocks(request)
 
     def reserve(self, request: Request, num_slots: int) -> bool:
-        """Make the block table cover ``num_slots`` slots, committed tokens and lookahead slots together.
+        """Extend the block table to cover ``num_slots`` slots, committed tokens and lookahead slots together.
 
-        New blocks hold anything until `clear_new_blocks`.
+        New blocks have undefined content until `clear_new_blocks`.
 
         Returns:
-            Whether it does; if the pool has too few free blocks, nothing has changed.
+            Whether it covers them; if the pool has too few free blocks, nothing changes.
         """
         num_new = self._num_blocks_of(num_slots) - len(request.block_ids)
         if num_new <= 0:
@@ -124,7 +124,7 @@ class KVCache:
         return True
 
     def clear_new_blocks(self) -> None:
-        """Zero the blocks reserved since the last time, before a pass: attention multiplies zero weights with what is there."""
+        """Zero the blocks reserved since the last call, before a pass: attention multiplies their content by zero weights."""
         if not self._new_block_ids:
             return
         block_ids = np.array(self._new_block_ids)
@@ -136,8 +136,8 @@ class KVCache:
         """Move the accepted paths to the slots right after their roots, in every attached cache.
 
         Called before the requests' counters advance. The target's KV of node ``i`` is in slot ``root slot + 1 + i``, the
-        draft's in ``root slot + 1 + draft_slots[i]`` as far as it has it; that of the path's node ``k`` goes to ``root slot + 1
-        + k``. A path of the first slots, as every path of a chain is, moves nothing. The draft's coverage grows by what it has.
+        draft's, if any, in ``root slot + 1 + draft_slots[i]``; that of the path's node ``k`` goes to ``root slot + 1 + k``. A path
+        of the first slots, such as every path of a chain, moves nothing. The draft's coverage grows by the nodes it has KV of.
         """
         moves: dict[Role, list[PathMove]] = {"target": [], "draft": []}
         draft_slots, first_nodes = acceptance.trees.nodes.draft_slots.tolist(), acceptance.trees.start_loc.tolist()
@@ -158,10 +158,10 @@ class KVCache:
                 self._ops.move_paths(self._tensors[role], paths)
 
     def cache_full_blocks(self, request: Request) -> None:
-        """Roll back to the committed tokens, and let others find them.
+        """Roll back to the committed tokens, and register their full blocks in the prefix cache.
 
-        Called after the request's counters have advanced: gives surplus blocks back, and makes full blocks known to the
-        prefix cache, with the present draft's epoch where the draft covers them.
+        Called after the request's counters have advanced. Surplus blocks are released; full blocks are registered, and marked
+        with the current draft's epoch where the draft covers them.
         """
         self.pool.release(request.roll_back(self._num_blocks_of(request.num_computed_tokens)))
         if not self.pool.enable_caching:
@@ -177,11 +177,11 @@ class KVCache:
         request.mark_cached(block_hashes[1:], num_drafted_blocks)
 
     def free(self, request: Request) -> None:
-        """Take all blocks of a request away: it is finished, aborted or preempted by recompute."""
+        """Release all blocks of a request that is finished, aborted or preempted by recompute."""
         self.pool.release(request.release())
 
     def new_draft_epoch(self, requests: Iterable[Request]) -> None:
-        """The draft has changed: no block, and none of these unfinished requests, is covered by the new one."""
+        """Start the epoch of a new draft, which covers no block and none of these unfinished requests."""
         self.draft_epoch += 1
         for request in requests:
             request.forget_draft()
@@ -190,7 +190,7 @@ class KVCache:
         return -(-num_slots // self.block_size)
 
     def _find_prefix(self, request: Request) -> Prefix:
-        """The computed blocks that begin the tokens of a request without blocks, its root left out."""
+        """Return the computed blocks that hold a prefix of the tokens of a request without blocks, its root excluded."""
         return self._cached_prefix(request) if self.pool.enable_caching else self._siblings_prefix(request)
 
     def _cached_prefix(self, request: Request) -> Prefix:
@@ -215,9 +215,9 @@ class KVCache:
         return Prefix(sibling.block_ids[:num_shared], [], min(sibling.num_drafted_context // self.block_size, num_shared))
 
     def _num_prompt_blocks(self, request: Request) -> int:
-        """Full blocks of the prompt, the root's left out."""
+        """Return the number of full blocks of the prompt, the root excluded."""
         return min(request.num_prompt_tokens, request.num_tokens - 1) // self.block_size
 
     def _hash_block(self, request: Request, i: int, parent: bytes) -> bytes:
-        """Hash of the request's logical block ``i``, all of whose tokens are committed."""
+        """Return the hash of the request's logical block ``i``, all of whose tokens are committed."""
         return hash_block(parent, request.token_ids[i * self.block_size : (i + 1) * self.block_size], HASH_SALT)

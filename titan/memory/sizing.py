@@ -1,4 +1,4 @@
-"""How many blocks the pool has."""
+"""The number of blocks in the pool."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from titan.core.options import MemoryOptions
 
 
 def num_kv_blocks(options: MemoryOptions, layouts: Sequence[KVLayout], num_useful: int, free_memory: Callable[[], int]) -> int:
-    """Blocks as given, or by memory: each costs the bytes of the target's and the draft's cache together.
+    """Return the number of blocks, as given or by memory: each takes the bytes of the target's and the draft's cache together.
 
     Args:
-        options: of the user.
+        options: the user's.
         layouts: of these caches.
-        num_useful: more than so many blocks are of no use.
-        free_memory: bytes that the caches may take; asked for only if the user has not said how many.
+        num_useful: upper bound, above which blocks are of no use.
+        free_memory: returns the bytes that the caches may take; called only if the user has not given a size.
 
     Raises:
         ValueError: not even one block fits.

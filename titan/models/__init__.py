@@ -1,1 +1,1 @@
-"""The models: one decoder for the Llama family, and how its config, tokenizer and weights are read."""
+"""Models: one decoder for the Llama family, and the loading of its config, tokenizer and weights."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What the decoder needs to know; made by `ModelConfig.read`."""
+    """The config of a decoder; made by `ModelConfig.read`."""
 
     architecture: str
     vocab_size: int
@@ -34,9 +34,9 @@ class ModelConfig:
     rope: Rope
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype  # of the checkpoint
-    # what the model is made of: "rms_norm", "silu", "rope", "sliding_window", "attention_bias" (of the q, k and v projections),
+    # features of the model: "rms_norm", "silu", "rope", "sliding_window", "attention_bias" (of the q, k and v projections),
     # "output_bias" (of the attention's output projection), "mlp_bias", "qk_norm" (RMSNorm over each head of q and k),
-    # "tied_embedding"; a back end lists those that its fast paths know, and a model with another one runs on the general path
+    # "tied_embedding"; a back end lists those that its fast paths support, and a model with any other runs on the general path
     traits: frozenset[str]
 
     @classmethod
@@ -46,10 +46,10 @@ class ModelConfig:
         Args:
             config: the config, with transformers' defaults filled in.
             architecture: one of `registry.ARCHITECTURES`.
-            eos_token_ids: those of the generation config, which win over the model's.
+            eos_token_ids: those of the generation config, which override the model's.
 
         Raises:
-            ValueError: sizes that do not fit together, or a feature that is not supported.
+            ValueError: the sizes are inconsistent, or a feature is not supported.
         """
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
@@ -59,7 +59,7 @@ class ModelConfig:
             raise ValueError(f"head_dim={head_dim} is odd: rotary embeddings need an even one")
         family = ARCHITECTURES[architecture](config)
         max_position_embeddings = config.max_position_embeddings
-        # A window that no position can leave is no window.
+        # A window as long as the model's positions is no window.
         windows = tuple(None if w is None or w >= max_position_embeddings else w for w in family.layer_windows)
         traits = {"rms_norm", "silu", "rope", *family.traits}
         if any(window is not None for window in windows):
@@ -90,12 +90,12 @@ class ModelConfig:
         return tuple(dict.fromkeys(self.layer_windows))
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
-        """The KV that the model keeps in this dtype."""
+        """Return the layout of the model's KV in this dtype."""
         return KVLayout((KVGroup(self.num_layers, self.num_kv_heads, self.head_dim),), dtype)
 
 
 def as_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """The token ids of a config entry that may be one id, a list or nothing."""
+    """Return the token ids of a config entry, which may be one id, a list or ``None``."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)

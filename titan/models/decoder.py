@@ -14,13 +14,13 @@ from titan.models.layers import LayerStep, LayerWeights, attention, gated, layer
 from titan.models.rope import rope_table
 
 MAX_HEAD_COPY_BYTES = 128 * 2**20
-"""A tied output head is packed, as a second copy of the embedding, only up to this size."""
+"""Largest tied output head that is packed, as a second copy of the embedding."""
 
 
 class Decoder(nn.Module):
     """A causal language model over paged KV.
 
-    After the weights are in place, `prepare` must be called once.
+    After the weights are loaded, `prepare` must be called once.
 
     Args:
         config: of the model.
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
         # The table is computed in float32 and rounded once, as transformers rounds its cosines and sines.
         self.rope_table = rope_table(config.rope, self.max_positions).to(device, dtype)
         self._layer_weights: tuple[LayerWeights, ...] = ()
-        self._next_norms: tuple[Tensor, ...] = ()  # of each layer, what its output is normed with
+        self._next_norms: tuple[Tensor, ...] = ()  # per layer, the norm weight applied to its output
         self.head = torch.empty(0, dtype=dtype, device=device)
 
     def prepare(self, *, pack: bool = True) -> None:
@@ -95,27 +95,27 @@ class Decoder(nn.Module):
 
     @property
     def kv_layout(self) -> KVLayout:
-        """The KV that the model keeps."""
+        """The layout of the model's KV."""
         return self.config.kv_layout(self.dtype)
 
     def check_positions(self, positions: Ints) -> None:
-        """Refuse positions that the rope table does not have.
+        """Check that the rope table has these positions.
 
         Raises:
-            IndexError: one is beyond ``max_positions``.
+            IndexError: a position is not in 0 to ``max_positions - 1``.
         """
         if positions.max() >= self.max_positions or positions.min() < 0:
             raise IndexError(f"positions {positions.min()} to {positions.max()} are not allowed: there are {self.max_positions}")
 
     def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:
-        """Run the query tokens of a pass and write their KV, all but the output head; positions are not looked at.
+        """Run all but the output head on the query tokens of a pass, and write their KV; positions are not checked.
 
         Args:
             inputs: of the pass, T query tokens of which L need logits; its ``attention`` is a layout of ``ops``.
             kv: of the model, updated in place.
 
         Returns:
-            What `logits` takes, of the rows that need logits: [L, hidden_size].
+            The input of `logits` for the rows that need logits: [L, hidden_size].
 
         Raises:
             RuntimeError: `prepare` was not called.
@@ -128,14 +128,14 @@ class Decoder(nn.Module):
         rows, last = inputs.logits_rows, config.num_layers - 1
         for layer, (weights, next_norm) in enumerate(zip(self.layer_weights, self._next_norms, strict=True)):
             attended = attention(normed, weights, config, layer, kv.layers[layer], step)
-            if layer == last and rows is not None and len(rows) < len(x):  # the others have written their KV, nobody reads on
+            if layer == last and rows is not None and len(rows) < len(x):  # the other rows are done: their KV is written
                 x, attended = x.index_select(0, rows), attended.index_select(0, rows)
             x, normed = ops.linear_add_norm(attended, weights.output_weight, weights.output_bias, x, weights.post_norm, eps)
             x, normed = ops.linear_add_norm(gated(normed, weights, ops), weights.down_weight, weights.down_bias, x, next_norm, eps)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The output head: [L, hidden_size] -> [L, vocab_size]."""
+        """Apply the output head: [L, hidden_size] -> [L, vocab_size]."""
         return self.ops.linear(hidden, self.head, None)
 
     def _pack_parameter(self, owner: nn.Module, parameter: str) -> None:
@@ -144,5 +144,5 @@ class Decoder(nn.Module):
 
 
 def is_linear_weight(parameter: str) -> bool:
-    """Whether a parameter of the decoder or of a layer goes through linear layers alone, so that it may be packed."""
+    """Whether a parameter of the decoder or of a layer is used only by linear layers, so that it may be packed."""
     return parameter.endswith("_weight") or parameter == "lm_head"

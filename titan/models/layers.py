@@ -36,15 +36,15 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStep:
-    """What the layers have in common in one pass."""
+    """What all layers of one pass share."""
 
     ops: LayerOps
-    attention_plan: Any  # of ``ops``
-    places: TokenPlaces  # the table of the dtype of the model
+    attention_plan: Any  # from ``ops.plan_attention``
+    places: TokenPlaces  # with the rope table in the model's dtype
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that a layer of this config has, by their names in `LayerWeights`."""
+    """Return the shapes of the tensors that a layer of this config has, by their names in `LayerWeights`."""
     hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
     qkv_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -67,7 +67,7 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def attention(normed: Tensor, weights: LayerWeights, config: ModelConfig, layer: int, kv_layer: Tensor, step: LayerStep) -> Tensor:
-    """Write the tokens' keys and values and attend, up to but without the output projection.
+    """Write the tokens' keys and values and compute attention, without the output projection.
 
     Args:
         normed: [T, hidden_size].
@@ -75,7 +75,7 @@ def attention(normed: Tensor, weights: LayerWeights, config: ModelConfig, layer:
         config: of the model.
         layer: index of the layer.
         kv_layer: [2, K, num_blocks, block_size, D].
-        step: what all layers have in common.
+        step: what all layers share.
 
     Returns:
         [T, H * D].
@@ -87,5 +87,5 @@ def attention(normed: Tensor, weights: LayerWeights, config: ModelConfig, layer:
 
 
 def gated(normed: Tensor, weights: LayerWeights, ops: LayerOps) -> Tensor:
-    """The gated feed-forward part, up to but without the down projection: [T, hidden_size] -> [T, intermediate_size]."""
+    """Compute the gated feed-forward part, without the down projection: [T, hidden_size] -> [T, intermediate_size]."""
     return ops.silu_mul(ops.linear(normed, weights.gate_up_weight, weights.gate_up_bias))

@@ -1,4 +1,4 @@
-"""Reading models from a folder or the Hugging Face hub: config, tokenizer, and weights streamed from safetensors."""
+"""Loading of models from a folder or the Hugging Face hub: config, tokenizer, and weights streamed from safetensors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DEMO = "demo"
-"""The name of the models that ship with the package."""
+"""Name of the models that ship with the package."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHT_DTYPES = {"F32", "BF16", "F16"}
-"""Dtypes of a safetensors file that are read."""
+"""Supported dtypes of safetensors files."""
 
 CHUNK_BYTES = 8 * 2**20
-"""Weights are copied in pieces of about this size, so that few pages of a file are mapped at a time."""
+"""Approximate size of the pieces in which weights are copied, so that few pages of a file are mapped at a time."""
 
 CONFIG_FILES = ["*.json"]
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
@@ -42,9 +42,9 @@ def resolve_model(name: str, role: Literal["target", "draft"]) -> str:
 
 
 def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, backend: Backend) -> torch.dtype:
-    """The dtype to run in.
+    """Return the dtype to run in.
 
-    ``"auto"`` is the checkpoint's dtype, but float32 where the back end would emulate that.
+    ``"auto"`` is the checkpoint's dtype, or float32 if the back end would emulate that.
 
     Raises:
         ValueError: a dtype other than auto, float32, bfloat16 and float16.
@@ -62,7 +62,7 @@ def load_config(path_or_id: str) -> ModelConfig:
     """Read the config of a model from a folder or a hub id.
 
     Raises:
-        ValueError: no such model, no config, or a model that is not supported.
+        ValueError: the model does not exist, has no config, or is not supported.
     """
     return _read_config(_locate(path_or_id, CONFIG_FILES), path_or_id)
 
@@ -71,7 +71,7 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
     """Read the tokenizer of a model from a folder or a hub id.
 
     Raises:
-        ValueError: no such model, or no tokenizer in it.
+        ValueError: the model does not exist, or has no tokenizer that can be read.
     """
     from transformers import AutoTokenizer
 
@@ -98,7 +98,7 @@ def load_model(
         pack: pack the weights where possible; see `Decoder.prepare`.
 
     Raises:
-        ValueError: no such model, one that is not supported, or weights that do not fit its config.
+        ValueError: the model does not exist, is not supported, or has weights that do not fit its config.
     """
     from accelerate import init_empty_weights
 
@@ -164,14 +164,14 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """Where a tensor of the checkpoint lies."""
+    """Location of a tensor of the checkpoint."""
 
     file: Path
     shape: tuple[int, ...]
 
 
 def _find_tensors(folder: Path, name: str) -> dict[str, _StoredTensor]:
-    """Read the headers of all weight files: tensors by name."""
+    """Read the headers of all weight files; return the tensors by name."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / WEIGHT_INDEX
@@ -209,11 +209,11 @@ class Destination:
     owner: nn.Module
     parameter: str
     rows: slice
-    shape: tuple[int, ...]  # expected of the checkpoint's tensor
+    shape: tuple[int, ...]  # that the checkpoint's tensor must have
 
 
 def destinations_of(model: Decoder) -> dict[str, Destination]:
-    """Where each tensor of a checkpoint goes: by its name in transformers."""
+    """Return where each tensor of a checkpoint goes, by its name in transformers."""
     config = model.config
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     destinations: dict[str, Destination] = {}
@@ -273,7 +273,7 @@ def _check_weights(destinations: dict[str, Destination], tensors: dict[str, _Sto
 
 
 def _load_weights(model: Decoder, destinations: dict[str, Destination], tensors: dict[str, _StoredTensor], pack: bool) -> None:
-    """Fill the parameters of an empty-initialised decoder one by one, packing those that can be on the way."""
+    """Fill the parameters of an empty-initialised decoder one by one, and pack those that can be."""
     parts: dict[tuple[nn.Module, str], list[str]] = {}
     for key, destination in destinations.items():
         parts.setdefault((destination.owner, destination.parameter), []).append(key)
@@ -283,7 +283,7 @@ def _load_weights(model: Decoder, destinations: dict[str, Destination], tensors:
 
     packed = {part for part in parts if pack and model.ops.packs and is_linear_weight(part[1])}
     # Plain weights that are to be packed share one buffer: freed one by one, they would leave holes in the heap that the
-    # packed ones do not fit, which adds up to a third of the model.
+    # packed ones do not fit into, which adds up to a third of the model.
     buffer = empty(max((owner.get_parameter(parameter).numel() for owner, parameter in packed), default=0))
     for (owner, parameter), keys in parts.items():
         shape = owner.get_parameter(parameter).shape
@@ -300,7 +300,7 @@ def _some(names: list[str], limit: int = 5) -> str:
 
 
 def _copy_tensor(target: Tensor, tensor: _StoredTensor, key: str) -> None:
-    """Copy a stored tensor piece by piece; one that lacks the first dimension of the target is repeated along it."""
+    """Copy a stored tensor piece by piece; one without the target's first dimension is broadcast along it."""
     if target.dim() > len(tensor.shape):
         target.copy_(_read_rows(tensor, key, slice(None)))
         return
@@ -312,8 +312,8 @@ def _copy_tensor(target: Tensor, tensor: _StoredTensor, key: str) -> None:
 def _read_rows(tensor: _StoredTensor, key: str, rows: slice) -> Tensor:
     """Map some rows of a stored tensor.
 
-    The file is opened anew each time, because pages that were read stay mapped, and count as memory of the process,
-    for as long as the file is open.
+    The file is reopened each time, because pages that were read stay mapped, and count as memory of the process,
+    as long as the file is open.
     """
     from safetensors import safe_open
 

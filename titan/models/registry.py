@@ -1,4 +1,4 @@
-"""The supported architectures, and what each of them makes of its config."""
+"""The supported architectures, and how each reads its config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Family(NamedTuple):
-    """In what the decoders of the families differ."""
+    """The properties in which the families' decoders differ."""
 
     layer_windows: tuple[Window, ...]  # sliding window of each layer; None = full attention
     traits: frozenset[str]  # see `titan.models.config.ModelConfig.traits`
@@ -60,7 +60,7 @@ def check_supported(config: Mapping[str, Any], name: str) -> str:
         name: the model's name, for messages.
 
     Raises:
-        ValueError: an architecture or a feature that is not supported.
+        ValueError: the architecture or a feature is not supported.
     """
     architectures = config.get("architectures") or ()
     architecture = next((str(each) for each in architectures if each in ARCHITECTURES), None)

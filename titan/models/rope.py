@@ -18,7 +18,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 class Rope:
     """The rotation of each pair of head dimensions.
 
-    ``dynamic`` holds only up to the trained length, where it equals ``default``: beyond it the frequencies would depend
+    ``dynamic`` is used only up to the trained length, where it equals ``default``: beyond it, the frequencies would depend
     on the length of each sequence and cached keys would go stale, so longer sequences are not admitted.
     """
 
@@ -31,7 +31,7 @@ def read_rope(config: PretrainedConfig, head_dim: int) -> Rope:
     """Read the rotary embedding of a transformers config.
 
     Raises:
-        ValueError: a rope type or a partial rotation that is not supported.
+        ValueError: the rope type or a partial rotation is not supported.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -51,7 +51,7 @@ def read_rope(config: PretrainedConfig, head_dim: int) -> Rope:
 
 
 def rope_table(rope: Rope, max_positions: int) -> Tensor:
-    """Cosines and signed sines of every position: float32 [max_positions, 2, head_dim].
+    """Compute the cosines and signed sines of every position: float32 [max_positions, 2, head_dim].
 
     ``x`` is rotated to ``x * cos + roll(x, head_dim / 2) * sin``: the minus sign of the usual "rotate half" is in the
     sines of the first half.

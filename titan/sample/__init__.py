@@ -1,1 +1,1 @@
-"""From logits to distributions and tokens."""
+"""Transforms of logits before sampling."""

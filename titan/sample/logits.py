@@ -1,7 +1,7 @@
-"""Logits transforms: what changes logits before they are a distribution, each row with the tokens that come before it.
+"""Logits transforms, which change each row of logits, given the tokens before it, before it becomes a distribution.
 
 A row of logits predicts the token after its prefix: prompt, output, and the draft tokens from the root down to the row's node.
-Transforms that look back look at this prefix, so that a draft token counts for the rows below it as if it had been committed.
+Transforms that look back use this prefix, so that a draft token counts for the rows below it as if it had been committed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from titan.core.trees import Upload
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransformedRows:
-    """The rows of logits of one request whose options change them."""
+    """The rows of logits of one request whose options transform them."""
 
     params: SamplingParams
     prompt_token_ids: list[int]
     output_token_ids: list[int]
-    paths: Mapping[int, list[int]]  # row -> draft tokens after the output, down to the row's node; none at the root
+    paths: Mapping[int, list[int]]  # row -> draft tokens after the output, down to the row's node; empty at the root
 
 
 class TransformResult(NamedTuple):
-    """Logits after their transforms, and what went wrong in them."""
+    """Transformed logits, and the errors of the transforms."""
 
     logits: Tensor  # float32 [L, vocab]; NaN in the rows that have an error
     errors: dict[int, str]  # by row
@@ -41,13 +41,13 @@ def transform_logits(
 ) -> TransformResult:
     """Apply logit bias, the users' processors, forbidden tokens and penalties, in this order.
 
-    Waits for the device only where processors were at work: they may leave rows from which nothing can be sampled.
+    Waits for the device only if there are processors: they may leave rows from which nothing can be sampled.
 
     Args:
         logits: [L, vocab], any float dtype; not changed.
         requests: those whose options change logits, with their rows.
-        forbidden: (row, token ids) that must not come out.
-        upload: brings arrays to the device of the logits.
+        forbidden: (row, token ids) that must not be sampled.
+        upload: uploads arrays to the device of the logits.
     """
     scores = logits.to(torch.float32, copy=True)
     _add_bias(scores, [each for each in requests if each.params.logit_bias], upload)
@@ -74,7 +74,7 @@ def _add_bias(scores: Tensor, requests: list[TransformedRows], upload: Upload) -
 
 
 def _process(scores: Tensor, requests: list[TransformedRows]) -> dict[int, str]:
-    """Let the users' processors change their rows; returns what they did wrong, by row."""
+    """Apply the users' processors to their rows; return their errors by row."""
     errors = {}
     for each in requests:
         for row, path in each.paths.items():
@@ -116,7 +116,7 @@ def _penalize(scores: Tensor, requests: list[TransformedRows], upload: Upload) -
     outputs, paths, prompts = (entries[i : i + 2] for i in (0, 2, 4))
     repetition, frequency, presence = penalties[owners].T[:, :, None]
 
-    # what the rows of a request have in common is counted once, then each adds its path
+    # tokens that the rows of a request share are counted once, then each row adds its path
     shape = len(requests), scores.shape[-1]
     counts = _count(scores.new_zeros(shape), outputs)[owners]
     counts = _count(counts, paths)
@@ -137,7 +137,7 @@ def _count(counts: Tensor, entries: Sequence[Tensor]) -> Tensor:
 
 
 def _entries(token_ids: Iterable[tuple[int, Sequence[int]]]) -> tuple[Ints, Ints]:
-    """(row, token ids) as an index of a matrix [rows, vocab]: two arrays [entries]."""
+    """Convert (row, token ids) pairs to an index into a matrix [rows, vocab]: two arrays [entries]."""
     rows, ids = zip(*token_ids, strict=True)
     row_of = np.repeat(np.array(rows, np.int64), [len(each) for each in ids])
     return row_of, np.concatenate([np.asarray(each, np.int64) for each in ids])

@@ -1,1 +1,1 @@
-"""Who runs in a step, who may join, when a request ends."""
+"""Which requests run in a step, which may join, and when a request ends."""

@@ -1,4 +1,4 @@
-"""Which requests can run at all: checked before any work is done for them."""
+"""Admission checks: whether a request can run at all, before any work is done for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titan.core.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an engine can take."""
+    """Limits of an engine."""
 
     vocab_size: int
     max_model_len: int  # tokens of a request, prompt and output
@@ -22,8 +22,8 @@ def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: S
     """Check a prompt and its options against an engine's limits.
 
     Returns:
-        The most tokens that the request may emit: the params' limit, lowered to what ``max_model_len`` leaves; without a
-        limit, what the KV cache leaves as well.
+        The maximum number of tokens that the request may emit: the params' limit, lowered to what ``max_model_len`` leaves;
+        without a limit, to what the KV cache leaves as well.
 
     Raises:
         ValueError: the prompt is empty, too long, or could never fit the KV cache; or it or the options have tokens outside the

@@ -1,4 +1,4 @@
-"""Iteration-level continuous batching: who runs in a step, with how many tokens, and what became of them.
+"""Iteration-level continuous batching: which requests run in a step, with how many tokens, and how they advance.
 
 There is no prefill phase and no decode phase: each step gives a request tokens so that `num_computed_tokens` catches up
 with its tokens and draft nodes. Running requests come first, in order of arrival; then waiting ones join.
@@ -18,16 +18,16 @@ from titan.memory.kv_cache import KVCache
 from titan.schedule.stopping import append_tokens
 
 Lookahead = Callable[[Request, int], int]
-"""Slots after the root that drafting so many nodes for a request would like to write: at least as many, and more for a beam."""
+"""Returns the slots after the root that drafting this many nodes would like to write: at least as many, more for a beam."""
 
 
 class Scheduler:
     """Holds the waiting and the running requests.
 
     Args:
-        options: who may run and wait.
+        options: how many requests and tokens may run, and how many wait.
         kv: block tables and KV of all requests.
-        counters: totals to count in.
+        counters: totals to update.
     """
 
     def __init__(self, options: ScheduleOptions, kv: KVCache, counters: EngineCounters) -> None:
@@ -61,7 +61,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def abort(self, request: Request, error: str | None = None) -> None:
-        """End a request that is waiting or running and give its blocks back."""
+        """Abort a waiting or running request and release its blocks."""
         if request in self.running:
             self.running.remove(request)
         else:
@@ -73,8 +73,8 @@ class Scheduler:
         """Choose the rows of the next step and reserve the slots they write.
 
         Args:
-            max_draft_tokens: most draft tokens per request that the present drafter proposes.
-            lookahead: of the same drafter; what goes beyond the drafts is reserved where blocks are free, and preempts nobody.
+            max_draft_tokens: maximum draft tokens per request that the current drafter proposes.
+            lookahead: of the same drafter; slots beyond the drafts are reserved only if blocks are free, and preempt nobody.
         """
         plan = StepPlan([], [], [], [])
         self._choose_rows(plan, max_draft_tokens)
@@ -84,17 +84,17 @@ class Scheduler:
         return plan
 
     def _choose_rows(self, plan: StepPlan, max_draft_tokens: int) -> None:
-        """Add the rows to a plan, with blocks for their tokens and drafts."""
+        """Add rows to the plan, and reserve blocks for their tokens and drafts."""
         budget = self.options.max_num_batched_tokens
         num_preemptions = self.counters.num_preemptions
         for request in list(self.running):
-            if budget == 0 or request not in self.running:  # preempted meanwhile
+            if budget == 0 or request not in self.running:  # preempted in the meantime
                 continue
             num_tokens, num_drafts = self._row(request, budget, max_draft_tokens)
             if self._reserve_by_preemption(request, request.num_computed_tokens + num_tokens + num_drafts):
                 budget -= plan.add(request, num_tokens, num_drafts)
         if self.counters.num_preemptions > num_preemptions:
-            return  # no room for those that run: none joins
+            return  # no room for the running requests: none joins
         while budget > 0 and self.waiting and len(self.running) < self.options.max_batch_size:
             request = self.waiting[0]
             if self.kv.awaits_sibling(request) or (self.running and not self._has_room(request, max_draft_tokens)):
@@ -106,7 +106,7 @@ class Scheduler:
             budget -= plan.add(request, num_tokens, num_drafts)
 
     def update(self, plan: StepPlan, acceptance: Acceptance) -> list[Request]:
-        """Advance counters, append tokens, end what is finished.
+        """Advance counters, append tokens, and finish the requests that ended.
 
         Returns:
             The requests whose output changed.
@@ -122,7 +122,7 @@ class Scheduler:
                 if request.logprobs is not None:
                     request.logprobs += acceptance.logprobs[i][:num_emitted]
                 self._count(request, depths[first_nodes[i] : first_nodes[i + 1]], acceptance.paths[i], num_emitted, now)
-            if acceptance.errors[i] is not None and not request.is_finished:  # after a stop it is nobody's
+            if acceptance.errors[i] is not None and not request.is_finished:  # after a stop it does not matter
                 self.abort(request, acceptance.errors[i])
                 continue
             request.commit(plan.num_tokens[i] + len(acceptance.paths[i]))
@@ -142,9 +142,9 @@ class Scheduler:
         return num_missing <= self.kv.pool.num_free
 
     def _row(self, request: Request, budget: int, max_draft_tokens: int) -> tuple[int, int]:
-        """Committed tokens and draft tokens of a request's row.
+        """Return the numbers of committed and draft tokens of a request's row.
 
-        Drafts only after the root, and one less than the tokens that may still be emitted: the final token needs none.
+        There are drafts only after the root, at most one fewer than the tokens still to be emitted: the final token needs none.
         """
         num_tokens = min(request.num_tokens - request.num_computed_tokens, self.options.prefill_chunk_size, budget)
         params = request.params
@@ -156,7 +156,7 @@ class Scheduler:
         return num_tokens, max(0, min(limits))
 
     def _reserve_by_preemption(self, request: Request, num_slots: int) -> bool:
-        """Reserve slots for a running request, preempting the most recent ones as needed; False if it had to go itself."""
+        """Reserve slots for a running request, preempting the most recent ones as needed; False if it was preempted itself."""
         while not self.kv.reserve(request, num_slots):
             victim = self.running[-1]
             self._preempt(victim)
@@ -165,7 +165,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Take a request's blocks away; it comes back, first in the queue, and recomputes its KV."""
+        """Take a request's blocks away and put it first in the queue; it will recompute its KV."""
         self.running.remove(request)
         self.kv.free(request)
         self.waiting.appendleft(request)
@@ -173,7 +173,7 @@ class Scheduler:
         self.counters.num_preemptions += 1
 
     def _start(self, request: Request) -> None:
-        """Let a waiting request run, from the end of the prefix that is computed already."""
+        """Start a waiting request, at the end of the prefix that is already computed."""
         self.kv.match_prefix(request)
         self.running.append(request)
         metrics = request.metrics
@@ -183,7 +183,7 @@ class Scheduler:
             metrics.first_scheduled_time = time.monotonic()
 
     def _count(self, request: Request, depths: Sequence[int], path: list[int], num_emitted: int, now: float) -> None:
-        """Count one verification; draft tokens accepted after a stop count as accepted only if they were emitted."""
+        """Count one verification; accepted draft tokens count only if they were emitted, not after a stop."""
         metrics = request.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
@@ -196,7 +196,7 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         if request.detokenizer is not None and not isinstance(request.stop_reason, str):
-            request.detokenizer.finish()  # a text cut at a stop string is complete already
+            request.detokenizer.finish()  # text truncated at a stop string is already complete
         self.counters.num_finished_requests += 1
         request.metrics.finished_time = time.monotonic()
         self.kv.free(request)

@@ -1,4 +1,4 @@
-"""When a request ends: stop tokens, end of sequence, stop strings, length."""
+"""Conditions that end a request: stop tokens, end of sequence, stop strings, length."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
 
 
 def _is_stopped(request: Request, token_id: int, num_old_characters: int) -> bool:
-    """Whether the token just appended stops the request; cuts the text at a stop string that the token completes.
+    """Check whether the token just appended stops the request, and truncate the text at a stop string that it completes.
 
     A stop string that was complete before, which only ``min_tokens`` can have let pass, stays in the text.
     """
