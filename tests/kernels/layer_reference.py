@@ -5,12 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from titan.models.rope import Rope, rope_table
+
 HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def assert_rounded_once(actual: Tensor, exact: Tensor, slack: float = 1e-6) -> None:
     """Within half a unit in the last place, up to float32 arithmetic."""
     torch.testing.assert_close(actual.double(), exact, rtol=HALF_ULP[actual.dtype] + slack, atol=slack)
+
+
+def make_table(num_positions: int, head_dim: int) -> Tensor:
+    """Float32 [num_positions, 2, head_dim]."""
+    frequencies = tuple(100.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))
+    return rope_table(Rope("default", frequencies, 1.0), num_positions)
 
 
 def reference_rope_and_write_kv(

@@ -6,13 +6,18 @@ import math
 
 import pytest
 import torch
-from layer_reference import assert_rounded_once, reference_rms_norm, reference_rope_and_write_kv, reference_silu_mul
+from layer_reference import (
+    assert_rounded_once,
+    make_table,
+    reference_rms_norm,
+    reference_rope_and_write_kv,
+    reference_silu_mul,
+)
 from torch import Tensor
 
 from titan.kernels.interfaces import Backend, LayerOps, TokenPlaces
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.triton.layers import TritonOps
-from titan.models.rope import Rope, rope_table
 
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Of ``|actual - exact| / |exact|``."""
@@ -37,21 +42,15 @@ def assert_near(ops: LayerOps, actual: Tensor, exact: Tensor, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (1, 7), (3, 64), (4, 768), (100, 100), (2, 4096)])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (2, 7), (40, 100), (2, 4096)])
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e3])
 def test_rms_norm_is_its_definition(backend: Backend, dtype: torch.dtype, num_rows: int, size: int, scale: float) -> None:
+    """With an eps that counts where rows are small."""
     ops = make_ops(backend, dtype)
     x = random(backend, num_rows, size, dtype=dtype, scale=scale, mean=scale)  # a mean that layer norm would take away
     weight, before = random(backend, size, dtype=dtype, seed=1), x.clone()
     assert_near(ops, ops.rms_norm(x, weight, 1e-6), reference_rms_norm(x, weight, 1e-6), dtype)
     assert torch.equal(x, before)
-
-
-@pytest.mark.parametrize("scale", [0.0, 1e-4, 1e4])
-def test_eps_counts_where_rows_are_small(backend: Backend, scale: float) -> None:
-    ops, weight = make_ops(backend, torch.float32), torch.ones(64, device=backend.device)
-    x = random(backend, 2, 64, dtype=torch.float32, scale=scale, mean=scale / 2)
-    assert_near(ops, ops.rms_norm(x, weight, 1e-6), reference_rms_norm(x, weight, 1e-6), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,7 +65,7 @@ def test_a_row_with_nan_spoils_no_other(backend: Backend, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (1, 5), (4, 64), (100, 65), (2, 2100)])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (2, 5), (40, 65), (2, 2100)])
 def test_silu_mul_is_its_definition(backend: Backend, dtype: torch.dtype, num_rows: int, size: int) -> None:
     ops, gate_up = make_ops(backend, dtype), random(backend, num_rows, 2 * size, dtype=dtype, scale=8.0)
     assert_near(ops, ops.silu_mul(gate_up), reference_silu_mul(gate_up), dtype)
@@ -80,7 +79,7 @@ def test_large_gates_are_closed_or_open(backend: Backend) -> None:
     assert output[:5].abs().max() < 1e-19 and output[5:8].tolist() == [600, 3000, torch.inf] and output[8].isnan()
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 33])
+@pytest.mark.parametrize("num_rows", [1, 7, 33])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_linear_layer_with_what_follows_it(backend: Backend, dtype: torch.dtype, has_bias: bool, num_rows: int) -> None:
@@ -101,7 +100,7 @@ def test_a_linear_layer_with_what_follows_it(backend: Backend, dtype: torch.dtyp
         assert_near(ops, normed, reference_rms_norm(stream, norm_weight, 1e-5), dtype)
 
 
-HEADS = [(4, 2, 16), (3, 3, 10), (8, 1, 64), (2, 1, 80), (7, 1, 128), (28, 4, 6), (5, 5, 2)]
+HEADS = [(4, 2, 16), (3, 3, 10), (8, 1, 64), (2, 1, 80), (7, 1, 128), (28, 4, 6), (5, 5, 2), (2, 1, 2048)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,8 +112,7 @@ def test_heads_are_normed_and_rotated_and_only_their_slots_change(
     ops, num_blocks, block_size = make_ops(backend, dtype), 6, 16
     qkv = random(backend, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     qk_norm = random(backend, num_heads + num_kv_heads, head_dim, dtype=dtype, seed=1, mean=1.0) if has_norm else None
-    frequencies = tuple(100.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))
-    table = rope_table(Rope("default", frequencies, 1.0), 50).to(backend.device, dtype)
+    table = make_table(50, head_dim).to(backend.device, dtype)
     generator = torch.Generator().manual_seed(3)
     positions = torch.randint(50, (num_tokens,), generator=generator)
     positions[: num_tokens // 2] = 49

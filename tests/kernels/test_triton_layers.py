@@ -1,4 +1,4 @@
-"""How tensors may lie where the Triton kernels of layers read and write them, and the largest that they take."""
+"""How tensors may lie where the Triton kernels of layers read and write them, and the sizes of a real model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from interpreted import DEVICE, ON_CUDA
 from layer_reference import (
     HALF_ULP,
     assert_rounded_once,
+    make_table,
     reference_add_rms_norm,
     reference_rms_norm,
     reference_rope_and_write_kv,
@@ -21,7 +22,9 @@ from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton.gate import silu_mul
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
-from titan.models.rope import Rope, rope_table
+from titan.kernels.triton.tools import INTERPRETED
+
+SLACK = 1e-6 if INTERPRETED else 1e-5
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
@@ -40,36 +43,30 @@ def far_apart(x: Tensor) -> Tensor:
     return storage.as_strided(x.shape, (2**31 - 1024, 1), 2048).copy_(x)
 
 
-def make_table(num_positions: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    frequencies = tuple(100.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))
-    return rope_table(Rope("default", frequencies, 1.0), num_positions).to(DEVICE, dtype)
-
-
-@pytest.mark.parametrize("place", [in_a_wider_tensor, far_apart])
-def test_rows_of_norms_and_gates_may_lie_apart(place: Callable[[Tensor], Tensor]) -> None:
-    x, residual, weight = place(random(3, 64)), random(3, 64, seed=1) * 300, random(64, seed=2)
-    given = x.clone()
-    assert_rounded_once(rms_norm(x, weight, 1e-5), reference_rms_norm(x, weight, 1e-5))
-    assert_rounded_once(silu_mul(x), reference_silu_mul(x))
-    for stream in (residual.clone(), place(residual)):
-        expected_stream = residual.clone()
-        exact = reference_add_rms_norm(x, expected_stream, weight, 1e-5)
-        assert_rounded_once(rms_norm(x, weight, 1e-5, stream), exact)  # of the rounded residual
-        assert torch.equal(stream, expected_stream) and torch.equal(x, given)
-        if stream.stride(0) == 80:  # what lies beside the rows
-            assert int(stream.as_strided((3 * 80,), (1,), 0).isnan().sum()) == 3 * 16
-
-
-@pytest.mark.parametrize("dtype", HALF_ULP)
-def test_the_largest_rows_and_heads(dtype: torch.dtype) -> None:
-    x, weight = random(2, 16384, dtype=dtype) + 0.5, random(16384, dtype=dtype, seed=1)
-    assert_rounded_once(rms_norm(x, weight, 1e-5), reference_rms_norm(x, weight, 1e-5))
-    qkv, norm = random(2, 4 * 2048, dtype=dtype), random(3, 2048, dtype=dtype, seed=1) + 1  # one head per program
-    places, cache = torch.tensor([3, 0], device=DEVICE), torch.zeros(2, 1, 1, 16, 2048, dtype=dtype, device=DEVICE)
-    arguments, exact_cache = TokenPlaces(make_table(4, 2048, dtype), places, places), cache.double()
-    exact = reference_rope_and_write_kv(qkv, *arguments, exact_cache, num_heads=2, qk_norm=norm, eps=1e-3)
-    assert_rounded_once(rope_and_write_kv(qkv, arguments, cache, norm, 1e-3), exact)
-    assert_rounded_once(cache, exact_cache)
+@pytest.mark.parametrize(
+    ("place", "num_tokens", "hidden_size", "dtype"),
+    [
+        (far_apart, 3, 64, torch.float16),
+        *((in_a_wider_tensor, 3, 96, dtype) for dtype in HALF_ULP),
+        *((torch.clone, 2, 16384, dtype) for dtype in HALF_ULP),
+        *(pytest.param(torch.clone, 512, 4096, dtype, marks=ON_CUDA) for dtype in HALF_ULP),
+    ],
+)
+def test_rows_of_norms_and_gates_may_lie_apart_and_be_as_large_as_a_models(
+    place: Callable[[Tensor], Tensor], num_tokens: int, hidden_size: int, dtype: torch.dtype
+) -> None:
+    x, weight = place(random(num_tokens, hidden_size, dtype=dtype) + 0.5), random(hidden_size, dtype=dtype, seed=2)
+    residual = place(random(num_tokens, hidden_size, dtype=dtype, seed=1) * 300)
+    given, expected_residual = x.clone(), residual.clone()
+    assert_rounded_once(rms_norm(x, weight, 1e-5), reference_rms_norm(x, weight, 1e-5), SLACK)
+    exact = reference_add_rms_norm(x, expected_residual, weight, 1e-5)
+    assert_rounded_once(rms_norm(x, weight, 1e-5, residual), exact, SLACK)  # of the rounded residual
+    assert torch.equal(residual, expected_residual) and torch.equal(x, given)
+    if place is in_a_wider_tensor:
+        beside = residual.as_strided((num_tokens * (hidden_size + 16),), (1,), 0).isnan()
+        assert int(beside.sum()) == num_tokens * 16
+    gate_up = place(random(num_tokens, 7 * hidden_size, dtype=dtype))
+    assert_rounded_once(silu_mul(gate_up), reference_silu_mul(gate_up), SLACK)
 
 
 @pytest.mark.parametrize("far", ["beside", "tokens", "heads", "blocks", "by_block"])
@@ -89,53 +86,34 @@ def test_queries_and_caches_may_lie_apart(far: str) -> None:
             kv_layer = storage.as_strided(kv_layer.shape, (512, *head_and_block, 8, 1), 2048)
     kv_layer[:, :, [0, 2], 0] = 0
     positions, slots = torch.arange(3, device=DEVICE), torch.tensor([-1, -1, 2 * 16], device=DEVICE)
-    places = TokenPlaces(make_table(3, 8, torch.float16), positions, slots)
+    places = TokenPlaces(make_table(3, 8).to(DEVICE, torch.float16), positions, slots)
     exact_kv = torch.zeros(kv_layer.shape, dtype=torch.float64, device=DEVICE)
     exact_q = reference_rope_and_write_kv(qkv, *places, exact_kv, num_heads=1)
     assert_rounded_once(rope_and_write_kv(qkv, places, kv_layer), exact_q)
     assert_rounded_once(kv_layer[:, :, [0, 2], 0], exact_kv[:, :, [0, 2], 0])
 
 
-@pytest.mark.parametrize("dtype", HALF_ULP)
-@pytest.mark.parametrize(
-    ("num_tokens", "hidden_size", "intermediate_size"), [(3, 96, 70), pytest.param(512, 4096, 14336, marks=ON_CUDA)]
-)
-def test_norms_and_gates_of_a_model(num_tokens: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> None:
-    x, residual = (random(num_tokens, hidden_size, dtype=dtype, seed=seed) for seed in (0, 1))
-    weight, gate_up = random(hidden_size, dtype=dtype, seed=2), random(num_tokens, 2 * intermediate_size, dtype=dtype)
-    assert_rounded_once(rms_norm(x, weight, 1e-5), reference_rms_norm(x, weight, 1e-5), 1e-5)
-    expected_residual = residual.clone()
-    exact = reference_add_rms_norm(x, expected_residual, weight, 1e-5)
-    assert_rounded_once(rms_norm(x, weight, 1e-5, residual), exact, 1e-5)
-    assert torch.equal(residual, expected_residual)
-    assert_rounded_once(silu_mul(gate_up), reference_silu_mul(gate_up), 1e-5)
-
-
 @pytest.mark.parametrize(("head_dim", "has_norm"), [(128, False), (64, True)])
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "num_tokens", "num_blocks"), [(4, 2, 5, 3), pytest.param(32, 8, 128, 256, marks=ON_CUDA)]
-)
-def test_rotation_and_kv_of_a_model(
-    num_heads: int, num_kv_heads: int, num_tokens: int, num_blocks: int, head_dim: int, has_norm: bool
-) -> None:
-    dtype, generator = torch.bfloat16, torch.Generator().manual_seed(3)
+@pytest.mark.parametrize(("num_heads", "num_tokens", "num_blocks"), [(8, 5, 3), pytest.param(32, 128, 256, marks=ON_CUDA)])
+def test_rotation_and_kv_of_a_model(num_heads: int, num_tokens: int, num_blocks: int, head_dim: int, has_norm: bool) -> None:
+    dtype, generator, num_kv_heads = torch.bfloat16, torch.Generator().manual_seed(3), num_heads // 4
     qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     norm = random(num_heads + num_kv_heads, head_dim, dtype=dtype, seed=1) if has_norm else None
     positions = torch.randint(8192, (num_tokens,), generator=generator).to(DEVICE)
     slots = torch.randperm(num_blocks * 16, generator=generator)[:num_tokens].to(DEVICE)
     slots[::7] = -1
-    places = TokenPlaces(make_table(8192, head_dim, dtype), positions, slots)
+    places = TokenPlaces(make_table(8192, head_dim).to(DEVICE, dtype), positions, slots)
     kv = torch.full((2, num_kv_heads, num_blocks, 16, head_dim), 7.0, dtype=dtype, device=DEVICE)
     exact_kv = kv.double()
     exact_q = reference_rope_and_write_kv(qkv, *places, exact_kv, num_heads=num_heads, qk_norm=norm, eps=1e-5)
-    assert_rounded_once(rope_and_write_kv(qkv, places, kv, norm, 1e-5), exact_q, 1e-5)
-    assert_rounded_once(kv, exact_kv, 1e-5)
+    assert_rounded_once(rope_and_write_kv(qkv, places, kv, norm, 1e-5), exact_q, SLACK)
+    assert_rounded_once(kv, exact_kv, SLACK)
     assert torch.equal(kv == 7, exact_kv == 7)  # slots of others
 
 
 def test_nothing_is_no_work() -> None:
     none, kv_layer = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(2, 1, 2, 16, 8, device=DEVICE)
-    places = TokenPlaces(make_table(1, 8, torch.float32), none, none)
+    places = TokenPlaces(make_table(1, 8).to(DEVICE), none, none)
     assert rope_and_write_kv(torch.zeros(0, 24, device=DEVICE), places, kv_layer).shape == (0, 1, 8)
     assert rms_norm(torch.zeros(0, 8, device=DEVICE), torch.ones(8, device=DEVICE), 1e-5).shape == (0, 8)
     assert silu_mul(torch.zeros(0, 16, device=DEVICE)).shape == (0, 8) and not kv_layer.any()
