@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -10,12 +11,18 @@ import pytest
 import torch
 from acceptance_reference import Option, reference_probs
 from exact_rules import inverse_cdf
+from interpreted import DEVICE, ON_CUDA, triton_backend
 from torch import Tensor
 
 from titan.core.random import Purpose, philox_uniform
 from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
+from titan.core.trees import NODE_DTYPES, NodeColumns
 from titan.kernels.interfaces import Backend
+from titan.kernels.triton.row_distribution import CHUNK, RowDistributions
+from titan.kernels.triton.sample_rows import draw_rows
+from titan.kernels.triton.tree_select import select_trees
+from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF, NAN = torch.inf, torch.nan
@@ -188,3 +195,71 @@ def test_children_are_sampled_without_replacement(backend: Backend, vocab_size: 
 def test_no_rows_have_no_distributions(backend: Backend) -> None:
     none = sampling_rows([(1.0, 3, 1.0, 0.0)]).take(np.zeros(0, np.int64))
     assert backend.sampling.probs(torch.zeros(0, 9, device=backend.device), none).shape == (0, 9)
+
+
+# What Triton does beyond that: equal logits are cut by token id, whatever the chunk, and rows may lie apart.
+
+
+def assert_cut_by_token_id(logits: Tensor, options: Sequence[Option]) -> Tensor:
+    """Returns which tokens are kept."""
+    expected = reference_probs(logits, options)
+    assert_same_distribution(triton_backend().sampling.probs(logits, sampling_rows(options)).cpu(), expected)
+    return expected > 0
+
+
+def test_equal_logits_are_cut_by_token_id() -> None:
+    """Of five values that many tokens share each, the cuts fall on one of them."""
+    top_k, top_p = [(1.0, 4, 1.0, 0.0), (2.0, 23, 1.0, 0.0)], [(1.0, 0, 0.37, 0.0), (3.0, 40, 0.51, 0.0), (3.0, 9, 0.9, 0.3)]
+    options = [*top_k, *top_p, (1.0, 0, 1.0, 1.0), (1.0, 3, 1.0, 1.0)]
+    logits = torch.randint(-2, 3, (len(options), 61), generator=torch.Generator().manual_seed(3)).float().to(DEVICE)
+    logits[logits == 0] = -0.0
+    logits[:, 5:30:7] = 0.0  # the same number
+    logits[3, ::2] = -INF
+    rows = zip(logits.cpu(), assert_cut_by_token_id(logits, options), strict=True)
+    is_cut = [bool((row[~is_kept] == row[is_kept].min()).any()) for row, is_kept in rows]
+    assert sum(is_cut) >= 5, "hardly a cut falls between equal logits: nothing is tested"
+
+
+def test_equal_logits_are_counted_across_chunks() -> None:
+    logits = torch.zeros(3, 2 * CHUNK + 500, device=DEVICE)
+    logits[:, [1, 4000, CHUNK + 2]] = 1.0
+    is_kept = assert_cut_by_token_id(logits, [(1.0, 2 * CHUNK + 9, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (0.0, 0, 1.0, 0.0)])
+    assert is_kept[1].nonzero()[:, 0].tolist() == [0, 1, 2, 4000, CHUNK + 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_logits_in_strided_rows_are_read_as_they_are(dtype: torch.dtype) -> None:
+    options = [(0.7, 3, 0.9, 0.0), (5.0, 0, 0.3, 0.1), (0.7, 50, 1.0, 0.1), (5.0, 0, 1.0, 0.0)]
+    wide = torch.full((len(options), 400), NAN, dtype=dtype, device=DEVICE)
+    assert_cut_by_token_id(wide[:, 40:340].copy_(random_logits(triton_backend(), len(options), 300)), options)
+
+
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(7, 300), pytest.param(56, 128_256, marks=ON_CUDA)])
+def test_distributions_and_draws_over_a_real_vocabulary(num_rows: int, vocab_size: int) -> None:
+    """Half the sum of the differences is the most that rounding moves a draw by; many logits are equal."""
+    cuts = [(0.75, 50, 1.0, 0.0), (1.0, 0, 0.875, 0.0), (0.75, 1000, 0.9375, 0.0), (1.25, 0, 1.0, 0.03125), (0.5, 20, 0.75, 0.125)]
+    options = ([(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), *cuts] * num_rows)[:num_rows]
+    backend, rows, bound = triton_backend(), sampling_rows(options), 2e-5
+    logits = random_logits(backend, num_rows, vocab_size, torch.bfloat16, scale=3)
+    exact = reference_probs(logits, options)
+    assert (backend.sampling.probs(logits, rows).cpu() - exact).abs().sum(-1).max() / 2 <= bound
+    seeds, positions = rows.options["seed"], rows.options["position"]
+    numbers = backend.upload([seeds.view(np.int64), positions])
+    tokens = draw_rows(backend.sampling.distributions(logits, rows), *numbers, purpose=Purpose.SAMPLE).cpu()[:, None]
+    uniform = torch.from_numpy(philox_uniform(seeds, positions, Purpose.SAMPLE))
+    mass, end = (each.gather(1, tokens)[:, 0] for each in (exact, exact.cumsum(-1)))
+    assert (mass > 0).all() and (end - mass - bound <= uniform).all() and (uniform <= end + bound).all()
+
+
+def test_no_rows_and_no_trees_are_no_work_on_triton() -> None:
+    no_longs, start_loc = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    one = triton_backend().sampling.distributions(torch.zeros(1, 9, device=DEVICE), sampling_rows([(1.0, 0, 1.0, 0.0)]))
+    none = replace(one, **{name: getattr(one, name)[:0] for name in RowDistributions.__slots__})
+    assert draw_rows(none, no_longs, no_longs, purpose=0).tolist() == []
+    result = VerifiedTrees.of(no_longs, no_longs.int(), start_loc, max_depth=4)
+    walk_matches(result, no_longs)
+    assert result.paths.shape == (0, 4) and len(result.final_tokens) == 0
+    columns = NodeColumns(*(torch.full((2,), 7, device=DEVICE).to(dtype) for dtype in NODE_DTYPES))
+    empty = no_longs.view(0, 1)
+    select_trees(empty, empty.float(), empty, empty, no_longs.int(), no_longs.int(), columns)
+    assert all((column == 7).all() for column in columns)

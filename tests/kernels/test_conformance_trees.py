@@ -57,11 +57,10 @@ def make_candidates(backend: Backend, columns: dict[str, NDArray[np.generic]], r
     return Candidates(rows, num_nodes, flags, True, **tensors)
 
 
-def best_tree(columns: dict[str, NDArray[np.generic]], i: int, num_nodes: int) -> tuple[list[int], list[int]]:
-    """The candidates of request ``i`` that are chosen, in the order of the nodes, and the parents of these."""
-    scores, slots, above = (columns[name][i].tolist() for name in ("scores", "slots", "parent_slots"))
-    ranked = sorted((j for j in range(len(scores)) if np.isfinite(scores[j])), key=lambda j: (-scores[j], j))[:num_nodes]
-    owner = {slots[j]: j for j in ranked if slots[j] >= 0}
+def best_tree(columns: dict[str, NDArray[np.generic]], i: int, num_places: int) -> NodeColumns[list[Any]]:
+    """The tree of request ``i``, and empty places where it has too few candidates."""
+    token_ids, scores, above, slots = (columns[name][i].tolist() for name in ("token_ids", "scores", "parent_slots", "slots"))
+    ranked = sorted((j for j in range(len(scores)) if np.isfinite(scores[j])), key=lambda j: (-scores[j], j))[:num_places]
     path: list[int] = []
     slot = -1
     while (child := next((j for j in ranked if above[j] == slot and j not in path), None)) is not None:
@@ -70,26 +69,26 @@ def best_tree(columns: dict[str, NDArray[np.generic]], i: int, num_nodes: int) -
         if slot < 0:
             break
     order = [*path, *(j for j in ranked if j not in path)]
-    return order, [order.index(owner[above[j]]) if above[j] >= 0 else -1 for j in order]
+    node_in_slot = {slots[j]: node for node, j in enumerate(order)} | {-1: -1}
+    parents = [node_in_slot[above[j]] for j in order]
+    shape, num_empty = topology(np.array(parents, np.int32).tobytes()), num_places - len(order)
+    return NodeColumns(
+        token_ids=[*(token_ids[j] for j in order), *[-1] * num_empty],
+        parents=[*parents, *[-2] * num_empty],
+        depths=[*shape.depths.tolist(), *[1] * num_empty],
+        ancestor_bits=[*shape.ancestor_bits.tolist(), *(1 << node for node in range(len(order), num_places))],
+        scores=[*(scores[j] for j in order), *[-INF] * num_empty],
+        draft_slots=[*(slots[j] for j in order), *[-1] * num_empty],
+    )
 
 
 def assert_is_tree(trees: DraftTrees, row: int, columns: dict[str, NDArray[np.generic]], i: int) -> tuple[int, int]:
     """Compare a row of the trees with the choice of request ``i``: numbers of nodes and of empty places."""
     places = slice(int(trees.start_loc[row]), int(trees.start_loc[row + 1]))
-    actual = {
-        name: getattr(trees.nodes, name)[places].tolist() for name in ("token_ids", "parents", "depths", "scores", "draft_slots")
-    }
-    bits, num_places = trees.nodes.ancestor_bits[places].tolist(), places.stop - places.start
-    order, parents = best_tree(columns, i, num_places)
-    n, shape = len(order), topology(np.array(parents, np.int32).tobytes())
-    num_empty = num_places - n
-    assert actual["token_ids"] == [*columns["token_ids"][i, order].tolist(), *[-1] * num_empty]
-    assert actual["parents"] == [*parents, *[-2] * num_empty]
-    assert actual["depths"] == [*shape.depths.tolist(), *[1] * num_empty]
-    assert actual["scores"] == [*columns["scores"][i, order].tolist(), *[-INF] * num_empty]
-    assert actual["draft_slots"] == [*columns["slots"][i, order].tolist(), *[-1] * num_empty]
-    assert bits == [*shape.ancestor_bits.tolist(), *(1 << node for node in range(n, num_places))]
-    return n, num_empty
+    expected = best_tree(columns, i, places.stop - places.start)
+    assert NodeColumns(*(column[places].tolist() for column in trees.nodes)) == expected
+    num_empty = expected.parents.count(-2)
+    return len(expected.parents) - num_empty, num_empty
 
 
 @pytest.mark.parametrize(
