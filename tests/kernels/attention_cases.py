@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from attention_reference import reference_masked_attention
+from interpreted import DEVICE
 from torch import Tensor
 
 from titan.core.batch import QueryRow, RaggedBatch, Window, build_batch
@@ -46,6 +47,11 @@ class Request:
     @property
     def seq_len(self) -> int:
         return self.tree_start + len(self.parents)
+
+    @property
+    def visible_lens(self) -> list[int]:
+        """Of each query token."""
+        return [*range(self.context + 1, self.tree_start + 1), *[self.tree_start] * len(self.nodes)]
 
     @property
     def nodes(self) -> range:
@@ -153,6 +159,34 @@ def make_case(
 def random_case(seed: int, kinds: Sequence[str], window: Window = None, layout: str = "scattered", block_size: int = 16) -> Case:
     rng = np.random.default_rng(seed)
     return make_case([random_request(rng, kind) for kind in kinds], block_size, window, layout, seed)
+
+
+def device_inputs(case: Case, num_padded: int = 0) -> dict[str, Tensor]:
+    """The tensors of a `DeviceLayout`, said token by token; behind a request's blocks, its row names those of others."""
+    requests, padding = case.requests, [0] * num_padded
+    positions: list[int] = []
+    bits: list[int] = []
+    for each in requests:
+        paths = list(map(each.path, each.nodes))
+        positions += [*range(each.context, each.tree_start), *(each.tree_start - 1 + len(path) for path in paths)]
+        bits += [*[0] * each.num_tokens, *(sum(1 << node for node in path) for path in paths)]
+    width = 2 + max(len(each.block_ids) for each in requests)
+    block_table = np.random.default_rng(0).integers(0, case.num_blocks, (len(requests), width))
+    for row, each in zip(block_table, requests, strict=True):
+        row[: len(each.block_ids)] = each.block_ids
+
+    def int32(values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    return {
+        "query_start_loc": int32(case.query_start_loc),
+        "seq_lens": int32([each.seq_len for each in requests]),
+        "block_table": int32(block_table),
+        "positions": torch.tensor(positions + padding, device=DEVICE),
+        "visible_lens": int32([length for each in requests for length in each.visible_lens] + padding),
+        "tree_starts": int32([each.tree_start for each in requests]),
+        "ancestor_bits": torch.from_numpy(np.array(bits + padding, np.uint64).view(np.int64)).to(DEVICE),
+    }
 
 
 def random_kv(case: Case, num_kv_heads: int, dtype: torch.dtype, head_dim: int, *, spares_owned: bool = True) -> Tensor:

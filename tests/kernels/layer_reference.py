@@ -5,14 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from titan.kernels.triton.tools import INTERPRETED
 from titan.models.rope import Rope, rope_table
 
 HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
-def assert_rounded_once(actual: Tensor, exact: Tensor, slack: float = 1e-6) -> None:
+SLACK = 1e-6 if INTERPRETED else 1e-5
+"""What float32 arithmetic adds to the one rounding."""
+
+
+def assert_rounded_once(actual: Tensor, exact: Tensor) -> None:
     """Within half a unit in the last place, up to float32 arithmetic."""
-    torch.testing.assert_close(actual.double(), exact, rtol=HALF_ULP[actual.dtype] + slack, atol=slack)
+    torch.testing.assert_close(actual.double(), exact, rtol=HALF_ULP[actual.dtype] + SLACK, atol=SLACK)
 
 
 def make_table(num_positions: int, head_dim: int) -> Tensor:

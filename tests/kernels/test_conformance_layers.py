@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from interpreted import ON_CUDA
 from layer_reference import (
     assert_rounded_once,
     make_table,
@@ -104,18 +105,24 @@ HEADS = [(4, 2, 16), (3, 3, 10), (8, 1, 64), (2, 1, 80), (7, 1, 128), (28, 4, 6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
-@pytest.mark.parametrize(("has_norm", "num_tokens"), [(False, 1), (True, 24)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "has_norm", "num_tokens"),
+    [
+        *((*heads, *others) for heads in HEADS for others in ((False, 1), (True, 24))),
+        pytest.param(32, 8, 128, False, 128, marks=ON_CUDA),
+        pytest.param(32, 8, 64, True, 128, marks=ON_CUDA),
+    ],
+)
 def test_heads_are_normed_and_rotated_and_only_their_slots_change(
     backend: Backend, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool, num_tokens: int
 ) -> None:
-    ops, num_blocks, block_size = make_ops(backend, dtype), 6, 16
+    ops, num_blocks, block_size, num_positions = make_ops(backend, dtype), 4 + num_tokens // 8, 16, 2048 if num_tokens > 24 else 50
     qkv = random(backend, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     qk_norm = random(backend, num_heads + num_kv_heads, head_dim, dtype=dtype, seed=1, mean=1.0) if has_norm else None
-    table = make_table(50, head_dim).to(backend.device, dtype)
+    table = make_table(num_positions, head_dim).to(backend.device, dtype)
     generator = torch.Generator().manual_seed(3)
-    positions = torch.randint(50, (num_tokens,), generator=generator)
-    positions[: num_tokens // 2] = 49
+    positions = torch.randint(num_positions, (num_tokens,), generator=generator)
+    positions[: num_tokens // 2] = num_positions - 1
     slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens]
     if not isinstance(ops, TorchOps) and num_tokens > 1:  # others pad a pass with it
         slots[[3, -1]] = -1

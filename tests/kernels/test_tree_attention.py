@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import triton
-from attention_cases import Request, chain, make_case, queries, random_kv, random_parents, star
+from attention_cases import Request, chain, device_inputs, make_case, queries, random_kv, random_parents, star
 from interpreted import DEVICE, ON_CUDA, make_capture
 from torch import Tensor
 
@@ -53,43 +53,7 @@ class Batch:
         self.kv = random_kv(self.case, setup.num_kv_heads, setup.dtype, setup.head_dim, spares_owned=False).to(DEVICE)
         self.q = queries(self.case.query_start_loc[-1] + setup.num_padded, num_heads, setup.dtype, setup.head_dim, DEVICE)
         self.geometry = AttentionGeometry(num_heads, setup.num_kv_heads, setup.head_dim, setup.block_size, setup.dtype)
-        self.inputs = self._inputs()
-
-    def _inputs(self) -> dict[str, Tensor]:
-        """What is on the device, said token by token."""
-        requests, padding = self.case.requests, [0] * self.setup.num_padded
-        positions: list[int] = []
-        visible_lens: list[int] = []
-        bits: list[int] = []
-        for each in requests:
-            positions += range(each.context, each.tree_start)
-            visible_lens += range(each.context + 1, each.tree_start + 1)
-            bits += [0] * each.num_tokens
-            for path in map(each.path, each.nodes):
-                positions.append(each.tree_start - 1 + len(path))
-                visible_lens.append(each.tree_start)
-                bits.append(sum(1 << node for node in path))
-        # behind a request's blocks, its row names those of others, which must not be read
-        block_table = np.random.default_rng(0).integers(0, self.case.num_blocks, (len(requests), self._table_width))
-        for row, each in zip(block_table, requests, strict=True):
-            row[: len(each.block_ids)] = each.block_ids
-
-        def int32(values: Any) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-        return {
-            "query_start_loc": int32(self.case.query_start_loc),
-            "seq_lens": int32([each.seq_len for each in requests]),
-            "block_table": int32(block_table),
-            "positions": torch.tensor(positions + padding, device=DEVICE),
-            "visible_lens": int32(visible_lens + padding),
-            "tree_starts": int32([each.tree_start for each in requests]),
-            "ancestor_bits": torch.from_numpy(np.array(bits + padding, np.uint64).view(np.int64)).to(DEVICE),
-        }
-
-    @property
-    def _table_width(self) -> int:
-        return 2 + max(len(each.block_ids) for each in self.case.requests)
+        self.inputs = device_inputs(self.case, setup.num_padded)
 
     @property
     def scale(self) -> float:

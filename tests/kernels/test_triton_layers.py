@@ -22,9 +22,6 @@ from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton.gate import silu_mul
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
-from titan.kernels.triton.tools import INTERPRETED
-
-SLACK = 1e-6 if INTERPRETED else 1e-5
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
@@ -58,15 +55,15 @@ def test_rows_of_norms_and_gates_may_lie_apart_and_be_as_large_as_a_models(
     x, weight = place(random(num_tokens, hidden_size, dtype=dtype) + 0.5), random(hidden_size, dtype=dtype, seed=2)
     residual = place(random(num_tokens, hidden_size, dtype=dtype, seed=1) * 300)
     given, expected_residual = x.clone(), residual.clone()
-    assert_rounded_once(rms_norm(x, weight, 1e-5), reference_rms_norm(x, weight, 1e-5), SLACK)
+    assert_rounded_once(rms_norm(x, weight, 1e-5), reference_rms_norm(x, weight, 1e-5))
     exact = reference_add_rms_norm(x, expected_residual, weight, 1e-5)
-    assert_rounded_once(rms_norm(x, weight, 1e-5, residual), exact, SLACK)  # of the rounded residual
+    assert_rounded_once(rms_norm(x, weight, 1e-5, residual), exact)  # of the rounded residual
     assert torch.equal(residual, expected_residual) and torch.equal(x, given)
     if place is in_a_wider_tensor:
         beside = residual.as_strided((num_tokens * (hidden_size + 16),), (1,), 0).isnan()
         assert int(beside.sum()) == num_tokens * 16
     gate_up = place(random(num_tokens, 7 * hidden_size, dtype=dtype))
-    assert_rounded_once(silu_mul(gate_up), reference_silu_mul(gate_up), SLACK)
+    assert_rounded_once(silu_mul(gate_up), reference_silu_mul(gate_up))
 
 
 @pytest.mark.parametrize("far", ["beside", "tokens", "heads", "blocks", "by_block"])
@@ -91,24 +88,6 @@ def test_queries_and_caches_may_lie_apart(far: str) -> None:
     exact_q = reference_rope_and_write_kv(qkv, *places, exact_kv, num_heads=1)
     assert_rounded_once(rope_and_write_kv(qkv, places, kv_layer), exact_q)
     assert_rounded_once(kv_layer[:, :, [0, 2], 0], exact_kv[:, :, [0, 2], 0])
-
-
-@pytest.mark.parametrize(("head_dim", "has_norm"), [(128, False), (64, True)])
-@pytest.mark.parametrize(("num_heads", "num_tokens", "num_blocks"), [(8, 5, 3), pytest.param(32, 128, 256, marks=ON_CUDA)])
-def test_rotation_and_kv_of_a_model(num_heads: int, num_tokens: int, num_blocks: int, head_dim: int, has_norm: bool) -> None:
-    dtype, generator, num_kv_heads = torch.bfloat16, torch.Generator().manual_seed(3), num_heads // 4
-    qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    norm = random(num_heads + num_kv_heads, head_dim, dtype=dtype, seed=1) if has_norm else None
-    positions = torch.randint(8192, (num_tokens,), generator=generator).to(DEVICE)
-    slots = torch.randperm(num_blocks * 16, generator=generator)[:num_tokens].to(DEVICE)
-    slots[::7] = -1
-    places = TokenPlaces(make_table(8192, head_dim).to(DEVICE, dtype), positions, slots)
-    kv = torch.full((2, num_kv_heads, num_blocks, 16, head_dim), 7.0, dtype=dtype, device=DEVICE)
-    exact_kv = kv.double()
-    exact_q = reference_rope_and_write_kv(qkv, *places, exact_kv, num_heads=num_heads, qk_norm=norm, eps=1e-5)
-    assert_rounded_once(rope_and_write_kv(qkv, places, kv, norm, 1e-5), exact_q, SLACK)
-    assert_rounded_once(kv, exact_kv, SLACK)
-    assert torch.equal(kv == 7, exact_kv == 7)  # slots of others
 
 
 def test_nothing_is_no_work() -> None:
