@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_reference import reference_masked_attention
+from attention_reference import reference_attention
 from interpreted import DEVICE
 from torch import Tensor
 
@@ -129,16 +129,9 @@ class Case:
         return build_batch(rows, trees, block_size=self.block_size)
 
     def expected(self, q: Tensor, kv: Tensor, scale: float = SCALE, softcap: float | None = None) -> Tensor:
-        """The attention of queries that may be followed by padding; see `reference_masked_attention`."""
-        return reference_masked_attention(
-            q,
-            kv,
-            query_start_loc=self.query_start_loc,
-            block_table=[each.block_ids for each in self.requests],
-            visible=[each.must_see(self.window) for each in self.requests],
-            scale=scale,
-            softcap=softcap,
-        )
+        """The attention of queries that may be followed by padding, which gives 0."""
+        seen = [(each.block_ids, each.must_see(self.window)) for each in self.requests]
+        return reference_attention(q, kv, seen, scale, softcap)
 
 
 def make_case(

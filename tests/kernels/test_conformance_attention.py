@@ -19,7 +19,7 @@ from attention_cases import (
     random_parents,
     star,
 )
-from attention_reference import reference_masked_attention
+from attention_reference import reference_attention
 from torch import Tensor
 
 from titan.core.batch import RaggedBatch, Window
@@ -54,7 +54,7 @@ def check(backend: Backend, case: Case, num_heads: int, num_kv_heads: int, dtype
 def test_any_mix_of_queries(backend: Backend) -> None:
     """First each kind alone, then several together, at times many of them."""
     is_interpreted = isinstance(backend, TritonBackend)
-    for seed in range(12 if is_interpreted else 150):
+    for seed in range(12 if is_interpreted else 100):
         rng = np.random.default_rng(seed)
         num_requests = int(rng.choice([2, 3, 5] if is_interpreted else [2, 3, 5, 18]))
         kinds = rng.choice(KINDS, num_requests).tolist() if seed >= len(KINDS) else [KINDS[seed]]
@@ -160,14 +160,8 @@ def check_growth(backend: Backend, seed: int, window: Window) -> None:
             inner = [np.intersect1d(tree.parents, np.flatnonzero(tree.topology.depths == depth)) for tree in trees]
             fed = [(request, nodes) for request, nodes in zip(requests, inner, strict=True) if len(nodes)]
             q = queries(len(batch.slot_mapping), 4, torch.float32, 16)
-            expected = reference_masked_attention(
-                q,
-                kv,
-                query_start_loc=[0, *np.cumsum([len(nodes) for _, nodes in fed]).tolist()],
-                block_table=[request.block_ids for request, _ in fed],
-                visible=[request.must_see(window)[1 + nodes] for request, nodes in fed],
-                scale=SCALE,
-            )
+            seen = [(request.block_ids, request.must_see(window)[1 + nodes]) for request, nodes in fed]
+            expected = reference_attention(q, kv, seen, SCALE)
             assert_near(attend(backend, batch, q, kv, window), expected, torch.float32)
             slots = [(request, request.tree_start + node) for request, nodes in fed for node in nodes.tolist()]
             assert batch.slot_mapping.tolist() == [each.block_ids[slot // 16] * 16 + slot % 16 for each, slot in slots]
