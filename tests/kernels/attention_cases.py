@@ -91,21 +91,16 @@ def random_parents(rng: np.random.Generator, num_nodes: int, reach: int | None =
 
 
 def random_request(rng: np.random.Generator, kind: str) -> Request:
-    context = int(rng.integers(0, 70))
-    match kind:
-        case "chain":
-            return Request(context, int(rng.integers(1, 3)), chain(int(rng.integers(1, 7))))
-        case "tree":
-            return Request(context, int(rng.integers(1, 4)), random_parents(rng, int(rng.integers(2, MAX_NODES + 1))))
-        case "chunk":
-            return Request(context, int(rng.integers(2, 20)))
-        case "prompt":
-            return Request(0, int(rng.integers(1, 60)))
-        case "long_chunk":
-            return Request(context, int(rng.integers(65, 90)))
-        case "long_prompt":
-            return Request(0, int(rng.integers(65, 90)))
-    return Request(context)
+    context, few, many = int(rng.integers(0, 70)), int(rng.integers(1, 7)), int(rng.integers(2, 60))
+    return {
+        "decode": Request(context),
+        "chain": Request(context, 1 + few % 2, chain(few)),
+        "tree": Request(context, 1 + few % 3, random_parents(rng, int(rng.integers(2, MAX_NODES + 1)))),
+        "chunk": Request(context, 1 + many // 3),
+        "prompt": Request(0, many),
+        "long_chunk": Request(context, 64 + few * 4),
+        "long_prompt": Request(0, 64 + few * 4),
+    }[kind]
 
 
 @dataclass

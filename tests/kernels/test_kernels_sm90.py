@@ -1,13 +1,20 @@
-"""The kernels of layers, sampling and trees as compiled for an H100 or H200, at the sizes of shipped models."""
+"""All Triton kernels as compiled for an H100 or H200, at the sizes of shipped models and in every shipped configuration."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
-from sm90 import Build, compile_launches
+import torch
+from sm90 import NUM_BYTES_OF_SHARED_MEMORY, Build, compile_launches
 
-CODE = """
+from titan.kernels.triton.tuning import FLOAT32_CONFIGS, SAFE_CONFIGS, SM90, TABLE, TileConfig
+
+NUM_REGISTERS = 65536  # of a multiprocessor
+
+OTHERS = """
 import torch
 from titan.core.random import Purpose
 from titan.core.trees import allocate_nodes
@@ -76,19 +83,153 @@ MAX_SHARED_BYTES = {"_rope_and_write_kv_kernel": 0, "_norm_kernel": 1024, "_silu
 
 
 @pytest.fixture(scope="module")
+def others() -> list[Build]:
+    """Kernels of layers, sampling and trees."""
+    return compile_launches(OTHERS)
+
+
+def test_every_size_is_built_and_no_more(others: list[Build]) -> None:
+    assert Counter(build.name for build in others) == {name: number for name, (number, _) in KERNELS.items()}
+    assert not any(build.constants.get("EMU") == "True" for build in others)
+
+
+def test_nothing_is_spilled_and_registers_leave_room_for_other_programs(others: list[Build]) -> None:
+    assert [build for build in others if build.stack_bytes or build.registers > KERNELS[build.name][1]] == []
+    assert all(32 * build.num_warps * build.registers <= NUM_REGISTERS for build in others)
+
+
+def test_shared_memory_leaves_room_for_other_programs(others: list[Build]) -> None:
+    assert [build for build in others if build.shared_bytes > MAX_SHARED_BYTES.get(build.name, 48 * 1024)] == []
+
+
+# Tree attention.
+
+RESERVED = 1024  # bytes of shared memory, for each program
+SHARED_MEMORY_OF_SMALL_DEVICES = 99 * 1024
+GROUP = 4  # query heads per KV head in the launches below
+
+ATTENTION = """
+import torch
+from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
+from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.kernels.triton.tree_attention import tree_attention
+
+def zeros(*shape, dtype=torch.int32):
+    return torch.zeros(shape, dtype=dtype)
+
+def launch(head_dim, dtype, short_query_len, max_query_len, window=None, softcap=None, block_size=16, num_requests=4):
+    geometry = AttentionGeometry(32, 8, head_dim, block_size, dtype)
+    num_tokens = 2048
+    layout = DeviceLayout(
+        geometry,
+        query_start_loc=zeros(num_requests + 1),
+        seq_lens=zeros(num_requests),
+        block_table=zeros(num_requests, 64),
+        positions=zeros(num_tokens, dtype=torch.int64),
+        visible_lens=zeros(num_tokens),
+        tree_starts=zeros(num_requests),
+        ancestor_bits=zeros(num_tokens, dtype=torch.int64),
+        short_query_len=short_query_len,
+        max_query_len=max_query_len,
+    )
+    plan = plan_tree_attention(layout, (window,))
+    q = zeros(num_tokens, 48, head_dim, dtype=dtype)[:, :32]
+    kv_layer = zeros(2, 8, 16, block_size, head_dim, dtype=dtype)
+    tree_attention(q, kv_layer, plan, scale=0.1, window=window, softcap=softcap)
+"""
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+"""By bytes per element."""
+OPTIONS = "window=40, softcap=30.0, block_size=32"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch, and the tiles it must be made of: those of short queries, then those of chunks if there are any."""
+
+    head_dim: int
+    dtype: torch.dtype
+    configs: Sequence[TileConfig]
+    options: str = ""
+
+    @property
+    def line(self) -> str:
+        short_query_len = self.configs[0].block_m // GROUP
+        max_query_len = 512 if len(self.configs) > 1 else short_query_len
+        return f"launch({self.head_dim}, {self.dtype}, {short_query_len}, {max_query_len}, {self.options})"
+
+
+def launches() -> list[Launch]:
+    """Trees in all sizes of tiles and chunks in the largest, for the table, for what it does not know, and with options."""
+    made = []
+    for (capability, head_dim, element_size), configs in TABLE.items():
+        assert capability == SM90
+        made += [Launch(head_dim, DTYPES[element_size], (config,)) for config in configs[:-1]]
+        made.append(Launch(head_dim, DTYPES[element_size], (configs[-1], configs[-1])))
+    small, large = TABLE[SM90, 128, 2][1], TABLE[SM90, 128, 2][-1]
+    made.append(Launch(128, torch.float16, (small, large), OPTIONS))
+    made.append(Launch(128, torch.bfloat16, (large,), OPTIONS))
+    made.append(Launch(96, torch.bfloat16, (small, large)))
+    made += [Launch(32, torch.bfloat16, (config,)) for config in SAFE_CONFIGS]
+    made += [Launch(head_dim, torch.float32, FLOAT32_CONFIGS * 2, "window=40") for head_dim in (64, 128, 256)]
+    return made
+
+
+@pytest.fixture(scope="module")
 def builds() -> list[Build]:
-    return compile_launches(CODE)
+    """One process for all, which takes seconds to start. The last two are on a device that the table does not know."""
+    lines = [launch.line for launch in launches()]
+    lines += [f"launch(64, torch.bfloat16, 8, 512, window=5, num_requests={number})" for number in (128, 1024)]
+    lines += ["import titan.kernels.triton.tuning as tuning", "tuning.TABLE.clear()"]
+    lines += [f"launch({head_dim}, torch.bfloat16, 16, 16)" for head_dim in (128, 256)]
+    return compile_launches(ATTENTION + "\n".join(lines))
 
 
-def test_every_size_is_built_and_no_more(builds: list[Build]) -> None:
-    assert Counter(build.name for build in builds) == {name: number for name, (number, _) in KERNELS.items()}
-    assert not any(build.constants.get("EMU") == "True" for build in builds)
+@pytest.fixture
+def attention(builds: list[Build]) -> list[tuple[Build, Launch, TileConfig]]:
+    """What each launch in `launches` was compiled to."""
+    expected = [(launch, config, i == 0) for launch in launches() for i, config in enumerate(launch.configs)]
+    compiled = [build for build in builds if build.name == "_attention_kernel"][: len(expected)]
+    assert [build.constants["TREE"] for build in compiled] == [str(is_short) for _, _, is_short in expected]
+    return [(build, launch, config) for build, (launch, config, _) in zip(compiled, expected, strict=True)]
 
 
-def test_nothing_is_spilled_and_registers_leave_room_for_other_programs(builds: list[Build]) -> None:
-    assert [build for build in builds if build.stack_bytes or build.registers > KERNELS[build.name][1]] == []
-    assert all(32 * build.num_warps * build.registers <= 65536 for build in builds)
+def test_every_configuration_fits_as_the_table_says(attention: list[tuple[Build, Launch, TileConfig]]) -> None:
+    for build, launch, config in attention:
+        assert int(build.constants["HEAD_DIM"]) == launch.head_dim
+        assert (build.constants["BLOCK_M"], build.constants["BLOCK_N"]) == (str(config.block_m), str(config.block_n))
+        assert (build.num_warps, build.num_stages) == (config.num_warps, config.num_stages)
+        assert build.stack_bytes == 0, f"{build} spills registers"
+        running = config.programs_per_multiprocessor
+        assert running * build.registers * 32 * build.num_warps <= NUM_REGISTERS, build
+        assert running * (build.shared_bytes + RESERVED) <= NUM_BYTES_OF_SHARED_MEMORY + RESERVED, build
 
 
-def test_shared_memory_leaves_room_for_other_programs(builds: list[Build]) -> None:
-    assert [build for build in builds if build.shared_bytes > MAX_SHARED_BYTES.get(build.name, 48 * 1024)] == []
+def test_keys_and_values_are_buffered_as_meant(attention: list[tuple[Build, Launch, TileConfig]]) -> None:
+    """Loads of block ids and of what they point to take two stages each: a depth that only the compiled code shows."""
+    for build, launch, config in attention:
+        num_buffers = 2 * ((config.num_stages - 1) // 2)
+        assert build.shared_bytes >= num_buffers * config.block_n * launch.head_dim * launch.dtype.itemsize, build
+
+
+def test_products_are_those_of_tensor_cores(attention: list[tuple[Build, Launch, TileConfig]]) -> None:
+    """Of a warp group where there are 64 rows for it; float32 is multiplied exactly, without."""
+    for build, launch, config in attention:
+        is_half = launch.dtype.itemsize == 2
+        assert (build.has_wgmma, build.has_mma) == (is_half and config.block_m >= 64, is_half and config.block_m < 64), build
+
+
+def test_safe_configurations_fit_devices_with_little_shared_memory(builds: list[Build]) -> None:
+    largest = [build for build in builds if build.name == "_attention_kernel"][-2:]
+    assert [build.constants["HEAD_DIM"] for build in largest] == ["128", "256"]
+    for build in largest:
+        assert build.constants["BLOCK_M"] == str(SAFE_CONFIGS[-1].block_m)
+        assert build.stack_bytes == 0 and build.shared_bytes <= SHARED_MEMORY_OF_SMALL_DEVICES
+
+
+def test_planner_and_merge_stay_in_registers(builds: list[Build]) -> None:
+    """The assembler may give up a few bytes of a planner for room that it has no use for; a real spill is far larger."""
+    helpers = [build for build in builds if build.name != "_attention_kernel"]
+    assert {build.name for build in helpers} == {"_plan_kernel", "_nearest_ancestors_kernel", "_merge_kernel"}
+    assert {build.constants["BLOCK_R"] for build in helpers if build.name == "_plan_kernel"} == {"16", "128", "1024"}
+    for build in helpers:
+        assert build.stack_bytes <= (16 if build.name == "_plan_kernel" else 0) and build.registers <= 128, build

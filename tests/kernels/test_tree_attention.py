@@ -84,35 +84,15 @@ def random_tree(seed: int, num_nodes: int, reach: int) -> list[int]:
     return random_parents(np.random.default_rng(seed), num_nodes, reach)
 
 
-EDGES = [Request(context) for context in (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65)]
-TREES = [
-    Request(9, 1, chain(6)),  # its nodes begin in slot 10, and end in the next block
-    Request(15, 1, star(7)),
-    Request(14, 2, random_tree(1, 5, 2)),
-    Request(63, 1, random_tree(2, 7, 7)),
-    Request(0, 1, random_tree(3, 6, 3)),
-    Request(40, 0, random_tree(4, 9, 3), first_node=4),  # a later pass over the same tree
-]
 EMPTY = Request(20, 0)
 LARGE_TREES = [Request(33, 1, random_tree(5, 63, 4)), Request(5, 1, random_tree(6, 63, 60)), Request(16, 1, chain(64))]
-MIXED = [Request(0, 21), *TREES[:2], EMPTY, Request(30, 45), Request(50), EMPTY, Request(7, 9, chain(3))]
 
 CASES = {
-    "contexts at block edges": Setup(EDGES, num_padded=3),
-    "small trees": Setup(TREES, group=3, num_kv_heads=2, num_padded=5, dtype=BF16),
-    "small trees, split, 7 heads a group": Setup([EMPTY, *TREES], group=7, fixed_chunk=32, head_dim=48, num_padded=1, dtype=FP16),
-    "63 and 64 nodes": Setup(LARGE_TREES, group=1, short_query_len=65),
+    "63 and 64 nodes": Setup(LARGE_TREES, group=1, short_query_len=65, num_padded=3),
     "63 and 64 nodes, split, windowed": Setup(LARGE_TREES[:2], group=1, short_query_len=65, fixed_chunk=32, window=5, dtype=BF16),
-    "mixed": Setup(MIXED, num_padded=2, head_dim=128, dtype=BF16, short_query_len=12),
-    "mixed, fp16, split, 8 heads a group": Setup(MIXED, group=8, fixed_chunk=64, dtype=FP16, short_query_len=12, block_size=32),
     "only chunks": Setup([Request(0, 33), Request(17, 70), Request(100, 5)], short_query_len=1, dtype=BF16),
-    "window 1": Setup(TREES, window=1, num_padded=3),
-    "window below the depth of the trees": Setup([*TREES, *EDGES[5:]], window=3, group=2, dtype=BF16, fixed_chunk=16),
-    "window, mixed": Setup(MIXED, window=19, short_query_len=12, num_padded=2, block_size=32),
-    "softcap": Setup(MIXED[2:], softcap=2.0, short_query_len=12, group=2, head_dim=128),
-    "softcap, window, split": Setup(TREES, softcap=30.0, window=9, fixed_chunk=16, dtype=BF16, head_dim=96),
+    "a head of 256": Setup([Request(0, 21), EMPTY, Request(15, 1, star(7))], group=2, head_dim=256, dtype=BF16),
     "splits as the planner likes": Setup([Request(700, 1, chain(3)), Request(30)], num_kv_heads=2, dtype=BF16),
-    "a head of 256": Setup(MIXED[:4], group=2, head_dim=256, dtype=BF16, num_padded=1),
 }
 
 
@@ -153,17 +133,18 @@ def test_output_is_that_of_the_twin(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # of far scores below a softcap, where infinity is right
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(18))
 def test_any_mix_of_queries_and_options(seed: int) -> None:
+    """At the edges of blocks and tiles, mostly."""
     rng = np.random.default_rng(seed)
     requests = [Request(3)]
-    for _ in range(int(rng.integers(1, 6))):
-        context, nodes = int(rng.integers(0, 60)), int(rng.integers(1, 8))
+    for _ in range(int(rng.integers(2, 7))):
+        context, nodes = int(rng.choice([0, 1, 15, 16, 17, 31, 32, 33, 64, 65, rng.integers(90)])), int(rng.integers(1, 8))
         parents = random_parents(rng, nodes, int(rng.integers(1, 8)))
         kinds = [
             Request(context, 1, parents),
             Request(context, 0, parents, first_node=int(rng.integers(0, nodes))) if context else EMPTY,
-            Request(context, int(rng.integers(1, 30))),
+            Request(context, int(rng.integers(1, 50))),
             Request(context, int(rng.integers(0, 2))),
         ]
         requests.insert(0, kinds[rng.integers(4)])
@@ -172,12 +153,12 @@ def test_any_mix_of_queries_and_options(seed: int) -> None:
             requests,
             group=int(rng.choice([1, 2, 3, 4, 5, 7, 8])),
             num_kv_heads=int(rng.integers(1, 3)),
-            head_dim=int(rng.choice([16, 40, 64, 80, 128])),
+            head_dim=int(rng.choice([16, 40, 48, 64, 80, 128])),
             block_size=int(rng.choice([16, 32])),
             dtype=[BF16, FP16, FP32][rng.integers(3)],
-            window=[None, 2, 20][rng.integers(3)],
+            window=[None, None, 1, 3, 20][rng.integers(5)],
             softcap=[None, 5.0][rng.integers(2)],
-            fixed_chunk=[None, 64][rng.integers(2)],
+            fixed_chunk=[None, 16, 48, 64][rng.integers(4)],
             short_query_len=int(rng.choice([8, 16])),
             num_padded=int(rng.integers(0, 4)),
             seed=seed,
