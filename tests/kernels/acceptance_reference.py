@@ -16,14 +16,9 @@ Option = tuple[float, int, float, float]
 
 
 def reference_probs(logits: Tensor, options: Sequence[Option]) -> Tensor:
-    """What rows of logits are sampled from; of equal tokens, those of the larger ids are cut first.
+    """What rows of logits, [n, vocab], are sampled from: float64, on the host; NaN in rows whose largest logit is not finite.
 
-    Args:
-        logits: [n, vocab].
-        options: of each row.
-
-    Returns:
-        float64 [n, vocab] on the host; NaN in rows whose largest logit is not finite.
+    Of equal tokens, those of the larger ids are cut first.
     """
     return torch.stack([_row_probs(*each) for each in zip(logits.cpu(), options, strict=True)])
 
@@ -48,11 +43,7 @@ def _row_probs(logits: Tensor, option: Option) -> Tensor:
 def reference_match(tree: DraftTree, p: Tensor, seed: int, position: int) -> tuple[list[int], int]:
     """The path that one tree keeps by sample-and-match, and its final token; -1 where there is no distribution.
 
-    Args:
-        tree: the draft tokens.
-        p: [1 + nodes, vocab], the target's distributions at the root and the nodes.
-        seed: of the request.
-        position: of the token that follows the root.
+    p, [1 + nodes, vocab], is the target's at the root and the nodes; the position is that of the token that follows the root.
     """
     path: list[int] = []
     while True:

@@ -180,16 +180,10 @@ def device_inputs(case: Case, num_padded: int = 0) -> dict[str, Tensor]:
 def random_kv(case: Case, num_kv_heads: int, dtype: torch.dtype, head_dim: int, *, spares_owned: bool = True) -> Tensor:
     """NaN where nobody may look; large values in slots that nobody sees, though their owner may load them.
 
-    Args:
-        case: whose blocks these are.
-        num_kv_heads: of the layer.
-        dtype: of the layer.
-        head_dim: of the layer.
-        spares_owned: whether requests may load all slots of their blocks; else, those from the window of their first token on.
+    A request may load all slots of its blocks, or else, unless ``spares_owned``, those from the window of its first token on.
     """
-    kv = torch.randn(2, num_kv_heads, case.num_blocks, case.block_size, head_dim, generator=torch.Generator().manual_seed(0)).to(
-        dtype
-    )
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(2, num_kv_heads, case.num_blocks, case.block_size, head_dim, generator=generator).to(dtype)
     is_seen = torch.zeros(case.num_blocks, case.block_size, dtype=torch.bool)
     is_loaded = is_seen.clone()
     for request in case.requests:

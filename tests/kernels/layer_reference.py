@@ -37,20 +37,9 @@ def reference_rope_and_write_kv(
     qk_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """What `rope_and_write_kv` computes, token by token in float64.
+    """What `rope_and_write_kv` computes, token by token: the queries, float64 [T, H, D].
 
-    Args:
-        qkv: [T, (H + 2K) * D].
-        rope_table: [max_positions, 2, D].
-        positions: [T].
-        slot_mapping: [T]; -1 = nothing is written.
-        kv_layer: [2, K, num_blocks, block_size, D], updated in place; float64 keeps what is written unrounded.
-        num_heads: H.
-        qk_norm: [H + K, D], or ``None``.
-        eps: added to the mean square of a head.
-
-    Returns:
-        The queries, float64 [T, H, D].
+    ``kv_layer`` is updated in place; in float64, it keeps what is written unrounded. ``qk_norm`` is [H + K, D].
     """
     _, num_kv_heads, _, block_size, head_dim = kv_layer.shape
     q = torch.empty(len(qkv), num_heads, head_dim, dtype=torch.float64, device=qkv.device)

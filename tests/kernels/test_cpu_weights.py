@@ -157,13 +157,10 @@ def test_what_bfloat16_cannot_hold_is_not_tiled(monkeypatch: pytest.MonkeyPatch)
     assert not can_tile(weight)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 4096])
-@pytest.mark.parametrize("num_bytes", [100, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 17])
-def test_large_pages_change_nothing_that_is_in_them(num_bytes: int, offset: int) -> None:
-    tensor = torch.randint(256, (4 * HUGE_PAGE_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    before = tensor.clone()
-    use_huge_pages(tensor.data_ptr() + offset, num_bytes)
-    assert torch.equal(tensor, before)
+def test_large_pages_change_nothing_that_is_in_them() -> None:
+    tensor = torch.arange(4 * HUGE_PAGE_BYTES)
+    use_huge_pages(tensor.data_ptr() + 1, 3 * HUGE_PAGE_BYTES + 17)
+    assert torch.equal(tensor, torch.arange(len(tensor)))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="madvise is Linux's")
