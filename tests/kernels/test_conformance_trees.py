@@ -48,6 +48,7 @@ def random_candidates(rng: np.random.Generator, num_requests: int, num_candidate
             if kind == 0 or rng.random() < 0.5:
                 slots[i, j] = (len(fed) * 7 + 3) % 1000  # in no order
                 fed.append((slots[i, j], scores[i, j]))
+    scores[np.isnan(scores) & (rng.random(shape) < 0.5)] = np.inf
     return {"token_ids": rng.integers(0, 9, shape), "scores": scores, "parent_slots": parent_slots, "slots": slots}
 
 
