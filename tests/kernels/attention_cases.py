@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from attention_reference import reference_attention
+from interpreted import DEVICE
 from torch import Tensor
 
 from titan.core.batch import QueryRow, RaggedBatch, Window, build_batch
 from titan.core.limits import MAX_NODES
-from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, TreeLimits
+from titan.core.trees import DraftTree, DraftTrees, TreeLimits
 from titan.kernels.interfaces import Backend, LayerOps
 from titan.kernels.torch.runner import place_nodes
 from titan.kernels.triton.attention_plan import AttentionGeometry
@@ -25,69 +28,79 @@ SHORT_QUERY_LEN = 8
 
 @dataclass
 class Request:
-    """Committed tokens in slots ``context, ...``, and the tree that hangs at the last of them."""
+    """Committed tokens in slots ``context, ...``, then the nodes, from ``first_node`` on, of the tree that hangs at the last."""
 
     context: int
     num_tokens: int = 1
-    tree: DraftTree = EMPTY_TREE
-    block_ids: list[int] | None = None
+    parents: Sequence[int] = ()
+    first_node: int = 0  # those before it were fed by an earlier pass
+    block_ids: list[int] = field(default_factory=list)
 
     @property
-    def root(self) -> int:
-        return self.context + self.num_tokens - 1
+    def tree(self) -> DraftTree:
+        return DraftTree(np.zeros(len(self.parents), np.int64), np.array(self.parents, np.int32))
+
+    @property
+    def tree_start(self) -> int:
+        return self.context + self.num_tokens
 
     @property
     def seq_len(self) -> int:
-        return self.root + 1 + self.tree.num_nodes
+        return self.tree_start + len(self.parents)
+
+    @property
+    def visible_lens(self) -> list[int]:
+        """Of each query token."""
+        return [*range(self.context + 1, self.tree_start + 1), *[self.tree_start] * len(self.nodes)]
+
+    @property
+    def nodes(self) -> range:
+        return range(self.first_node, len(self.parents))
 
     @property
     def query_len(self) -> int:
-        return self.num_tokens + self.tree.num_nodes
+        return self.num_tokens + len(self.nodes)
+
+    def path(self, node: int) -> list[int]:
+        """The node and its ancestors, itself last."""
+        return [*self.path(self.parents[node]), node] if node >= 0 else []
+
+    def must_see(self, window: Window) -> Tensor:
+        """Which slots the query tokens must see, bool [query_len, seq_len]: said without bits or lengths."""
+        lines = [list(range(slot + 1)) for slot in range(self.context, self.tree_start)]
+        lines += [[*range(self.tree_start), *(self.tree_start + each for each in self.path(node))] for node in self.nodes]
+        visible = torch.zeros(self.query_len, self.seq_len, dtype=torch.bool)
+        for row, line in zip(visible, lines, strict=True):  # the slots on the way to this token, itself last
+            row[line if window is None else line[-window:]] = True
+        return visible
 
 
-def path_to(tree: DraftTree, node: int) -> list[int]:
-    """The node and its ancestors, itself last."""
-    path: list[int] = []
-    while node >= 0:
-        path.insert(0, node)
-        node = int(tree.parents[node])
-    return path
+def chain(num_nodes: int) -> list[int]:
+    return list(range(-1, num_nodes - 1))
 
 
-def must_see(request: Request, window: Window) -> Tensor:
-    """Which slots the query tokens must see, bool [query_len, seq_len]: said without bits or lengths."""
-    lines = [list(range(slot + 1)) for slot in range(request.context, request.root + 1)]
-    start = request.root + 1
-    lines += [[*range(start), *(start + each for each in path_to(request.tree, node))] for node in range(request.tree.num_nodes)]
-    visible = torch.zeros(request.query_len, request.seq_len, dtype=torch.bool)
-    for row, line in zip(visible, lines, strict=True):  # the slots on the way to this token, itself last
-        row[line if window is None else line[-window:]] = True
-    return visible
+def star(num_nodes: int) -> list[int]:
+    return [-1] * num_nodes
 
 
-def random_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
-    """Every second tree is deep, deeper than the shortest window."""
-    is_deep = rng.random() < 0.5
-    parents = [int(rng.integers(max(-1, node - 3) if is_deep else -1, node)) for node in range(num_nodes)]
-    return DraftTree(np.zeros(num_nodes, np.int64), np.array(parents, np.int32))
+def random_parents(rng: np.random.Generator, num_nodes: int, reach: int | None = None) -> list[int]:
+    """A small reach makes a deep tree; without one, every second tree is deeper than the shortest window."""
+    if reach is None:
+        reach = 3 if rng.random() < 0.5 else num_nodes
+    return [int(rng.integers(max(-1, node - reach), node)) for node in range(num_nodes)]
 
 
 def random_request(rng: np.random.Generator, kind: str) -> Request:
-    context = int(rng.integers(0, 70))
-    match kind:
-        case "chain":
-            return Request(context, int(rng.integers(1, 3)), DraftTree.chain([0] * int(rng.integers(1, 7))))
-        case "tree":
-            return Request(context, int(rng.integers(1, 4)), random_tree(rng, int(rng.integers(2, MAX_NODES + 1))))
-        case "chunk":
-            return Request(context, int(rng.integers(2, 20)))
-        case "prompt":
-            return Request(0, int(rng.integers(1, 60)))
-        case "long_chunk":
-            return Request(context, int(rng.integers(65, 90)))
-        case "long_prompt":
-            return Request(0, int(rng.integers(65, 90)))
-    return Request(context)
+    context, few, many = int(rng.integers(0, 70)), int(rng.integers(1, 7)), int(rng.integers(2, 60))
+    return {
+        "decode": Request(context),
+        "chain": Request(context, 1 + few % 2, chain(few)),
+        "tree": Request(context, 1 + few % 3, random_parents(rng, int(rng.integers(2, MAX_NODES + 1)))),
+        "chunk": Request(context, 1 + many // 3),
+        "prompt": Request(0, many),
+        "long_chunk": Request(context, 64 + few * 4),
+        "long_prompt": Request(0, 64 + few * 4),
+    }[kind]
 
 
 @dataclass
@@ -100,23 +113,20 @@ class Case:
     window: Window = None
 
     @property
-    def block_table(self) -> list[list[int]]:
-        return [request.block_ids or [] for request in self.requests]
-
-    @property
     def query_start_loc(self) -> list[int]:
         return [0, *np.cumsum([request.query_len for request in self.requests]).tolist()]
 
-    @property
-    def visible(self) -> list[Tensor]:
-        return [must_see(request, self.window) for request in self.requests]
-
     def batch(self, backend: Backend) -> RaggedBatch:
-        rows = [QueryRow(each.block_ids or [], each.context, [0] * each.num_tokens) for each in self.requests]
+        rows = [QueryRow(each.block_ids, each.context, [0] * each.num_tokens) for each in self.requests]
         limits = [TreeLimits(MAX_NODES, may_sample=False)] * len(rows)
         proposal = [each.tree for each in self.requests]
         trees = DraftTrees.of(proposal, limits, drafter="test", vocab_size=1, upload=backend.upload, device=backend.device)
         return build_batch(rows, trees, block_size=self.block_size)
+
+    def expected(self, q: Tensor, kv: Tensor, scale: float = SCALE, softcap: float | None = None) -> Tensor:
+        """The attention of queries that may be followed by padding, which gives 0."""
+        seen = [(each.block_ids, each.must_see(self.window)) for each in self.requests]
+        return reference_attention(q, kv, seen, scale, softcap)
 
 
 def make_case(
@@ -130,27 +140,69 @@ def make_case(
         request.block_ids = block_ids.tolist()
         if layout == "shared":  # the full blocks that neither of the two writes
             num_shared = min(request.context, requests[0].context) // block_size
-            request.block_ids[:num_shared] = (requests[0].block_ids or [])[:num_shared]
+            request.block_ids[:num_shared] = requests[0].block_ids[:num_shared]
     return Case(requests, num_blocks, block_size, window)
 
 
-def random_case(seed: int, kinds: list[str], block_size: int = 16, window: Window = None, layout: str = "scattered") -> Case:
+def random_case(seed: int, kinds: Sequence[str], window: Window = None, layout: str = "scattered", block_size: int = 16) -> Case:
     rng = np.random.default_rng(seed)
     return make_case([random_request(rng, kind) for kind in kinds], block_size, window, layout, seed)
 
 
-def random_kv(case: Case, num_kv_heads: int, dtype: torch.dtype, head_dim: int) -> Tensor:
-    """NaN in blocks that nobody owns, and large values in slots that are owned, but that nobody may see."""
+def device_inputs(case: Case, num_padded: int = 0) -> dict[str, Tensor]:
+    """The tensors of a `DeviceLayout`, said token by token; behind a request's blocks, its row names those of others."""
+    requests, padding = case.requests, [0] * num_padded
+    positions: list[int] = []
+    bits: list[int] = []
+    for each in requests:
+        paths = list(map(each.path, each.nodes))
+        positions += [*range(each.context, each.tree_start), *(each.tree_start - 1 + len(path) for path in paths)]
+        bits += [*[0] * each.num_tokens, *(sum(1 << node for node in path) for path in paths)]
+    width = 2 + max(len(each.block_ids) for each in requests)
+    block_table = np.random.default_rng(0).integers(0, case.num_blocks, (len(requests), width))
+    for row, each in zip(block_table, requests, strict=True):
+        row[: len(each.block_ids)] = each.block_ids
+
+    def int32(values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    return {
+        "query_start_loc": int32(case.query_start_loc),
+        "seq_lens": int32([each.seq_len for each in requests]),
+        "block_table": int32(block_table),
+        "positions": torch.tensor(positions + padding, device=DEVICE),
+        "visible_lens": int32([length for each in requests for length in each.visible_lens] + padding),
+        "tree_starts": int32([each.tree_start for each in requests]),
+        "ancestor_bits": torch.from_numpy(np.array(bits + padding, np.uint64).view(np.int64)).to(DEVICE),
+    }
+
+
+def random_kv(case: Case, num_kv_heads: int, dtype: torch.dtype, head_dim: int, *, spares_owned: bool = True) -> Tensor:
+    """NaN where nobody may look; large values in slots that nobody sees, though their owner may load them.
+
+    A request may load all slots of its blocks, or else, unless ``spares_owned``, those from the window of its first token on.
+    """
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn(2, num_kv_heads, case.num_blocks, case.block_size, head_dim, generator=generator).to(dtype)
     is_seen = torch.zeros(case.num_blocks, case.block_size, dtype=torch.bool)
-    for visible, blocks in zip(case.visible, case.block_table, strict=True):
-        slots = visible.any(0).nonzero()[:, 0]
-        is_seen[torch.tensor(blocks)[slots // case.block_size], slots % case.block_size] = True
+    is_loaded = is_seen.clone()
+    for request in case.requests:
+        first = 0 if case.window is None else request.context + (request.num_tokens > 0) - case.window
+        slots, blocks = torch.arange(request.seq_len), torch.tensor(request.block_ids, dtype=torch.int64)
+        places = blocks[slots // case.block_size], slots % case.block_size
+        is_seen[places] |= request.must_see(case.window).any(0)
+        is_loaded[places] |= slots >= first
+        if spares_owned:
+            is_loaded[blocks] = True
     kv[:, :, ~is_seen] = 300.0
-    free = sorted(set(range(case.num_blocks)) - {block for table in case.block_table for block in table})
-    kv[:, :, free] = torch.nan
+    kv[:, :, ~is_loaded] = torch.nan
     return kv
+
+
+def queries(num_tokens: int, num_heads: int, dtype: torch.dtype, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
+    """As a model hands them over: in one tensor with keys and values."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(num_tokens, num_heads + 2, head_dim, generator=generator).to(device, dtype)[:, :num_heads]
 
 
 def make_ops(backend: Backend, dtype: torch.dtype) -> LayerOps:
@@ -168,9 +220,3 @@ def attend(backend: Backend, batch: RaggedBatch, q: Tensor, kv: Tensor, window: 
         place_nodes(batch)
         plan = ops.plan_attention(layout, windows)
     return ops.tree_attention(q.to(backend.device), kv.to(backend.device), plan, scale=scale, window=window).cpu()
-
-
-def queries(num_tokens: int, num_heads: int, dtype: torch.dtype, head_dim: int) -> Tensor:
-    """As a model hands them over: in one tensor with keys and values."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(num_tokens, num_heads + 2, head_dim, generator=generator).to(dtype)[:, :num_heads]

@@ -1,84 +1,39 @@
-"""Oracles of tree attention over paged KV, in float64: a loop over tokens and heads, and a faster one over requests."""
+"""The oracle of tree attention over paged KV."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
-def reference_tree_attention(
-    q: Tensor,
-    kv_layer: Tensor,
-    *,
-    query_start_loc: list[int],
-    block_table: list[list[int]],
-    visible_slots: list[list[int]],
-    scale: float,
+def reference_attention(
+    q: Tensor, kv_layer: Tensor, seen: Sequence[tuple[Sequence[int], Tensor]], scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Attention of each query token over an explicit list of visible slots, in float64.
+    """Attention over a mask: one dense product per request.
 
     Args:
-        q: [T, num_heads, head_dim].
+        q: [T, num_heads, head_dim], of the requests one after the other; those behind them give 0.
         kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim].
-        query_start_loc: [R + 1].
-        block_table: per request, physical block ids.
-        visible_slots: per query token, slots within its request.
-        scale: multiplies the scores.
-
-    Returns:
-        float64 [T, num_heads * head_dim].
-    """
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
-    output = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64, device=q.device)
-    for request, blocks in enumerate(block_table):
-        for token in range(query_start_loc[request], query_start_loc[request + 1]):
-            places = [(blocks[slot // block_size], slot % block_size) for slot in visible_slots[token]]
-            for head in range(num_heads):
-                kv_head = head // (num_heads // num_kv_heads)
-                keys = torch.stack([kv_layer[0, kv_head, block, offset] for block, offset in places]).double()
-                values = torch.stack([kv_layer[1, kv_head, block, offset] for block, offset in places]).double()
-                weights = torch.softmax(keys @ q[token, head].double() * scale, dim=0)
-                output[token, head] = weights @ values
-    return output.view(num_tokens, num_heads * head_dim)
-
-
-def reference_masked_attention(
-    q: Tensor,
-    kv_layer: Tensor,
-    *,
-    query_start_loc: list[int],
-    block_table: list[list[int]],
-    visible: list[Tensor],
-    scale: float,
-    softcap: float | None = None,
-) -> Tensor:
-    """Attention over a mask, in float64: one dense product per request, for batches that the loop above is too slow for.
-
-    Args:
-        q: [T, num_heads, head_dim].
-        kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim].
-        query_start_loc: [R + 1]; rows from the last on give 0.
-        block_table: per request, physical block ids.
-        visible: per request, bool [query_len, slots]. What no row of the request sees may be NaN.
+        seen: of each request, physical block ids, and the slots that it sees, bool [query_len, slots]; others may be NaN.
         scale: multiplies the scores.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
 
     Returns:
         float64 [T, num_heads * head_dim].
     """
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
-    output = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64, device=q.device)
-    for request, seen in enumerate(visible):
-        rows, mask = slice(query_start_loc[request], query_start_loc[request + 1]), seen.to(q.device)
+    outputs = []
+    for block_ids, visible in seen:
+        mask, block_size, start = visible.to(q.device), kv_layer.shape[3], sum(map(len, outputs))
         slots = mask.any(0).nonzero()[:, 0]
-        blocks = torch.tensor(block_table[request], device=q.device)[slots // block_size]
+        blocks = torch.tensor(block_ids, device=q.device)[slots // block_size]
         kv = kv_layer[:, :, blocks, slots % block_size].double()
-        keys, values = kv.repeat_interleave(num_heads // num_kv_heads, dim=1)  # [num_heads, slots, head_dim]
-        scores = torch.einsum("thd,hnd->htn", q[rows].double(), keys) * scale
+        keys, values = kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)  # [num_heads, slots, head_dim]
+        scores = torch.einsum("thd,hnd->htn", q[start : start + len(mask)].double(), keys) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         weights = scores.masked_fill(~mask[:, slots], float("-inf")).softmax(-1)
-        output[rows] = torch.einsum("htn,hnd->thd", weights, values)
-    return output.view(num_tokens, num_heads * head_dim)
+        outputs.append(torch.einsum("htn,hnd->thd", weights, values))
+    padding = torch.zeros(len(q) - sum(map(len, outputs)), *q.shape[1:], dtype=torch.float64, device=q.device)
+    return torch.cat([*outputs, padding]).flatten(1)

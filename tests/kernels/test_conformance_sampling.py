@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from acceptance_reference import reference_draw, reference_probs
+from acceptance_reference import Option, reference_probs
+from exact_rules import inverse_cdf
+from interpreted import DEVICE, ON_CUDA, triton_backend
 from torch import Tensor
 
 from titan.core.random import Purpose, philox_uniform
 from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
+from titan.core.trees import NODE_DTYPES, NodeColumns
 from titan.kernels.interfaces import Backend
-from titan.kernels.torch.sampling import draw
+from titan.kernels.triton.row_distribution import CHUNK, RowDistributions
+from titan.kernels.triton.sample_rows import draw_rows
+from titan.kernels.triton.tree_select import select_trees
+from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF, NAN = torch.inf, torch.nan
-Options = Sequence[tuple[float, int, float, float]]
 ALL_OPTIONS = list(product((0.0, 0.7, 5.0), (0, 3, 50), (1.0, 0.9, 0.3), (0.0, 0.1)))
-"""Temperature, top-k, top-p, min-p."""
 
 
-def sampling_rows(options: Options) -> SamplingRows:
+def sampling_rows(options: Sequence[Option]) -> SamplingRows:
     params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in options]
     return SamplingRows.of((each, i * (2**60 + 12345) % 2**64, i * 3 + 7) for i, each in enumerate(params))
 
@@ -34,24 +39,10 @@ def random_logits(backend: Backend, num_rows: int, vocab_size: int, dtype: torch
     return logits.to(backend.device, dtype)
 
 
-def expected_probs(logits: Tensor, options: Options) -> Tensor:
-    rows = zip(logits.cpu(), options, strict=True)
-    return torch.stack([reference_probs(row, temperature=t, top_k=k, top_p=p, min_p=m) for row, (t, k, p, m) in rows])
-
-
 def assert_same_distribution(actual: Tensor, expected: Tensor) -> None:
     assert actual.dtype == torch.float32
     assert torch.equal(actual > 0, expected > 0)
     torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=1e-9)
-
-
-def test_the_oracle_keeps_what_the_cuts_say() -> None:
-    logits = torch.tensor([0.5, 0.3, 0.3, 0.1, 0.05]).log()
-    options = [(0.0, 0, 1.0, 0.0), (1.0, 2, 1.0, 0.0), (1.0, 0, 0.5, 0.0), (1.0, 0, 1.0, 0.5), (1.0, 2, 0.5, 0.0)]
-    probs = expected_probs(logits.expand(5, -1), options)
-    kept = [row.nonzero()[:, 0].tolist() for row in probs]
-    assert kept == [[0], [0, 1], [0, 1], [0, 1, 2], [0]]  # 0.5 / 1.25 < 0.5 <= 0.8 / 1.25; of equal tokens the first
-    torch.testing.assert_close(probs[1, :2], torch.tensor([0.625, 0.375], dtype=torch.float64), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,11 +85,11 @@ def test_top_candidates_of_rows_that_are_not_finite(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize(("vocab_size", "options"), [(7, ALL_OPTIONS[::5]), (100, ALL_OPTIONS), (5000, ALL_OPTIONS[1::7])])
-def test_probs_for_all_options_side_by_side(backend: Backend, vocab_size: int, options: Options) -> None:
+def test_probs_for_all_options_side_by_side(backend: Backend, vocab_size: int, options: Sequence[Option]) -> None:
     logits = random_logits(backend, len(options), vocab_size)
     before = logits.clone()
     probs = backend.sampling.probs(logits, sampling_rows(options))
-    assert_same_distribution(probs.cpu(), expected_probs(logits, options))
+    assert_same_distribution(probs.cpu(), reference_probs(logits, options))
     assert torch.equal(logits, before)
 
 
@@ -113,9 +104,9 @@ def test_probs_without_cuts_are_the_softmax(backend: Backend, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("option", [(1.0, 2400, 1.0, 0.0), (3.0, 0, 0.98, 0.0), (2.0, 3000, 0.97, 0.0)])
-def test_cuts_that_keep_thousands_of_tokens(backend: Backend, option: tuple[float, int, float, float]) -> None:
+def test_cuts_that_keep_thousands_of_tokens(backend: Backend, option: Option) -> None:
     logits = random_logits(backend, 1, 6000, scale=1)
-    actual, expected = backend.sampling.probs(logits, sampling_rows([option])).cpu(), expected_probs(logits, [option])
+    actual, expected = backend.sampling.probs(logits, sampling_rows([option])).cpu(), reference_probs(logits, [option])
     assert 2048 < (expected > 0).sum() < 6000
     # thousands of tokens are added up in float32: the last of them may differ
     assert ((actual > 0) != (expected > 0)).sum() <= (3 if option[2] < 1 else 0)
@@ -132,19 +123,16 @@ def test_tokens_at_the_very_edge_of_a_cut(backend: Backend) -> None:
     torch.testing.assert_close(probs, torch.tensor(expected))
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-44])
-def test_a_tiny_temperature_or_top_p_leaves_the_most_likely_token(backend: Backend, temperature: float) -> None:
-    logits = random_logits(backend, 4, 30, scale=100)
-    options = [(temperature, 0, 1.0, 0.0), (temperature, 5, 0.9, 0.0), (temperature, 0, 1.0, 0.2), (9.0, 0, 1e-44, 0.0)]
-    probs = backend.sampling.probs(logits, sampling_rows(options))
-    assert torch.equal(probs, torch.nn.functional.one_hot(logits.argmax(-1), 30).float())
-
-
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's in the interpreter
-@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-4])
-def test_the_smallest_temperatures_leave_the_largest_logits(backend: Backend, temperature: float) -> None:
-    logits = torch.tensor([[1.0, 3.0, 3.0, -2e38]], device=backend.device)
-    assert backend.sampling.probs(logits, sampling_rows([(temperature, 0, 1.0, 0.0)])).tolist() == [[0, 0.5, 0.5, 0]]
+@pytest.mark.parametrize("temperature", [1e-3, 1e-4, 1e-30, 1e-44, 1e-45])
+def test_a_tiny_temperature_or_top_p_leaves_the_most_likely_tokens(backend: Backend, temperature: float) -> None:
+    logits = random_logits(backend, 5, 30, scale=100)
+    logits[4, :4] = torch.tensor([1.0, 3e3, 3e3, -2e38])
+    options = [(temperature, 0, 1.0, 0.0), (temperature, 5, 0.9, 0.0), (temperature, 0, 1.0, 0.2), (9.0, 0, 1e-44, 0.0)]
+    probs = backend.sampling.probs(logits, sampling_rows([*options, options[0]]))
+    expected = torch.nn.functional.one_hot(logits.argmax(-1), 30).float()
+    expected[4, 1:3] = 0.5
+    assert torch.equal(probs, expected)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's in the interpreter
@@ -156,7 +144,7 @@ def test_impossible_tokens_stay_impossible_and_broken_rows_are_marked(backend: B
     logits[6, 1] = logits[10, 2] = INF
     logits[7] = -INF
     probs = backend.sampling.probs(logits, sampling_rows([*options, *options, options[0]])).cpu()
-    assert_same_distribution(probs[:5], expected_probs(logits[:5], options))
+    assert_same_distribution(probs[:5], reference_probs(logits[:5], options))
     assert probs[5:].isnan().all()
 
 
@@ -176,7 +164,7 @@ def test_a_row_does_not_depend_on_its_neighbours(backend: Backend) -> None:
         (1500, [(0.7, 0, 1.0, 0.0), (1.3, 3, 1.0, 0.0), (5.0, 0, 0.95, 0.0)] * 4),
     ],
 )
-def test_children_are_sampled_without_replacement(backend: Backend, vocab_size: int, options: Options) -> None:
+def test_children_are_sampled_without_replacement(backend: Backend, vocab_size: int, options: Sequence[Option]) -> None:
     """By inverse CDFs, at the random numbers of their ranks; -1 where no token is left, and nothing else is written."""
     rng, n, most = np.random.default_rng(0), len(options), 5
     logits, rows, num_children = random_logits(backend, n, vocab_size), sampling_rows(options), rng.integers(1, most + 1, n)
@@ -184,17 +172,16 @@ def test_children_are_sampled_without_replacement(backend: Backend, vocab_size: 
     probs = torch.full((n + 3, vocab_size), 7.0, device=backend.device)
     children = torch.full((n + 3, most), 77, device=backend.device)
     backend.sampling.sample_children(logits, rows, num_children, torch.from_numpy(places).to(backend.device), probs, children)
-    assert_same_distribution(probs.cpu()[places], expected_probs(logits, options))
+    assert_same_distribution(probs.cpu()[places], reference_probs(logits, options))
     others = np.setdiff1d(np.arange(n + 3), places)
     assert (probs[others] == 7).all() and (children[others] == 77).all()
     num_short = 0
     for i, place in enumerate(places.tolist()):
-        left, expected = probs[place].double().cpu().clone(), []
+        left, expected = probs[place].double().cpu().numpy().copy(), []
+        key = int(rows.options["seed"][i]), int(rows.options["position"][i])
         for rank in range(int(num_children[i])):
-            uniform = float(
-                philox_uniform(*(int(rows.options[name][i]) for name in ("seed", "position")), Purpose.DRAFT, sibling=rank)
-            )
-            expected.append(reference_draw(left / left.sum(), uniform) if left.sum() > 0 else -1)
+            uniform = float(philox_uniform(*key, Purpose.DRAFT, sibling=rank))
+            expected.append(inverse_cdf(left, uniform)[0] if left.sum() > 0 else -1)
             left[expected[-1]] = 0
         num_short += -1 in expected
         assert children[place, : len(expected)].tolist() == expected
@@ -207,10 +194,69 @@ def test_no_rows_have_no_distributions(backend: Backend) -> None:
     assert backend.sampling.probs(torch.zeros(0, 9, device=backend.device), none).shape == (0, 9)
 
 
-@pytest.mark.parametrize("uniform", [2.0**-53, 1 - 2.0**-53])
-def test_impossible_entries_never_come_out_at_the_ends(uniform: float) -> None:
-    probs = torch.zeros(1, 1200)
-    probs[0, 300], probs[0, 900] = 1e-30, 3.0
-    assert draw(probs, torch.tensor([uniform], dtype=torch.float64)).tolist() == [900]
-    probs[0, 300] = 1.0
-    assert draw(probs, torch.tensor([uniform], dtype=torch.float64)).tolist() == [300 if uniform < 0.5 else 900]
+# What Triton does beyond that: equal logits are cut by token id, whatever the chunk, and rows may lie apart.
+
+
+def assert_cut_by_token_id(logits: Tensor, options: Sequence[Option]) -> Tensor:
+    """Returns which tokens are kept."""
+    expected = reference_probs(logits, options)
+    assert_same_distribution(triton_backend().sampling.probs(logits, sampling_rows(options)).cpu(), expected)
+    return expected > 0
+
+
+def test_equal_logits_are_cut_by_token_id() -> None:
+    """Of five values that many tokens share each, the cuts fall on one of them."""
+    top_k, top_p = [(1.0, 4, 1.0, 0.0), (2.0, 23, 1.0, 0.0)], [(1.0, 0, 0.37, 0.0), (3.0, 40, 0.51, 0.0), (3.0, 9, 0.9, 0.3)]
+    options = [*top_k, *top_p, (1.0, 0, 1.0, 1.0), (1.0, 3, 1.0, 1.0)]
+    logits = torch.randint(-2, 3, (len(options), 61), generator=torch.Generator().manual_seed(3)).float().to(DEVICE)
+    logits[logits == 0] = -0.0
+    logits[:, 5:30:7] = 0.0  # the same number
+    logits[3, ::2] = -INF
+    rows = zip(logits.cpu(), assert_cut_by_token_id(logits, options), strict=True)
+    is_cut = [bool((row[~is_kept] == row[is_kept].min()).any()) for row, is_kept in rows]
+    assert sum(is_cut) >= 5, "hardly a cut falls between equal logits: nothing is tested"
+
+
+def test_equal_logits_are_counted_across_chunks() -> None:
+    logits = torch.zeros(3, 2 * CHUNK + 500, device=DEVICE)
+    logits[:, [1, 4000, CHUNK + 2]] = 1.0
+    is_kept = assert_cut_by_token_id(logits, [(1.0, 2 * CHUNK + 9, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (0.0, 0, 1.0, 0.0)])
+    assert is_kept[1].nonzero()[:, 0].tolist() == [0, 1, 2, 4000, CHUNK + 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_logits_in_strided_rows_are_read_as_they_are(dtype: torch.dtype) -> None:
+    options = [(0.7, 3, 0.9, 0.0), (5.0, 0, 0.3, 0.1), (0.7, 50, 1.0, 0.1), (5.0, 0, 1.0, 0.0)]
+    wide = torch.full((len(options), 400), NAN, dtype=dtype, device=DEVICE)
+    assert_cut_by_token_id(wide[:, 40:340].copy_(random_logits(triton_backend(), len(options), 300)), options)
+
+
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(7, 300), pytest.param(56, 128_256, marks=ON_CUDA)])
+def test_distributions_and_draws_over_a_real_vocabulary(num_rows: int, vocab_size: int) -> None:
+    """Half the sum of the differences is the most that rounding moves a draw by; many logits are equal."""
+    cuts = [(0.75, 50, 1.0, 0.0), (1.0, 0, 0.875, 0.0), (0.75, 1000, 0.9375, 0.0), (1.25, 0, 1.0, 0.03125), (0.5, 20, 0.75, 0.125)]
+    options = ([(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), *cuts] * num_rows)[:num_rows]
+    backend, rows, bound = triton_backend(), sampling_rows(options), 2e-5
+    logits = random_logits(backend, num_rows, vocab_size, torch.bfloat16, scale=3)
+    exact = reference_probs(logits, options)
+    assert (backend.sampling.probs(logits, rows).cpu() - exact).abs().sum(-1).max() / 2 <= bound
+    seeds, positions = rows.options["seed"], rows.options["position"]
+    numbers = backend.upload([seeds.view(np.int64), positions])
+    tokens = draw_rows(backend.sampling.distributions(logits, rows), *numbers, purpose=Purpose.SAMPLE).cpu()[:, None]
+    uniform = torch.from_numpy(philox_uniform(seeds, positions, Purpose.SAMPLE))
+    mass, end = (each.gather(1, tokens)[:, 0] for each in (exact, exact.cumsum(-1)))
+    assert (mass > 0).all() and (end - mass - bound <= uniform).all() and (uniform <= end + bound).all()
+
+
+def test_no_rows_and_no_trees_are_no_work_on_triton() -> None:
+    no_longs, start_loc = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    one = triton_backend().sampling.distributions(torch.zeros(1, 9, device=DEVICE), sampling_rows([(1.0, 0, 1.0, 0.0)]))
+    none = replace(one, **{name: getattr(one, name)[:0] for name in RowDistributions.__slots__})
+    assert draw_rows(none, no_longs, no_longs, purpose=0).tolist() == []
+    result = VerifiedTrees.of(no_longs, no_longs.int(), start_loc, max_depth=4)
+    walk_matches(result, no_longs)
+    assert result.paths.shape == (0, 4) and len(result.final_tokens) == 0
+    columns = NodeColumns(*(torch.full((2,), 7, device=DEVICE).to(dtype) for dtype in NODE_DTYPES))
+    empty = no_longs.view(0, 1)
+    select_trees(empty, empty.float(), empty, empty, no_longs.int(), no_longs.int(), columns)
+    assert all((column == 7).all() for column in columns)

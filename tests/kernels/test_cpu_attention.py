@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
-from attention_cases import Request, attend, make_case
-from attention_reference import reference_masked_attention
+from attention_cases import Request, attend, chain, make_case
 from back_ends import make_back_end
 from torch import Tensor
 
 from titan.core.batch import Window
-from titan.core.trees import DraftTree
 from titan.kernels.interfaces import Backend
 from titan.kernels.torch.layers import TorchOps
 
@@ -39,16 +36,12 @@ def attend_all(backend: Backend, requests: Sequence[Request], q: Tensor, kv: Ten
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
 def test_in_bfloat16_only_weights_and_outputs_are_rounded(compiled: Backend, head_dim: int, num_heads: int, num_nodes: int) -> None:
     """Each by half a unit of its last bit, at most, and to either side."""
-    case, scale = make_case([Request(400, 1, DraftTree.chain([0] * num_nodes))], layout="dense"), 0.1
+    case, scale = make_case([Request(400, 1, chain(num_nodes))], layout="dense"), 0.1
     kv = random(2, 2, case.num_blocks, 16, head_dim, dtype=torch.bfloat16)
     q = random(num_nodes + 1, num_heads, head_dim, dtype=torch.bfloat16, seed=1)
     output = attend(compiled, case.batch(compiled), q, kv, scale=scale).double()
 
-    def expected(kv_layer: Tensor) -> Tensor:
-        loc, table = case.query_start_loc, case.block_table
-        return reference_masked_attention(q, kv_layer, query_start_loc=loc, block_table=table, visible=case.visible, scale=scale)
-
-    exact, sizes = expected(kv), expected(torch.stack([kv[0], kv[1].abs()]))  # of the terms that a result is the sum of
+    exact, sizes = case.expected(q, kv, scale), case.expected(q, torch.stack([kv[0], kv[1].abs()]), scale)  # of what is summed up
     assert ((output - exact).abs() <= 2 * 2**-8 * 1.01 * sizes).all()
     few = 2**-7 / output.numel() ** 0.5  # roundings, which do not quite cancel out
     assert abs(float((output * exact).sum() / exact.square().sum()) - 1) <= max(2**-11, few)
@@ -61,10 +54,10 @@ def test_a_chain_is_attended_as_its_tokens_alone(compiled: Backend, dtype: torch
     """Bit by bit, wherever the context ends, whatever lies behind it, and whoever is beside."""
     num_nodes = 9
     for root in (0, 3, 14, 31, 60, 127):
-        chain, neighbour = Request(root, 1, DraftTree.chain([0] * num_nodes)), Request(50, 3)
+        tokens, neighbour = Request(root, 1, chain(num_nodes)), Request(50, 3)
         kv = random(2, 2, 20, 16, head_dim, dtype=dtype, seed=root)
         q = random(num_nodes + 1, 6, head_dim, dtype=dtype, seed=root + 1)
-        both = attend_all(compiled, [chain, neighbour], torch.cat([q, q[:3]]), kv, window)[:-3]
+        both = attend_all(compiled, [tokens, neighbour], torch.cat([q, q[:3]]), kv, window)[:-3]
         for i in range(num_nodes + 1):
             broken = kv.clone().flatten(2, 3)  # what is not there yet
             broken[:, :, root + i + 1 :] = torch.nan
@@ -75,13 +68,13 @@ def test_a_chain_is_attended_as_its_tokens_alone(compiled: Backend, dtype: torch
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 16), (torch.bfloat16, 64)])
 def test_a_broken_key_reaches_those_alone_that_see_it(compiled: Backend, dtype: torch.dtype, head_dim: int) -> None:
     """Two branches of a tree; the keys of one are infinite or NaN."""
-    tree = DraftTree(np.zeros(4, np.int64), np.array([-1, -1, 0, 1], np.int32))
+    request = Request(40, 1, [-1, -1, 0, 1])
     q, kv = random(5, 4, head_dim, dtype=dtype), random(2, 2, 3, 16, head_dim, dtype=dtype, seed=1)
-    clean = attend_all(compiled, [Request(40, 1, tree)], q, kv)
+    clean = attend_all(compiled, [request], q, kv)
     for value in (torch.nan, torch.inf):
         broken = kv.clone()
         broken[0, :, 2, (42 + 1) % 16] = value  # node 2, a child of node 0
-        output = attend_all(compiled, [Request(40, 1, tree)], q, broken)
+        output = attend_all(compiled, [request], q, broken)
         assert torch.equal(output[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])
         assert not output[3].isfinite().any() or value == torch.inf
 

@@ -1,18 +1,18 @@
-"""Rounding and products in the interpreter, the checks of arguments, and the offline compiler, with a kernel made for it."""
+"""What the Triton kernels share: products, rounding and random numbers, each in a kernel made for it."""
 
 from __future__ import annotations
 
-import re
-
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from sm90 import compile_launches
+from interpreted import DEVICE
 
-from titan.kernels.triton.tools import INTERPRETED, dot, narrow, require
-
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+from titan.core.random import Purpose
+from titan.core.random import philox_uniform as host_uniform
+from titan.kernels.triton.philox import philox_uniform
+from titan.kernels.triton.tools import INTERPRETED, dot, narrow
 
 
 @triton.jit
@@ -47,42 +47,22 @@ def test_not_finite_numbers_survive_rounding() -> None:
     torch.testing.assert_close(y, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "message"),
-    [
-        (torch.zeros(2, 4), "x has shape [2, 4]: it must be [3, any]"),
-        (torch.zeros(3), "x has shape [3]: it must be [3, any]"),
-        (torch.zeros(3, 4, dtype=torch.int32), "x has dtype torch.int32: it must be torch.float32 or torch.float16"),
-        (torch.zeros(3, 4, device="meta"), "x is on meta: it must be on cpu"),
-        (torch.zeros(4, 3).T, "x has strides (1, 3): it must be contiguous"),
-    ],
-)
-def test_what_a_kernel_cannot_take_is_refused_by_name(tensor: torch.Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        require("x", tensor, shape=(3, None), dtypes=(torch.float32, torch.float16), device=torch.device("cpu"))
+@triton.jit
+def store_uniform(uniform_ptr, seeds_ptr, positions_ptr, sibling, PURPOSE: tl.constexpr, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    uniform = philox_uniform(tl.load(seeds_ptr + places), tl.load(positions_ptr + places), PURPOSE, sibling)
+    tl.store(uniform_ptr + places, uniform)
 
 
-def test_strided_rows_are_taken_where_allowed() -> None:
-    rows = torch.zeros(3, 8)[:, :4]
-    require("x", rows, shape=(3, 4), dtypes=(torch.float32,), device=torch.device("cpu"), contiguous=False)
-    with pytest.raises(ValueError, match="its last dimension must be contiguous"):
-        require("x", rows.T, shape=(4, 3), dtypes=(torch.float32,), device=torch.device("cpu"), contiguous=False)
-
-
-CODE = """
-import sys
-sys.path.insert(0, {folder!r})
-import torch
-from test_triton_tools import multiply
-x = torch.zeros(64, 64, dtype=torch.bfloat16)
-multiply[(1,)](x, x, x, SIZE=32, EMU=False)
-multiply[(1,)](x, x, x, SIZE=64, EMU=False)
-multiply[(1,)](x, x, x, SIZE=64, EMU=False)
-"""
-
-
-def test_launches_are_compiled_for_sm_90_and_described() -> None:
-    small, large = compile_launches(CODE.format(folder=__file__.rpartition("/")[0]))
-    assert (small.name, small.constants, small.num_warps) == ("multiply", {"SIZE": "32", "EMU": "False"}, 4)
-    assert small.has_mma and not small.has_wgmma and large.has_wgmma
-    assert 0 < small.registers <= large.registers <= 255 and large.stack_bytes == 0 < large.shared_bytes
+@pytest.mark.parametrize("purpose", Purpose)
+@pytest.mark.parametrize("sibling", [0, 1, 62])
+def test_uniform_numbers_are_those_of_the_host_bit_for_bit(purpose: Purpose, sibling: int) -> None:
+    size, rng = 1024, np.random.default_rng(sibling)
+    seeds = rng.integers(0, 2**64, size, np.uint64)
+    seeds[:4] = 0, 2**64 - 1, 2**63, 2**32 - 1
+    positions = rng.integers(0, 2**32, size)
+    positions[4:7] = 0, 2**31, 2**32 - 1
+    uniform = torch.empty(size, dtype=torch.float64, device=DEVICE)
+    arguments = (uniform, torch.from_numpy(seeds.view(np.int64)).to(DEVICE), torch.from_numpy(positions).to(DEVICE), sibling)
+    store_uniform[(1,)](*arguments, PURPOSE=int(purpose), SIZE=size)
+    assert np.array_equal(uniform.cpu().numpy(), host_uniform(seeds, positions, purpose, sibling=sibling))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor
 from titan.core.trees import NODE_DTYPES, NodeColumns
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton import tools as triton_tools
-from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout, TreeAttentionPlan
+from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, DeviceLayout, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.gate import silu_mul
 from titan.kernels.triton.norm import rms_norm
@@ -41,14 +41,18 @@ def longs(values: list[Any]) -> Tensor:
     return ints(values, torch.int64)
 
 
-def plan_attention(**arguments: Any) -> TreeAttentionPlan:
-    return plan_tree_attention(DeviceLayout(**arguments))
+def plan_attention(windows: Sequence[int | None] = (None,), fixed_chunk: int | None = None, **layout: Any) -> TreeAttentionPlan:
+    return plan_tree_attention(DeviceLayout(**layout), windows, fixed_chunk)
+
+
+def geometry() -> dict[str, Any]:
+    return {"num_heads": 4, "num_kv_heads": 2, "head_dim": HEAD_DIM, "block_size": 16, "dtype": torch.float32}
 
 
 def batch() -> dict[str, Any]:
     """Two requests, of two tokens and one."""
     return {
-        "geometry": AttentionGeometry(4, 2, HEAD_DIM, 16, torch.float32),
+        "geometry": AttentionGeometry(**geometry()),
         "query_start_loc": ints([0, 2, 3]),
         "seq_lens": ints([5, 9]),
         "block_table": ints([[0, 0], [0, 0]]),
@@ -94,6 +98,7 @@ NUMBERS: dict[str, Any] = {"seeds": longs([1, 2, 3]), "positions": longs([4, 5, 
 DRAFTS: dict[str, Any] = {"draft_probs": floats(2, VOCAB_SIZE), "draft_rows": ints([0, 1, 0])}
 
 WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
+    AttentionGeometry: geometry,
     plan_attention: batch,
     tree_attention: lambda: {
         "q": floats(3, 4, HEAD_DIM),
@@ -149,7 +154,7 @@ def test_each_tensor_is_refused_by_name(wrapper: Callable[..., object]) -> None:
         for change, apply in CHANGES.items():
             changed = arguments()
             changed[name] = apply(changed[name])
-            print(name, change)
+            print(name, "with", change)
             with pytest.raises(ValueError, match=rf"^{name} (has|is on) "):
                 wrapper(**changed)
 
@@ -163,52 +168,88 @@ def test_what_is_written_has_a_place_for_each_number(wrapper: Callable[..., obje
         wrapper(**arguments)
 
 
-MESSAGES: list[tuple[Callable[..., object], str, Any, str]] = [
-    (rms_norm, "x", floats(2, 16385), "x has shape [2, 16385]: hidden_size must be 1 to 16384"),
-    (rms_norm, "x", floats(2, 0), "x has shape [2, 0]: hidden_size must be 1 to 16384"),
-    (rms_norm, "weight", floats(7), "weight has shape [7]: it must be [8]"),
-    (rms_norm, "residual", floats(2, 8), "residual has shape [2, 8]: it must be [3, 8]"),
-    (rms_norm, "residual", floats(3, 8).half(), "residual has dtype torch.float16: it must be torch.float32"),
-    (silu_mul, "gate_up", floats(2, 7), "gate_up has shape [2, 7]: its rows must have two halves"),
-    (silu_mul, "gate_up", floats(2, 0), "gate_up has shape [2, 0]: its rows must have two halves"),
-    (rotate, "qkv", floats(3, 90), "qkv has shape [3, 90]: it must be [T, (H + 4) * 16] with one query head or more"),
-    (rotate, "qkv", floats(3, 64), "qkv has shape [3, 64]: it must be [T, (H + 4) * 16] with one query head or more"),
-    (rotate, "qkv", floats(3, 128).half(), "qkv has dtype torch.float16: it must be torch.float32"),
-    (rotate, "rope_table", floats(9, 2, 8), "rope_table has shape [9, 2, 8]: it must be [any, 2, 16]"),
-    (rotate, "positions", longs([0, 1]), "positions has shape [2]: it must be [3]"),
-    (rotate, "kv_layer", floats(2, 1, 3, 16, 9), "kv_layer has shape [2, 1, 3, 16, 9]: head_dim must be even"),
-    (rotate, "kv_layer", floats(2, 1, 3, 16, 0), "kv_layer has shape [2, 1, 3, 16, 0]: head_dim must be even, and no"),
-    (rotate, "kv_layer", floats(2, 0, 3, 16, 8), "kv_layer has shape [2, 0, 3, 16, 8]: head_dim must be even, and no"),
-    (rotate, "qk_norm", floats(2, 16), "qk_norm has shape [2, 16]: it must be [6, 16]"),
-    (row_distributions, "logits", floats(3, 0), "logits has shape [3, 0]: there must be at least one token"),
-    (row_distributions, "temperature", floats(2), "temperature has shape [2]: it must be [3]"),
-    (draw_rows, "seeds", longs([1, 2]), "seeds has shape [2]: it must be [3]"),
-    (draw_rows, "purpose", 256, "purpose=256 is not allowed: it must be 0 to 255"),
-    (draw_rows, "purpose", -1, "purpose=-1 is not allowed: it must be 0 to 255"),
-    (select_trees, "token_ids", longs([[], []]), "token_ids has shape [2, 0]: there must be 1 to 4096 candidates"),
+MANY = MAX_REQUESTS + 1
+MESSAGES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
+    (AttentionGeometry, {"num_heads": 5}, "num_heads is 5: it must be a multiple of num_kv_heads, 2"),
+    (AttentionGeometry, {"head_dim": 512}, "head_dim is 512: it must be from 8 to 256"),
+    (AttentionGeometry, {"block_size": 8}, "block_size is 8: it must be one of (16, 32)"),
+    (AttentionGeometry, {"dtype": torch.float64}, "dtype is torch.float64: it must be one of torch.bfloat16, torch.float16, torch"),
+    (plan_attention, {"short_query_len": 0}, "short_query_len is 0: it must be at least 1"),
+    (plan_attention, {"max_query_len": 0}, "max_query_len is 0: it must be at least 1"),
+    (plan_attention, {"windows": ()}, "windows is empty: it must have one entry, None for full attention"),
+    (plan_attention, {"windows": (None, 0)}, "windows has 0: each must be None or from 1 to 1073741824"),
+    (plan_attention, {"fixed_chunk": 40}, "fixed_chunk is 40: it must be a positive multiple of 16, or None"),
+    (plan_attention, {"query_start_loc": ints([0, 2, 3, 3])}, "query_start_loc has shape [4]: it must be [3]"),
+    (plan_attention, {"block_table": ints([[], []])}, "block_table has room for 0 slots per request: it must be 1 to 6291456"),
+    (
+        plan_attention,
+        {"query_start_loc": ints([0] * (MANY + 1)), "block_table": ints([[0]] * MANY)}
+        | {name: ints([0] * MANY) for name in ("seq_lens", "tree_starts")},
+        "seq_lens has 1025 requests: there must be 1 to 1024",
+    ),
+    (tree_attention, {"q": floats(2, 4, HEAD_DIM)}, "q has shape [2, 4, 16]: it must be [3, 4, 16]"),
+    (tree_attention, {"q": floats(3, 4, HEAD_DIM).half()}, "q has dtype torch.float16: it must be torch.float32"),
+    (
+        tree_attention,
+        {"kv_layer": floats(2, 2, 3, 8, HEAD_DIM)},
+        "kv_layer has shape [2, 2, 3, 8, 16]: it must be [2, 2, any, 16, 16]",
+    ),
+    (tree_attention, {"window": 8}, "window is 8: the plan was made for None"),
+    (tree_attention, {"softcap": 0.0}, "softcap is 0.0: it must be positive, or None"),
+    (tree_attention, {"scale": 0.0}, "scale is 0.0: it must be positive"),
+    (rms_norm, {"x": floats(2, 16385)}, "x has shape [2, 16385]: hidden_size must be 1 to 16384"),
+    (rms_norm, {"x": floats(2, 0)}, "x has shape [2, 0]: hidden_size must be 1 to 16384"),
+    (rms_norm, {"weight": floats(7)}, "weight has shape [7]: it must be [8]"),
+    (rms_norm, {"residual": floats(2, 8)}, "residual has shape [2, 8]: it must be [3, 8]"),
+    (rms_norm, {"residual": floats(3, 8).half()}, "residual has dtype torch.float16: it must be torch.float32"),
+    (silu_mul, {"gate_up": floats(2, 7)}, "gate_up has shape [2, 7]: its rows must have two halves"),
+    (silu_mul, {"gate_up": floats(2, 0)}, "gate_up has shape [2, 0]: its rows must have two halves"),
+    (rotate, {"qkv": floats(3, 90)}, "qkv has shape [3, 90]: it must be [T, (H + 4) * 16] with one query head or more"),
+    (rotate, {"qkv": floats(3, 64)}, "qkv has shape [3, 64]: it must be [T, (H + 4) * 16] with one query head or more"),
+    (rotate, {"qkv": floats(3, 128).half()}, "qkv has dtype torch.float16: it must be torch.float32"),
+    (rotate, {"rope_table": floats(9, 2, 8)}, "rope_table has shape [9, 2, 8]: it must be [any, 2, 16]"),
+    (rotate, {"positions": longs([0, 1])}, "positions has shape [2]: it must be [3]"),
+    (rotate, {"kv_layer": floats(2, 1, 3, 16, 9)}, "kv_layer has shape [2, 1, 3, 16, 9]: head_dim must be even"),
+    (rotate, {"kv_layer": floats(2, 1, 3, 16, 0)}, "kv_layer has shape [2, 1, 3, 16, 0]: head_dim must be even, and no"),
+    (rotate, {"kv_layer": floats(2, 0, 3, 16, 8)}, "kv_layer has shape [2, 0, 3, 16, 8]: head_dim must be even, and no"),
+    (rotate, {"qk_norm": floats(2, 16)}, "qk_norm has shape [2, 16]: it must be [6, 16]"),
+    (row_distributions, {"logits": floats(3, 0)}, "logits has shape [3, 0]: there must be at least one token"),
+    (row_distributions, {"temperature": floats(2)}, "temperature has shape [2]: it must be [3]"),
+    (draw_rows, {"seeds": longs([1, 2])}, "seeds has shape [2]: it must be [3]"),
+    (draw_rows, {"purpose": 256}, "purpose=256 is not allowed: it must be 0 to 255"),
+    (draw_rows, {"purpose": -1}, "purpose=-1 is not allowed: it must be 0 to 255"),
+    (select_trees, {"token_ids": longs([[], []])}, "token_ids has shape [2, 0]: there must be 1 to 4096 candidates"),
+    (select_trees, {"scores": floats(2, 4)}, "scores has shape [2, 4]: it must be [2, 3]"),
+    (select_trees, {"first_nodes": ints([0, 1, 2])}, "first_nodes has shape [3]: it must be [2]"),
+    (VerifiedTrees.of, {"parents": ints([-1, 0, 1])}, "parents has shape [3]: it must be [2]"),
+    (VerifiedTrees.of, {"start_loc": ints([])}, "start_loc is empty: it must have "),
+    (walk_matches, {"wanted": longs([1, 2])}, "wanted has shape [2]: it must be [3]"),
+    (VerifiedTrees.of, {"max_depth": 0}, "max_depth=0 is not allowed: it must be 1 to 63"),
+    (VerifiedTrees.of, {"max_depth": 64}, "max_depth=64 is not allowed: it must be 1 to 63"),
+    (reject_trees, {"draft_probs": floats(2, 8)}, "draft_probs has shape [2, 8]: it must be [any, 20]"),
+    (reject_trees, {"seeds": longs([1])}, "seeds has shape [1]: it must be [3]"),
+    (reject_trees, {"trees": VerifiedTrees.of(**trees() | {"start_loc": ints([0, 2, 2])})}, "distributions has 3 rows on "),
     (
         select_trees,
-        "token_ids",
-        longs([[0] * (MAX_CANDIDATES + 1)] * 2),
+        {"token_ids": longs([[0] * (MAX_CANDIDATES + 1)] * 2)},
         "token_ids has shape [2, 4097]: there must be 1 to 4096 candidates",
     ),
-    (select_trees, "scores", floats(2, 4), "scores has shape [2, 4]: it must be [2, 3]"),
-    (select_trees, "first_nodes", ints([0, 1, 2]), "first_nodes has shape [3]: it must be [2]"),
-    (VerifiedTrees.of, "parents", ints([-1, 0, 1]), "parents has shape [3]: it must be [2]"),
-    (VerifiedTrees.of, "start_loc", ints([]), "start_loc is empty: it must have "),
-    (walk_matches, "wanted", longs([1, 2]), "wanted has shape [2]: it must be [3]"),
-    (VerifiedTrees.of, "max_depth", 0, "max_depth=0 is not allowed: it must be 1 to 63"),
-    (VerifiedTrees.of, "max_depth", 64, "max_depth=64 is not allowed: it must be 1 to 63"),
-    (reject_trees, "draft_probs", floats(2, 8), "draft_probs has shape [2, 8]: it must be [any, 20]"),
-    (reject_trees, "seeds", longs([1]), "seeds has shape [1]: it must be [3]"),
-    (reject_trees, "trees", VerifiedTrees.of(**trees() | {"start_loc": ints([0, 2, 2])}), "distributions has 3 rows on "),
+    (
+        silu_mul,
+        {"gate_up": floats(2, 4).int()},
+        "gate_up has dtype torch.int32: it must be torch.bfloat16 or torch.float16 or torch",
+    ),
+    (rms_norm, {"x": floats(8, 3).T}, "x has strides (1, 3): its last dimension must be contiguous"),
+    (rms_norm, {"weight": floats(16)[::2]}, "weight has strides (2,): it must be contiguous"),
+    (rms_norm, {"weight": floats(8).to("meta")}, f"weight is on meta: it must be on {DEVICE}"),
+    (rms_norm, {"x": floats(3, 8).to("meta")}, "x is on meta: Triton kernels of this process run on "),
 ]
 
 
-@pytest.mark.parametrize(("wrapper", "name", "value", "message"), MESSAGES)
-def test_sizes_and_numbers_are_refused_by_name(wrapper: Callable[..., object], name: str, value: Any, message: str) -> None:
+@pytest.mark.parametrize(("wrapper", "changes", "message"), MESSAGES)
+def test_sizes_and_numbers_are_refused_by_name(wrapper: Callable[..., object], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        wrapper(**(WRAPPERS[wrapper]() | {name: value}))
+        wrapper(**(WRAPPERS[wrapper]() | changes))
 
 
 @pytest.mark.parametrize("i", range(len(NODE_DTYPES)))

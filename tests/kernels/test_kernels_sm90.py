@@ -1,7 +1,8 @@
-"""Every shipped configuration of tree attention, compiled for an H100 or H200."""
+"""All Triton kernels as compiled for an H100 or H200, at the sizes of shipped models and in every shipped configuration."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,11 +13,102 @@ from sm90 import NUM_BYTES_OF_SHARED_MEMORY, Build, compile_launches
 from titan.kernels.triton.tuning import FLOAT32_CONFIGS, SAFE_CONFIGS, SM90, TABLE, TileConfig
 
 NUM_REGISTERS = 65536  # of a multiprocessor
+
+OTHERS = """
+import torch
+from titan.core.random import Purpose
+from titan.core.trees import allocate_nodes
+from titan.kernels.interfaces import TokenPlaces
+from titan.kernels.triton.gate import silu_mul
+from titan.kernels.triton.norm import rms_norm
+from titan.kernels.triton.rope_kv import rope_and_write_kv
+from titan.kernels.triton.row_distribution import normalized_probs, row_distributions
+from titan.kernels.triton.sample_rows import draw_rows
+from titan.kernels.triton.tree_rejection import reject_trees
+from titan.kernels.triton.tree_select import select_trees
+from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
+
+def zeros(*shape, dtype):
+    return torch.zeros(shape, dtype=dtype)
+
+half, single = torch.bfloat16, torch.float32
+slots = torch.zeros(7, dtype=torch.int64)
+for num_heads, num_kv_heads, head_dim, dtype in ((9, 3, 64, half), (32, 8, 128, half), (32, 8, 128, single)):
+    kv_layer = zeros(2, num_kv_heads, 4, 16, head_dim, dtype=dtype)
+    for qk_norm in (None, zeros(num_heads + num_kv_heads, head_dim, dtype=dtype)):
+        rope_and_write_kv(
+            zeros(7, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
+            TokenPlaces(zeros(64, 2, head_dim, dtype=dtype), slots, slots), kv_layer, qk_norm, eps=1e-6,
+        )
+for hidden_size, dtype in ((768, half), (4096, half), (16384, half), (16384, single)):
+    x, weight = zeros(7, hidden_size, dtype=dtype), zeros(hidden_size, dtype=dtype)
+    rms_norm(x, weight, 1e-6)
+    rms_norm(x, weight, 1e-6, x.clone())
+for intermediate_size, dtype in ((2048, half), (14336, half), (14336, single)):
+    silu_mul(zeros(7, 2 * intermediate_size, dtype=dtype))
+
+start_loc = torch.zeros(3, dtype=torch.int32)
+for num_rows, max_depth in ((8, 6), (7, 1), (6, 16)):  # which differ from step to step
+    floats, ints, longs = (torch.zeros(num_rows, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.int64))
+    trees = VerifiedTrees.of(longs[2:].clone(), ints[2:].clone(), start_loc, max_depth=max_depth)
+    walk_matches(trees, longs)
+    for vocab_size, dtype in ((32000, single), (128256, half)):  # of Llama 2 and Llama 3
+        logits, draft_probs = torch.zeros(num_rows, vocab_size, dtype=dtype), torch.zeros(3, vocab_size)
+        distributions = row_distributions(logits, temperature=floats, top_k=ints, top_p=floats, min_p=floats)
+        normalized_probs(distributions)
+        draw_rows(distributions, longs, longs, purpose=Purpose.SAMPLE)
+        reject_trees(trees, longs[:2].clone(), distributions, draft_probs, ints, longs, longs)
+
+requests, nodes = start_loc[1:].clone(), allocate_nodes(7, start_loc.device)
+for num_candidates in (*range(1, 33), 33, 45, 63, 100, 427, 510, 512):  # chains, trees along one, beams of 6 to 63 nodes
+    candidates = torch.zeros(2, num_candidates, dtype=torch.int64)
+    select_trees(candidates, candidates.float(), candidates, candidates, requests, requests, nodes)
+"""
+
+KERNELS = {
+    "_rope_and_write_kv_kernel": (6, 64),
+    "_norm_kernel": (8, 96),
+    "_silu_mul_kernel": (3, 64),
+    "_walk_kernel": (1, 40),
+    "_sum_up_chunks_kernel": (2, 64),
+    "_cut_rows_kernel": (2, 128),
+    "_probs_kernel": (2, 64),
+    "_draw_kernel": (2, 128),
+    "_reject_kernel": (2, 128),
+    "_select_kernel": (2, 96),
+}
+"""How often each is built, and the most registers it may use."""
+MAX_SHARED_BYTES = {"_rope_and_write_kv_kernel": 0, "_norm_kernel": 1024, "_silu_mul_kernel": 0}
+"""Of the kernels of layers: for the sum of a row only; the others take up to 48 KiB."""
+
+
+@pytest.fixture(scope="module")
+def others() -> list[Build]:
+    """Kernels of layers, sampling and trees."""
+    return compile_launches(OTHERS)
+
+
+def test_every_size_is_built_and_no_more(others: list[Build]) -> None:
+    assert Counter(build.name for build in others) == {name: number for name, (number, _) in KERNELS.items()}
+    assert not any(build.constants.get("EMU") == "True" for build in others)
+
+
+def test_nothing_is_spilled_and_registers_leave_room_for_other_programs(others: list[Build]) -> None:
+    assert [build for build in others if build.stack_bytes or build.registers > KERNELS[build.name][1]] == []
+    assert all(32 * build.num_warps * build.registers <= NUM_REGISTERS for build in others)
+
+
+def test_shared_memory_leaves_room_for_other_programs(others: list[Build]) -> None:
+    assert [build for build in others if build.shared_bytes > MAX_SHARED_BYTES.get(build.name, 48 * 1024)] == []
+
+
+# Tree attention.
+
 RESERVED = 1024  # bytes of shared memory, for each program
 SHARED_MEMORY_OF_SMALL_DEVICES = 99 * 1024
 GROUP = 4  # query heads per KV head in the launches below
 
-CODE = """
+ATTENTION = """
 import torch
 from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
 from titan.kernels.triton.attention_planner import plan_tree_attention
@@ -66,9 +158,6 @@ class Launch:
         return f"launch({self.head_dim}, {self.dtype}, {short_query_len}, {max_query_len}, {self.options})"
 
 
-Attention = tuple[Build, Launch, TileConfig]
-
-
 def launches() -> list[Launch]:
     """Trees in all sizes of tiles and chunks in the largest, for the table, for what it does not know, and with options."""
     made = []
@@ -92,11 +181,11 @@ def builds() -> list[Build]:
     lines += [f"launch(64, torch.bfloat16, 8, 512, window=5, num_requests={number})" for number in (128, 1024)]
     lines += ["import titan.kernels.triton.tuning as tuning", "tuning.TABLE.clear()"]
     lines += [f"launch({head_dim}, torch.bfloat16, 16, 16)" for head_dim in (128, 256)]
-    return compile_launches(CODE + "\n".join(lines))
+    return compile_launches(ATTENTION + "\n".join(lines))
 
 
 @pytest.fixture
-def attention(builds: list[Build]) -> list[Attention]:
+def attention(builds: list[Build]) -> list[tuple[Build, Launch, TileConfig]]:
     """What each launch in `launches` was compiled to."""
     expected = [(launch, config, i == 0) for launch in launches() for i, config in enumerate(launch.configs)]
     compiled = [build for build in builds if build.name == "_attention_kernel"][: len(expected)]
@@ -104,7 +193,7 @@ def attention(builds: list[Build]) -> list[Attention]:
     return [(build, launch, config) for build, (launch, config, _) in zip(compiled, expected, strict=True)]
 
 
-def test_every_configuration_fits_as_the_table_says(attention: list[Attention]) -> None:
+def test_every_configuration_fits_as_the_table_says(attention: list[tuple[Build, Launch, TileConfig]]) -> None:
     for build, launch, config in attention:
         assert int(build.constants["HEAD_DIM"]) == launch.head_dim
         assert (build.constants["BLOCK_M"], build.constants["BLOCK_N"]) == (str(config.block_m), str(config.block_n))
@@ -115,14 +204,14 @@ def test_every_configuration_fits_as_the_table_says(attention: list[Attention]) 
         assert running * (build.shared_bytes + RESERVED) <= NUM_BYTES_OF_SHARED_MEMORY + RESERVED, build
 
 
-def test_keys_and_values_are_buffered_as_meant(attention: list[Attention]) -> None:
+def test_keys_and_values_are_buffered_as_meant(attention: list[tuple[Build, Launch, TileConfig]]) -> None:
     """Loads of block ids and of what they point to take two stages each: a depth that only the compiled code shows."""
     for build, launch, config in attention:
         num_buffers = 2 * ((config.num_stages - 1) // 2)
         assert build.shared_bytes >= num_buffers * config.block_n * launch.head_dim * launch.dtype.itemsize, build
 
 
-def test_products_are_those_of_tensor_cores(attention: list[Attention]) -> None:
+def test_products_are_those_of_tensor_cores(attention: list[tuple[Build, Launch, TileConfig]]) -> None:
     """Of a warp group where there are 64 rows for it; float32 is multiplied exactly, without."""
     for build, launch, config in attention:
         is_half = launch.dtype.itemsize == 2
@@ -139,8 +228,8 @@ def test_safe_configurations_fit_devices_with_little_shared_memory(builds: list[
 
 def test_planner_and_merge_stay_in_registers(builds: list[Build]) -> None:
     """The assembler may give up a few bytes of a planner for room that it has no use for; a real spill is far larger."""
-    others = [build for build in builds if build.name != "_attention_kernel"]
-    assert {build.name for build in others} == {"_plan_kernel", "_nearest_ancestors_kernel", "_merge_kernel"}
-    assert {build.constants["BLOCK_R"] for build in others if build.name == "_plan_kernel"} == {"16", "128", "1024"}
-    for build in others:
+    helpers = [build for build in builds if build.name != "_attention_kernel"]
+    assert {build.name for build in helpers} == {"_plan_kernel", "_nearest_ancestors_kernel", "_merge_kernel"}
+    assert {build.constants["BLOCK_R"] for build in helpers if build.name == "_plan_kernel"} == {"16", "128", "1024"}
+    for build in helpers:
         assert build.stack_bytes <= (16 if build.name == "_plan_kernel" else 0) and build.registers <= 128, build
