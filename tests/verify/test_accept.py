@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from back_ends import BACK_ENDS, ON_HOST, make_back_end
-from exact_rules import inverse_cdf, reference_walk
+from acceptance_reference import reference_draw
+from back_ends import make_back_end
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from slow_logits import slow_probs, slow_transform
@@ -79,7 +80,18 @@ def decode(prefix: Sequence[int], request: Request) -> int:
     if request.params.is_greedy:
         return int(scores.argmax())
     uniform = float(philox_uniform(request.seed, request.num_tokens + len(prefix), Purpose.SAMPLE))
-    return inverse_cdf(slow_probs(scores.double(), request.params).numpy(), uniform)[0]
+    return reference_draw(slow_probs(scores.double(), request.params), uniform)
+
+
+def decode_along(tree: DraftTree, request: Request) -> tuple[list[int], int]:
+    """The path of the tokens that decoding finds one by one, as far as the tree has it; and the next token."""
+    path: list[int] = []
+    while True:
+        token = decode(tree.token_ids[path].tolist(), request)
+        is_next = (tree.parents == (path[-1] if path else -1)) & (tree.token_ids == token)
+        if not is_next.any():
+            return path, token
+        path.append(int(is_next.argmax()))
 
 
 PARAMS = [
@@ -130,36 +142,22 @@ def test_accepted_tokens_are_those_that_token_by_token_decoding_samples(back_end
             if is_prefill:
                 assert (acceptance.paths[i], acceptance.token_ids[i]) == ([], [])
                 continue
-            assert acceptance.token_ids[i] == reference_walk(tree, lambda prefix: decode(prefix, requests[i]))  # noqa: B023
-            assert acceptance.token_ids[i][:-1] == tree.token_ids[acceptance.paths[i]].tolist()
+            path, token = decode_along(tree, requests[i])
+            assert (acceptance.paths[i], acceptance.token_ids[i]) == (path, [*tree.token_ids[path].tolist(), token])
             assert acceptance.trees[i].token_ids.tolist() == tree.token_ids.tolist()
 
     check()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-3])
-@pytest.mark.parametrize("num_output", range(5))
-@pytest.mark.parametrize("back_end", ON_HOST)
-def test_an_end_is_held_back_up_to_min_tokens_within_a_run(back_end: str, num_output: int, temperature: float) -> None:
-    """A target that always wants to end: it may after three tokens, wherever in the run they are reached."""
-    logits = torch.zeros(6, VOCAB_SIZE)
-    logits[:, 2], logits[:, EOS] = 1.0, 2.0
-    request = make_request(SamplingParams(temperature=temperature, min_tokens=3), num_output=num_output)
-    acceptance = run_accept(make_back_end(back_end), [request], [DraftTree.chain([2] * 5)], [True], logits)
-    assert acceptance.token_ids == [[2] * max(3 - num_output, 0) + [EOS]]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad_row", ["root", "accepted", "rejected"])
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_logits_that_are_not_finite_end_their_request_if_they_are_needed(back_end: str, bad_row: str, temperature: float) -> None:
+def test_logits_that_are_not_finite_end_their_request_if_they_are_needed(bad_row: str, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, top_k=1)
     logits = torch.zeros(3 + 1 + 3, VOCAB_SIZE)
     logits[:, 2] = 1.0
     logits[{"root": 0, "accepted": 1, "rejected": 6}[bad_row]] = torch.nan
-    requests = [make_request(params), make_request(params), make_request(params)]
     step_trees = [DraftTree.chain([2, 2]), EMPTY_TREE, DraftTree.chain([2, 3])]
-    acceptance = run_accept(make_back_end(back_end), requests, step_trees, [True] * 3, logits)
+    acceptance = run_accept(make_back_end("torch"), [make_request(params)] * 3, step_trees, [True] * 3, logits)
     is_broken = bad_row != "rejected"
     assert acceptance.errors == ["the target's logits are not finite" if is_broken else None, None, None]
     assert acceptance.token_ids == [{"root": [], "accepted": [2]}.get(bad_row, [2, 2, 2]), [2], [2, 2]]
@@ -172,13 +170,12 @@ def fail(token_ids: list[int], logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_a_processor_that_fails_behind_the_root_ends_its_request_there(back_end: str, temperature: float) -> None:
+def test_a_processor_that_fails_behind_the_root_ends_its_request_there(temperature: float) -> None:
     logits = torch.zeros(6, VOCAB_SIZE)
     logits[:, 2] = 40.0
-    params: list[dict[str, Any]] = [{"logits_processors": [fail]}, {}]
-    requests = [make_request(SamplingParams(temperature=temperature, **each)) for each in params]
-    acceptance = run_accept(make_back_end(back_end), requests, [DraftTree.chain([2, 2])] * 2, [True] * 2, logits)
+    params = SamplingParams(temperature=temperature)
+    requests = [make_request(replace(params, logits_processors=[fail])), make_request(params)]
+    acceptance = run_accept(make_back_end("torch"), requests, [DraftTree.chain([2, 2])] * 2, [True] * 2, logits)
     assert acceptance.errors == ["logits_processors: KeyError: 'no such rule'", None]
     assert acceptance.token_ids == [[2], [2, 2, 2]]
 
