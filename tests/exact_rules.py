@@ -1,4 +1,4 @@
-"""Recursive rejection at one node, with its residuals as vectors in float64, and all that can be tried there: for exact enumeration."""
+"""Recursive rejection at one node, with residuals as vectors in float64, and all that can be tried there: for exact enumeration."""
 
 from __future__ import annotations
 
