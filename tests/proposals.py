@@ -63,6 +63,7 @@ def assert_same_trees(backend: Backend, actual: DraftTrees, expected: DraftTrees
     ours, others = trees_on_host(backend, actual), trees_on_host(backend, expected)
     for row in rows:
         one, other = ours[row], others[row]
+        assert one.topology.is_chain or not actual.is_chain[row]
         for name in ("token_ids", "parents", "draft_slots"):
             assert getattr(one, name).tolist() == getattr(other, name).tolist()
         assert (one.scores is None, one.draft_probs is None) == (other.scores is None, other.draft_probs is None)
