@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,16 @@ from titan.core.trees import DraftTree, DraftTrees
 from titan.draft.base import Drafter
 from titan.engine import Engine
 from titan.kernels.interfaces import Backend
+
+BUSHY = [-1, -1, 0, 0, 1, 2, 5]
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"draft_tree": "chain", "max_draft_tokens": 6},
+    "auto": {"draft_tree": "auto", "max_draft_tokens": 6},
+    "auto_16": {"draft_tree": "auto", "max_draft_tokens": 16},
+    "dynamic": {"draft_tree": "dynamic", "max_draft_tokens": 6},
+    "dynamic_63": {"draft_tree": "dynamic", "max_draft_tokens": 63},
+    "parents": {"draft_tree": BUSHY, "max_draft_tokens": 7},
+}
 
 
 class Proposal(NamedTuple):
