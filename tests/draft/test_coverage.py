@@ -106,35 +106,6 @@ def test_a_steady_request_lacks_one_or_two_tokens_and_a_paused_one_catches_up_at
     assert auditor.num_checked["draft"] == request.num_drafted_context > paused_at
 
 
-def test_a_prefix_hit_that_the_present_draft_has_not_seen_is_a_hit_of_the_target_only(zoo: Zoo) -> None:
-    prompt = random_prompts(2, seed=3, max_len=40)[1]
-    engine = make_engine(zoo.path("llama"), zoo.path("llama"), **(AMPLE | {"block_size": 8}))
-    auditor = Auditor(zoo, engine, "llama")
-
-    def admit(max_tokens: int = 20, **options: Any) -> tuple[int, int, int]:
-        """Cached tokens of a new request with this prompt; those its draft lacked after its first step; accepted - proposed."""
-        [request] = submit(engine, [prompt], [greedy(max_tokens, ignore_eos=True, **options)])
-        plan = engine.scheduler.schedule(0, lambda request, budget: budget)
-        drafted = request.num_drafted_context
-        engine.scheduler._preempt(request)  # back to the queue, as if it had not been looked at
-        assert plan.requests == [request]
-        while engine.scheduler.has_unfinished:
-            engine.step()
-            auditor.check("llama")
-        metrics = request.metrics
-        return metrics.num_cached_tokens, drafted, metrics.num_draft_tokens - metrics.num_accepted_tokens
-
-    assert admit() == (0, 0, 0)
-    assert admit() == (32, 32, 0)
-    engine.swap_draft(zoo.path("useless"))
-    engine.swap_draft(zoo.path("llama"))
-    assert admit() == (32, 0, 0), "known to the target alone; yet the draft, once it has caught up, is never wrong"
-    assert admit() == (32, 32, 0)
-    engine.swap_draft(zoo.path("llama"))
-    assert admit(use_speculative=False) == (32, 0, 0)
-    assert admit() == (32, 0, 0), "the request before did not draft"
-
-
 def test_a_long_context_is_caught_up_within_the_token_budget_before_anything_is_drafted(zoo: Zoo) -> None:
     """A swap leaves every request's whole context to be fed. The draft is the target: whatever it proposes is accepted."""
     engine = make_engine(zoo.path("llama"), "ngram", **(AMPLE | {"max_num_batched_tokens": 32}))

@@ -32,6 +32,13 @@ from titan.verify.accept import collect, launch
 BACKEND = make_back_end("torch")
 VOCAB_SIZE = 5
 EOS = 4
+
+
+def by_last_token(token_ids: list[int], logits: Tensor) -> Tensor:
+    """Likes the tokens that have the parity of the last one."""
+    return logits + 1.5 * (torch.arange(len(logits)) % 2 == token_ids[-1] % 2)
+
+
 PARAMS = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
@@ -40,6 +47,11 @@ PARAMS = [
     SamplingParams(temperature=0.0, min_tokens=4),
     SamplingParams(temperature=1.3, min_p=0.1, min_tokens=9),
     SamplingParams(temperature=0.9, repetition_penalty=1.3, presence_penalty=0.4),
+    SamplingParams(temperature=0.0, repetition_penalty=1.5),
+    SamplingParams(temperature=0.0, presence_penalty=-2.0),
+    SamplingParams(temperature=0.0, frequency_penalty=1.2),
+    SamplingParams(temperature=0.0, logit_bias={1: 2.0, 3: -100}, min_tokens=1),
+    SamplingParams(temperature=0.0, logits_processors=[by_last_token], frequency_penalty=-0.5, repetition_penalty=0.8),
 ]
 
 
@@ -111,7 +123,7 @@ def decode_along(tree: DraftTree, request: Request) -> tuple[list[int], int]:
         path.append(int(is_next.argmax()))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(ROWS, min_size=1, max_size=5))
 def test_accepted_tokens_are_those_that_token_by_token_decoding_samples(rows: list[Row]) -> None:
     """Each row by itself: the options of its request, the position that its token will have, and its prefix' stops."""
