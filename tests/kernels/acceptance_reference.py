@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from exact_rules import reference_rejection
 from torch import Tensor
 
 
@@ -82,9 +81,16 @@ def reference_reject(
     while True:
         row = node + 1
         children = [i for i, parent in enumerate(parents) if parent == node]
-        accept_probs, residual = reference_rejection(p[row], q[row], [token_ids[child] for child in children])
-        accepted = [child for rank, child in enumerate(children) if coin(row, rank) < accept_probs[rank]]
-        if not accepted:
+        residual, left = p[row], q[row].clone()
+        for rank, child in enumerate(children):
+            token = token_ids[child]
+            if coin(row, rank) * float(left[token]) < float(residual[token]):
+                node = child
+                path.append(child)
+                break
+            rest = (residual - left).clamp(min=0)
+            residual = rest / rest.sum() if rest.sum() > 0 else p[row]
+            left[token] = 0
+            left = left / left.sum() if left.sum() > 0 else left
+        else:
             return path, reference_draw(residual, uniform(row, bool(children)))
-        node = accepted[0]
-        path.append(node)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from acceptance_reference import reference_draw
 from back_ends import make_back_end
+from exact_rules import inverse_cdf, reference_walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_logits import slow_probs, slow_transform
@@ -109,18 +109,7 @@ def decode(prefix: Sequence[int], request: Request) -> int:
     if request.params.is_greedy:
         return int(scores.argmax())
     uniform = float(philox_uniform(request.seed, request.num_tokens + len(prefix), Purpose.SAMPLE))
-    return reference_draw(slow_probs(scores.double(), request.params), uniform)
-
-
-def decode_along(tree: DraftTree, request: Request) -> tuple[list[int], int]:
-    """The path of the tokens that decoding finds one by one, as far as the tree has it; and the next token."""
-    path: list[int] = []
-    while True:
-        token = decode(tree.token_ids[path].tolist(), request)
-        is_next = (tree.parents == (path[-1] if path else -1)) & (tree.token_ids == token)
-        if not is_next.any():
-            return path, token
-        path.append(int(is_next.argmax()))
+    return inverse_cdf(slow_probs(scores.double(), request.params).numpy(), uniform)[0]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -134,14 +123,13 @@ def test_accepted_tokens_are_those_that_token_by_token_decoding_samples(rows: li
     logits = torch.stack([target_logits(prefix) for prefix in prefixes]) if prefixes else torch.empty(0, VOCAB_SIZE)
     acceptance = run_accept(requests, step_trees, num_logits, logits)
     assert acceptance.matches == {} and acceptance.logprobs == {} and acceptance.errors == [None] * len(rows)
-    for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
-        found = acceptance.paths[i], acceptance.token_ids[i]
-        if not row.reaches_root:
-            assert found == ([], [])
-            continue
-        path, token = decode_along(row.tree, request)
-        assert found == (path, [*row.tree.token_ids[path].tolist(), token])
-        assert acceptance.trees[i].token_ids.tolist() == row.tree.token_ids.tolist()
+    for row, request, path, tokens in zip(rows, requests, acceptance.paths, acceptance.token_ids, strict=True):
+        if row.reaches_root:
+            assert tokens == reference_walk(row.tree, lambda prefix: decode(prefix, request))  # noqa: B023
+            assert tokens[:-1] == row.tree.token_ids[path].tolist()
+        else:
+            assert (path, tokens) == ([], [])
+    assert acceptance.trees.nodes.token_ids.tolist() == [token for tree in step_trees for token in tree.token_ids.tolist()]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
