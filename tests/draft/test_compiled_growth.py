@@ -125,26 +125,18 @@ def assert_grown(twins: Twins, feeds: Sequence[Feed], calls: list[str], way: str
 
 @pytest.mark.parametrize("has_chunk", [False, True], ids=["roots in the call", "roots beside a chunk"])
 @pytest.mark.parametrize("kind", SPECS)
-@pytest.mark.parametrize("draft", ["other", "narrow_window~"])
+@pytest.mark.parametrize(("draft", "vocab_size"), [("other", 131), ("narrow_window~", 131), ("other", 90), ("other", 150)])
 def test_the_trees_are_those_that_are_grown_depth_by_depth(
-    zoo: Zoo, draft: str, kind: str, has_chunk: bool, calls: list[str]
+    zoo: Zoo, draft: str, vocab_size: int, kind: str, has_chunk: bool, calls: list[str]
 ) -> None:
-    """And the same KV; also where passes are longer than is fast."""
-    twins = Twins(zoo.path(draft), 131)
+    """And the same KV; also where passes are longer than is fast, and where the target has fewer or more tokens than the draft."""
+    twins = Twins(zoo.path(draft), vocab_size)
     twins.compiled.max_rows = 64
     [kv], [expected] = twins.compiled.kv.groups, twins.plain.kv.groups
     before = kv.clone()
     trees = assert_grown(twins, [*twins.feeds(SPECS[kind]), *([twins.chunk()] if has_chunk else [])], calls, "compiled")
     torch.testing.assert_close(kv, expected, rtol=1e-4, atol=1e-4)
     assert not torch.equal(kv, before) and trees.num_nodes >= 5
-
-
-@pytest.mark.parametrize("vocab_size", [90, 150])
-@pytest.mark.parametrize("kind", ["chains", "beams", "sampled", "all kinds"])
-def test_a_target_with_another_padded_vocabulary_bounds_the_tokens(zoo: Zoo, kind: str, vocab_size: int, calls: list[str]) -> None:
-    """90 tokens of the target, of 131 that the draft has; or more than it has."""
-    twins = Twins(zoo.path("other"), vocab_size)
-    trees = assert_grown(twins, twins.feeds(SPECS[kind]), calls, "compiled")
     assert int(trees.nodes.token_ids.max()) < min(vocab_size, 131)
 
 
