@@ -112,7 +112,7 @@ def decode(prefix: Sequence[int], request: Request) -> int:
     return inverse_cdf(slow_probs(scores.double(), request.params).numpy(), uniform)[0]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(ROWS, min_size=1, max_size=5))
 def test_accepted_tokens_are_those_that_token_by_token_decoding_samples(rows: list[Row]) -> None:
     """Each row by itself: the options of its request, the position that its token will have, and its prefix' stops."""
@@ -130,6 +130,17 @@ def test_accepted_tokens_are_those_that_token_by_token_decoding_samples(rows: li
         else:
             assert (path, tokens) == ([], [])
     assert acceptance.trees.nodes.token_ids.tolist() == [token for tree in step_trees for token in tree.token_ids.tolist()]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 5])
+@pytest.mark.parametrize("num_output", range(5))
+def test_an_end_is_held_back_up_to_min_tokens_within_a_run(num_output: int, num_nodes: int) -> None:
+    """A target that always wants to end: it may after three tokens, wherever in the run they are reached."""
+    logits = torch.zeros(1 + num_nodes, VOCAB_SIZE)
+    logits[:, 2], logits[:, EOS] = 1.0, 2.0
+    request = make_request(SamplingParams(temperature=0.0, min_tokens=3), num_output=num_output)
+    acceptance = run_accept([request], [DraftTree.chain([2] * num_nodes)], [1 + num_nodes], logits)
+    assert acceptance.token_ids == [([2] * max(3 - num_output, 0) + [EOS])[: 1 + num_nodes]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
