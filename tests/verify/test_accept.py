@@ -90,15 +90,15 @@ def path_tokens(tree: DraftTree, node: int) -> list[int]:
     return [*path_tokens(tree, int(tree.parents[node])), int(tree.token_ids[node])] if node >= 0 else []
 
 
-def target_logits(prefix: Sequence[int]) -> Tensor:
-    """A target that is a function of the tokens behind the root."""
-    return torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(hash(tuple(prefix)) % 2**32)) * 2
+def target_logits(request: Request, prefix: Sequence[int]) -> Tensor:
+    """A target that is a function of the request and the tokens behind the root."""
+    return torch.from_numpy(np.random.default_rng([request.seed, *prefix]).normal(0, 2, VOCAB_SIZE)).float()
 
 
 def decode(prefix: Sequence[int], request: Request) -> int:
     """The request's token after these behind the root, as transformers' warpers and the request's random numbers give it."""
     output = [*request.output_token_ids, *prefix]
-    scores = slow_transform(target_logits(prefix), request.params, request.prompt_token_ids, output, [EOS])
+    scores = slow_transform(target_logits(request, prefix), request.params, request.prompt_token_ids, output, [EOS])
     if request.params.is_greedy:
         return int(scores.argmax())
     uniform = float(philox_uniform(request.seed, request.num_tokens + len(prefix), Purpose.SAMPLE))
@@ -112,9 +112,10 @@ def test_accepted_tokens_are_those_that_token_by_token_decoding_samples(seed: in
     rows = [random_row(rng, PARAMS[i]) for i in rng.permutation(len(PARAMS))[: 1 + seed].tolist()]
     step_trees = [row.tree if row.reaches_root else EMPTY_TREE for row in rows]
     num_logits = [1 + row.tree.num_nodes if row.reaches_root else 0 for row in rows]
-    prefixes = [path_tokens(row.tree, node) for row in rows if row.reaches_root for node in range(-1, row.tree.num_nodes)]
-    logits = torch.stack([target_logits(prefix) for prefix in prefixes]) if prefixes else torch.empty(0, VOCAB_SIZE)
-    acceptance = run_accept([row.request for row in rows], step_trees, num_logits, logits)
+    nodes = [(row, node) for row in rows if row.reaches_root for node in range(-1, row.tree.num_nodes)]
+    logits = [target_logits(row.request, path_tokens(row.tree, node)) for row, node in nodes]
+    stacked = torch.stack(logits) if logits else torch.empty(0, VOCAB_SIZE)
+    acceptance = run_accept([row.request for row in rows], step_trees, num_logits, stacked)
     assert acceptance.matches == {} and acceptance.logprobs == {} and acceptance.errors == [None] * len(rows)
     for row, path, tokens in zip(rows, acceptance.paths, acceptance.token_ids, strict=True):
         if row.reaches_root:
