@@ -19,7 +19,7 @@ from titan.kernels.growth import grow_by_passes
 from titan.kernels.interfaces import Backend
 
 NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE, DRAFT_VOCAB_SIZE = 7, 9, 16, 24, 21
-BUSHY = main_path_order(np.array([-1, 0, -1, 0, 1, 2, -1, 4, 3, 3], np.int32).tobytes()).parents
+BUSHY = main_path_order(np.array([-1, 0, -1, 0, 0, 2, 0, 4, 3, 3], np.int32).tobytes()).parents
 
 
 class RandomDraft:
@@ -33,6 +33,7 @@ class RandomDraft:
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         layout = batch.attention
+        assert batch.nodes is None or int(batch.nodes.token_ids.max()) < DRAFT_VOCAB_SIZE
         for row, end in zip(layout.block_table[:, 0] // NUM_BLOCKS, layout.seq_lens.tolist(), strict=True):
             self.ends[row] = max(self.ends.get(row, 0), end)
         logits = self.rng.normal(size=(len(batch.logits_rows), DRAFT_VOCAB_SIZE)).astype(np.float32) * 2

@@ -105,3 +105,11 @@ def test_auto_samples_unless_the_most_likely_tokens_have_matched_clearly_better(
     policy = DraftPolicy("chain", "auto", 16)
     assert kind_of(policy.spec(hot, 6, 6)) == ("sampled" if is_sampled else "chain")
     assert kind_of(policy.spec(cold, 6, 6)) == "chain"
+
+
+@pytest.mark.parametrize(("draft_tree", "is_caterpillar"), [("auto", True), ("dynamic", False)])
+def test_siblings_have_children_in_sampled_trees_unless_one_node_is_fed_per_depth(draft_tree: str, is_caterpillar: bool) -> None:
+    request = make_request(0.8)
+    request.draft_history = DraftHistory(rank_acceptance=[Average(0.4), Average(0.3), Average(0.2)])
+    spec = DraftPolicy(draft_tree, "sampled", 16).spec(request, 8, 8)
+    assert (spec.max_fed == 1) == is_caterpillar
