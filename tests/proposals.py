@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from titan.core.step import StepPlan
@@ -12,6 +14,16 @@ from titan.core.trees import DraftTree, DraftTrees
 from titan.draft.base import Drafter
 from titan.engine import Engine
 from titan.kernels.interfaces import Backend
+
+BUSHY = [-1, -1, 0, 0, 1, 2, 5]
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"draft_tree": "chain", "max_draft_tokens": 6},
+    "auto": {"draft_tree": "auto", "max_draft_tokens": 6},
+    "auto_16": {"draft_tree": "auto", "max_draft_tokens": 16},
+    "dynamic": {"draft_tree": "dynamic", "max_draft_tokens": 6},
+    "dynamic_63": {"draft_tree": "dynamic", "max_draft_tokens": 63},
+    "parents": {"draft_tree": BUSHY, "max_draft_tokens": 7},
+}
 
 
 class Proposal(NamedTuple):
@@ -52,3 +64,20 @@ def record(engine: Engine) -> list[Proposal]:
 
     drafter.propose = recorded  # type: ignore[method-assign]
     return proposals
+
+
+def assert_same_trees(backend: Backend, actual: DraftTrees, expected: DraftTrees, rows: Iterable[int], tolerance: float) -> None:
+    """Of one back end: the same nodes in the same places; scores and q but for rounding."""
+    for name in ("start_loc", "is_sampled", "has_scores"):
+        assert getattr(actual, name).tolist() == getattr(expected, name).tolist()
+    ours, others = trees_on_host(backend, actual), trees_on_host(backend, expected)
+    for row in rows:
+        one, other = ours[row], others[row]
+        assert one.topology.is_chain or not actual.is_chain[row]
+        for name in ("token_ids", "parents", "draft_slots"):
+            assert getattr(one, name).tolist() == getattr(other, name).tolist()
+        assert (one.scores is None, one.draft_probs is None) == (other.scores is None, other.draft_probs is None)
+        if one.scores is not None and other.scores is not None:
+            np.testing.assert_allclose(one.scores, other.scores, rtol=tolerance, atol=tolerance)
+        if one.draft_probs is not None and other.draft_probs is not None:
+            torch.testing.assert_close(one.draft_probs, other.draft_probs, rtol=tolerance, atol=1e-6)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
-from back_ends import ON_HOST, make_back_end
+from back_ends import make_back_end
 from proposals import trees_on_host
 from stepping import check_blocks, host_trees, make_engine, submit
 from torch import Tensor
@@ -18,9 +17,7 @@ from zoo import Zoo, random_prompts
 from titan.core.batch import QueryRow, build_batch
 from titan.core.limits import MAX_NODES
 from titan.core.sampling_params import SamplingParams
-from titan.core.step import StepPlan
-from titan.core.trees import DraftTree, DraftTrees, topology
-from titan.engine import Engine
+from titan.core.trees import DraftTree, topology
 from titan.kernels.interfaces import Backend
 
 PROMPTS = [*random_prompts(3, seed=6, max_len=9), random_prompts(1, seed=7, max_len=25)[0]]
@@ -54,39 +51,41 @@ POOL: dict[str, Any] = {"max_batch_size": 4, "prefill_chunk_size": 6, "num_kv_bl
 class Trace(NamedTuple):
     """A run, step by step."""
 
-    steps: list[Any]  # what each of them found
-    matches: list[tuple[int, float, float]]  # probabilities, which are rounded
+    steps: list[Any]  # trees, paths, tokens and errors
+    rounded: list[float]  # scores, and how well proposals have matched
     histories: list[Any]  # what was learnt of each request
-    proposed_per_depth: list[int]
-    accepted_per_depth: list[int]
 
 
-def trace(engine: Engine, options: list[dict[str, Any]], max_tokens: int = 4, prompts: list[list[int]] = PROMPTS) -> Trace:
-    """Run all prompts."""
-    steps: list[Any] = []
-    matches: list[tuple[int, float, float]] = []
+def run(zoo: Zoo, backend: Backend, shape: str, options: str, draft_sampling: str, *, one_by_one: bool = False) -> Trace:
+    choice = POOL | SHAPES[shape] | {"draft_sampling": draft_sampling}
+    engine = make_engine(zoo.path("short"), zoo.path("short~"), backend=backend, **choice)
+    trace = Trace([], [], [])
+    if one_by_one:
+        propose = engine.drafter.propose
+        proposed: Any = lambda plan: trees_on_host(engine.backend, propose(plan))  # type: ignore[arg-type]  # noqa: E731
+        engine.drafter.propose = proposed  # type: ignore[method-assign]
 
     def observe(plan: Any, acceptance: Any) -> None:
-        trees = acceptance.trees
-        columns = [each.tolist() for each in (trees.start_loc, trees.nodes.token_ids, trees.nodes.parents, trees.nodes.draft_slots)]
-        matches.extend((i, *match) for i, match in acceptance.matches.items())
-        steps.append((columns, acceptance.paths, acceptance.token_ids, acceptance.errors))
+        token_ids, parents, _, _, scores, draft_slots = (column.tolist() for column in acceptance.trees.nodes)
+        trees = acceptance.trees.start_loc.tolist(), token_ids, parents, draft_slots
+        trace.steps.append((trees, acceptance.paths, acceptance.token_ids, acceptance.errors))
+        trace.rounded.extend([*scores, *chain(*acceptance.matches.values())])
 
     engine.observers.append(observe)
-    params = [SamplingParams(max_tokens=max_tokens, seed=i, **({"ignore_eos": True} | each)) for i, each in enumerate(options)]
-    requests = submit(engine, prompts, params)
+    params = [SamplingParams(max_tokens=4, seed=i, **({"ignore_eos": True} | each)) for i, each in enumerate(OPTIONS[options])]
+    requests = submit(engine, PROMPTS, params)
     while engine.scheduler.has_unfinished:
         engine.step()
         check_blocks(engine)
-    assert [request.error for request in requests] == [None] * len(requests)
-    histories = [asdict(request.draft_history) for request in requests]
-    learnt = [[each[name] for name in ("num_drafts", "tree_depth", "num_confidences", "rank_acceptance")] for each in histories]
-    return Trace(steps, matches, learnt, engine.counters.proposed_per_depth, engine.counters.accepted_per_depth)
+    histories = [request.draft_history for request in requests]
+    trace.histories.extend((each.num_drafts, each.tree_depth, each.num_confidences, each.rank_acceptance) for each in histories)
+    assert sum(engine.counters.accepted_per_depth) >= 3
+    return trace
 
 
 def assert_same(actual: Trace, expected: Trace) -> None:
-    assert actual._replace(matches=[]) == expected._replace(matches=[])
-    np.testing.assert_allclose(actual.matches, expected.matches, atol=1e-4)
+    assert actual._replace(rounded=[]) == expected._replace(rounded=[])
+    np.testing.assert_allclose(actual.rounded, expected.rounded, atol=1e-4)
 
 
 def count_downloads(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -102,108 +101,32 @@ def count_downloads(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> list[i
     return counts
 
 
-CASES = [
-    ("chain", "sampled", "greedy"),
-    ("auto", "greedy", "greedy"),
-    ("auto", "sampled", "sampled"),
-    ("dynamic", "sampled", "greedy"),
-    ("dynamic", "looking back", "greedy"),
-    ("parents", "greedy", "greedy"),
-    ("parents", "looking back", "sampled"),
-]
-
-
-@pytest.mark.parametrize(("shape", "options", "draft_sampling"), CASES)
+@pytest.mark.parametrize(
+    ("shape", "options", "draft_sampling"),
+    [
+        ("chain", "sampled", "greedy"),
+        ("auto", "greedy", "greedy"),
+        ("auto", "sampled", "sampled"),
+        ("dynamic", "looking back", "greedy"),
+        ("parents", "looking back", "sampled"),
+    ],
+)
 def test_steps_on_triton_are_those_on_pytorch(
     shape: str, options: str, draft_sampling: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(backend: Backend) -> Trace:
-        choice = POOL | SHAPES[shape] | {"draft_sampling": draft_sampling}
-        return trace(make_engine(zoo.path("short"), zoo.path("short~"), backend=backend, **choice), OPTIONS[options])
-
-    expected = run(make_back_end("torch"))
-    triton = make_back_end("triton")
+    triton, choice = make_back_end("triton"), (shape, options, draft_sampling)
+    expected = run(zoo, make_back_end("torch"), *choice)
     downloads = count_downloads(triton, monkeypatch)
-    assert_same(run(triton), expected)
+    assert_same(run(zoo, triton, *choice), expected)
     assert len(downloads) - downloads.count(NUM_COLUMNS) <= len(expected.steps), "one look per step; none where nothing is drafted"
     assert (NUM_COLUMNS in downloads) == (options == "looking back"), "the trees alone, because options look at them"
-    assert sum(expected.accepted_per_depth) >= 3
 
 
-def propose_one_by_one(engine: Engine) -> None:
-    """As a drafter does that knows nothing of trees on the device."""
-    drafter = engine.drafter
-    propose = drafter.propose
-
-    def one_by_one(plan: StepPlan) -> list[DraftTree]:
-        trees = propose(plan)
-        assert isinstance(trees, DraftTrees)
-        return trees_on_host(engine.backend, trees)
-
-    drafter.propose = one_by_one  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("back_end", [*ON_HOST, "triton"])
-@pytest.mark.parametrize(("shape", "options"), [("chain", "sampled"), ("auto", "looking back"), ("parents", "sampled")])
-def test_trees_one_by_one_are_verified_as_those_that_were_ready(shape: str, options: str, back_end: str, zoo: Zoo) -> None:
-    """With their q; some of each step are not sampled."""
-
-    def run(backend: Backend, *, is_ready: bool) -> Trace:
-        choice = POOL | SHAPES[shape] | {"draft_sampling": "sampled"}
-        engine = make_engine(zoo.path("short"), zoo.path("short~"), backend=backend, **choice)
-        if not is_ready:
-            propose_one_by_one(engine)
-        return trace(engine, OPTIONS[options])
-
-    expected = run(make_back_end("torch"), is_ready=True)
-    assert_same(run(make_back_end(back_end), is_ready=False), expected)
-    assert sum(expected.accepted_per_depth) >= 3
-
-
-@pytest.mark.parametrize("back_end", ["cpu", "triton"])
-@pytest.mark.parametrize("draft_sampling", ["greedy", "sampled"])
-def test_a_draft_without_enough_tokens_leaves_places_empty(
-    draft_sampling: str, back_end: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Top-k cuts siblings of sampled shapes; a vocabulary of eight has too few for a beam of that width; a draft breaks down."""
-    options: list[dict[str, Any]] = [{"temperature": 1.0, "top_k": 1}, {"temperature": 1.3, "top_k": 2}, {"temperature": 0.0}]
-    choices: dict[str, Any] = POOL | {"draft_sampling": draft_sampling, "max_draft_tokens": 12}
-    choices["draft_tree"] = "dynamic" if draft_sampling == "greedy" else [-1, -1, -1, 0, 0, 1, 3, 3]
-    num_empty = 0
-
-    def run(backend: Backend) -> Trace:
-        nonlocal num_empty
-        engine = make_engine(zoo.path("eight"), zoo.path("eight"), backend=backend, **choices)
-        runner: Any = engine.drafter.runner  # type: ignore[attr-defined]
-        if hasattr(runner, "_is_compiled"):
-            monkeypatch.setattr(runner, "_is_compiled", lambda feeds: False)  # whose passes are no calls of `forward`
-        forward, num_passes = runner.forward, 0
-
-        def breaking_down(batch: Any) -> Tensor:
-            nonlocal num_passes
-            num_passes += 1
-            logits: Tensor = forward(batch).clone()
-            if num_passes % 4 == 3:
-                logits[:1] = torch.nan
-            return logits
-
-        runner.forward = breaking_down
-        propose = engine.drafter.propose
-
-        def counted(plan: StepPlan) -> Any:
-            nonlocal num_empty
-            trees = propose(plan)
-            assert isinstance(trees, DraftTrees)
-            num_empty += int((trees.nodes.token_ids < 0).sum())
-            return trees
-
-        engine.drafter.propose = counted  # type: ignore[method-assign]
-        return trace(engine, options, 11, [[3, 4], [5, 6, 7], [4]])
-
-    expected = run(make_back_end("torch"))
-    num_empty = 0
-    assert_same(run(make_back_end(back_end)), expected)
-    assert num_empty > 0 and sum(expected.accepted_per_depth) > 0
+@pytest.mark.parametrize(("back_end", "shape", "options"), [("torch", "parents", "sampled"), ("cpu", "auto", "looking back")])
+def test_trees_one_by_one_are_verified_as_those_that_were_ready(back_end: str, shape: str, options: str, zoo: Zoo) -> None:
+    """As of a drafter that knows nothing of trees on the device. With their q; some of each step are not sampled."""
+    ready = run(zoo, make_back_end("torch"), shape, options, "sampled")
+    assert_same(run(zoo, make_back_end(back_end), shape, options, "sampled", one_by_one=True), ready)
 
 
 def test_places_in_a_batch_bound_what_the_device_will_write() -> None:

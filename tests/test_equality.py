@@ -107,7 +107,7 @@ def test_every_case_has_a_promise() -> None:
 
 @pytest.mark.parametrize("case", list(pairwise()), ids=lambda case: "-".join(case.values()))
 def test_promises_are_kept(zoo: Zoo, plain: dict[str, list[list[int]]], case: Case) -> None:
-    """That sampled drafts keep the distribution is shown in tests/verify/test_options.py; here, that a seed gives them again."""
+    """That sampled drafts keep the distribution is shown in tests/verify/test_distribution.py; here, that a seed repeats them."""
     match promise_of(case):
         case "refused":
             with pytest.raises(ValueError, match="needs a draft model"):

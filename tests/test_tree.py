@@ -48,20 +48,9 @@ def test_depths_ancestors_ranks_and_inner_nodes_follow_from_the_parents(parent_o
     inner = sorted(set(parent_of))
     assert shape.inner.tolist() == inner
     assert shape.inner_rows.tolist() == [inner.index(node) if node in inner else -1 for node in range(-1, tree.num_nodes)]
-    assert shape.is_chain == (parent_of == list(range(-1, len(parent_of) - 1)))
-
-
-@pytest.mark.parametrize("num_nodes", [0, 1, 6, MAX_NODES])
-def test_a_chain_follows_itself(num_nodes: int) -> None:
-    tree = DraftTree.chain(range(100, 100 + num_nodes))
-    assert tree.topology.is_chain
-    assert tree.token_ids.tolist() == list(range(100, 100 + num_nodes))
-    assert tree.parents.tolist() == list(range(-1, num_nodes - 1))
-    assert tree.topology.depths.tolist() == list(range(1, num_nodes + 1))
-
-
-def test_an_empty_tree_is_a_chain_of_nothing() -> None:
-    assert EMPTY_TREE.num_nodes == 0 and EMPTY_TREE.topology.is_chain
+    chain = DraftTree.chain(tree.token_ids)
+    assert shape.is_chain == (parent_of == chain.parents.tolist())
+    assert chain.parents.tolist() == list(range(-1, len(parent_of) - 1)) and chain.topology.is_chain
 
 
 def test_what_trees_of_a_shape_share_cannot_be_changed() -> None:
@@ -73,35 +62,34 @@ def test_what_trees_of_a_shape_share_cannot_be_changed() -> None:
 
 
 def test_numbers_of_other_dtypes_become_those_of_trees() -> None:
-    tree = DraftTree(np.array([5, 6], np.int32), np.array([-1, 0], np.int64))  # type: ignore[arg-type]
-    assert (tree.token_ids.dtype, tree.parents.dtype) == (np.int64, np.int32)
+    tree = DraftTree(np.array([5], np.int32), np.array([-1]), None, draft_slots=np.array([3]), scores=np.array([0.5]))  # type: ignore[arg-type]
+    assert tree.draft_slots is not None and tree.scores is not None
+    dtypes = [each.dtype for each in (tree.token_ids, tree.parents, tree.draft_slots, tree.scores)]
+    assert dtypes == [np.int64, np.int32, np.int32, np.float32]
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "parent_of", "draft_probs", "message"),
+    ("token_ids", "parent_of", "others", "message"),
     [
-        ([5, 6], [-1], None, "token_ids has 2 nodes but parents has 1: they must be equal"),
-        ([5] * 64, range(-1, 63), None, "a draft tree of 64 nodes is too large: at most 63 are allowed"),
-        ([5, 6], [-1, 1], None, "parents=[-1, 1] is not topological: -1 <= parents[i] < i must hold"),
-        ([5, 6], [0, 0], None, "parents=[0, 0] is not topological"),
-        ([5, 6], [-2, 0], None, "parents=[-2, 0] is not topological"),
-        ([5, 6], [-1, 0], torch.ones(1, 8), "draft_probs has 1 rows: the tree has 2 nodes with children"),
-        ([5], [-1], torch.ones(1, 8).double(), "draft_probs is torch.float64: it must be torch.float32, as it was sampled from"),
-        ([5], [-1], torch.ones(1, 8).bfloat16(), "draft_probs is torch.bfloat16: it must be torch.float32"),
+        ([5, 6], [-1], {}, "token_ids has 2 nodes but parents has 1: they must be equal"),
+        ([5], [-1], {"draft_slots": np.zeros(2)}, "token_ids has 1 nodes but draft_slots has 2: they must be equal"),
+        ([5], [-1], {"scores": np.zeros(2)}, "token_ids has 1 nodes but scores has 2: they must be equal"),
+        ([5] * 64, range(-1, 63), {}, "a draft tree of 64 nodes is too large: at most 63 are allowed"),
+        ([5, 6], [-1, 1], {}, "parents=[-1, 1] is not topological: -1 <= parents[i] < i must hold"),
+        ([5, 6], [0, 0], {}, "parents=[0, 0] is not topological"),
+        ([5, 6], [-2, 0], {}, "parents=[-2, 0] is not topological"),
+        ([5, 6], [-1, 0], {"draft_probs": torch.ones(1, 8)}, "draft_probs has 1 rows: the tree has 2 nodes with children"),
+        (
+            [5],
+            [-1],
+            {"draft_probs": torch.ones(1, 8).double()},
+            "draft_probs is torch.float64: it must be torch.float32, as it was sampled from",
+        ),
     ],
 )
-def test_what_is_no_tree_is_refused(token_ids: list[int], parent_of: Any, draft_probs: Any, message: str) -> None:
+def test_what_is_no_tree_is_refused(token_ids: list[int], parent_of: Any, others: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        DraftTree(np.array(token_ids), np.array(parent_of, np.int32), draft_probs)
-
-
-def test_slots_and_scores_are_one_per_node_and_of_the_dtypes_of_trees() -> None:
-    tree = DraftTree(np.array([5]), np.array([-1], np.int32), draft_slots=np.array([3]), scores=np.array([0.5]))  # type: ignore[arg-type]
-    assert tree.draft_slots is not None and tree.draft_slots.dtype == np.int32
-    assert tree.scores is not None and tree.scores.dtype == np.float32
-    for name, values in (("draft_slots", np.zeros(2, np.int32)), ("scores", np.zeros(2, np.float32))):
-        with pytest.raises(ValueError, match=f"token_ids has 1 nodes but {name} has 2: they must be equal"):
-            DraftTree(np.array([5]), np.array([-1], np.int32), **{name: values})
+        DraftTree(np.array(token_ids), np.array(parent_of, np.int32), **others)
 
 
 # the trees of a step
@@ -109,6 +97,7 @@ def test_slots_and_scores_are_one_per_node_and_of_the_dtypes_of_trees() -> None:
 LIMITS = [TreeLimits(3, may_sample=False), TreeLimits(4, may_sample=True), TreeLimits(0, may_sample=True)]
 BUSHY = np.array([-1, 0, -1], np.int32)
 Q = torch.tensor([[0.5, 0.25, 0.25, *[0.0] * 6], [0.0, 1.0, *[0.0] * 7]])
+SAMPLED = DraftTree(np.array([1, 1, 2]), BUSHY, Q)
 
 
 def of(proposal: Any, limits: list[TreeLimits] = LIMITS) -> DraftTrees:
@@ -125,8 +114,7 @@ def test_trees_are_joined_as_they_are() -> None:
         draft_slots=np.array([2, -1], np.int32),
         scores=np.array([-0.5, -1.0], np.float32),
     )
-    sampled = DraftTree(np.array([1, 1, 2]), BUSHY, Q)
-    trees = of([scored, sampled, EMPTY_TREE])
+    trees = of([scored, SAMPLED, EMPTY_TREE])
     assert (trees.num_rows, trees.num_nodes, trees.counts.tolist(), trees.start_loc.tolist()) == (3, 5, [2, 3, 0], [0, 2, 5, 5])
     flags = trees.is_chain, trees.is_sampled, trees.has_scores
     assert [each.tolist() for each in flags] == [[False, False, True], [False, True, False], [True, False, False]]
@@ -143,74 +131,52 @@ def test_trees_are_joined_as_they_are() -> None:
     assert len(trees.draft_rows) == trees.num_nodes + trees.num_rows
     of_sampled = trees.draft_rows[2 + 1 : 5 + 2].long()  # its root, then its nodes
     assert torch.equal(trees.draft_probs[of_sampled[[0, 1]]], Q)
-    for row, tree in enumerate((scored, sampled, EMPTY_TREE)):
+    for row, tree in enumerate((scored, SAMPLED, EMPTY_TREE)):
         found = trees[row]
         assert (found.token_ids.tolist(), found.parents.tolist()) == (tree.token_ids.tolist(), tree.parents.tolist())
-        assert found.draft_probs is None
-        assert (found.scores is None) == (tree.scores is None)
-        assert found.draft_slots is not None
+        assert found.draft_probs is None and found.draft_slots is not None
         assert found.draft_slots.tolist() == ([2, -1] if row == 0 else [-1] * tree.num_nodes)
-    assert trees[0].scores is not None and trees[0].scores.tolist() == [-0.5, -1.0]
+        assert (found.scores is None) == (tree.scores is None)
+        assert tree.scores is None or np.array_equal(tree.scores, found.scores)  # type: ignore[arg-type]
+
+
+MISPLACED = "they must be [nodes with children, 9] on cpu, at temperatures above 0 only"
+
+
+def second(**changes: Any) -> list[DraftTree]:
+    """A sampled tree in the second row, with some fields changed."""
+    return [EMPTY_TREE, replace(SAMPLED, **changes), EMPTY_TREE]
 
 
 @pytest.mark.parametrize(
     ("proposal", "message"),
     [
-        ([], "the drafter 'mine' proposed 0 trees: the plan has 3 rows"),
-        ([EMPTY_TREE] * 4, "the drafter 'mine' proposed 4 trees: the plan has 3 rows"),
-        (DraftTrees.empty(2, torch.device("cpu")), "the drafter 'mine' proposed 2 trees: the plan has 3 rows"),
-        ([DraftTree.chain([1] * 4), EMPTY_TREE, EMPTY_TREE], "the drafter 'mine' proposed 4 nodes: at most 3 were allowed"),
-        ([EMPTY_TREE, EMPTY_TREE, DraftTree.chain([1])], "the drafter 'mine' proposed 1 nodes: at most 0 were allowed"),
-        ([DraftTree.chain([1, 9]), *[EMPTY_TREE] * 2], "the drafter 'mine' proposed token ids [1, 9]: allowed are 0 to 8"),
-        ([DraftTree.chain([-1, 8]), *[EMPTY_TREE] * 2], "the drafter 'mine' proposed token ids [-1, 8]: allowed are 0 to 8"),
-        (
-            [DraftTree(np.array([1, 1, 2]), BUSHY, Q), *[EMPTY_TREE] * 2],
-            "the drafter 'mine' gave draft_probs of shape [2, 9] on cpu at temperature 0: they must be [nodes with children, 9] on "
-            "cpu, at temperatures above 0 only",
-        ),
-        (
-            [EMPTY_TREE, DraftTree(np.array([1, 1, 2]), BUSHY, Q[:, :8]), EMPTY_TREE],
-            "the drafter 'mine' gave draft_probs of shape [2, 8] on cpu at temperature above 0: they must be [nodes with "
-            "children, 9] on cpu",
-        ),
-        (
-            [EMPTY_TREE, DraftTree(np.array([1, 1, 2]), BUSHY, Q.to("meta")), EMPTY_TREE],
-            "the drafter 'mine' gave draft_probs of shape [2, 9] on meta at temperature above 0: they must be [nodes with "
-            "children, 9] on cpu",
-        ),
-        (
-            [EMPTY_TREE, DraftTree(np.array([1, 1, 2]), BUSHY, draft_slots=np.array([0, 64, -1])), EMPTY_TREE],
-            "the drafter 'mine' gave draft_slots [0, 64, -1]: allowed are -1 to 62",
-        ),
-        (
-            [EMPTY_TREE, DraftTree(np.array([1, 1, 2]), BUSHY, draft_slots=np.array([0, -2, -1])), EMPTY_TREE],
-            "the drafter 'mine' gave draft_slots [0, -2, -1]: allowed are -1 to 62",
-        ),
-        (
-            [EMPTY_TREE, DraftTree(np.array([1, 2, 2]), BUSHY, Q), EMPTY_TREE],
-            "the drafter 'mine' gave draft_probs that are 0 at tokens that were sampled: q must be above 0 there",
-        ),
-        (
-            [EMPTY_TREE, DraftTree(np.array([1, 1, 2]), BUSHY, Q * torch.nan), EMPTY_TREE],
-            "the drafter 'mine' gave draft_probs that are 0 at tokens that were sampled",
-        ),
+        ([], "proposed 0 trees: the plan has 3 rows"),
+        ([EMPTY_TREE] * 4, "proposed 4 trees: the plan has 3 rows"),
+        (DraftTrees.empty(2, torch.device("cpu")), "proposed 2 trees: the plan has 3 rows"),
+        ([DraftTree.chain([1] * 4), EMPTY_TREE, EMPTY_TREE], "proposed 4 nodes: at most 3 were allowed"),
+        ([EMPTY_TREE, EMPTY_TREE, DraftTree.chain([1])], "proposed 1 nodes: at most 0 were allowed"),
+        ([DraftTree.chain([1, 9]), *[EMPTY_TREE] * 2], "proposed token ids [1, 9]: allowed are 0 to 8"),
+        ([DraftTree.chain([-1, 8]), *[EMPTY_TREE] * 2], "proposed token ids [-1, 8]: allowed are 0 to 8"),
+        ([SAMPLED, EMPTY_TREE, EMPTY_TREE], f"gave draft_probs of shape [2, 9] on cpu at temperature 0: {MISPLACED}"),
+        (second(draft_probs=Q[:, :8]), f"gave draft_probs of shape [2, 8] on cpu at temperature above 0: {MISPLACED}"),
+        (second(draft_probs=Q.to("meta")), f"gave draft_probs of shape [2, 9] on meta at temperature above 0: {MISPLACED}"),
+        (second(draft_slots=np.array([0, 64, -1])), "gave draft_slots [0, 64, -1]: allowed are -1 to 62"),
+        (second(draft_slots=np.array([0, -2, -1])), "gave draft_slots [0, -2, -1]: allowed are -1 to 62"),
+        (second(token_ids=np.array([1, 2, 2])), "gave draft_probs that are 0 at tokens that were sampled: q must be above 0 there"),
+        (second(draft_probs=Q * torch.nan), "gave draft_probs that are 0 at tokens that were sampled"),
     ],
 )
 def test_proposals_that_would_reach_what_is_not_theirs_are_refused(proposal: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(f"the drafter 'mine' {message}")):
         of(proposal)
 
 
 def on_device(**changes: Any) -> DraftTrees:
     """Trees of three nodes, none, and none, that are ready; with some fields changed."""
-    trees = of([EMPTY_TREE, DraftTree(np.array([1, 1, 2]), BUSHY, Q), EMPTY_TREE])
+    trees = of(second())
     columns = {name: changes.pop(name) for name in NodeColumns._fields if name in changes}
     return replace(trees, nodes=trees.nodes._replace(**columns), **changes)
-
-
-def test_trees_that_are_ready_stay_where_they_are() -> None:
-    trees = on_device()
-    assert of(trees) is trees
 
 
 @pytest.mark.parametrize("name", NodeColumns._fields)
@@ -224,9 +190,10 @@ def test_columns_that_would_be_misread_are_refused(name: str) -> None:
             of(on_device(**{name: column}))
 
 
-@pytest.mark.parametrize("name", ["start_loc", "is_chain", "is_sampled", "has_scores"])
-def test_flags_that_would_be_misread_are_refused(name: str) -> None:
-    dtype = np.int32 if name == "start_loc" else np.int64
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("start_loc", np.int32), ("is_chain", np.int64), ("is_sampled", np.int8), ("has_scores", np.uint8)]
+)
+def test_flags_that_would_be_misread_are_refused(name: str, dtype: Any) -> None:
     with pytest.raises(ValueError, match="the drafter 'mine' gave start_loc or flags of another dtype or length"):
         of(on_device(**{name: getattr(on_device(), name).astype(dtype)}))
 
@@ -254,7 +221,9 @@ def test_sampled_trees_without_readable_distributions_are_refused(changes: dict[
     of(on_device(**changes, is_sampled=np.zeros(3, np.bool_)))  # nobody reads them
 
 
-def test_what_is_known_of_trees_on_the_device_is_held_to_the_limits() -> None:
+def test_trees_that_are_ready_stay_where_they_are_if_they_hold_to_the_limits() -> None:
+    trees = on_device()
+    assert of(trees) is trees
     few = [LIMITS[0], TreeLimits(2, may_sample=True), LIMITS[2]]
     with pytest.raises(ValueError, match="the drafter 'mine' proposed 3 nodes: at most 2 were allowed"):
         of(on_device(), few)

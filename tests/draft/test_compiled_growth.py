@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from back_ends import make_back_end
-from proposals import trees_on_host
-from stepping import make_engine, run_all
+from proposals import assert_same_trees, trees_on_host
+from stepping import greedy, make_engine, run_all
 from zoo import Zoo, random_prompts
 
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, main_path_order, shape_plan
@@ -19,8 +19,6 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.core.sampling_params import SamplingParams
 from titan.core.trees import DraftTrees, Parents, chain_parents
-from titan.draft.draft_model import DraftModelDrafter
-from titan.engine import Engine
 from titan.kernels.cpu import runner as cpu_runner
 from titan.kernels.cpu.library import load_library
 from titan.kernels.cpu.runner import CompiledRunner
@@ -102,56 +100,78 @@ class Twins:
         with torch.inference_mode():
             return grow_by_passes(self.plain.forward, self.plain.backend, feeds, 7, self.vocab_size, BLOCK_SIZE)
 
-    def assert_same(self, actual: DraftTrees, expected: DraftTrees, rows: Sequence[int] = range(7)) -> None:
-        for name in ("start_loc", "is_sampled", "has_scores"):
-            assert getattr(actual, name).tolist() == getattr(expected, name).tolist()
-        trees = (trees_on_host(self.backend, each) for each in (actual, expected))
-        for row, (one, other) in enumerate(zip(*trees, strict=True)):
-            if row not in rows:
-                continue
-            assert one.token_ids.tolist() == other.token_ids.tolist()
-            assert one.parents.tolist() == other.parents.tolist()
-            assert one.topology.is_chain or not actual.is_chain[row]
-            assert one.draft_slots is not None and other.draft_slots is not None
-            assert one.draft_slots.tolist() == other.draft_slots.tolist()
-            if one.scores is not None and other.scores is not None:
-                np.testing.assert_allclose(one.scores, other.scores, rtol=1e-4, atol=1e-4)
-            assert (one.draft_probs is None) == (other.draft_probs is None)
-            if one.draft_probs is not None and other.draft_probs is not None:
-                torch.testing.assert_close(one.draft_probs, other.draft_probs, rtol=1e-4, atol=1e-6)
-
 
 @pytest.fixture
-def num_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Receives "compiled" or "general" for each step that grows."""
-    calls: list[str] = []
+    names: list[str] = []
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **options: (calls.append(name), function(*args, **options))[1]
+        return lambda *args, **options: (names.append(name), function(*args, **options))[1]
 
     monkeypatch.setattr(CompiledRunner, "_grow", noted("compiled", CompiledRunner._grow))
     monkeypatch.setattr(cpu_runner, "grow_by_passes", noted("general", cpu_runner.grow_by_passes))
-    return calls
+    return names
+
+
+def assert_grown(twins: Twins, feeds: Sequence[Feed], calls: list[str], way: str) -> DraftTrees:
+    """In that way, with the same nodes, scores and distributions as in the general form."""
+    del calls[:]
+    trees = twins.grow(feeds)
+    assert calls == [way]
+    assert_same_trees(twins.backend, trees, twins.expected(feeds), range(7), 1e-4)
+    return trees
 
 
 @pytest.mark.parametrize("has_chunk", [False, True], ids=["roots in the call", "roots beside a chunk"])
 @pytest.mark.parametrize("kind", SPECS)
-@pytest.mark.parametrize("draft", ["other", "narrow_window~"])
+@pytest.mark.parametrize(("draft", "vocab_size"), [("other", 131), ("narrow_window~", 131), ("other", 90), ("other", 150)])
 def test_the_trees_are_those_that_are_grown_depth_by_depth(
-    zoo: Zoo, draft: str, kind: str, has_chunk: bool, num_calls: list[str]
+    zoo: Zoo, draft: str, vocab_size: int, kind: str, has_chunk: bool, calls: list[str]
 ) -> None:
-    """The same nodes, scores and distributions, and the same KV; also where passes are longer than is fast."""
-    twins = Twins(zoo.path(draft), 131)
+    """And the same KV; also where passes are longer than is fast, and where the target has fewer or more tokens than the draft."""
+    twins = Twins(zoo.path(draft), vocab_size)
     twins.compiled.max_rows = 64
-    feeds = [*twins.feeds(SPECS[kind]), *([twins.chunk()] if has_chunk else [])]
-    del num_calls[:]
-    before = twins.compiled.kv.groups[0].clone()
-    trees = twins.grow(feeds)
-    assert num_calls == ["compiled"]
-    twins.assert_same(trees, twins.expected(feeds))
     [kv], [expected] = twins.compiled.kv.groups, twins.plain.kv.groups
+    before = kv.clone()
+    trees = assert_grown(twins, [*twins.feeds(SPECS[kind]), *([twins.chunk()] if has_chunk else [])], calls, "compiled")
     torch.testing.assert_close(kv, expected, rtol=1e-4, atol=1e-4)
     assert not torch.equal(kv, before) and trees.num_nodes >= 5
+    assert int(trees.nodes.token_ids.max()) < min(vocab_size, 131)
+
+
+@pytest.mark.parametrize("vocab_size", [8, 11], ids=["the same vocabulary", "a larger one"])
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_a_shape_with_more_children_than_the_draft_has_tokens_leaves_places_empty(
+    zoo: Zoo, is_sampled: bool, vocab_size: int, calls: list[str]
+) -> None:
+    """Also where a node that is missing would have children of its own, which are fed as if it were there."""
+    twins = Twins(zoo.path("eight_other"), vocab_size, [[3, 4], [5, 6, 3], [4], [3], [7, 7]])
+    twins.tokens = [[min(token, 7) for token in tokens] for tokens in twins.tokens]
+    wide = main_path_order(np.array([*[-1] * 12, 10, 10, 11, 0, 12], np.int32).tobytes()).parents
+    feeds = twins.feeds([sampled(wide, i) if is_sampled else filled(wide) for i in range(5)])
+    trees = assert_grown(twins, feeds, calls, "compiled")
+    assert {tree.num_nodes for tree in trees_on_host(twins.backend, trees)[:5]} == {9}, "a star of all eight, and one below"
+    assert trees.num_nodes == 5 * len(wide)
+    if trees.draft_probs is not None:
+        assert trees.draft_probs.shape[1] == vocab_size and not trees.draft_probs[:, 8:].any()
+    assert (trees.draft_probs is not None) == is_sampled
+
+
+WIDTH = 65  # of nodes at one depth: longer passes than are compiled, and the block table covers the beam
+LEFT_TO_PYTORCH: dict[str, list[GrowthSpec]] = {
+    "top_k": [sampled(BUSHY, 0, top_k=3), sampled(LINE, 1)],
+    "top_p": [filled(chain_parents(3)), sampled(WIDE, 1, top_p=0.8), BeamSpec(6, 3, 2, 3, 0.5)],
+    "min_p": [sampled(LINE, 0, min_p=0.2)],
+    "long passes": [BeamSpec(20, 2, WIDTH, WIDTH + 1, 1.0), filled(chain_parents(3))],
+}
+
+
+@pytest.mark.parametrize("kind", LEFT_TO_PYTORCH)
+def test_cuts_and_long_passes_are_left_to_pytorch(zoo: Zoo, kind: str, calls: list[str]) -> None:
+    twins = Twins(zoo.path("other"), 131)
+    twins.compiled.max_rows = WIDTH - 1
+    assert_grown(twins, twins.feeds(LEFT_TO_PYTORCH[kind]), calls, "general")
 
 
 @pytest.mark.parametrize("kind", ["chains", "beams", "all kinds"])
@@ -162,76 +182,6 @@ def test_a_tree_does_not_depend_on_its_neighbours(zoo: Zoo, kind: str) -> None:
     together, alone = (trees_on_host(twins.backend, twins.grow(each))[4] for each in (feeds, feeds[4:]))
     assert alone.token_ids.tolist() == together.token_ids.tolist() and alone.num_nodes > 2
     assert alone.scores is None or together.scores is None or alone.scores.tolist() == together.scores.tolist()
-
-
-def drafting(engine: Engine) -> CompiledRunner:
-    assert isinstance(engine.drafter, DraftModelDrafter)
-    if not isinstance(engine.drafter.runner, CompiledRunner):
-        pytest.skip("a layout of this processor that the library does not read")
-    return engine.drafter.runner
-
-
-@pytest.mark.parametrize(
-    "options", [{"draft_tree": "chain"}, {"draft_tree": "auto"}, {"draft_tree": "dynamic"}, {"draft_sampling": "sampled"}]
-)
-def test_steps_grow_trees_in_one_call_and_emit_the_same(
-    zoo: Zoo, options: dict[str, Any], num_calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With an engine around it, for as many requests as make short passes."""
-    temperature = float("draft_sampling" in options)
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=12, ignore_eos=True) for i in range(len(PROMPTS))]
-
-    def run() -> list[list[int]]:
-        engine = make_engine(
-            zoo.path("llama"), zoo.path("other"), backend=make_back_end("cpu"), max_batch_size=4, num_kv_blocks=100, **options
-        )
-        drafting(engine)
-        return run_all(engine, PROMPTS, params)
-
-    outputs = run()
-    assert num_calls.count("compiled") > 3
-    monkeypatch.setattr(CompiledRunner, "_is_compiled", lambda *_: False)
-    del num_calls[:]
-    assert run() == outputs
-    assert num_calls.count("general") > 3 and "compiled" not in num_calls
-
-
-@pytest.mark.parametrize(
-    "specs",
-    [
-        [sampled(BUSHY, 0, top_k=3), sampled(LINE, 1)],
-        [filled(chain_parents(3)), sampled(WIDE, 1, top_p=0.8), BeamSpec(6, 3, 2, 3, 0.5)],
-        [sampled(LINE, 0, min_p=0.2)],
-    ],
-    ids=["top_k", "top_p", "min_p"],
-)
-def test_cuts_are_left_to_pytorch(zoo: Zoo, specs: list[GrowthSpec], num_calls: list[str]) -> None:
-    twins = Twins(zoo.path("other"), 131)
-    feeds = twins.feeds(specs)
-    del num_calls[:]
-    trees = twins.grow(feeds)
-    assert num_calls == ["general"]
-    twins.assert_same(trees, twins.expected(feeds))
-
-
-def test_long_passes_are_left_to_pytorch(zoo: Zoo, num_calls: list[str]) -> None:
-    twins = Twins(zoo.path("other"), 131)
-    width = twins.compiled.max_rows + 1  # of nodes, at one depth
-    feeds = twins.feeds([BeamSpec(20, 2, width, width + 1, 1.0), filled(chain_parents(3))])
-    del num_calls[:]
-    assert width < 100, "the block table covers the beam"
-    trees = twins.grow(feeds)
-    assert num_calls == ["general"]
-    twins.assert_same(trees, twins.expected(feeds))
-
-
-def test_slots_without_blocks_and_positions_without_rotations_are_refused(zoo: Zoo) -> None:
-    twins = Twins(zoo.path("other"), 131)
-    [beam] = twins.feeds([BeamSpec(MAX_NODES, 8, 7, 8, 1.0)])
-    with pytest.raises(IndexError, match="does not cover slot"):
-        twins.grow([beam._replace(block_ids=beam.block_ids[:2])])
-    with pytest.raises(IndexError, match="256"):
-        twins.grow([Feed(0, list(range(20)), 254, [5], filled(chain_parents(3)))])
 
 
 @pytest.mark.parametrize("kind", ["chains", "chains with siblings", "beams", "shapes", "sampled"])
@@ -249,38 +199,22 @@ def test_logits_that_are_not_finite_cost_the_neighbours_nothing(zoo: Zoo, kind: 
 
     monkeypatch.setattr(twins.compiled, "forward", broken)
     actual = twins.grow(feeds)
-    twins.assert_same(actual, expected, [0, 1, 3, 4, 5, 6])
+    assert_same_trees(twins.backend, actual, expected, [0, 1, 3, 4, 5, 6], 0.0)
     token_ids = trees_on_host(twins.backend, actual)[2].token_ids
     assert ((token_ids >= 0) & (token_ids < 131)).all()
 
 
-@pytest.mark.parametrize("vocab_size", [8, 11], ids=["the same vocabulary", "a larger one"])
-@pytest.mark.parametrize("is_sampled", [False, True])
-def test_a_shape_with_more_children_than_the_draft_has_tokens_leaves_places_empty(
-    zoo: Zoo, is_sampled: bool, vocab_size: int, num_calls: list[str]
-) -> None:
-    """Also where a node that is missing would have children of its own, which are fed as if it were there."""
-    twins = Twins(zoo.path("eight_other"), vocab_size, [[3, 4], [5, 6, 3], [4], [3], [7, 7]])
-    twins.tokens = [[min(token, 7) for token in tokens] for tokens in twins.tokens]
-    wide = main_path_order(np.array([*[-1] * 12, 10, 10, 11, 0, 12], np.int32).tobytes()).parents
-    feeds = twins.feeds([sampled(wide, i) if is_sampled else filled(wide) for i in range(5)])
-    del num_calls[:]
-    trees = twins.grow(feeds)
-    assert num_calls == ["compiled"]
-    twins.assert_same(trees, twins.expected(feeds))
-    assert {tree.num_nodes for tree in trees_on_host(twins.backend, trees)[:5]} == {9}, "a star of all eight, and one below"
-    assert trees.num_nodes == 5 * len(wide)
-    if is_sampled:
-        assert trees.draft_probs is not None and trees.draft_probs.shape[1] == vocab_size
-        assert not trees.draft_probs[:, 8:].any()
+def test_slots_without_blocks_and_positions_without_rotations_are_refused(zoo: Zoo) -> None:
+    twins = Twins(zoo.path("other"), 131)
+    [beam] = twins.feeds([BeamSpec(MAX_NODES, 8, 7, 8, 1.0)])
+    with pytest.raises(IndexError, match="does not cover slot"):
+        twins.grow([beam._replace(block_ids=beam.block_ids[:2])])
+    with pytest.raises(IndexError, match="256"):
+        twins.grow([Feed(0, list(range(20)), 254, [5], filled(chain_parents(3)))])
 
 
-@pytest.mark.parametrize("vocab_size", [90, 150])
-@pytest.mark.parametrize("kind", ["chains", "beams", "sampled", "all kinds"])
-def test_a_target_with_another_padded_vocabulary_bounds_the_tokens(zoo: Zoo, kind: str, vocab_size: int) -> None:
-    """90 tokens of the target, of 131 that the draft has; or more than it has."""
-    twins = Twins(zoo.path("other"), vocab_size)
-    feeds = twins.feeds(SPECS[kind])
-    trees = twins.grow(feeds)
-    twins.assert_same(trees, twins.expected(feeds))
-    assert int(trees.nodes.token_ids.max()) < min(vocab_size, 131)
+def test_an_engine_that_drafts_for_few_requests_grows_their_trees_in_one_call(zoo: Zoo, calls: list[str]) -> None:
+    backend = make_back_end("cpu")
+    engine = make_engine(zoo.path("llama"), zoo.path("other"), backend=backend, max_batch_size=4, num_kv_blocks=100)
+    run_all(engine, PROMPTS, [greedy(12, ignore_eos=True)] * len(PROMPTS))
+    assert calls.count("compiled") > 3

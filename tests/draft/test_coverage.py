@@ -10,34 +10,54 @@ from typing import Any
 import pytest
 import torch
 from auditor import Auditor
-from stepping import AMPLE, SCARCE, greedy, make_engine, submit
-from zoo import VOCAB_SIZE, Zoo, random_prompts
+from proposals import SHAPES
+from stepping import AMPLE, SCARCE, check_blocks, greedy, make_engine, submit
+from zoo import Zoo, random_prompts
 
 from titan.core.sampling_params import SamplingParams
 from titan.draft.registry import DraftSpec
-from titan.draft.replay import ReplayDrafter
 
 PROMPTS = random_prompts(14, seed=1, max_len=45)
 
 
 def mixed_params(i: int) -> SamplingParams:
-    """Requests that draft, draft less, draft nothing, or must not draft; one in three samples."""
+    """Requests that draft, draft less, draft nothing, or must not draft; one in two samples."""
     options: dict[str, Any] = [{}, {}, {"max_draft_tokens": 2}, {"max_draft_tokens": 0}, {"use_speculative": False}, {}][i % 6]
-    temperature = 0.7 if i % 3 == 1 else 0.0
-    return SamplingParams(temperature=temperature, seed=i, max_tokens=5 + 3 * i % 20, ignore_eos=True, **options)
+    return SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=5 + 3 * i % 20, ignore_eos=True, **options)
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("target", ["llama", "qwen3"])
-def test_coverage_through_drafting_pauses_prefix_hits_and_preemption(zoo: Zoo, target: str, caching: bool) -> None:
-    draft = f"{target}~"
-    engine = make_engine(zoo.path(target), zoo.path(draft), enable_prefix_caching=caching, **SCARCE)
+@pytest.mark.parametrize(
+    ("target", "shape", "draft_sampling", "caching"),
+    [
+        ("llama", "chain", "greedy", True),
+        ("qwen3", "chain", "greedy", False),
+        ("llama", "auto", "greedy", True),
+        ("llama", "auto", "sampled", False),
+        ("llama", "auto_16", "sampled", True),
+        ("qwen3", "dynamic", "greedy", True),
+        ("llama", "dynamic_63", "greedy", False),
+        ("llama", "parents", "greedy", False),
+        ("llama", "parents", "sampled", True),
+    ],
+)
+def test_coverage_through_drafting_pauses_prefix_hits_and_preemption(
+    zoo: Zoo, target: str, shape: str, draft_sampling: str, caching: bool
+) -> None:
+    """Random acceptance, paths off the first nodes: drafted KV is kept where it is accepted, not recomputed."""
+    draft, options = f"{target}~", SCARCE | SHAPES[shape] | {"draft_sampling": draft_sampling, "enable_prefix_caching": caching}
+    engine = make_engine(zoo.path(target), zoo.path(draft), **options)
     auditor = Auditor(zoo, engine, target)
     requests = submit(engine, PROMPTS, map(mixed_params, range(len(PROMPTS))))
     while engine.scheduler.has_unfinished:
         engine.step()
         auditor.check(draft)
-    assert engine.counters.num_preemptions > 0
+        check_blocks(engine)
+        for request in engine.scheduler.running:
+            is_steady = request.num_output_tokens > 0 and request.metrics.num_preemptions == 0
+            if is_steady and request.params.use_speculative and request.params.max_draft_tokens is None:
+                assert request.num_tokens - request.num_drafted_context <= 2
+            assert request.params.use_speculative or caching or request.num_drafted_context == 0, "fed for nothing"
+    assert engine.counters.num_preemptions > 0 or shape in ("auto_16", "dynamic_63"), "few have room beside each other"
     assert (engine.counters.num_cached_tokens > 0) == caching
     assert auditor.num_checked["draft"] > auditor.num_checked["target"] / 4
     assert sum(request.metrics.num_accepted_tokens for request in requests) > 10
@@ -87,64 +107,28 @@ def test_a_steady_request_lacks_one_or_two_tokens_and_a_paused_one_catches_up_at
     assert auditor.num_checked["draft"] == request.num_drafted_context > paused_at
 
 
-def test_a_prefix_hit_that_the_present_draft_has_not_seen_is_a_hit_of_the_target_only(zoo: Zoo) -> None:
-    prompt = random_prompts(2, seed=3, max_len=40)[1]
-    engine = make_engine(zoo.path("llama"), zoo.path("llama"), **(AMPLE | {"block_size": 8}))
-    auditor = Auditor(zoo, engine, "llama")
-
-    def admit(max_tokens: int = 20, **options: Any) -> tuple[int, int, int]:
-        """Cached tokens of a new request with this prompt; those its draft lacked after its first step; accepted - proposed."""
-        [request] = submit(engine, [prompt], [greedy(max_tokens, ignore_eos=True, **options)])
-        plan = engine.scheduler.schedule(0, lambda request, budget: budget)
-        drafted = request.num_drafted_context
-        engine.scheduler._preempt(request)  # back to the queue, as if it had not been looked at
-        assert plan.requests == [request]
-        while engine.scheduler.has_unfinished:
-            engine.step()
-            auditor.check("llama")
-        metrics = request.metrics
-        return metrics.num_cached_tokens, drafted, metrics.num_draft_tokens - metrics.num_accepted_tokens
-
-    assert admit() == (0, 0, 0)
-    assert admit() == (32, 32, 0)
-    engine.swap_draft(zoo.path("useless"))
-    engine.swap_draft(zoo.path("llama"))
-    assert admit() == (32, 0, 0), "known to the target alone; yet the draft, once it has caught up, is never wrong"
-    assert admit() == (32, 32, 0)
-    engine.swap_draft(zoo.path("llama"))
-    assert admit(use_speculative=False) == (32, 0, 0)
-    assert admit() == (32, 0, 0), "the request before did not draft"
-
-
-def test_a_long_context_is_caught_up_over_several_steps_within_the_token_budget(zoo: Zoo) -> None:
-    """A swap leaves every request's whole context to be fed; the draft's pass stays within max_num_batched_tokens."""
+def test_a_long_context_is_caught_up_within_the_token_budget_before_anything_is_drafted(zoo: Zoo) -> None:
+    """A swap leaves every request's whole context to be fed. The draft is the target: whatever it proposes is accepted."""
     engine = make_engine(zoo.path("llama"), "ngram", **(AMPLE | {"max_num_batched_tokens": 32}))
     prompts = random_prompts(9, seed=4, max_len=60)[1::4]
     requests = submit(engine, prompts, [greedy(60, ignore_eos=True)] * len(prompts))
     while not all(request.num_output_tokens > 3 for request in requests):
         engine.step()
     engine.swap_draft(zoo.path("llama"))
-    auditor = Auditor(zoo, engine, "llama")
-    fed = []
+    metrics = engine.metrics()
+    num_rejected = sum(metrics.proposed_per_depth) - sum(metrics.accepted_per_depth)
+    auditor, fed = Auditor(zoo, engine, "llama"), []
+    runner: Any = engine.drafter.runner  # type: ignore[attr-defined]
+    grow = runner.grow
+    runner.grow = lambda feeds, *others: (fed.append(sum(len(feed.token_ids) for feed in feeds)), grow(feeds, *others))[1]
     for _ in range(8):
-        before = sum(request.num_drafted_context for request in requests)
         engine.step()
         auditor.check("llama")
-        fed.append(sum(request.num_drafted_context for request in requests) - before)
-    assert max(fed) <= 32 + 6 * len(requests)
+    assert max(fed) == 32 < sum(fed)
     assert all(1 <= request.num_tokens - request.num_drafted_context <= 2 for request in requests if not request.is_finished)
-
-
-def test_drafters_without_kv_leave_the_coverage_alone(zoo: Zoo) -> None:
-    recordings = {tuple(prompt): zoo.greedy("llama", prompt, 20, ignore_eos=True) for prompt in PROMPTS[:3]}
-    drafter = ReplayDrafter(recordings, acceptance=1.0, vocab_size=VOCAB_SIZE, max_draft_tokens=4)
-    engine = make_engine(zoo.path("llama"), drafter, **AMPLE)
-    auditor = Auditor(zoo, engine, "llama")
-    submit(engine, PROMPTS[:3], [greedy(20, ignore_eos=True)] * 3)
-    while engine.scheduler.has_unfinished:
-        engine.step()
-        auditor.check(None)
-    assert engine.metrics().acceptance_rate == 1.0
+    metrics = engine.metrics()
+    assert sum(metrics.proposed_per_depth) - sum(metrics.accepted_per_depth) == num_rejected
+    assert sum(metrics.accepted_per_depth) > 10
 
 
 @pytest.mark.parametrize("broken", ["target", "draft"])

@@ -32,11 +32,3 @@ def test_the_most_recent_occurrence_of_the_longest_suffix_is_continued(
 ) -> None:
     drafter = NgramDrafter(6, min_ngram=min_ngram, max_ngram=min_ngram + more)
     assert drafter.lookup(tokens, budget) == slow_lookup(tokens, budget, min_ngram, min_ngram + more)
-
-
-def test_a_repeating_text_is_continued_up_to_the_budget() -> None:
-    drafter = NgramDrafter(6)
-    assert drafter.lookup([1, 2, 3, 4] * 5, 6) == [1, 2, 3, 4]
-    assert drafter.lookup([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], 4) == [4, 5, 6, 7]
-    assert drafter.lookup([1, 2, 3], 6) == []
-    assert drafter.lookup([1], 6) == []

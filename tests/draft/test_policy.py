@@ -11,7 +11,7 @@ from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
-from titan.draft.policy import CHAIN_CHILDREN, DraftPolicy
+from titan.draft.policy import CHAIN_CHILDREN, COMPARE_EVERY, DraftPolicy
 
 BUSHY = [-1, -1, 0, 0, 1, 2, 5]
 
@@ -88,3 +88,28 @@ def test_the_calibrated_temperature_is_that_of_the_beam() -> None:
     second = policy.spec(request, 9, 63)
     assert isinstance(first, BeamSpec) and isinstance(second, BeamSpec)
     assert (first.temperature, second.temperature) == (0.8, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("greedy_match", "sampled_match", "num_drafts", "is_sampled"),
+    [(0.5, 0.6, 1, True), (0.6, 0.59, 1, True), (0.9, 0.4, 1, False), (0.9, 0.4, COMPARE_EVERY, True)],
+)
+def test_auto_samples_unless_the_most_likely_tokens_have_matched_clearly_better(
+    greedy_match: float, sampled_match: float, num_drafts: int, is_sampled: bool
+) -> None:
+    hot, cold = make_request(1.0), make_request(0.0)
+    hot.draft_history = DraftHistory(
+        greedy_match=Average(greedy_match), sampled_match=Average(sampled_match), num_drafts=num_drafts
+    )
+    cold.draft_history = hot.draft_history
+    policy = DraftPolicy("chain", "auto", 16)
+    assert kind_of(policy.spec(hot, 6, 6)) == ("sampled" if is_sampled else "chain")
+    assert kind_of(policy.spec(cold, 6, 6)) == "chain"
+
+
+@pytest.mark.parametrize(("draft_tree", "is_caterpillar"), [("auto", True), ("dynamic", False)])
+def test_siblings_have_children_in_sampled_trees_unless_one_node_is_fed_per_depth(draft_tree: str, is_caterpillar: bool) -> None:
+    request = make_request(0.8)
+    request.draft_history = DraftHistory(rank_acceptance=[Average(0.4), Average(0.3), Average(0.2)])
+    spec = DraftPolicy(draft_tree, "sampled", 16).spec(request, 8, 8)
+    assert (spec.max_fed == 1) == is_caterpillar

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from titan.core.growth import main_path_order, shape_plan
+from titan.core.growth import main_path_order
 from titan.core.trees import Parents, topology
 from titan.draft.shapes import expected_shape
 
@@ -61,15 +61,3 @@ def rank_paths(parents: Parents) -> list[tuple[int, ...]]:
     for parent, rank in zip(parents.tolist(), topology(parents.tobytes()).child_ranks.tolist(), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))
     return paths
-
-
-def test_what_filling_a_shape_needs_to_know() -> None:
-    plan = shape_plan(np.array([-1, 0, 1, 0, 3, -1, 5], np.int32).tobytes())
-    assert [nodes.tolist() for nodes in plan.feeds] == [[0, 5], [1, 3]]
-    nodes, depths, parents, ranks, bits, num_children = plan.inner.tolist()
-    assert (nodes, plan.max_fed) == ([-1, 0, 1, 3, 5], 2)
-    assert (depths, parents, ranks, num_children) == ([0, 1, 2, 2, 1], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1], [2, 2, 1, 1, 1])
-    assert bits == [0, 1, 0b11, 0b1001, 0b100000] and plan.max_children == 2
-    assert (plan.node_parents.tolist(), plan.ranks.tolist()) == ([0, 1, 2, 1, 3, 0, 4], [0, 0, 0, 1, 0, 1, 0])
-    assert plan.slots.tolist() == [0, 1, -1, 3, -1, 5, -1]
-    assert shape_plan(np.array([-1, -1], np.int32).tobytes()).feeds == ()

@@ -1,4 +1,4 @@
-"""What is read from the configs, and what is refused by name."""
+"""What is read from the configs, and what is refused by name; test_decoder holds traits and windows to transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tiny_models import SIZES
 
 from titan.models.config import ModelConfig
 from titan.models.loader import load_config
-from titan.models.rope import Rope, rope_table
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -28,30 +27,6 @@ def read(folder: Path, model_type: str = "llama", **entries: Any) -> ModelConfig
     return load_config(str(folder))
 
 
-def test_biases_and_norms_of_the_families(tmp_path: Path) -> None:
-    flags = {}
-    for model_type in ARCHITECTURES:
-        config = read(tmp_path, model_type)
-        flags[model_type] = tuple(trait in config.traits for trait in ("attention_bias", "output_bias", "mlp_bias", "qk_norm"))
-    assert flags == {
-        "llama": (False, False, False, False),
-        "mistral": (False, False, False, False),
-        "qwen2": (True, False, False, False),
-        "qwen3": (False, False, False, True),
-    }
-    biased = read(tmp_path, attention_bias=True, mlp_bias=True)
-    assert biased.traits >= {"attention_bias", "output_bias", "mlp_bias"}
-
-
-def test_sliding_windows(tmp_path: Path) -> None:
-    assert read(tmp_path, "mistral", sliding_window=9).layer_windows == (9, 9, 9)
-    assert read(tmp_path, "mistral", sliding_window=256).windows == (None,)  # no position can leave it
-    assert read(tmp_path, "qwen2", sliding_window=9).layer_windows == (None, None, None)
-    config = read(tmp_path, "qwen3", sliding_window=9, use_sliding_window=True, max_window_layers=1)
-    assert config.layer_windows == (None, 9, 9)
-    assert config.windows == (None, 9)
-
-
 def test_the_generation_config_decides_on_the_end_tokens(tmp_path: Path) -> None:
     assert read(tmp_path).eos_token_ids == (2,)
     assert read(tmp_path, eos_token_id=[2, 5]).eos_token_ids == (2, 5)
@@ -62,8 +37,9 @@ def test_the_generation_config_decides_on_the_end_tokens(tmp_path: Path) -> None
     assert read(tmp_path).eos_token_ids == (2,)
 
 
-def test_dtype_and_memory_per_token(tmp_path: Path) -> None:
+def test_dtype_memory_per_token_and_windows(tmp_path: Path) -> None:
     assert read(tmp_path).dtype == torch.float32
+    assert read(tmp_path, "mistral", sliding_window=256).windows == (None,)  # no position can leave it
     config = read(tmp_path, torch_dtype="bfloat16")
     assert config.dtype == torch.bfloat16
     assert config.kv_layout(torch.bfloat16).bytes_per_token == 2 * 3 * 2 * 16 * 2
@@ -95,17 +71,4 @@ def test_dtype_and_memory_per_token(tmp_path: Path) -> None:
 )
 def test_unsupported_configs_are_refused_by_name(tmp_path: Path, entries: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read(
-            tmp_path,
-            **({"architectures": [ARCHITECTURES[entries.get("model_type", "llama")]]} | entries)
-            if entries.get("model_type", "llama") in ARCHITECTURES
-            else entries,
-        )
-
-
-def test_the_table_rotates_each_pair_by_its_angle() -> None:
-    cos, sin = rope_table(Rope("default", (1.0, 0.25), 1.0), 5).unbind(1)
-    x = torch.randn(5, 4)
-    rotated = x * cos + x.roll(2, -1) * sin
-    pairs = torch.complex(x[:, :2], x[:, 2:]) * torch.exp(1j * torch.arange(5)[:, None] * torch.tensor([1.0, 0.25]))
-    assert torch.allclose(rotated, torch.cat((pairs.real, pairs.imag), -1), atol=1e-6)
+        read(tmp_path, **entries)

@@ -1,17 +1,19 @@
-"""Sample-and-match against its slow twin, on random trees, from the logits of a step to its `Acceptance`."""
+"""Sample-and-match against its slow twin, on random trees, from the logits of a step to its `Acceptance`.
+
+Of PyTorch: the back ends are held to the same rules by the conformance tests.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from back_ends import BACK_ENDS, ON_HOST, make_back_end
+from back_ends import make_back_end
 from exact_rules import inverse_cdf, reference_walk
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from slow_logits import slow_probs, slow_transform
 from stepping import host_trees
 from torch import Tensor
@@ -21,65 +23,18 @@ from titan.core.random import Purpose, philox_uniform
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, TreeLimits
-from titan.kernels.interfaces import Backend
+from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.verify import accept
 from titan.verify.accept import collect, launch
 
+BACKEND = make_back_end("torch")
 VOCAB_SIZE = 5
 EOS = 4
-PROMPT_TOKEN = 0
 
 
-@st.composite
-def trees(draw: st.DrawFn, vocab_size: int = 3) -> DraftTree:
-    """Random trees over few tokens, so that siblings are often equal."""
-    num_nodes = draw(st.integers(0, 14))
-    parents = [draw(st.integers(-1, node - 1)) if draw(st.booleans()) else node - 1 for node in range(num_nodes)]
-    token_ids = draw(st.lists(st.integers(0, vocab_size - 1), min_size=num_nodes, max_size=num_nodes))
-    return DraftTree(np.array(token_ids, np.int64), np.array(parents, np.int32))
-
-
-def path_tokens(tree: DraftTree, node: int) -> list[int]:
-    """Tokens from the root down to a node; -1 is the root, which has none."""
-    tokens: list[int] = []
-    while node >= 0:
-        tokens.insert(0, int(tree.token_ids[node]))
-        node = int(tree.parents[node])
-    return tokens
-
-
-def make_request(params: SamplingParams, seed: int = 0, num_prompt: int = 3, num_output: int = 0) -> Request:
-    prompt = [PROMPT_TOKEN] * num_prompt
-    request = Request("r", None, prompt, params, seed, 1000, frozenset({EOS}), RequestMetrics(0.0), detokenizer=None)
-    request.token_ids += [1] * num_output
-    return request
-
-
-def run_accept(
-    backend: Backend, requests: list[Request], step_trees: list[DraftTree], has_rows: list[bool], logits: Tensor
-) -> Acceptance:
-    counts = [tree.num_nodes for tree in step_trees]
-    plan = StepPlan(requests, [1] * len(requests), counts, counts)
-    limits = [TreeLimits(count, may_sample=False) for count in counts]
-    placed = DraftTrees.of(step_trees, limits, drafter="test", vocab_size=VOCAB_SIZE, upload=backend.upload, device=backend.device)
-    start_loc = np.cumsum([0, *(1 + count if rows else 0 for count, rows in zip(counts, has_rows, strict=True))])
-    return collect(backend, launch(backend, plan, placed, start_loc, logits.to(backend.device)))
-
-
-def target_logits(prefix: Sequence[int]) -> Tensor:
-    """A target that is a function of the tokens behind the root."""
-    return torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(hash(tuple(prefix)) % 2**32)) * 2
-
-
-def decode(prefix: Sequence[int], request: Request) -> int:
-    """The request's token after these behind the root, as transformers' warpers and the request's random numbers give it."""
-    output = [*request.output_token_ids, *prefix]
-    scores = slow_transform(target_logits(prefix), request.params, request.prompt_token_ids, output, [EOS])
-    if request.params.is_greedy:
-        return int(scores.argmax())
-    uniform = float(philox_uniform(request.seed, request.num_tokens + len(prefix), Purpose.SAMPLE))
-    return inverse_cdf(slow_probs(scores.double(), request.params).numpy(), uniform)[0]
+def by_last_token(token_ids: list[int], logits: Tensor) -> Tensor:
+    """Likes the tokens that have the parity of the last one."""
+    return logits + 1.5 * (torch.arange(len(logits)) % 2 == token_ids[-1] % 2)
 
 
 PARAMS = [
@@ -90,76 +45,107 @@ PARAMS = [
     SamplingParams(temperature=0.0, min_tokens=4),
     SamplingParams(temperature=1.3, min_p=0.1, min_tokens=9),
     SamplingParams(temperature=0.9, repetition_penalty=1.3, presence_penalty=0.4),
+    SamplingParams(temperature=0.0, repetition_penalty=1.5),
+    SamplingParams(temperature=0.0, presence_penalty=-2.0),
+    SamplingParams(temperature=0.0, frequency_penalty=1.2),
+    SamplingParams(temperature=0.0, logit_bias={1: 2.0, 3: -100}, min_tokens=1),
+    SamplingParams(temperature=0.0, logits_processors=[by_last_token], frequency_penalty=-0.5, repetition_penalty=0.8),
 ]
 
 
-@pytest.mark.parametrize(("back_end", "num_examples"), [("torch", 150), ("cpu", 150), ("triton", 4)])
-def test_accepted_tokens_are_those_that_token_by_token_decoding_samples(back_end: str, num_examples: int) -> None:
+class Row(NamedTuple):
+    """Of a step."""
+
+    tree: DraftTree
+    reaches_root: bool
+    request: Request
+
+
+def make_request(params: SamplingParams, seed: int = 0, num_output: int = 0) -> Request:
+    request = Request("r", None, [0, 0, 0], params, seed, 1000, frozenset({EOS}), RequestMetrics(0.0), detokenizer=None)
+    request.token_ids += [1] * num_output
+    return request
+
+
+def random_row(rng: np.random.Generator, params: SamplingParams) -> Row:
+    """With a tree over few tokens, so that siblings are often equal."""
+    num_nodes = int(rng.choice([0, 1, 2, 5, 14]))
+    parents = [int(rng.integers(-1, node)) if rng.random() < 0.5 else node - 1 for node in range(num_nodes)]
+    tree = DraftTree(rng.integers(0, VOCAB_SIZE, num_nodes), np.array(parents, np.int32))
+    request = make_request(params, int(rng.integers(2**63)), num_output=int(rng.integers(6)))
+    return Row(tree, bool(rng.random() < 0.8), request)
+
+
+def run_accept(
+    requests: Sequence[Request], step_trees: Sequence[DraftTree], num_logits: Sequence[int], logits: Tensor
+) -> Acceptance:
+    """Of requests with so many rows of logits each."""
+    counts = [tree.num_nodes for tree in step_trees]
+    plan = StepPlan(list(requests), [1] * len(requests), counts, counts)
+    return collect(BACKEND, launch(BACKEND, plan, host_trees(step_trees), np.cumsum([0, *num_logits]), logits))
+
+
+def path_tokens(tree: DraftTree, node: int) -> list[int]:
+    """Tokens from the root down to a node; -1 is the root, which has none."""
+    return [*path_tokens(tree, int(tree.parents[node])), int(tree.token_ids[node])] if node >= 0 else []
+
+
+def target_logits(request: Request, prefix: Sequence[int]) -> Tensor:
+    """A target that is a function of the request and the tokens behind the root."""
+    return torch.from_numpy(np.random.default_rng([request.seed, *prefix]).normal(0, 2, VOCAB_SIZE)).float()
+
+
+def decode(prefix: Sequence[int], request: Request) -> int:
+    """The request's token after these behind the root, as transformers' warpers and the request's random numbers give it."""
+    output = [*request.output_token_ids, *prefix]
+    scores = slow_transform(target_logits(request, prefix), request.params, request.prompt_token_ids, output, [EOS])
+    if request.params.is_greedy:
+        return int(scores.argmax())
+    uniform = float(philox_uniform(request.seed, request.num_tokens + len(prefix), Purpose.SAMPLE))
+    return inverse_cdf(slow_probs(scores.double(), request.params).numpy(), uniform)[0]
+
+
+@pytest.mark.parametrize("seed", range(36))
+def test_accepted_tokens_are_those_that_token_by_token_decoding_samples(seed: int) -> None:
     """Each row by itself: the options of its request, the position that its token will have, and its prefix' stops."""
-    backend = make_back_end(back_end)
-
-    # without a search for smaller examples, which takes minutes in Triton's interpreter
-    @settings(max_examples=num_examples, deadline=None, derandomize=True, phases=[Phase.generate])
-    @given(
-        rows=st.lists(
-            st.tuples(
-                trees(VOCAB_SIZE),
-                st.booleans(),
-                st.sampled_from(PARAMS),
-                st.integers(0, 2**63),
-                st.integers(1, 4),
-                st.integers(0, 5),
-            ),
-            min_size=1,
-            max_size=5,
-        )
-    )
-    def check(rows: list[tuple[DraftTree, bool, SamplingParams, int, int, int]]) -> None:
-        requests = [make_request(params, seed, num_prompt, num_output) for _, _, params, seed, num_prompt, num_output in rows]
-        step_trees = [EMPTY_TREE if is_prefill else tree for tree, is_prefill, *_ in rows]
-        logits = [
-            target_logits(path_tokens(tree, node))
-            for (tree, is_prefill, *_) in rows
-            for node in (range(-1, tree.num_nodes) if not is_prefill else ())
-        ]
-        stacked = torch.stack(logits) if logits else torch.empty(0, VOCAB_SIZE)
-        acceptance = run_accept(backend, requests, step_trees, [not is_prefill for _, is_prefill, *_ in rows], stacked)
-        assert acceptance.matches == {} and acceptance.logprobs == {}
-        for i, (tree, is_prefill, *_) in enumerate(rows):
-            assert acceptance.errors[i] is None
-            if is_prefill:
-                assert (acceptance.paths[i], acceptance.token_ids[i]) == ([], [])
-                continue
-            assert acceptance.token_ids[i] == reference_walk(tree, lambda prefix: decode(prefix, requests[i]))  # noqa: B023
-            assert acceptance.token_ids[i][:-1] == tree.token_ids[acceptance.paths[i]].tolist()
-            assert acceptance.trees[i].token_ids.tolist() == tree.token_ids.tolist()
-
-    check()
+    rng = np.random.default_rng(seed)
+    rows = [random_row(rng, PARAMS[i]) for i in rng.permutation(len(PARAMS))[: 1 + seed].tolist()]
+    step_trees = [row.tree if row.reaches_root else EMPTY_TREE for row in rows]
+    num_logits = [1 + row.tree.num_nodes if row.reaches_root else 0 for row in rows]
+    nodes = [(row, node) for row in rows if row.reaches_root for node in range(-1, row.tree.num_nodes)]
+    logits = [target_logits(row.request, path_tokens(row.tree, node)) for row, node in nodes]
+    stacked = torch.stack(logits) if logits else torch.empty(0, VOCAB_SIZE)
+    acceptance = run_accept([row.request for row in rows], step_trees, num_logits, stacked)
+    assert acceptance.matches == {} and acceptance.logprobs == {} and acceptance.errors == [None] * len(rows)
+    for row, path, tokens in zip(rows, acceptance.paths, acceptance.token_ids, strict=True):
+        if row.reaches_root:
+            assert tokens == reference_walk(row.tree, lambda prefix: decode(prefix, row.request))  # noqa: B023
+            assert tokens[:-1] == row.tree.token_ids[path].tolist()
+        else:
+            assert (path, tokens) == ([], [])
+    assert acceptance.trees.nodes.token_ids.tolist() == [token for tree in step_trees for token in tree.token_ids.tolist()]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-3])
+@pytest.mark.parametrize("num_nodes", [1, 5])
 @pytest.mark.parametrize("num_output", range(5))
-@pytest.mark.parametrize("back_end", ON_HOST)
-def test_an_end_is_held_back_up_to_min_tokens_within_a_run(back_end: str, num_output: int, temperature: float) -> None:
+def test_an_end_is_held_back_up_to_min_tokens_within_a_run(num_output: int, num_nodes: int) -> None:
     """A target that always wants to end: it may after three tokens, wherever in the run they are reached."""
-    logits = torch.zeros(6, VOCAB_SIZE)
+    logits = torch.zeros(1 + num_nodes, VOCAB_SIZE)
     logits[:, 2], logits[:, EOS] = 1.0, 2.0
-    request = make_request(SamplingParams(temperature=temperature, min_tokens=3), num_output=num_output)
-    acceptance = run_accept(make_back_end(back_end), [request], [DraftTree.chain([2] * 5)], [True], logits)
-    assert acceptance.token_ids == [[2] * max(3 - num_output, 0) + [EOS]]
+    request = make_request(SamplingParams(temperature=0.0, min_tokens=3), num_output=num_output)
+    acceptance = run_accept([request], [DraftTree.chain([2] * num_nodes)], [1 + num_nodes], logits)
+    assert acceptance.token_ids == [([2] * max(3 - num_output, 0) + [EOS])[: 1 + num_nodes]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad_row", ["root", "accepted", "rejected"])
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_logits_that_are_not_finite_end_their_request_if_they_are_needed(back_end: str, bad_row: str, temperature: float) -> None:
+def test_logits_that_are_not_finite_end_their_request_if_they_are_needed(bad_row: str, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, top_k=1)
     logits = torch.zeros(3 + 1 + 3, VOCAB_SIZE)
     logits[:, 2] = 1.0
     logits[{"root": 0, "accepted": 1, "rejected": 6}[bad_row]] = torch.nan
-    requests = [make_request(params), make_request(params), make_request(params)]
     step_trees = [DraftTree.chain([2, 2]), EMPTY_TREE, DraftTree.chain([2, 3])]
-    acceptance = run_accept(make_back_end(back_end), requests, step_trees, [True] * 3, logits)
+    acceptance = run_accept([make_request(params)] * 3, step_trees, [3, 1, 3], logits)
     is_broken = bad_row != "rejected"
     assert acceptance.errors == ["the target's logits are not finite" if is_broken else None, None, None]
     assert acceptance.token_ids == [{"root": [], "accepted": [2]}.get(bad_row, [2, 2, 2]), [2], [2, 2]]
@@ -172,13 +158,12 @@ def fail(token_ids: list[int], logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_a_processor_that_fails_behind_the_root_ends_its_request_there(back_end: str, temperature: float) -> None:
+def test_a_processor_that_fails_behind_the_root_ends_its_request_there(temperature: float) -> None:
     logits = torch.zeros(6, VOCAB_SIZE)
     logits[:, 2] = 40.0
-    params: list[dict[str, Any]] = [{"logits_processors": [fail]}, {}]
-    requests = [make_request(SamplingParams(temperature=temperature, **each)) for each in params]
-    acceptance = run_accept(make_back_end(back_end), requests, [DraftTree.chain([2, 2])] * 2, [True] * 2, logits)
+    params = SamplingParams(temperature=temperature)
+    requests = [make_request(replace(params, logits_processors=[fail])), make_request(params)]
+    acceptance = run_accept(requests, [DraftTree.chain([2, 2])] * 2, [3, 3], logits)
     assert acceptance.errors == ["logits_processors: KeyError: 'no such rule'", None]
     assert acceptance.token_ids == [[2], [2, 2, 2]]
 
@@ -188,8 +173,7 @@ def test_greedy_rows_without_options_are_not_copied(monkeypatch: pytest.MonkeyPa
         raise AssertionError("nothing is to be transformed")
 
     monkeypatch.setattr(accept, "transform_rows", unwanted)
-    backend, request = make_back_end("torch"), make_request(SamplingParams(temperature=0.0))
-    plan = StepPlan([request], [1], [1], [1])
+    plan = StepPlan([make_request(SamplingParams(temperature=0.0))], [1], [1], [1])
     logits = torch.randn(2, VOCAB_SIZE)
-    launched = launch(backend, plan, host_trees([DraftTree.chain([3])]), np.array([0, 2]), logits)
-    assert launched.logits is logits and collect(backend, launched).errors == [None]
+    launched = launch(BACKEND, plan, host_trees([DraftTree.chain([3])]), np.array([0, 2]), logits)
+    assert launched.logits is logits and collect(BACKEND, launched).errors == [None]

@@ -1,98 +1,159 @@
 """Whole sequences sampled by the engine with speculation come from exactly the target's distribution.
 
-The vocabulary has eight tokens, so that every sequence can be enumerated and its probability computed by transformers.
+The vocabulary has eight tokens, so that every sequence can be enumerated and its probability computed by transformers, under every
+option that changes logits or cuts the distribution. The draft knows nothing of options that change logits; rejection mends that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import count, product
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from back_ends import ON_HOST, make_back_end
+from back_ends import make_back_end
 from numpy.typing import NDArray
 from scipy import stats
+from slow_logits import slow_probs, slow_transform
 from stepping import make_engine, run_all
+from tiny_models import reference_logits
 from torch import Tensor
-from transformers import MinPLogitsWarper, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from zoo import Zoo
 
+from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
-from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import DraftTrees
+from titan.core.step import StepPlan
+from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
+from titan.draft.base import NoDrafter
+from titan.draft.policy import DraftPolicy
 from titan.kernels.interfaces import Backend, Verified
+from titan.kernels.torch import trees as torch_trees
+from titan.verify import options
 
 VOCAB_SIZE = 8
 LENGTH = 3
-NUM_SEQUENCES = 4096
+MORE = 3  # tokens behind those that are looked at, so that the first trees have nodes to branch
+NUM_SEQUENCES = 2000
 PROMPT = [3, 6, 1, 1, 5]
-SEQUENCES = np.array(list(product(range(VOCAB_SIZE), repeat=LENGTH)))
+STOP = 4
+
+
+def by_last_token(token_ids: list[int], logits: Tensor) -> Tensor:
+    """Likes the tokens that have the parity of the last one."""
+    return logits + 1.5 * (torch.arange(len(logits)) % 2 == token_ids[-1] % 2)
+
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
-    "plain": {"temperature": 1.0},
     "hot": {"temperature": 1.7},
-    "top_k_top_p": {"temperature": 1.5, "top_k": 6, "top_p": 0.9},
     "min_p": {"temperature": 2.0, "min_p": 0.1},
+    "cuts": {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.05},
+    "repetition": {"repetition_penalty": 1.9},
+    "presence_frequency": {"presence_penalty": 1.9, "frequency_penalty": -0.6},
+    "logit_bias": {"logit_bias": {1: 1.2, 5: -100, 7: -0.6}},
+    "processor": {"logits_processors": [by_last_token]},
+    "min_tokens": {"min_tokens": 2, "stop_token_ids": [STOP], "logit_bias": {STOP: 1.5}},
+    "all": {
+        "temperature": 1.4,
+        "top_k": 7,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.5,
+        "logit_bias": {2: 0.9},
+        "logits_processors": [by_last_token],
+        "min_tokens": 2,
+        "stop_token_ids": [STOP],
+    },
 }
+PROPOSALS: dict[str, dict[str, Any]] = {
+    "most likely": {"draft_tree": "chain", "draft_sampling": "greedy"},
+    "chain": {"draft_tree": "chain"},
+    "auto": {"draft_tree": "auto"},
+    "dynamic": {"draft_tree": "dynamic"},
+    "shape": {"draft_tree": [-1, -1, 0, 0, 1], "max_draft_tokens": 5},
+}
+"""All but the first are sampled."""
 
 
-@torch.no_grad()
-def exact_distribution(
-    model: PreTrainedModel, *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> NDArray[np.float64]:
-    """Probability of each of `SEQUENCES` after `PROMPT`."""
-    prompts = torch.tensor(PROMPT).expand(len(SEQUENCES), -1)
-    logits = model(torch.cat((prompts, torch.tensor(SEQUENCES)), 1)).logits[:, len(PROMPT) - 1 : -1].double()
-    scores = TemperatureLogitsWarper(temperature)(prompts, logits.reshape(-1, VOCAB_SIZE))
-    for warper in (
-        *([TopKLogitsWarper(top_k)] if top_k else []),
-        *([TopPLogitsWarper(top_p)] if top_p < 1 else []),
-        *([MinPLogitsWarper(min_p)] if min_p else []),
-    ):
-        scores = warper(prompts, scores)
-    probs = scores.softmax(-1).view(len(SEQUENCES), LENGTH, VOCAB_SIZE)
-    return probs.gather(2, torch.tensor(SEQUENCES)[:, :, None])[:, :, 0].prod(1).numpy()  # type: ignore[no-any-return]
+class Bush(NoDrafter):
+    """Proposes small branching trees of tokens that are drawn anew for every prefix."""
+
+    name = "bush"
+    max_draft_tokens = 5
+    parents = np.array([-1, -1, -1, 0, 1], np.int32)
+
+    def propose(self, plan: StepPlan) -> list[DraftTree]:
+        return [self._tree(request, budget) for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)]
+
+    def _tree(self, request: Request, budget: int) -> DraftTree:
+        if budget == 0:
+            return EMPTY_TREE
+        first, second, third = Random(str(request.token_ids)).sample(range(VOCAB_SIZE), 3)
+        return DraftTree(np.array([first, second, third, first, third][:budget]), self.parents[:budget])
 
 
-def p_value(outputs: list[list[int]], probs: NDArray[np.float64]) -> float:
-    """Chi-square of the sequences against their probabilities; those expected less than 5 times are counted together."""
-    index = np.array(outputs) @ VOCAB_SIZE ** np.arange(LENGTH)[::-1]
-    observed = np.bincount(index, minlength=len(probs)).astype(float)
-    assert observed[probs == 0].sum() == 0, "a sequence that is impossible"
-    expected = probs / probs.sum() * len(outputs)
-    common = expected >= 5
-    observed, expected = (np.append(values[common], values[~common].sum()) for values in (observed, expected))
-    if expected[-1] == 0:
-        observed, expected = observed[:-1], expected[:-1]
-    return float(stats.chisquare(observed, expected).pvalue)
+class Sampled(NamedTuple):
+    outputs: list[list[int]]  # the first tokens of each sequence
+    accepted_per_depth: list[int]
+    proposed_per_depth: list[int]
 
 
 class Sampler:
-    """Samples sequences with the engine, one request per seed."""
+    """Samples sequences from the target, and says how likely they are."""
 
     def __init__(self, zoo: Zoo) -> None:
         self.zoo = zoo
-        self.sample = cache(self._sample)
+        self.probs = cache(self._probs)
 
-    def _sample(
-        self, sampling: str, draft: str | None, has_seed: bool, backend: Backend | None = None
-    ) -> tuple[list[list[int]], float]:
-        """The outputs and the mean acceptance length."""
-        engine = make_engine(
-            self.zoo.path("eight"),
-            draft if draft in (None, "ngram") else self.zoo.path(draft),
-            backend=backend, max_batch_size=128, block_size=8, num_kv_blocks=300, max_waiting_requests=NUM_SEQUENCES, seed=5,
-        )  # fmt: skip
-        options = SAMPLINGS[sampling]
-        params = [
-            SamplingParams(max_tokens=LENGTH, ignore_eos=True, seed=seed if has_seed else None, **options)
-            for seed in range(NUM_SEQUENCES)
-        ]
-        outputs = run_all(engine, [PROMPT] * NUM_SEQUENCES, params)
-        return outputs, engine.metrics().mean_acceptance_length
+    def sample(
+        self,
+        sampling: str,
+        proposal: str | Bush | None,
+        num_sequences: int = NUM_SEQUENCES,
+        *,
+        draft: str = "eight~",
+        has_seed: bool = True,
+        backend: Backend | None = None,
+    ) -> Sampled:
+        """As many sequences, of seeds 0, 1, ..."""
+        choice = {"draft_sampling": "sampled"} | PROPOSALS[proposal] if isinstance(proposal, str) else {}
+        pool: dict[str, Any] = {"max_batch_size": 128, "block_size": 8, "num_kv_blocks": 300, "max_waiting_requests": 5000}
+        drafter = self.zoo.path(draft) if isinstance(proposal, str) else proposal
+        engine = make_engine(self.zoo.path("eight"), drafter, backend=backend, seed=5, **pool, **choice)
+        seeds = [seed if has_seed else None for seed in range(num_sequences)]
+        params = [SamplingParams(max_tokens=LENGTH + MORE, seed=seed, ignore_eos=True, **SAMPLINGS[sampling]) for seed in seeds]
+        outputs = run_all(engine, [PROMPT] * num_sequences, params)
+        metrics = engine.metrics()
+        return Sampled([output[:LENGTH] for output in outputs], metrics.accepted_per_depth, metrics.proposed_per_depth)
+
+    def _probs(self, sampling: str | None) -> NDArray[np.float64]:
+        """Probability of each sequence, in lexical order, token by token; `None`: without options."""
+        params = SamplingParams(max_tokens=LENGTH + MORE, **SAMPLINGS[sampling] if sampling else {})
+
+        @cache
+        def next_probs(output: tuple[int, ...]) -> Tensor:
+            logits = reference_logits(self.zoo.model("eight"), [*PROMPT, *output])[-1].double()
+            return slow_probs(slow_transform(logits, params, PROMPT, output, params.stop_token_ids or ()), params)
+
+        sequences = product(range(VOCAB_SIZE), repeat=LENGTH)
+        return np.array([np.prod([float(next_probs(s[:i])[s[i]]) for i in range(LENGTH)]) for s in sequences])
+
+    def p_value(self, sampled: Sampled, sampling: str | None) -> float:
+        """Chi-square of the sequences; those expected less than 5 times are counted together; 0 if one is impossible."""
+        probs, outputs = self.probs(sampling), np.array(sampled.outputs)
+        observed = np.bincount(outputs @ VOCAB_SIZE ** np.arange(LENGTH)[::-1], minlength=len(probs)).astype(float)
+        if observed[probs == 0].sum():
+            return 0.0
+        expected = probs / probs.sum() * len(outputs)
+        common = expected >= 5
+        observed, expected = (np.append(values[common], values[~common].sum()) for values in (observed, expected))
+        return float(stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue)
 
 
 @pytest.fixture(scope="module")
@@ -100,52 +161,106 @@ def sampler(zoo: Zoo) -> Sampler:
     return Sampler(zoo)
 
 
-@pytest.mark.parametrize(("draft", "has_seed"), [("eight", True), ("eight~", True), ("eight~", False)])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_speculation_keeps_the_targets_distribution(sampler: Sampler, sampling: str, draft: str, has_seed: bool) -> None:
-    outputs, acceptance_length = sampler.sample(sampling, draft, has_seed)
-    assert acceptance_length > 1.15, "hardly any draft token was accepted: nothing is tested"
-    assert p_value(outputs, exact_distribution(sampler.zoo.model("eight"), **SAMPLINGS[sampling])) > 1e-3
+CASES = [
+    *((sampling, proposal) for sampling in SAMPLINGS for proposal in ("bush", "shape")),
+    *((sampling, proposal) for sampling in ("cuts", "all") for proposal in PROPOSALS if proposal != "shape"),
+]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_pytorch_keeps_the_targets_distribution(zoo: Zoo, sampling: str) -> None:
-    """Where there is a compiler, the other tests here run C++."""
-    outputs, acceptance_length = Sampler(zoo)._sample(sampling, "eight~", True, make_back_end("torch"))
-    assert acceptance_length > 1.15
-    assert p_value(outputs, exact_distribution(zoo.model("eight"), **SAMPLINGS[sampling])) > 1e-3
+@pytest.mark.parametrize(("sampling", "proposal"), CASES)
+def test_speculation_keeps_the_targets_distribution(sampler: Sampler, sampling: str, proposal: str) -> None:
+    """The negative control: it is not that of the target without the options. And what is not sampled changes no sequence."""
+    sampled = sampler.sample(sampling, Bush() if proposal == "bush" else proposal)
+    assert sampled.accepted_per_depth[0] > NUM_SEQUENCES / 2 and sampled.accepted_per_depth[1] > 30, "nothing is tested"
+    assert sampler.p_value(sampled, sampling) > 1e-3
+    assert sampler.p_value(sampled, None) < 1e-6
+    if proposal in ("bush", "most likely"):
+        assert sampler.sample(sampling, None, 200).outputs == sampled.outputs[:200]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_the_chi_square_notices_a_distribution_that_is_slightly_wrong(sampler: Sampler, sampling: str) -> None:
-    """The negative control: the same outputs do not pass for those of another temperature."""
-    outputs, _ = sampler.sample(sampling, "eight~", True)
-    options = SAMPLINGS[sampling]
-    wrong = {"temperature": options["temperature"] * 1.25} | {key: value for key, value in options.items() if key != "temperature"}
-    assert p_value(outputs, exact_distribution(sampler.zoo.model("eight"), **wrong)) < 1e-6
+@pytest.mark.parametrize(("proposal", "back_end"), [("chain", "torch"), ("shape", "torch"), ("auto", "cpu"), ("dynamic", "cpu")])
+def test_drafts_of_a_poor_model_keep_the_distribution_too(sampler: Sampler, proposal: str, back_end: str) -> None:
+    """Of requests without seeds."""
+    backend = make_back_end(back_end)
+    sampled = sampler.sample("cuts", proposal, draft="eight_other", has_seed=False, backend=backend)
+    assert sampled.accepted_per_depth[0] < 0.65 * sampled.proposed_per_depth[0], "residuals are sampled from"
+    assert sampler.p_value(sampled, "cuts") > 1e-3
 
 
-@pytest.mark.parametrize("back_end", ON_HOST)
-def test_the_chi_square_notices_a_lossy_acceptance_rule(zoo: Zoo, back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of the rule: now and then a draft token is taken for good."""
-    backend, num_walks = make_back_end(back_end), count()
-    verify = backend.trees.verify
+@pytest.mark.parametrize("proposal", ["auto", "shape"])
+def test_a_request_may_change_between_sampled_and_most_likely_drafts(
+    sampler: Sampler, proposal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `draft_sampling="auto"` does, here at every step."""
+    kinds: list[bool] = []
 
-    def careless(logits: Tensor, trees: DraftTrees, rows: NDArray[np.int64], sampling: SamplingRows) -> Verified:
-        verified = verify(logits, trees, rows, sampling)
+    def alternate(_: DraftPolicy, request: Request) -> bool:
+        kinds.append(request.draft_history.num_drafts % 2 == request.seed % 2)
+        return kinds[-1]
+
+    monkeypatch.setattr(DraftPolicy, "_is_sampled", alternate)
+    sampled = sampler.sample("cuts", proposal, 2 * NUM_SEQUENCES, draft="eight_other")
+    assert min(sum(kinds), len(kinds) - sum(kinds)) > NUM_SEQUENCES
+    assert sampler.p_value(sampled, "cuts") > 1e-3
+
+
+Mistake = Callable[[Backend, pytest.MonkeyPatch], None]
+
+
+def careless(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now and then a draft token is taken for good."""
+    verify, num_walks = backend.trees.verify, count()
+
+    def mistaken(logits: Tensor, trees: DraftTrees, rows: NDArray[np.int64], *others: Any) -> Verified:
+        verified = verify(logits, trees, rows, *others)
         paths = torch.nn.functional.pad(verified.paths, (0, 1), value=-1)
         for i, num_nodes in enumerate(trees.counts[rows].tolist()):
             if next(num_walks) % 5 == 0 and num_nodes and (paths[i] < 0).all():
                 paths[i, 0] = 0
         return verified._replace(paths=paths)
 
-    monkeypatch.setattr(backend.trees, "verify", careless)
-    outputs, _ = Sampler(zoo)._sample("plain", "eight~", True, backend)
-    assert p_value(outputs, exact_distribution(zoo.model("eight"), **SAMPLINGS["plain"])) < 1e-6
+    monkeypatch.setattr(backend.trees, "verify", mistaken)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_seed_gives_the_same_sequence_with_and_without_speculation(sampler: Sampler, sampling: str) -> None:
-    outputs, acceptance_length = sampler.sample(sampling, None, True)
-    assert acceptance_length == 1.0
-    assert sampler.sample(sampling, "eight~", True)[0] == outputs
+def flat_q(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another q than the one that was sampled from."""
+    verify = backend.trees.verify
+
+    def mistaken(logits: Tensor, trees: DraftTrees, *others: Any) -> Verified:
+        probs = trees.draft_probs
+        flat = None if probs is None else (probs + 0.2) / (1 + 0.2 * VOCAB_SIZE)
+        return verify(logits, replace(trees, draft_probs=flat), *others)
+
+    monkeypatch.setattr(backend.trees, "verify", mistaken)
+
+
+def no_residual(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's p where the residual should be."""
+    attempt = torch_trees._Tree._try
+    monkeypatch.setattr(torch_trees._Tree, "_try", lambda *args: (attempt(*args)[0], 0.0))
+
+
+def no_paths(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options overlook the drafted path."""
+    monkeypatch.setattr(options, "_paths", lambda tree, first: {first + row: [] for row in range(tree.num_nodes + 1)})
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sampling", "proposal", "back_end"),
+    [
+        (careless, "hot", "most likely", "cpu"),
+        (flat_q, "hot", "chain", "torch"),
+        (flat_q, "hot", "shape", "cpu"),
+        (no_residual, "hot", "chain", "torch"),
+        (no_paths, "repetition", "bush", "cpu"),
+        (no_paths, "presence_frequency", "bush", "cpu"),
+    ],
+)
+def test_the_chi_square_notices_mistakes(
+    sampler: Sampler, mistake: Mistake, sampling: str, proposal: str, back_end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, num_sequences = make_back_end(back_end), NUM_SEQUENCES * (1 if back_end == "torch" else 2)
+    mistake(backend, monkeypatch)
+    drafts = Bush() if proposal == "bush" else proposal
+    sampled = sampler.sample(sampling, drafts, num_sequences, draft="eight_other", backend=backend)
+    assert sampler.p_value(sampled, sampling) < 1e-6
