@@ -37,7 +37,7 @@ def with_tables(page: str, folder: Path) -> str:
         tables = dict(TITLED.findall(path.read_text(encoding="utf-8") + "\n"))
         if match["title"] not in tables:
             raise ValueError(f"table {match['title']!r} is not in {path}: allowed are {', '.join(map(repr, tables))}")
-        return match[1] + tables[match["title"]] + match[4]
+        return "".join([match[1], tables[match["title"]], match[4]])
 
     return MARKED.sub(copy, page)
 

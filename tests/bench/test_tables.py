@@ -11,7 +11,8 @@ from titan.bench.report import Table, table_lines
 from titan.bench.tables import main
 
 SPEED = table_lines(Table("Speed", ["mode", "tokens/s"], [["titan", "75.0 ±3 %"]]))
-PAGE = 'before\n<!-- table: run.md "Speed" -->\nold\n<!-- end of table -->\nbetween\n<!-- table: run.md "Load" -->\n<!-- end of table -->\n'
+END = "<!-- end of table -->\n"
+PAGE = f'before\n<!-- table: run.md "Speed" -->\nold\n{END}between\n<!-- table: run.md "Load" -->\n{END}'
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_tables_are_copied_between_their_comments(root: Path, capsys: pytest.Cap
     [
         ('"Load"', '"Loads"', r"'Loads' is not in .*run.md: allowed are 'Speed', 'Load'"),
         ('"Load"', "Load", "a comment is not allowed"),
-        ("<!-- end of table -->\nb", "b", "a comment is not allowed"),
+        (f"{END}b", "b", "a comment is not allowed"),
         ("run.md", "walk.md", "walk.md"),
     ],
 )
