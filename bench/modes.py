@@ -57,10 +57,7 @@ MODES = {
         lambda engine, workload, _: run_workload(engine, workload, 1, use_speculative=False),
     ),
     "transformers-static": Mode(
-        "transformers' generate in static batches",
-        engine="transformers",
-        options={"mode": "static"},
-        ends_together=True,
+        "transformers' generate in static batches", engine="transformers", options={"mode": "static"}, ends_together=True
     ),
     "transformers-continuous": Mode(
         "transformers' generate_batch: continuous batching, paged cache, its default attention",

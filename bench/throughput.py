@@ -141,19 +141,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = parse_arguments(argv)
     bench = ThroughputBench(args)
-    measure_and_publish(
-        args,
-        bench.run,
-        lambda: throughput_report(args, bench.samples, bench.profiles, bench.problems, bench.versions),
-        {"target": args.model, "draft": args.draft_model},
-    )
+    make_report = partial(throughput_report, args, bench.samples, bench.profiles, bench.problems, bench.versions)
+    measure_and_publish(args, bench.run, make_report, {"target": args.model, "draft": args.draft_model})
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; options that depend on others are filled in.
 
     Raises:
-        SystemExit: an option is not allowed; the message says why.
         ValueError: the draft or a mode is not possible, or --profile was asked for something that it cannot do.
     """
     parser = bench_parser("throughput", __doc__)

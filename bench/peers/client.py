@@ -20,8 +20,7 @@ from titan.bench.runs import RequestRun, Run
 from titan.bench.workloads import Workload
 
 HERE = Path(__file__).resolve().parent
-ANSWER_SECONDS = 3600.0
-"""After this time without an answer a peer is given up; loading, compiling and the longest runs take less."""
+ANSWER_SECONDS = 3600.0  # without an answer; loading, compiling and the longest runs take less
 
 
 class PeerError(Exception):

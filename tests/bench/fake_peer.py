@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from itertools import count
 from typing import Any
 
 
@@ -18,7 +19,7 @@ class FakePeer:
         if self.fails == "load":
             raise ValueError("no such\nmodel")
         if options.get("spins"):
-            threading.Thread(target=spin, daemon=True).start()
+            threading.Thread(target=lambda: sum(0 for _ in count()), daemon=True).start()
 
     def run(self, requests: list[dict[str, Any]], concurrency: int) -> dict[str, Any]:
         """Run requests, as `serve.py` says."""
@@ -35,11 +36,6 @@ class FakePeer:
             tokens = list(range(first, first + request["output_len"] - (self.fails == "short")))
             results.append({"token_ids": tokens, "first_token_seconds": 0.5, "finished_seconds": 1.0 * concurrency})
         return {"seconds": 2.0, "requests": results, "figures": {"tokens/step": 1.5}}
-
-
-def spin() -> None:
-    while True:
-        pass
 
 
 load = FakePeer

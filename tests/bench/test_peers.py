@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.request import Request
 
 import psutil
 import pytest
@@ -88,11 +89,6 @@ def test_engines_that_are_stepped_have_at_most_so_many_requests() -> None:
     assert all(0 <= result["first_token_seconds"] <= result["finished_seconds"] for result in answer["requests"])
 
 
-def test_adapters_need_nothing_of_titan() -> None:
-    for path in Path(serve.__file__).parent.glob("*_peer.py"):
-        assert "from titan" not in path.read_text() and "import titan" not in path.read_text()
-
-
 @pytest.mark.parametrize("mode", ["static", "continuous", "assisted"])
 def test_transformers_generates_what_it_generates_alone(zoo: Zoo, mode: str) -> None:
     prompts, output_lens = random_prompts(5, max_len=20, seed=3), [4, 9, 2, 7, 5]
@@ -112,35 +108,19 @@ def test_transformers_generates_what_it_generates_alone(zoo: Zoo, mode: str) -> 
         peer.model.destroy_cached_continuous_batching_manager()
 
 
-class Server(BaseHTTPRequestHandler):
-    """What llama.cpp's server answers, with numbers for tokens."""
+def test_the_server_of_llama_cpp_is_asked_for_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(question: str | Request, timeout: float) -> io.BytesIO:
+        if isinstance(question, str):
+            return io.BytesIO(b'{"build_info": "b1234"}')
+        assert isinstance(question.data, bytes)
+        asked = json.loads(question.data)
+        assert asked["temperature"] == 0 and asked["ignore_eos"] and not asked["cache_prompt"]
+        tokens = [[asked["prompt"][0] + i] for i in range(asked["n_predict"])]
+        return io.BytesIO(b"".join(b'data: {"tokens": %s}\n\n' % str(each).encode() for each in [*tokens, []]))
 
-    def do_GET(self) -> None:
-        self._answer(b'{"build_info": "b1234"}')
-
-    def do_POST(self) -> None:
-        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert question["temperature"] == 0 and question["ignore_eos"] and not question["cache_prompt"]
-        tokens = [[question["prompt"][0] + i] for i in range(question["n_predict"])]
-        self._answer(*(b'data: {"tokens": %s}\n\n' % str(each).encode() for each in [*tokens, []]))
-
-    def _answer(self, *parts: bytes) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.writelines(parts)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-def test_the_server_of_llama_cpp_is_asked_over_http() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            peer = llama_cpp_peer.load({"url": f"http://127.0.0.1:{server.server_address[1]}"})
-            answer = peer.run([{"prompt": [10], "output_len": 3}, {"prompt": [20, 1], "output_len": 2}], 2)
-        finally:
-            server.shutdown()
+    monkeypatch.setattr(llama_cpp_peer, "build_opener", lambda _: SimpleNamespace(open=answer))
+    peer = llama_cpp_peer.load({"url": "http://localhost:8080"})
     assert peer.versions == {"llama.cpp": "b1234"}
-    assert [result["token_ids"] for result in answer["requests"]] == [[10, 11, 12], [20, 21]]
-    assert all(0 < result["first_token_seconds"] <= result["finished_seconds"] for result in answer["requests"])
+    results = peer.run([{"prompt": [10], "output_len": 3}, {"prompt": [20, 1], "output_len": 2}], 2)["requests"]
+    assert [result["token_ids"] for result in results] == [[10, 11, 12], [20, 21]]
+    assert all(0 < result["first_token_seconds"] <= result["finished_seconds"] for result in results)

@@ -10,20 +10,16 @@ from titan.bench import tables
 from titan.bench.report import Table, table_lines
 from titan.bench.tables import main
 
-SPEED = table_lines(Table("Speed", ["mode", "tokens/s"], [["titan", "75.0 ±3 %"]]))
 END = "<!-- end of table -->\n"
 PAGE = f'before\n<!-- table: run.md "Speed" -->\nold\n{END}between\n<!-- table: run.md "Load" -->\n{END}'
+SPEED = table_lines(Table("Speed", ["mode", "tokens/s"], [["titan", "75.0 ±3 %"]]))
+RESULT = "\n".join(["# Run", "", "## Speed", "", *SPEED, "", "## Load", "", "| a |"])
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout with a page in each place and a file of two tables."""
-    files = {
-        "README.md": PAGE,
-        "docs/other.md": PAGE,
-        "bench/results/run.md": "\n".join(["# Run\n\n## Speed\n", *SPEED, "\n## Load\n\n| a |"]),
-    }
-    for name, text in files.items():
+    for name, text in {"README.md": PAGE, "docs/other.md": PAGE, "bench/results/run.md": RESULT}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
