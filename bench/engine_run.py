@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import zip_longest
 from statistics import mean
-from typing import Protocol
 
 import torch
 
@@ -24,14 +22,6 @@ from titan.frontend import FrontEnd
 
 STEPS_PER_GPU_SAMPLE = 16
 """Asking NVML takes about a millisecond."""
-
-
-class Clock(Protocol):
-    """Seconds that pass, and waiting for them; the module `time` is one."""
-
-    def monotonic(self) -> float: ...
-
-    def sleep(self, seconds: float, /) -> None: ...
 
 
 def make_requests(engine: Engine, workload: Workload, *, use_speculative: bool = True, temperature: float = 0.0) -> list[Request]:
@@ -54,11 +44,9 @@ def run_workload(
     concurrency: int | None = None,
     *,
     use_speculative: bool = True,
-    temperature: float = 0.0,
     is_static: bool = False,
-    clock: Clock = time,
 ) -> Run:
-    """Step an idle engine until a workload is done.
+    """Step an idle engine until a workload is done; temperature 0.
 
     A request that arrives during a step waits for its end, which its latency counts.
 
@@ -67,29 +55,26 @@ def run_workload(
         workload: each request is added when its time has come.
         concurrency: most requests at once; 1 is no batching, ``None`` leaves it to the engine.
         use_speculative: whether the engine may draft.
-        temperature: of the requests.
         is_static: the next requests are added when all of those before are finished.
-        clock: of the arrivals and of what is measured.
 
     Raises:
         RuntimeError: a request was ended before it had its tokens.
     """
-    requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
+    requests = make_requests(engine, workload, use_speculative=use_speculative)
     changes: dict[Request, list[float]] = {request: [] for request in requests}
-    seconds = 0.0
-    num_rows, cpu_start = engine.counters.num_sequence_steps, time.process_time()
+    seconds, cpu_start = 0.0, time.process_time()
     with _observed_use(engine) as (kv_use, gpu_use):
-        for seconds, changed in _serve(engine, workload, requests, concurrency or len(requests), clock, is_static=is_static):
+        for seconds, changed in _serve(engine, workload, requests, concurrency or len(requests), is_static=is_static):
             for request in changed:
                 changes[request].append(seconds)
     cpu_seconds = time.process_time() - cpu_start
-    num_rows = engine.counters.num_sequence_steps - num_rows
     runs = [
         RequestRun(request.output_token_ids, changes[request][-1], changes[request][0], arrival)
         for arrival, request in zip(workload.arrivals, requests, strict=True)
     ]
     figures = {
-        "batch": num_rows / len(kv_use),
+        "tokens/step": _tokens_per_step(requests),
+        "batch": sum(request.metrics.num_sequence_steps for request in requests) / len(kv_use),
         "ms/step": 1e3 * seconds / len(kv_use),
         "CPU": cpu_seconds / seconds / torch.get_num_threads(),
         "KV mean": mean(kv_use),
@@ -97,7 +82,7 @@ def run_workload(
     }
     if gpu_use:
         figures["GPU"] = mean(gpu_use)
-    return _make_run(requests, runs, seconds - workload.arrivals[0], figures)
+    return Run(runs, seconds - workload.arrivals[0], figures)
 
 
 def run_static(engine: Engine, workload: Workload, batch_size: int) -> Run:
@@ -125,7 +110,7 @@ def profile_workload(
         RuntimeError: as `run_workload`.
     """
     requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
-    steps = _serve(engine, workload, requests, concurrency, time)
+    steps = _serve(engine, workload, requests, concurrency)
     seconds = 0.0
     while not all(request.num_output_tokens for request in requests[:concurrency]):
         seconds, _ = next(steps)
@@ -133,7 +118,7 @@ def profile_workload(
         for seconds, _ in steps:  # noqa: B007 - the last counts
             pass
     runs = [RequestRun(request.output_token_ids, seconds, None) for request in requests]
-    return _make_run(requests, runs, seconds, times.figures)
+    return Run(runs, seconds, {"tokens/step": _tokens_per_step(requests), **times.figures})
 
 
 def make_idle(engine: Engine) -> None:
@@ -143,16 +128,16 @@ def make_idle(engine: Engine) -> None:
 
 
 def _serve(
-    engine: Engine, workload: Workload, requests: Sequence[Request], concurrency: int, clock: Clock, *, is_static: bool = False
+    engine: Engine, workload: Workload, requests: Sequence[Request], concurrency: int, *, is_static: bool = False
 ) -> Iterator[tuple[float, list[Request]]]:
     """Step an engine until all requests are finished; yields, after each step, the seconds until then and what it changed."""
     waiting = deque(zip(workload.arrivals, requests, strict=True))
     unfinished: set[Request] = set()
-    start = clock.monotonic()
+    start = time.monotonic()
     while waiting or unfinished:
-        now = clock.monotonic() - start
+        now = time.monotonic() - start
         if waiting and not unfinished and waiting[0][0] > now:
-            clock.sleep(waiting[0][0] - now)
+            time.sleep(waiting[0][0] - now)
             now = waiting[0][0]  # whatever rounding says
         may_add = not (is_static and unfinished)
         while may_add and waiting and waiting[0][0] <= now and len(unfinished) < concurrency:
@@ -164,20 +149,12 @@ def _serve(
             if request.is_finished and request.finish_reason != "length":
                 raise RuntimeError(f"request {request.request_id} ended early: {request.error or request.finish_reason}")
         unfinished -= {request for request in changed if request.is_finished}
-        yield clock.monotonic() - start, changed
+        yield time.monotonic() - start, changed
 
 
-def _make_run(requests: Sequence[Request], runs: list[RequestRun], seconds: float, figures: Mapping[str, float]) -> Run:
-    """Add what the requests themselves counted to the figures."""
+def _tokens_per_step(requests: Sequence[Request]) -> float:
     metrics = [request.metrics for request in requests]
-    counts = {
-        "proposed per depth": [each.proposed_per_depth for each in metrics],
-        "accepted per depth": [each.accepted_per_depth for each in metrics],
-    }
-    details = {name: [sum(depth) for depth in zip_longest(*each, fillvalue=0)] for name, each in counts.items()}
-    num_tokens = sum(each.num_emitted_tokens for each in metrics)
-    num_rows = sum(each.num_sequence_steps for each in metrics)
-    return Run(runs, seconds, {"tokens/step": num_tokens / num_rows, **figures}, details)
+    return sum(each.num_emitted_tokens for each in metrics) / sum(each.num_sequence_steps for each in metrics)
 
 
 @contextmanager

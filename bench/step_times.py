@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +14,6 @@ import titan.engine
 from titan.core.metrics import ratio
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
-from titan.kernels.cpu.decoder import GrowingStruct
 from titan.kernels.cpu.runner import CompiledRunner
 from titan.kernels.interfaces import Runner
 from titan.models.decoder import Decoder
@@ -36,7 +35,6 @@ def timed(owner: Any, name: str, timer: Timer, *, measure: Callable[[Any], tuple
     """
     original = getattr(owner, name)
 
-    @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         result = original(*args, **kwargs)
@@ -91,30 +89,24 @@ def step_times(engine: Engine) -> Iterator[StepTimes]:
     runners = [(engine.runner, times.target)]
     if isinstance(engine.drafter, DraftModelDrafter):
         runners.append((engine.drafter.runner, times.draft))
+    compiled = [runner for runner, _ in runners if isinstance(runner, CompiledRunner)]
     with ExitStack() as stack:
         for runner, timer in runners:
             stack.enter_context(timed(runner, "forward", timer))
             stack.enter_context(timed(model_of(runner).ops, "tree_attention", times.attention))
-            if isinstance(runner, CompiledRunner):
-                stack.enter_context(timed(runner, "_run_growth", timer, measure=_passes_of_trees))
+            if runner in compiled:
+                measure = attrgetter("pass_seconds", "num_passes")  # of the passes of a tree, which are one call
+                stack.enter_context(timed(runner, "_run_growth", timer, measure=measure))
         for name in ("target_batch", "launch", "collect"):  # what a step calls for its trees, besides `Engine._propose`
             stack.enter_context(timed(titan.engine, name, times.speculation))
         stack.enter_context(timed(engine, "_propose", times.propose))
         stack.enter_context(timed(engine, "step", times.step))
-        before = _compiled_attention_seconds(runners)
+        before = sum(runner.attention_seconds for runner in compiled)
         yield times
-        times.attention.seconds += _compiled_attention_seconds(runners) - before
+        times.attention.seconds += sum(runner.attention_seconds for runner in compiled) - before
 
 
 def model_of(runner: Runner) -> Decoder:
     """The model of a runner; those of all back ends have it as an attribute."""
     model: Decoder = runner.model  # type: ignore[attr-defined]
     return model
-
-
-def _passes_of_trees(grown: GrowingStruct) -> tuple[float, int]:
-    return grown.pass_seconds, grown.num_passes
-
-
-def _compiled_attention_seconds(runners: Iterable[tuple[Runner, Timer]]) -> float:
-    return sum(runner.attention_seconds for runner, _ in runners if isinstance(runner, CompiledRunner))

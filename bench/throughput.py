@@ -8,7 +8,7 @@ start of the run. Ratios are medians over the rounds of the ratio within a round
     titan bench throughput --quick                                          the demo pair, in under two minutes
     titan bench throughput --model DIR/target --draft-model DIR/draft
     titan bench throughput --output-len 16-512 --concurrency 8              mixed lengths: static against continuous batching
-    titan bench throughput --modes titan vllm openvino --peer vllm=DIR      other engines: `python -m titan.bench.peers.make_env -h`
+    titan bench throughput --modes titan vllm openvino --peer vllm=DIR      other engines: see bench/results/README.md
     titan bench throughput --profile --model DIR/target                     parts of a decode step at 512 tokens of context
 
 Nothing else should run on the machine. Ctrl-C ends the measurement and reports what there is.
@@ -18,24 +18,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-import psutil
-
-from titan.bench.modes import (
-    MODES,
-    PEER_MODES,
-    PEERS,
-    TITAN,
-    TITAN_DRAFT,
-    TITAN_MODES,
-    TITAN_SINGLE,
-    TITAN_STATIC,
-    LoadedModes,
-    load_modes,
-    possible_modes,
-)
+from titan.bench.engine_run import profile_workload
+from titan.bench.modes import MODES, PEERS, TITAN, TITAN_DRAFT, LoadedModes, RunMode, load_modes, modes_at, possible_modes
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import bench_parser, count, measure_and_publish, parse, positive
 from titan.bench.runs import Run, latency_figures, share_equal
@@ -52,11 +39,11 @@ WAVES_OF_A_MIX = 4
 """Requests per slot with mixed output lengths, so that slots become free while others are busy."""
 PROFILED = (TITAN, TITAN_DRAFT)
 QUICK = {"dtype": ["float32"], "concurrency": [1, 8], "output_len": Lengths(16, 64)}
-QUICK_MODES = (*TITAN_MODES, "transformers-static")
+QUICK_MODES = (TITAN, TITAN_DRAFT, "titan-static", "titan-single", "transformers-static")
 
 
 class ThroughputBench:
-    """Times modes in rounds, and profiles those of `PROFILED`; ``samples``, ``problems`` and ``versions`` grow as it goes.
+    """Times modes in rounds, and profiles those of `PROFILED`; its lists and ``versions`` grow as it goes.
 
     Args:
         args: from `parse_arguments`.
@@ -68,6 +55,7 @@ class ThroughputBench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.samples: list[Sample] = []
+        self.profiles: list[Sample] = []
         self.problems: list[str] = []
         self.versions: dict[str, str] = {}
         self._options = {
@@ -87,107 +75,80 @@ class ThroughputBench:
             with load_modes(args.modes, {**self._options, "dtype": dtype}, args.peer, self.problems) as loaded:
                 for process in loaded.processes.values():
                     self.versions |= process.versions
-                with Turns(self._num_turns(loaded), self.problems, loaded.recover) as turns:
+                num_profiles = args.profiled_rounds * len(loaded.runs.keys() & PROFILED)
+                num_turns = [args.timed_rounds * len(modes_at(loaded.runs, each)) + num_profiles for each in args.concurrency]
+                with Turns(sum(num_turns), self.problems, loaded.recover) as turns:
                     self._measure(loaded, turns)
             del loaded, turns
             gc.collect()  # the models of this dtype go before the next are loaded
 
-    def _num_turns(self, loaded: LoadedModes) -> int:
-        args = self.args
-        num_profiles = args.profiled_rounds * len(set(PROFILED).intersection(loaded.names))
-        return sum(args.timed_rounds * len(modes_at(loaded.names, at_once)) + num_profiles for at_once in args.concurrency)
-
     def _measure(self, loaded: LoadedModes, turns: Turns) -> None:
         args = self.args
         prompts, output_lens = self._prompts(), args.output_len.stream(f"{args.seed}/outputs")
+        profiles = {
+            mode: partial(profile_workload, loaded.engine, use_speculative=MODES[mode].uses_draft)
+            for mode in PROFILED
+            if loaded.engine is not None and mode in loaded.runs
+        }
         for at_once in args.concurrency:
-            modes = modes_at(loaded.names, at_once)
+            timed = {mode: loaded.runs[mode] for mode in modes_at(loaded.runs, at_once)}
             for round_id in range(args.timed_rounds):
                 workload = take_workload(prompts, at_once * args.waves, output_lens)
                 reference: Run | None = None
-                for labels, run, load in self._runs(loaded, turns, modes, loaded.run, workload, at_once):
+                for labels, run in self._runs(loaded.dtype, turns, timed, workload, at_once):
                     reference = run if labels["mode"] == TITAN else reference
-                    self.samples.append(timed_sample(labels, round_id, run, reference, load))
-            profiled = [mode for mode in modes if mode in PROFILED]
+                    self.samples.append(timed_sample(labels, round_id, run, reference))
             for round_id in range(args.profiled_rounds):
                 workload = take_workload(prompts, at_once, output_lens)
-                for labels, run, load in self._runs(loaded, turns, profiled, loaded.profile, workload, at_once):
-                    self.samples += profiled_samples(labels, args.timed_rounds + round_id, run, workload, load)
+                context = (sum(map(len, workload.prompts)) + sum(workload.output_lens) / 2) / at_once
+                for labels, run in self._runs(loaded.dtype, turns, profiles, workload, at_once):
+                    if "host" in run.figures:  # nothing is timed on a GPU
+                        self.profiles.append(Sample(labels, round_id, {"context": context, **run.figures}))
 
     def _runs(
-        self,
-        loaded: LoadedModes,
-        turns: Turns,
-        modes: Sequence[str],
-        run: Callable[[str, Workload, int], Run],
-        workload: Workload,
-        at_once: int,
-    ) -> Iterator[tuple[dict[str, Label], Run, float]]:
-        """Yield the labels, the run and the load average before it, for each mode that does not fail.
+        self, dtype: str, turns: Turns, modes: Mapping[str, RunMode], workload: Workload, at_once: int
+    ) -> Iterator[tuple[dict[str, Label], Run]]:
+        """Yield labels and run of each mode that does not fail.
 
         Each warms up at the beginning of its turn, since the system may have put its memory aside during those of the others.
         """
         warm_up = Workload(workload.prompts[:at_once], [min(NUM_WARM_UP_TOKENS, self.args.output_len.low)] * at_once)
 
-        def work(mode: str) -> Run:
-            loaded.run(mode, warm_up, at_once)
-            return run(mode, workload, at_once)
+        def work(run_mode: RunMode) -> Run:
+            run_mode(warm_up, at_once)
+            return run_mode(workload, at_once)
 
-        for mode in modes:
-            load = psutil.getloadavg()[0]
-            done = turns.take(mode, f"at {count(at_once, 'request')} at once in {loaded.dtype}", partial(work, mode))
-            if done is not None:
-                yield {"dtype": loaded.dtype, "mode": mode, "at once": at_once}, done, load
+        for mode, run_mode in modes.items():
+            run = turns.take(mode, f"at {count(at_once, 'request')} at once in {dtype}", partial(work, run_mode))
+            if run is not None:
+                yield {"dtype": dtype, "mode": mode, "at once": at_once}, run
 
     def _prompts(self) -> Iterator[list[int]]:
         return prompt_stream(self.args.model, self.args.prompts, self.args.prompt_len, self.args.seed)
 
 
-def timed_sample(labels: dict[str, Label], round_id: int, run: Run, reference: Run | None, load: float) -> Sample:
+def timed_sample(labels: Mapping[str, Label], round_id: int, run: Run, reference: Run | None) -> Sample:
     """Keep what the report needs of a run; ``reference`` is Titan's without a draft in the same round, if there is one."""
     latencies = latency_figures(run.requests)
     if MODES[str(labels["mode"])].ends_together:
         latencies = {name: value for name, value in latencies.items() if not name.startswith("between tokens")}
     equal = {} if reference is None else {"equal outputs": share_equal(run, reference)}
-    figures = {**run.rates, **run.figures, **latencies, **equal, "load": load}
-    return Sample(labels, round_id, figures, {**run.details, "latency, s": [each.latency for each in run.requests]})
-
-
-def profiled_samples(labels: dict[str, Label], round_id: int, run: Run, workload: Workload, load: float) -> list[Sample]:
-    """The parts of a profiled run's steps, without what timed runs have too; nothing of a GPU, where steps are not timed."""
-    parts = {name: value for name, value in run.figures.items() if name not in ("tokens/step", "ms/step")}
-    if not parts:
-        return []
-    context = (sum(map(len, workload.prompts)) + sum(workload.output_lens) / 2) / len(workload)
-    figures = {"context": context, "ms/decode step": run.figures["ms/step"], **parts, "load": load}
-    return [Sample(labels, round_id, figures)]
-
-
-def modes_at(modes: Sequence[str], at_once: int) -> list[str]:
-    """The modes that make sense with this many requests at once, Titan without a draft first, as outputs are compared with its.
-
-    One request at a time is the same with static, continuous and no batching; some engines know nothing else.
-    """
-    if at_once == 1:
-        chosen = [mode for mode in modes if mode not in (TITAN_STATIC, TITAN_SINGLE) or TITAN not in modes]
-    else:
-        chosen = [mode for mode in modes if mode not in PEER_MODES or not PEER_MODES[mode].only_single]
-    return sorted(chosen, key=lambda mode: mode != TITAN)
+    figures = {**run.rates, **run.figures, **latencies, **equal}
+    return Sample(labels, round_id, figures, {"latency, s": [each.latency for each in run.requests]})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = parse_arguments(argv)
     bench = ThroughputBench(args)
-    models = {"target": args.model, "draft": args.draft_model}
-    measure_and_publish(args, bench.run, lambda: throughput_report(args, bench.samples, bench.problems, bench.versions), models)
+    make_report = partial(throughput_report, args, bench.samples, bench.profiles, bench.problems, bench.versions)
+    measure_and_publish(args, bench.run, make_report, {"target": args.model, "draft": args.draft_model})
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; options that depend on others are filled in.
 
     Raises:
-        SystemExit: an option is not allowed; the message says why.
         ValueError: the draft or a mode is not possible, or --profile was asked for something that it cannot do.
     """
     parser = bench_parser("throughput", __doc__)
@@ -204,11 +165,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--waves", type=positive, help=f"requests per slot (default: 1, with mixed output lengths {WAVES_OF_A_MIX})")
     add("--max-draft-tokens", type=positive, default=4, help="per request and step (default: %(default)s)")
     add("--rounds", type=positive, default=3, help="default: %(default)s")
-    modes_help = f"default: what can run, of {', '.join(MODES)}"
-    add("--modes", nargs="+", choices=list(MODES), metavar="MODE", help=modes_help)
-    peer_help = (
-        f"environment of {PEERS[0]} or {PEERS[1]} (default: .peers/NAME), or {PEERS[2]}=http://HOST:PORT; may be given again"
-    )
+    add("--modes", nargs="+", choices=list(MODES), metavar="MODE", help=f"default: what can run, of {', '.join(MODES)}")
+    peer_help = "environment of vllm or openvino (default: .peers/NAME), or llama.cpp=http://HOST:PORT; may be given again"
     add("--peer", action="append", type=_peer, default=[], metavar="NAME=WHERE", help=peer_help)
     add("--profile", action="store_true", help="where the time of Titan's decode steps goes; no throughput")
     add("--context-len", type=positive, default=512, help="mean of --profile, tokens (default: %(default)s)")

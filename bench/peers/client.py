@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,18 @@ from titan.bench.runs import RequestRun, Run
 from titan.bench.workloads import Workload
 
 HERE = Path(__file__).resolve().parent
-NUM_LOG_LINES = 3
-CLOSE_SECONDS = 10
-ANSWER_SECONDS = 3600.0
-"""After this time without an answer a peer is given up; loading, compiling and the longest runs take less."""
+ANSWER_SECONDS = 3600.0  # without an answer; loading, compiling and the longest runs take less
 
 
 class PeerError(Exception):
-    """A peer could not be loaded or failed; the message is one line."""
+    """A peer could not be loaded or failed."""
 
 
 class PeerProcess:
     """Runs an adapter; between two runs its processes are stopped by a signal, so none of its threads disturbs the others.
 
     Args:
-        name: for people.
-        adapter: file name in this folder, without its suffix, or a path.
+        adapter: a module in this folder, or the path of one, without its suffix.
         python: interpreter of the peer's environment.
         options: see `serve.py`; the threads are those of torch here.
 
@@ -42,12 +39,11 @@ class PeerProcess:
         PeerError: the adapter cannot load, or does not answer in time.
     """
 
-    def __init__(self, name: str, adapter: str, python: str, options: Mapping[str, Any]) -> None:
-        self.name = name
+    def __init__(self, adapter: str, python: str, options: Mapping[str, Any]) -> None:
         self._num_threads = torch.get_num_threads()
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
-            [python, "-Iu", str(HERE / "serve.py"), str(HERE / f"{adapter}.py")],  # I: without the packages of this environment
+            [python, "-Iu", str(HERE / "serve.py"), str(HERE / adapter)],  # I: without the packages of this environment
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -63,7 +59,7 @@ class PeerProcess:
         self._signal(signal.SIGSTOP)
 
     def run(self, workload: Workload, concurrency: int) -> Run:
-        """Run a workload.
+        """Run a workload, at most ``concurrency`` requests at once.
 
         Raises:
             PeerError: the peer failed, did not answer in time, or did not generate what it was asked for.
@@ -78,39 +74,31 @@ class PeerProcess:
         runs = [RequestRun(each["token_ids"], each["finished_seconds"], each["first_token_seconds"]) for each in answer["requests"]]
         output_lens = [len(each.token_ids) for each in runs]
         if output_lens != workload.output_lens:
-            raise PeerError(f"{self.name} generated {output_lens} tokens, not {workload.output_lens}")
-        figures = {**answer["figures"], "CPU": cpu_seconds / answer["seconds"] / self._num_threads}
-        return Run(runs, answer["seconds"], figures)
+            raise PeerError(f"it generated {output_lens} tokens, not {workload.output_lens}")
+        return Run(runs, answer["seconds"], {**answer["figures"], "CPU": cpu_seconds / answer["seconds"] / self._num_threads})
 
     def close(self) -> None:
         """End the process and its children."""
-        if self._process.poll() is None:
-            self._signal(signal.SIGTERM)
-            self._signal(signal.SIGCONT)
-            try:
-                self._process.wait(CLOSE_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._signal(signal.SIGKILL)
-                self._process.wait()
+        if self._process.returncode is None:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._log):
             assert pipe is not None
             pipe.close()
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended: its last words are in the log
-        if not select.select([self._process.stdout], [], [], ANSWER_SECONDS)[0]:
-            raise PeerError(f"{self.name} did not answer within {ANSWER_SECONDS:g} s: {self._last_words()}")
-        line = self._process.stdout.readline()
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with suppress(BrokenPipeError):  # it has ended: its last words are in the log
+            print(json.dumps(question), file=stdin, flush=True)
+        if not select.select([stdout], [], [], ANSWER_SECONDS)[0]:
+            raise PeerError(f"it did not answer within {ANSWER_SECONDS:g} s: {self._last_words()}")
+        line = stdout.readline()
         if not line:
-            raise PeerError(f"{self.name} ended: {self._last_words()}")
+            raise PeerError(f"it ended: {self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise PeerError(f"{self.name} failed: {' '.join(answer['error'].split())}")
+            raise PeerError(answer["error"])
         return answer
 
     def _signal(self, number: signal.Signals) -> None:
@@ -124,4 +112,4 @@ class PeerProcess:
     def _last_words(self) -> str:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
-        return " | ".join(lines[-NUM_LOG_LINES:]) or "it said nothing"
+        return " | ".join(lines[-3:]) or "it said nothing"

@@ -12,16 +12,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-CACHE_GIB = 2
 
 
 class OpenvinoPeer:
     """A pipeline for `serve.run_steps`; models that are not yet converted are."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        import openvino_genai as genai
+    versions = {"openvino-genai": genai.__version__}  # noqa: RUF012 - nobody changes it
 
+    def __init__(self, options: dict[str, Any]) -> None:
         precision = PRECISIONS[options["dtype"]]
         properties: dict[str, Any] = {
             "INFERENCE_PRECISION_HINT": precision,
@@ -29,7 +32,7 @@ class OpenvinoPeer:
             "INFERENCE_NUM_THREADS": options["threads"],
         }
         scheduler = genai.SchedulerConfig()
-        scheduler.cache_size = CACHE_GIB
+        scheduler.cache_size = 2  # GiB
         scheduler.max_num_seqs = options["max_batch_size"]
         scheduler.enable_prefix_caching = False
         target = convert(options["model"])
@@ -38,15 +41,10 @@ class OpenvinoPeer:
         if options["draft_model"]:
             draft = {"draft_model": genai.draft_model(convert(options["draft_model"]), "CPU", **properties)}
         self.pipeline = genai.ContinuousBatchingPipeline(target, scheduler, "CPU", properties | draft)
-        self.versions = {"openvino-genai": genai.__version__}
         self._ids = count()
 
     def add(self, request: dict[str, Any]) -> Any:
         """Queue a request; returns its handle."""
-        import numpy as np
-        import openvino as ov
-        import openvino_genai as genai
-
         config = genai.GenerationConfig(max_new_tokens=request["output_len"], ignore_eos=True)
         config.set_eos_token_id(0)  # any: it is ignored, but must not be missing
         if self.max_draft_tokens:
@@ -69,32 +67,25 @@ def convert(model: str) -> str:
     converted = Path(sys.prefix, "converted", hashlib.sha256(stamp.encode()).hexdigest()[:16])
     if not converted.exists():
         part = converted.with_suffix(".part")
-        subprocess.run([sys.executable, "-I", __file__, model, str(part)], check=True, stdout=sys.stderr)  # gives its memory back
+        subprocess.run([sys.executable, "-I", __file__, model, part], check=True, stdout=sys.stderr)  # gives its memory back
         part.replace(converted)
     return str(converted)
 
 
 def write_converted(model: str, folder: str) -> None:
-    """Convert a model; one without a tokenizer gets a made-up one of its size, as a pipeline with a draft insists on it."""
-    import openvino as ov
+    """Convert a model, with a tokenizer of one word, as a pipeline with a draft insists on having one."""
     from openvino_tokenizers import convert_tokenizer
     from optimum.exporters.openvino import main_export
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
-    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     main_export(model, folder, task="text-generation-with-past", library_name="transformers", convert_tokenizer=False)
-    if (Path(model) / "tokenizer.json").exists() or not Path(model).is_dir():
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    else:
-        names = [f"token{i}" for i in range(AutoConfig.from_pretrained(model).vocab_size)]
-        words = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0]))
-        words.pre_tokenizer = Whitespace()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token=names[0])
-    parts = convert_tokenizer(tokenizer, with_detokenizer=True)
-    for name, part in zip(("openvino_tokenizer.xml", "openvino_detokenizer.xml"), parts, strict=True):
-        ov.save_model(part, str(Path(folder, name)))
+    words = Tokenizer(WordLevel({"word": 0}, unk_token="word"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = convert_tokenizer(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="word"))
+    ov.save_model(tokenizer, Path(folder, "openvino_tokenizer.xml"))
 
 
 load = OpenvinoPeer

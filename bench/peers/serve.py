@@ -1,8 +1,8 @@
 """The loop inside a peer's process: JSON lines in, JSON lines out. It runs in the peer's own environment, so it imports nothing.
 
-    PYTHON serve.py ADAPTER.py
+    PYTHON serve.py FOLDER/ADAPTER
 
-An adapter is a file with ``load(options) -> peer``; the peer has ``versions``, a dict of text, and either ``run(requests,
+An adapter is a module with ``load(options) -> peer``; the peer has ``versions``, a dict of text, and either ``run(requests,
 concurrency)`` or what `run_steps` needs. ``options`` are model, draft_model (or null), dtype, device, max_draft_tokens,
 max_batch_size, max_model_len, threads, url, and what the mode adds. ``requests`` are dicts of prompt (token ids) and output_len;
 they arrive together, at most ``concurrency`` run at once, greedily, and the end of sequence is ignored. ``run`` returns a dict:
@@ -14,22 +14,14 @@ they arrive together, at most ``concurrency`` run at once, greedily, and the end
 Answers: ``{"versions": ...}`` after loading, what ``run`` returned after a run, ``{"error": text}`` if something failed.
 """
 
-import importlib.util
+import importlib
 import json
 import os
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any, TextIO
-
-
-def load_adapter(path: str) -> Any:
-    """Import an adapter from its file."""
-    spec = importlib.util.spec_from_file_location("adapter", path)
-    assert spec is not None and spec.loader is not None
-    adapter = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(adapter)
-    return adapter
 
 
 def run_steps(peer: Any, requests: list[dict[str, Any]], concurrency: int) -> dict[str, Any]:
@@ -83,4 +75,6 @@ def serve(adapter: Any, questions: TextIO, answers: TextIO) -> None:
 if __name__ == "__main__":
     answer_file = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not get between the answers
-    serve(load_adapter(sys.argv[1]), sys.stdin, answer_file)
+    adapter = Path(sys.argv[1])
+    sys.path.append(str(adapter.parent))
+    serve(importlib.import_module(adapter.name), sys.stdin, answer_file)

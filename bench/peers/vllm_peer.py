@@ -6,22 +6,24 @@ import os
 from itertools import count
 from typing import Any
 
-SETTINGS = {
+os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, so that a pause of it pauses all
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+import torch
+import vllm
+from vllm.sampling_params import RequestOutputKind
+
 
 class VllmPeer:
     """An engine for `serve.run_steps`."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        os.environ.update(SETTINGS)
-        import torch
-        import vllm
+    versions = {"vllm": vllm.__version__, "torch of vllm": torch.__version__}  # noqa: RUF012 - nobody changes it
 
+    def __init__(self, options: dict[str, Any]) -> None:
         torch.set_num_threads(options["threads"])
         draft = options["draft_model"]
         speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": options["max_draft_tokens"]}
@@ -36,15 +38,11 @@ class VllmPeer:
             disable_log_stats=True,
         )
         self.engine = vllm.LLMEngine.from_engine_args(engine_args)
-        self.versions = {"vllm": vllm.__version__, "torch of vllm": torch.__version__}
         self._ids = map(str, count())
 
     def add(self, request: dict[str, Any]) -> str:
         """Queue a request; returns its id."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
+        params = vllm.SamplingParams(
             temperature=0.0,
             max_tokens=request["output_len"],
             ignore_eos=True,

@@ -13,31 +13,21 @@ from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
 from titan.bench import engine_run
-from titan.bench.engine_run import make_idle, profile_workload, run_static, run_workload
+from titan.bench.engine_run import make_idle, make_requests, profile_workload, run_static, run_workload
 from titan.bench.runs import Run
-from titan.bench.step_times import Timer, step_times, timed
+from titan.bench.step_times import step_times
 from titan.bench.workloads import Workload
 from titan.engine import Engine
 from titan.kernels.torch.backend import TorchBackend
 
 OUTPUT_LENS = [3, 12, 5, 6, 20, 4]
-RUNS: dict[str, Callable[[Engine, Workload], Run]] = {
-    "single": lambda engine, workload: run_workload(engine, workload, 1, use_speculative=False),
-    "static": lambda engine, workload: run_static(engine, workload, 3),
-    "continuous": lambda engine, workload: run_workload(engine, workload, 3, use_speculative=False),
-    "draft": lambda engine, workload: run_workload(engine, workload, 3),
-}
+WORKLOAD = Workload(random_prompts(6, seed=1), OUTPUT_LENS)
 
 
 @pytest.fixture(scope="module")
 def engine(zoo: Zoo) -> Engine:
     options: dict[str, Any] = {"max_draft_tokens": 3, "max_batch_size": 4, "max_model_len": 80, "enable_prefix_caching": False}
     return LLM(zoo.path("llama"), zoo.path("llama~"), dtype="float32", device="cpu", **options).engine
-
-
-@pytest.fixture
-def workload() -> Workload:
-    return Workload(random_prompts(6, seed=1), OUTPUT_LENS)
 
 
 class StepClock:
@@ -47,39 +37,44 @@ class StepClock:
         self.time = 100.0
         step = engine.step
         monkeypatch.setattr(engine, "step", lambda: self.sleep(1.0) or step())
+        monkeypatch.setattr(engine_run, "time", self)
 
     def monotonic(self) -> float:
         return self.time
 
-    def sleep(self, seconds: float, /) -> None:
+    process_time = monotonic
+
+    def sleep(self, seconds: float) -> None:
         assert seconds > 0
         self.time += seconds
 
 
-@pytest.mark.parametrize("mode", RUNS)
-def test_every_mode_gives_each_request_its_own_tokens(zoo: Zoo, engine: Engine, workload: Workload, mode: str) -> None:
-    run = RUNS[mode](engine, workload)
-    for prompt, wanted, request in zip(workload.prompts, OUTPUT_LENS, run.requests, strict=True):
-        assert request.token_ids == zoo.greedy("llama", prompt, wanted, ignore_eos=True)
-        assert request.first_token is not None and 0 < request.first_token <= request.finished <= run.seconds
-    assert run.num_tokens == sum(OUTPUT_LENS) and run.figures["CPU"] > 0
-    assert not engine.scheduler.has_unfinished and not engine.observers
-
-
-def test_steps_and_batches_add_up(engine: Engine, workload: Workload) -> None:
+def test_each_request_has_its_own_tokens_and_steps_and_batches_add_up(zoo: Zoo, engine: Engine) -> None:
     """Without a draft each step gives a running request one token, and a new request's prompt takes none of its own."""
-    num_steps, batches = {}, {}
-    for mode, work in RUNS.items():
+    modes: dict[str, Callable[[], Run]] = {
+        "single": lambda: run_workload(engine, WORKLOAD, 1, use_speculative=False),
+        "static": lambda: run_static(engine, WORKLOAD, 3),
+        "continuous": lambda: run_workload(engine, WORKLOAD, 3, use_speculative=False),
+        "draft": lambda: run_workload(engine, WORKLOAD, 3),
+    }
+    num_steps, figures = {}, {}
+    for mode, work in modes.items():
         before = engine.counters.num_steps
-        batches[mode] = work(engine, workload).figures["batch"]
-        num_steps[mode] = engine.counters.num_steps - before
+        run = work()
+        num_steps[mode], figures[mode] = engine.counters.num_steps - before, run.figures
+        for prompt, wanted, request in zip(WORKLOAD.prompts, OUTPUT_LENS, run.requests, strict=True):
+            assert request.token_ids == zoo.greedy("llama", prompt, wanted, ignore_eos=True), mode
+            assert request.first_token is not None and 0 < request.first_token <= request.finished <= run.seconds
+        assert run.figures["CPU"] > 0 and not engine.scheduler.has_unfinished and not engine.observers
     slots = [0, 0, 0]  # when each is free
     for length in OUTPUT_LENS:
         slots[slots.index(min(slots))] += length
-    assert num_steps["single"] == sum(OUTPUT_LENS) and batches["single"] == 1
-    assert num_steps["static"] == max(OUTPUT_LENS[:3]) + max(OUTPUT_LENS[3:]) and batches["static"] == 3
+    assert num_steps["single"] == sum(OUTPUT_LENS) and figures["single"]["batch"] == 1
+    assert num_steps["static"] == max(OUTPUT_LENS[:3]) + max(OUTPUT_LENS[3:]) and figures["static"]["batch"] == 3
     assert num_steps["draft"] < num_steps["continuous"] == max(slots) < num_steps["static"]
-    assert batches["continuous"] == pytest.approx(sum(OUTPUT_LENS) / max(slots))
+    for mode in ("draft", "continuous"):
+        tokens_per_step = sum(OUTPUT_LENS) / (num_steps[mode] * figures[mode]["batch"])
+        assert figures[mode]["tokens/step"] == pytest.approx(tokens_per_step) and (tokens_per_step > 1) == (mode == "draft")
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
@@ -90,7 +85,8 @@ def test_requests_wait_as_in_the_queue_of_so_many_servers(
     random = np.random.default_rng(0)
     lengths, gaps = random.integers(1, 5, 100).tolist(), random.poisson(2.7 / concurrency, 100)
     workload = Workload([[5]] * 100, lengths, [float(time) for time in np.cumsum(gaps)])
-    run = run_workload(engine, workload, concurrency, use_speculative=False, clock=StepClock(engine, monkeypatch))
+    StepClock(engine, monkeypatch)
+    run = run_workload(engine, workload, concurrency, use_speculative=False)
     free, waits = [0.0] * concurrency, []
     for arrival, length, request in zip(workload.arrivals, lengths, run.requests, strict=True):
         waits.append(max(0.0, min(free) - arrival))
@@ -100,8 +96,8 @@ def test_requests_wait_as_in_the_queue_of_so_many_servers(
 
 
 def test_a_request_that_comes_during_a_step_waits_for_its_end(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = Workload([[5], [6], [7]], [2, 1, 1], [0.0, 0.25, 5.5])
-    run = run_workload(engine, workload, use_speculative=False, clock=StepClock(engine, monkeypatch))
+    StepClock(engine, monkeypatch)
+    run = run_workload(engine, Workload([[5], [6], [7]], [2, 1, 1], [0.0, 0.25, 5.5]), use_speculative=False)
     assert [request.latency for request in run.requests] == [2.0, 1.75, 1.0]
 
 
@@ -121,30 +117,14 @@ def test_kv_use_is_the_share_of_blocks_that_requests_hold(engine: Engine) -> Non
     assert found == pytest.approx([num_blocks.max(), num_blocks.mean()])
 
 
-def test_drafts_are_counted_by_depth(engine: Engine, workload: Workload) -> None:
-    before = engine.counters.num_sequence_steps
-    run = RUNS["draft"](engine, workload)
-    proposed, accepted = run.details["proposed per depth"], run.details["accepted per depth"]
-    assert sum(proposed) > 0 and all(part <= whole for part, whole in zip(accepted, proposed, strict=False))
-    assert run.figures["tokens/step"] == pytest.approx(sum(OUTPUT_LENS) / (engine.counters.num_sequence_steps - before))
-    plain = RUNS["continuous"](engine, workload)
-    assert plain.figures["tokens/step"] == 1 and sum(plain.details["proposed per depth"]) == 0
-
-
-def test_an_aborted_request_is_an_error_and_the_engine_can_be_made_idle(
-    engine: Engine, workload: Workload, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def step() -> Any:
-        request = engine.scheduler.waiting[0]
-        engine.scheduler.abort(request, "no room")
-        return [request]
-
-    monkeypatch.setattr(engine, "step", step)
+def test_an_aborted_request_is_an_error_and_the_engine_can_be_made_idle(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = engine.scheduler
+    monkeypatch.setattr(engine, "step", lambda: [each for each in [*scheduler.waiting] if not scheduler.abort(each, "no room")])
     with pytest.raises(RuntimeError, match="ended early: no room"):
-        run_workload(engine, workload, 3)
-    assert engine.scheduler.has_unfinished
+        run_workload(engine, WORKLOAD, 3)
+    scheduler.add(make_requests(engine, WORKLOAD)[0])
     make_idle(engine)
-    assert not engine.scheduler.has_unfinished and not engine.observers
+    assert not scheduler.has_unfinished and not engine.observers
 
 
 @pytest.fixture(params=["as it is", "operation by operation"])
@@ -152,16 +132,6 @@ def chain_engine(zoo: Zoo, request: pytest.FixtureRequest) -> Engine:
     """An engine whose small passes are compiled, where there are compiled ones, and one that has none."""
     backend = None if request.param == "as it is" else TorchBackend(torch.device("cpu"))
     return make_engine(zoo.path("llama"), zoo.path("llama~"), backend=backend, max_draft_tokens=3, max_model_len=80)
-
-
-@pytest.mark.parametrize("use_speculative", [False, True])
-def test_parts_of_a_step_add_up(chain_engine: Engine, workload: Workload, use_speculative: bool) -> None:
-    run = profile_workload(chain_engine, workload, 3, use_speculative=use_speculative)
-    parts = run.figures
-    assert run.num_tokens == sum(OUTPUT_LENS) and (parts["tokens/step"] > 1) == use_speculative
-    assert parts["host"] + parts["draft"] + parts["target"] == pytest.approx(1)
-    assert 0 < parts["attention"] < parts["draft"] + parts["target"] < 1
-    assert (parts["draft"] > 0) == use_speculative == ("ms/draft pass" in parts)
 
 
 def test_a_profile_begins_when_as_many_requests_as_run_at_once_have_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,23 +143,15 @@ def test_a_profile_begins_when_as_many_requests_as_run_at_once_have_tokens(engin
         assert (begins.pop(), engine.counters.num_steps) == (before + 1, before + num_steps)
 
 
-def test_each_pass_of_a_chain_counts_also_if_all_of_them_are_one_call(chain_engine: Engine) -> None:
+def test_parts_of_a_step_add_up_and_each_pass_of_a_chain_counts_also_if_all_are_one_call(chain_engine: Engine) -> None:
     """Three draft tokens take three passes: two follow the one that reads what the step before emitted."""
     submit(chain_engine, [[5] * 8], [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)])
     chain_engine.step()  # the prefill
     with step_times(chain_engine) as times:
         for _ in range(4):
             chain_engine.step()
-    assert (times.step.num_calls, times.target.num_calls, times.draft.num_calls) == (4, 4, 4 * 3)
-    assert min(times.target.seconds, times.draft.seconds, times.attention.seconds) > 0
-
-
-def test_a_timer_counts_calls_and_leaves_no_trace() -> None:
-    class Counter:
-        def count(self) -> int:
-            return 1
-
-    counter, timer = Counter(), Timer()
-    with timed(counter, "count", timer):
-        assert counter.count() + counter.count() == 2
-    assert timer.num_calls == 2 and timer.seconds > 0 and "count" not in vars(counter)
+    assert (times.step.num_calls, times.target.num_calls) == (4, 4) and times.figures["draft passes"] == 3
+    parts = times.figures
+    assert parts["host"] + parts["draft"] + parts["target"] == pytest.approx(1)
+    assert 0 < parts["attention"] < parts["draft"] + parts["target"] < 1 and parts["draft"] * parts["target"] > 0
+    assert "step" not in vars(chain_engine)  # nothing is left of the timing

@@ -6,23 +6,24 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from zoo import Zoo
 
-from titan.bench import modes
-from titan.bench.charts import LineChart, StackedBars
-from titan.bench.modes import MODES, TITAN_MODES, LoadedModes, PeerMode, TitanMode
+from titan.bench.engine_run import run_workload
+from titan.bench.modes import MODES, Mode, modes_at
 from titan.bench.runs import RequestRun, Run
-from titan.bench.samples import Sample, Spread, make_rows
-from titan.bench.throughput import ThroughputBench, main, modes_at, parse_arguments, timed_sample
+from titan.bench.samples import Sample, make_rows
+from titan.bench.throughput import ThroughputBench, main, parse_arguments, timed_sample
 from titan.bench.throughput_report import throughput_answer, throughput_charts, throughput_tables, with_ratios
 from titan.bench.workloads import Workload
 from titan.cli import main as titan_main
 from titan.engine import Engine
 
-FAKE = PeerMode("a fake", str(Path(__file__).with_name("fake")))
+FAKE = Mode("a fake", engine=str(Path(__file__).with_name("fake")))
+OURS = ["titan", "titan-draft", "titan-static", "titan-single"]
 SIZES = ["--prompt-len", "4-20", "--output-len", "3-12", "--rounds", "2", "--waves", "2", "--concurrency"]
 
 
@@ -34,167 +35,112 @@ def run(zoo: Zoo, folder: Path, *options: str) -> dict[str, Any]:
     return result
 
 
-def rounds(result: dict[str, Any]) -> dict[str, int]:
-    """Timed rounds by mode."""
-    return {row["labels"]["mode"]: row["figures"]["tokens/s"]["num_rounds"] for row in result["rows"]}
-
-
 def test_every_mode_gives_a_row_and_titan_the_same_outputs(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines beside Titan: one answers, the other fails in its second run."""
-    for name, mode in (("fake", FAKE), ("broken", replace(FAKE, options={"fails": "run"}))):
-        monkeypatch.setitem(modes.PEER_MODES, name, mode)
-        monkeypatch.setitem(MODES, name, mode)
-    names = [*TITAN_MODES, "fake", "broken"]
-    result = run(zoo, tmp_path, *SIZES, "1", "3", "--modes", *names)
+    """Two engines beside Titan: one answers, the other fails in its first run."""
+    monkeypatch.setitem(MODES, "fake", FAKE)
+    monkeypatch.setitem(MODES, "broken", replace(FAKE, options={"fails": "run"}))
+    result = run(zoo, tmp_path, *SIZES, "1", "3", "--modes", *OURS, "fake", "broken")
     rows = {(row["labels"]["mode"], row["labels"]["at once"]): row["figures"] for row in result["rows"]}
-    assert set(rows) == {(mode, 3) for mode in names[:5]} | {(mode, 1) for mode in ("titan", "titan-draft", "fake")}
+    assert set(rows) == {(mode, 3) for mode in (*OURS, "fake")} | {(mode, 1) for mode in ("titan", "titan-draft", "fake")}
     for (mode, at_once), figures in rows.items():
         assert figures["tokens/s"]["num_rounds"] == 2
         assert figures["equal outputs"]["minimum"] == figures["equal outputs"]["maximum"] == (mode != "fake"), mode
         assert {f"x {other}" for other, at in rows if at == at_once} - {f"x {mode}"} <= figures.keys()
-        percentiles = [figures[f"latency P{percent}, ms"]["median"] for percent in (50, 90, 99)]
-        assert percentiles == sorted(percentiles) and figures["CPU"]["median"] >= 0
-        assert ("P50 x titan" in figures) == (mode != "titan") and ("host" in figures) == (mode in ("titan", "titan-draft"))
+        assert figures["CPU"]["median"] >= 0 and ("P50 x titan" in figures) == (mode != "titan")
         assert ("between tokens P50, ms" in figures) == (mode != "titan-static")  # where requests end with their batch
     assert rows["titan", 3]["tokens/step"]["median"] == 1 < rows["titan-draft", 3]["tokens/step"]["median"]
     assert rows["titan-single", 3]["batch"]["median"] == 1 < rows["titan", 3]["batch"]["median"] <= 3
-    [problem] = result["warnings"]
-    assert problem == "broken ended at 1 request at once in float32: broken failed: RuntimeError: out of memory"
-    assert result["provenance"]["versions"]["fake"] == "1.0"
-    text, page = (tmp_path / "run.markdown").read_text(), (tmp_path / "run.html").read_text()
-    assert "tokens/s over no batching" in text and "broken failed" in text and "Acceptance per depth</h2>" in page
+    assert [row["labels"]["mode"] for row in result["parts"]] == ["titan", "titan-draft"] * 2
+    assert result["warnings"] == ["broken ended at 1 request at once in float32: RuntimeError: out of memory"]
+    assert result["provenance"]["versions"]["fake"] == "1.0" and "Titan over the others" in (tmp_path / "run.markdown").read_text()
+    assert "Latency of requests, float32, 3 at once</h2>" in (tmp_path / "run.html").read_text()
 
 
 def test_a_profile_counts_decode_steps_at_the_context_asked_for(zoo: Zoo, tmp_path: Path) -> None:
     sizes = ["--context-len", "24", "--output-len", "8", "--rounds", "2", "--concurrency", "4"]
     result = run(zoo, tmp_path, "--profile", *sizes)
-    assert [row["labels"]["mode"] for row in result["rows"]] == ["titan", "titan-draft"]
-    for sample in result["samples"]:
-        figures = sample["figures"]
-        parts = [figures[name] for name in ("host", "draft", "target")]
-        assert sum(parts) == pytest.approx(1) and all(0 < part < 1 for part in parts[::2])
-        assert figures["context"] == 24 and (parts[1] > 0) == (sample["labels"]["mode"] == "titan-draft")
+    assert [sample["labels"]["mode"] for sample in result["profiles"]] == ["titan", "titan-draft"] * 2
+    for sample in result["profiles"]:
+        assert sample["figures"]["context"] == 24
+        assert (sample["figures"]["draft"] > 0) == (sample["labels"]["mode"] == "titan-draft")
     assert (tmp_path / "run.markdown").read_text().count("## ") == 2  # the parts, and where they come from
 
 
-def test_an_interrupt_keeps_what_was_measured(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    run_mode = LoadedModes.run
-
-    def interrupt(self: LoadedModes, name: str, *rest: Any) -> Run:
-        calls.append(name)
-        if calls.count("titan-single") == 4:  # each turn is a warm-up and a run
-            raise KeyboardInterrupt
-        return run_mode(self, name, *rest)
-
-    monkeypatch.setattr(LoadedModes, "run", interrupt)
-    result = run(zoo, tmp_path, *SIZES, "2", "--modes", "titan", "titan-single")
-    assert rounds(result) == {"titan": 2, "titan-single": 1}
-    assert result["warnings"] == ["interrupted: only what was measured until then is shown"]
-
-
-def test_a_mode_that_fails_is_left_out_and_the_others_go_on(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft's step fails in the second round, with requests in the engine that the other modes share."""
-    drafting, calls = TITAN_MODES["titan-draft"], []
+@pytest.mark.parametrize(
+    ("error", "warning"),
+    [
+        (KeyboardInterrupt(), "interrupted: only what was measured until then is shown"),
+        (ValueError("no"), "titan-draft ended at 2 requests at once in float32: no"),
+    ],
+)
+def test_what_was_measured_before_an_end_is_kept(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, warning: str
+) -> None:
+    """The draft's step fails in the second round, with requests in the engine that the other modes share, or is interrupted."""
+    calls: list[int] = []
 
     def fail(engine: Engine, workload: Workload, concurrency: int) -> Run:
         calls.append(concurrency)
-        if len(calls) < 4:
-            return drafting.run(engine, workload, concurrency)
         with monkeypatch.context() as patch:
-            patch.setattr(engine.kv, "commit", lambda *_: 1 / 0)
-            return drafting.run(engine, workload, concurrency)
+            if len(calls) == 4:  # each turn is a warm-up and a run
+                patch.setattr(engine.kv, "commit", Mock(side_effect=error))
+            return run_workload(engine, workload, concurrency)
 
-    monkeypatch.setitem(TITAN_MODES, "titan-draft", TitanMode("", fail, uses_draft=True))
-    result = run(zoo, tmp_path, *SIZES, "2", "--modes", "titan", "titan-draft", "titan-static")
-    assert rounds(result) == {"titan": 2, "titan-draft": 1, "titan-static": 2}
+    monkeypatch.setitem(MODES, "titan-draft", replace(MODES["titan-draft"], run=fail))
+    result = run(zoo, tmp_path, *SIZES, "2", "--modes", *OURS[:3])
+    rounds = {row["labels"]["mode"]: row["figures"]["tokens/s"]["num_rounds"] for row in result["rows"]}
+    assert rounds == {"titan": 2, "titan-draft": 1, "titan-static": 1 if isinstance(error, KeyboardInterrupt) else 2}
     assert all(row["figures"]["equal outputs"]["minimum"] == 1 for row in result["rows"])
-    assert result["warnings"] == ["titan-draft ended at 2 requests at once in float32: ZeroDivisionError: division by zero"]
+    assert result["warnings"] == [warning]
 
 
 def test_modes_that_cannot_run_are_left_out_with_a_reason(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where there are no environments
-    names = ["titan", "titan-draft", "transformers-assisted", "vllm", "llama.cpp"]
+    names = ["titan", "titan-draft", "vllm", "llama.cpp"]
     result = run(zoo, tmp_path, *SIZES, "2", "--draft-model", zoo.path("small_vocab"), "--modes", *names)
-    assert list(rounds(result)) == ["titan"]
-    drafts, vllm, server = result["warnings"]
-    assert drafts.startswith("titan-draft, transformers-assisted left out: ") and "another vocabulary" in drafts
-    assert vllm.startswith("vllm left out: not installed in .peers/vllm: make it with `python -m titan.bench.peers.make_env vllm")
+    assert [row["labels"]["mode"] for row in result["rows"]] == ["titan"]
+    draft, vllm, server = result["warnings"]
+    assert draft.startswith("titan-draft left out: ") and "another vocabulary" in draft
+    assert vllm == "vllm left out: there is no .peers/vllm/bin/python: bench/results/README.md says how to install vllm"
     assert server.endswith("--peer llama.cpp=http://HOST:PORT")
-
-
-def test_nothing_that_can_run_is_an_error_and_no_file(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"^nothing was measured; vllm left out: not installed in \.peers/vllm"):
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ValueError, match=r"^nothing was measured; vllm left out: there is no "):
         run(zoo, tmp_path, "--modes", "vllm")
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "run.json").exists()
 
 
-def sample(mode: str, round_id: int, seconds: float, *, tokens_per_step: float = 1.0, ms_per_step: float = 10.0) -> Sample:
+def sample(mode: str, round_id: int, seconds: float) -> Sample:
     """A run of two requests of 50 tokens each, the second of which ends at ``seconds``."""
     requests = [RequestRun([1] * 50, seconds / 2, 0.1), RequestRun([2] * 50, seconds, 0.1)]
-    figures = {"tokens/step": tokens_per_step, "ms/step": ms_per_step}
-    run_ = Run(requests, seconds, figures, {"proposed per depth": [4, 2, 1], "accepted per depth": [3, 1]})
-    return timed_sample({"dtype": "float32", "mode": mode, "at once": 2}, round_id, run_, run_, 0.0)
+    return timed_sample({"dtype": "float32", "mode": mode, "at once": 2}, round_id, Run(requests, seconds), None)
 
 
-PROFILE = Sample(
-    {"dtype": "float32", "mode": "titan-draft", "at once": 2},
-    2,
-    {"ms/decode step": 20.0, "host": 0.25, "draft": 0.25, "target": 0.5},
-)
-SAMPLES = with_ratios(
-    [
-        sample("titan", 0, 10.0),
-        sample("titan-draft", 0, 5.0, tokens_per_step=3.0, ms_per_step=20.0),
-        sample("titan-single", 0, 40.0),
-        sample("titan", 1, 100.0),
-        sample("titan-draft", 1, 25.0, tokens_per_step=3.0, ms_per_step=15.0),
-        PROFILE,
-    ]
-)
+RUNS = [("titan", 0, 10.0), ("titan-draft", 0, 5.0), ("titan-single", 0, 40.0), ("titan", 1, 100.0), ("titan-draft", 1, 25.0)]
+SAMPLES = with_ratios([sample(*each) for each in RUNS])
 
 
-def test_ratios_are_those_within_the_rounds() -> None:
-    plain, draft, single = make_rows(SAMPLES)
-    assert draft.figures["tokens/s"] == Spread(12.0, 4.0, 20.0, 2)  # the profile is no round
-    assert draft.figures["x titan"] == Spread(3.0, 2.0, 4.0, 2) and "x titan" not in plain.figures
-    assert draft.figures["P99 x titan"] == draft.figures["P50 x titan"] == Spread(0.375, 0.25, 0.5, 2)
-    assert draft.figures["step x titan"] == Spread(1.75, 1.5, 2.0, 2)
-    assert single.figures["x titan"] == Spread(0.25, 0.25, 0.25, 1)
-
-
-def test_the_headline_stands_beside_the_row_with_the_most_requests() -> None:
+def test_tables_show_titan_over_the_others_and_the_headline_beside_the_row_with_the_most_requests() -> None:
     few = [replace(each, labels={**each.labels, "at once": 1}) for each in SAMPLES]
-    headline = throughput_tables(make_rows([*SAMPLES, *few]))[-1]
+    tables = {table.title: table for table in throughput_tables(make_rows([*SAMPLES, *few]), [])}
+    over = tables["Titan over the others, tokens/s"]
+    assert list(over.header) == ["dtype", "mode", "at once", "x titan", "x titan-draft", "x titan-single"]
+    assert list(over.rows[0]) == ["float32", "titan", "2", "-", "0.38 ±33 %", "4.00"]
+    headline = tables["The Titan design's headline"]
     assert headline.header[1:] == ["headline", "2 at once in float32"]
+    cells = ["8.00", "3.00 ±33 %", "0.38 ±33 %", "0.38 ±33 %"]
     assert [list(row[1:]) for row in headline.rows] == [
-        ["9.3", "8.00"],
-        ["1.5", "3.00 ±33 %"],
-        ["0.53", "0.38 ±33 %"],
-        ["0.39", "0.38 ±33 %"],
+        list(row) for row in zip(["9.3", "1.5", "0.53", "0.39"], cells, strict=True)
     ]
 
 
-def test_the_answer_is_what_speculation_gains_or_else_the_fastest_mode_or_the_host() -> None:
+def test_the_answer_and_the_plots_show_what_speculation_gains() -> None:
     rows = make_rows(SAMPLES)
-    assert throughput_answer(rows) == "Tokens/s with speculation over none: 3.00x ±33 % at 2 at once in float32."
-    assert throughput_answer(rows[::2]) == "Fastest: titan, 5.5 ±82 % tokens/s at 2 at once in float32."
-    assert throughput_answer(make_rows([PROFILE])) == "The host takes 25% to 25% of a step."
-
-
-def test_charts_show_the_samples() -> None:
-    rate, latency, step, depth = throughput_charts(make_rows(SAMPLES), SAMPLES)
-    assert isinstance(rate, LineChart) and isinstance(latency, LineChart)
-    assert isinstance(step, StackedBars) and isinstance(depth, LineChart)
-    assert {each.name: each.points for each in rate.series} == {
-        "titan": [(2, 5.5)],
-        "titan-draft": [(2, 12.0)],
-        "titan-single": [(2, 2.5)],
-    }
+    assert throughput_answer(rows, []) == "Tokens/s with speculation over none: 3.00x ±33 % at 2 at once in float32."
+    assert throughput_answer(rows[::2], []) == "Fastest: titan, 5.5 ±82 % tokens/s at 2 at once in float32."
+    assert throughput_answer([], make_rows([Sample({}, 0, {"host": 0.25})])) == "The host takes 25% to 25% of a step."
+    rate, latency = throughput_charts(rows, SAMPLES)
+    assert [each.points for each in rate.series] == [[(2, 5.5)], [(2, 12.0)], [(2, 2.5)]]
     assert latency.series[1].points == [(2.5, 0.25), (5.0, 0.5), (12.5, 0.75), (25.0, 1.0)]
-    assert step.parts == {"host": [5.0], "draft": [5.0], "target": [10.0]}
-    assert depth.series[0].points == [(1, 0.75), (2, 0.5), (3, 0.0)]
 
 
 def test_one_request_at_a_time_is_measured_once() -> None:
@@ -204,29 +150,23 @@ def test_one_request_at_a_time_is_measured_once() -> None:
     assert modes_at(["titan-single"], 1) == ["titan-single"]
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--quick"], (["float32"], [1, 8], "16-64", 4, 3, 1)),
-        (["--quick", "--concurrency", "4"], (["float32"], [4], "16-64", 4, 3, 1)),
-        ([], (["float32", "bfloat16"], [1, 8, 32], "128", 1, 3, 1)),
-        (["--output-len", "16-512"], (["float32", "bfloat16"], [1, 8, 32], "16-512", 4, 3, 1)),
-        (["--profile", "--rounds", "2"], (["float32", "bfloat16"], [32], "128", 1, 0, 2)),
-    ],
-)
-def test_quick_and_profile_are_presets_that_other_options_refine(options: list[str], expected: tuple[Any, ...]) -> None:
-    args = parse_arguments([*options, "--threads", str(torch.get_num_threads())])
-    found = (args.dtype, args.concurrency, str(args.output_len), args.waves, args.timed_rounds, args.profiled_rounds)
-    assert found == expected
-    if "--quick" in options:
-        assert args.modes == ["titan", "titan-draft", "titan-static", "titan-single", "transformers-static"]
+def test_quick_and_profile_are_presets_that_other_options_refine() -> None:
+    options = ["--threads", str(torch.get_num_threads())]
+    quick = parse_arguments(["--quick", "--concurrency", "4", *options])
+    assert (quick.dtype, quick.concurrency, str(quick.output_len), quick.waves) == (["float32"], [4], "16-64", 4)
+    assert quick.modes == [*OURS, "transformers-static"]
+    profile = parse_arguments(["--profile", "--rounds", "2", *options])
+    assert (profile.dtype, profile.concurrency, profile.timed_rounds, profile.profiled_rounds) == (
+        ["float32", "bfloat16"],
+        [32],
+        0,
+        2,
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rounds", "0"], "at least 1"),
-        (["--output-len", "9-3"], "'9-3' is not a length"),
         (["--peer", "triton=x"], "'triton=x' is not allowed: give NAME=WHERE, where NAME is one of vllm, openvino, llama.cpp"),
         (["--model", "x", "--modes", "titan-draft"], "give --draft-model"),
         (["--draft-model", "ngram", "--modes", "vllm-draft"], "--modes vllm-draft is not possible here"),
