@@ -35,7 +35,7 @@ def test_build_batch(measure: Measure, stage: Stage) -> None:
 
 def test_plan_attention(measure: Measure, stage: Stage) -> None:
     """What attention prepares once per step."""
-    measure(stage.calls_of_pass(stage.model.ops, stage.batch)["plan_attention"][-1])
+    measure(stage.call_of_pass("plan_attention"))
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])

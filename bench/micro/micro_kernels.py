@@ -51,13 +51,13 @@ def batch_of(stage: Stage, kind: str) -> RaggedBatch:
 @pytest.mark.parametrize("kind", ["verify", "decode", "prefill"])
 def test_attention(measure: Measure, stage: Stage, ops: LayerOps, kind: str) -> None:
     """Attention of one layer; slots of others are overwritten, whose values nobody reads afterwards."""
-    measure(stage.calls_of_pass(ops, batch_of(stage, kind))["tree_attention"][-1])
+    measure(stage.call_of_pass("tree_attention", ops=ops, batch=batch_of(stage, kind)))
 
 
 @pytest.mark.parametrize("operation", ["rms_norm", "rope_and_write_kv", "silu_mul"])
 def test_operation(measure: Measure, stage: Stage, ops: LayerOps, operation: str) -> None:
     """An operation on a verification's rows."""
-    measure(stage.calls_of_pass(ops, stage.batch)[operation][-1])
+    measure(stage.call_of_pass(operation, ops=ops))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_operation(measure: Measure, stage: Stage, ops: LayerOps, operation: str
 )
 def test_linear(measure: Measure, stage: Stage, operation: str, call: int) -> None:
     """Matrix products of a verification: the last layer's gate and up projections, the head, attention's output with its norm."""
-    measure(stage.calls_of_pass(stage.model.ops, stage.batch)[operation][call])
+    measure(stage.call_of_pass(operation, call))
 
 
 def test_move_paths(measure: Measure, stage: Stage) -> None:
