@@ -5,14 +5,15 @@
     TRITON_INTERPRET=1 python -m titan.bench.gpu_check --tiny    tiny shapes in Triton's interpreter: a rehearsal
 
 Sections run one after the other, each in a process of its own. One that fails or hangs costs its own rows; where time runs out, the
-least important rows are skipped, and say so. Results are written after every row. The status is 1 if anything of Titan's failed, or
-disagrees with others; missed goals are only shown. Whether the kernels are right is for the tests to say: ``pytest -m cuda``.
+least important rows are skipped, and say so. What there is is written even if the check is terminated. The status is 1 if anything
+of Titan's failed, or disagrees with others; missed goals are only shown. ``pytest -m cuda`` says whether the kernels are right.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,19 +26,7 @@ import torch
 
 from titan.bench.gpu import attention, ceilings, end_to_end
 from titan.bench.gpu.sections import Row, Section, Setting, run_isolated
-from titan.bench.provenance import collect_provenance
-from titan.bench.report import (
-    Report,
-    Table,
-    bench_parser,
-    count,
-    figure_table,
-    format_label,
-    json_text,
-    measure_and_publish,
-    parse,
-    positive,
-)
+from titan.bench.report import Report, Table, bench_parser, count, figure_table, format_label, measure_and_publish, parse, positive
 from titan.bench.turns import log
 from titan.kernels.triton.tools import INTERPRETED
 
@@ -105,18 +94,10 @@ def main(argv: Sequence[str] | None = None, run_section: RunSection = run_isolat
         args.json = RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', torch.cuda.get_device_name(device).lower())}.json"
     sections = [each for name, each in SECTIONS.items() if name in (ceilings.SECTION.name, *(args.only or SECTIONS))]
     seconds = args.seconds or sum(section.seconds for section in sections)
-    provenance = collect_provenance(args.command, seed=args.seed)
+    setting = Setting(device, args.tiny, args.seed, args.threads)
     rows: list[Row] = []
-
-    def measure() -> None:
-        for row in run_sections(sections, Setting(device, args.tiny, args.seed, args.threads), seconds, run_section):
-            rows.append(row)
-            if args.json is not None:  # whatever may end this process
-                report = replace(make_report(rows), warnings=["the check has not come to its end"])
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json_text(report, provenance, args), encoding="utf-8")
-
-    measure_and_publish(args, measure, lambda: make_report(rows))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever lends a device may take it back
+    measure_and_publish(args, lambda: rows.extend(run_sections(sections, setting, seconds, run_section)), lambda: make_report(rows))
     return int(any(row.status in ("failed", "wrong") for row in rows))
 
 
@@ -138,9 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = bench_parser("gpu_check", __doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections (default: all); ceilings are always measured")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes; times mean nothing then")
-    parser.add_argument(
-        "--seconds", type=positive, help="for everything (default: what the sections are planned to take, 330 for all)"
-    )
+    parser.add_argument("--seconds", type=positive, help="for everything (default: as the sections are planned, 330 for all)")
     return parser
 
 

@@ -172,19 +172,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if found := bar.take(f"{name}[{num_requests}]", "with the demo pair", work):
                     times[part, f"{name}[{num_requests}]"] = found
 
-    def complained() -> list[str]:
-        is_selection = bool(args.select)
-        return (
-            complaints(make_rows(times, references, stored), stored, args.threshold, is_selection=is_selection)
-            if args.compare
-            else []
-        )
+    def complained(rows: Sequence[Row]) -> list[str]:
+        return complaints(rows, stored, args.threshold, is_selection=bool(args.select)) if args.compare else []
 
     def report() -> Report:
-        return make_report(make_rows(times, references, stored), [*problems, *complained()], args.threshold)
+        rows = make_rows(times, references, stored)
+        return make_report(rows, [*problems, *complained(rows)], args.threshold)
 
     measure_and_publish(args, measure, report, {"target": "demo", "draft": "demo"})
-    return int(bool(problems or (args.fail and complained())))
+    return int(bool(problems or (args.fail and complained(make_rows(times, references, stored)))))
 
 
 def make_parser() -> argparse.ArgumentParser:

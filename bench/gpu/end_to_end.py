@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import repeat
 from typing import Any
 
+import numpy as np
 from transformers import LlamaConfig
 
 from titan.bench.engine_run import make_idle, make_requests
 from titan.bench.gpu import random_models
-from titan.bench.gpu.paid_replay import PaidReplayDrafter
 from titan.bench.gpu.sections import Figures, Section, Setting, Task, WrongNumbersError
 from titan.bench.gpu.timing import busy_seconds, synchronize
 from titan.bench.peers.transformers_peer import ContinuousPeer, StaticPeer
@@ -27,22 +27,24 @@ from titan.bench.prompts import random_prompts
 from titan.bench.samples import with_ratio
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.options import EngineConfig
+from titan.core.step import StepPlan
+from titan.core.trees import DraftTrees
+from titan.draft.base import DraftContext
+from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import register
 from titan.draft.replay import ReplayDrafter
 from titan.engine import Engine
 from titan.kernels.backend import choose_backend
 from titan.kernels.interfaces import Backend
+from titan.models.decoder import Decoder
 
 NUM_DRAFTS = 6
-NUM_BATCHED_TOKENS = 8192
-SPARE_STEPS = 6
-"""In which the first requests decode already while the last prompts are computed."""
-EXTREMES = (1.0, 0.0)
-"""Acceptances that make the largest and the smallest passes."""
 NUM_WARM_UPS = 2
-"""Steps at each of them, so that graphs of all sizes are captured."""
+"""Steps at each extreme of the acceptance, so that graphs of all sizes are captured."""
 NUM_PROFILED = 8
 """Steps after a window by which it is measured how busy the device is."""
+NUM_OTHERS = 6 + 2 * NUM_WARM_UPS + NUM_PROFILED
+"""Steps outside the window, those included in which the first requests decode while the last prompts are computed."""
 SHORT, LONG = 8, 40
 """Outputs of transformers in tokens; the difference is timed, so that the prompts are not."""
 
@@ -75,7 +77,7 @@ class Plan:
 
     def max_output_len(self, batch: int) -> int:
         """More tokens than a request emits."""
-        return (self.num_steps(batch) + len(EXTREMES) * NUM_WARM_UPS + NUM_PROFILED + SPARE_STEPS) * (NUM_DRAFTS + 1)
+        return (self.num_steps(batch) + NUM_OTHERS) * (NUM_DRAFTS + 1)
 
 
 PLAN_8B = Plan(
@@ -102,6 +104,27 @@ TINY = Plan(
 )
 
 
+class PaidReplayDrafter(DraftModelDrafter):
+    """Proposes what a `ReplayDrafter` proposes, after all the passes that a draft model takes for as many tokens.
+
+    The draft model drafts greedy chains (so the engine's ``draft_tree`` must be "chain"), writes their KV and hears what was
+    accepted; what it would have proposed does not matter. Its trees stay on the device, as they do without a recording: one more
+    copy brings the recorded tokens there.
+    """
+
+    def __init__(self, model: Decoder, replay: ReplayDrafter, context: DraftContext) -> None:
+        super().__init__("replay, paid", model, context)
+        self.replay = replay
+
+    def propose(self, plan: StepPlan) -> DraftTrees:
+        recordings = self.replay.propose(plan)
+        # no more is drafted than was recorded; it may be less
+        drafted = super().propose(replace(plan, draft_budgets=[recording.num_nodes for recording in recordings]))
+        pairs = zip(recordings, drafted.counts.tolist(), strict=True)
+        [token_ids] = self._context.backend.upload([np.concatenate([recording.token_ids[:count] for recording, count in pairs])])
+        return replace(drafted, nodes=drafted.nodes._replace(token_ids=token_ids))
+
+
 class EndToEnd:
     """One target with its draft, and one engine for all runs of Titan, with and without speculation."""
 
@@ -121,7 +144,7 @@ class EndToEnd:
             draft_tree="chain",
             draft_sampling="greedy",
             max_batch_size=max_batch,
-            max_num_batched_tokens=NUM_BATCHED_TOKENS,
+            max_num_batched_tokens=8192,
             max_model_len=plan.prompt_len + plan.max_output_len(1),
             num_kv_blocks=num_tokens // 16 + 2 * max_batch,
             enable_prefix_caching=False,
@@ -146,16 +169,18 @@ class EndToEnd:
             WrongNumbersError: the model has written something else than its weights say.
             RuntimeError: a request ended early.
         """
-        engine, output_len, acceptance = self.engine, self.plan.max_output_len(batch), MODES[mode]
-        workload = self.workload(batch, output_len)
+        engine, device, acceptance = self.engine, self.setting.device, MODES[mode]
+        output_len, num_steps = self.plan.max_output_len(batch), self.plan.num_steps(batch)
+        vocab_size, workload = self.plan.target.vocab_size, self.workload(batch, output_len)
         requests = make_requests(engine, workload, use_speculative=acceptance is not None)
-        texts = [random_models.continuation(prompt, output_len, self.plan.target.vocab_size) for prompt in workload.prompts]
+        texts = [[(prompt[-1] + 1 + i) % vocab_size for i in range(output_len)] for prompt in workload.prompts]
         self.replay.recordings = dict(zip(map(tuple, workload.prompts), texts, strict=True))
 
         def step(num_steps: int, acceptance: float | None) -> None:
             self.replay.acceptance = acceptance or 0.0
             for _ in range(num_steps):
                 engine.step()
+            synchronize(device)
             if any(request.is_finished for request in requests):
                 raise RuntimeError("a request ended early")
 
@@ -164,39 +189,32 @@ class EndToEnd:
                 engine.scheduler.add(request)
             while any(request.metrics.first_token_time is None for request in requests):
                 step(1, 0.0)
-            for extreme in EXTREMES:
-                step(NUM_WARM_UPS, extreme)
-            figures = self._measure_window(partial(step, acceptance=acceptance), batch)
-            if mode in (PLAIN, AT_GOAL):
-                busy = busy_seconds(partial(step, NUM_PROFILED, acceptance), self.setting.device)
-                if busy is not None:
-                    figures["busy"] = 1e3 * busy / NUM_PROFILED / figures["ms/step"]
+            step(NUM_WARM_UPS, 1.0)
+            step(NUM_WARM_UPS, 0.0)
+            passes, num_tokens = engine.passes, engine.counters.num_emitted_tokens
+            passes.num_replayed = passes.num_eager = 0
+            start = time.perf_counter()
+            step(num_steps, acceptance)
+            seconds = time.perf_counter() - start
+            num_tokens, graphs = engine.counters.num_emitted_tokens - num_tokens, passes.hit_rate
+            is_profiled = mode in (PLAIN, AT_GOAL)
+            busy = busy_seconds(partial(step, NUM_PROFILED, acceptance), device) if is_profiled else None
         finally:
             make_idle(engine)
-        if any(
-            request.output_token_ids != text[: request.num_output_tokens] for request, text in zip(requests, texts, strict=True)
-        ):
+        pairs = zip(requests, texts, strict=True)
+        if any(request.output_token_ids != text[: request.num_output_tokens] for request, text in pairs):
             raise WrongNumbersError("other tokens were written than the weights say")
-        if acceptance is not None:
-            figures["expected"] = expected_tokens(acceptance, NUM_DRAFTS)
-        elif self.setting.copy_bandwidth is not None:
-            floor = random_models.weight_bytes_per_step(self.target) / self.setting.copy_bandwidth
-            figures["weights' share"] = 1e3 * floor / figures["ms/step"]
-        return figures
-
-    def _measure_window(self, step: Callable[[int], None], batch: int) -> dict[str, float]:
-        engine, device, num_steps = self.engine, self.setting.device, self.plan.num_steps(batch)
-        passes, num_tokens = engine.passes, engine.counters.num_emitted_tokens
-        passes.num_replayed = passes.num_eager = 0
-        synchronize(device)
-        start = time.perf_counter()
-        step(num_steps)
-        synchronize(device)
-        seconds = time.perf_counter() - start
-        num_tokens = engine.counters.num_emitted_tokens - num_tokens
-        graphs = {} if passes.hit_rate is None else {"graphs": passes.hit_rate}
-        rates = {"tokens/s": num_tokens / seconds, "tokens/step": num_tokens / num_steps / batch}
-        return {**rates, "ms/step": 1e3 * seconds / num_steps, **graphs}
+        bandwidth, weights = self.setting.copy_bandwidth, random_models.weight_bytes_per_step(self.target)
+        found = {
+            "tokens/s": num_tokens / seconds,
+            "tokens/step": num_tokens / num_steps / batch,
+            "expected": None if acceptance is None else expected_tokens(acceptance, NUM_DRAFTS),
+            "ms/step": 1e3 * seconds / num_steps,
+            "weights' share": weights / bandwidth * num_steps / seconds if bandwidth and acceptance is None else None,
+            "busy": None if busy is None else busy / NUM_PROFILED * num_steps / seconds,
+            "graphs": graphs,
+        }
+        return {name: figure for name, figure in found.items() if figure is not None}
 
     def measure_peer(self, batch: int, name: str) -> Figures:
         """Time a mode of transformers, after a warm-up."""
