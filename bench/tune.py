@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from importlib.metadata import version
-from itertools import groupby, islice, product
+from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
 from unittest.mock import patch
@@ -53,7 +53,6 @@ PROGRAMS = (1, 2, 3, 4)
 """Per multiprocessor."""
 NUM_TINY = 2
 """Tiles and numbers of programs in a rehearsal."""
-NUM_SHOWN = 5
 NUM_REFINED = 3
 """Of the best candidates, how many are tried with other numbers of programs."""
 LABELS = ("head_dim", "block_m", "block_n", "warps", "stages", "programs")
@@ -156,24 +155,17 @@ def with_entry(source: str, key: Key, configs: Sequence[TileConfig], note: str) 
 
 def make_report(tried: Sequence[Row], note: str) -> Report:
     """The fastest for each head_dim and number of rows, and what became of the others."""
-
-    def kind(row: Row) -> tuple[int, int]:
-        return int(row.labels["head_dim"]), int(row.labels["block_m"])
-
-    ran = sorted((row for row in tried if row.status == "ok"), key=lambda row: (kind(row), row.figures[RELATIVE]))
-    shown = [row for _, rows in groupby(ran, kind) for row in islice(rows, NUM_SHOWN)]
-    gain = f"; the fastest takes {min(row.figures[RELATIVE] for row in ran):.3f} x the time of the present one" if ran else ""
-    times = dict.fromkeys((name for row in shown for name in row.figures if name != RELATIVE), ".1f")
+    ran = sorted((row for row in tried if row.status == "ok"), key=lambda row: row.figures[RELATIVE], reverse=True)
+    fastest = {(row.labels["head_dim"], row.labels["block_m"]): row for row in ran}  # the last of each kind
+    gain = f"; the fastest takes {ran[-1].figures[RELATIVE]:.3f} x the time of the present one" if ran else ""
+    times = dict.fromkeys((name for row in ran for name in row.figures if name != RELATIVE), ".1f")
     problems = Counter(row.problem for row in tried if row.status != "ok")
     return Report(
         "Tiles of tree attention",
         f"{len(ran)} of {count(len(tried), 'candidate')} could run{gain}.",
         {"candidates": tried},
-        [figure_table(f"The fastest candidates, at most {NUM_SHOWN} of a kind", shown, LABELS, {RELATIVE: ".3f", **times})],
-        notes=[
-            note,
-            f"{RELATIVE}: time over that of the configuration that was in the table; us: of one layer, requests x context.",
-        ],
+        [figure_table("The fastest candidates", [fastest[kind] for kind in sorted(fastest)], LABELS, {RELATIVE: ".3f", **times})],
+        notes=[note, f"{RELATIVE}: time over that of the configuration in the table; us: of one layer, requests x context."],
         warnings=[f"{count(number, 'candidate')} left out: {problem}" for problem, number in problems.items()],
     )
 

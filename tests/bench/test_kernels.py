@@ -53,7 +53,6 @@ def test_a_file_that_is_no_run_is_refused(tmp_path: Path, content: str | None) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--threshold", "0"], "must both be above 0"),
         (["--fail"], "--fail is not allowed without --compare"),
         (["--select", "norm", "sample"], "--select norm sample is in no benchmark's name: there are tree_attention-verify-chosen"),
     ],
