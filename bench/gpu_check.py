@@ -5,14 +5,15 @@
     TRITON_INTERPRET=1 python -m titan.bench.gpu_check --tiny    tiny shapes in Triton's interpreter: a rehearsal
 
 Sections run one after the other, each in a process of its own. One that fails or hangs costs its own rows; where time runs out, the
-least important rows are skipped, and say so. Results are written after every row. The status is 1 if anything of Titan's failed, or
-disagrees with others; missed goals are only shown. Whether the kernels are right is for the tests to say: ``pytest -m cuda``.
+least important rows are skipped, and say so. What there is is written even if the check is terminated. The status is 1 if anything
+of Titan's failed, or disagrees with others; missed goals are only shown. ``pytest -m cuda`` says whether the kernels are right.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,21 +26,9 @@ import torch
 
 from titan.bench.gpu import attention, ceilings, end_to_end
 from titan.bench.gpu.sections import Row, Section, Setting, run_isolated
-from titan.bench.provenance import collect_provenance
-from titan.bench.report import (
-    Report,
-    Table,
-    bench_parser,
-    count,
-    figure_table,
-    format_label,
-    json_text,
-    measure_and_publish,
-    parse,
-    positive,
-)
+from titan.bench.report import Report, Table, bench_parser, count, figure_table, format_label, measure_and_publish, parse, positive
 from titan.bench.turns import log
-from titan.kernels.triton.tools import INTERPRETED, is_launchable
+from titan.kernels.triton.tools import INTERPRETED
 
 SECTIONS = {each.name: each for each in (ceilings.SECTION, attention.SECTION, end_to_end.SECTION_8B, end_to_end.SECTION_1B)}
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -52,10 +41,9 @@ def run_sections(sections: Sequence[Section], setting: Setting, seconds: float, 
 
     Each section has its share of the seconds, and what those before it have left. The bandwidth is known when it is measured.
     """
-    start, planned = time.monotonic(), 0.0
+    start, may_end = time.monotonic(), 0.0
     for section in sections:
-        planned += section.seconds
-        may_end = seconds * planned / sum(each.seconds for each in sections)
+        may_end += seconds * section.seconds / sum(each.seconds for each in sections)
         log(f"{section.name} begins, and may take until {may_end:.0f} s")
         for found in run_section(section, setting, start + may_end - time.monotonic()):
             row = replace(found, labels={"section": section.name, **found.labels})
@@ -66,20 +54,18 @@ def run_sections(sections: Sequence[Section], setting: Setting, seconds: float, 
             yield row
 
 
-def make_report(rows: Sequence[Row], is_tiny: bool) -> Report:
-    """All that is known so far; tiny shapes have no goals."""
-    sections = [SECTIONS[name] for name in dict.fromkeys(str(row.labels["section"]) for row in rows)]
-    judged = [section.judge([row for row in rows if row.labels["section"] == section.name]) for section in sections]
-    if is_tiny:
-        judged = [[replace(row, goals=()) for row in mine] for mine in judged]
-    met = [goal.is_met(row.figures) for mine in judged for row in mine for goal in row.goals]
+def make_report(rows: Sequence[Row]) -> Report:
+    """All that is known so far."""
+    names = dict.fromkeys(str(row.labels["section"]) for row in rows)
+    compared = {name: SECTIONS[name].compare([row for row in rows if row.labels["section"] == name]) for name in names}
+    met = [each for row in chain(*compared.values()) for each in row.is_met.values()]
     num_ok = sum(row.status == "ok" for row in rows)
     return Report(
         "GPU check",
         f"{num_ok} of {count(len(rows), 'row')} are right, and {sum(met)} of {count(len(met), 'goal')} are met.",
-        {"rows": list(chain(*judged))},
-        [section_table(section, mine) for section, mine in zip(sections, judged, strict=True)],
-        notes=list(dict.fromkeys(section.notes for section in sections)),
+        {"rows": list(chain(*compared.values()))},
+        [section_table(SECTIONS[name], mine) for name, mine in compared.items()],
+        notes=list(dict.fromkeys(SECTIONS[name].notes for name in names)),
         warnings=[f"{_name(row)}: {row.problem}" for row in rows if row.status in ("failed", "wrong")],
         versions={"triton": version("triton")},
     )
@@ -89,9 +75,9 @@ def section_table(section: Section, rows: Sequence[Row]) -> Table:
     """The rows of a section, with what became of them and of their goals."""
     shown = []
     for row in rows:
-        goals = "; ".join(f"{goal}: {'met' if goal.is_met(row.figures) else 'missed'}" for goal in row.goals)
+        goals = [f"{name} at least {row.goals[name]:g}: {'met' if is_met else 'missed'}" for name, is_met in row.is_met.items()]
         status = row.status if row.problem is None else f"{row.status}: {row.problem}"
-        shown.append(replace(row, labels={**row.labels, "status": status, **({"goal": goals} if goals else {})}))
+        shown.append(replace(row, labels={**row.labels, "status": status, **({"goal": "; ".join(goals)} if goals else {})}))
     labels = [name for name in dict.fromkeys(chain(*(row.labels for row in shown))) if name != "section"]
     return figure_table(section.title, shown, labels, section.columns)
 
@@ -108,18 +94,10 @@ def main(argv: Sequence[str] | None = None, run_section: RunSection = run_isolat
         args.json = RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', torch.cuda.get_device_name(device).lower())}.json"
     sections = [each for name, each in SECTIONS.items() if name in (ceilings.SECTION.name, *(args.only or SECTIONS))]
     seconds = args.seconds or sum(section.seconds for section in sections)
-    provenance = collect_provenance(args.command, seed=args.seed)
+    setting = Setting(device, args.tiny, args.seed, args.threads)
     rows: list[Row] = []
-
-    def measure() -> None:
-        for row in run_sections(sections, Setting(device, args.tiny, args.seed, args.threads), seconds, run_section):
-            rows.append(row)
-            if args.json is not None:  # whatever may end this process
-                report = replace(make_report(rows, args.tiny), warnings=["the check has not come to its end"])
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json_text(report, provenance, args), encoding="utf-8")
-
-    measure_and_publish(args, measure, lambda: make_report(rows, args.tiny))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever lends a device may take it back
+    measure_and_publish(args, lambda: rows.extend(run_sections(sections, setting, seconds, run_section)), lambda: make_report(rows))
     return int(any(row.status in ("failed", "wrong") for row in rows))
 
 
@@ -131,12 +109,9 @@ def choose_check_device(is_tiny: bool) -> torch.device:
     """
     if torch.cuda.is_available() and not INTERPRETED:
         return torch.device("cuda", torch.cuda.current_device())
-    if not is_tiny:
-        raise ValueError("gpu_check needs a CUDA device: there is none; --tiny with TRITON_INTERPRET=1 rehearses it on a CPU")
-    device = torch.device("cpu")
-    if not is_launchable(device):
-        raise ValueError("--tiny on a CPU needs Triton's interpreter: set TRITON_INTERPRET=1")
-    return device
+    if is_tiny and INTERPRETED:
+        return torch.device("cpu")
+    raise ValueError("a CUDA device is needed: there is none; --tiny with TRITON_INTERPRET=1 rehearses the work on a CPU")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -144,9 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = bench_parser("gpu_check", __doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections (default: all); ceilings are always measured")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes; times mean nothing then")
-    parser.add_argument(
-        "--seconds", type=positive, help="for everything (default: what the sections are planned to take, 330 for all)"
-    )
+    parser.add_argument("--seconds", type=positive, help="for everything (default: as the sections are planned, 330 for all)")
     return parser
 
 

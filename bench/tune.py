@@ -14,15 +14,17 @@ more than noise. The file is written after each number of rows, so that an inter
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from functools import partial
 from importlib.metadata import version
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -30,10 +32,11 @@ from torch import Tensor
 from titan.bench.gpu.attention import check_agreement, seconds_per_layer
 from titan.bench.gpu.attention_batches import Case, Shape, make_case, uniform_shape
 from titan.bench.gpu.attention_kernels import titan
-from titan.bench.gpu.sections import Row, Setting, describe
+from titan.bench.gpu.sections import Figures, Row, Setting, Task, run_tasks
 from titan.bench.gpu_check import choose_check_device
 from titan.bench.report import Report, bench_parser, count, figure_table, measure_and_publish, parse
 from titan.bench.turns import log
+from titan.bench.workloads import read_text
 from titan.kernels.triton import tuning
 from titan.kernels.triton.attention_plan import AttentionGeometry
 from titan.kernels.triton.tuning import TileConfig
@@ -44,7 +47,12 @@ UNIFORM = ((1, 8192), (1, 32768), (8, 8192), (32, 2048), (128, 1024))
 """Requests and contexts of the batches."""
 MIN_GAIN = 0.02
 """So much less time must a candidate take to replace the present configuration."""
-NUM_SHOWN = 5
+TILES = list(product((32, 64, 128), (4, 8), (3, 5, 7)))
+"""What is tried as block_n, numbers of warps and of stages."""
+PROGRAMS = (1, 2, 3, 4)
+"""Per multiprocessor."""
+NUM_TINY = 2
+"""Tiles and numbers of programs in a rehearsal."""
 NUM_REFINED = 3
 """Of the best candidates, how many are tried with other numbers of programs."""
 LABELS = ("head_dim", "block_m", "block_n", "warps", "stages", "programs")
@@ -54,76 +62,56 @@ Key = tuple[int, int, int]
 """Of `titan.kernels.triton.tuning.TABLE`: capability, padded head_dim, bytes per element."""
 
 
-@dataclass(frozen=True, slots=True)
-class Space:
-    """What is tried."""
-
-    block_ns: Sequence[int] = (32, 64, 128)
-    num_warps: Sequence[int] = (4, 8)
-    num_stages: Sequence[int] = (3, 5, 7)
-    programs: Sequence[int] = (1, 2, 3, 4)  # per multiprocessor
-
-
-TINY = Space(block_ns=(16, 32), num_warps=(4,), num_stages=(3,), programs=(1, 2))
-
-
-def tune(key: Key, block_m: int, space: Space, setting: Setting, tell: Callable[[Row], object]) -> TileConfig:
+def tune(key: Key, block_m: int, setting: Setting, tried: list[Row]) -> TileConfig:
     """Find the fastest configuration for tiles of so many rows; the present one if nothing beats it.
 
-    All tiles of the space are tried with the present number of programs, and the best of them with others; ``tell`` hears of each.
+    All tiles are tried with the present number of programs, and the best of them with others; ``tried`` gets each.
     """
-    present = present_config(key, block_m)
+    configs = tuning.TABLE.get(key, tuning.SAFE_CONFIGS)
+    present = next((config for config in configs if config.block_m >= block_m), configs[-1])
     cases = [make_case(shape, setting) for shape in tuning_shapes(key[1], block_m, setting.is_tiny)]
     baseline = [run(key, present, case) for case in cases]
+    num_tried = NUM_TINY if setting.is_tiny else None
     relatives: dict[TileConfig, float] = {}
 
     def attempt(config: TileConfig) -> None:
-        row = candidate(key, config, cases, baseline)
+        labels = dict(zip(LABELS, (key[1], *astuple(config)), strict=True))
+        [row] = run_tasks([Task(labels, partial(compare, key, config, cases, baseline), 0)], math.inf)
         log(f"heads of {key[1]}: {config}: {row.problem or format(row.figures[RELATIVE], '.3f')}")
-        tell(row)
+        tried.append(row)
         if row.status == "ok":
             relatives[config] = row.figures[RELATIVE]
 
-    for tile in product(space.block_ns, space.num_warps, space.num_stages):
+    for tile in TILES[:num_tried]:
         attempt(TileConfig(block_m, *tile, present.programs_per_multiprocessor))
     for good in sorted(relatives, key=relatives.__getitem__)[:NUM_REFINED]:
-        for programs in space.programs:
+        for programs in PROGRAMS[:num_tried]:
             if programs != present.programs_per_multiprocessor:
                 attempt(replace(good, programs_per_multiprocessor=programs))
     best = min(relatives, key=relatives.__getitem__, default=present)
     return best if relatives.get(best, 1.0) <= 1 - MIN_GAIN else present
 
 
-def candidate(key: Key, config: TileConfig, cases: Sequence[Case], baseline: Sequence[tuple[Tensor, float]]) -> Row:
-    """Time a configuration over the present one's outputs and seconds; one that is wrong or cannot run has no figures."""
-    labels = dict(zip(LABELS, (key[1], *astuple(config)), strict=True))
+def compare(key: Key, config: TileConfig, cases: Sequence[Case], baseline: Sequence[tuple[Tensor, float]]) -> Figures:
+    """Time a configuration over the present one's outputs and seconds.
+
+    Raises:
+        WrongNumbersError: the outputs are others.
+    """
     figures, ratios = {}, []
     for case, (expected, present_seconds) in zip(cases, baseline, strict=True):
-        try:
-            output, seconds = run(key, config, case)
-            check_agreement(output, expected)
-        except Exception as error:  # noqa: BLE001 - one that does not fit on the device is no candidate
-            return Row(labels, 0, {}, status="failed", problem=describe(error))
+        output, seconds = run(key, config, case)
+        check_agreement(output, expected)
         ratios.append(seconds / present_seconds)
         figures[f"{len(case.shape.contexts)} x {case.shape.name}, us"] = seconds * 1e6
-    return Row(labels, 0, {RELATIVE: geometric_mean(ratios), **figures})
+    return {RELATIVE: geometric_mean(ratios), **figures}
 
 
 def run(key: Key, config: TileConfig, case: Case) -> tuple[Tensor, float]:
     """Let every number of rows take a configuration: output of the first layer, and seconds per layer."""
-    changed: dict[Key, Any] = {**tuning.TABLE, key: (config,)}
-    original, tuning.TABLE = tuning.TABLE, changed
-    try:
+    with patch.object(tuning, "TABLE", {**tuning.TABLE, key: (config,)}):
         attend = titan(case)
         return attend(0), seconds_per_layer(case, attend)
-    finally:
-        tuning.TABLE = original
-
-
-def present_config(key: Key, block_m: int) -> TileConfig:
-    """What the table now gives to tiles of that many rows."""
-    configs = tuning.TABLE.get(key, tuning.SAFE_CONFIGS)
-    return next((config for config in configs if config.block_m >= block_m), configs[-1])
 
 
 def tuning_shapes(head_dim: int, block_m: int, is_tiny: bool) -> list[Shape]:
@@ -165,23 +153,19 @@ def with_entry(source: str, key: Key, configs: Sequence[TileConfig], note: str) 
     return source[: table.start("entries")] + entries + ("" if num_replaced else entry) + source[table.end("entries") :]
 
 
-def make_report(candidates: Sequence[Row], note: str) -> Report:
+def make_report(tried: Sequence[Row], note: str) -> Report:
     """The fastest for each head_dim and number of rows, and what became of the others."""
-    ran = sorted((row for row in candidates if row.status == "ok"), key=lambda row: row.figures[RELATIVE])
-    kinds = dict.fromkeys((row.labels["head_dim"], row.labels["block_m"]) for row in candidates)
-    best = [[row for row in ran if (row.labels["head_dim"], row.labels["block_m"]) == kind][:NUM_SHOWN] for kind in kinds]
-    shown, problems = list(chain(*best)), Counter(row.problem for row in candidates if row.status != "ok")
-    gain = f"; the fastest takes {ran[0].figures[RELATIVE]:.3f} x the time of the present one" if ran else ""
-    times = dict.fromkeys((name for row in shown for name in row.figures if name != RELATIVE), ".1f")
+    ran = sorted((row for row in tried if row.status == "ok"), key=lambda row: row.figures[RELATIVE], reverse=True)
+    fastest = {(row.labels["head_dim"], row.labels["block_m"]): row for row in ran}  # the last of each kind
+    gain = f"; the fastest takes {ran[-1].figures[RELATIVE]:.3f} x the time of the present one" if ran else ""
+    times = dict.fromkeys((name for row in ran for name in row.figures if name != RELATIVE), ".1f")
+    problems = Counter(row.problem for row in tried if row.status != "ok")
     return Report(
         "Tiles of tree attention",
-        f"{len(ran)} of {count(len(candidates), 'candidate')} could run{gain}.",
-        {"candidates": candidates},
-        [figure_table(f"The fastest candidates, at most {NUM_SHOWN} of a kind", shown, LABELS, {RELATIVE: ".3f", **times})],
-        notes=[
-            note,
-            f"{RELATIVE}: time over that of the configuration that was in the table; us: of one layer, requests x context.",
-        ],
+        f"{len(ran)} of {count(len(tried), 'candidate')} could run{gain}.",
+        {"candidates": tried},
+        [figure_table("The fastest candidates", [fastest[kind] for kind in sorted(fastest)], LABELS, {RELATIVE: ".3f", **times})],
+        notes=[note, f"{RELATIVE}: time over that of the configuration in the table; us: of one layer, requests x context."],
         warnings=[f"{count(number, 'candidate')} left out: {problem}" for problem, number in problems.items()],
     )
 
@@ -196,26 +180,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.tiny and args.output is None:
         raise ValueError("--tiny needs --output, a copy of kernels/triton/tuning.py: what it times must not get into the table")
     output: Path = args.output or Path(tuning.__file__)
-    if not output.is_file():
-        raise ValueError(f"--output {output} is not there: it must be a copy of kernels/triton/tuning.py")
-    with_entry(output.read_text(encoding="utf-8"), (0, 0, 0), [], "")  # refuses another file before the work
+    with_entry(read_text(output, f"--output {output}"), (0, 0, 0), [], "")  # refuses another file before the work
     device = choose_check_device(args.tiny)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the interpreter"
     timed_on = f"{name}, Triton {version('triton')}"
-    candidates: list[Row] = []
+    setting = Setting(device, args.tiny, args.seed, args.threads)
+    tried: list[Row] = []
 
     def measure() -> None:
-        setting = Setting(device, args.tiny, args.seed, args.threads)
         for head_dim in args.head_dims:
             key = table_key(head_dim, device)
             configs = {config.block_m: config for config in tuning.TABLE.get(key, tuning.SAFE_CONFIGS)}
             for block_m in args.block_m:
-                best = tune(key, block_m, TINY if args.tiny else Space(), setting, candidates.append)
+                best = tune(key, block_m, setting, tried)
                 configs[best.block_m] = best
                 changed = with_entry(output.read_text(encoding="utf-8"), key, [configs[rows] for rows in sorted(configs)], timed_on)
                 output.write_text(changed, encoding="utf-8")
 
-    measure_and_publish(args, measure, lambda: make_report(candidates, f"Timed on {timed_on}; written to {output}."))
+    measure_and_publish(args, measure, lambda: make_report(tried, f"Timed on {timed_on}; written to {output}."))
 
 
 def make_parser() -> argparse.ArgumentParser:

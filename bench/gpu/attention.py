@@ -6,6 +6,7 @@ that of one layer, out of a CUDA graph of them all; planning, once per step, is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from titan.bench.gpu.attention_batches import Case, Shape, make_case, uniform_shape
 from titan.bench.gpu.attention_kernels import KERNELS, TITAN, Attend, Kernel, titan
-from titan.bench.gpu.sections import Figures, Goal, Row, Section, Setting, Task, WrongNumbersError
+from titan.bench.gpu.sections import Figures, Section, Setting, Task, WrongNumbersError
 from titan.bench.gpu.timing import median_seconds
 from titan.bench.samples import with_ratio
 from titan.kernels.triton.attention_plan import AttentionGeometry
@@ -96,7 +97,10 @@ def make_tasks(setting: Setting) -> Sequence[Task]:
 
     def task(shape: Shape, name: str) -> Task:
         kernel = KERNELS[name]
-        return Task({**shape.labels, "kernel": name}, partial(measure, shape, kernel, setting), kernel.seconds, kernel.is_peer)
+        goals = {} if setting.is_tiny or shape in others else goals_of(shape, kernel, setting)
+        return Task(
+            {**shape.labels, "kernel": name}, partial(measure, shape, kernel, setting), kernel.seconds, kernel.is_peer, goals
+        )
 
     largest = max(uniform, key=lambda shape: len(shape.contexts))
     return [
@@ -106,18 +110,12 @@ def make_tasks(setting: Setting) -> Sequence[Task]:
     ]
 
 
-def goals(row: Row) -> Sequence[Goal]:
+def goals_of(shape: Shape, kernel: Kernel, setting: Setting) -> Figures:
     """What Titan must reach of the bandwidth, and how many times Titan's time others must take."""
-    if not row.figures:
-        return []
-    requests, context = int(row.labels["requests"]), row.labels["context"]
-    kernel = KERNELS.get(str(row.labels["kernel"]))
-    if kernel is None or (requests, context) not in UNIFORM:
-        return []
-    if kernel is KERNELS[TITAN]:
-        floor = row.figures.get("floor, us", 0.0)
-        return [Goal("of bandwidth", share) for least, share in SHARE_BY_FLOOR if floor >= least][:1]
-    return [Goal("x titan", kernel.goal)] if kernel.goal is not None and requests >= kernel.min_requests else []
+    if kernel is not KERNELS[TITAN]:
+        return {"x titan": kernel.goal} if kernel.goal is not None and len(shape.contexts) >= kernel.min_requests else {}
+    floor = 1e6 * shape.num_bytes / (setting.copy_bandwidth or math.inf)
+    return next(({"of bandwidth": share} for least, share in SHARE_BY_FLOOR if floor >= least), {})
 
 
 SECTION = Section(
@@ -129,5 +127,4 @@ SECTION = Section(
     columns={"us": ".1f", "floor, us": ".1f", "of bandwidth": ".0%", "x titan": ".2f", "disagreement": ".1e", "plan, us": ".1f"},
     make_tasks=make_tasks,
     compare=partial(with_ratio, name="x titan", figure="us", kernel=TITAN),
-    goals=goals,
 )

@@ -25,10 +25,8 @@ from titan.kernels.triton.upload import upload
 
 TREE = (-1, 0, 1, -1, 3, 0)
 """The nodes after the root: with it, seven tokens."""
-CACHE_BYTES = 180 * 2**20
-"""Distinct KV of a case, at least: three times the second-level cache of an H200."""
-MIN_LAYERS, MAX_KV_BYTES = 4, 20 * 2**30
-"""Of a case, but for one layer that is larger."""
+DISTINCT_BYTES = 2**30
+"""KV of a case, at least: twenty times the second-level cache of an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +97,7 @@ def make_case(shape: Shape, setting: Setting, *, slots_per_page: int = 1) -> Cas
     pages = np.random.default_rng(setting.seed).permutation(num_pages.sum())
     blocks = pages[:, None] * blocks_per_page + np.arange(blocks_per_page)
     layer_shape = (2, geometry.num_kv_heads, blocks.size, geometry.block_size, geometry.head_dim)
-    layer_bytes = math.prod(layer_shape) * geometry.dtype.itemsize
-    enough = max(-(-CACHE_BYTES // layer_bytes), MIN_LAYERS)
-    num_layers = 2 if setting.is_tiny else max(min(enough, MAX_KV_BYTES // layer_bytes), 1)
+    num_layers = 2 if setting.is_tiny else -(-DISTINCT_BYTES // (math.prod(layer_shape) * geometry.dtype.itemsize))
     layout = _make_layout(shape, [each.flatten().tolist() for each in np.split(blocks, num_pages.cumsum()[:-1])], device)
     generator = torch.Generator(device).manual_seed(setting.seed)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -14,26 +13,24 @@ COPY_RATE = "bytes/s"
 
 
 def make_tasks(setting: Setting) -> Sequence[Task]:
-    """The two ceilings."""
+    """A copy of memory within the device, and a product of two square matrices of random numbers."""
+    device = setting.device
     num_bytes, size = (2**20, 64) if setting.is_tiny else (2**32, 8192)
+
+    def copy() -> Figures:
+        source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        return {COPY_RATE: 2 * num_bytes / median_seconds(lambda: target.copy_(source), device, seconds=0.3)}
+
+    def multiply() -> Figures:
+        generator = torch.Generator(device).manual_seed(setting.seed)
+        a, b = torch.randn(2, size, size, generator=generator, device=device).bfloat16()
+        return {"operations/s": 2 * size**3 / median_seconds(lambda: a @ b, device, seconds=0.3)}
+
     return [
-        Task({"ceiling": "copy", "size": f"{num_bytes / 2**20:.0f} MiB"}, partial(measure_copy, setting, num_bytes), 3),
-        Task({"ceiling": "matrix product, bfloat16", "size": f"{size}^3"}, partial(measure_matmul, setting, size), 3),
+        Task({"ceiling": "copy", "size": f"{num_bytes / 2**20:.0f} MiB"}, copy, 3),
+        Task({"ceiling": "matrix product, bfloat16", "size": f"{size}^3"}, multiply, 3),
     ]
-
-
-def measure_copy(setting: Setting, num_bytes: int) -> Figures:
-    """Copy memory within the device; bytes count twice, as they are read and written."""
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=setting.device)
-    target = torch.empty_like(source)
-    return {COPY_RATE: 2 * num_bytes / median_seconds(lambda: target.copy_(source), setting.device, seconds=0.3)}
-
-
-def measure_matmul(setting: Setting, size: int) -> Figures:
-    """Multiply two square matrices of random numbers."""
-    generator = torch.Generator(setting.device).manual_seed(setting.seed)
-    a, b = torch.randn(2, size, size, generator=generator, device=setting.device).bfloat16()
-    return {"operations/s": 2 * size**3 / median_seconds(lambda: a @ b, setting.device, seconds=0.3)}
 
 
 SECTION = Section(

@@ -28,7 +28,7 @@ MAX_POSITIONS = 4096
 def llama(
     hidden_size: int, ffn_size: int, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int = 128_256
 ) -> LlamaConfig:
-    """The config of a Llama whose head is not tied."""
+    """The config of a Llama, whose head is not tied."""
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -38,12 +38,6 @@ def llama(
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        tie_word_embeddings=False,
-        dtype=torch.bfloat16,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
     )
 
 
@@ -73,11 +67,6 @@ def make_decoder(config: LlamaConfig, *, backend: Backend, seed: int) -> Decoder
         decoder.get_parameter("lm_head").copy_(decoder.embedding.roll(1, 0))
     decoder.prepare(pack=False)
     return decoder
-
-
-def continuation(prompt: list[int], length: int, vocab_size: int) -> list[int]:
-    """What such a model writes after a prompt, greedily."""
-    return [(prompt[-1] + 1 + i) % vocab_size for i in range(length)]
 
 
 def weight_bytes_per_step(decoder: Decoder) -> int:

@@ -6,7 +6,7 @@ import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from textwrap import shorten
 from typing import Literal
@@ -33,27 +33,10 @@ class Setting:
     """What tasks need to know."""
 
     device: torch.device
-    is_tiny: bool  # shapes so small that Triton's interpreter can run them
+    is_tiny: bool  # shapes so small that Triton's interpreter can run them; they have no goals
     seed: int = 0
     num_threads: int = 1  # of PyTorch on the host
     copy_bandwidth: float | None = None  # bytes per second, read and written, as measured in the same run
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What a figure of a row is held to."""
-
-    figure: str
-    required: float
-    is_at_most: bool = False
-
-    def is_met(self, figures: Figures) -> bool:
-        """Whether it was reached; NaN reaches nothing."""
-        measured = figures[self.figure]
-        return measured <= self.required if self.is_at_most else measured >= self.required
-
-    def __str__(self) -> str:
-        return f"{self.figure} at {'most' if self.is_at_most else 'least'} {self.required:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +46,12 @@ class Row(Sample):
     status: Status = "ok"
     problem: str | None = None
     seconds: float = 0.0  # that it took
-    goals: Sequence[Goal] = ()
+    goals: Figures = field(default_factory=dict)
+
+    @property
+    def is_met(self) -> dict[str, bool]:
+        """Whether goals are met, by figure, as far as these were measured; NaN reaches nothing."""
+        return {name: self.figures[name] >= least for name, least in self.goals.items() if name in self.figures}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +62,7 @@ class Task:
     measure: Callable[[], Figures]  # errors, `WrongNumbersError` among them, become the status of the row
     seconds: float  # that it takes, about; it is skipped where fewer are left
     is_peer: bool = False  # somebody else's code, which may be absent or fail
+    goals: Figures = field(default_factory=dict)  # that figures of the row must at least reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +76,6 @@ class Section:
     columns: Mapping[str, str]  # format specs by figure
     make_tasks: Callable[[Setting], Sequence[Task]]  # the most important first; other processes must be able to import it
     compare: Callable[[Sequence[Row]], list[Row]] = list  # adds what follows from several rows
-    goals: Callable[[Row], Sequence[Goal]] = lambda _: ()
-
-    def judge(self, rows: Sequence[Row]) -> list[Row]:
-        """Rows with what follows from several of them, and with their goals, as far as what these speak of was measured."""
-        compared = self.compare(rows)
-        return [replace(row, goals=[each for each in self.goals(row) if each.figure in row.figures]) for row in compared]
 
 
 def run_tasks(tasks: Sequence[Task], deadline: float, clock: Callable[[], float] = time.time) -> Iterator[Row]:
@@ -100,7 +83,7 @@ def run_tasks(tasks: Sequence[Task], deadline: float, clock: Callable[[], float]
     for task in tasks:
         start = clock()
         left = deadline - start
-        row = Row(task.labels, 0, {})
+        row = Row(task.labels, 0, {}, goals=task.goals)
         try:
             if task.seconds > left:
                 problem = f"out of time: {max(left, 0):.0f} s are left, it takes {task.seconds:.0f} s"
@@ -111,7 +94,8 @@ def run_tasks(tasks: Sequence[Task], deadline: float, clock: Callable[[], float]
             row = replace(row, status="wrong", problem=str(error))
         except Exception as error:  # noqa: BLE001 - whatever fails, the rows after it still count
             traceback.print_exc()
-            row = replace(row, status="unavailable" if task.is_peer else "failed", problem=describe(error))
+            problem = shorten(error_line(error), 200)  # compilers begin to list there
+            row = replace(row, status="unavailable" if task.is_peer else "failed", problem=problem)
         yield replace(row, seconds=clock() - start)
 
 
@@ -126,29 +110,23 @@ def run_isolated(section: Section, setting: Setting, seconds: float, *, grace: f
     arguments = section.make_tasks, setting, time.time() + seconds, sender
     process = context.Process(target=_send_rows, args=arguments, daemon=True)
     end = time.monotonic() + seconds + grace
-    problem = f"what came next was ended after {seconds + grace:.0f} s without an answer"
     process.start()
     sender.close()  # so that the end of the process is the end of the pipe
     try:
         while receiver.poll(max(end - time.monotonic(), 0)):
             yield receiver.recv()
+        yield Row({}, 0, {}, status="failed", problem=f"what came next was ended after {seconds + grace:.0f} s without an answer")
     except EOFError:
         process.join()
-        problem = f"what came next ended the process with status {process.exitcode}" if process.exitcode else ""
+        if process.exitcode:
+            yield Row({}, 0, {}, status="failed", problem=f"what came next ended the process with status {process.exitcode}")
     finally:
         process.kill()
         process.join()
         receiver.close()
-    if problem:
-        yield Row({}, 0, {}, status="failed", problem=problem)
 
 
 def _send_rows(make_tasks: Callable[[Setting], Sequence[Task]], setting: Setting, deadline: float, sender: Connection) -> None:
     torch.set_num_threads(setting.num_threads)
     for row in run_tasks(make_tasks(setting), deadline):
         sender.send(row)
-
-
-def describe(error: Exception) -> str:
-    """An error on one line, cut where compilers begin to list."""
-    return shorten(error_line(error), 200)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from itertools import repeat
+from unittest.mock import Mock, patch
 
-import pytest
-import torch
 from torch import Tensor
 
-from titan import LLM, SamplingParams
+from titan.bench.engine_run import make_requests
 from titan.bench.prompts import random_prompts
 from titan.bench.step_times import model_of
-from titan.bench.workloads import Lengths
+from titan.bench.workloads import Lengths, take_workload
 from titan.core.batch import RaggedBatch
 from titan.core.kv_tensor import KVTensor
+from titan.core.options import EngineConfig
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees
 from titan.engine import Engine
@@ -32,42 +31,23 @@ CONTEXT_LEN = 128
 NUM_DRAFT_TOKENS = 8
 MAX_OUTPUT_LEN = 1024
 
-Calls = dict[str, list[Callable[[], object]]]
-"""Of operations, by their names, in the order of a pass."""
-
-
-class Recorder:
-    """The operations of a layer, which are carried out and can be called again.
-
-    Args:
-        ops: all of them, but for what reads weights.
-        weight_ops: what the weights are packed for.
-    """
-
-    def __init__(self, ops: LayerOps, weight_ops: LayerOps) -> None:
-        self.calls: Calls = defaultdict(list)
-        self._ops = ops
-        self._weight_ops = weight_ops
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        operation = getattr(self._weight_ops if name.startswith("linear") else self._ops, name)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.calls[name].append(partial(operation, *args, **kwargs))
-            return operation(*args, **kwargs)
-
-        return run
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
     """The demo pair with requests in flight, after the target's pass of a step."""
 
+    seed: int
     engine: Engine
     plan: StepPlan
     trees: DraftTrees
     batch: RaggedBatch  # with its nodes in their places
     logits: Tensor  # [L, vocab]
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.plan.requests)
 
     @property
     def backend(self) -> Backend:
@@ -81,11 +61,19 @@ class Stage:
     def kv(self) -> KVTensor:
         return self.engine.kv.tensors["target"]
 
-    def calls_of_pass(self, ops: LayerOps, batch: RaggedBatch) -> Calls:
-        """Run a pass of the target by its single operations, and return them."""
-        model, recorder = self.model, Recorder(ops, self.model.ops)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model, "ops", recorder)
+    def call_of_pass(self, operation: str, index: int = -1, ops: LayerOps | None = None, batch: RaggedBatch | None = None) -> Call:
+        """Run a pass of the target by its single operations, and return one of them, to be called again.
+
+        Args:
+            operation: its name.
+            index: which of its calls, the last by default.
+            ops: by default the model's, for which the weights are packed: these read them in any case.
+            batch: by default that of the verification.
+        """
+        model, ops, batch = self.model, ops or self.model.ops, batch or self.batch
+        owner = model.ops if operation.startswith("linear") else ops
+        mixed = Mock(wraps=ops, linear=model.ops.linear, linear_add_norm=model.ops.linear_add_norm)
+        with patch.object(mixed, operation, wraps=getattr(owner, operation)) as recorded, patch.object(model, "ops", mixed):
             if ops.name == "Triton":
                 from titan.kernels.triton.attention_plan import AttentionGeometry  # not every platform has triton
                 from titan.kernels.triton.pass_inputs import upload_inputs
@@ -96,7 +84,8 @@ class Stage:
                 model.logits(model.hidden_states(inputs, kv))
             else:
                 TorchRunner(self.backend, model, self.kv).forward(batch)
-        return recorder.calls
+        call = recorded.call_args_list[index]
+        return partial(getattr(owner, operation), *call.args, **call.kwargs)
 
     def verify(self) -> Acceptance:
         """Verify the trees."""
@@ -119,9 +108,7 @@ def make_engine(
     num_requests: int, seed: int, *, draft: str | None = DEMO, draft_tree: str = "dynamic", temperature: float = 0.0
 ) -> Engine:
     """Return an engine whose requests have all run their prompts of `CONTEXT_LEN` random tokens."""
-    llm = LLM(
-        DEMO,
-        draft,
+    config = EngineConfig.of(
         max_draft_tokens=NUM_DRAFT_TOKENS,
         draft_tree=draft_tree,
         draft_sampling="sampled" if temperature else "auto",
@@ -129,10 +116,9 @@ def make_engine(
         max_model_len=CONTEXT_LEN + MAX_OUTPUT_LEN,
         enable_prefix_caching=False,
     )
-    engine = llm.engine
+    engine = Engine(config, DEMO, draft)
     prompts = random_prompts(Lengths(CONTEXT_LEN, CONTEXT_LEN), engine.model_config.vocab_size, seed)
-    params = SamplingParams(temperature=temperature, top_p=0.95, max_tokens=MAX_OUTPUT_LEN, ignore_eos=True)
-    requests = [llm.frontend.make_request(next(prompts), params) for _ in range(num_requests)]
+    requests = make_requests(engine, take_workload(prompts, num_requests, repeat(MAX_OUTPUT_LEN)), temperature=temperature)
     for request in requests:
         engine.scheduler.add(request)
     while not all(request.num_output_tokens for request in requests):
@@ -144,10 +130,9 @@ def make_engine(
 def make_stage(num_requests: int, seed: int, *, draft_tree: str = "dynamic", temperature: float = 0.0) -> Stage:
     """Run the prompts, and the next step up to its verification; the same arguments give the same stage."""
     engine = make_engine(num_requests, seed, draft_tree=draft_tree, temperature=temperature)
-    with torch.inference_mode():
-        plan = engine.scheduler.schedule(NUM_DRAFT_TOKENS, engine._lookahead)
-        trees = engine._propose(plan)
-        batch = target_batch(plan, trees, block_size=engine.kv.block_size)
-        logits = engine.runner.forward(batch)
-        place_nodes(batch)
-        return Stage(engine, plan, trees, batch, logits)
+    plan = engine.scheduler.schedule(NUM_DRAFT_TOKENS, engine._lookahead)
+    trees = engine._propose(plan)
+    batch = target_batch(plan, trees, block_size=engine.kv.block_size)
+    logits = engine.runner.forward(batch)
+    place_nodes(batch)
+    return Stage(seed, engine, plan, trees, batch, logits)

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from interpreted import triton_backend
-from torch import Tensor
-from transformers import LlamaConfig
 
 from titan.bench import gpu_check
-from titan.bench.gpu import attention, ceilings, end_to_end
+from titan.bench.gpu import attention, ceilings, end_to_end, random_models
 from titan.bench.gpu.attention import LLAMA_3_8B, UNIFORM
 from titan.bench.gpu.attention_batches import uniform_shape
 from titan.bench.gpu.attention_kernels import KERNELS, TITAN
 from titan.bench.gpu.end_to_end import AT_GOAL, PLAIN, EndToEnd
-from titan.bench.gpu.random_models import DRAFT_OF_1B, DRAFT_OF_8B, LLAMA_1B, LLAMA_8B, weight_bytes_per_step
-from titan.bench.gpu.sections import Figures, Goal, Row, Section, Setting, Task, WrongNumbersError, run_isolated, run_tasks
+from titan.bench.gpu.sections import Figures, Row, Section, Setting, Task, WrongNumbersError, run_isolated, run_tasks
 from titan.bench.gpu.timing import covered_seconds
 from titan.bench.peers.transformers_peer import StaticPeer
 from titan.bench.step_times import step_times
 from titan.core.step import Acceptance
-from titan.kernels.torch.backend import TorchBackend
+from titan.kernels.backend import choose_backend
 from titan.kernels.triton.tools import INTERPRETED
-from titan.models.config import ModelConfig
-from titan.models.decoder import Decoder
 
 TINY = Setting(torch.device("cpu" if INTERPRETED else "cuda:0"), is_tiny=True, copy_bandwidth=1e9)
 
@@ -43,7 +36,7 @@ def fail(error: Exception) -> Figures:
 
 
 BROKEN = Task({"row": "broken"}, partial(fail, RuntimeError("it did\nnot work")), 1)
-FINE = Task({"row": "fine"}, lambda: {"figure": 1.0}, 1)
+FINE = Task({"row": "fine"}, lambda: {"figure": 1.0}, 1, goals={"figure": 0.5, "other": 1.0})
 
 
 def section_of(*tasks: Task, name: str = "made up", seconds: float = 10) -> Section:
@@ -54,30 +47,16 @@ def in_this_process(section: Section, setting: Setting, seconds: float) -> Itera
     return run_tasks(section.make_tasks(setting), seconds, lambda: 0.0)
 
 
-def test_an_error_ends_its_own_task_only_and_peers_may_fail() -> None:
-    wrong = Task({"row": "wrong"}, partial(fail, WrongNumbersError("numbers are off")), 1)
-    rows = list(run_tasks([BROKEN, replace(BROKEN, is_peer=True), FINE, wrong], 10, lambda: 0.0))
-    assert [row.status for row in rows] == ["failed", "unavailable", "ok", "wrong"]
-    assert [row.problem for row in rows] == ["RuntimeError: it did not work"] * 2 + [None, "numbers are off"]
-
-
-def test_tasks_without_time_say_so() -> None:
-    now = 0.0
-
-    def take(seconds: float) -> Figures:
-        nonlocal now
-        now += seconds
-        return {}
-
-    tasks = [Task({}, partial(take, real), planned) for real, planned in [(7, 5), (4, 4), (2, 2)]]
-    rows = list(run_tasks(tasks, 10, lambda: now))
-    assert [(row.status, row.seconds) for row in rows] == [("ok", 7.0), ("skipped", 0.0), ("ok", 2.0)]
-    assert rows[1].problem == "out of time: 3 s are left, it takes 4 s"
-
-
-def test_a_goal_is_met_from_its_side() -> None:
-    for measured, is_met in [(2.0, (True, True)), (1.9, (False, True)), (2.1, (True, False)), (float("nan"), (False, False))]:
-        assert (Goal("a", 2.0).is_met({"a": measured}), Goal("a", 2.0, is_at_most=True).is_met({"a": measured})) == is_met
+def test_an_error_ends_its_own_task_only_peers_may_fail_and_tasks_without_time_say_so() -> None:
+    wrong = Task({}, partial(fail, WrongNumbersError("numbers are off")), 1)
+    rows = list(run_tasks([BROKEN, replace(BROKEN, is_peer=True), replace(FINE, seconds=3), wrong, FINE], 2, lambda: 0.0))
+    assert [(row.status, row.problem) for row in rows] == [
+        ("failed", "RuntimeError: it did not work"),
+        ("unavailable", "RuntimeError: it did not work"),
+        ("skipped", "out of time: 2 s are left, it takes 3 s"),
+        ("wrong", "numbers are off"),
+        ("ok", None),
+    ]
 
 
 MADE_UP_MODULE = """
@@ -105,53 +84,49 @@ def test_a_process_that_dies_or_hangs_costs_the_rows_it_has_not_given(tmp_path: 
 
 
 def test_time_that_a_section_leaves_is_the_next_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, given = 100.0, []
-    monkeypatch.setattr("titan.bench.gpu_check.time.monotonic", lambda: now)
+    now, given = iter(range(100, 200, 6)), []
+    monkeypatch.setattr("titan.bench.gpu_check.time.monotonic", lambda: next(now))
 
-    def take_six(section: Section, setting: Setting, seconds: float) -> Iterator[Row]:
-        nonlocal now
-        now += 6
+    def take(section: Section, setting: Setting, seconds: float) -> Iterator[Row]:
         given.append(seconds)
         yield from ()
 
-    sections = [section_of(seconds=10), section_of(seconds=30)]
-    assert list(gpu_check.run_sections(sections, TINY, 80, take_six)) == []
-    assert given == [20, 74]
-    assert sum(section.seconds for section in gpu_check.SECTIONS.values()) <= 335  # 6 minutes, with the task that is still at it
+    assert list(gpu_check.run_sections([section_of(seconds=10), section_of(seconds=30)], TINY, 80, take)) == []
+    assert given == [20 - 6, 80 - 12]
 
 
-@pytest.fixture
-def made_up_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_hands_the_bandwidth_on_and_fails_with_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sections = ceilings.SECTION, section_of(BROKEN, FINE, name="bad"), section_of(FINE, name="last")
     monkeypatch.setattr(gpu_check, "SECTIONS", {section.name: section for section in sections})
-
-
-@pytest.mark.usefixtures("made_up_sections")
-def test_the_check_writes_after_every_row_and_fails_with_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, seen = tmp_path / "check.json", []
+    path, seen = tmp_path / "check.json", {}
 
     def run_and_look(section: Section, setting: Setting, seconds: float) -> Iterator[Row]:
-        seen.append((section.name, setting.copy_bandwidth, json.loads(path.read_text()) if path.exists() else None))
+        seen[section.name] = setting.copy_bandwidth
         return in_this_process(section, setting, seconds)
 
     assert gpu_check.main(["--tiny", "--json", str(path), "--threads", "1"], run_and_look) == 1
-    names, bandwidths, documents = zip(*seen, strict=True)
-    assert names == ("ceilings", "bad", "last")
-    assert bandwidths[0] is None and bandwidths[1] == bandwidths[2] > 0
-    assert documents[0] is None and documents[1]["warnings"] == ["the check has not come to its end"]
-    assert [row["labels"]["section"] for row in documents[1]["rows"]] == ["ceilings", "ceilings"]
-    final = json.loads(path.read_text())
-    assert {"triton", "torch"} <= final["provenance"]["versions"].keys()
-    assert [row["status"] for row in final["rows"]] == ["ok", "ok", "failed", "ok", "ok"]
+    assert list(seen) == ["ceilings", "bad", "last"] and seen["ceilings"] is None and seen["bad"] == seen["last"] > 0
+    assert [row["status"] for row in json.loads(path.read_text())["rows"]] == ["ok", "ok", "failed", "ok", "ok"]
     shown = capsys.readouterr().out
+    assert "4 of 5 rows are right, and 2 of 2 goals are met." in shown and "figure at least 0.5: met" in shown
     assert "failed: RuntimeError: it did not work" in shown and "1 warning: bad, broken: RuntimeError" in shown
-    assert "What last is." in shown
     assert gpu_check.main(["--tiny", "--only", "last", "--threads", "1"], in_this_process) == 0
+
+
+def test_what_is_known_is_published_when_the_check_is_terminated(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminated = Task({}, lambda: fail(signal.raise_signal(signal.SIGTERM)), 1)
+    monkeypatch.setitem(gpu_check.SECTIONS, "attention", section_of(FINE, terminated, name="attention"))
+    assert gpu_check.main(["--tiny", "--only", "attention", "--threads", "1"], in_this_process) == 0
+    assert "1 warning: interrupted" in (shown := capsys.readouterr().out) and "3 of 3 rows are right" in shown
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_full_shapes_need_a_device() -> None:
-    with pytest.raises(ValueError, match="gpu_check needs a CUDA device: there is none; --tiny"):
+    with pytest.raises(ValueError, match="a CUDA device is needed: there is none; --tiny"):
         gpu_check.main([])
 
 
@@ -164,30 +139,25 @@ def test_overlapping_work_of_a_device_counts_once() -> None:
 # ----- attention
 
 
-def sample(section: str, figures: Figures, **labels: str | int) -> Row:
-    return Row({"section": section, **labels}, 0, figures)
-
-
-def test_goals_follow_from_floors_and_kernels_and_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [
-        sample("attention", {"us": floor / 0.8, "floor, us": floor, "of bandwidth": 0.8}, requests=n, context=context, kernel=TITAN)
-        for n, context, floor in [(32, 8192, 250.0), (8, 8192, 60.0), (1, 32768, 30.0), (1, 8192, 8.0), (32, 1000, 300.0)]
-    ]
-    for n, kernel in [(8, "FlashInfer, fa2"), (1, "FlashInfer, fa2"), (1, "gather + SDPA")]:
-        rows.append(sample("attention", {"us": 90.0}, requests=n, context=8192, kernel=kernel))
-    report = gpu_check.make_report(rows, is_tiny=False)
-    goals = [[f"{goal}: {goal.is_met(row.figures)}" for goal in row.goals] for row in report.results["rows"]]
-    expected = [f"of bandwidth at least {share}: {share < 0.8}" for share in (0.85, 0.75, 0.65)]
-    assert goals == [*([each] for each in expected), [], [], ["x titan at least 1: True"], [], ["x titan at least 4: True"]]
-    assert report.answer == "8 of 8 rows are right, and 4 of 5 goals are met."
-    assert "of bandwidth at least 0.85: missed" in report.tables[0].rows[0]
-    assert not any(row.goals for row in gpu_check.make_report(rows, is_tiny=True).results["rows"])
+def test_goals_follow_from_floors_and_kernels() -> None:
+    setting = replace(TINY, is_tiny=False, copy_bandwidth=4.3e12)
+    goals = {tuple(task.labels.values()): task.goals for task in attention.make_tasks(setting)}
+    of_titan = [goals[*batch, TITAN] for batch in [(8, 32768), (8, 8192), (1, 32768), (1, 8192)]]
+    assert of_titan == [{"of bandwidth": 0.85}, {"of bandwidth": 0.75}, {"of bandwidth": 0.65}, {}]
+    assert goals[8, 8192, "FlashInfer, fa2"] == {"x titan": 1.0} and goals[1, 32768, "FlashInfer, fa2"] == {}
+    assert goals[1, 32768, "gather + SDPA"] == {"x titan": 4.0} and goals[32, "1024 to 16384", TITAN] == {}
+    assert not any(task.goals for task in attention.make_tasks(TINY))
+    row = Row({}, 0, {"a": 2.0, "b": 1.9, "c": float("nan")}, goals=dict.fromkeys("abcd", 2.0))
+    assert row.is_met == {"a": True, "b": False, "c": False}
+    labels = list(goals)
+    assert labels[: len(UNIFORM)] == [(*each, TITAN) for each in UNIFORM]  # the most important first
+    assert {(*each, kernel) for each in attention.COMPARED for kernel in KERNELS} < set(labels)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_others_agree_with_titan_at_tiny_shapes() -> None:
     tasks = attention.SECTION.make_tasks(TINY)
-    rows = attention.SECTION.judge(list(run_tasks(tasks, 1000, lambda: 0.0)))
+    rows = attention.SECTION.compare(list(run_tasks(tasks, 1000, lambda: 0.0)))
     flashinfer = rows.pop()
     assert flashinfer.status == "unavailable" and "No module named 'flashinfer'" in str(flashinfer.problem)
     assert [row.problem for row in rows if row.status != "ok"] == []
@@ -198,40 +168,6 @@ def test_others_agree_with_titan_at_tiny_shapes() -> None:
     assert titan["of bandwidth"] == pytest.approx(titan["floor, us"] / titan["us"])
 
 
-class FakeFlashInfer:
-    """The documented semantics of FlashInfer's wrapper, one request after the other."""
-
-    def __init__(self, workspace: Tensor, kv_layout: str, *, backend: str) -> None:
-        assert kv_layout == "HND" and workspace.dtype == torch.uint8
-
-    def plan(self, *arguments: Any, **options: Any) -> None:
-        assert all(tensor.dtype == torch.int32 for tensor in arguments[:4])
-        self.q_starts, self.page_starts, self.pages, self.last_page_lens, *_, self.page_size = arguments
-        self.mask, self.scale = options["custom_mask"], options["sm_scale"]
-
-    def run(self, q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-        outputs, masks = [], self.mask
-        for i, rows in enumerate(torch.tensor_split(q, self.q_starts[1:-1].cpu().long())):
-            pages = self.pages[self.page_starts[i] : self.page_starts[i + 1]].long()
-            kv_len = (len(pages) - 1) * self.page_size + int(self.last_page_lens[i])
-            keys, values = (each[pages].transpose(0, 1).flatten(1, 2)[None, :, :kv_len] for each in kv)
-            mask, masks = masks[: len(rows) * kv_len].view(len(rows), kv_len), masks[len(rows) * kv_len :]
-            attended = F.scaled_dot_product_attention(
-                rows.transpose(0, 1)[None], keys, values, mask, scale=self.scale, enable_gqa=True
-            )
-            outputs.append(attended[0].transpose(0, 1))
-        assert len(masks) == 0
-        return torch.cat(outputs)
-
-
-def test_flashinfer_is_told_the_same_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("flashinfer")
-    module.BatchPrefillWithPagedKVCacheWrapper = FakeFlashInfer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-    shape = replace(uniform_shape(attention.TINY, 2, 20), contexts=(20, 41))
-    assert attention.measure(shape, KERNELS["FlashInfer, fa2"], TINY)["disagreement"] < 1e-2
-
-
 def test_a_kernel_that_sees_other_slots_disagrees(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = uniform_shape(attention.TINY, 2, 20)
     monkeypatch.setattr(type(shape), "visible", lambda step, context, device: torch.ones(7, context + 7, device=device) > 0)
@@ -239,42 +175,35 @@ def test_a_kernel_that_sees_other_slots_disagrees(monkeypatch: pytest.MonkeyPatc
         attention.measure(shape, KERNELS["gather + SDPA"], TINY)
 
 
-@pytest.mark.parametrize(
-    ("batch", "context", "kv_megabytes", "microseconds"),
-    [(1, 32768, 134, 31.3), (8, 8192, 269, 62.7), (128, 32768, 17184, 4000)],
-)
-def test_floors_are_those_of_the_roofline(batch: int, context: int, kv_megabytes: float, microseconds: float) -> None:
+@pytest.mark.parametrize(("batch", "context", "microseconds"), [(1, 32768, 31.3), (8, 8192, 62.7), (128, 32768, 4000)])
+def test_floors_are_those_of_the_roofline(batch: int, context: int, microseconds: float) -> None:
     num_bytes = uniform_shape(LLAMA_3_8B, batch, context).num_bytes
     assert num_bytes / 4.3e12 * 1e6 == pytest.approx(microseconds, rel=0.005)
-    assert num_bytes - batch * 7 * 32 * 128 * 4 == pytest.approx(kv_megabytes * 1e6, rel=0.01)
-
-
-def test_titan_comes_first_and_then_all_kernels_where_they_are_compared() -> None:
-    rows = [tuple(task.labels.values()) for task in attention.make_tasks(replace(TINY, is_tiny=False))]
-    assert rows[: len(UNIFORM)] == [(*each, TITAN) for each in UNIFORM]
-    assert {(*each, kernel) for each in attention.COMPARED for kernel in KERNELS} < set(rows)
 
 
 # ----- end to end
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True)
+def _no_drafter_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan.draft.registry._FACTORIES", {})
+
+
+@pytest.fixture
 def bench() -> EndToEnd:
-    return EndToEnd(end_to_end.TINY, TINY)
+    return EndToEnd(end_to_end.TINY, TINY, choose_backend(TINY.device))
 
 
-def test_whole_engines_run_at_tiny_shapes(bench: EndToEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(end_to_end, "EndToEnd", lambda plan, setting: bench)
+def test_whole_engines_run_at_tiny_shapes() -> None:
     section = end_to_end.SECTION_8B
-    rows = section.judge(list(run_tasks(section.make_tasks(TINY), 1000, lambda: 0.0)))
+    rows = section.compare(list(run_tasks(section.make_tasks(TINY), 1000, lambda: 0.0)))
     assert [row.problem for row in rows if row.status != "ok"] == []
-    found = {(row.labels["requests"], row.labels["mode"]): row for row in rows}
+    found = {(row.labels["requests"], row.labels["mode"]): row.figures for row in rows}
     assert list(found)[:4] == [(1, PLAIN), (1, AT_GOAL), (3, PLAIN), (3, AT_GOAL)]
     assert list(found)[-2:] == [(2, "transformers generate"), (2, "transformers continuous batching")]
-    plain, drafted = found[1, PLAIN].figures, found[1, AT_GOAL].figures
+    plain, drafted = found[1, PLAIN], found[1, AT_GOAL]
     assert plain["tokens/step"] == 1.0 and drafted["expected"] == pytest.approx(3.951, abs=1e-3)
     assert drafted["x plain"] == pytest.approx(drafted["tokens/s"] / plain["tokens/s"])
-    assert [str(goal) for goal in found[1, AT_GOAL].goals] == ["x plain at least 2.2"]
 
 
 @pytest.mark.parametrize(("acceptance", "tokens_per_step"), [(1.0, 7), (0.0, 1)])
@@ -290,17 +219,19 @@ def test_acceptance_is_dialled_and_the_draft_is_paid_for(
 
 def test_recorded_tokens_take_the_place_of_those_that_a_draft_left_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting, the target's pass and verification are what they are without a recording; warm-ups accept nothing, too."""
-    monkeypatch.setattr("titan.draft.registry._FACTORIES", {})  # each engine registers its drafter
+    for name, value in {"NUM_DRAFTS": 2, "NUM_WARM_UPS": 1}.items():
+        monkeypatch.setattr(end_to_end, name, value)
     monkeypatch.setitem(end_to_end.MODES, "all", 1.0)
-    bench = EndToEnd(replace(end_to_end.TINY, batches=(2,), min_rows=2, min_steps=1), TINY)
-    bench.backend = triton_backend()
+    model = random_models.llama(32, 32, 1, 2, 1, 16, vocab_size=40)
+    plan = replace(end_to_end.TINY, target=model, draft=model, batches=(2,), prompt_len=2, min_rows=1, min_steps=1)
+    bench = EndToEnd(plan, TINY, triton_backend())
     found: list[Acceptance] = []
     bench.engine.observers.append(lambda plan, acceptance: found.append(acceptance))
-    assert bench.measure_titan(2, "all")["tokens/step"] == 7  # it refuses other tokens than those of the recording
-    assert {len(path) for each in found for path in each.paths} == {0, 6}
+    assert bench.measure_titan(2, "all")["tokens/step"] == 3  # it refuses other tokens than those of the recording
+    assert {len(path) for each in found for path in each.paths} == {0, 2}
     trees = [each.trees for each in found[1:]]  # the first step is the prefill's
-    assert all((each.counts == 6).all() and each.is_chain.all() for each in trees)
-    assert all(each[row].draft_slots.tolist() == [0, 1, 2, 3, 4, -1] for each in trees for row in range(2))  # type: ignore[union-attr]
+    assert all((each.counts == 2).all() and each.is_chain.all() for each in trees)
+    assert all(each[row].draft_slots.tolist() == [0, -1] for each in trees for row in range(2))  # type: ignore[union-attr]
 
 
 def test_the_same_weights_write_the_same_in_transformers(bench: EndToEnd) -> None:
@@ -310,23 +241,14 @@ def test_the_same_weights_write_the_same_in_transformers(bench: EndToEnd) -> Non
     assert [each["token_ids"] for each in written["requests"]] == expected
 
 
-def test_a_text_that_the_weights_do_not_say_and_a_request_that_ends_early_are_noticed(
+def test_a_request_that_ends_early_and_a_text_that_the_weights_do_not_say_are_noticed(
     bench: EndToEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("titan.bench.gpu.random_models.continuation", lambda prompt, length, vocab_size: [0] * length)
-        with pytest.raises(WrongNumbersError, match="other tokens were written than the weights say"):
+        patch.setattr(end_to_end.Plan, "max_output_len", lambda plan, batch: 3)
+        with pytest.raises(RuntimeError, match="ended early"):
             bench.measure_titan(1, PLAIN)
-    monkeypatch.setattr(end_to_end.Plan, "max_output_len", lambda plan, batch: 3)
-    with pytest.raises(RuntimeError, match="ended early"):
-        bench.measure_titan(1, PLAIN)
     assert not bench.engine.scheduler.has_unfinished
-
-
-@pytest.mark.parametrize(("target", "draft"), [(LLAMA_8B, DRAFT_OF_8B), (LLAMA_1B, DRAFT_OF_1B)])
-def test_a_draft_reads_a_tenth_of_its_target(target: LlamaConfig, draft: LlamaConfig) -> None:
-    sizes = []
-    for each in (target, draft):
-        config = ModelConfig.read(each, "LlamaForCausalLM")
-        sizes.append(weight_bytes_per_step(Decoder(config, dtype=torch.bfloat16, backend=TorchBackend(torch.device("meta")))))
-    assert sizes[1] / sizes[0] == pytest.approx(0.1, abs=0.005)
+    bench.target.head.copy_(bench.target.head.roll(1, 0))
+    with pytest.raises(WrongNumbersError, match="other tokens were written than the weights say"):
+        bench.measure_titan(1, PLAIN)
