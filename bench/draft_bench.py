@@ -10,13 +10,12 @@ from itertools import repeat
 
 from titan import LLM, SamplingParams
 from titan.bench.draft_recipes import DraftRecipe, Models
-from titan.bench.draft_rows import NO_DRAFT, setting_name
 from titan.bench.engine_run import make_idle, profile_workload
 from titan.bench.predict import AcceptanceCounts
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import bench_parser, positive
+from titan.bench.report import bench_parser, format_label, positive
 from titan.bench.runs import Run, share_equal
-from titan.bench.samples import Label, Sample
+from titan.bench.samples import NO_DRAFT, Label, Sample
 from titan.bench.turns import Turns, error_line, in_rounds
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.limits import MAX_NODES
@@ -35,6 +34,9 @@ class Setting:
     labels: Mapping[str, Label]  # of its samples, the "temperature" of the requests among them
     workloads: Sequence[Workload]  # one to warm up with, then one per round
     recipes: Sequence[DraftRecipe]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {format_label(value)}" for name, value in self.labels.items())
 
 
 class DraftBench:
@@ -87,7 +89,7 @@ class DraftBench:
         reference: Run | None = None
         with Turns(len(runs) * self.args.repeats, self.problems, lambda _: make_idle(self.engine)) as turns:
             for round_id, (setting, draft) in in_rounds(runs, self.args.repeats):
-                run = turns.take(draft, f"({setting_name(setting.labels)})", partial(self._run, setting, draft, round_id))
+                run = turns.take(draft, f"({setting})", partial(self._run, setting, draft, round_id))
                 if draft == NO_DRAFT:
                     reference = run
                 if run is not None:
