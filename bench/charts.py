@@ -89,6 +89,7 @@ def render_chart(chart: LineChart) -> str:
             if each.ranges:
                 lows, highs = zip(*each.ranges, strict=True)
                 axes.vlines([x for x, _ in each.points], lows, highs, colors=line.get_color(), alpha=0.6)
+        axes.update_datalim([(x, 0.0) for x in xs])  # else the margin on top is one of the range of the data, and cuts markers
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", alpha=0.15)
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)

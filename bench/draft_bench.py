@@ -23,7 +23,6 @@ from titan.draft.base import Drafter
 from titan.models.loader import DEMO, DTYPES
 
 QUICK = {"output_len": 48, "repeats": 1}
-NUM_WARM_UP_TOKENS = 16
 BLOCK_SIZE = 16
 
 
@@ -118,7 +117,7 @@ def take_workloads(args: argparse.Namespace, source: str) -> list[Workload]:
         ValueError: the source of prompts cannot be used.
     """
     prompts = prompt_stream(args.model, source, args.prompt_len, args.seed)
-    output_lens = [min(NUM_WARM_UP_TOKENS, args.output_len), *[args.output_len] * args.repeats]
+    output_lens = [min(16, args.output_len), *[args.output_len] * args.repeats]
     return [take_workload(prompts, args.concurrency * args.waves, repeat(output_len)) for output_len in output_lens]
 
 

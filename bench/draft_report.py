@@ -31,7 +31,7 @@ COLUMNS = {
     "trees, batch, acceptance": ".1%",
     "equal outputs": ".0%",
 }
-DEPTHS = {"trees": ".0f"} | {f"depth {depth}": "±.2f" for depth in range(1, 7)}
+DEPTHS = {"trees": ".0f"} | {f"depth {depth}": "[.2f" for depth in range(1, 7)}
 NOTES = (
     "x no draft: median over the rounds of the ratio within a round, ± half the range; over workloads the geometric mean. tokens/s "
     "count the wall time of a run, prefill included; times of steps and passes are those after the prefill.",
@@ -39,7 +39,7 @@ NOTES = (
     "after Leviathan et al. 2023 (equation 1, theorem 3.8), with the measured alpha, the acceptance of one more depth; the host's "
     "work outside the passes, and prefill, are not in it. verify/decode: a target pass with draft tokens over one without.",
     "tokens/step: mean acceptance length, final token included; expected: what alpha alone gives. depth d: of the trees that reach "
-    "depth d, the share that had a node so deep accepted, ± half its 95 % interval (Wilson 1927), as if trees were independent.",
+    "depth d, the share that had a node so deep accepted, and its 95 % interval (Wilson 1927), as if trees were independent.",
 )
 
 

@@ -25,11 +25,8 @@ CHARACTERS_PER_TOKEN = 12
 """More than a token of source code has on average, so that a cut text still holds enough tokens."""
 MAX_CHARACTERS = 2048 * CHARACTERS_PER_TOKEN
 """Texts are cut there, which is more than the longest prompt."""
-MAX_RECORDS = 100
-"""Objects in a list of JSON."""
 SYNTHETIC = "synthetic"
 EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
-HELD_OUT_SHARE = 0.06
 MARK = "<the message>"
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -155,7 +152,7 @@ def json_texts(source: str) -> list[str]:
     """Lists of JSON objects that describe the functions of a source file, each beginning at another one."""
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     records = [indent(json.dumps(_describe_function(node), indent=2), "  ") for node in functions]
-    return ["[\n" + ",\n".join(records[first : first + MAX_RECORDS]) + "\n]" for first in range(len(records))]
+    return ["[\n" + ",\n".join(records[first : first + 100]) + "\n]" for first in range(len(records))]
 
 
 SOURCES: dict[str, Callable[[str], list[str]]] = {
@@ -183,7 +180,7 @@ def source_files() -> list[Path]:
 def is_held_out(path: Path) -> bool:
     """Choose the held-out files by a hash of their name, so that the split never depends on order."""
     digest = hashlib.sha256(path.name.encode()).digest()
-    return digest[0] / 256 < HELD_OUT_SHARE
+    return digest[0] / 256 < 0.06
 
 
 def _documented(source: str) -> list[tuple[str, str]]:

@@ -31,7 +31,7 @@ SampleT = TypeVar("SampleT", bound=Sample)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and range over rounds; format specs are the median's; "±" before adds half the range, "x" after is shown."""
+    """Median and range over rounds; format specs are the median's; "±" before adds half the range, "[" shows it; "x" is shown."""
 
     median: float
     minimum: float
@@ -44,6 +44,8 @@ class Spread:
         return cls(median(values), min(values), max(values), len(values))
 
     def __format__(self, spec: str) -> str:
+        if spec.startswith("["):
+            return "{0:{3}} [{1:{3}}, {2:{3}}]".format(self.median, self.minimum, self.maximum, spec[1:])
         text = format(self.median, spec.removeprefix("±").removesuffix("x")) + ("x" if spec.endswith("x") else "")
         if not spec.startswith("±") or self.num_rounds == 1 or not self.median:
             return text

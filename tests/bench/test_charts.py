@@ -6,18 +6,25 @@ import re
 import xml.etree.ElementTree as ET
 from itertools import pairwise
 
-import pytest
-
-from titan.bench.charts import COLORS, LineChart, Series, StackedBars, cumulative_points, render_chart
-
-LINES = LineChart("t", "depth", "share", [Series("a<b $x$", [(1, 1), (2, 3), (8, 2)], [(0, 2), (2, 4), (1, 3)])], is_log_x=True)
-BARS = StackedBars("t", "ms", ["up\ndown", "two"], {"low": [3, 1], "high": [1, 0]})
+from titan.bench.charts import COLORS, LineChart, Series, cumulative_points, figure_chart, render_chart
+from titan.bench.samples import Row, Spread
 
 
-@pytest.mark.parametrize(("chart", "names"), [(LINES, ["1", "2", "8", "depth", "share", "a<b $x$"]), (BARS, ["ms", "low", "high"])])
-def test_names_are_text_and_all_ink_is_that_of_the_page(chart: LineChart | StackedBars, names: list[str]) -> None:
+def test_a_chart_has_a_series_per_value_of_a_label() -> None:
+    speeds = {("a", 1): Spread(2.0, 1.0, 3.0, 3), ("b", 1): Spread(5.0, 5.0, 5.0, 1), ("a", 4): Spread(3.0, 2.0, 4.0, 3)}
+    rows = [Row({"mode": mode, "at once": at_once}, {"x": speed}) for (mode, at_once), speed in speeds.items()]
+    chart = figure_chart("t", [*rows, Row({"mode": "c", "at once": 1}, {})], "at once", "x", "mode")
+    lines = [Series("a", [(1, 2.0), (4, 3.0)], [(1.0, 3.0), (2.0, 4.0)]), Series("b", [(1, 5.0)], [(5.0, 5.0)])]
+    assert chart == LineChart("t", "at once", "x", lines)
+
+
+def test_names_are_text_and_all_ink_is_that_of_the_page() -> None:
+    series = Series("a<b $x$", [(1, 1), (2, 3), (8, 2)], [(0, 2), (2, 4), (1, 3)])
+    chart = LineChart("t", "depth", "share", [series], is_log_x=True)
     svg = render_chart(chart)
-    assert set(names) <= {"".join(each.itertext()) for each in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
+    assert {"1", "2", "8", "depth", "share", "a<b $x$"} <= {
+        "".join(each.itertext()) for each in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    }
     colors = set(re.findall(r"(?:fill|stroke): (\S+?)[;\"]", svg))
     assert "currentColor" in colors and colors <= {"currentColor", "none", *COLORS}
     assert svg == render_chart(chart)
@@ -35,7 +42,3 @@ def test_a_distribution_rises_to_one_in_steps() -> None:
     path = max(re.findall(r'<path d="([^"]*)" clip-path', svg), key=len)  # grid lines are short
     corners = [corner.split() for corner in path.replace("M ", "").split("L ")]
     assert all(x == next_x or y == next_y for (x, y), (next_x, next_y) in pairwise(corners))
-
-
-def test_nothing_is_said_to_be_nothing() -> None:
-    assert "nothing was measured" in render_chart(LineChart("t", "x", "y", [Series("s", [])]))

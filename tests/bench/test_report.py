@@ -16,7 +16,7 @@ import pytest
 from titan.bench import report as report_module
 from titan.bench.charts import LineChart, Series
 from titan.bench.provenance import describe_checkout, describe_model
-from titan.bench.report import Report, bench_parser, count, figure_table, measure_and_publish, parse, positive, table_lines
+from titan.bench.report import Report, bench_parser, figure_table, measure_and_publish, parse, positive, table_lines
 from titan.bench.samples import Row, Sample, make_rows
 
 ROWS = make_rows(Sample({"mode": "<one>", "at once": 8}, i, {"tokens/s": value}) for i, value in enumerate((1.0, 1.5, 2.0)))
@@ -46,7 +46,6 @@ def test_a_table_has_labels_and_the_figures_that_any_row_has() -> None:
         "| <one> | 8       | 1.5 ±33 % |       - |",
         "| b     | -       |         - |       2 |",
     ]
-    assert [count(number, "request") for number in (1, 2)] == ["1 request", "2 requests"]
 
 
 def test_all_files_answer_first_and_hold_figures_warnings_and_provenance(
@@ -105,23 +104,19 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    for path, message in ((tmp_path, "it is a folder"), (tmp_path / "file" / "run.json", "cannot be written to")):
+    for path in (tmp_path, tmp_path / "file" / "run.json"):
         with pytest.raises(SystemExit):
             options(tmp_path, "--json", str(path))
-        assert message in capsys.readouterr().err
+        assert f"{path} is not allowed: it is a folder, or {path if path == tmp_path else path.parent}" in capsys.readouterr().err
     monkeypatch.setattr(report_module, "find_spec", lambda _: None)
     with pytest.raises(SystemExit):
         options(tmp_path)
-    assert "a page needs matplotlib: pip install 'titan-spec[bench]'" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
+    assert "--html needs matplotlib: pip install 'titan-spec[bench]'" in capsys.readouterr().err
 
 
 def test_quick_is_a_preset_that_other_options_refine(tmp_path: Path) -> None:
     repeats = [options(tmp_path, *argv).repeats for argv in ([], ["--quick"], ["--quick", "--repeats", "7"])]
     assert repeats == [3, 1, 7]
-    for text in ("0", "-1", "x", "1.5"):
-        with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is not allowed"):
-            positive(text)
 
 
 def test_a_fingerprint_tells_models_apart_to_their_last_byte(tmp_path: Path) -> None:
@@ -145,6 +140,7 @@ def test_a_new_python_file_is_a_change_and_a_new_result_is_none(tmp_path: Path) 
     (folder / "results").mkdir(parents=True)
     for path in (folder / "results" / "run.json", folder / "results" / "plot.py", tmp_path / "notes.txt"):
         path.touch()
-    assert describe_checkout(folder) == (git("rev-parse", "HEAD").strip(), False)
+    commit = git("rev-parse", "HEAD").strip()
+    assert describe_checkout(folder) == commit
     (tmp_path / "new.py").touch()
-    assert describe_checkout(folder)[1]
+    assert describe_checkout(folder) == f"{commit} with changes"

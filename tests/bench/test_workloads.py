@@ -16,12 +16,9 @@ def test_lengths_are_read_written_and_uniform_between_their_ends() -> None:
     first, second, other = (list(islice(Lengths(3, 7).stream(seed), 500)) for seed in (0, 0, 1))
     assert first == second != other and set(first) == set(range(3, 8))
     assert all(60 < first.count(length) < 140 for length in range(3, 8))
-
-
-@pytest.mark.parametrize("text", ["", "0", "-3", "8-4", "x", "4-", "1-2-3", "1.5"])
-def test_what_is_no_length_is_refused(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="is not a length: allowed are 128, or 16-512 for a mix"):
-        Lengths.parse(text)
+    for text in ("", "0", "-3", "8-4", "x", "4-", "1-2-3", "1.5"):
+        with pytest.raises(ArgumentTypeError, match=f"'{text}' is not a length: allowed are 128, or 16-512 for a mix"):
+            Lengths.parse(text)
 
 
 def test_a_workload_takes_the_next_of_its_streams_and_all_arrives_at_once() -> None:
