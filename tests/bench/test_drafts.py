@@ -1,9 +1,10 @@
-"""The draft-swap experiment: recipes, the drafts made of them, what is measured, and what that adds up to."""
+"""Drafts and trees: recipes, the drafts made of them, what is measured, and what that adds up to."""
 
 from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from stepping import make_engine
 from tiny_models import reference_logits
 from zoo import Zoo
 
-from titan.bench import draft_bench
+from titan.bench import draft_bench, trees
 from titan.bench.draft_recipes import DraftRecipe, Models, rounded
 from titan.bench.draft_report import compare, rank
 from titan.bench.drafts import main
@@ -101,18 +102,8 @@ def run(zoo: Zoo, folder: Path, *options: str) -> dict[str, Any]:
 def test_drafts_take_turns_on_the_same_prompts_and_what_cannot_run_is_named(zoo: Zoo, tmp_path: Path) -> None:
     good = zoo.path("llama~+text")
     drafts = [good, f"{good},tree=dynamic,tokens=6", "truncated:1", "ngram", zoo.path("small_vocab")]
-    result = run(
-        zoo,
-        tmp_path,
-        *(f"--draft={draft}" for draft in drafts),
-        "--workload",
-        "code",
-        "chat",
-        "synthetic",
-        "--temperature",
-        "0",
-        "0.8",
-    )
+    options = ["--workload", "code", "chat", "synthetic", "--temperature", "0", "0.8"]
+    result = run(zoo, tmp_path, *options, *(f"--draft={draft}" for draft in drafts))
     turns = [(each, t, name) for each in ("code", "synthetic") for t in (0.0, 0.8) for name in (NO_DRAFT, *drafts[:4])]
     found = [(each["round_id"], *each["labels"].values()) for each in result["samples"]]
     assert found == [(round_id, *turn) for round_id in (0, 1) for turn in turns]
@@ -187,18 +178,40 @@ def row(draft: str, speed_up: float, tokens: float, drafting: float = 0.4, targe
     return Row(labels, {name: Spread.of([value]) for name, value in figures.items()})
 
 
-def test_the_ranking_says_what_a_draft_lacks() -> None:
-    rows = [row("blind", 0.8, 1.2), row("dear", 1.1, 3.1, 1.6), row("best", 1.9, 3.0), row("verbose", 1.5, 3.0, target=1.5)]
-    assert [(each.labels["draft"], each.labels["why"]) for each in rank(rows, "draft")] == [
+def test_the_ranking_is_over_workloads_and_says_what_a_draft_lacks() -> None:
+    rows = [row("blind", 0.8, 1.2, 0), row("dear", 1.1, 3.1, 1.6), row("best", 3.8, 3.0), row("verbose", 1.5, 3.0, target=1.5)]
+    ranking = rank([*rows, row("best", 0.95, 3.0, workload="prose")], "draft")
+    assert [(each.labels["draft"], each.labels["why"]) for each in ranking] == [
         ("best", "emits 3.00 tokens per step, which pay for steps that take 1.50 x as long as without a draft"),
         ("verbose", "its steps take 2.00 x a step without a draft, the fastest's 1.50, mostly for verification"),
         ("dear", "its steps take 2.70 x a step without a draft, the fastest's 1.50, mostly for drafting"),
         ("blind", "emits 1.20 tokens per step, the fastest 3.00; slower than no draft"),
     ]
+    assert ranking[0].median("x no draft") == pytest.approx(1.9)  # the geometric mean
 
 
-def test_speed_ups_over_workloads_are_averaged_geometrically() -> None:
-    speed_ups = {("a", "x"): 0.5, ("a", "y"): 2.0, ("b", "x"): 1.1, ("b", "y"): 1.1}
-    first, second = rank([row(draft, speed_up, 1.5, 0, workload=each) for (draft, each), speed_up in speed_ups.items()], "draft")
-    assert (first.labels["draft"], first.labels["why"]) == ("b", "emits 1.50 tokens per step")
-    assert second.median("x no draft") == pytest.approx(1.0)
+def run_trees(zoo: Zoo, *options: str) -> None:
+    sizes = ["--concurrency", "2", "--prompt-len", "8", "--output-len", "12", "--repeats", "1", "--threads", "1"]
+    trees.main(["--model", zoo.path("llama"), "--draft-model", zoo.path("llama~"), "--dtype", "float32", *sizes, *options])
+
+
+def test_every_shape_of_tree_is_measured_at_every_temperature(zoo: Zoo, tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "trees.json"), "--html", str(tmp_path / "trees.html")]
+    run_trees(zoo, "--nodes", "6", "8", "--temperature", "0", "1", *files)
+    sizes = [f"{tree}, {count}" for count in (6, 8) for tree in ("dynamic", "auto")]
+    names = {0.0: [NO_DRAFT, "chain, greedy, 6", *sizes], 1.0: [NO_DRAFT, "chain, greedy, 6", "chain, sampled, 6", *sizes]}
+    rows = json.loads((tmp_path / "trees.json").read_text())["rows"]
+    found = [(row["labels"]["temperature"], row["labels"]["tree"]) for row in rows]
+    assert found == [(temperature, name) for temperature, each in names.items() for name in each]
+    assert all((row["figures"]["tokens/step"]["median"] == 1) == (row["labels"]["tree"] == NO_DRAFT) for row in rows)
+    first_plot = (tmp_path / "trees.html").read_text().split("<svg")[1]
+    assert re.findall(r">(chain, \w+|dynamic|auto)</text>", first_plot) == ["chain, greedy", "dynamic", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [("ngram", "--draft-model ngram is not a draft model"), ("./nowhere", r"dynamic, 6; auto, 6.*'\./nowhere' does not exist")],
+)
+def test_a_draft_without_shapes_is_refused(zoo: Zoo, draft: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_trees(zoo, "--draft-model", draft)

@@ -92,6 +92,8 @@ def test_a_trace_is_replayed_with_its_own_lengths_and_rate_unless_others_are_ask
         assert details["tokens"] == [3, 2, 6] and details["arrival, s"] == pytest.approx([0.0, 0.01, 0.02])
     faster = run(zoo, tmp_path, "--arrivals", str(trace), "--rate", "200", "--num-requests", "2")
     assert faster["samples"][0]["details"]["arrival, s"] == pytest.approx([0.0, 0.005])
+    with pytest.raises(ValueError, match="has no rate, as all requests come at once"):
+        run(zoo, tmp_path, "--arrivals", str(trace), "--num-requests", "1")
 
 
 def test_a_draft_of_another_vocabulary_is_left_out_and_the_rest_sweeps_around_what_it_bears(zoo: Zoo, tmp_path: Path) -> None:
@@ -130,16 +132,13 @@ def test_an_engine_that_fails_is_left_out_and_the_other_goes_on(
         (["--rate", "0"], "argument --rate: 0 is not allowed: it must be a number above 0"),
         (["--slo-ttft", "nan"], "argument --slo-ttft: nan is not allowed"),
         (["--arrivals", "./nowhere.csv"], "arrivals './nowhere.csv' are not allowed"),
-        (["--arrivals", "one.csv"], "has no rate, as all requests come at once"),
         (["--prompts", "nowhere"], "prompts 'nowhere' are unknown"),
         (["--output-len", "600"], "is more than the model's positions"),
     ],
 )
 def test_bad_options_are_refused(
-    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    zoo: Zoo, tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("one.csv").write_text("0 4 3\n")
     with pytest.raises((ValueError, SystemExit)) as refusal:
         run(zoo, tmp_path, *options)
     assert message in f"{refusal.value} {capsys.readouterr().err}"

@@ -86,14 +86,12 @@ def test_what_was_measured_is_published_whatever_ends_the_measurement(
     assert args.json.exists() == bool(rows) == ("interrupted: only what was measured until then" in capsys.readouterr().out)
 
 
-def test_nothing_measured_is_an_error_that_says_why(report: Report, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^nothing was measured; noisy & slow; hot$"):
-        measure_and_publish(options(tmp_path), lambda: None, lambda: replace(report, results={"rows": []}))
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_file_that_fails_does_not_cost_the_others(report: Report, tmp_path: Path) -> None:
+def test_nothing_measured_and_a_file_that_cannot_be_written_are_errors_and_do_not_cost_the_other_files(
+    report: Report, tmp_path: Path
+) -> None:
     args = options(tmp_path)
+    with pytest.raises(ValueError, match=r"^nothing was measured; noisy & slow; hot$"):
+        measure_and_publish(args, lambda: None, lambda: replace(report, results={"rows": []}))
     args.json.mkdir(parents=True)  # since the options were read
     with pytest.raises(ValueError, match=r"run\.json could not be written: IsADirectoryError"):
         measure_and_publish(args, lambda: None, lambda: report)
