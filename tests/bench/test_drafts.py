@@ -40,21 +40,6 @@ def logits_of(model: Decoder, token_ids: list[int]) -> torch.Tensor:
     return torch.cat([runner.forward(batch) for batch in batches]).float()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("demo,foo=1", "options such as tokens=4, of tree, tokens, sampling, bits, each at most once"),
-        ("", "it must be a name"),
-        ("demo,tokens=0", "tokens=0 is not allowed"),
-        ("demo,tree=-1/0/1/2/3", "at most max_draft_tokens=4"),
-        ("demo,bits=0", "bits=0 is not allowed: it must be an integer from 2 to 8"),
-    ],
-)
-def test_a_recipe_that_is_none_is_refused_by_name(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"draft {text!r} is not allowed: .*{message}"):
-        DraftRecipe.parse(text, 4)
-
-
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize(("name", "num_layers"), [("llama", 2), ("qwen3", 1), ("mistral", 2)])
 def test_a_truncated_target_is_its_first_layers_in_transformers(zoo: Zoo, name: str, num_layers: int, bits: int | None) -> None:
@@ -144,6 +129,11 @@ def test_what_fails_amid_a_step_is_left_out_and_the_others_go_on(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--draft", "demo,foo=1"], "'demo,foo=1' is not allowed: .* tokens=4, of tree, tokens, sampling, bits, each at most once"),
+        (["--draft", ""], "draft '' is not allowed: it must be a name"),
+        (["--draft", "demo,tokens=0"], "'demo,tokens=0' is not allowed: tokens=0"),
+        (["--draft", "demo,tree=-1/0/1/2/3"], "at most max_draft_tokens=4"),
+        (["--draft", "demo,bits=0"], "bits=0 is not allowed: it must be an integer from 2 to 8"),
         (["--draft", "truncated:3"], "left out: truncated:3: .* the target has 3 layers, so 1 to one less"),
         (["--draft", "ngram,bits=8"], "bits=8 needs a draft model"),
         (["--workload", "poetry"], "workload poetry: prompts 'poetry' are unknown"),

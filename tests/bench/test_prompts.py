@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 import sched
-from itertools import islice
+from argparse import ArgumentTypeError
+from itertools import count, islice, repeat
 from pathlib import Path
 
 import pytest
 from zoo import Zoo
 
 from titan.bench.prompts import SOURCES, chat_prompts, file_prompts, prompt_stream, text_prompts
-from titan.bench.workloads import Lengths
+from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.models.loader import DEMO
 
 SIXTEEN = Lengths(16, 16)
@@ -45,9 +46,7 @@ def test_every_source_has_prompts_of_the_lengths_asked_for(source: str) -> None:
 def test_texts_come_from_the_documentation_and_the_functions_of_a_file() -> None:
     source, doc = inspect.getsource(sched), inspect.getdoc(sched.scheduler.enterabs)
     assert doc is not None
-    assert any(
-        each.startswith(doc) and len(each) > 3 * len(doc) for each in SOURCES["prose"](source)
-    )  # it runs on into the next ones
+    assert any(each.startswith(f"{doc}\n\n") for each in SOURCES["prose"](source))  # it runs on into the next ones
     assert any(each.startswith("What does enterabs do") and doc in each for each in SOURCES["chat"](source))
     assert any(each.lstrip().startswith("def enterabs(") and "heapq.heappush" in each for each in SOURCES["code"](source))
     assert {"enterabs", "cancel"} < {record["name"] for record in json.loads(SOURCES["json"](source)[0])}
@@ -96,3 +95,21 @@ def test_an_unknown_source_and_a_model_without_a_tokenizer_are_refused(zoo: Zoo)
     with pytest.raises(ValueError, match=r"are text, and .* has no tokenizer"):
         prompt_stream(model, "prose", SIXTEEN, seed=0)
     assert next(prompt_stream(model, "auto", SIXTEEN, 5)) == next(prompt_stream(model, "synthetic", SIXTEEN, 5))
+
+
+def test_lengths_are_read_written_and_uniform_between_their_ends() -> None:
+    assert Lengths.parse("128") == Lengths(128, 128) and str(Lengths(128, 128)) == "128" and not Lengths(128, 128).is_mixed
+    assert Lengths.parse("3-7") == Lengths(3, 7) and str(Lengths(3, 7)) == "3-7" and Lengths(3, 7).is_mixed
+    first, second, other = (list(islice(Lengths(3, 7).stream(seed), 500)) for seed in (0, 0, 1))
+    assert first == second != other and set(first) == set(range(3, 8))
+    assert all(60 < first.count(length) < 140 for length in range(3, 8))
+    for text in ("", "0", "-3", "8-4", "x", "4-", "1-2-3", "1.5"):
+        with pytest.raises(ArgumentTypeError, match=f"'{text}' is not a length: allowed are 128, or 16-512 for a mix"):
+            Lengths.parse(text)
+
+
+def test_a_workload_takes_the_next_of_its_streams_and_all_arrives_at_once() -> None:
+    prompts = ([number] for number in count())
+    assert take_workload(prompts, 2, repeat(4)) == Workload([[0], [1]], [4, 4], [0.0, 0.0])
+    next_ones = take_workload(prompts, 1, repeat(9))
+    assert next_ones == Workload([[2]], [9]) and len(next_ones) == 1 and next_ones.max_len == 10

@@ -1,14 +1,11 @@
-"""Samples and the rows they sum up to, and variants that take turns."""
+"""Samples, the rows and ratios that they add up to, and what requests and runs tell."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import pytest
 
 from titan.bench.runs import RequestRun, Run, latency_figures, share_equal
 from titan.bench.samples import Sample, Spread, join_details, make_rows, sum_details, with_ratio
-from titan.bench.turns import Turns, in_rounds
 
 
 def sample(mode: str, round_id: int, **figures: float) -> Sample:
@@ -40,25 +37,6 @@ def test_the_ratio_is_the_median_of_the_ratios_within_the_rounds_that_both_have(
 def test_details_are_added_up_or_joined() -> None:
     samples = [Sample({}, 0, {}, {"depths": [3, 1]}), Sample({}, 1, {}, {"depths": [2]}), Sample({}, 2, {})]
     assert sum_details(samples, "depths") == [5, 1] and join_details(samples, "depths") == [3, 1, 2]
-
-
-def test_a_failing_variant_is_left_out_and_recovered_from_and_an_interrupt_passes() -> None:
-    problems: list[str] = []
-    recovered: list[str] = []
-
-    def work(variant: str, round_id: int) -> str:
-        if (variant, round_id) == ("B", 1):
-            raise RuntimeError("out\nof memory")
-        if round_id == 3:
-            raise KeyboardInterrupt
-        return f"{variant}{round_id}"
-
-    with Turns(8, problems, recovered.append) as turns:
-        done = [turns.take(variant, f"in round {i}", partial(work, variant, i)) for i, variant in in_rounds("AB", 3)]
-        with pytest.raises(KeyboardInterrupt):
-            turns.take("A", "in the end", partial(work, "A", 3))
-    assert done == ["A0", "B0", "A1", None, "A2", None]
-    assert problems == ["B ended in round 1: RuntimeError: out of memory"] and recovered == ["B"]
 
 
 def test_requests_tell_their_times_where_they_are_known() -> None:
