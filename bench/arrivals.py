@@ -11,8 +11,6 @@ from typing import NamedTuple
 from titan.bench.workloads import read_text
 
 BURSTY = re.compile(r"bursty(?::(\d*\.?\d+))?")
-BURSTY_VARIATION = 3.0
-"""Of "bursty", unless it is given."""
 TRACE_LINE = re.compile(r"\s*(-?\d+\.?\d*)[\s,]+([1-9]\d*)[\s,]+([1-9]\d*)\s*")
 
 
@@ -25,13 +23,13 @@ class TraceEntry(NamedTuple):
 
 
 def read_variation(text: str) -> float:
-    """Read "poisson", "bursty" or, with a coefficient of variation, "bursty:5": the coefficient of variation of the gaps.
+    """Read "poisson", which is 1, "bursty", which is 3, or "bursty:5": the coefficient of variation of the gaps.
 
     Raises:
         ValueError: it is none of them.
     """
     bursty = BURSTY.fullmatch(text)
-    variation = 1.0 if text == "poisson" else float(bursty[1] or BURSTY_VARIATION) if bursty else 0.0
+    variation = 1.0 if text == "poisson" else float(bursty[1] or 3) if bursty else 0.0
     if not variation:
         allowed = "poisson, bursty, bursty:VARIATION with a number above 0, or a trace's file"
         raise ValueError(f"arrivals {text!r} are not allowed: they must be {allowed}")
@@ -54,24 +52,22 @@ def draw_arrivals(variation: float, num_requests: int, seed: int) -> list[float]
 def read_trace(path: Path) -> list[TraceEntry]:
     """Read a trace: lines of time in seconds, prompt tokens and output tokens, apart by commas or blanks.
 
-    Empty lines and those that begin with # are left out. Times count from the first.
+    Empty lines and those that begin with # are left out. Requests come in the order of their times, which count from the first.
 
     Raises:
-        ValueError: the file is no text, a line is none of this, times go back, or there is no request; the message names the line.
+        ValueError: the file is no text, a line is none of this, or there is no request.
     """
     name = f"trace {str(path)!r}"
     entries: list[TraceEntry] = []
     for number, line in enumerate(read_text(path, name).splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        where = f"{name}, line {number}: {line!r}"
         match = TRACE_LINE.fullmatch(line)
         if match is None:
-            raise ValueError(f"{where} is not allowed: it must be time in seconds, prompt tokens, output tokens, 1 or more of each")
-        entry = TraceEntry(float(match[1]), int(match[2]), int(match[3]))
-        if entries and entry.time < entries[-1].time:
-            raise ValueError(f"{where} goes back in time: requests must come in the order of their arrival")
-        entries.append(entry)
+            allowed = "time in seconds, prompt tokens, output tokens, 1 or more of each"
+            raise ValueError(f"{name}, line {number}: {line!r} is not allowed: it must be {allowed}")
+        entries.append(TraceEntry(float(match[1]), int(match[2]), int(match[3])))
     if not entries:
         raise ValueError(f"{name} is empty: it must have a line per request")
+    entries.sort(key=lambda entry: entry.time)
     return [entry._replace(time=entry.time - entries[0].time) for entry in entries]

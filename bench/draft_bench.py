@@ -10,13 +10,12 @@ from itertools import repeat
 
 from titan import LLM, SamplingParams
 from titan.bench.draft_recipes import DraftRecipe, Models
-from titan.bench.draft_rows import NO_DRAFT, setting_name
 from titan.bench.engine_run import make_idle, profile_workload
 from titan.bench.predict import AcceptanceCounts
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import bench_parser, positive
+from titan.bench.report import bench_parser, format_label, positive
 from titan.bench.runs import Run, share_equal
-from titan.bench.samples import Label, Sample
+from titan.bench.samples import NO_DRAFT, Label, Sample
 from titan.bench.turns import Turns, error_line, in_rounds
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.limits import MAX_NODES
@@ -24,7 +23,6 @@ from titan.draft.base import Drafter
 from titan.models.loader import DEMO, DTYPES
 
 QUICK = {"output_len": 48, "repeats": 1}
-NUM_WARM_UP_TOKENS = 16
 BLOCK_SIZE = 16
 
 
@@ -35,6 +33,9 @@ class Setting:
     labels: Mapping[str, Label]  # of its samples, the "temperature" of the requests among them
     workloads: Sequence[Workload]  # one to warm up with, then one per round
     recipes: Sequence[DraftRecipe]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {format_label(value)}" for name, value in self.labels.items())
 
 
 class DraftBench:
@@ -87,7 +88,7 @@ class DraftBench:
         reference: Run | None = None
         with Turns(len(runs) * self.args.repeats, self.problems, lambda _: make_idle(self.engine)) as turns:
             for round_id, (setting, draft) in in_rounds(runs, self.args.repeats):
-                run = turns.take(draft, f"({setting_name(setting.labels)})", partial(self._run, setting, draft, round_id))
+                run = turns.take(draft, f"({setting})", partial(self._run, setting, draft, round_id))
                 if draft == NO_DRAFT:
                     reference = run
                 if run is not None:
@@ -116,7 +117,7 @@ def take_workloads(args: argparse.Namespace, source: str) -> list[Workload]:
         ValueError: the source of prompts cannot be used.
     """
     prompts = prompt_stream(args.model, source, args.prompt_len, args.seed)
-    output_lens = [min(NUM_WARM_UP_TOKENS, args.output_len), *[args.output_len] * args.repeats]
+    output_lens = [min(16, args.output_len), *[args.output_len] * args.repeats]
     return [take_workload(prompts, args.concurrency * args.waves, repeat(output_len)) for output_len in output_lens]
 
 

@@ -1,7 +1,4 @@
-"""Drafts as they are written on the command line, and the drafters made of them.
-
-A recipe is a name and options: ``demo``, ``ngram``, ``truncated:1``, ``DIR,tree=dynamic,tokens=8``, ``demo,bits=8``.
-"""
+"""Drafts as they are written on the command line, such as ``DIR,tree=dynamic,tokens=8``, and the drafters made of them."""
 
 from __future__ import annotations
 
@@ -50,6 +47,7 @@ class DraftRecipe:
         """
         model, *fields = text.split(",")
         options = dict(field.partition("=")[::2] for field in fields)
+        tree = options.get("tree", "auto")
         kind, _, count = model.partition(":")
         try:
             if not model or len(options) < len(fields) or not options.keys() <= set(OPTIONS):
@@ -58,7 +56,7 @@ class DraftRecipe:
                 text,
                 model,
                 int(count) if kind == TRUNCATED else None,
-                _parse_tree(options.get("tree", "auto")),
+                tuple(map(int, tree.split("/"))) if tree[-1:].isdigit() else tree,
                 int(options.get("tokens", num_tokens)),
                 options.get("sampling", "auto"),
                 int(options["bits"]) if "bits" in options else None,
@@ -133,14 +131,6 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
     scale = values.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / largest
     result: Tensor = ((values / scale).round() * scale).to(weight.dtype)
     return result
-
-
-def _parse_tree(text: str) -> str | tuple[int, ...]:
-    """A shape's name, or the parents of its nodes with slashes between them."""
-    try:
-        return tuple(int(parent) for parent in text.split("/"))
-    except ValueError:
-        return text
 
 
 def _load_rounded(name: str, role: Literal["target", "draft"], bits: int, engine: Engine) -> Decoder:

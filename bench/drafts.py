@@ -16,7 +16,6 @@ ignored, and request i has seed i. Ctrl-C ends the measurement and reports what 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from titan.bench.draft_bench import QUICK, DraftBench, Setting, draft_parser, take_workloads
@@ -28,7 +27,6 @@ from titan.models.loader import DEMO, resolve_model
 
 DEMO_DRAFTS = ("demo", "demo,tokens=2", "demo,tree=dynamic,tokens=8", "demo,bits=4", "truncated:1", "ngram")
 OTHER_DRAFTS = ("truncated:1", "truncated:2", "ngram")
-ROUNDING = "bits=N measures the acceptance of rounded weights, not the speed of integer arithmetic."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,7 +35,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         ValueError: an option is not allowed, or nothing is left to measure.
     """
-    args = parse(make_parser(), argv, QUICK)
+    parser = draft_parser("drafts", __doc__)
+    parser.add_argument(
+        "--draft",
+        action="append",
+        metavar="NAME[,OPTION=VALUE...]",
+        help=f"may be given again (default: {' '.join(DEMO_DRAFTS)}; with another target {' '.join(OTHER_DRAFTS)})",
+    )
+    parser.add_argument("--max-draft-tokens", type=positive, default=4, help="of drafts that do not say it (default: %(default)s)")
+    parser.add_argument(
+        "--workload",
+        nargs="+",
+        help=f"{', '.join(SOURCES)}, {SYNTHETIC}, or files of prompts (default: the first four; synthetic without a tokenizer)",
+    )
+    args = parse(parser, argv, QUICK)
     drafts = args.draft or (DEMO_DRAFTS if args.model == DEMO else OTHER_DRAFTS)
     recipes = [DraftRecipe.parse(text, args.max_draft_tokens) for text in dict.fromkeys(drafts)]
     has_text = find_tokenizer(resolve_model(args.model, "target")) is not None
@@ -53,23 +64,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError("; ".join(problems))
     bench = DraftBench(args, "draft", settings)
     bench.problems += problems
+    note = "bits=N measures the acceptance of rounded weights, not the speed of integer arithmetic."
     models = {f"draft {recipe.model}": recipe.model for recipe in recipes}
-    measure_and_publish(args, bench.measure, lambda: make_report(args, bench, "Drafts", ROUNDING), {"target": args.model} | models)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The command line's parser."""
-    parser = draft_parser("drafts", __doc__)
-    parser.add_argument(
-        "--draft",
-        action="append",
-        metavar="NAME[,OPTION=VALUE...]",
-        help=f"may be given again (default: {' '.join(DEMO_DRAFTS)}; with another target {' '.join(OTHER_DRAFTS)})",
-    )
-    parser.add_argument("--max-draft-tokens", type=positive, default=4, help="of drafts that do not say it (default: %(default)s)")
-    parser.add_argument(
-        "--workload",
-        nargs="+",
-        help=f"{', '.join(SOURCES)}, {SYNTHETIC}, or files of prompts (default: the first four; synthetic without a tokenizer)",
-    )
-    return parser
+    measure_and_publish(args, bench.measure, lambda: make_report(args, bench, "Drafts", note), {"target": args.model, **models})

@@ -27,13 +27,12 @@ from pathlib import Path
 from titan import LLM
 from titan.bench.arrivals import TraceEntry, draw_arrivals, read_trace, read_variation
 from titan.bench.engine_run import make_idle, run_workload
-from titan.bench.latency_report import NO_DRAFT, latency_report
-from titan.bench.open_loop import RATE, load_figures
+from titan.bench.latency_report import RATE, latency_report, load_figures
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import bench_parser, measure_and_publish, parse, positive
 from titan.bench.runs import Run, latency_figures
-from titan.bench.samples import Sample
-from titan.bench.turns import Turns, error_line, in_rounds
+from titan.bench.samples import NO_DRAFT, Sample
+from titan.bench.turns import Turns, in_rounds
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.models.loader import DEMO, DTYPES
 
@@ -42,7 +41,6 @@ CAPACITY_SHARES = (0.3, 0.6, 0.8, 1.0, 1.3, 2.0)
 NUM_REQUESTS = 128
 """Per run, of arrivals that are drawn: enough for the queue of twice the bearable rate to stand out from its noise."""
 QUICK = {"num_requests": 32, "repeats": 1, "capacity_shares": (0.6, 1.3)}
-NUM_WARM_UPS = 4
 
 
 class LatencyBench:
@@ -79,27 +77,26 @@ class LatencyBench:
             enable_prefix_caching=False,
         )
         self.draft = args.draft_model or (DEMO if args.model == DEMO else None)
-        if self.draft is not None:
-            try:
-                self.llm.swap_draft(self.draft)
-            except Exception as error:  # noqa: BLE001 - whatever is wrong with the draft, no draft is measured
-                self.problems.append(f"draft {self.draft} was left out: {error_line(error)}")
-                self.draft = None
         self._engines = [NO_DRAFT] if self.draft is None else [NO_DRAFT, f"draft {self.draft}"]
 
     def run(self) -> None:
         """Warm up, find the rates if none are given, and measure all of them in rounds; an engine that fails is left out."""
-        warm_up = Workload(self.workloads[0].prompts[:NUM_WARM_UPS], self.workloads[0].output_lens[:NUM_WARM_UPS])
         num_rates = len(self._rates) or len(self.args.capacity_shares)
         num_turns = len(self._engines) * (1 + num_rates * self.args.repeats) + (not self._rates)
         with Turns(num_turns, self.problems, lambda _: make_idle(self.llm.engine)) as turns:
             for engine in self._engines:
-                turns.take(engine, "while it warmed up", partial(self._serve, engine, warm_up))
+                turns.take(engine, "while it warmed up", partial(self._warm_up, engine))
             runs = [(rate, engine) for rate in self._rates or self._find_rates(turns) for engine in self._engines]
             for round_id, (rate, engine) in in_rounds(runs, self.args.repeats):
                 sample = turns.take(engine, f"at {rate:g} requests/s", partial(self._measure, engine, rate, round_id))
                 if sample is not None:
                     self.samples.append(sample)
+
+    def _warm_up(self, engine: str) -> Run:
+        if engine != NO_DRAFT and self.draft is not None:
+            self.llm.swap_draft(self.draft)
+        prompts, output_lens = self.workloads[0].prompts, self.workloads[0].output_lens
+        return self._serve(engine, Workload(prompts[:4], output_lens[:4]))
 
     def _find_rates(self, turns: Turns) -> list[float]:
         at_once = replace(self.workloads[0], arrivals=())
@@ -135,21 +132,14 @@ class LatencyBench:
         num_requests = args.num_requests or NUM_REQUESTS
         prompts = prompt_stream(args.model, args.prompts, args.prompt_len, args.seed)
         output_lens = args.output_len.stream(f"{args.seed}/outputs")
-        rounds = [take_workload(prompts, num_requests, output_lens) for _ in range(args.repeats)]
-        return [
-            replace(workload, arrivals=draw_arrivals(variation, num_requests, args.seed + round_id))
-            for round_id, workload in enumerate(rounds)
-        ]
+        arrivals = [draw_arrivals(variation, num_requests, args.seed + round_id) for round_id in range(args.repeats)]
+        return [replace(take_workload(prompts, num_requests, output_lens), arrivals=each) for each in arrivals]
 
     def _replay(self, trace: Sequence[TraceEntry], rate: float) -> list[Workload]:
         """The requests of each round, one per second on average, at the same times in all."""
         args, longest = self.args, max(entry.prompt_len for entry in trace)
         stream = prompt_stream(args.model, args.prompts, Lengths(longest, longest), args.seed)
         rounds = [[next(stream)[: entry.prompt_len] for entry in trace] for _ in range(args.repeats)]
-        num_short = sum(len(prompt) < entry.prompt_len for each in rounds for prompt, entry in zip(each, trace, strict=True))
-        if num_short:
-            num_prompts = args.repeats * len(trace)
-            self.problems.append(f"{num_short} of {num_prompts} prompts are shorter than the trace asks, for lack of longer ones")
         output_lens, arrivals = [entry.output_len for entry in trace], [entry.time * rate for entry in trace]
         return [Workload(prompts, output_lens, arrivals) for prompts in rounds]
 
@@ -192,13 +182,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def above_zero(text: str) -> float:
     """Read a number, as a type of `argparse`."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
+    if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not allowed: it must be a number above 0")
-    return number
+    return float(text)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from titan.bench.samples import Spread
 from titan.core.step import Acceptance, StepPlan
 
 Z_95 = 1.959963984540054
@@ -25,18 +25,7 @@ Z_95 = 1.959963984540054
 
 def expected_tokens(alpha: float, gamma: int) -> float:
     """Tokens of a step with ``gamma`` draft tokens in a chain, final token included (Leviathan et al. 2023, equation 1)."""
-    return mean_expected_tokens(alpha, dict.fromkeys(range(1, gamma + 1), 1), 1)
-
-
-def mean_expected_tokens(alpha: float, trees: Mapping[int, int], num_steps: int) -> float:
-    """`expected_tokens` over steps whose trees differ in depth.
-
-    Args:
-        alpha: probability that one more depth is accepted.
-        trees: how many reach a depth, by depth, from 1 on.
-        num_steps: those without a tree among them.
-    """
-    return 1 + sum(alpha**depth * count for depth, count in trees.items()) / num_steps
+    return sum(alpha**depth for depth in range(gamma + 1))
 
 
 @dataclass(slots=True)
@@ -63,7 +52,8 @@ class AcceptanceCounts:
     def figures(self) -> dict[str, float]:
         """Alpha, the acceptance of one more depth, where it was tried, and the tokens of a step that it alone gives."""
         alpha = self.accepted.total() / self.num_tries if self.num_tries else 0.0
-        expected = {"expected tokens/step": mean_expected_tokens(alpha, self.trees, self.num_steps)}
+        num_expected = self.num_steps + sum(alpha**depth * count for depth, count in self.trees.items())
+        expected = {"expected tokens/step": num_expected / self.num_steps}
         return {"alpha": alpha, **expected} if self.num_tries else expected
 
     @property
@@ -73,19 +63,7 @@ class AcceptanceCounts:
         return {name: [count[depth] for depth in sorted(self.trees)] for name, count in counts.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A share and its interval, all between 0 and 1."""
-
-    share: float
-    low: float
-    high: float
-
-    def __format__(self, spec: str) -> str:
-        return f"{self.share:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
-
-
-def wilson_share(num_successes: float, num_trials: float, z: float = Z_95) -> Share:
+def wilson_share(num_successes: float, num_trials: float, z: float = Z_95) -> Spread:
     """A binomial share of at least one trial with its score interval, of two-sided confidence by its normal quantile ``z``.
 
     Wilson, "Probable inference", Journal of the American Statistical Association, 1927.
@@ -94,4 +72,4 @@ def wilson_share(num_successes: float, num_trials: float, z: float = Z_95) -> Sh
     scale = 1 + z * z / num_trials
     center = (share + z * z / (2 * num_trials)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / num_trials + z * z / (4 * num_trials**2))
-    return Share(share, max(0.0, center - half), min(1.0, center + half))
+    return Spread(share, max(0.0, center - half), min(1.0, center + half), int(num_trials))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ast
-import errno
 import hashlib
 import json
-import mimetypes
 import random
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
-from http import HTTPStatus
 from itertools import cycle, islice
 from pathlib import Path
 from textwrap import indent
@@ -27,11 +25,8 @@ CHARACTERS_PER_TOKEN = 12
 """More than a token of source code has on average, so that a cut text still holds enough tokens."""
 MAX_CHARACTERS = 2048 * CHARACTERS_PER_TOKEN
 """Texts are cut there, which is more than the longest prompt."""
-MAX_RECORDS = 100
-"""Objects in a list of JSON."""
 SYNTHETIC = "synthetic"
 EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
-HELD_OUT_SHARE = 0.06
 MARK = "<the message>"
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -62,7 +57,7 @@ def prompt_stream(model: str, source: str, lengths: Lengths, seed: int) -> Itera
     if source not in SOURCES:
         return file_prompts(tokenizer, Path(source), lengths)
     make_prompts = chat_prompts if source == "chat" else text_prompts
-    return make_prompts(tokenizer, SOURCES[source](), lengths, seed)
+    return make_prompts(tokenizer, builtin_texts(source), lengths, seed)
 
 
 def find_tokenizer(folder: str) -> Any | None:
@@ -120,7 +115,7 @@ def text_prompts(tokenizer: Any, texts: Sequence[str], lengths: Lengths, seed: i
 def file_prompts(tokenizer: Any, path: Path, lengths: Lengths) -> Iterator[list[int]]:
     """Return the prompts of a file in order, from the first again after the last, cut to ``lengths.high`` tokens.
 
-    Says on stderr how many are shorter than ``lengths.low``, and, once they repeat, how many different ones there are.
+    Says on stderr how many different ones there are, and how many are shorter than ``lengths.low``.
 
     Raises:
         ValueError: the file is no text, holds no prompt, or a line is not what it should be.
@@ -132,64 +127,48 @@ def file_prompts(tokenizer: Any, path: Path, lengths: Lengths) -> Iterator[list[
     prompts = [token_ids[: lengths.high] for text in texts if (token_ids := tokenizer.encode(text))]
     if not prompts:
         raise ValueError(f'{name} is empty: it must have a prompt per line, or JSON lines with a "prompt"')
-    num_short = sum(len(prompt) < lengths.low for prompt in prompts)
-    if num_short:
-        log(f"{name}: {num_short} of {len(prompts)} have fewer than the {lengths.low} tokens asked for")
-    return _repeated(prompts, name)
+    num_different, num_short = len(set(map(tuple, prompts))), sum(len(prompt) < lengths.low for prompt in prompts)
+    log(f"{name}: {num_different} different ones, {num_short} of fewer than {lengths.low} tokens; they repeat if more are needed")
+    return cycle(prompts)
 
 
-def _repeated(prompts: list[list[int]], name: str) -> Iterator[list[int]]:
-    yield from prompts
-    log(f"{name}: it has {len(set(map(tuple, prompts)))} different prompts, fewer than needed, so that they repeat")
-    yield from cycle(prompts)
+def code_texts(source: str) -> list[str]:
+    """Functions and classes of a source file, and what follows them."""
+    return [source[match.start() :][:MAX_CHARACTERS] for match in DEFINITION.finditer(source)]
 
 
-@cache
-def code_texts() -> list[str]:
-    """Functions and classes of the standard library, and what follows them in their files."""
-    return [source[match.start() :][:MAX_CHARACTERS] for source in _held_out_sources() for match in DEFINITION.finditer(source)]
+def prose_texts(source: str) -> list[str]:
+    """Documentation strings of a source file, and those that follow them."""
+    return [docs for _, docs in _documented(source)]
 
 
-@cache
-def prose_texts() -> list[str]:
-    """Documentation strings of the standard library, and those that follow them in their files."""
-    return [docs for source in _held_out_sources() for _, docs in _documented(source)]
+def chat_texts(source: str) -> list[str]:
+    """Questions about a module, its functions and classes, with their documentation."""
+    question = "What does {} do, and when would I use it? Its documentation says: {}"
+    return [question.format(name, docs) for name, docs in _documented(source)]
 
 
-@cache
-def chat_texts() -> list[str]:
-    """Questions about functions, classes and modules of the standard library, with their documentation."""
-    return [
-        f"What does {name} do, and when would I use it? Its documentation says: {docs}"
-        for source in _held_out_sources()
-        for name, docs in _documented(source)
-    ]
+def json_texts(source: str) -> list[str]:
+    """Lists of JSON objects that describe the functions of a source file, each beginning at another one."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    records = [indent(json.dumps(_describe_function(node), indent=2), "  ") for node in functions]
+    return ["[\n" + ",\n".join(records[first : first + 100]) + "\n]" for first in range(len(records))]
 
 
-@cache
-def json_texts() -> list[str]:
-    """Lists of JSON objects that describe functions and tables of the standard library, each beginning at another object."""
-    groups: list[list[dict[str, object]]] = [
-        [_describe_function(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-        for source in _held_out_sources()
-    ]
-    groups.append([{"status": each.value, "reason": each.phrase, "about": each.description} for each in HTTPStatus])
-    groups.append([{"suffix": suffix, "type": kind} for suffix, kind in sorted(mimetypes.types_map.items())])
-    groups.append([{"number": number, "name": name} for number, name in sorted(errno.errorcode.items())])
-    texts = []
-    for group in groups:
-        records = [indent(json.dumps(record, indent=2), "  ") for record in group]
-        texts += ["[\n" + ",\n".join(records[first : first + MAX_RECORDS]) + "\n]" for first in range(len(records))]
-    return texts
-
-
-SOURCES: dict[str, Callable[[], Sequence[str]]] = {
+SOURCES: dict[str, Callable[[str], list[str]]] = {
     "code": code_texts,
     "prose": prose_texts,
     "chat": chat_texts,
     "json": json_texts,
 }
-"""Built-in sources: texts that prompts are the beginnings of. Source files are those that the demo pair never saw."""
+"""What makes texts of a file of the standard library that the demo pair never saw; prompts are the beginnings of texts."""
+
+
+@cache
+def builtin_texts(name: str) -> list[str]:
+    """The texts of a source in `SOURCES`."""
+    files = [path.read_text(encoding="utf-8", errors="replace") for path in source_files() if is_held_out(path)]
+    return [text for source in files for text in SOURCES[name](source)]
 
 
 def source_files() -> list[Path]:
@@ -201,12 +180,7 @@ def source_files() -> list[Path]:
 def is_held_out(path: Path) -> bool:
     """Choose the held-out files by a hash of their name, so that the split never depends on order."""
     digest = hashlib.sha256(path.name.encode()).digest()
-    return digest[0] / 256 < HELD_OUT_SHARE
-
-
-@cache
-def _held_out_sources() -> list[str]:
-    return [path.read_text(encoding="utf-8", errors="replace") for path in source_files() if is_held_out(path)]
+    return digest[0] / 256 < 0.06
 
 
 def _documented(source: str) -> list[tuple[str, str]]:
@@ -228,10 +202,7 @@ def _describe_function(node: ast.FunctionDef) -> dict[str, object]:
 
 
 def _prompt_of(line: str, name: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise ValueError(f'{name} has the line {line[:60]!r}: each must be a JSON object with a text "prompt"')
-    return prompt
+    with suppress(ValueError, KeyError, TypeError):
+        if isinstance(prompt := json.loads(line)["prompt"], str):
+            return prompt
+    raise ValueError(f'{name} has the line {line[:60]!r}: each must be a JSON object with a text "prompt"')

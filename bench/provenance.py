@@ -25,8 +25,7 @@ class Provenance:
     """Where figures come from."""
 
     command: str
-    commit: str
-    has_changes: bool  # of the checkout against its commit, new Python files included, results left out
+    commit: str  # "with changes" if the checkout has any
     date: str  # UTC
     machine: str
     num_threads: int
@@ -44,20 +43,17 @@ def collect_provenance(command: str, *, models: Mapping[str, str | None] | None 
         models: folder, hub id, "demo" or another draft by role, such as "target"; ``None`` is left out.
         seed: of prompts and sampling.
     """
-    commit, has_changes = describe_checkout(Path(__file__).resolve().parent)
     return Provenance(
         command=command,
-        commit=commit,
-        has_changes=has_changes,
+        commit=describe_checkout(Path(__file__).resolve().parent),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         machine=machine_name(),
         num_threads=torch.get_num_threads(),
         load_average=list(psutil.getloadavg()),
         versions={
             "titan": titan.__version__,
-            "torch": torch.__version__,
-            "transformers": version("transformers"),
             "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers")},
         },
         models={role: describe_model(model, role) for role, model in (models or {}).items() if model is not None},
         seed=seed,
@@ -70,7 +66,7 @@ def provenance_lines(provenance: Provenance) -> list[str]:
     load = ", ".join(f"{value:.2f}" for value in provenance.load_average)
     return [
         f"command: `{provenance.command}`",
-        f"commit: {provenance.commit}{' with changes' if provenance.has_changes else ''}",
+        f"commit: {provenance.commit}",
         f"date: {provenance.date}",
         f"machine: {provenance.machine}; threads: {provenance.num_threads}",
         f"versions: {versions}",
@@ -112,8 +108,8 @@ def describe_model(model: str, role: str = "target") -> str:
     return f"{model} (fingerprint {digest.hexdigest()[:12]})"
 
 
-def describe_checkout(folder: Path) -> tuple[str, bool]:
-    """Return a checkout's commit, and whether anything but results differs from it, new Python files included.
+def describe_checkout(folder: Path) -> str:
+    """Name a checkout's commit, "with changes" if anything but results differs from it, new Python files included.
 
     Args:
         folder: in the checkout; the commit is "unknown" outside one.
@@ -122,15 +118,12 @@ def describe_checkout(folder: Path) -> tuple[str, bool]:
     try:
         status = subprocess.run([*command, ":(top,exclude)bench/results"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return "unknown", False
+        return "unknown"
     [commit] = re.findall(r"^# branch\.oid (.+)$", status, re.MULTILINE)
-    return commit, bool(re.search(r"^[^#?]|\.py$", status, re.MULTILINE))
+    return f"{commit} with changes" if re.search(r"^[^#?]|\.py$", status, re.MULTILINE) else str(commit)
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    path = Path("/proc/cpuinfo")
+    name = re.search(r"^model name\s*: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE) if path.exists() else None
+    return name[1] if name else platform.processor() or platform.machine()

@@ -7,18 +7,18 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from titan.bench.charts import LineChart, StackedBars, render_chart
+from titan.bench.charts import LineChart, render_chart
 from titan.bench.provenance import Provenance, collect_provenance, num_physical_cores, provenance_lines
-from titan.bench.samples import Label, Spread
+from titan.bench.samples import Label, Row, Sample
 from titan.bench.turns import log
 
 STYLE = """
@@ -31,16 +31,6 @@ th, td { padding: 0.2rem 0.6rem; border-bottom: 1px solid color-mix(in srgb, cur
 svg { max-width: 100%; height: auto; }
 li { overflow-wrap: anywhere; }
 """
-
-
-class HasFigures(Protocol):
-    """A row of a table, such as `titan.bench.samples.Row`."""
-
-    @property
-    def labels(self) -> Mapping[str, Label]: ...
-
-    @property
-    def figures(self) -> Mapping[str, Spread] | Mapping[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,30 +49,24 @@ class Report:
 
     ``answer`` is the main finding in one sentence; ``notes`` say what was measured and what the columns mean; ``warnings`` what a
     reader must know before trusting a figure, such as rows that could not run; ``results`` are lists of dataclasses for the JSON
-    file, by name; ``versions`` and ``models`` are those that the command line alone does not tell.
+    file, by name; ``versions`` are those of programs besides Titan.
     """
 
     title: str
     answer: str
     results: Mapping[str, Sequence[Any]]
     tables: Sequence[Table]
-    charts: Sequence[LineChart | StackedBars] = ()
+    charts: Sequence[LineChart] = ()
     notes: Sequence[str] = ()
     warnings: Sequence[str] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-    models: Mapping[str, str] = field(default_factory=dict)
 
 
-def figure_table(title: str, rows: Iterable[HasFigures], labels: Sequence[str], columns: Mapping[str, str]) -> Table:
-    """Lay rows out.
+def figure_table(title: str, rows: Sequence[Row | Sample], labels: Sequence[str], columns: Mapping[str, str]) -> Table:
+    """Lay rows out: columns of labels, then of figures.
 
-    Args:
-        title: of the table.
-        rows: with labels and figures.
-        labels: the first columns.
-        columns: format specs by figure, as of `titan.bench.samples.Spread`; a figure that no row has gets no column.
+    ``columns`` are format specs by figure, as of `titan.bench.samples.Spread`; a figure that no row has gets no column.
     """
-    rows = list(rows)
     used = {name: spec for name, spec in columns.items() if any(name in row.figures for row in rows)}
     cells = [
         [
@@ -106,9 +90,8 @@ def bench_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=_output_file, metavar="FILE", help="write the results, with every sample and provenance")
     parser.add_argument("--markdown", type=_output_file, metavar="FILE", help="write the tables")
-    parser.add_argument("--html", type=_page_file, metavar="FILE", help="write a page with tables and plots, all in one file")
-    default = num_physical_cores()
-    parser.add_argument("--threads", type=positive, default=default, help="default: the physical cores, %(default)s")
+    parser.add_argument("--html", type=_output_file, metavar="FILE", help="write a page with tables and plots, all in one file")
+    parser.add_argument("--threads", type=positive, default=num_physical_cores(), help="default: the physical cores, %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default: %(default)s)")
     return parser
 
@@ -122,6 +105,8 @@ def parse(
     if quick is not None and args.quick:
         parser.set_defaults(**quick)
         args = parser.parse_args(argv)
+    if args.html and find_spec("matplotlib") is None:
+        parser.error("--html needs matplotlib: pip install 'titan-spec[bench]'")
     args.command = f"{parser.prog} {shlex.join(argv)}".rstrip()
     torch.set_num_threads(args.threads)
     return args
@@ -163,13 +148,14 @@ def measure_and_publish(
 
 
 def publish(report: Report, provenance: Provenance, args: argparse.Namespace) -> None:
-    """Print the report and write the files that were asked for, each whatever becomes of the others.
+    """Print the report and write the files that were asked for, each whatever becomes of the others; what is empty is left out.
 
     Raises:
         ValueError: a file could not be written; the others are.
     """
-    models = provenance.models | dict(report.models)
-    provenance = replace(provenance, versions=provenance.versions | dict(report.versions), models=models)
+    charts = [chart for chart in report.charts if any(each.points for each in chart.series)]
+    report = replace(report, tables=[table for table in report.tables if table.rows], charts=charts)
+    provenance = replace(provenance, versions=provenance.versions | dict(report.versions))
     writers = {"json": json_text, "markdown": markdown, "html": html}
     failures = []
     for kind, write in writers.items():
@@ -189,13 +175,8 @@ def publish(report: Report, provenance: Provenance, args: argparse.Namespace) ->
 
 def json_text(report: Report, provenance: Provenance, args: argparse.Namespace) -> str:
     """Provenance, options (paths as text), warnings, and each list of dataclasses under its name."""
-    document: dict[str, Any] = {
-        "title": report.title,
-        "answer": report.answer,
-        "provenance": asdict(provenance),
-        "options": vars(args),
-        "warnings": list(report.warnings),
-    }
+    document = {name: getattr(report, name) for name in ("title", "answer", "warnings")}
+    document |= {"provenance": asdict(provenance), "options": vars(args)}
     document |= {name: [asdict(row) for row in rows] for name, rows in report.results.items()}
     return json.dumps(document, indent=1, default=str)
 
@@ -212,20 +193,19 @@ def markdown(report: Report, provenance: Provenance, _: argparse.Namespace) -> s
 
 
 def html(report: Report, provenance: Provenance, _: argparse.Namespace) -> str:
-    """Lay the report out as one page with nothing to load from elsewhere: answer, plots, tables, warnings folded."""
+    """Lay the report out as one page with nothing to load from elsewhere: answer, its plot, tables, more plots, folded warnings."""
     title = escape(report.title)
     parts = [f"<h1>{title}</h1>\n<p><strong>{escape(report.answer)}</strong></p>"]
-    parts += [f"<h2>{escape(chart.title)}</h2>\n{render_chart(chart)}" for chart in report.charts]
-    parts += map(_html_table, report.tables)
+    charts = [f"<h2>{escape(chart.title)}</h2>\n{render_chart(chart)}" for chart in report.charts]
+    parts += [*charts[:1], *map(_html_table, report.tables), *charts[1:]]
     if report.warnings:
         lines = _html_list(report.warnings)
         parts.append(f"<details><summary>{count(len(report.warnings), 'warning')}</summary>\n{lines}\n</details>")
     parts += [f"<p>{escape(note.removeprefix('- '))}</p>" for note in report.notes]
     parts.append(f"<h2>Where the figures come from</h2>\n{_html_list(provenance_lines(provenance))}")
-    body = "\n".join(parts)
-    meta = '<meta charset="utf-8"/>\n<meta name="viewport" content="width=device-width"/>'
-    head = f"<head>\n{meta}\n<title>{title}</title>\n<style>{STYLE}</style>\n</head>"
-    return f'<!doctype html>\n<html lang="en">\n{head}\n<body>\n{body}\n</body>\n</html>'
+    head = f'<meta charset="utf-8"/>\n<meta name="viewport" content="width=device-width"/>\n<title>{title}</title>'
+    page = ["<head>", head, f"<style>{STYLE}</style>", "</head>", "<body>", *parts, "</body>"]
+    return "\n".join(["<!doctype html>", '<html lang="en">', *page, "</html>"])
 
 
 def table_lines(table: Table) -> list[str]:
@@ -257,18 +237,9 @@ def _output_file(text: str) -> Path:
     """Read the name of a file to write, as a type of `argparse`; its folder may be missing."""
     path = Path(text)
     there = next(each for each in (path, *path.absolute().parents) if each.exists())  # the root exists
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is not allowed: it is a folder")
-    if not (there == path or there.is_dir()) or not os.access(there, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} is not allowed: {there} cannot be written to")
+    if there.is_dir() == (there == path) or not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: it is a folder, or {there} cannot be written to")
     return path
-
-
-def _page_file(text: str) -> Path:
-    """Read the name of a page to write, which nobody should measure for in vain."""
-    if find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("a page needs matplotlib: pip install 'titan-spec[bench]'")
-    return _output_file(text)
 
 
 def _html_list(lines: Sequence[str]) -> str:
@@ -277,8 +248,8 @@ def _html_list(lines: Sequence[str]) -> str:
 
 def _html_table(table: Table) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
-        kinds = [' class="text"' if i < table.num_text_columns else "" for i in range(len(cells))]
-        return "<tr>" + "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True)) + "</tr>"
+        starts = [f'<{tag} class="text">' if i < table.num_text_columns else f"<{tag}>" for i in range(len(cells))]
+        return "<tr>" + "".join(f"{start}{escape(cell)}</{tag}>" for start, cell in zip(starts, cells, strict=True)) + "</tr>"
 
     body = "\n".join([line(table.header, "th"), *(line(row, "td") for row in table.rows)])
     return f'<h2>{escape(table.title)}</h2>\n<div class="scroll"><table>\n{body}\n</table></div>'

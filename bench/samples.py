@@ -12,23 +12,18 @@ from statistics import median
 from typing import TypeVar
 
 Label = str | int | float
+NO_DRAFT = "no draft"
+"""Of the variant that the others are compared with where drafts are measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run of one variant.
+    """One run of one variant."""
 
-    Args:
-        labels: tell variants apart, such as "mode" and "at once".
-        round_id: variants are compared within a round.
-        figures: numbers by name.
-        details: lists by name, for plots: a number per request, or a count per depth.
-    """
-
-    labels: Mapping[str, Label]
-    round_id: int
+    labels: Mapping[str, Label]  # tell variants apart, such as "mode" and "at once"
+    round_id: int  # variants are compared within a round
     figures: Mapping[str, float]
-    details: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    details: Mapping[str, Sequence[float]] = field(default_factory=dict)  # by name, a number per request or a count per depth
 
 
 SampleT = TypeVar("SampleT", bound=Sample)
@@ -36,7 +31,7 @@ SampleT = TypeVar("SampleT", bound=Sample)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and range over rounds; format specs are the median's; "±" before adds half the range, "x" after is shown."""
+    """Median and range over rounds; format specs are the median's; "±" before adds half the range, "[" shows it; "x" is shown."""
 
     median: float
     minimum: float
@@ -49,11 +44,12 @@ class Spread:
         return cls(median(values), min(values), max(values), len(values))
 
     def __format__(self, spec: str) -> str:
+        if spec.startswith("["):
+            return "{0:{3}} [{1:{3}}, {2:{3}}]".format(self.median, self.minimum, self.maximum, spec[1:])
         text = format(self.median, spec.removeprefix("±").removesuffix("x")) + ("x" if spec.endswith("x") else "")
-        if not spec.startswith("±") or self.num_rounds == 1:
+        if not spec.startswith("±") or self.num_rounds == 1 or not self.median:
             return text
-        half_range = (self.maximum - self.minimum) / 2 / abs(self.median) if self.median else 0.0
-        return f"{text} ±{100 * half_range:.0f} %"
+        return f"{text} ±{50 * (self.maximum - self.minimum) / abs(self.median):.0f} %"
 
 
 @dataclass(frozen=True, slots=True)

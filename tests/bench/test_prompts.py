@@ -5,25 +5,16 @@ from __future__ import annotations
 import inspect
 import json
 import sched
-from itertools import islice
+from argparse import ArgumentTypeError
+from itertools import count, islice, repeat
 from pathlib import Path
-from typing import Any
 
 import pytest
 from zoo import Zoo
 
-from titan.bench.prompts import (
-    SOURCES,
-    chat_prompts,
-    chat_texts,
-    file_prompts,
-    json_texts,
-    prompt_stream,
-    prose_texts,
-    text_prompts,
-)
-from titan.bench.workloads import Lengths
-from titan.models.loader import DEMO, load_tokenizer, resolve_model
+from titan.bench.prompts import SOURCES, chat_prompts, file_prompts, prompt_stream, text_prompts
+from titan.bench.workloads import Lengths, Workload, take_workload
+from titan.models.loader import DEMO
 
 SIXTEEN = Lengths(16, 16)
 
@@ -52,21 +43,13 @@ def test_every_source_has_prompts_of_the_lengths_asked_for(source: str) -> None:
     assert first == second != other and len(set(map(tuple, first))) == 12
 
 
-def test_sources_are_what_they_are_called() -> None:
-    tokenizer: Any = load_tokenizer(resolve_model(DEMO, "target"))
-    starts = {"code": ("def ", "class ", "async def "), "chat": "User: What does ", "json": "[\n"}
-    for source, start in starts.items():
-        for prompt in islice(prompt_stream(DEMO, source, SIXTEEN, seed=0), 8):
-            assert tokenizer.decode(prompt).lstrip(" ").startswith(start)
-
-
-def test_texts_come_from_the_documentation_and_the_objects_of_the_standard_library() -> None:
-    doc = inspect.getdoc(sched.scheduler.enterabs)  # a file that the demo pair never saw
+def test_texts_come_from_the_documentation_and_the_functions_of_a_file() -> None:
+    source, doc = inspect.getsource(sched), inspect.getdoc(sched.scheduler.enterabs)
     assert doc is not None
-    assert any(each.startswith(doc) and len(each) > 3 * len(doc) for each in prose_texts())  # it runs on into the next ones
-    assert any(each.startswith("What does enterabs do") and doc in each for each in chat_texts())
-    records = json.loads(max((each for each in json_texts() if '"arguments"' in each), key=len))
-    assert len(records) > 3 and all(record["arguments"] is not None for record in records)
+    assert any(each.startswith(f"{doc}\n\n") for each in SOURCES["prose"](source))  # it runs on into the next ones
+    assert any(each.startswith("What does enterabs do") and doc in each for each in SOURCES["chat"](source))
+    assert any(each.lstrip().startswith("def enterabs(") and "heapq.heappush" in each for each in SOURCES["code"](source))
+    assert {"enterabs", "cancel"} < {record["name"] for record in json.loads(SOURCES["json"](source)[0])}
 
 
 def test_a_message_is_framed_by_the_template_and_cut_to_fit() -> None:
@@ -82,16 +65,11 @@ def test_texts_that_are_too_short_are_left_out_and_none_left_is_an_error() -> No
         next(text_prompts(Characters(), ["ab", "abcdef"], Lengths(7, 7), 0))
 
 
-def test_prompts_of_a_file_come_in_order_and_are_cut_and_repeats_are_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_of_a_file_come_in_order_are_cut_and_repeat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts.txt").write_text("abc\n\ndefghijkl\nabc\n")
     stream = file_prompts(Characters(), tmp_path / "prompts.txt", Lengths(5, 8))
-    assert [text(prompt) for prompt in islice(stream, 3)] == ["\0abc", "\0defghij"[:8], "\0abc"]
-    said = capsys.readouterr().err
-    assert "2 of 3 have fewer than the 5 tokens asked for" in said and "repeat" not in said
-    assert text(list(islice(stream, 7))[-1]) == "\0abc"
-    assert capsys.readouterr().err.count("it has 2 different prompts, fewer than needed, so that they repeat") == 1
+    assert [text(prompt) for prompt in islice(stream, 5)] == ["\0abc", "\0defghij", "\0abc", "\0abc", "\0defghij"]
+    assert "2 different ones, 2 of fewer than 5 tokens; they repeat if more are needed" in capsys.readouterr().err
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "x\\ny"}\n')
     assert text(next(file_prompts(Characters(), tmp_path / "prompts.jsonl", SIXTEEN))) == "\0x\ny"
 
@@ -100,7 +78,6 @@ def test_prompts_of_a_file_come_in_order_and_are_cut_and_repeats_are_reported(
     ("name", "content", "message"),
     [
         ("a.txt", b"\n \n", "is empty: it must have a prompt per line"),
-        ("a.jsonl", b'{"text": "x"}\n', "has the line"),
         ("b.jsonl", b"plain\n", "has the line 'plain': each must be a JSON object"),
         ("binary", b"\x7fELF\xff\xfe\x80", "cannot be read as text in UTF-8"),
     ],
@@ -118,3 +95,21 @@ def test_an_unknown_source_and_a_model_without_a_tokenizer_are_refused(zoo: Zoo)
     with pytest.raises(ValueError, match=r"are text, and .* has no tokenizer"):
         prompt_stream(model, "prose", SIXTEEN, seed=0)
     assert next(prompt_stream(model, "auto", SIXTEEN, 5)) == next(prompt_stream(model, "synthetic", SIXTEEN, 5))
+
+
+def test_lengths_are_read_written_and_uniform_between_their_ends() -> None:
+    assert Lengths.parse("128") == Lengths(128, 128) and str(Lengths(128, 128)) == "128" and not Lengths(128, 128).is_mixed
+    assert Lengths.parse("3-7") == Lengths(3, 7) and str(Lengths(3, 7)) == "3-7" and Lengths(3, 7).is_mixed
+    first, second, other = (list(islice(Lengths(3, 7).stream(seed), 500)) for seed in (0, 0, 1))
+    assert first == second != other and set(first) == set(range(3, 8))
+    assert all(60 < first.count(length) < 140 for length in range(3, 8))
+    for text in ("", "0", "-3", "8-4", "x", "4-", "1-2-3", "1.5"):
+        with pytest.raises(ArgumentTypeError, match=f"'{text}' is not a length: allowed are 128, or 16-512 for a mix"):
+            Lengths.parse(text)
+
+
+def test_a_workload_takes_the_next_of_its_streams_and_all_arrives_at_once() -> None:
+    prompts = ([number] for number in count())
+    assert take_workload(prompts, 2, repeat(4)) == Workload([[0], [1]], [4, 4], [0.0, 0.0])
+    next_ones = take_workload(prompts, 1, repeat(9))
+    assert next_ones == Workload([[2]], [9]) and len(next_ones) == 1 and next_ones.max_len == 10

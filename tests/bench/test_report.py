@@ -1,4 +1,4 @@
-"""Reports: the same figures on the terminal, in Markdown, JSON and HTML, and where they come from."""
+"""Reports: the same figures on the terminal, in Markdown, JSON and HTML, their plots, and where they come from."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from titan.bench import report as report_module
-from titan.bench.charts import LineChart, Series
+from titan.bench.charts import COLORS, LineChart, Series, cumulative_points, figure_chart, render_chart
 from titan.bench.provenance import describe_checkout, describe_model
-from titan.bench.report import Report, bench_parser, count, figure_table, measure_and_publish, parse, positive, table_lines
-from titan.bench.samples import Row, Sample, make_rows
+from titan.bench.report import Report, bench_parser, figure_table, measure_and_publish, parse, table_lines
+from titan.bench.samples import Row, Sample, Spread, make_rows
 
 ROWS = make_rows(Sample({"mode": "<one>", "at once": 8}, i, {"tokens/s": value}) for i, value in enumerate((1.0, 1.5, 2.0)))
 OTHERS = make_rows([Sample({"mode": "b"}, 0, {"P50, ms": 2.0})])
@@ -33,10 +33,7 @@ def report() -> Report:
 def options(folder: Path, *argv: str) -> argparse.Namespace:
     """Of a run that writes all kinds of files to a new folder."""
     files = [part for kind in ("json", "markdown", "html") for part in (f"--{kind}", str(folder / "new" / f"run.{kind}"))]
-    parser = bench_parser("latency", "Measures.")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--repeats", type=positive, default=3)
-    return parse(parser, [*files, "--threads", "1", "--seed", "3", *argv], {"repeats": 1})
+    return parse(bench_parser("latency", "Measures."), [*files, "--threads", "1", "--seed", "3", *argv])
 
 
 def test_a_table_has_labels_and_the_figures_that_any_row_has() -> None:
@@ -46,7 +43,6 @@ def test_a_table_has_labels_and_the_figures_that_any_row_has() -> None:
         "| <one> | 8       | 1.5 ±33 % |       - |",
         "| b     | -       |         - |       2 |",
     ]
-    assert [count(number, "request") for number in (1, 2)] == ["1 request", "2 requests"]
 
 
 def test_all_files_answer_first_and_hold_figures_warnings_and_provenance(
@@ -64,7 +60,7 @@ def test_all_files_answer_first_and_hold_figures_warnings_and_provenance(
     for laid_out in (text, page, shown):
         places = [laid_out.index(part) for part in ("It is 1.5.", "one", "2 warnings", "hot", "What it is.", provenance["commit"])]
         assert places == sorted(places) and provenance["machine"] in laid_out and "load average" in laid_out
-    assert "2 warnings: noisy & slow; hot" in text and "| <one> | 8       | 1.5 ±33 % |" in shown
+    assert "2 warnings: noisy & slow; hot" in text
     assert page.index("It is 1.5.") < page.index("<svg") < page.index("<table") < page.index("<details>")
     assert not re.search(r'(src|href)="[^#]|url\([^#]|@import|<script', page)  # nothing is loaded from elsewhere
     tree = ET.fromstring(page.removeprefix("<!doctype html>"))  # every tag is closed, every text escaped
@@ -87,14 +83,12 @@ def test_what_was_measured_is_published_whatever_ends_the_measurement(
     assert args.json.exists() == bool(rows) == ("interrupted: only what was measured until then" in capsys.readouterr().out)
 
 
-def test_nothing_measured_is_an_error_that_says_why(report: Report, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^nothing was measured; noisy & slow; hot$"):
-        measure_and_publish(options(tmp_path), lambda: None, lambda: replace(report, results={"rows": []}))
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_file_that_fails_does_not_cost_the_others(report: Report, tmp_path: Path) -> None:
+def test_nothing_measured_and_a_file_that_cannot_be_written_are_errors_and_do_not_cost_the_other_files(
+    report: Report, tmp_path: Path
+) -> None:
     args = options(tmp_path)
+    with pytest.raises(ValueError, match=r"^nothing was measured; noisy & slow; hot$"):
+        measure_and_publish(args, lambda: None, lambda: replace(report, results={"rows": []}))
     args.json.mkdir(parents=True)  # since the options were read
     with pytest.raises(ValueError, match=r"run\.json could not be written: IsADirectoryError"):
         measure_and_publish(args, lambda: None, lambda: report)
@@ -105,23 +99,14 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    for path, message in ((tmp_path, "it is a folder"), (tmp_path / "file" / "run.json", "cannot be written to")):
+    for path in (tmp_path, tmp_path / "file" / "run.json"):
         with pytest.raises(SystemExit):
             options(tmp_path, "--json", str(path))
-        assert message in capsys.readouterr().err
+        assert f"{path} is not allowed: it is a folder, or {path if path == tmp_path else path.parent}" in capsys.readouterr().err
     monkeypatch.setattr(report_module, "find_spec", lambda _: None)
     with pytest.raises(SystemExit):
         options(tmp_path)
-    assert "a page needs matplotlib: pip install 'titan-spec[bench]'" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
-def test_quick_is_a_preset_that_other_options_refine(tmp_path: Path) -> None:
-    repeats = [options(tmp_path, *argv).repeats for argv in ([], ["--quick"], ["--quick", "--repeats", "7"])]
-    assert repeats == [3, 1, 7]
-    for text in ("0", "-1", "x", "1.5"):
-        with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is not allowed"):
-            positive(text)
+    assert "--html needs matplotlib: pip install 'titan-spec[bench]'" in capsys.readouterr().err
 
 
 def test_a_fingerprint_tells_models_apart_to_their_last_byte(tmp_path: Path) -> None:
@@ -143,8 +128,32 @@ def test_a_new_python_file_is_a_change_and_a_new_result_is_none(tmp_path: Path) 
     git("commit", "--allow-empty", "-m", "first")
     folder = tmp_path / "bench"
     (folder / "results").mkdir(parents=True)
-    for path in (folder / "results" / "run.json", folder / "results" / "plot.py", tmp_path / "notes.txt"):
-        path.touch()
-    assert describe_checkout(folder) == (git("rev-parse", "HEAD").strip(), False)
+    (folder / "results" / "plot.py").touch()
+    commit = git("rev-parse", "HEAD").strip()
+    assert describe_checkout(folder) == commit
     (tmp_path / "new.py").touch()
-    assert describe_checkout(folder)[1]
+    assert describe_checkout(folder) == f"{commit} with changes"
+
+
+def test_a_chart_has_a_series_per_value_of_a_label() -> None:
+    speeds = {("a", 1): Spread(2.0, 1.0, 3.0, 3), ("b", 1): Spread(5.0, 5.0, 5.0, 1), ("a", 4): Spread(3.0, 2.0, 4.0, 3)}
+    rows = [Row({"mode": mode, "at once": at_once}, {"x": speed}) for (mode, at_once), speed in speeds.items()]
+    chart = figure_chart("t", [*rows, Row({"mode": "c", "at once": 1}, {})], "at once", "x", "mode")
+    lines = [Series("a", [(1, 2.0), (4, 3.0)], [(1.0, 3.0), (2.0, 4.0)]), Series("b", [(1, 5.0)], [(5.0, 5.0)])]
+    assert chart == LineChart("t", "at once", "x", lines)
+
+
+def test_names_are_text_and_all_ink_is_that_of_the_page() -> None:
+    series = Series("a<b $x$", [(1, 1), (2, 3), (8, 2)], [(0, 2), (2, 4), (1, 3)])
+    chart = LineChart("t", "depth", "share", [series], is_log_x=True)
+    svg = render_chart(chart)
+    assert {"1", "2", "8", "depth", "share", "a<b $x$"} <= {
+        "".join(each.itertext()) for each in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    }
+    colors = set(re.findall(r"(?:fill|stroke): (\S+?)[;\"]", svg))
+    assert "currentColor" in colors and colors <= {"currentColor", "none", *COLORS}
+    assert svg == render_chart(chart)
+
+
+def test_a_distribution_rises_to_one_in_steps() -> None:
+    assert cumulative_points([3.0, 1.0, 1.0, 2.0]) == [(1.0, 0.25), (1.0, 0.5), (2.0, 0.75), (3.0, 1.0)]

@@ -1,14 +1,11 @@
-"""Samples and the rows they sum up to, and variants that take turns."""
+"""Samples, the rows and ratios that they add up to, and what requests and runs tell."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import pytest
 
 from titan.bench.runs import RequestRun, Run, latency_figures, share_equal
 from titan.bench.samples import Sample, Spread, join_details, make_rows, sum_details, with_ratio
-from titan.bench.turns import Turns, in_rounds
 
 
 def sample(mode: str, round_id: int, **figures: float) -> Sample:
@@ -19,7 +16,7 @@ def test_a_spread_is_median_and_range_and_a_single_round_does_not_claim_to_have_
     spread = Spread.of([4.0, 1.0, 2.0])
     assert spread == Spread(2.0, 1.0, 4.0, 3)
     assert (f"{spread:.1f}", f"{spread:±.1f}", f"{Spread.of([0.5, 0.5]):±.0%}") == ("2.0", "2.0 ±75 %", "50% ±0 %")
-    assert f"{Spread.of([81.25]):±.1f}" == "81.2"
+    assert (f"{Spread.of([81.25]):±.1f}", f"{spread:[.1f}") == ("81.2", "2.0 [1.0, 4.0]")
 
 
 def test_a_row_sums_up_the_rounds_that_have_a_figure() -> None:
@@ -29,45 +26,17 @@ def test_a_row_sums_up_the_rounds_that_have_a_figure() -> None:
     assert (slow.median("speed"), fast.median("KV")) == (1.5, None)
 
 
-def test_the_ratio_is_the_median_of_the_ratios_within_rounds() -> None:
-    slow, fast = [10.0, 1.0, 100.0], [20.0, 3.0, 110.0]
-    samples = [sample("slow", i, speed=value) for i, value in enumerate(slow)]
-    samples += [sample("fast", i, speed=value) for i, value in enumerate(fast)]
-    rows = make_rows(with_ratio(samples, "x slow", "speed", mode="slow"))
+def test_the_ratio_is_the_median_of_the_ratios_within_the_rounds_that_both_have() -> None:
+    samples = [sample("slow", i, speed=value) for i, value in enumerate([10.0, 1.0, 100.0])]
+    samples += [sample("fast", i, speed=value) for i, value in enumerate([20.0, 3.0, 110.0, 7.0, 8.0])]
+    rows = make_rows(with_ratio([*samples, sample("slow", 4)], "x slow", "speed", mode="slow"))
     assert "x slow" not in rows[0].figures
-    assert rows[1].figures["x slow"] == Spread(2.0, 1.1, 3.0, 3)  # the ratio of the medians would be 11
-
-
-def test_only_rounds_that_both_have_are_compared() -> None:
-    samples = [sample("fast", 0, speed=4.0), sample("fast", 1, speed=9.0), sample("slow", 1, speed=3.0), sample("slow", 2)]
-    rows = make_rows(with_ratio([*samples, sample("fast", 2, speed=1.0)], "x slow", "speed", mode="slow"))
-    assert rows[0].figures["x slow"] == Spread(3.0, 3.0, 3.0, 1)
+    assert rows[1].figures["x slow"] == Spread(2.0, 1.1, 3.0, 3)  # the ratio of the medians would be 0.8
 
 
 def test_details_are_added_up_or_joined() -> None:
     samples = [Sample({}, 0, {}, {"depths": [3, 1]}), Sample({}, 1, {}, {"depths": [2]}), Sample({}, 2, {})]
     assert sum_details(samples, "depths") == [5, 1] and join_details(samples, "depths") == [3, 1, 2]
-
-
-def test_a_failing_variant_is_left_out_and_recovered_from_and_an_interrupt_passes() -> None:
-    problems: list[str] = []
-    recovered: list[str] = []
-    done = []
-
-    def work(variant: str, round_id: int) -> str:
-        if (variant, round_id) == ("B", 1):
-            raise RuntimeError("out\nof memory")
-        if round_id == 3:
-            raise KeyboardInterrupt
-        return f"{variant}{round_id}"
-
-    with Turns(8, problems, recovered.append) as turns:
-        for round_id, variant in in_rounds("AB", 3):
-            done.append(turns.take(variant, f"in round {round_id}", partial(work, variant, round_id)))
-        with pytest.raises(KeyboardInterrupt):
-            turns.take("A", "in the end", partial(work, "A", 3))
-    assert done == ["A0", "B0", "A1", None, "A2", None]
-    assert problems == ["B ended in round 1: RuntimeError: out of memory"] and recovered == ["B"]
 
 
 def test_requests_tell_their_times_where_they_are_known() -> None:
