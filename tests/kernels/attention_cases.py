@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_reference import reference_attention
 from interpreted import DEVICE
 from torch import Tensor
 
@@ -127,6 +126,30 @@ class Case:
         """The attention of queries that may be followed by padding, which gives 0."""
         seen = [(each.block_ids, each.must_see(self.window)) for each in self.requests]
         return reference_attention(q, kv, seen, scale, softcap)
+
+
+def reference_attention(
+    q: Tensor, kv_layer: Tensor, seen: Sequence[tuple[Sequence[int], Tensor]], scale: float, softcap: float | None = None
+) -> Tensor:
+    """Attention over a mask, one dense product per request: float64 [T, num_heads * head_dim].
+
+    Of each request ``seen`` has its physical block ids and the slots that its queries see, bool [query_len, slots]; what is in
+    others may be NaN. Behind the queries of all there may be padding, which gives 0.
+    """
+    outputs = []
+    for block_ids, visible in seen:
+        mask, block_size, start = visible.to(q.device), kv_layer.shape[3], sum(map(len, outputs))
+        slots = mask.any(0).nonzero()[:, 0]
+        blocks = torch.tensor(block_ids, device=q.device)[slots // block_size]
+        kv = kv_layer[:, :, blocks, slots % block_size].double()
+        keys, values = kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)  # [num_heads, slots, head_dim]
+        scores = torch.einsum("thd,hnd->htn", q[start : start + len(mask)].double(), keys) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.masked_fill(~mask[:, slots], float("-inf")).softmax(-1)
+        outputs.append(torch.einsum("htn,hnd->thd", weights, values))
+    padding = torch.zeros(len(q) - sum(map(len, outputs)), *q.shape[1:], dtype=torch.float64, device=q.device)
+    return torch.cat([*outputs, padding]).flatten(1)
 
 
 def make_case(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton.tools import INTERPRETED
 from titan.models.rope import Rope, rope_table
 
 HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-
-
 SLACK = 1e-6 if INTERPRETED else 1e-5
 """What float32 arithmetic adds to the one rounding."""
 
@@ -27,15 +26,7 @@ def make_table(num_positions: int, head_dim: int) -> Tensor:
 
 
 def reference_rope_and_write_kv(
-    qkv: Tensor,
-    rope_table: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    kv_layer: Tensor,
-    *,
-    num_heads: int,
-    qk_norm: Tensor | None = None,
-    eps: float = 0.0,
+    qkv: Tensor, places: TokenPlaces, kv_layer: Tensor, num_heads: int, qk_norm: Tensor | None = None, eps: float = 0.0
 ) -> Tensor:
     """What `rope_and_write_kv` computes, token by token: the queries, float64 [T, H, D].
 
@@ -48,10 +39,10 @@ def reference_rope_and_write_kv(
         heads = torch.cat((query_heads, keys))
         if qk_norm is not None:
             heads = reference_rms_norm(heads, qk_norm, eps)
-        cos, sin = rope_table[positions[token]].double()
+        cos, sin = places.rope_table[places.positions[token]].double()
         heads = heads * cos + heads.roll(head_dim // 2, -1) * sin
         q[token] = heads[:num_heads]
-        slot = int(slot_mapping[token])
+        slot = int(places.slots[token])
         if slot >= 0:
             kv_layer[:, :, slot // block_size, slot % block_size] = torch.stack((heads[num_heads:], values)).to(kv_layer.dtype)
     return q
@@ -61,12 +52,6 @@ def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """What `rms_norm` computes, in float64: ``x`` [..., size], ``weight`` broadcast against it."""
     x = x.double()
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
-
-
-def reference_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """What `rms_norm` computes with a residual: ``residual`` in its dtype and in place, the norm in float64."""
-    residual.copy_(residual.double() + x.double())
-    return reference_rms_norm(residual, weight, eps)
 
 
 def reference_silu_mul(gate_up: Tensor) -> Tensor:

@@ -11,8 +11,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 NUM_BYTES_OF_SHARED_MEMORY = 227 * 1024
@@ -47,8 +49,6 @@ def compile_launches(code: str) -> list[Build]:
 
 
 def _describe(compiled: Any, constants: dict[str, str]) -> Build:
-    import tempfile
-
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -81,21 +81,12 @@ def _main() -> None:
 
     import titan.kernels.triton.tools as triton_tools
 
-    class Sm90Driver:
-        """As much of a driver as compiling asks for."""
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int | None = None) -> int:
-            return 0
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
-
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device("cpu")
-
+    sm90 = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_active_torch_device=lambda: torch.device("cpu"),
+    )  # as much of a driver as compiling asks for
     builds: dict[int, tuple[Any, dict[str, str]]] = {}
     run = JITFunction.run
 
@@ -107,7 +98,7 @@ def _main() -> None:
         builds.setdefault(id(compiled), (compiled, constants))
         return compiled
 
-    driver.set_active(Sm90Driver())
+    driver.set_active(sm90)
     JITFunction.run = compile_only
     triton_tools.is_launchable = lambda device: True
     exec(compile(sys.stdin.read(), "<launches>", "exec"), {})

@@ -12,7 +12,7 @@ from attention_cases import Request, chain, device_inputs, make_case
 from interpreted import DEVICE
 
 from titan.core.batch import Window
-from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, DeviceLayout, TileLaunch, TreeAttentionPlan
+from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, DeviceLayout, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.tuning import num_multiprocessors, tile_config
 
@@ -102,12 +102,6 @@ def config_of(batch: Batch, is_short: bool) -> Any:
     return tile_config(max_rows, head_dim=64, dtype=batch.geometry.dtype, device=DEVICE)
 
 
-def records_of(launch: TileLaunch) -> tuple[list[list[int]], list[list[int]]]:
-    num_tiles, num_merges = launch.counts.tolist()
-    assert num_tiles <= len(launch.tiles) and num_merges <= len(launch.merges)
-    return launch.tiles[:num_tiles, :6].tolist(), launch.merges[:num_merges].tolist()
-
-
 @pytest.mark.parametrize(
     ("fixed_chunk", "num_batches", "sizes"),
     # with the latter, a tile's slots are one more than a chunk, where few tokens share a tile of 128 rows
@@ -126,7 +120,9 @@ def test_records_are_those_of_plain_loops(fixed_chunk: int | None, num_batches: 
             for launch in launches:
                 is_short, max_parts = launch.ancestor_bits is not None, len(launch.part_outputs)
                 assert launch.config == config_of(batch, is_short)
-                tiles, merges = records_of(launch)
+                num_tiles, num_merges = launch.counts.tolist()
+                assert num_tiles <= len(launch.tiles) and num_merges <= len(launch.merges)
+                tiles, merges = launch.tiles[:num_tiles, :6].tolist(), launch.merges[:num_merges].tolist()
                 assert (tiles, merges) == expected_records(batch, is_short, window, fixed_chunk, max_parts)
                 assert all(part < max_parts for *_, part in tiles)
                 num_splits |= {number for *_, number in merges}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from attention_cases import Request, random_parents
 from torch import Tensor
 
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
@@ -45,24 +46,14 @@ def check_moves(backend: Backend, moves: list[PathMove], dtype: torch.dtype = to
     assert_bits(kv, expected)
 
 
-def random_path(rng: np.random.Generator, num_nodes: int) -> list[int]:
-    """The nodes on the way to some node of a random tree, ascending."""
-    parents = [int(rng.integers(-1, node)) for node in range(num_nodes)]
-    path, node = [], int(rng.integers(num_nodes))
-    while node >= 0:
-        path.insert(0, node)
-        node = parents[node]
-    return path
-
-
 @pytest.mark.parametrize("dtype", BITS)
 def test_accepted_paths_of_random_trees_move(backend: Backend, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(1)
     blocks = rng.permutation(NUM_BLOCKS).tolist()
     tables = [blocks[:6], blocks[6:10], blocks[10:12], blocks[12:]]
-    paths = [random_path(rng, 63), random_path(rng, 40), random_path(rng, 12), []]
+    paths = [Request(0, 1, random_parents(rng, number)).path(int(rng.integers(number))) for number in (63, 40, 12)]
     starts = [int(rng.integers(20)), 9, 14, 3]
-    check_moves(backend, [PathMove(*each) for each in zip(tables, starts, paths, strict=True)], dtype)
+    check_moves(backend, [PathMove(*each) for each in zip(tables, starts, [*paths, []], strict=True)], dtype)
 
 
 @pytest.mark.parametrize("first_slot", [0, 9, 14, 15, 16])

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from acceptance_reference import Option, reference_probs
+from acceptance_reference import Option, reference_probs, sampling_rows
 from exact_rules import inverse_cdf
 from interpreted import DEVICE, ON_CUDA, triton_backend
 from torch import Tensor
 
 from titan.core.random import Purpose, philox_uniform
-from titan.core.sampling_params import SamplingParams
-from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import NODE_DTYPES, NodeColumns
 from titan.kernels.interfaces import Backend
-from titan.kernels.triton.row_distribution import CHUNK, RowDistributions
+from titan.kernels.triton.row_distribution import CHUNK
 from titan.kernels.triton.sample_rows import draw_rows
 from titan.kernels.triton.tree_select import select_trees
 from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
@@ -27,11 +24,6 @@ from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF, NAN = torch.inf, torch.nan
 ALL_OPTIONS = list(product((0.0, 0.7, 5.0), (0, 3, 50), (1.0, 0.9, 0.3), (0.0, 0.1)))
-
-
-def sampling_rows(options: Sequence[Option]) -> SamplingRows:
-    params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in options]
-    return SamplingRows.of((each, i * (2**60 + 12345) % 2**64, i * 3 + 7) for i, each in enumerate(params))
 
 
 def random_logits(backend: Backend, num_rows: int, vocab_size: int, dtype: torch.dtype = torch.float32, scale: float = 2) -> Tensor:
@@ -84,23 +76,26 @@ def test_top_candidates_of_rows_that_are_not_finite(backend: Backend) -> None:
     assert (tokens >= 0).all() and (tokens < 3).all()
 
 
-@pytest.mark.parametrize(("vocab_size", "options"), [(7, ALL_OPTIONS[::5]), (100, ALL_OPTIONS), (5000, ALL_OPTIONS[1::7])])
-def test_probs_for_all_options_side_by_side(backend: Backend, vocab_size: int, options: Sequence[Option]) -> None:
-    logits = random_logits(backend, len(options), vocab_size)
+UNCUT = [(temperature, 0, 1.0, 0.0) for temperature in (0.3, 0.7, 1.0, 2.9)]
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "options", "dtype"),
+    [
+        (7, ALL_OPTIONS[::5], torch.float32),
+        (100, ALL_OPTIONS, torch.float32),
+        (5000, ALL_OPTIONS[1::7], torch.float32),
+        *product((5, 1031), (UNCUT,), DTYPES),
+    ],
+)
+def test_probs_of_all_options_side_by_side(
+    backend: Backend, vocab_size: int, options: Sequence[Option], dtype: torch.dtype
+) -> None:
+    logits = random_logits(backend, len(options), vocab_size, dtype)
     before = logits.clone()
     probs = backend.sampling.probs(logits, sampling_rows(options))
     assert_same_distribution(probs.cpu(), reference_probs(logits, options))
     assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 5), (3, 700), (40, 1031)])
-def test_probs_without_cuts_are_the_softmax(backend: Backend, dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
-    logits = random_logits(backend, num_rows, vocab_size, dtype, scale=8)
-    temperatures = np.linspace(0.1, 3, num_rows)
-    probs = backend.sampling.probs(logits, sampling_rows([(each, 0, 1.0, 0.0) for each in temperatures]))
-    exact = (logits.double() / torch.from_numpy(temperatures.astype(np.float32)).to(logits.device)[:, None]).softmax(-1)
-    torch.testing.assert_close(probs.double(), exact, rtol=1e-4, atol=1e-30)
 
 
 @pytest.mark.parametrize("option", [(1.0, 2400, 1.0, 0.0), (3.0, 0, 0.98, 0.0), (2.0, 3000, 0.97, 0.0)])
@@ -190,8 +185,7 @@ def test_children_are_sampled_without_replacement(backend: Backend, vocab_size: 
 
 
 def test_no_rows_have_no_distributions(backend: Backend) -> None:
-    none = sampling_rows([(1.0, 3, 1.0, 0.0)]).take(np.zeros(0, np.int64))
-    assert backend.sampling.probs(torch.zeros(0, 9, device=backend.device), none).shape == (0, 9)
+    assert backend.sampling.probs(torch.zeros(0, 9, device=backend.device), sampling_rows([])).shape == (0, 9)
 
 
 # What Triton does beyond that: equal logits are cut by token id, whatever the chunk, and rows may lie apart.
@@ -250,8 +244,7 @@ def test_distributions_and_draws_over_a_real_vocabulary(num_rows: int, vocab_siz
 
 def test_no_rows_and_no_trees_are_no_work_on_triton() -> None:
     no_longs, start_loc = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    one = triton_backend().sampling.distributions(torch.zeros(1, 9, device=DEVICE), sampling_rows([(1.0, 0, 1.0, 0.0)]))
-    none = replace(one, **{name: getattr(one, name)[:0] for name in RowDistributions.__slots__})
+    none = triton_backend().sampling.distributions(torch.zeros(0, 9, device=DEVICE), sampling_rows([]))
     assert draw_rows(none, no_longs, no_longs, purpose=0).tolist() == []
     result = VerifiedTrees.of(no_longs, no_longs.int(), start_loc, max_depth=4)
     walk_matches(result, no_longs)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from acceptance_reference import Option, reference_match, reference_probs
+from acceptance_reference import Option, reference_match, reference_probs, sampling_rows
 from exact_rules import reference_outcome
-from interpreted import ON_CUDA, triton_backend
+from interpreted import ON_CUDA
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 from titan.core.arrays import Ints
 from titan.core.batch import prefix_sums
 from titan.core.limits import MAX_NODES
-from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, NodeColumns, TreeLimits, chain_parents, topology
 from titan.kernels.interfaces import Backend, Candidates
@@ -100,6 +99,9 @@ def test_the_best_ancestor_closed_trees_are_chosen(backend: Backend, num_candida
     rng = np.random.default_rng(num_candidates)
     columns, most = random_candidates(rng, num_requests, num_candidates), min(MAX_NODES, num_candidates)
     columns["scores"][-1, num_candidates // 9 :] = -np.inf
+    if num_candidates == 64:  # a chain that is as deep as can be
+        columns["slots"][0] = np.arange(64)
+        columns["parent_slots"][0], columns["scores"][0] = columns["slots"][0] - 1, 0
     num_nodes = rng.integers(0, most, num_requests, endpoint=True)
     num_nodes[-1] = most
     if num_candidates >= MAX_NODES:
@@ -113,14 +115,6 @@ def test_the_best_ancestor_closed_trees_are_chosen(backend: Backend, num_candida
     found = [assert_is_tree(trees, row, columns, i) for i, row in enumerate(rows.tolist())]
     num_whole, num_cut = sum(n > 1 and not empty for n, empty in found), sum(empty > 0 for _, empty in found)
     assert (num_whole and num_cut) or num_candidates == 1
-
-
-def test_a_chain_of_63_nodes_is_as_deep_as_that(backend: Backend) -> None:
-    levels = np.arange(MAX_NODES)[None]
-    columns = {"token_ids": levels, "scores": np.zeros((1, MAX_NODES), np.float32), "parent_slots": levels - 1, "slots": levels}
-    trees = backend.trees.select([make_candidates(backend, columns, np.array([0]), np.array([MAX_NODES]))], 1)
-    assert trees.nodes.depths.tolist() == list(range(1, MAX_NODES + 1))
-    assert trees.nodes.ancestor_bits.tolist() == [(1 << node) - 1 for node in range(1, MAX_NODES + 1)]
 
 
 def test_requests_that_grow_in_other_ways_come_together_and_keep_their_q(backend: Backend) -> None:
@@ -159,7 +153,7 @@ class Case:
     trees: list[DraftTree]
     logits: list[Tensor]  # of each verified tree, [1 + nodes, vocab]
     options: list[Option]  # of each verified tree
-    rows: list[int] | None = None  # of the plan; None: all
+    rows: list[int] | None = None  # of the plan, which are verified; None: all
     num_empty: list[int] | None = None  # empty places behind the nodes of each tree of the plan
 
     @property
@@ -168,8 +162,7 @@ class Case:
 
     @property
     def sampling(self) -> SamplingRows:
-        params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in self.options]
-        return SamplingRows.of((each, i * (2**60 + 12345) % 2**64, i * 5 + 7) for i, each in enumerate(params))
+        return sampling_rows(self.options)
 
     def by(self, backend: Backend, dtype: torch.dtype = torch.float32, draft_probs: Tensor | None = None) -> list[Outcome]:
         """The outcome of a back end; with another q than the trees have, if one is given."""
@@ -190,12 +183,10 @@ class Case:
         return found
 
     def on_device(self, backend: Backend) -> DraftTrees:
-        device = backend.device
-        there = [
-            replace(each, draft_probs=None if each.draft_probs is None else each.draft_probs.to(device)) for each in self.trees
-        ]
+        qs = [None if each.draft_probs is None else each.draft_probs.to(backend.device) for each in self.trees]
+        there = [replace(each, draft_probs=q) for each, q in zip(self.trees, qs, strict=True)]
         limits, vocab_size = [TreeLimits(MAX_NODES, may_sample=True)] * len(there), self.logits[0].shape[1]
-        trees = DraftTrees.of(there, limits, drafter="test", vocab_size=vocab_size, upload=backend.upload, device=device)
+        trees = DraftTrees.of(there, limits, drafter="test", vocab_size=vocab_size, upload=backend.upload, device=backend.device)
         return trees if self.num_empty is None else with_empty_places(trees, self.num_empty)
 
     def expected(self) -> list[Outcome]:
@@ -333,6 +324,7 @@ def test_a_chain_of_63_nodes_is_accepted_to_its_end(backend: Backend) -> None:
         ("certain", 20, {}),
         ("near", 4, {"option": CUT}),
         ("near", 6, {"vocab_size": 4096 + 900}),
+        pytest.param("certain", 64, {"vocab_size": 128_256}, marks=ON_CUDA),
     ],
 )
 def test_sampled_trees_are_verified_as_by_residual_vectors(
@@ -371,33 +363,6 @@ def test_all_kinds_side_by_side(backend: Backend) -> None:
         num_empty = [(i % 2) * 3 if i in case.verified else 0 for i in range(len(case.trees))]
         found = replace(case, num_empty=num_empty).check(backend)
         assert 3 < sum(bool(each.path) for each in found) < len(found)
-
-
-def over(vocab_size: int, case: Case) -> Case:
-    """The case over a larger vocabulary, of which all other tokens are impossible: no sample is near the border between two."""
-    ids = torch.from_numpy(np.sort(np.random.default_rng(0).permutation(vocab_size)[: case.logits[0].shape[1]]))
-
-    def wide(values: Tensor, filler: float) -> Tensor:
-        return values.new_full((len(values), vocab_size), filler).index_copy(1, ids, values)
-
-    trees = [
-        replace(
-            tree,
-            token_ids=ids.numpy()[tree.token_ids],
-            draft_probs=None if tree.draft_probs is None else wide(tree.draft_probs, 0.0),
-        )
-        for tree in case.trees
-    ]
-    return replace(case, trees=trees, logits=[wide(each, -INF) for each in case.logits])
-
-
-@pytest.mark.parametrize(("num_trees", "vocab_size"), [(3, 300), pytest.param(64, 128_256, marks=ON_CUDA)])
-def test_trees_over_a_real_vocabulary(num_trees: int, vocab_size: int) -> None:
-    sizes = [MAX_NODES, 0, *np.random.default_rng(1).integers(0, 13, num_trees)]
-    sampled = [sampled_case(kind, num_trees, seed=3) for kind in ("near", "holes", "certain")]
-    for case in (*sampled, matched_case(4, sizes, 9, GREEDY), matched_case(5, sizes, 9, PLAIN)):
-        found = over(vocab_size, case).check(triton_backend())
-        assert any(each.path for each in found)
 
 
 def test_requests_without_draft_tokens_sample_as_without_speculation(backend: Backend) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import sys
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,20 +17,9 @@ from titan.kernels.cpu import linear as cpu_linear
 from titan.kernels.cpu import weights as cpu_weights
 from titan.kernels.cpu.library import usable_library
 from titan.kernels.cpu.linear import find_weight, linear, linear_add, max_rows, multiply_by_tiles, multiply_rows
-from titan.kernels.cpu.weights import (
-    HUGE_PAGE_BYTES,
-    WeightStruct,
-    can_pack,
-    can_tile,
-    has_tiles,
-    is_tiled,
-    pack_weight,
-    tile_weight,
-    use_huge_pages,
-)
+from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, can_pack, can_tile, has_tiles, is_tiled, pack_weight, tile_weight
 
 LAYOUTS = [*product(("plain", "packed"), (torch.float32, torch.bfloat16)), ("tiled", torch.float32)]
-FEW = 8  # so many rows everywhere; more with AMX
 SIZES = [(64, 32), (50, 70), (17, 16), (131, 33), (768, 256), (33, 2050), (64, 2048)]
 NUM_ROWS = (*range(1, 12), 15, 16, 17, 20, 21, 31, 32, 33, 40, 48, 63, 64, 65, 130, 327)
 
@@ -38,10 +28,7 @@ needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no 
 
 @pytest.fixture
 def library() -> ctypes.CDLL:
-    library = usable_library()
-    if library is None:
-        pytest.skip("no C++ compiler")
-    return library
+    return usable_library() or pytest.skip("no C++ compiler")
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -55,25 +42,19 @@ def exact(*shape: int) -> Tensor:
 
 def laid_out(weight: Tensor, layout: str) -> Tensor:
     """The weight in a layout that this processor has; in tiles it is rounded, and `weight` too."""
-    if layout == "plain":
-        return weight
     if layout == "tiled":
         weight.copy_(weight.bfloat16())
-        if not can_tile(weight):
-            pytest.skip("this processor has no matrix units for bfloat16, or they do not take this size")
-        return pack_weight(weight)
-    if not can_pack(weight.dtype):
-        pytest.skip(f"oneDNN packs no {weight.dtype} on this processor")
-    return pack_weight(weight)
+    if not {"plain": True, "tiled": can_tile(weight), "packed": can_pack(weight.dtype)}[layout]:
+        pytest.skip(f"{layout} weights of {list(weight.shape)} in {weight.dtype} are none of this processor's")
+    return weight if layout == "plain" else pack_weight(weight)
 
 
-def find(library: ctypes.CDLL, kept: Tensor, bias: Tensor | None = None) -> WeightStruct:
+def find(library: ctypes.CDLL, kept: Tensor, bias: Tensor | None = None) -> cpu_weights.WeightStruct:
     found = find_weight(library, kept, bias)
     if found is None:
         small = find_weight(library, laid_out(random(64, 32, dtype=kept.dtype), "packed"), None)
-        assert small is None or kept.dtype == torch.float32 or max_rows(library, kept.dtype, small) == FEW, (
-            "all layouts for AMX can be read"
-        )
+        has_amx = small is not None and kept.dtype != torch.float32 and max_rows(library, kept.dtype, small) != 8
+        assert not has_amx, "all layouts for AMX can be read"
         pytest.skip("a layout of this processor that the library does not read")
     return found
 
@@ -157,32 +138,23 @@ def test_what_bfloat16_cannot_hold_is_not_tiled(monkeypatch: pytest.MonkeyPatch)
     assert not can_tile(weight)
 
 
-def test_large_pages_change_nothing_that_is_in_them() -> None:
-    tensor = torch.arange(4 * HUGE_PAGE_BYTES)
-    use_huge_pages(tensor.data_ptr() + 1, 3 * HUGE_PAGE_BYTES + 17)
-    assert torch.equal(tensor, torch.arange(len(tensor)))
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="madvise is Linux's")
 @pytest.mark.parametrize("offset", [0, 1, mmap.PAGESIZE - 1])
-def test_whole_pages_inside_the_area_are_asked_for(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_pages_inside_the_area_are_asked_for_and_keep_their_contents(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.arange(4 * HUGE_PAGE_BYTES)
+    cpu_weights.use_huge_pages(tensor.data_ptr() + 1 + offset, 3 * HUGE_PAGE_BYTES + 17)
+    assert torch.equal(tensor, torch.arange(len(tensor)))  # nothing in them changes
     calls: list[tuple[int, int, int]] = []
 
-    class Library:
-        """Records what is asked of the system, which says yes."""
+    def madvise(*call: int) -> int:
+        calls.append(call)  # type: ignore[arg-type]
+        return 0
 
-        def __init__(self, name: str | None) -> None:
-            def madvise(*call: int) -> int:
-                calls.append(call)  # type: ignore[arg-type]
-                return 0
-
-            self.madvise = madvise
-
-    monkeypatch.setattr("ctypes.CDLL", Library)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(madvise=madvise))
     address, num_bytes = 100 * HUGE_PAGE_BYTES + offset, HUGE_PAGE_BYTES + 5
-    use_huge_pages(address, HUGE_PAGE_BYTES - 1)
+    cpu_weights.use_huge_pages(address, HUGE_PAGE_BYTES - 1)
     assert not calls  # too little for a large page
-    use_huge_pages(address, num_bytes)
+    cpu_weights.use_huge_pages(address, num_bytes)
     assert [advice for *_, advice in calls] == [cpu_weights.MADV_HUGEPAGE, cpu_weights.MADV_COLLAPSE]
     for start, length, _ in calls:
         assert address <= start < address + mmap.PAGESIZE and start % mmap.PAGESIZE == 0

@@ -82,23 +82,12 @@ MAX_SHARED_BYTES = {"_rope_and_write_kv_kernel": 0, "_norm_kernel": 1024, "_silu
 """Of the kernels of layers: for the sum of a row only; the others take up to 48 KiB."""
 
 
-@pytest.fixture(scope="module")
-def others() -> list[Build]:
-    """Kernels of layers, sampling and trees."""
-    return compile_launches(OTHERS)
-
-
-def test_every_size_is_built_and_no_more(others: list[Build]) -> None:
+def test_every_size_of_layers_sampling_and_trees_is_built_once_and_leaves_room_for_other_programs() -> None:
+    others = compile_launches(OTHERS)
     assert Counter(build.name for build in others) == {name: number for name, (number, _) in KERNELS.items()}
     assert not any(build.constants.get("EMU") == "True" for build in others)
-
-
-def test_nothing_is_spilled_and_registers_leave_room_for_other_programs(others: list[Build]) -> None:
     assert [build for build in others if build.stack_bytes or build.registers > KERNELS[build.name][1]] == []
     assert all(32 * build.num_warps * build.registers <= NUM_REGISTERS for build in others)
-
-
-def test_shared_memory_leaves_room_for_other_programs(others: list[Build]) -> None:
     assert [build for build in others if build.shared_bytes > MAX_SHARED_BYTES.get(build.name, 48 * 1024)] == []
 
 
@@ -184,36 +173,21 @@ def builds() -> list[Build]:
     return compile_launches(ATTENTION + "\n".join(lines))
 
 
-@pytest.fixture
-def attention(builds: list[Build]) -> list[tuple[Build, Launch, TileConfig]]:
-    """What each launch in `launches` was compiled to."""
+def test_every_configuration_fits_as_the_table_says_with_its_buffers_and_tensor_cores(builds: list[Build]) -> None:
     expected = [(launch, config, i == 0) for launch in launches() for i, config in enumerate(launch.configs)]
     compiled = [build for build in builds if build.name == "_attention_kernel"][: len(expected)]
-    assert [build.constants["TREE"] for build in compiled] == [str(is_short) for _, _, is_short in expected]
-    return [(build, launch, config) for build, (launch, config, _) in zip(compiled, expected, strict=True)]
-
-
-def test_every_configuration_fits_as_the_table_says(attention: list[tuple[Build, Launch, TileConfig]]) -> None:
-    for build, launch, config in attention:
-        assert int(build.constants["HEAD_DIM"]) == launch.head_dim
+    for build, (launch, config, is_short) in zip(compiled, expected, strict=True):
+        assert (build.constants["TREE"], build.constants["HEAD_DIM"]) == (str(is_short), str(launch.head_dim))
         assert (build.constants["BLOCK_M"], build.constants["BLOCK_N"]) == (str(config.block_m), str(config.block_n))
         assert (build.num_warps, build.num_stages) == (config.num_warps, config.num_stages)
         assert build.stack_bytes == 0, f"{build} spills registers"
         running = config.programs_per_multiprocessor
         assert running * build.registers * 32 * build.num_warps <= NUM_REGISTERS, build
         assert running * (build.shared_bytes + RESERVED) <= NUM_BYTES_OF_SHARED_MEMORY + RESERVED, build
-
-
-def test_keys_and_values_are_buffered_as_meant(attention: list[tuple[Build, Launch, TileConfig]]) -> None:
-    """Loads of block ids and of what they point to take two stages each: a depth that only the compiled code shows."""
-    for build, launch, config in attention:
+        # loads of block ids and of what they point to take two stages each: a depth that only the compiled code shows
         num_buffers = 2 * ((config.num_stages - 1) // 2)
         assert build.shared_bytes >= num_buffers * config.block_n * launch.head_dim * launch.dtype.itemsize, build
-
-
-def test_products_are_those_of_tensor_cores(attention: list[tuple[Build, Launch, TileConfig]]) -> None:
-    """Of a warp group where there are 64 rows for it; float32 is multiplied exactly, without."""
-    for build, launch, config in attention:
+        # products of a warp group where there are 64 rows for it; float32 is multiplied exactly, without tensor cores
         is_half = launch.dtype.itemsize == 2
         assert (build.has_wgmma, build.has_mma) == (is_half and config.block_m >= 64, is_half and config.block_m < 64), build
 

@@ -35,19 +35,6 @@ def test_products_are_exact_and_rounded_to_nearest(dtype: torch.dtype) -> None:
 
 
 @triton.jit
-def copy_narrow(x_ptr, y_ptr, SIZE: tl.constexpr, EMU: tl.constexpr):
-    places = tl.arange(0, SIZE)
-    tl.store(y_ptr + places, narrow(tl.load(x_ptr + places), y_ptr.dtype.element_ty, EMU))
-
-
-def test_not_finite_numbers_survive_rounding() -> None:
-    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e-45], device=DEVICE)
-    y = torch.empty(4, dtype=torch.bfloat16, device=DEVICE)
-    copy_narrow[(1,)](x, y, SIZE=4, EMU=INTERPRETED)
-    torch.testing.assert_close(y, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
-
-
-@triton.jit
 def store_uniform(uniform_ptr, seeds_ptr, positions_ptr, sibling, PURPOSE: tl.constexpr, SIZE: tl.constexpr):
     places = tl.arange(0, SIZE)
     uniform = philox_uniform(tl.load(seeds_ptr + places), tl.load(positions_ptr + places), PURPOSE, sibling)
