@@ -70,16 +70,6 @@ def test_a_match_never_covers_the_root_and_counts_as_drafted_only_where_the_pres
     assert match(kv, 13) == ([0, 1, 2], 12, 4)
 
 
-def test_a_sibling_takes_only_what_is_computed_and_covered_by_the_draft(ops: Mock) -> None:
-    """Without prefix caching, whose blocks are found by anybody."""
-    kv = KVCache(8, 4, enable_prefix_caching=False, ops=ops)
-    first, second = compute(kv, 15, num_drafted=7), make_request(range(15))
-    second.siblings = (first, second)
-    kv.match_prefix(second)
-    assert (second.block_ids, second.num_computed_tokens, second.num_drafted_context) == (first.block_ids[:3], 12, 4)
-    assert second.metrics.num_cached_tokens == 0
-
-
 def test_missing_blocks_are_those_that_leave_the_free_queue(kv: KVCache) -> None:
     owner, other = compute(kv, 9), make_request(range(9))
     assert kv.num_missing_blocks(other, 10) == 1, "the two cached blocks are shared"

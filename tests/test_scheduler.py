@@ -28,7 +28,7 @@ from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import EMPTY_TREE, DraftTree
+from titan.core.trees import DraftTree
 from titan.kernels.backend import choose_backend
 from titan.memory.block_pool import hash_block
 from titan.memory.kv_cache import HASH_SALT, KVCache, Role
@@ -298,20 +298,6 @@ class World:
             assert (request.token_ids, request.finish_reason) == (tokens, "stop" if is_end else "length")
 
 
-def test_lookahead_is_reserved_where_blocks_are_free_and_given_back() -> None:
-    world = World(max_batch_size=2, num_kv_blocks=3, num_more_slots=6)
-    requests = [world.add([i] * 5, 6, ignore_eos=True) for i in (1, 2)]
-    plan = world.scheduler.schedule(2, lambda _, budget: budget + 6)
-    assert (plan.draft_budgets, plan.num_slots) == ([2, 2], [8, 2]), "the third block is the first come's"
-    assert [len(request.block_ids) for request in requests] == [2, 1]
-    nothing = Acceptance(host_trees([EMPTY_TREE] * 2), [[], []], [[9], [9]], [None, None])
-    world.kv.commit(plan, nothing)
-    world.scheduler.update(plan, nothing)
-    assert [len(request.block_ids) for request in requests] == [1, 1]
-    without = world.scheduler.schedule(0, lambda _, budget: budget + 6)
-    assert without.num_slots == [0, 0], "who drafts nothing looks ahead at nothing"
-
-
 def test_scarce_blocks_preempt_the_latest_and_lookahead_preempts_nobody() -> None:
     """Without a prefix cache, which is the smaller the more blocks are written."""
     plans: dict[int, list[Any]] = {}
@@ -335,18 +321,6 @@ def test_who_is_preempted_does_not_join_in_the_same_step() -> None:
     first, second = (world.add([1] * 2 * BLOCK_SIZE, 5, ignore_eos=True) for _ in range(2))
     plans = [world.step(0, Random(0)).requests for _ in range(3)]
     assert plans == [[first, second], [first], [first, second]]
-
-
-def test_drafts_and_errors_after_the_end_do_not_count() -> None:
-    """A grammar, say, knows no token after the end, and the draft does not know the end."""
-    world = World(max_batch_size=1, num_kv_blocks=9)
-    request = world.add([1], 20)
-    plan = world.scheduler.schedule(2, lambda _, budget: budget)
-    acceptance = Acceptance(host_trees([DraftTree.chain([EOS, 5])]), [[0, 1]], [[EOS, 5]], ["broken"])
-    world.kv.commit(plan, acceptance)
-    assert world.scheduler.update(plan, acceptance) == [request]
-    assert (request.output_token_ids, request.finish_reason, request.error) == ([EOS], "stop", None)
-    assert (request.metrics.proposed_per_depth, request.metrics.accepted_per_depth) == ([1, 1], [1])
 
 
 def test_prompts_are_computed_in_chunks_of_what_the_running_requests_leave() -> None:
