@@ -57,8 +57,15 @@ def run_all(
     *,
     before_step: Callable[[int], None] = lambda step: None,
 ) -> list[list[int]]:
-    """Output tokens of each prompt; the block pool is checked after every step, and no block is left in use."""
+    """Output tokens of each prompt."""
     requests = submit(engine, prompts, params)
+    drain(engine, before_step)
+    assert [request.error for request in requests] == [None] * len(requests)
+    return [request.output_token_ids for request in requests]
+
+
+def drain(engine: Engine, before_step: Callable[[int], None] = lambda step: None) -> None:
+    """Run all steps; the block pool is checked after every one, and no block is left in use."""
     step = 0
     while engine.scheduler.has_unfinished:
         before_step(step)
@@ -67,8 +74,6 @@ def run_all(
         step += 1
         assert step < 10_000, "the engine does not get on"
     assert engine.kv.pool.num_free == engine.kv.pool.num_blocks
-    assert [request.error for request in requests] == [None] * len(requests)
-    return [request.output_token_ids for request in requests]
 
 
 def host_trees(trees: Sequence[DraftTree]) -> DraftTrees:
