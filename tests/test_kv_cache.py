@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import EMPTY_TREE, DraftTree
-from titan.kernels.interfaces import CacheOps, PathMove
+from titan.core.trees import DraftTree
+from titan.kernels.interfaces import CacheOps
 from titan.memory.kv_cache import KVCache
 
 CPU = torch.device("cpu")
@@ -70,6 +70,16 @@ def test_a_match_never_covers_the_root_and_counts_as_drafted_only_where_the_pres
     assert match(kv, 13) == ([0, 1, 2], 12, 4)
 
 
+def test_a_sibling_takes_only_what_is_computed_and_covered_by_the_draft(ops: Mock) -> None:
+    """Without prefix caching, whose blocks are found by anybody."""
+    kv = KVCache(8, 4, enable_prefix_caching=False, ops=ops)
+    first, second = compute(kv, 15, num_drafted=7), make_request(range(15))
+    second.siblings = (first, second)
+    kv.match_prefix(second)
+    assert (second.block_ids, second.num_computed_tokens, second.num_drafted_context) == (first.block_ids[:3], 12, 4)
+    assert second.metrics.num_cached_tokens == 0
+
+
 def test_missing_blocks_are_those_that_leave_the_free_queue(kv: KVCache) -> None:
     owner, other = compute(kv, 9), make_request(range(9))
     assert kv.num_missing_blocks(other, 10) == 1, "the two cached blocks are shared"
@@ -89,20 +99,12 @@ def test_free_evicts_tails_first_and_a_preempted_request_finds_its_blocks_again(
     assert (request.block_ids, request.num_computed_tokens) == ([0, 1], 8)
 
 
-def test_commit_moves_the_paths_of_all_requests_at_once_and_those_of_the_first_nodes_not_at_all(kv: KVCache, ops: Mock) -> None:
-    requests = [make_request(range(3)), make_request(range(5))]
-    for request in requests:
-        assert kv.reserve(request, request.num_tokens + 5)
-    plan = StepPlan(requests, [3, 5], [5, 5], [5, 5])
-    tree = DraftTree(np.arange(5), np.array([-1, -1, 0, 1, 3], np.int32), draft_slots=np.array([1, 0, 3, 2, -1], np.int32))
+def test_commit_moves_no_paths_of_first_nodes(kv: KVCache, ops: Mock) -> None:
+    request = make_request(range(5))
+    assert kv.reserve(request, 10)
     chain = DraftTree.chain(range(5), draft_slots=np.arange(5, dtype=np.int32))
-    kv.commit(plan, Acceptance(host_trees([EMPTY_TREE, chain]), [[], [0, 1, 2]], [[9], [0, 1, 2, 9]], [None, None]))
+    kv.commit(StepPlan([request], [5], [5], [5]), Acceptance(host_trees([chain]), [[0, 1, 2]], [[0, 1, 2, 9]], [None]))
     ops.move_paths.assert_not_called()
-    kv.commit(plan, Acceptance(host_trees([tree, tree]), [[1, 3, 4], [0, 2]], [[1, 3, 4, 9], [0, 2, 9]], [None, None]))
-    assert ops.move_paths.call_args_list == [
-        call(kv.tensors["target"], [PathMove([0, 1], 3, [1, 3, 4]), PathMove([2, 3, 4], 5, [0, 2])]),
-        call(kv.tensors["draft"], [PathMove([0, 1], 3, [0, 2]), PathMove([2, 3, 4], 5, [1, 3])]),
-    ]
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(7, 4), (8, 8)])
