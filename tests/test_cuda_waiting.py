@@ -166,12 +166,6 @@ def test_logprobs_take_one_copy_there_and_one_back(device: Device, uploads: Uplo
     assert uploads.count == 1 and [each.shape for each in read] == [(6, 2 + 2 * 20)]
 
 
-def decoder_on(device: Device, path: str) -> Decoder:
-    decoder = Decoder(load_config(path), dtype=torch.bfloat16, backend=device)
-    decoder.prepare(pack=False)
-    return decoder
-
-
 LOOKING_BACK: dict[str, Any] = {"min_tokens": 30, "stop_token_ids": [9]}
 UNDRAFTED: dict[str, Any] = {"repetition_penalty": 1.1, "use_speculative": False}
 
@@ -206,7 +200,10 @@ def test_a_step_looks_at_the_device_once(
 
     Copies to the device wait for nothing, but each takes the host's time.
     """
-    target, draft = decoder_on(device, zoo.path("llama")), decoder_on(device, zoo.path("llama~"))
+    configs = [load_config(zoo.path(name)) for name in ("llama", "llama~")]
+    target, draft = (Decoder(config, dtype=torch.bfloat16, backend=device) for config in configs)
+    for decoder in (target, draft):
+        decoder.prepare(pack=False)
     options: dict[str, Any] = {"draft_tree": draft_tree, "draft_sampling": draft_sampling}
     options["max_draft_tokens"] = 63 if draft_tree == "dynamic" else 6
     config = EngineConfig.of(prefill_chunk_size=16, num_kv_blocks=60, max_num_batched_tokens=200, **options)

@@ -76,14 +76,6 @@ def test_stray_bytes_do_not_swallow_the_text_around_them(pieces: list[str | byte
     assert grow(tokenizer, [], token_ids)[-1] == tokenizer.decode(token_ids) == data.decode(errors="replace")
 
 
-def test_a_space_between_prompt_and_output_is_kept() -> None:
-    """Decoded by themselves, pieces lose the space before the first word."""
-    tokenizer = make_piece_tokenizer()
-    prompt, output = tokenizer.encode("the"), tokenizer.encode("the café")
-    assert tokenizer.decode(output) == "the café"
-    assert grow(tokenizer, prompt, output)[-1] == " the café"
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_character_begun_in_the_prompt_belongs_to_the_output(name: str) -> None:
     tokenizer = TOKENIZERS[name]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import DraftTree
-from titan.kernels.interfaces import CacheOps
+from titan.core.trees import EMPTY_TREE, DraftTree
+from titan.kernels.interfaces import CacheOps, PathMove
 from titan.memory.kv_cache import KVCache
 
 CPU = torch.device("cpu")
@@ -99,12 +99,20 @@ def test_free_evicts_tails_first_and_a_preempted_request_finds_its_blocks_again(
     assert (request.block_ids, request.num_computed_tokens) == ([0, 1], 8)
 
 
-def test_commit_moves_no_paths_of_first_nodes(kv: KVCache, ops: Mock) -> None:
-    request = make_request(range(5))
-    assert kv.reserve(request, 10)
+def test_commit_moves_the_paths_of_all_requests_at_once_and_those_of_the_first_nodes_not_at_all(kv: KVCache, ops: Mock) -> None:
+    requests = [make_request(range(3)), make_request(range(5))]
+    for request in requests:
+        assert kv.reserve(request, request.num_tokens + 5)
+    plan = StepPlan(requests, [3, 5], [5, 5], [5, 5])
+    tree = DraftTree(np.arange(5), np.array([-1, -1, 0, 1, 3], np.int32), draft_slots=np.array([1, 0, 3, 2, -1], np.int32))
     chain = DraftTree.chain(range(5), draft_slots=np.arange(5, dtype=np.int32))
-    kv.commit(StepPlan([request], [5], [5], [5]), Acceptance(host_trees([chain]), [[0, 1, 2]], [[0, 1, 2, 9]], [None]))
+    kv.commit(plan, Acceptance(host_trees([EMPTY_TREE, chain]), [[], [0, 1, 2]], [[9], [0, 1, 2, 9]], [None, None]))
     ops.move_paths.assert_not_called()
+    kv.commit(plan, Acceptance(host_trees([tree, tree]), [[1, 3, 4], [0, 2]], [[1, 3, 4, 9], [0, 2, 9]], [None, None]))
+    assert ops.move_paths.call_args_list == [
+        call(kv.tensors["target"], [PathMove([0, 1], 3, [1, 3, 4]), PathMove([2, 3, 4], 5, [0, 2])]),
+        call(kv.tensors["draft"], [PathMove([0, 1], 3, [0, 2]), PathMove([2, 3, 4], 5, [1, 3])]),
+    ]
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(7, 4), (8, 8)])

@@ -323,6 +323,18 @@ def test_who_is_preempted_does_not_join_in_the_same_step() -> None:
     assert plans == [[first, second], [first], [first, second]]
 
 
+def test_drafts_and_errors_after_the_end_do_not_count() -> None:
+    """A grammar, say, knows no token after the end, and the draft does not know the end."""
+    world = World(max_batch_size=1, num_kv_blocks=9)
+    request = world.add([1], 20)
+    plan = world.scheduler.schedule(2, lambda _, budget: budget)
+    acceptance = Acceptance(host_trees([DraftTree.chain([EOS, 5])]), [[0, 1]], [[EOS, 5]], ["broken"])
+    world.kv.commit(plan, acceptance)
+    assert world.scheduler.update(plan, acceptance) == [request]
+    assert (request.output_token_ids, request.finish_reason, request.error) == ([EOS], "stop", None)
+    assert (request.metrics.proposed_per_depth, request.metrics.accepted_per_depth) == ([1, 1], [1])
+
+
 def test_prompts_are_computed_in_chunks_of_what_the_running_requests_leave() -> None:
     world = World(max_batch_size=4, num_kv_blocks=40, max_num_batched_tokens=12, prefill_chunk_size=7)
     world.add([1] * 3, 20, ignore_eos=True)
