@@ -26,6 +26,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
+    """The tokens from the root down to each node."""
+    paths: list[tuple[int, ...]] = []
+    for token_id, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token_id))
+    return paths
+
+
 class Proposal(NamedTuple):
     """Of one row of a step."""
 

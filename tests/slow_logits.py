@@ -39,6 +39,11 @@ def slow_transform(
     return scores
 
 
+def by_last_token(token_ids: list[int], logits: Tensor) -> Tensor:
+    """A logits processor that likes the tokens that have the parity of the last one."""
+    return logits + 1.5 * (torch.arange(len(logits)) % 2 == token_ids[-1] % 2)
+
+
 def slow_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """The distribution of one row, [vocab], from its transformed logits."""
     prefix = torch.zeros(1, 1, dtype=torch.int64)

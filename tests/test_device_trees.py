@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from back_ends import make_back_end
-from proposals import trees_on_host
+from proposals import SHAPES, trees_on_host
 from stepping import check_blocks, host_trees, make_engine, submit
-from torch import Tensor
 from zoo import Zoo, random_prompts
 
 from titan.core.batch import QueryRow, build_batch
@@ -21,12 +19,6 @@ from titan.core.trees import DraftTree, topology
 from titan.kernels.interfaces import Backend
 
 PROMPTS = [*random_prompts(3, seed=6, max_len=9), random_prompts(1, seed=7, max_len=25)[0]]
-SHAPES: dict[str, dict[str, Any]] = {
-    "chain": {"draft_tree": "chain", "max_draft_tokens": 4},
-    "auto": {"draft_tree": "auto", "max_draft_tokens": 7},
-    "dynamic": {"draft_tree": "dynamic", "max_draft_tokens": 9},
-    "parents": {"draft_tree": [-1, -1, 0, 0, 1, 2, 5], "max_draft_tokens": 7},
-}
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "greedy": [{"temperature": 0.0}] * 4,
     "sampled": [
@@ -88,19 +80,6 @@ def assert_same(actual: Trace, expected: Trace) -> None:
     np.testing.assert_allclose(actual.rounded, expected.rounded, atol=1e-4)
 
 
-def count_downloads(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that receives the number of tensors of each copy to the host."""
-    counts: list[int] = []
-    download = backend.download
-
-    def counted(tensors: Sequence[Tensor]) -> Any:
-        counts.append(len(tensors))
-        return download(tensors)
-
-    monkeypatch.setattr(backend, "download", counted)
-    return counts
-
-
 @pytest.mark.parametrize(
     ("shape", "options", "draft_sampling"),
     [
@@ -116,7 +95,8 @@ def test_steps_on_triton_are_those_on_pytorch(
 ) -> None:
     triton, choice = make_back_end("triton"), (shape, options, draft_sampling)
     expected = run(zoo, make_back_end("torch"), *choice)
-    downloads = count_downloads(triton, monkeypatch)
+    download, downloads = triton.download, []  # of each copy to the host the number of tensors
+    monkeypatch.setattr(triton, "download", lambda tensors: (downloads.append(len(tensors)), download(tensors))[1])
     assert_same(run(zoo, triton, *choice), expected)
     assert len(downloads) - downloads.count(NUM_COLUMNS) <= len(expected.steps), "one look per step; none where nothing is drafted"
     assert (NUM_COLUMNS in downloads) == (options == "looking back"), "the trees alone, because options look at them"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from stepping import AMPLE, greedy, make_engine, submit
-from zoo import Zoo
 
 from titan.core.draft_history import Average, DraftHistory
 
@@ -44,12 +42,3 @@ def test_children_count_by_rank_and_only_where_there_are_so_many() -> None:
     assert first < 0.1 and second > 0.8 and third == DraftHistory().rank_acceptance[2].value
     history.note_children(2, None)
     assert history.rank_acceptance[1].value < second
-
-
-def test_another_draft_begins_with_a_history_of_its_own(zoo: Zoo) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("useless"), **AMPLE)
-    [request] = submit(engine, [[5, 6, 7]], [greedy(30, ignore_eos=True)])
-    while request.draft_history.num_drafts < 3:
-        engine.step()
-    engine.swap_draft(zoo.path("other"))
-    assert request.draft_history == DraftHistory()

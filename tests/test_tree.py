@@ -79,12 +79,7 @@ def test_numbers_of_other_dtypes_become_those_of_trees() -> None:
         ([5, 6], [0, 0], {}, "parents=[0, 0] is not topological"),
         ([5, 6], [-2, 0], {}, "parents=[-2, 0] is not topological"),
         ([5, 6], [-1, 0], {"draft_probs": torch.ones(1, 8)}, "draft_probs has 1 rows: the tree has 2 nodes with children"),
-        (
-            [5],
-            [-1],
-            {"draft_probs": torch.ones(1, 8).double()},
-            "draft_probs is torch.float64: it must be torch.float32, as it was sampled from",
-        ),
+        ([5], [-1], {"draft_probs": torch.ones(1, 8).double()}, "draft_probs is torch.float64: it must be torch.float32"),
     ],
 )
 def test_what_is_no_tree_is_refused(token_ids: list[int], parent_of: Any, others: dict[str, Any], message: str) -> None:
@@ -234,28 +229,21 @@ def test_trees_that_are_ready_stay_where_they_are_if_they_hold_to_the_limits() -
 
 def test_on_the_host_empty_places_are_left_out() -> None:
     """Of a tree with one node of three, one with none of two, and one that is whole."""
-    columns = [
-        torch.tensor([4, -1, -1, -1, -1, 5, 6]),
-        torch.tensor([-1, -2, -2, -2, -2, -1, 0], dtype=torch.int32),
-        torch.tensor([1, 1, 1, 1, 1, 1, 2]),
-        torch.tensor([1, 2, 4, 1, 2, 1, 3]),
-        torch.tensor([-0.5, *[-torch.inf] * 4, -1.0, -2.0]),
-        torch.tensor([3, -1, -1, -1, -1, 0, -1], dtype=torch.int32),
+    places = [  # token, parent, depth, ancestor bits, score, slot
+        (4, -1, 1, 1, -0.5, 3),
+        (-1, -2, 1, 2, -torch.inf, -1),
+        (-1, -2, 1, 4, -torch.inf, -1),
+        (-1, -2, 1, 1, -torch.inf, -1),
+        (-1, -2, 1, 2, -torch.inf, -1),
+        (5, -1, 1, 1, -1.0, 0),
+        (6, 0, 2, 3, -2.0, -1),
     ]
-    has_scores = np.array([True, True, False])
-    trees = DraftTrees(
-        np.array([0, 3, 5, 7]), np.array([False, False, True]), np.zeros(3, np.bool_), has_scores, NodeColumns(*columns)
-    )
-    found = trees.on_host([column.numpy() for column in trees.nodes])
+    nodes = NodeColumns(*map(torch.tensor, zip(*places, strict=True)))
+    is_chain, has_scores = np.array([False, False, True]), np.array([True, True, False])
+    trees = DraftTrees(np.array([0, 3, 5, 7]), is_chain, np.zeros(3, np.bool_), has_scores, nodes)
+    found = trees.on_host([column.numpy() for column in nodes])
     assert found.start_loc.tolist() == [0, 1, 1, 3] and trees.start_loc.tolist() == [0, 3, 5, 7]
-    assert [column.tolist() for column in found.nodes] == [
-        [4, 5, 6],
-        [-1, -1, 0],
-        [1, 1, 2],
-        [1, 1, 3],
-        [-0.5, -1.0, -2.0],
-        [3, 0, -1],
-    ]
+    assert list(zip(*(column.tolist() for column in found.nodes), strict=True)) == [places[0], *places[5:]]
     assert [found[row].token_ids.tolist() for row in range(3)] == [[4], [], [5, 6]]
     assert found[0].scores is not None and found[0].scores.tolist() == [-0.5]
     assert found[1].scores is not None and found[2].scores is None

@@ -30,7 +30,6 @@ from titan.models.loader import load_model
 pytestmark = pytest.mark.skipif(load_library().library is None, reason="no C++ compiler")
 
 BLOCK_SIZE, NUM_BLOCKS, BLOCKS_PER_REQUEST = 16, 56, 8
-PROMPTS = random_prompts(5, seed=4, max_len=40)
 TEMPERATURES = [0.7, 1.0, 1.4, 0.3, 1.0]
 BUSHY = np.array([-1, 0, 1, -1, 0, 3, 5, -1], np.int32)
 WIDE = np.full(12, -1, np.int32)
@@ -60,7 +59,7 @@ SPECS: dict[str, list[GrowthSpec]] = {
 class Twins:
     """A draft on PyTorch and compiled, each with its own KV, and requests that it lacks a few tokens of."""
 
-    def __init__(self, path: str, vocab_size: int, prompts: Sequence[Sequence[int]] = PROMPTS) -> None:
+    def __init__(self, path: str, vocab_size: int) -> None:
         torch_backend, self.backend = make_back_end("torch"), make_back_end("cpu")
         limits = PassLimits(num_requests=8, query_len=7, num_blocks=BLOCKS_PER_REQUEST)
         plain, model = (load_model(path, dtype="float32", backend=each) for each in (torch_backend, self.backend))
@@ -71,21 +70,14 @@ class Twins:
             pytest.skip("a layout of this processor that the library does not read")
         self.compiled = runner
         self.vocab_size = vocab_size
+        for kv in kvs:
+            kv.groups[0].normal_(generator=torch.Generator().manual_seed(0))
         order = np.random.default_rng(0).permutation(NUM_BLOCKS).tolist()
         self.tables = [order[i::7] for i in range(7)]
-        self.tokens = [[*prompt, 5, 6, 7][: len(prompt) + 1 + i % 3] for i, prompt in enumerate(prompts)]
-        self.num_fed = [len(prompt) - 1 for prompt in prompts]
-        cached = [
-            Feed(i, table, 0, tokens[:count], None)
-            for i, (table, tokens, count) in enumerate(zip(self.tables, self.tokens, self.num_fed, strict=False))
-            if count
-        ]
-        self.grow(cached)
-        self.expected(cached)
 
-    def feeds(self, specs: Sequence[GrowthSpec | None]) -> list[Feed]:
-        """Of one or two tokens or three."""
-        return [Feed(i, self.tables[i], self.num_fed[i], self.tokens[i][self.num_fed[i] :], spec) for i, spec in enumerate(specs)]
+    def feeds(self, specs: Sequence[GrowthSpec]) -> list[Feed]:
+        """Of one to three tokens, behind contexts of several lengths."""
+        return [Feed(i, self.tables[i], 9 * i, [4, 5, 6][: 1 + i % 3], spec) for i, spec in enumerate(specs)]
 
     def chunk(self) -> Feed:
         """Of a prompt of which nothing has been fed; nothing grows."""
@@ -146,8 +138,7 @@ def test_a_shape_with_more_children_than_the_draft_has_tokens_leaves_places_empt
     zoo: Zoo, is_sampled: bool, vocab_size: int, calls: list[str]
 ) -> None:
     """Also where a node that is missing would have children of its own, which are fed as if it were there."""
-    twins = Twins(zoo.path("eight_other"), vocab_size, [[3, 4], [5, 6, 3], [4], [3], [7, 7]])
-    twins.tokens = [[min(token, 7) for token in tokens] for tokens in twins.tokens]
+    twins = Twins(zoo.path("eight_other"), vocab_size)
     wide = main_path_order(np.array([*[-1] * 12, 10, 10, 11, 0, 12], np.int32).tobytes()).parents
     feeds = twins.feeds([sampled(wide, i) if is_sampled else filled(wide) for i in range(5)])
     trees = assert_grown(twins, feeds, calls, "compiled")
@@ -216,5 +207,5 @@ def test_slots_without_blocks_and_positions_without_rotations_are_refused(zoo: Z
 def test_an_engine_that_drafts_for_few_requests_grows_their_trees_in_one_call(zoo: Zoo, calls: list[str]) -> None:
     backend = make_back_end("cpu")
     engine = make_engine(zoo.path("llama"), zoo.path("other"), backend=backend, max_batch_size=4, num_kv_blocks=100)
-    run_all(engine, PROMPTS, [greedy(12, ignore_eos=True)] * len(PROMPTS))
+    run_all(engine, random_prompts(5), [greedy(12, ignore_eos=True)] * 5)
     assert calls.count("compiled") > 3

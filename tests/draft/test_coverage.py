@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from proposals import SHAPES
 from stepping import AMPLE, SCARCE, check_blocks, greedy, make_engine, submit
 from zoo import Zoo, random_prompts
 
+from titan.core.draft_history import DraftHistory
 from titan.core.sampling_params import SamplingParams
 from titan.draft.registry import DraftSpec
 
@@ -78,7 +80,8 @@ def test_coverage_through_swaps_in_flight(zoo: Zoo) -> None:
         if step in swaps:
             spec, draft = swaps.pop(step)
             engine.swap_draft(spec)
-            assert all(request.num_drafted_context == 0 for request in engine.scheduler.running)
+            for request in engine.scheduler.running:
+                assert request.num_drafted_context == 0 and request.draft_history == DraftHistory()
         engine.step()
         auditor.check(draft)
         step += 1
@@ -137,13 +140,10 @@ def test_a_step_that_failed_can_be_repeated(zoo: Zoo, broken: str, monkeypatch: 
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **SCARCE)
     auditor = Auditor(zoo, engine, "llama")
     owner: Any = engine.runner if broken == "target" else engine.drafter.runner  # type: ignore[attr-defined]
-    forward = owner.forward
-    num_passes = 0
+    forward, passes = owner.forward, count(1)
 
     def failing(batch: Any) -> torch.Tensor:
-        nonlocal num_passes
-        num_passes += 1
-        if num_passes % 3 == 0:
+        if next(passes) % 3 == 0:
             raise RuntimeError("out of memory")
         logits: torch.Tensor = forward(batch)
         return logits

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from proposals import BUSHY
 
 from titan.core.draft_history import Average, DraftHistory
 from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec
@@ -12,8 +13,6 @@ from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.draft.policy import CHAIN_CHILDREN, COMPARE_EVERY, DraftPolicy
-
-BUSHY = [-1, -1, 0, 0, 1, 2, 5]
 
 
 def make_request(temperature: float = 0.0) -> Request:

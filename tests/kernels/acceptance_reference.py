@@ -57,7 +57,7 @@ def reference_match(tree: DraftTree, p: Tensor, seed: int, position: int) -> tup
     while True:
         node = path[-1] if path else -1
         height = float(philox_uniform(seed, position + len(path), Purpose.SAMPLE))
-        token = -1 if p[1 + node].isnan().any() else inverse_cdf(p[1 + node].numpy(), height)[0]
+        token = -1 if p[1 + node].isnan().any() else inverse_cdf(p[1 + node].numpy(), height)
         child = next((child for child in children_of(tree, node) if tree.token_ids[child] == token), None)
         if child is None:
             return path, token

@@ -199,7 +199,7 @@ class Case:
                 found.append(Outcome(*reference_match(tree, p, seed, position)))
                 continue
             q = tree.draft_probs.double()[np.maximum(tree.topology.inner_rows, 0)]
-            path, token, _ = reference_outcome(tree, p.numpy(), q.numpy(), seed, position)
+            path, token = reference_outcome(tree, p.numpy(), q.numpy(), seed, position)
             found.append(Outcome(path, token, (float(p[0, q[0].argmax()]), float(torch.minimum(p[0], q[0]).sum()))))
         return found
 

@@ -13,16 +13,9 @@ from tiny_models import SIZES
 from titan.models.config import ModelConfig
 from titan.models.loader import load_config
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-
 
 def read(folder: Path, model_type: str = "llama", **entries: Any) -> ModelConfig:
-    content = SIZES | {"model_type": model_type, "architectures": [ARCHITECTURES.get(model_type, "Other")]} | entries
+    content = SIZES | {"model_type": model_type, "architectures": [f"{model_type.capitalize()}ForCausalLM"]} | entries
     (folder / "config.json").write_text(json.dumps(content))
     return load_config(str(folder))
 
@@ -48,23 +41,14 @@ def test_dtype_memory_per_token_and_windows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (
-            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
-            "config names GPT2LMHeadModel; supported are LlamaForCausalLM, ",
-        ),
-        (
-            {"model_type": "new", "architectures": ["NewForCausalLM"]},
-            "config names NewForCausalLM; supported are LlamaForCausalLM, ",
-        ),
+        ({"model_type": "gpt2"}, "config names Gpt2ForCausalLM; supported are LlamaForCausalLM, "),
+        ({"model_type": "new"}, "config names NewForCausalLM; supported are LlamaForCausalLM, "),
         ({"architectures": None}, "config names no architecture; supported are LlamaForCausalLM, "),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', which is not supported: it must be 'silu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\), which is not supported"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ({"head_dim": 3}, "head_dim=3 is odd"),
-        (
-            {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
-            "rope type 'spiral' is not supported: .* default, linear",
-        ),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral' is not supported: .* default, linear"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 3}, "'chunked_attention' is not supported"),
     ],

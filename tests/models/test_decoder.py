@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_cases import random_parents
+from proposals import paths_of
 from stepping import host_trees
 from tiny_models import MODEL_TYPES, make_model, reference_logits
 from torch import Tensor
@@ -56,10 +58,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_window": ("qwen2", SLIDING),
     "qwen3_window": ("qwen3", SLIDING),
     "qwen2_window_off": ("qwen2", {"sliding_window": 7, "use_sliding_window": False}),
-    "qwen3_layer_types": (
-        "qwen3",
-        SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    ),
+    "qwen3_layer_types": ("qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
 }
 
 
@@ -88,18 +87,9 @@ def random_tokens(num_tokens: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(3, 131, num_tokens).tolist()  # type: ignore[no-any-return]
 
 
-def random_tree(num_nodes: int, seed: int = 0) -> DraftTree:
-    rng = np.random.default_rng(seed)
-    parents = np.array([rng.integers(-1, node) if node else -1 for node in range(num_nodes)], np.int32)
-    return DraftTree(np.array(random_tokens(num_nodes, seed + 1)), parents)
-
-
-def path_to(tree: DraftTree, node: int) -> list[int]:
-    path: list[int] = []
-    while node >= 0:
-        path.append(int(tree.token_ids[node]))
-        node = int(tree.parents[node])
-    return path[::-1]
+def random_tree(num_nodes: int) -> DraftTree:
+    parents = random_parents(np.random.default_rng(0), num_nodes)
+    return DraftTree(np.array(random_tokens(num_nodes, 1)), np.array(parents, np.int32))
 
 
 def assert_close(logits: Tensor, expected: Tensor, bound: float = 1e-4) -> None:
@@ -169,7 +159,7 @@ def test_prefill_decode_and_verification_share_a_pass(tmp_path: Path, model_type
         tree,
     )
     expected = [reference_logits(reference, token_ids)[-1] for token_ids in (chunk, decoded, verified)]
-    expected += [reference_logits(reference, verified + path_to(tree, node))[-1] for node in range(tree.num_nodes)]
+    expected += [reference_logits(reference, [*verified, *path])[-1] for path in paths_of(tree)]
     assert_close(logits, torch.stack(expected))
 
 

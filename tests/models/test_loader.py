@@ -128,19 +128,14 @@ def test_a_name_that_is_no_hub_id_must_be_a_folder(name: str) -> None:
         load(name)
 
 
-class Response:
-    """What the hub client's errors ask of an HTTP response."""
-
-    headers: dict[str, str] = {}  # noqa: RUF012
-    request = None
-    status_code = 404
+NOT_FOUND = Mock(headers={}, status_code=404)
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (GatedRepoError("gated", response=Response()), "'some/model' is gated: ask for access"),  # type: ignore[arg-type]
-        (RepositoryNotFoundError("none", response=Response()), "'some/model' does not exist"),  # type: ignore[arg-type]
+        (GatedRepoError("gated", response=NOT_FOUND), "'some/model' is gated: ask for access"),
+        (RepositoryNotFoundError("none", response=NOT_FOUND), "'some/model' does not exist"),
         (LocalEntryNotFoundError("offline"), "'some/model' is no folder, and it cannot be had .*: offline"),
     ],
 )

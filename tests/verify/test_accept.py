@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from acceptance_reference import reference_match
 from back_ends import make_back_end
-from exact_rules import inverse_cdf, reference_walk
-from slow_logits import slow_probs, slow_transform
+from proposals import paths_of
+from slow_logits import by_last_token, slow_probs, slow_transform
 from stepping import host_trees
 from torch import Tensor
 
 from titan.core.outputs import RequestMetrics
-from titan.core.random import Purpose, philox_uniform
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
@@ -30,11 +30,6 @@ from titan.verify.accept import collect, launch
 BACKEND = make_back_end("torch")
 VOCAB_SIZE = 5
 EOS = 4
-
-
-def by_last_token(token_ids: list[int], logits: Tensor) -> Tensor:
-    """Likes the tokens that have the parity of the last one."""
-    return logits + 1.5 * (torch.arange(len(logits)) % 2 == token_ids[-1] % 2)
 
 
 PARAMS = [
@@ -85,24 +80,18 @@ def run_accept(
     return collect(BACKEND, launch(BACKEND, plan, host_trees(step_trees), np.cumsum([0, *num_logits]), logits))
 
 
-def path_tokens(tree: DraftTree, node: int) -> list[int]:
-    """Tokens from the root down to a node; -1 is the root, which has none."""
-    return [*path_tokens(tree, int(tree.parents[node])), int(tree.token_ids[node])] if node >= 0 else []
-
-
 def target_logits(request: Request, prefix: Sequence[int]) -> Tensor:
     """A target that is a function of the request and the tokens behind the root."""
     return torch.from_numpy(np.random.default_rng([request.seed, *prefix]).normal(0, 2, VOCAB_SIZE)).float()
 
 
-def decode(prefix: Sequence[int], request: Request) -> int:
-    """The request's token after these behind the root, as transformers' warpers and the request's random numbers give it."""
+def target_probs(request: Request, prefix: Sequence[int]) -> Tensor:
+    """What the request's token after these behind the root is sampled from, by transformers' warpers."""
     output = [*request.output_token_ids, *prefix]
     scores = slow_transform(target_logits(request, prefix), request.params, request.prompt_token_ids, output, [EOS])
     if request.params.is_greedy:
-        return int(scores.argmax())
-    uniform = float(philox_uniform(request.seed, request.num_tokens + len(prefix), Purpose.SAMPLE))
-    return inverse_cdf(slow_probs(scores.double(), request.params).numpy(), uniform)[0]
+        return torch.nn.functional.one_hot(scores.argmax(), VOCAB_SIZE)
+    return slow_probs(scores.double(), request.params)
 
 
 @pytest.mark.parametrize("seed", range(36))
@@ -112,29 +101,18 @@ def test_accepted_tokens_are_those_that_token_by_token_decoding_samples(seed: in
     rows = [random_row(rng, PARAMS[i]) for i in rng.permutation(len(PARAMS))[: 1 + seed].tolist()]
     step_trees = [row.tree if row.reaches_root else EMPTY_TREE for row in rows]
     num_logits = [1 + row.tree.num_nodes if row.reaches_root else 0 for row in rows]
-    nodes = [(row, node) for row in rows if row.reaches_root for node in range(-1, row.tree.num_nodes)]
-    logits = [target_logits(row.request, path_tokens(row.tree, node)) for row, node in nodes]
+    logits = [target_logits(row.request, path) for row in rows if row.reaches_root for path in [(), *paths_of(row.tree)]]
     stacked = torch.stack(logits) if logits else torch.empty(0, VOCAB_SIZE)
     acceptance = run_accept([row.request for row in rows], step_trees, num_logits, stacked)
     assert acceptance.matches == {} and acceptance.logprobs == {} and acceptance.errors == [None] * len(rows)
     for row, path, tokens in zip(rows, acceptance.paths, acceptance.token_ids, strict=True):
         if row.reaches_root:
-            assert tokens == reference_walk(row.tree, lambda prefix: decode(prefix, row.request))  # noqa: B023
+            probs = torch.stack([target_probs(row.request, prefix) for prefix in [(), *paths_of(row.tree)]])
+            assert (path, tokens[-1]) == reference_match(row.tree, probs, row.request.seed, row.request.num_tokens)
             assert tokens[:-1] == row.tree.token_ids[path].tolist()
         else:
             assert (path, tokens) == ([], [])
     assert acceptance.trees.nodes.token_ids.tolist() == [token for tree in step_trees for token in tree.token_ids.tolist()]
-
-
-@pytest.mark.parametrize("num_nodes", [1, 5])
-@pytest.mark.parametrize("num_output", range(5))
-def test_an_end_is_held_back_up_to_min_tokens_within_a_run(num_output: int, num_nodes: int) -> None:
-    """A target that always wants to end: it may after three tokens, wherever in the run they are reached."""
-    logits = torch.zeros(1 + num_nodes, VOCAB_SIZE)
-    logits[:, 2], logits[:, EOS] = 1.0, 2.0
-    request = make_request(SamplingParams(temperature=0.0, min_tokens=3), num_output=num_output)
-    acceptance = run_accept([request], [DraftTree.chain([2] * num_nodes)], [1 + num_nodes], logits)
-    assert acceptance.token_ids == [([2] * max(3 - num_output, 0) + [EOS])[: 1 + num_nodes]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

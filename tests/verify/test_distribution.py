@@ -19,7 +19,7 @@ import torch
 from back_ends import make_back_end
 from numpy.typing import NDArray
 from scipy import stats
-from slow_logits import slow_probs, slow_transform
+from slow_logits import by_last_token, slow_probs, slow_transform
 from stepping import make_engine, run_all
 from tiny_models import reference_logits
 from torch import Tensor
@@ -43,11 +43,6 @@ PROMPT = [3, 6, 1, 1, 5]
 STOP = 4
 
 
-def by_last_token(token_ids: list[int], logits: Tensor) -> Tensor:
-    """Likes the tokens that have the parity of the last one."""
-    return logits + 1.5 * (torch.arange(len(logits)) % 2 == token_ids[-1] % 2)
-
-
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "hot": {"temperature": 1.7},
     "min_p": {"temperature": 2.0, "min_p": 0.1},
@@ -57,20 +52,10 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {1: 1.2, 5: -100, 7: -0.6}},
     "processor": {"logits_processors": [by_last_token]},
     "min_tokens": {"min_tokens": 2, "stop_token_ids": [STOP], "logit_bias": {STOP: 1.5}},
-    "all": {
-        "temperature": 1.4,
-        "top_k": 7,
-        "top_p": 0.95,
-        "min_p": 0.02,
-        "repetition_penalty": 1.2,
-        "presence_penalty": 0.4,
-        "frequency_penalty": 0.5,
-        "logit_bias": {2: 0.9},
-        "logits_processors": [by_last_token],
-        "min_tokens": 2,
-        "stop_token_ids": [STOP],
-    },
 }
+SAMPLINGS["all"] = {"temperature": 1.4, "top_k": 7, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.2}
+SAMPLINGS["all"] |= {"presence_penalty": 0.4, "frequency_penalty": 0.5} | SAMPLINGS["processor"] | SAMPLINGS["min_tokens"]
+
 PROPOSALS: dict[str, dict[str, Any]] = {
     "most likely": {"draft_tree": "chain", "draft_sampling": "greedy"},
     "chain": {"draft_tree": "chain"},
@@ -104,61 +89,52 @@ class Sampled(NamedTuple):
     proposed_per_depth: list[int]
 
 
-class Sampler:
-    """Samples sequences from the target, and says how likely they are."""
-
-    def __init__(self, zoo: Zoo) -> None:
-        self.zoo = zoo
-        self.probs = cache(self._probs)
-
-    def sample(
-        self,
-        sampling: str,
-        proposal: str | Bush | None,
-        num_sequences: int = NUM_SEQUENCES,
-        *,
-        draft: str = "eight~",
-        has_seed: bool = True,
-        backend: Backend | None = None,
-    ) -> Sampled:
-        """As many sequences, of seeds 0, 1, ..."""
-        choice = {"draft_sampling": "sampled"} | PROPOSALS[proposal] if isinstance(proposal, str) else {}
-        pool: dict[str, Any] = {"max_batch_size": 128, "block_size": 8, "num_kv_blocks": 300, "max_waiting_requests": 5000}
-        drafter = self.zoo.path(draft) if isinstance(proposal, str) else proposal
-        engine = make_engine(self.zoo.path("eight"), drafter, backend=backend, seed=5, **pool, **choice)
-        seeds = [seed if has_seed else None for seed in range(num_sequences)]
-        params = [SamplingParams(max_tokens=LENGTH + MORE, seed=seed, ignore_eos=True, **SAMPLINGS[sampling]) for seed in seeds]
-        outputs = run_all(engine, [PROMPT] * num_sequences, params)
-        metrics = engine.metrics()
-        return Sampled([output[:LENGTH] for output in outputs], metrics.accepted_per_depth, metrics.proposed_per_depth)
-
-    def _probs(self, sampling: str | None) -> NDArray[np.float64]:
-        """Probability of each sequence, in lexical order, token by token; `None`: without options."""
-        params = SamplingParams(max_tokens=LENGTH + MORE, **SAMPLINGS[sampling] if sampling else {})
-
-        @cache
-        def next_probs(output: tuple[int, ...]) -> Tensor:
-            logits = reference_logits(self.zoo.model("eight"), [*PROMPT, *output])[-1].double()
-            return slow_probs(slow_transform(logits, params, PROMPT, output, params.stop_token_ids or ()), params)
-
-        sequences = product(range(VOCAB_SIZE), repeat=LENGTH)
-        return np.array([np.prod([float(next_probs(s[:i])[s[i]]) for i in range(LENGTH)]) for s in sequences])
-
-    def p_value(self, sampled: Sampled, sampling: str | None) -> float:
-        """Chi-square of the sequences; those expected less than 5 times are counted together; 0 if one is impossible."""
-        probs, outputs = self.probs(sampling), np.array(sampled.outputs)
-        observed = np.bincount(outputs @ VOCAB_SIZE ** np.arange(LENGTH)[::-1], minlength=len(probs)).astype(float)
-        if observed[probs == 0].sum():
-            return 0.0
-        expected = probs / probs.sum() * len(outputs)
-        common = expected >= 5
-        observed, expected = (np.append(values[common], values[~common].sum()) for values in (observed, expected))
-        return float(stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue)
+def sample(
+    zoo: Zoo,
+    sampling: str,
+    proposal: str | Bush | None,
+    num_sequences: int = NUM_SEQUENCES,
+    *,
+    draft: str = "eight~",
+    has_seed: bool = True,
+    backend: Backend | None = None,
+) -> Sampled:
+    """As many sequences, of seeds 0, 1, ..."""
+    choice = {"draft_sampling": "sampled"} | PROPOSALS[proposal] if isinstance(proposal, str) else {}
+    pool: dict[str, Any] = {"max_batch_size": 128, "block_size": 8, "num_kv_blocks": 300, "max_waiting_requests": 5000}
+    drafter = zoo.path(draft) if isinstance(proposal, str) else proposal
+    engine = make_engine(zoo.path("eight"), drafter, backend=backend, seed=5, **pool, **choice)
+    seeds = [seed if has_seed else None for seed in range(num_sequences)]
+    params = [SamplingParams(max_tokens=LENGTH + MORE, seed=seed, ignore_eos=True, **SAMPLINGS[sampling]) for seed in seeds]
+    outputs = run_all(engine, [PROMPT] * num_sequences, params)
+    metrics = engine.metrics()
+    return Sampled([output[:LENGTH] for output in outputs], metrics.accepted_per_depth, metrics.proposed_per_depth)
 
 
-@pytest.fixture(scope="module")
-def sampler(zoo: Zoo) -> Sampler:
-    return Sampler(zoo)
+@cache
+def exact_probs(zoo: Zoo, sampling: str | None) -> NDArray[np.float64]:
+    """Probability of each sequence, in lexical order, token by token; `None`: without options."""
+    params = SamplingParams(max_tokens=LENGTH + MORE, **SAMPLINGS[sampling] if sampling else {})
+
+    @cache
+    def next_probs(output: tuple[int, ...]) -> Tensor:
+        logits = reference_logits(zoo.model("eight"), [*PROMPT, *output])[-1].double()
+        return slow_probs(slow_transform(logits, params, PROMPT, output, params.stop_token_ids or ()), params)
+
+    sequences = product(range(VOCAB_SIZE), repeat=LENGTH)
+    return np.array([np.prod([float(next_probs(s[:i])[s[i]]) for i in range(LENGTH)]) for s in sequences])
+
+
+def p_value(zoo: Zoo, sampled: Sampled, sampling: str | None) -> float:
+    """Chi-square of the sequences; those expected less than 5 times are counted together; 0 if one is impossible."""
+    probs, outputs = exact_probs(zoo, sampling), np.array(sampled.outputs)
+    observed = np.bincount(outputs @ VOCAB_SIZE ** np.arange(LENGTH)[::-1], minlength=len(probs)).astype(float)
+    if observed[probs == 0].sum():
+        return 0.0
+    expected = probs / probs.sum() * len(outputs)
+    common = expected >= 5
+    observed, expected = (np.append(values[common], values[~common].sum()) for values in (observed, expected))
+    return float(stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue)
 
 
 CASES = [
@@ -168,28 +144,28 @@ CASES = [
 
 
 @pytest.mark.parametrize(("sampling", "proposal"), CASES)
-def test_speculation_keeps_the_targets_distribution(sampler: Sampler, sampling: str, proposal: str) -> None:
+def test_speculation_keeps_the_targets_distribution(zoo: Zoo, sampling: str, proposal: str) -> None:
     """The negative control: it is not that of the target without the options. And what is not sampled changes no sequence."""
-    sampled = sampler.sample(sampling, Bush() if proposal == "bush" else proposal)
+    sampled = sample(zoo, sampling, Bush() if proposal == "bush" else proposal)
     assert sampled.accepted_per_depth[0] > NUM_SEQUENCES / 2 and sampled.accepted_per_depth[1] > 30, "nothing is tested"
-    assert sampler.p_value(sampled, sampling) > 1e-3
-    assert sampler.p_value(sampled, None) < 1e-6
+    assert p_value(zoo, sampled, sampling) > 1e-3
+    assert p_value(zoo, sampled, None) < 1e-6
     if proposal in ("bush", "most likely"):
-        assert sampler.sample(sampling, None, 200).outputs == sampled.outputs[:200]
+        assert sample(zoo, sampling, None, 200).outputs == sampled.outputs[:200]
 
 
 @pytest.mark.parametrize(("proposal", "back_end"), [("chain", "torch"), ("shape", "torch"), ("auto", "cpu"), ("dynamic", "cpu")])
-def test_drafts_of_a_poor_model_keep_the_distribution_too(sampler: Sampler, proposal: str, back_end: str) -> None:
+def test_drafts_of_a_poor_model_keep_the_distribution_too(zoo: Zoo, proposal: str, back_end: str) -> None:
     """Of requests without seeds."""
     backend = make_back_end(back_end)
-    sampled = sampler.sample("cuts", proposal, draft="eight_other", has_seed=False, backend=backend)
+    sampled = sample(zoo, "cuts", proposal, draft="eight_other", has_seed=False, backend=backend)
     assert sampled.accepted_per_depth[0] < 0.65 * sampled.proposed_per_depth[0], "residuals are sampled from"
-    assert sampler.p_value(sampled, "cuts") > 1e-3
+    assert p_value(zoo, sampled, "cuts") > 1e-3
 
 
 @pytest.mark.parametrize("proposal", ["auto", "shape"])
 def test_a_request_may_change_between_sampled_and_most_likely_drafts(
-    sampler: Sampler, proposal: str, monkeypatch: pytest.MonkeyPatch
+    zoo: Zoo, proposal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `draft_sampling="auto"` does, here at every step."""
     kinds: list[bool] = []
@@ -199,9 +175,9 @@ def test_a_request_may_change_between_sampled_and_most_likely_drafts(
         return kinds[-1]
 
     monkeypatch.setattr(DraftPolicy, "_is_sampled", alternate)
-    sampled = sampler.sample("cuts", proposal, 2 * NUM_SEQUENCES, draft="eight_other")
+    sampled = sample(zoo, "cuts", proposal, 2 * NUM_SEQUENCES, draft="eight_other")
     assert min(sum(kinds), len(kinds) - sum(kinds)) > NUM_SEQUENCES
-    assert sampler.p_value(sampled, "cuts") > 1e-3
+    assert p_value(zoo, sampled, "cuts") > 1e-3
 
 
 Mistake = Callable[[Backend, pytest.MonkeyPatch], None]
@@ -257,10 +233,10 @@ def no_paths(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_chi_square_notices_mistakes(
-    sampler: Sampler, mistake: Mistake, sampling: str, proposal: str, back_end: str, monkeypatch: pytest.MonkeyPatch
+    zoo: Zoo, mistake: Mistake, sampling: str, proposal: str, back_end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, num_sequences = make_back_end(back_end), NUM_SEQUENCES * (1 if back_end == "torch" else 2)
     mistake(backend, monkeypatch)
     drafts = Bush() if proposal == "bush" else proposal
-    sampled = sampler.sample(sampling, drafts, num_sequences, draft="eight_other", backend=backend)
-    assert sampler.p_value(sampled, sampling) < 1e-6
+    sampled = sample(zoo, sampling, drafts, num_sequences, draft="eight_other", backend=backend)
+    assert p_value(zoo, sampled, sampling) < 1e-6
