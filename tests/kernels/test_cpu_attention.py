@@ -14,8 +14,6 @@ from titan.core.batch import Window
 from titan.kernels.interfaces import Backend
 from titan.kernels.torch.layers import TorchOps
 
-DTYPES = [torch.float32, torch.bfloat16]
-
 
 @pytest.fixture(scope="module")
 def compiled() -> Backend:
@@ -49,7 +47,7 @@ def test_in_bfloat16_only_weights_and_outputs_are_rounded(compiled: Backend, hea
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("head_dim", [16, 64])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_chain_is_attended_as_its_tokens_alone(compiled: Backend, dtype: torch.dtype, head_dim: int, window: Window) -> None:
     """Bit by bit, wherever the context ends, whatever lies behind it, and whoever is beside."""
     num_nodes = 9

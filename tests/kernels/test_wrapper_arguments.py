@@ -90,17 +90,14 @@ def rotate(
     return rope_and_write_kv(qkv, TokenPlaces(rope_table, positions, slots), kv_layer, qk_norm)
 
 
-def kv_layer() -> Tensor:
-    return floats(2, 2, 3, 16, HEAD_DIM)
-
-
+KV_LAYER = floats(2, 2, 3, 16, HEAD_DIM)
 NUMBERS: dict[str, Any] = {"seeds": longs([1, 2, 3]), "positions": longs([4, 5, 6])}
 DRAFTS: dict[str, Any] = {"draft_probs": floats(2, VOCAB_SIZE), "draft_rows": ints([0, 1, 0])}
 
 WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
     AttentionGeometry: geometry,
     plan_attention: batch,
-    tree_attention: lambda: {"q": floats(3, 4, HEAD_DIM), "kv_layer": kv_layer(), "plan": plan_attention(**batch()), "scale": 0.25},
+    tree_attention: lambda: {"q": floats(3, 4, HEAD_DIM), "kv_layer": KV_LAYER, "plan": plan_attention(**batch()), "scale": 0.25},
     rms_norm: lambda: {"x": floats(3, 8), "weight": floats(8), "eps": 1e-5, "residual": floats(3, 8)},
     silu_mul: lambda: {"gate_up": floats(3, 8)},
     rotate: lambda: {
@@ -108,7 +105,7 @@ WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
         "rope_table": floats(9, 2, HEAD_DIM),
         "positions": longs([0, 1, 2]),
         "slots": longs([0, 1, 2]),
-        "kv_layer": kv_layer(),
+        "kv_layer": KV_LAYER,
         "qk_norm": floats(6, HEAD_DIM),
     },
     row_distributions: lambda: {"logits": floats(NUM_ROWS, VOCAB_SIZE)} | options(),
