@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_cases import random_tree
+from attention_cases import random_parents
 from stepping import host_trees
 
 from titan.core.batch import QueryRow, RaggedBatch, build_batch
@@ -57,8 +57,8 @@ class Twins:
         for table, query_len in zip(self.tables(), query_lens, strict=False):
             start = int(self.rng.integers(0, BLOCKS_PER_REQUEST * BLOCK_SIZE - query_len))
             num_committed = int(self.rng.integers(1, query_len + 1)) if have_chunks else 1
-            parents = random_tree(self.rng, query_len - num_committed).parents
-            tree = DraftTree(np.array(self.tokens(len(parents))), parents)
+            parents = random_parents(self.rng, query_len - num_committed)
+            tree = DraftTree(np.array(self.tokens(len(parents))), np.array(parents, np.int32))
             needs_logits = not have_chunks or tree.num_nodes > 0 or self.rng.random() < 0.5
             parts.append((QueryRow(table, start, self.tokens(num_committed), needs_logits), tree))
         return parts
