@@ -24,6 +24,7 @@ from titan.draft.base import NoDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import register
 from titan.draft.replay import ReplayDrafter
+from titan.memory.block_pool import BlockPool
 
 CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
 SEED = "an integer from 0 to 9223372036854775807"
@@ -104,6 +105,7 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (partial(NgramDrafter, 4), {"min_ngram": 5}, ["min_ngram=5", "max_ngram=4"]),
     (REPLAY, {"acceptance": 1.1, "vocab_size": 10}, ["acceptance=1.1", "[0, 1]"]),
     (REPLAY, {"acceptance": 0.5, "vocab_size": 1}, ["vocab_size=1", "at least 2"]),
+    (BlockPool, {"num_blocks": 0, "enable_caching": True}, ["num_blocks=0"]),
     (register, {"name": "ngram", "factory": NoDrafter}, ["name='ngram'", "taken", "ngram"]),
 ]
 

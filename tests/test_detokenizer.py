@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from text_tools import WORLD_CORPUS, make_byte_tokenizer, make_piece_tokenizer, make_tokenizer
+from text_tools import WORLD_CORPUS, make_byte_tokenizer, make_piece_tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -22,11 +22,9 @@ TEXTS = st.one_of(
 )
 
 
-def grow(
-    tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], token_ids: Sequence[int], *, skip_special_tokens: bool = True
-) -> list[str]:
+def grow(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], token_ids: Sequence[int]) -> list[str]:
     """The text after each token and after the end; nothing that was shown is taken back."""
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=True)
     texts = []
     for token_id in token_ids:
         detokenizer.append(token_id)
@@ -76,22 +74,6 @@ def test_stray_bytes_do_not_swallow_the_text_around_them(pieces: list[str | byte
     data = b".".join(piece.encode("utf-8") if isinstance(piece, str) else piece for piece in pieces)
     token_ids = byte_tokens(tokenizer, data)
     assert grow(tokenizer, [], token_ids)[-1] == tokenizer.decode(token_ids) == data.decode(errors="replace")
-
-
-@pytest.mark.parametrize("skip_special_tokens", [True, False])
-def test_special_tokens_are_left_out_on_request(skip_special_tokens: bool) -> None:
-    tokenizer = make_tokenizer()
-    token_ids = [*tokenizer.encode("the dog"), 1, *tokenizer.encode("is in"), 2]
-    texts = grow(tokenizer, tokenizer.encode("Fox "), token_ids, skip_special_tokens=skip_special_tokens)
-    assert texts[-1] == ("the dogis in" if skip_special_tokens else "the dog<s>is in</s>")
-
-
-def test_a_space_between_prompt_and_output_is_kept() -> None:
-    """Decoded by themselves, pieces lose the space before the first word."""
-    tokenizer = make_piece_tokenizer()
-    prompt, output = tokenizer.encode("the"), tokenizer.encode("the café")
-    assert tokenizer.decode(output) == "the café"
-    assert grow(tokenizer, prompt, output)[-1] == " the café"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

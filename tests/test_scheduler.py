@@ -28,7 +28,7 @@ from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import EMPTY_TREE, DraftTree
+from titan.core.trees import DraftTree
 from titan.kernels.backend import choose_backend
 from titan.memory.block_pool import hash_block
 from titan.memory.kv_cache import HASH_SALT, KVCache, Role
@@ -296,20 +296,6 @@ class World:
             assert request.token_ids == tokens[: request.num_tokens]
         else:
             assert (request.token_ids, request.finish_reason) == (tokens, "stop" if is_end else "length")
-
-
-def test_lookahead_is_reserved_where_blocks_are_free_and_given_back() -> None:
-    world = World(max_batch_size=2, num_kv_blocks=3, num_more_slots=6)
-    requests = [world.add([i] * 5, 6, ignore_eos=True) for i in (1, 2)]
-    plan = world.scheduler.schedule(2, lambda _, budget: budget + 6)
-    assert (plan.draft_budgets, plan.num_slots) == ([2, 2], [8, 2]), "the third block is the first come's"
-    assert [len(request.block_ids) for request in requests] == [2, 1]
-    nothing = Acceptance(host_trees([EMPTY_TREE] * 2), [[], []], [[9], [9]], [None, None])
-    world.kv.commit(plan, nothing)
-    world.scheduler.update(plan, nothing)
-    assert [len(request.block_ids) for request in requests] == [1, 1]
-    without = world.scheduler.schedule(0, lambda _, budget: budget + 6)
-    assert without.num_slots == [0, 0], "who drafts nothing looks ahead at nothing"
 
 
 def test_scarce_blocks_preempt_the_latest_and_lookahead_preempts_nobody() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate, pairwise, product
 from typing import Any
 
@@ -22,38 +22,33 @@ from titan.schedule.stopping import append_tokens
 
 PROMPT = random_prompts(2, seed=8, max_len=20)[1]
 DRAFTS = ("none", "itself", "perturbed")
+EOS = 2
 Make = Callable[..., LLM]
 
 
-def make_request(params: SamplingParams, *, max_tokens: int = 100, tokenizer: Any = None, eos: Sequence[int] = (2,)) -> Request:
+def make_request(params: SamplingParams, *, max_tokens: int, tokenizer: Any = None) -> Request:
     detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, [5], skip_special_tokens=True)
-    stop_token_ids = frozenset((*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())))
+    stop_token_ids = frozenset((*(() if params.ignore_eos else (EOS,)), *(params.stop_token_ids or ())))
     return Request("r", None, [5], params, 0, max_tokens, stop_token_ids, RequestMetrics(0.0), detokenizer)
 
 
-@pytest.mark.parametrize(
-    ("options", "token_ids", "expected"),
-    [
-        ({}, [7, 8, 9], ([7, 8, 9], None, None)),
-        ({}, [7, 2, 9], ([7, 2], "stop", None)),
-        ({"ignore_eos": True}, [7, 2, 9], ([7, 2, 9], None, None)),
-        ({"stop_token_ids": [9, 8]}, [7, 8, 9], ([7, 8], "stop", 8)),
-        ({"stop_token_ids": [2]}, [7, 2, 9], ([7, 2], "stop", 2)),
-        ({"stop_token_ids": [9], "ignore_eos": True}, [2, 9, 7], ([2, 9], "stop", 9)),
-        ({"min_tokens": 3}, [2, 7, 2, 2], ([2, 7, 2], "stop", None)),
-        ({"min_tokens": 3, "stop_token_ids": [7]}, [7, 8, 9, 7, 8], ([7, 8, 9, 7], "stop", 7)),
-        ({"max_tokens": 2}, [7, 8, 9], ([7, 8], "length", None)),
-        ({"max_tokens": 2}, [7, 2, 9], ([7, 2], "stop", None)),
-        ({"max_tokens": 1, "min_tokens": 1}, [7, 8], ([7], "length", None)),
-    ],
-)
+TOKENS = st.integers(1, 4)
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(TOKENS, max_size=7), st.lists(TOKENS, max_size=2), st.booleans(), st.integers(0, 3), st.integers(3, 6))
 def test_tokens_are_appended_up_to_the_end(
-    options: dict[str, Any], token_ids: list[int], expected: tuple[list[int], str | None, int | None]
+    token_ids: list[int], stops: list[int], ignore_eos: bool, min_tokens: int, max_tokens: int
 ) -> None:
-    request = make_request(SamplingParams(**options), max_tokens=options.get("max_tokens", 100))
-    num_emitted = append_tokens(request, token_ids)
+    options = {"stop_token_ids": stops, "ignore_eos": ignore_eos, "min_tokens": min_tokens}
+    request = make_request(SamplingParams(max_tokens=max_tokens, **options), max_tokens=max_tokens)
+    expected: Any = (token_ids[:max_tokens], "length" if len(token_ids) >= max_tokens else None, None)
+    for count, token_id in enumerate(token_ids[:max_tokens], start=1):
+        if count >= min_tokens and (token_id in stops or (token_id == EOS and not ignore_eos)):
+            expected = (token_ids[:count], "stop", token_id if token_id in stops else None)
+            break
+    assert append_tokens(request, token_ids) == len(expected[0])
     assert (request.output_token_ids, request.finish_reason, request.stop_reason) == expected
-    assert num_emitted == len(expected[0])
     assert request.is_finished == (expected[1] is not None)
 
 
@@ -117,19 +112,13 @@ def check_metrics(output: RequestOutput) -> None:
     assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= metrics.finished_time
 
 
-@pytest.fixture(scope="module")
-def free_running(zoo: Zoo, make_llm: Make) -> RequestOutput:
-    """What the model writes when nothing stops it."""
-    output = run(make_llm(), greedy(40, ignore_eos=True))
-    assert output.outputs[0].token_ids == zoo.greedy("llama+text", PROMPT, 40, ignore_eos=True)
-    return output
-
-
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_every_position_of_a_run_can_be_its_end(make_llm: Make, free_running: RequestOutput, draft: str) -> None:
+def test_every_position_of_a_run_can_be_its_end(zoo: Zoo, make_llm: Make, draft: str) -> None:
     """By its length, by a stop token, by a stop string: what was accepted after it is dropped."""
     llm = make_llm(draft)
-    tokens, text = free_running.outputs[0].token_ids, free_running.outputs[0].text
+    endless = run(llm, greedy(40, ignore_eos=True)).outputs[0]
+    tokens, text = endless.token_ids, endless.text
+    assert tokens == zoo.greedy("llama+text", PROMPT, 40, ignore_eos=True)
     for i in range(16):
         by_length = run(llm, greedy(1 + i, ignore_eos=True)).outputs[0]
         assert (by_length.token_ids, by_length.finish_reason, by_length.stop_reason) == (tokens[: 1 + i], "length", None)
