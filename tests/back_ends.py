@@ -7,7 +7,7 @@ import torch
 from interpreted import triton_backend
 
 from titan.kernels.cpu.backend import CpuBackend
-from titan.kernels.cpu.library import load_library
+from titan.kernels.cpu.library import CPU_KERNELS, load_library, usable_library
 from titan.kernels.interfaces import Backend
 from titan.kernels.torch.backend import TorchBackend
 
@@ -28,3 +28,9 @@ def make_back_end(name: str) -> Backend:
         case "triton":
             return triton_backend()
     raise ValueError(f"{name!r} is not a back end: {BACK_ENDS}")
+
+
+def choose_cpu_kernels(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
+    """Let ``TITAN_CPU_KERNELS`` have this value until the test ends."""
+    monkeypatch.setenv(CPU_KERNELS, choice)
+    usable_library.cache_clear()

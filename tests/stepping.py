@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from zoo import VOCAB_SIZE
 
 from titan.core.kv_tensor import KVTensor
@@ -20,7 +19,6 @@ from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 from titan.frontend import FrontEnd, choose_tokenizer
 from titan.kernels.interfaces import Backend
-from titan.memory.kv_cache import Role
 
 SCARCE: dict[str, Any] = {"max_batch_size": 4, "prefill_chunk_size": 7, "block_size": 8, "num_kv_blocks": 14}
 AMPLE: dict[str, Any] = {"max_batch_size": 32, "block_size": 16, "num_kv_blocks": 400}
@@ -57,8 +55,15 @@ def run_all(
     *,
     before_step: Callable[[int], None] = lambda step: None,
 ) -> list[list[int]]:
-    """Output tokens of each prompt; the block pool is checked after every step, and no block is left in use."""
+    """Output tokens of each prompt."""
     requests = submit(engine, prompts, params)
+    drain(engine, before_step)
+    assert [request.error for request in requests] == [None] * len(requests)
+    return [request.output_token_ids for request in requests]
+
+
+def drain(engine: Engine, before_step: Callable[[int], None] = lambda step: None) -> None:
+    """Run all steps; the block pool is checked after every one, and no block is left in use."""
     step = 0
     while engine.scheduler.has_unfinished:
         before_step(step)
@@ -67,8 +72,6 @@ def run_all(
         step += 1
         assert step < 10_000, "the engine does not get on"
     assert engine.kv.pool.num_free == engine.kv.pool.num_blocks
-    assert [request.error for request in requests] == [None] * len(requests)
-    return [request.output_token_ids for request in requests]
 
 
 def host_trees(trees: Sequence[DraftTree]) -> DraftTrees:
@@ -89,15 +92,3 @@ def slots_of(engine: Engine, request: Request) -> Tensor:
     block_size = engine.kv.block_size
     block_ids = torch.tensor(request.block_ids, dtype=torch.int64)
     return (block_ids[:, None] * block_size + torch.arange(block_size)).flatten()
-
-
-def kv_of(engine: Engine, role: Role, request: Request, num_tokens: int) -> Tensor:
-    """The first tokens' KV of a request: [num_layers, 2, num_kv_heads, num_tokens, head_dim]."""
-    return by_slot(engine.kv.tensors[role])[:, :, :, slots_of(engine, request)[:num_tokens]]
-
-
-@torch.no_grad()
-def reference_kv(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
-    """The KV of one pass of transformers over the tokens, shaped as `kv_of`."""
-    layers = model(torch.tensor([list(token_ids)]), use_cache=True).past_key_values.layers
-    return torch.stack([torch.stack((layer.keys[0], layer.values[0])) for layer in layers])

@@ -97,13 +97,8 @@ def test_shipped_modules_keep_the_import_order() -> None:
     [
         ("titan.core.request", "from titan import engine"),
         ("titan.core.request", "if TYPE_CHECKING:\n    from titan.memory.kv_cache import KVCache"),
-        ("titan.kernels.interfaces", "from titan.kernels.growth import grow_by_passes"),
         ("titan.kernels.growth", "from titan.kernels.torch.trees import TorchTrees"),
-        ("titan.kernels.triton.layers", "from titan.kernels.cpu.linear import linear"),
-        ("titan.memory.block_pool", "def f():\n    from titan.sample.logits import transform_logits"),
         ("titan.verify.accept", "from titan.draft import base"),
-        ("titan.execute.batch", "import titan.schedule.scheduler as s"),
-        ("titan.engine", "from titan import LLM"),
         ("titan.llm", "def f():\n    import titan.bench.throughput"),
         ("titan.llm", "importlib.import_module('titan.bench.throughput')"),
         ("titan.cli", "import titan.bench.throughput"),
@@ -148,7 +143,6 @@ def test_nobody_outside_the_kernels_asks_what_it_runs_on() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "library = usable_library()",
         "fast = logits.is_cpu",
         "kind = self.device.type",
         "from torch import cuda\ncuda.synchronize()",
@@ -156,9 +150,7 @@ def test_nobody_outside_the_kernels_asks_what_it_runs_on() -> None:
         "if name == 'cuda': pass",
         "home = torch.device('cpu')",
         "def f():\n    import titan.kernels.triton.backend",
-        "import triton",
         "if isinstance(self.ops, (TorchOps, kernels.TritonOps)): pass",
-        "backend = CpuBackend(library)",
     ],
 )
 def test_question_is_found(source: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stepping import check_blocks, greedy, make_engine
+from stepping import drain, greedy, make_engine
 from torch import Tensor
 from zoo import Zoo, random_prompts
 
@@ -32,23 +32,8 @@ def add(engine: Engine, params: SamplingParams, prompt: list[int] = PROMPT) -> t
     return family
 
 
-def drain(engine: Engine) -> None:
-    steps = 0
-    while engine.scheduler.has_unfinished:
-        engine.step()
-        check_blocks(engine)
-        steps += 1
-        assert steps < 2000
-    assert engine.kv.pool.num_free == engine.kv.pool.num_blocks
-
-
 def outputs_of(family: tuple[Request, ...]) -> list[list[int]]:
     return [request.output_token_ids for request in family]
-
-
-def seed_of(seed: int, index: int) -> int:
-    """The seed of a completion, as the documentation says."""
-    return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0]) if index else seed
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +43,8 @@ def alone(zoo: Zoo) -> list[list[int]]:
     outputs = []
     for index in range(6):
         [request] = add(engine, sampled(1))
-        request.seed = seed_of(9, index)
+        if index:  # as the documentation says
+            request.seed = int(np.random.SeedSequence(9, spawn_key=(index,)).generate_state(1, np.uint64)[0])
         drain(engine)
         outputs.append(request.output_token_ids)
     assert len(set(map(tuple, outputs))) == 6

