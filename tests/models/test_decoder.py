@@ -145,9 +145,8 @@ def test_prefill_decode_and_verification_share_a_pass(tmp_path: Path, model_type
     tree = random_tree(12)
     session = Session(load(tmp_path), num_requests=4)
     blocks = session.block_ids
-    silent = session.run(
-        [QueryRow(blocks[1], 0, decoded[:-1], needs_logits=False), QueryRow(blocks[2], 0, verified[:-1], needs_logits=False)]
-    )
+    before = ((blocks[1], decoded), (blocks[2], verified))
+    silent = session.run([QueryRow(block_ids, 0, tokens[:-1], needs_logits=False) for block_ids, tokens in before])
     assert silent.shape == (0, 131)
     logits = session.run(
         [

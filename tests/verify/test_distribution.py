@@ -28,7 +28,7 @@ from zoo import Zoo
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
-from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
+from titan.core.trees import DraftTree, DraftTrees
 from titan.draft.base import NoDrafter
 from titan.draft.policy import DraftPolicy
 from titan.kernels.interfaces import Backend, Verified
@@ -74,13 +74,12 @@ class Bush(NoDrafter):
     parents = np.array([-1, -1, -1, 0, 1], np.int32)
 
     def propose(self, plan: StepPlan) -> list[DraftTree]:
-        return [self._tree(request, budget) for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)]
-
-    def _tree(self, request: Request, budget: int) -> DraftTree:
-        if budget == 0:
-            return EMPTY_TREE
-        first, second, third = Random(str(request.token_ids)).sample(range(VOCAB_SIZE), 3)
-        return DraftTree(np.array([first, second, third, first, third][:budget]), self.parents[:budget])
+        trees = []
+        for request, budget in zip(plan.requests, plan.draft_budgets, strict=True):
+            first, second, third = Random(str(request.token_ids)).sample(range(VOCAB_SIZE), 3)
+            token_ids = np.array([first, second, third, first, third])
+            trees.append(DraftTree(token_ids[:budget], self.parents[:budget]))
+        return trees
 
 
 class Sampled(NamedTuple):
