@@ -48,7 +48,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "multi_query": ("llama", {"num_key_value_heads": 1}),
     "derived_head_dim": ("llama", {"head_dim": None}),
     "wide_heads": ("qwen3", {"head_dim": 32}),
-    "one_layer": ("llama", {"num_hidden_layers": 1}),
     "tied_llama": ("llama", {"tie_word_embeddings": True}),
     "tied_qwen3": ("qwen3", {"tie_word_embeddings": True}),
     "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),

@@ -42,7 +42,6 @@ NUM_SEQUENCES = 2000
 PROMPT = [3, 6, 1, 1, 5]
 STOP = 4
 
-
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "hot": {"temperature": 1.7},
     "min_p": {"temperature": 2.0, "min_p": 0.1},
@@ -179,9 +178,6 @@ def test_a_request_may_change_between_sampled_and_most_likely_drafts(
     assert p_value(zoo, sampled, "cuts") > 1e-3
 
 
-Mistake = Callable[[Backend, pytest.MonkeyPatch], None]
-
-
 def careless(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Now and then a draft token is taken for good."""
     verify, num_walks = backend.trees.verify, count()
@@ -232,7 +228,7 @@ def no_paths(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_chi_square_notices_mistakes(
-    zoo: Zoo, mistake: Mistake, sampling: str, proposal: str, back_end: str, monkeypatch: pytest.MonkeyPatch
+    zoo: Zoo, mistake: Callable[..., None], sampling: str, proposal: str, back_end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, num_sequences = make_back_end(back_end), NUM_SEQUENCES * (1 if back_end == "torch" else 2)
     mistake(backend, monkeypatch)
