@@ -81,8 +81,8 @@ def run_accept(
 
 
 def target_logits(request: Request, prefix: Sequence[int]) -> Tensor:
-    """A target that is a function of the request and the tokens behind the root."""
-    return torch.from_numpy(np.random.default_rng([request.seed, *prefix]).normal(0, 2, VOCAB_SIZE)).float()
+    """A target that is a function of the request and the tokens behind the root, and often wants to end."""
+    return torch.from_numpy(np.random.default_rng([request.seed, *prefix]).normal([0, 0, 0, 0, 3], 2)).float()
 
 
 def target_probs(request: Request, prefix: Sequence[int]) -> Tensor:
