@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from titan.core.growth import ShapeSpec, shape_plan
 from titan.core.step import StepPlan
-from titan.core.trees import DraftTree, DraftTrees
+from titan.core.trees import DraftTree, DraftTrees, Parents
 from titan.draft.base import Drafter
 from titan.engine import Engine
 from titan.kernels.interfaces import Backend
@@ -24,6 +25,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dynamic_63": {"draft_tree": "dynamic", "max_draft_tokens": 63},
     "parents": {"draft_tree": BUSHY, "max_draft_tokens": 7},
 }
+
+
+def filled(parents: Parents) -> ShapeSpec:
+    return ShapeSpec(shape_plan(parents.tobytes()))
 
 
 def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:

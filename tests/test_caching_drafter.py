@@ -86,9 +86,8 @@ def test_its_kv_is_that_of_the_tokens_whatever_becomes_of_the_blocks(zoo: Zoo, o
     written = [zoo.greedy("llama", prompt, MAX_TOKENS + len(PARENTS), ignore_eos=True) for prompt in PROMPTS]
     drafter = Remembering({tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, written, strict=True)})
     engine = make_engine(zoo.path("llama"), drafter, draft_tree="auto", enable_prefix_caching=caching, **options)
-    assert run_all(engine, PROMPTS, [greedy(MAX_TOKENS, ignore_eos=True)] * len(PROMPTS)) == [
-        tokens[:MAX_TOKENS] for tokens in written
-    ]
+    outputs = run_all(engine, PROMPTS, [greedy(MAX_TOKENS, ignore_eos=True)] * len(PROMPTS))
+    assert outputs == [tokens[:MAX_TOKENS] for tokens in written]
     assert engine.metrics().mean_acceptance_length > 3
     assert (engine.counters.num_preemptions > 0) == (options is SCARCE)
     assert drafter.num_checked > len(PROMPTS) * MAX_TOKENS

@@ -19,23 +19,16 @@ from titan.core.trees import EMPTY_TREE, NODE_DTYPES, DraftTree, DraftTrees, Nod
 VOCAB_SIZE = 9
 
 
-@st.composite
-def parents(draw: st.DrawFn) -> list[int]:
-    num_nodes = draw(st.integers(0, MAX_NODES))
-    return [draw(st.integers(-1, node - 1)) for node in range(num_nodes)]
+PARENTS = st.integers(0, MAX_NODES).flatmap(lambda n: st.tuples(*(st.integers(-1, node - 1) for node in range(n))).map(list))
 
 
 def ancestors(parent_of: list[int], node: int) -> list[int]:
     """The node and what is above it, upwards."""
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = parent_of[node]
-    return path
+    return [node, *ancestors(parent_of, parent_of[node])] if node >= 0 else []
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(parents())
+@given(PARENTS)
 def test_depths_ancestors_ranks_and_inner_nodes_follow_from_the_parents(parent_of: list[int]) -> None:
     tree = DraftTree(np.arange(len(parent_of)), np.array(parent_of, np.int32))
     shape = tree.topology
@@ -55,8 +48,7 @@ def test_depths_ancestors_ranks_and_inner_nodes_follow_from_the_parents(parent_o
 
 def test_what_trees_of_a_shape_share_cannot_be_changed() -> None:
     tree = DraftTree(np.array([5, 6]), np.array([-1, -1], np.int32))
-    shared = (DraftTree.chain([1, 2]).parents, tree.topology.depths, tree.topology.inner_rows)
-    for array in shared:
+    for array in (DraftTree.chain([1, 2]).parents, tree.topology.depths, tree.topology.inner_rows):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
 
@@ -103,12 +95,7 @@ def of(proposal: Any, limits: list[TreeLimits] = LIMITS) -> DraftTrees:
 
 def test_trees_are_joined_as_they_are() -> None:
     """Scores, slots and q where they are given; the rows of q are those of the root and the nodes that have children."""
-    scored = DraftTree(
-        np.array([7, 8]),
-        np.array([-1, -1], np.int32),
-        draft_slots=np.array([2, -1], np.int32),
-        scores=np.array([-0.5, -1.0], np.float32),
-    )
+    scored = DraftTree(np.array([7, 8]), np.array([-1, -1]), draft_slots=np.array([2, -1]), scores=np.array([-0.5, -1.0]))
     trees = of([scored, SAMPLED, EMPTY_TREE])
     assert (trees.num_rows, trees.num_nodes, trees.counts.tolist(), trees.start_loc.tolist()) == (3, 5, [2, 3, 0], [0, 2, 5, 5])
     flags = trees.is_chain, trees.is_sampled, trees.has_scores

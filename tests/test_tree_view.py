@@ -38,15 +38,12 @@ def test_accepted_nodes_are_green_rejected_ones_dim_and_the_final_token_bold() -
     assert render([0, 1], 7) == re.sub(r"\x1b\[\d*m", "", expected.strip())
 
 
-def test_the_final_token_behind_a_leaf_behind_the_root_without_drafts_and_nowhere() -> None:
+def test_the_final_token_behind_a_leaf_behind_the_root_without_drafts_nowhere_and_escaped() -> None:
     tree = DraftTree(np.array([1, 5]), np.array([-1, -1], np.int32))
     assert render([1], 7, tree) == "'def'\n  - ' f'\n  + ' g'\n    > 'y'"
     assert render([], 7, tree) == "'def'\n  - ' f'\n  - ' g'\n  > 'y'"
     assert render([], 7, EMPTY_TREE) == "'def'\n  > 'y'"
     assert render([0], None, DraftTree.chain([1, 2])) == "'def'\n  + ' f'\n    - '('"
-
-
-def test_what_a_token_would_do_to_a_terminal_is_escaped() -> None:
     shown = render_tree(VerifiedTree(0, EMPTY_TREE, [], 1), ["\x1b[2J", "\r"].__getitem__)
     assert shown == "'\\x1b[2J'\n  > '\\r'"
 

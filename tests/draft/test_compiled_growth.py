@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from back_ends import make_back_end
-from proposals import assert_same_trees, trees_on_host
+from proposals import assert_same_trees, filled, trees_on_host
 from stepping import greedy, make_engine, run_all
 from zoo import Zoo, random_prompts
 
-from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, main_path_order, shape_plan
+from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, main_path_order
 from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.core.sampling_params import SamplingParams
@@ -35,10 +35,6 @@ BUSHY = np.array([-1, 0, 1, -1, 0, 3, 5, -1], np.int32)
 WIDE = np.full(12, -1, np.int32)
 LINE = chain_parents(5)
 SHAPES = [BUSHY, LINE, WIDE, BUSHY, BUSHY]
-
-
-def filled(parents: Parents) -> ShapeSpec:
-    return ShapeSpec(shape_plan(parents.tobytes()))
 
 
 def sampled(parents: Parents, i: int, **cuts: Any) -> ShapeSpec:

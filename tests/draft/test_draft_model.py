@@ -29,7 +29,6 @@ from titan.draft.policy import CHAIN_CHILDREN, GREEDY_TEMPERATURE, MAX_CHAIN_NOD
 from titan.draft.registry import _FACTORIES, create_drafter, register
 
 PROMPTS = random_prompts(10, seed=8, max_len=40)
-LARGE = ("auto_16", "dynamic_63")  # few requests have room beside each other
 
 
 class Draft:
@@ -58,7 +57,7 @@ def test_greedy_output_is_that_of_transformers_whatever_the_shape(zoo: Zoo, fami
     outputs = run_all(engine, PROMPTS, [greedy(4 + i % 3 * 9, ignore_eos=True) for i in range(len(PROMPTS))])
     assert outputs == [zoo.greedy(family, prompt, 4 + i % 3 * 9, ignore_eos=True) for i, prompt in enumerate(PROMPTS)]
     assert engine.metrics().mean_acceptance_length > 1.5
-    assert engine.counters.num_preemptions > 0 or shape in LARGE
+    assert engine.counters.num_preemptions > 0 or shape in ("auto_16", "dynamic_63"), "few have room beside each other"
 
 
 @pytest.mark.parametrize("back_end", ON_HOST)
@@ -108,7 +107,7 @@ def test_a_grown_tree_is_the_best_ancestor_closed_set_of_what_was_expanded(
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=12, ignore_eos=True) for i in range(len(PROMPTS))]
     run_all(engine, PROMPTS, params)
     first_drafts = {tuple(context): (budget, tree) for context, budget, tree in reversed(rows) if budget > 1}
-    num_whole = 0
+    assert len(first_drafts) > 21
     for context, (budget, tree) in list(first_drafts.items())[::7]:
         draft = Draft(zoo, "other", context, temperature or GREEDY_TEMPERATURE)
         if shape.startswith("auto") and budget <= MAX_NARROW_NODES:
@@ -119,8 +118,6 @@ def test_a_grown_tree_is_the_best_ancestor_closed_set_of_what_was_expanded(
         else:
             depth = min(policy.beam_depth, budget)
             assert set(paths_of(tree)) == beam_search(draft, policy.width, policy.width + 1, depth, budget)
-        num_whole += 1
-    assert num_whole >= 4
 
 
 @pytest.mark.parametrize("back_end", ON_HOST)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from back_ends import BACK_ENDS, make_back_end
-from proposals import assert_same_trees, trees_on_host
+from proposals import assert_same_trees, filled, trees_on_host
 from torch import Tensor
 
 from titan.core.batch import RaggedBatch
-from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, main_path_order, shape_plan
+from titan.core.growth import BeamSpec, Feed, GrowthSpec, main_path_order
 from titan.core.sampling_params import SamplingParams
-from titan.core.trees import Parents, chain_parents
+from titan.core.trees import chain_parents
 from titan.draft.policy import CHAIN_CHILDREN
 from titan.draft.shapes import expected_shape
 from titan.kernels.growth import grow_by_passes
@@ -44,10 +46,6 @@ class RandomDraft:
         return torch.from_numpy(logits).to(self.backend.device)
 
 
-def filled(parents: Parents) -> ShapeSpec:
-    return ShapeSpec(shape_plan(parents.tobytes()))
-
-
 def spec_of(kind: str, row: int) -> GrowthSpec:
     """Rows of different budgets and depths."""
     budget, temperature = 3 + row, 0.5 + row / 6
@@ -62,7 +60,7 @@ def spec_of(kind: str, row: int) -> GrowthSpec:
         case "shape":
             return filled(BUSHY[:budget])
     shape = chain_parents(budget) if budget % 3 == 0 else expected_shape((0.6, 0.3, 0.2), budget, is_caterpillar=False)
-    return ShapeSpec(shape_plan(shape.tobytes()), SamplingParams(temperature=1.0, top_k=row // 2), row)
+    return replace(filled(shape), params=SamplingParams(temperature=1.0, top_k=row // 2), seed=row)
 
 
 KINDS = {kind: [kind] * NUM_ROWS for kind in ("chain", "siblings", "beam", "shape", "sampled")}

@@ -12,8 +12,6 @@ def slow_lookup(tokens: list[int], budget: int, min_ngram: int, max_ngram: int) 
     """What followed the longest suffix that occurred before, the last time it did."""
     for length in range(max_ngram, min_ngram - 1, -1):
         suffix = tokens[-length:]
-        if len(suffix) < length:
-            continue
         for start in range(len(tokens) - length - 1, -1, -1):
             if tokens[start : start + length] == suffix:
                 return tokens[start + length :][:budget]

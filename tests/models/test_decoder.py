@@ -48,7 +48,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "multi_query": ("llama", {"num_key_value_heads": 1}),
     "derived_head_dim": ("llama", {"head_dim": None}),
     "wide_heads": ("qwen3", {"head_dim": 32}),
-    "one_layer": ("llama", {"num_hidden_layers": 1}),
     "tied_llama": ("llama", {"tie_word_embeddings": True}),
     "tied_qwen3": ("qwen3", {"tie_word_embeddings": True}),
     "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -145,9 +144,8 @@ def test_prefill_decode_and_verification_share_a_pass(tmp_path: Path, model_type
     tree = random_tree(12)
     session = Session(load(tmp_path), num_requests=4)
     blocks = session.block_ids
-    silent = session.run(
-        [QueryRow(blocks[1], 0, decoded[:-1], needs_logits=False), QueryRow(blocks[2], 0, verified[:-1], needs_logits=False)]
-    )
+    before = ((blocks[1], decoded), (blocks[2], verified))
+    silent = session.run([QueryRow(block_ids, 0, tokens[:-1], needs_logits=False) for block_ids, tokens in before])
     assert silent.shape == (0, 131)
     logits = session.run(
         [

@@ -62,9 +62,9 @@ def make_request(params: SamplingParams, seed: int = 0, num_output: int = 0) -> 
     return request
 
 
-def random_row(rng: np.random.Generator, params: SamplingParams) -> Row:
+def random_row(rng: np.random.Generator, params: SamplingParams, sizes: Sequence[int]) -> Row:
     """With a tree over few tokens, so that siblings are often equal."""
-    num_nodes = int(rng.choice([0, 1, 2, 5, 14]))
+    num_nodes = int(rng.choice(sizes))
     parents = [int(rng.integers(-1, node)) if rng.random() < 0.5 else node - 1 for node in range(num_nodes)]
     tree = DraftTree(rng.integers(0, VOCAB_SIZE, num_nodes), np.array(parents, np.int32))
     request = make_request(params, int(rng.integers(2**63)), num_output=int(rng.integers(6)))
@@ -81,8 +81,8 @@ def run_accept(
 
 
 def target_logits(request: Request, prefix: Sequence[int]) -> Tensor:
-    """A target that is a function of the request and the tokens behind the root."""
-    return torch.from_numpy(np.random.default_rng([request.seed, *prefix]).normal(0, 2, VOCAB_SIZE)).float()
+    """A target that is a function of the request and the tokens behind the root, and often wants to end."""
+    return torch.from_numpy(np.random.default_rng([request.seed, *prefix]).normal([0, 0, 0, 0, 2], 2)).float()
 
 
 def target_probs(request: Request, prefix: Sequence[int]) -> Tensor:
@@ -94,11 +94,12 @@ def target_probs(request: Request, prefix: Sequence[int]) -> Tensor:
     return slow_probs(scores.double(), request.params)
 
 
-@pytest.mark.parametrize("seed", range(36))
+@pytest.mark.parametrize("seed", range(100))
 def test_accepted_tokens_are_those_that_token_by_token_decoding_samples(seed: int) -> None:
     """Each row by itself: the options of its request, the position that its token will have, and its prefix' stops."""
     rng = np.random.default_rng(seed)
-    rows = [random_row(rng, PARAMS[i]) for i in rng.permutation(len(PARAMS))[: 1 + seed].tolist()]
+    sizes = [0, 1] if seed % 3 == 0 else [0, 1, 2, 5, 14]
+    rows = [random_row(rng, PARAMS[i], sizes) for i in rng.permutation(len(PARAMS))[: 1 + seed].tolist()]
     step_trees = [row.tree if row.reaches_root else EMPTY_TREE for row in rows]
     num_logits = [1 + row.tree.num_nodes if row.reaches_root else 0 for row in rows]
     logits = [target_logits(row.request, path) for row in rows if row.reaches_root for path in [(), *paths_of(row.tree)]]

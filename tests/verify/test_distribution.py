@@ -28,7 +28,7 @@ from zoo import Zoo
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
-from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
+from titan.core.trees import DraftTree, DraftTrees
 from titan.draft.base import NoDrafter
 from titan.draft.policy import DraftPolicy
 from titan.kernels.interfaces import Backend, Verified
@@ -41,7 +41,6 @@ MORE = 3  # tokens behind those that are looked at, so that the first trees have
 NUM_SEQUENCES = 2000
 PROMPT = [3, 6, 1, 1, 5]
 STOP = 4
-
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "hot": {"temperature": 1.7},
@@ -74,13 +73,12 @@ class Bush(NoDrafter):
     parents = np.array([-1, -1, -1, 0, 1], np.int32)
 
     def propose(self, plan: StepPlan) -> list[DraftTree]:
-        return [self._tree(request, budget) for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)]
-
-    def _tree(self, request: Request, budget: int) -> DraftTree:
-        if budget == 0:
-            return EMPTY_TREE
-        first, second, third = Random(str(request.token_ids)).sample(range(VOCAB_SIZE), 3)
-        return DraftTree(np.array([first, second, third, first, third][:budget]), self.parents[:budget])
+        trees = []
+        for request, budget in zip(plan.requests, plan.draft_budgets, strict=True):
+            first, second, third = Random(str(request.token_ids)).sample(range(VOCAB_SIZE), 3)
+            token_ids = np.array([first, second, third, first, third])
+            trees.append(DraftTree(token_ids[:budget], self.parents[:budget]))
+        return trees
 
 
 class Sampled(NamedTuple):
@@ -180,9 +178,6 @@ def test_a_request_may_change_between_sampled_and_most_likely_drafts(
     assert p_value(zoo, sampled, "cuts") > 1e-3
 
 
-Mistake = Callable[[Backend, pytest.MonkeyPatch], None]
-
-
 def careless(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Now and then a draft token is taken for good."""
     verify, num_walks = backend.trees.verify, count()
@@ -233,7 +228,7 @@ def no_paths(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_chi_square_notices_mistakes(
-    zoo: Zoo, mistake: Mistake, sampling: str, proposal: str, back_end: str, monkeypatch: pytest.MonkeyPatch
+    zoo: Zoo, mistake: Callable[..., None], sampling: str, proposal: str, back_end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, num_sequences = make_back_end(back_end), NUM_SEQUENCES * (1 if back_end == "torch" else 2)
     mistake(backend, monkeypatch)
