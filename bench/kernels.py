@@ -1,12 +1,12 @@
-"""Micro-benchmarks of every kernel that runs on this device and of the host's part of a step.
+"""Micro-benchmarks of every kernel that runs on this device and of the host's part of a step, by pytest-benchmark.
 
     titan bench kernels --json before.json
     titan bench kernels --compare before.json --fail
-    titan bench kernels --select attention verify
+    titan bench kernels --select "attention and verify"
 
 Shapes are those of the demo pair with 1 and with 32 requests of 128 tokens. A time is the fastest of many: what else runs on the
 machine can only add to it. It is shown in microseconds and over a reference of the same run, a matrix product for kernels and a
-loop of Python for the host's part, each run between the others; a comparison with a stored run is of these ratios, so that a slower
+loop of Python for the host's part, each run first and last; a comparison with a stored run is of these ratios, so that a slower
 machine alone changes little. Ctrl-C ends the measurement and reports what there is.
 """
 
@@ -14,34 +14,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import os
 import sys
+import tempfile
 import timeit
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import redirect_stdout
 from pathlib import Path
-from statistics import quantiles
+from typing import Any
 
 import torch
 
-from titan.bench.gpu.timing import synchronize
-from titan.bench.micro.benchmarks import HOST, KERNELS, NUM_STEPS, STEPS
-from titan.bench.micro.stage import Call, make_stage
 from titan.bench.provenance import machine_name
 from titan.bench.report import Report, bench_parser, count, figure_table, measure_and_publish, parse
 from titan.bench.samples import Row, Spread
-from titan.bench.turns import Turns, log
+from titan.bench.turns import log
 
-PARTS = {"kernel": KERNELS, "host": HOST}
-NUM_REQUESTS = (1, 32)
-NUM_WARM_UPS, MIN_ROUNDS = 3, 5
-ROUND_SECONDS = 2e-5
-"""Calls are timed together until they take that long, which a clock tells well."""
+MICRO = Path(__file__).resolve().parent / "micro"
 FASTEST, MEDIAN, RELATIVE, OVER_STORED = "fastest, us", "median, us", "x reference", "x stored"
 COLUMNS = {FASTEST: ".1f", MEDIAN: "±.1f", RELATIVE: ".2f", OVER_STORED: ".2f"}
-
-Times = dict[tuple[str, str], list[float]]
-"""Seconds of benchmarks, by part and name."""
 
 
 def read_stored(path: Path) -> dict[str, float]:
@@ -61,50 +52,65 @@ def read_stored(path: Path) -> dict[str, float]:
     return stored
 
 
-def benchmark_seconds(part: str, name: str, num_requests: int, seconds: float, seed: int) -> list[float]:
-    """Times of a benchmark, which takes about ``seconds``; none where there is nothing to time."""
-    stage = make_stage(num_requests, seed)
-    call = PARTS[part][name](stage)
-    if call is None:
-        return []
-
-    def run() -> None:
-        call()
-        synchronize(stage.backend.device)
-
-    return call_seconds(run, seconds, NUM_STEPS if name in STEPS else math.inf)
-
-
-def call_seconds(call: Call, seconds: float, max_calls: float) -> list[float]:
-    """Seconds of a call, in rounds that take about ``seconds`` together; each is a mean over calls of `ROUND_SECONDS`."""
-    timer = timeit.Timer(call)
-    once = min(timer.repeat(NUM_WARM_UPS, 1))
-    num_calls = math.ceil(ROUND_SECONDS / once)
-    num_rounds = min(max(seconds / (num_calls * once), MIN_ROUNDS), (max_calls - NUM_WARM_UPS) / num_calls)
-    return [each / num_calls for each in timer.repeat(int(num_rounds), num_calls)]
-
-
-def reference_seconds(part: str) -> float:
-    """What the machine itself does: the fastest of some float32 matrix products, or of some loops of Python."""
-    if part == "host":
-        return min(timeit.repeat(lambda: sum(i & 7 for i in range(5000)), number=1, repeat=50))
+def reference_seconds() -> dict[str, float]:
+    """What the machine itself does, by part: the fastest of many float32 matrix products, and of many loops of Python."""
     matrix = torch.ones(256, 256, device="cuda" if torch.cuda.is_available() else "cpu")
-    return min(timeit.repeat(lambda: (matrix @ matrix)[0, 0].item(), number=1, repeat=50))
+    references = {"kernel": lambda: (matrix @ matrix)[0, 0].item(), "host": lambda: sum(i & 7 for i in range(5000))}
+    return {part: min(timeit.repeat(reference, number=1, repeat=1000)) for part, reference in references.items()}
 
 
-def make_rows(times: Times, references: Mapping[str, float], stored: Mapping[str, float]) -> list[Row]:
-    """What was found; medians come with their quartiles, as their range."""
+def run_benchmarks(select: str, seconds: float, seed: int) -> tuple[list[dict[str, Any]], list[str], bool]:
+    """Run the micro-benchmarks in this process; pytest shows its progress on stderr.
+
+    Returns:
+        Benchmarks as in pytest-benchmark's JSON files; a line for each that failed; and whether Ctrl-C ended them.
+
+    Raises:
+        ValueError: pytest or pytest-benchmark is not installed, or the selection names nothing.
+    """
+    try:
+        import pytest
+        import pytest_benchmark  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ValueError(f"titan bench kernels needs {error.name}: pip install pytest pytest-benchmark") from error
+    failures: list[str] = []
+
+    class Plugin:
+        """Provides the seed, keeps failures."""
+
+        @pytest.fixture
+        def seed(self) -> int:
+            return seed
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.failed:
+                crash = getattr(report.longrepr, "reprcrash", None)
+                failures.append(f"{report.nodeid} failed: {crash.message if crash else report.longrepr}")
+
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
+        path = Path(folder) / "benchmarks.json"
+        options = ["-c", os.devnull, f"--rootdir={MICRO}", "--import-mode=importlib", "--override-ini=python_files=micro_*.py"]
+        options += ["-q", "-p", "no:cacheprovider", "--capture=no", "-W", "ignore:Not saving anything", "-k", select]
+        options += [f"--benchmark-json={path}", f"--benchmark-max-time={seconds}", "--benchmark-quiet", "--benchmark-disable-gc"]
+        status = pytest.main([*options, str(MICRO)], plugins=[Plugin()])
+        found = json.loads(path.read_text(encoding="utf-8"))["benchmarks"] if path.exists() else []
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
+        raise ValueError(f"--select {select!r} names no benchmark: pytest ended with status {int(status)}")
+    return found, failures, status == pytest.ExitCode.INTERRUPTED
+
+
+def make_rows(benchmarks: Sequence[Mapping[str, Any]], references: Mapping[str, float], stored: Mapping[str, float]) -> list[Row]:
+    """Rows of what pytest-benchmark found, by part; medians come with their quartiles, as their range."""
     rows = []
-    for (part, name), seconds in times.items():
-        low, middle, high = quantiles(seconds)
-        relative = min(seconds) / references[part]
+    for each in sorted(benchmarks, key=lambda each: (each["group"], each["name"])):
+        name, part, stats = each["name"].removeprefix("test_"), each["group"], each["stats"]
         figures = {
-            FASTEST: Spread.of([1e6 * min(seconds)]),
-            MEDIAN: Spread(1e6 * middle, 1e6 * low, 1e6 * high, len(seconds)),
-            RELATIVE: Spread.of([relative]),
+            FASTEST: Spread.of([1e6 * stats["min"]]),
+            MEDIAN: Spread(1e6 * stats["median"], 1e6 * stats["q1"], 1e6 * stats["q3"], stats["rounds"]),
+            RELATIVE: Spread.of([stats["min"] / references[part]]),
         }
         if name in stored:
-            figures[OVER_STORED] = Spread.of([relative / stored[name]])
+            figures[OVER_STORED] = Spread.of([figures[RELATIVE].median / stored[name]])
         rows.append(Row({"benchmark": name, "part": part}, figures))
     return rows
 
@@ -116,7 +122,7 @@ def complaints(rows: Sequence[Row], stored: Mapping[str, float], threshold: floa
         for row in rows
         if (ratio := row.median(OVER_STORED)) is not None and ratio > threshold
     ]
-    missing = stored.keys() - {str(row.labels["benchmark"]) for row in rows}
+    missing = stored.keys() - {row.labels["benchmark"] for row in rows}
     if missing and not is_selection:
         found.append(f"missing, although the stored run has them: {', '.join(sorted(missing))}")
     if len(missing) == len(stored):
@@ -150,42 +156,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         ValueError: an option is not allowed.
     """
     args = parse(make_parser(), argv)
+    if args.threshold <= 0 or args.seconds <= 0:
+        raise ValueError(f"--threshold {args.threshold:g} and --seconds {args.seconds:g} must both be above 0")
     if args.fail and args.compare is None:
         raise ValueError("--fail is not allowed without --compare: it needs a stored run")
-    selected = [(part, name) for part, named in PARTS.items() for name in named if all(word in name for word in args.select)]
-    if not selected:
-        names = ", ".join(name for named in PARTS.values() for name in named)
-        raise ValueError(f"--select {' '.join(args.select)} is in no benchmark's name: there are {names}")
-    stored = {} if args.compare is None else read_stored(args.compare)
-    times: Times = {}
-    references = dict.fromkeys(PARTS, math.inf)
-    problems: list[str] = []
+    stored = None if args.compare is None else read_stored(args.compare)
+    rows: list[Row] = []
+    failures: list[str] = []
 
     def measure() -> None:
-        turns = [(num_requests, *each) for num_requests in NUM_REQUESTS for each in selected]
-        with Turns(len(turns), problems, lambda _: None) as bar, torch.inference_mode():
-            for num_requests, part, name in turns:
-                references[part] = min(references[part], reference_seconds(part))
-                work = partial(benchmark_seconds, part, name, num_requests, args.seconds, args.seed)
-                if found := bar.take(f"{name}[{num_requests}]", "with the demo pair", work):
-                    times[part, f"{name}[{num_requests}]"] = found
+        first = reference_seconds()
+        benchmarks, problems, is_interrupted = run_benchmarks(args.select, args.seconds, args.seed)
+        references = {part: min(seconds, first[part]) for part, seconds in reference_seconds().items()}
+        rows.extend(make_rows(benchmarks, references, stored or {}))
+        failures.extend(problems)
+        if is_interrupted:
+            raise KeyboardInterrupt
 
-    def complained(rows: Sequence[Row]) -> list[str]:
-        return complaints(rows, stored, args.threshold, is_selection=bool(args.select)) if args.compare else []
+    def found() -> list[str]:
+        return [] if stored is None else complaints(rows, stored, args.threshold, is_selection=bool(args.select))
 
     def report() -> Report:
-        rows = make_rows(times, references, stored)
-        return make_report(rows, [*problems, *complained(rows)], args.threshold)
+        return make_report(rows, [*failures, *found()], args.threshold)
 
     measure_and_publish(args, measure, report, {"target": "demo", "draft": "demo"})
-    return int(bool(problems or (args.fail and complained(make_rows(times, references, stored)))))
+    return int(bool(failures or (args.fail and found())))
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = bench_parser("kernels", __doc__)
     parser.add_argument(
-        "--select", nargs="+", default=[], metavar="WORD", help="those whose names have all of these (default: all)"
+        "--select", default="", metavar="EXPRESSION", help='names, such as "attention and not prefill" (default: all)'
     )
     parser.add_argument("--seconds", type=float, default=0.5, help="for each benchmark, about (default: %(default)s)")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="a run that --json wrote")

@@ -8,6 +8,7 @@ from functools import cache, partial
 from itertools import repeat
 from unittest.mock import Mock, patch
 
+import torch
 from torch import Tensor
 
 from titan.bench.engine_run import make_requests
@@ -31,23 +32,16 @@ CONTEXT_LEN = 128
 NUM_DRAFT_TOKENS = 8
 MAX_OUTPUT_LEN = 1024
 
-Call = Callable[[], object]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
     """The demo pair with requests in flight, after the target's pass of a step."""
 
-    seed: int
     engine: Engine
     plan: StepPlan
     trees: DraftTrees
     batch: RaggedBatch  # with its nodes in their places
     logits: Tensor  # [L, vocab]
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.plan.requests)
 
     @property
     def backend(self) -> Backend:
@@ -61,7 +55,9 @@ class Stage:
     def kv(self) -> KVTensor:
         return self.engine.kv.tensors["target"]
 
-    def call_of_pass(self, operation: str, index: int = -1, ops: LayerOps | None = None, batch: RaggedBatch | None = None) -> Call:
+    def call_of_pass(
+        self, operation: str, index: int = -1, *, ops: LayerOps | None = None, batch: RaggedBatch | None = None
+    ) -> Callable[[], object]:
         """Run a pass of the target by its single operations, and return one of them, to be called again.
 
         Args:
@@ -130,9 +126,10 @@ def make_engine(
 def make_stage(num_requests: int, seed: int, *, draft_tree: str = "dynamic", temperature: float = 0.0) -> Stage:
     """Run the prompts, and the next step up to its verification; the same arguments give the same stage."""
     engine = make_engine(num_requests, seed, draft_tree=draft_tree, temperature=temperature)
-    plan = engine.scheduler.schedule(NUM_DRAFT_TOKENS, engine._lookahead)
-    trees = engine._propose(plan)
-    batch = target_batch(plan, trees, block_size=engine.kv.block_size)
-    logits = engine.runner.forward(batch)
-    place_nodes(batch)
-    return Stage(seed, engine, plan, trees, batch, logits)
+    with torch.inference_mode():
+        plan = engine.scheduler.schedule(NUM_DRAFT_TOKENS, engine._lookahead)
+        trees = engine._propose(plan)
+        batch = target_batch(plan, trees, block_size=engine.kv.block_size)
+        logits = engine.runner.forward(batch)
+        place_nodes(batch)
+        return Stage(engine, plan, trees, batch, logits)

@@ -1,0 +1,41 @@
+"""Fixtures of the micro-benchmarks; `titan.bench.kernels` provides ``seed``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from titan.bench.micro.stage import Stage, make_stage
+
+
+@pytest.fixture(params=[1, 32])
+def num_requests(request: pytest.FixtureRequest) -> int:
+    """Requests in flight."""
+    return int(request.param)
+
+
+@pytest.fixture
+def stage(num_requests: int, seed: int) -> Stage:
+    """An engine before the verification of dynamic trees."""
+    return make_stage(num_requests, seed)
+
+
+@pytest.fixture
+def measure(benchmark: BenchmarkFixture) -> Iterator[Callable[..., Any]]:
+    """Benchmark a function with its arguments, on a GPU until its work is done."""
+    is_on_gpu = torch.cuda.is_available()
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        def call() -> None:
+            function(*args, **kwargs)
+            if is_on_gpu:
+                torch.cuda.synchronize()
+
+        benchmark(call)
+
+    with torch.inference_mode():
+        yield run
