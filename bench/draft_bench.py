@@ -34,9 +34,6 @@ class Setting:
     workloads: Sequence[Workload]  # one to warm up with, then one per round
     recipes: Sequence[DraftRecipe]
 
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {format_label(value)}" for name, value in self.labels.items())
-
 
 class DraftBench:
     """One engine whose draft is swapped from run to run; ``samples`` and ``problems`` grow as it goes.
@@ -88,7 +85,8 @@ class DraftBench:
         reference: Run | None = None
         with Turns(len(runs) * self.args.repeats, self.problems, lambda _: make_idle(self.engine)) as turns:
             for round_id, (setting, draft) in in_rounds(runs, self.args.repeats):
-                run = turns.take(draft, f"({setting})", partial(self._run, setting, draft, round_id))
+                place = ", ".join(f"{name} {format_label(value)}" for name, value in setting.labels.items())
+                run = turns.take(draft, f"({place})", partial(self._run, setting, draft, round_id))
                 if draft == NO_DRAFT:
                     reference = run
                 if run is not None:

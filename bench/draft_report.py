@@ -145,8 +145,12 @@ def _why(mine: Mapping[str, float], best: Mapping[str, float]) -> str:
         length = f", which {pays} for steps that take {mine['x ms/step']:.2f} x as long as without a draft" if is_timed else ""
         return reason + length
     reason += f", the fastest {best['tokens/step']:.2f}"
-    if is_timed and mine["x ms/step"] / best["x ms/step"] > max(1.0, best["tokens/step"] / mine["tokens/step"]):
+    fewer_by = best["tokens/step"] / mine["tokens/step"]
+    longer_by = mine["x ms/step"] / best["x ms/step"] if is_timed else 0.0
+    if longer_by > max(1.0, fewer_by):
         cause = PARTS[max(PARTS, key=lambda part: mine[part] - best[part])]
         lengths = f"{mine['x ms/step']:.2f} x a step without a draft, the fastest's {best['x ms/step']:.2f}"
         reason = f"its steps take {lengths}, mostly for {cause}"
+    elif is_timed and fewer_by <= 1:
+        reason = "no worse per step in these figures: behind within the noise"
     return f"{reason}; slower than no draft" if mine["x no draft"] < 1 else reason

@@ -109,8 +109,7 @@ def latency_report(args: argparse.Namespace, samples: Sequence[Sample], problems
     for percent in (50, 99):
         samples = with_ratio(samples, f"P{percent} / no draft", f"latency P{percent}, ms", engine=NO_DRAFT)
     rows = make_rows(samples)
-    limits = find_limits(rows)
-    labels = ["engine", RATE]
+    limits, labels = find_limits(rows), ["engine", RATE]
     tables = [
         figure_table("Saturation, requests/s", limits, ["engine"], LIMITS),
         figure_table("Load", rows, labels, LOADS),

@@ -52,8 +52,8 @@ class AcceptanceCounts:
     def figures(self) -> dict[str, float]:
         """Alpha, the acceptance of one more depth, where it was tried, and the tokens of a step that it alone gives."""
         alpha = self.accepted.total() / self.num_tries if self.num_tries else 0.0
-        num_expected = self.num_steps + sum(alpha**depth * count for depth, count in self.trees.items())
-        expected = {"expected tokens/step": num_expected / self.num_steps}
+        num_drafted = sum(alpha**depth * count for depth, count in self.trees.items())
+        expected = {"expected tokens/step": 1 + num_drafted / self.num_steps}
         return {"alpha": alpha, **expected} if self.num_tries else expected
 
     @property

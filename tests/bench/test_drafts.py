@@ -170,11 +170,12 @@ def row(draft: str, speed_up: float, tokens: float, drafting: float = 0.4, targe
 
 def test_the_ranking_is_over_workloads_and_says_what_a_draft_lacks() -> None:
     rows = [row("blind", 0.8, 1.2, 0), row("dear", 1.1, 3.1, 1.6), row("best", 3.8, 3.0), row("verbose", 1.5, 3.0, target=1.5)]
-    ranking = rank([*rows, row("best", 0.95, 3.0, workload="prose")], "draft")
+    ranking = rank([*rows, row("best", 0.95, 3.0, workload="prose"), row("equal", 1.0, 3.0)], "draft")
     assert [(each.labels["draft"], each.labels["why"]) for each in ranking] == [
         ("best", "emits 3.00 tokens per step, which pay for steps that take 1.50 x as long as without a draft"),
         ("verbose", "its steps take 2.00 x a step without a draft, the fastest's 1.50, mostly for verification"),
         ("dear", "its steps take 2.70 x a step without a draft, the fastest's 1.50, mostly for drafting"),
+        ("equal", "no worse per step in these figures: behind within the noise"),
         ("blind", "emits 1.20 tokens per step, the fastest 3.00; slower than no draft"),
     ]
     assert ranking[0].median("x no draft") == pytest.approx(1.9)  # the geometric mean
