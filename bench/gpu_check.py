@@ -5,15 +5,14 @@
     TRITON_INTERPRET=1 python -m titan.bench.gpu_check --tiny    tiny shapes in Triton's interpreter: a rehearsal
 
 Sections run one after the other, each in a process of its own. One that fails or hangs costs its own rows; where time runs out, the
-least important rows are skipped, and say so. What there is is written even if the check is terminated. The status is 1 if anything
-of Titan's failed, or disagrees with others; missed goals are only shown. ``pytest -m cuda`` says whether the kernels are right.
+least important rows are skipped, and say so. Rows are written to the JSON file as they come. The status is 1 if anything of Titan's
+failed, or disagrees with others; missed goals are only shown. ``pytest -m cuda`` says whether the kernels are right.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,19 @@ import torch
 
 from titan.bench.gpu import attention, ceilings, end_to_end
 from titan.bench.gpu.sections import Row, Section, Setting, run_isolated
-from titan.bench.report import Report, Table, bench_parser, count, figure_table, format_label, measure_and_publish, parse, positive
+from titan.bench.provenance import collect_provenance
+from titan.bench.report import (
+    Report,
+    Table,
+    bench_parser,
+    count,
+    figure_table,
+    format_label,
+    json_text,
+    measure_and_publish,
+    parse,
+    positive,
+)
 from titan.bench.turns import log
 from titan.kernels.triton.tools import INTERPRETED
 
@@ -96,8 +107,15 @@ def main(argv: Sequence[str] | None = None, run_section: RunSection = run_isolat
     seconds = args.seconds or sum(section.seconds for section in sections)
     setting = Setting(device, args.tiny, args.seed, args.threads)
     rows: list[Row] = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever lends a device may take it back
-    measure_and_publish(args, lambda: rows.extend(run_sections(sections, setting, seconds, run_section)), lambda: make_report(rows))
+    provenance = collect_provenance(args.command, seed=args.seed)
+
+    def measure() -> None:
+        for row in run_sections(sections, setting, seconds, run_section):
+            rows.append(row)
+            if args.json is not None:  # what is known so far outlives the process, whatever ends it
+                args.json.write_text(json_text(make_report(rows), provenance, args), encoding="utf-8")
+
+    measure_and_publish(args, measure, lambda: make_report(rows))
     return int(any(row.status in ("failed", "wrong") for row in rows))
 
 
