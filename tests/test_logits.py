@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_logits import slow_transform
+from slow_logits import by_last_token, slow_transform
 from stepping import host_trees
 from torch import Tensor
 
@@ -26,11 +26,6 @@ VOCAB_SIZE = 11
 STOP = 4
 
 upload = TorchBackend(torch.device("cpu")).upload
-
-
-def by_last_token(token_ids: list[int], logits: Tensor) -> Tensor:
-    """Likes the tokens that have the parity of the last one."""
-    return logits + 1.5 * (torch.arange(len(logits)) % 2 == token_ids[-1] % 2)
 
 
 def by_length(token_ids: list[int], logits: Tensor) -> Tensor:
