@@ -63,7 +63,6 @@ def collect_provenance(command: str, *, models: Mapping[str, str | None] | None 
 def provenance_lines(provenance: Provenance) -> list[str]:
     """Describe a run, a fact per line."""
     versions = ", ".join(f"{name} {number}" for name, number in provenance.versions.items())
-    load = ", ".join(f"{value:.2f}" for value in provenance.load_average)
     return [
         f"command: `{provenance.command}`",
         f"commit: {provenance.commit}",
@@ -72,7 +71,7 @@ def provenance_lines(provenance: Provenance) -> list[str]:
         f"versions: {versions}",
         *(f"{role}: {model}" for role, model in provenance.models.items()),
         f"seed: {provenance.seed}",
-        f"load average before the run: {load}",
+        f"load average before the run: {', '.join(f'{value:.2f}' for value in provenance.load_average)}",
     ]
 
 

@@ -199,9 +199,8 @@ def html(report: Report, provenance: Provenance, _: argparse.Namespace) -> str:
     charts = [f"<h2>{escape(chart.title)}</h2>\n{render_chart(chart)}" for chart in report.charts]
     parts += [*charts[:1], *map(_html_table, report.tables), *charts[1:]]
     if report.warnings:
-        parts.append(
-            f"<details><summary>{count(len(report.warnings), 'warning')}</summary>\n{_html_list(report.warnings)}\n</details>"
-        )
+        summary = count(len(report.warnings), "warning")
+        parts.append(f"<details><summary>{summary}</summary>\n{_html_list(report.warnings)}\n</details>")
     parts += [f"<p>{escape(note.removeprefix('- '))}</p>" for note in report.notes]
     parts.append(f"<h2>Where the figures come from</h2>\n{_html_list(provenance_lines(provenance))}")
     head = f'<meta charset="utf-8"/>\n<meta name="viewport" content="width=device-width"/>\n<title>{title}</title>'
