@@ -25,8 +25,6 @@ KILLED_CODES = (1, 2)
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """One broken line."""
-
     name: str
     file: str  # from the root
     find: str  # occurs exactly once in the file

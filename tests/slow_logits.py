@@ -40,7 +40,6 @@ def slow_transform(
 
 
 def by_last_token(token_ids: list[int], logits: Tensor) -> Tensor:
-    """A logits processor that likes the tokens that have the parity of the last one."""
     return logits + 1.5 * (torch.arange(len(logits)) % 2 == token_ids[-1] % 2)
 
 

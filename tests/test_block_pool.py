@@ -56,7 +56,6 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def acquire_cached(self, seed: int) -> None:
-        """Look for a block, more often for one that is there."""
         block_hash = Random(seed).choice([*self.hashes.values(), *HASHES])
         block_id = self.pool.lookup(block_hash)
         assert block_id == next((block for block, known in self.hashes.items() if known == block_hash), None)
@@ -87,7 +86,6 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(seed=SEEDS)
     def truncate(self, seed: int) -> None:
-        """Release the end of a table, or all of it."""
         table = Random(seed).choice(self.tables)
         surplus = table[seed % (len(table) + 1) :][::-1]
         del table[len(table) - len(surplus) :]

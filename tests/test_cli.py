@@ -113,7 +113,6 @@ def test_a_drafter_that_found_nothing_has_an_empty_tree(zoo: Zoo, capsys: pytest
 
 
 def info(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """What `info --json` prints, which is what `info` prints as text."""
     assert main(["info", "--json"]) == 0
     facts: dict[str, str] = json.loads(capsys.readouterr().out)
     assert main(["info"]) == 0

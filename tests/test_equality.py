@@ -38,8 +38,6 @@ Case = dict[str, str]
 
 
 class Repeating(NoDrafter):
-    """Proposes the last token once more, and the one before it."""
-
     name = "repeating"
     max_draft_tokens = 2
 
@@ -56,7 +54,6 @@ def read_table() -> list[tuple[Case, str]]:
 
 
 def promise_of(case: Case) -> str:
-    """That of the first row that fits."""
     return next(
         promise for row, promise in read_table() if all(row[axis] == "any" or case[axis] in row[axis].split(", ") for axis in AXES)
     )

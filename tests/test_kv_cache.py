@@ -34,7 +34,6 @@ def ops() -> Mock:
 
 @pytest.fixture
 def kv(ops: Mock) -> KVCache:
-    """Of eight blocks of four tokens."""
     kv = KVCache(8, 4, enable_prefix_caching=True, ops=ops)
     kv.attach("target", KVTensor(LAYOUT, 8, 4, CPU))
     kv.attach("draft", KVTensor(LAYOUT, 8, 4, CPU))

@@ -110,16 +110,12 @@ def test_an_engine_runs_on_a_back_end_of_ones_own(zoo: Zoo, name: str) -> None:
 
 
 class GeluOps(TorchOps):
-    """Another activation."""
-
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return F.gelu(gate) * up
 
 
 class GeluDecoder(Decoder):
-    """A decoder of a family of its own."""
-
     def __init__(self, path: str, backend: Backend) -> None:
         plain = load_model(path, dtype="float32", backend=make_back_end("torch"), pack=False)
         config = plain.config

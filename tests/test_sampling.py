@@ -51,7 +51,6 @@ def test_streams_of_seeds_positions_purposes_and_siblings_differ() -> None:
 
 
 def p_value(observed: NDArray[np.int64], probs: NDArray[np.float64]) -> float:
-    """Of the counts being sampled from ``probs``; 0 if something came out that cannot."""
     possible = probs > 0
     if observed[~possible].sum() > 0:
         return 0.0

@@ -126,7 +126,6 @@ MISPLACED = "they must be [nodes with children, 9] on cpu, at temperatures above
 
 
 def second(**changes: Any) -> list[DraftTree]:
-    """A sampled tree in the second row, with some fields changed."""
     return [EMPTY_TREE, replace(SAMPLED, **changes), EMPTY_TREE]
 
 

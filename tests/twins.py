@@ -47,7 +47,6 @@ class Twins:
         return self.rng.integers(3, 131, count).tolist()  # type: ignore[no-any-return]
 
     def tables(self) -> list[list[int]]:
-        """Of all requests, other ones each time."""
         order = self.rng.permutation(NUM_REQUESTS * BLOCKS_PER_REQUEST).tolist()
         return [order[i::NUM_REQUESTS] for i in range(NUM_REQUESTS)]
 

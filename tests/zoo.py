@@ -50,12 +50,10 @@ class Zoo:
         self._greedy: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
     def path(self, name: str) -> str:
-        """The folder of a model, as it is passed to `titan.LLM`."""
         self.model(name)
         return str(self.folder / name)
 
     def model(self, name: str) -> PreTrainedModel:
-        """The model in transformers, in float32."""
         if name not in self._models:
             base = name.removesuffix("+text").removesuffix("~")
             model_type, config = (FAMILIES | OTHERS)[base]

@@ -14,11 +14,9 @@ from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTree
 
 Option = tuple[float, int, float, float]
-"""Temperature, top-k, top-p, min-p."""
 
 
 def sampling_rows(options: Sequence[Option]) -> SamplingRows:
-    """Rows of such options, each with a seed and a position of its own."""
     params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in options]
     return SamplingRows.of((each, i * (2**60 + 12345) % 2**64, i * 5 + 7) for i, each in enumerate(params))
 

@@ -49,7 +49,6 @@ class Request:
 
     @property
     def visible_lens(self) -> list[int]:
-        """Of each query token."""
         return [*range(self.context + 1, self.tree_start + 1), *[self.tree_start] * len(self.nodes)]
 
     @property
@@ -104,8 +103,6 @@ def random_request(rng: np.random.Generator, kind: str) -> Request:
 
 @dataclass
 class Case:
-    """Requests with their blocks."""
-
     requests: list[Request]
     num_blocks: int
     block_size: int

@@ -20,7 +20,6 @@ def assert_rounded_once(actual: Tensor, exact: Tensor) -> None:
 
 
 def make_table(num_positions: int, head_dim: int) -> Tensor:
-    """Float32 [num_positions, 2, head_dim]."""
     frequencies = tuple(100.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))
     return rope_table(Rope("default", frequencies, 1.0), num_positions)
 

@@ -56,7 +56,6 @@ def random_batch(seed: int) -> Batch:
 def expected_records(
     batch: Batch, is_short: bool, window: Window, fixed_chunk: int | None, max_parts: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Tiles and merges in their order, by loops."""
     group = batch.geometry.group
     config = config_of(batch, is_short)
     block_m, num_running = config.block_m, config.programs_per_multiprocessor * num_multiprocessors(DEVICE)

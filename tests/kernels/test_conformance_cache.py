@@ -26,7 +26,6 @@ def random_kv(backend: Backend, dtype: torch.dtype) -> KVTensor:
 
 
 def bits_of(kv: KVTensor) -> list[Tensor]:
-    """A copy of each group on the host."""
     return [group.cpu().view(BITS[kv.layout.dtype]).clone() for group in kv.groups]
 
 

@@ -151,7 +151,6 @@ def on_triton(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) ->
 
 
 def in_a_wider_tensor(x: Tensor) -> Tensor:
-    """The same rows with NaN beside them."""
     wide = torch.full((x.shape[0], x.shape[1] + 16), torch.nan, dtype=x.dtype, device=DEVICE)
     return wide[:, 8:-8].copy_(x)
 

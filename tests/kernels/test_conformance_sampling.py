@@ -192,7 +192,6 @@ def test_no_rows_have_no_distributions(backend: Backend) -> None:
 
 
 def assert_cut_by_token_id(logits: Tensor, options: Sequence[Option]) -> Tensor:
-    """Returns which tokens are kept."""
     expected = reference_probs(logits, options)
     assert_same_distribution(triton_backend().sampling.probs(logits, sampling_rows(options)).cpu(), expected)
     return expected > 0

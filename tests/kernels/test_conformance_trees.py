@@ -229,7 +229,6 @@ def with_empty_places(trees: DraftTrees, num_empty: Sequence[int]) -> DraftTrees
 
 
 def random_parents(rng: np.random.Generator, num_nodes: int) -> NDArray[np.int32]:
-    """A chain, a star, or anything between."""
     match rng.integers(4):
         case 0:
             return chain_parents(num_nodes)
@@ -279,7 +278,6 @@ def matched_case(seed: int, sizes: Sequence[int], vocab_size: int, option: Optio
 
 
 def num_trees_for(backend: Backend, number: int) -> int:
-    """Fewer where an interpreter runs the kernels."""
     return number // 4 if isinstance(backend, TritonBackend) else number
 
 

@@ -25,7 +25,6 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def attend_all(backend: Backend, requests: Sequence[Request], q: Tensor, kv: Tensor, window: Window = None) -> Tensor:
-    """Of requests whose blocks lie one after the other."""
     return attend(backend, make_case(list(requests), layout="dense").batch(backend), q, kv, window)
 
 

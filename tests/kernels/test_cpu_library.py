@@ -28,7 +28,6 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def load_again() -> str:
-    """The description of a library that could be loaded."""
     load_library.cache_clear()
     loaded = load_library()
     assert loaded.library is not None, loaded.description

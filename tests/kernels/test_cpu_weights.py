@@ -36,7 +36,6 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def exact(*shape: int) -> Tensor:
-    """Float32 weights that bfloat16 holds."""
     return random(*shape).bfloat16().float()
 
 

@@ -126,7 +126,6 @@ def launch(head_dim, dtype, short_query_len, max_query_len, window=None, softcap
     tree_attention(q, kv_layer, plan, scale=0.1, window=window, softcap=softcap)
 """
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-"""By bytes per element."""
 OPTIONS = "window=40, softcap=30.0, block_size=32"
 
 

@@ -43,8 +43,6 @@ class Setup:
 
 
 class Batch:
-    """A setup with numbers in it."""
-
     def __init__(self, setup: Setup) -> None:
         requests = [replace(request) for request in setup.requests]  # each batch gives them blocks of its own
         num_heads = setup.group * setup.num_kv_heads
@@ -73,7 +71,6 @@ class Batch:
         assert (output[self.case.query_start_loc[-1] :] == 0).all()
 
     def rows(self, values: Tensor, index: int) -> Tensor:
-        """Of one request."""
         return values[self.case.query_start_loc[index] : self.case.query_start_loc[index + 1]]
 
 
@@ -199,7 +196,6 @@ def test_with_fixed_chunks_a_request_does_not_depend_on_its_batch(setup: Setup) 
 
 
 def test_a_captured_plan_serves_other_lengths_when_its_inputs_are_written_in_place() -> None:
-    """The same shapes and addresses, other contents."""
     batch = Batch(Setup([Request(40, 1, chain(7)), Request(9), Request(30)], group=2, num_padded=2))
     later = Batch(Setup([Request(0, 3), EMPTY, Request(55, 1, star(7))], group=2, num_padded=1))
     batch.q, batch.kv = later.q, later.kv

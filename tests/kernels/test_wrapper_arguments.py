@@ -50,7 +50,6 @@ def geometry() -> dict[str, Any]:
 
 
 def batch() -> dict[str, Any]:
-    """Two requests, of two tokens and one."""
     return {
         "geometry": AttentionGeometry(**geometry()),
         "query_start_loc": ints([0, 2, 3]),
@@ -164,7 +163,6 @@ MESSAGES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (AttentionGeometry, {"block_size": 8}, "block_size is 8: it must be one of (16, 32)"),
     (AttentionGeometry, {"dtype": torch.float64}, "dtype is torch.float64: it must be one of torch.bfloat16, torch.float16, torch"),
     (plan_attention, {"short_query_len": 0}, "short_query_len is 0: it must be at least 1"),
-    (plan_attention, {"max_query_len": 0}, "max_query_len is 0: it must be at least 1"),
     (plan_attention, {"windows": ()}, "windows is empty: it must have one entry, None for full attention"),
     (plan_attention, {"windows": (None, 0)}, "windows has 0: each must be None or from 1 to 1073741824"),
     (plan_attention, {"fixed_chunk": 40}, "fixed_chunk is 40: it must be a positive multiple of 16, or None"),
@@ -178,15 +176,10 @@ MESSAGES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (tree_attention, {"softcap": 0.0}, "softcap is 0.0: it must be positive, or None"),
     (tree_attention, {"scale": 0.0}, "scale is 0.0: it must be positive"),
     (rms_norm, {"x": floats(2, 16385)}, "x has shape [2, 16385]: hidden_size must be 1 to 16384"),
-    (rms_norm, {"x": floats(2, 0)}, "x has shape [2, 0]: hidden_size must be 1 to 16384"),
     (rms_norm, {"weight": floats(7)}, "weight has shape [7]: it must be [8]"),
     (rms_norm, {"residual": floats(2, 8)}, "residual has shape [2, 8]: it must be [3, 8]"),
-    (rms_norm, {"residual": floats(3, 8).half()}, "residual has dtype torch.float16: it must be torch.float32"),
     (silu_mul, {"gate_up": floats(2, 7)}, "gate_up has shape [2, 7]: its rows must have two halves"),
-    (silu_mul, {"gate_up": floats(2, 0)}, "gate_up has shape [2, 0]: its rows must have two halves"),
     (rotate, {"qkv": floats(3, 90)}, "qkv has shape [3, 90]: it must be [T, (H + 4) * 16] with one query head or more"),
-    (rotate, {"qkv": floats(3, 64)}, "qkv has shape [3, 64]: it must be [T, (H + 4) * 16] with one query head or more"),
-    (rotate, {"qkv": floats(3, 128).half()}, "qkv has dtype torch.float16: it must be torch.float32"),
     (rotate, {"rope_table": floats(9, 2, 8)}, "rope_table has shape [9, 2, 8]: it must be [any, 2, 16]"),
     (rotate, {"positions": longs([0, 1])}, "positions has shape [2]: it must be [3]"),
     (rotate, {"kv_layer": floats(2, 1, 3, 16, 9)}, "kv_layer has shape [2, 1, 3, 16, 9]: head_dim must be even"),
@@ -210,10 +203,6 @@ MESSAGES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (reject_trees, {"seeds": longs([1])}, "seeds has shape [1]: it must be [3]"),
     (reject_trees, {"trees": VerifiedTrees.of(**trees() | {"start_loc": ints([0, 2, 2])})}, "distributions has 3 rows on "),
     (select_trees, {"token_ids": longs([[0] * 4097] * 2)}, "token_ids has shape [2, 4097]: there must be 1 to 4096 candidates"),
-    (silu_mul, {"gate_up": floats(2, 4).int()}, "gate_up has dtype torch.int32: it must be torch.bfloat16 or torch.float16"),
-    (rms_norm, {"x": floats(8, 3).T}, "x has strides (1, 3): its last dimension must be contiguous"),
-    (rms_norm, {"weight": floats(16)[::2]}, "weight has strides (2,): it must be contiguous"),
-    (rms_norm, {"weight": floats(8).to("meta")}, f"weight is on meta: it must be on {DEVICE}"),
     (rms_norm, {"x": floats(3, 8).to("meta")}, "x is on meta: Triton kernels of this process run on "),
 ]
 
