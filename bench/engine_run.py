@@ -48,7 +48,7 @@ def run_workload(
 ) -> Run:
     """Step an idle engine until a workload is done; temperature 0.
 
-    A request that arrives during a step waits for its end, which its latency counts.
+    A request that arrives during a step waits until the step ends; its latency includes that wait.
 
     Args:
         engine: takes as many waiting requests as there are.

@@ -108,6 +108,8 @@ def main(argv: Sequence[str] | None = None, run_section: RunSection = run_isolat
     setting = Setting(device, args.tiny, args.seed, args.threads)
     rows: list[Row] = []
     provenance = collect_provenance(args.command, seed=args.seed)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
 
     def measure() -> None:
         for row in run_sections(sections, setting, seconds, run_section):

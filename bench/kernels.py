@@ -72,7 +72,7 @@ def run_benchmarks(select: str, seconds: float, seed: int) -> tuple[list[dict[st
         import pytest
         import pytest_benchmark  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ValueError(f"titan bench kernels needs {error.name}: pip install pytest pytest-benchmark") from error
+        raise ValueError(f"titan bench kernels needs {error.name}: pip install 'titan-spec[bench]'") from error
     failures: list[str] = []
 
     class Plugin:
@@ -94,8 +94,10 @@ def run_benchmarks(select: str, seconds: float, seed: int) -> tuple[list[dict[st
         options += [f"--benchmark-json={path}", f"--benchmark-max-time={seconds}", "--benchmark-quiet", "--benchmark-disable-gc"]
         status = pytest.main([*options, str(MICRO)], plugins=[Plugin()])
         found = json.loads(path.read_text(encoding="utf-8"))["benchmarks"] if path.exists() else []
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
+        raise ValueError(f"--select {select!r} names no benchmark")
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
-        raise ValueError(f"--select {select!r} names no benchmark: pytest ended with status {int(status)}")
+        raise ValueError(f"pytest ended with status {int(status)}: see above")
     return found, failures, status == pytest.ExitCode.INTERRUPTED
 
 

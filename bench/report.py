@@ -193,11 +193,11 @@ def markdown(report: Report, provenance: Provenance, _: argparse.Namespace) -> s
 
 
 def html(report: Report, provenance: Provenance, _: argparse.Namespace) -> str:
-    """Lay the report out as one page with nothing to load from elsewhere: answer, its plot, tables, more plots, folded warnings."""
+    """Lay the report out as one page with nothing to load from elsewhere: answer, plots, tables, folded warnings."""
     title = escape(report.title)
     parts = [f"<h1>{title}</h1>\n<p><strong>{escape(report.answer)}</strong></p>"]
-    charts = [f"<h2>{escape(chart.title)}</h2>\n{render_chart(chart)}" for chart in report.charts]
-    parts += [*charts[:1], *map(_html_table, report.tables), *charts[1:]]
+    parts += [f"<h2>{escape(chart.title)}</h2>\n{render_chart(chart)}" for chart in report.charts]
+    parts += map(_html_table, report.tables)
     if report.warnings:
         summary = count(len(report.warnings), "warning")
         parts.append(f"<details><summary>{summary}</summary>\n{_html_list(report.warnings)}\n</details>")

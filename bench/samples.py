@@ -31,7 +31,10 @@ SampleT = TypeVar("SampleT", bound=Sample)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and range over rounds; format specs are the median's; "±" before adds half the range, "[" shows it; "x" is shown."""
+    """Median and range over rounds.
+
+    A format spec is that of the median; "±" before it adds half the range in per cent, "[" adds the range, "x" after it is printed.
+    """
 
     median: float
     minimum: float

@@ -5,7 +5,7 @@
 
 A table stands between two comments, of which the first names a file and the title of a table in it:
 
-    <!-- table: peers.md "Titan over the others, tokens/s" -->
+    <!-- table: peers-amx.md "Titan over the others, tokens/s" -->
     <!-- end of table -->
 """
 

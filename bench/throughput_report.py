@@ -20,7 +20,7 @@ HEADLINE = {
     P99: ("P99 latency over continuous batching", "0.39"),
 }
 """Of the Titan design, on large models and GPUs, by the figure that stands here in its place."""
-SPEED = {"tokens/s": "±.1f", GAIN: "±.2f", "requests/s": ".2f", "tokens/step": ".2f", "equal outputs": "±.1%"}
+SPEED = {"tokens/s": "±.1f", GAIN: "±.2f", "requests/s": ".2f", "tokens/step": ".2f", "equal outputs": ".1%"}
 LATENCY = {
     **{f"latency P{percent}, ms": ".1f" for percent in (50, 90, 99)},
     P50: "±.2f",
@@ -31,7 +31,7 @@ MACHINE = {**dict.fromkeys(("CPU", "GPU", "KV mean", "KV peak"), ".0%"), "batch"
 STEP = {
     "context": ".0f",
     "ms/step": "±.2f",
-    **dict.fromkeys(("host", "draft", "target", "attention"), "±.0%"),
+    **dict.fromkeys(("host", "draft", "target", "attention"), ".0%"),
     "trees, batch, acceptance": ".1%",
     "ms/target pass": ".2f",
     "draft passes": ".1f",
@@ -77,12 +77,12 @@ def throughput_answer(rows: Sequence[Row], parts: Sequence[Row]) -> str:
         hosts = [row.figures["host"].median for row in parts]
         return f"The host takes {min(hosts):.0%} to {max(hosts):.0%} of a step." if hosts else "Nothing was measured."
     gains = [
-        f"{row.figures[GAIN]:±.2fx} at {_place(row)}" for row in rows if row.labels["mode"] == TITAN_DRAFT and GAIN in row.figures
+        f"{row.figures[GAIN]:±.2fx} with {_place(row)}" for row in rows if row.labels["mode"] == TITAN_DRAFT and GAIN in row.figures
     ]
     if gains:
         return f"Tokens/s with speculation over none: {', '.join(gains)}."
     best = max(rows, key=lambda row: row.figures["tokens/s"].median)
-    return f"Fastest: {best.labels['mode']}, {best.figures['tokens/s']:±.1f} tokens/s at {_place(best)}."
+    return f"Fastest: {best.labels['mode']}, {best.figures['tokens/s']:±.1f} tokens/s with {_place(best)}."
 
 
 def throughput_tables(rows: Sequence[Row], parts: Sequence[Row]) -> list[Table]:
@@ -136,7 +136,7 @@ def _at_once(each: Row | Sample) -> int:
 
 
 def _place(each: Row) -> str:
-    return f"{each.labels['at once']} at once in {each.labels['dtype']}"
+    return f"{count(_at_once(each), 'request')} at once in {each.labels['dtype']}"
 
 
 def _describe(args: argparse.Namespace) -> str:
@@ -145,6 +145,6 @@ def _describe(args: argparse.Namespace) -> str:
         f"{args.prompt_len} tokens, {args.output_len} generated, {count(args.waves, 'request')} per slot, all there from the "
         f"start; temperature 0, end of sequence ignored; medians of {count(args.rounds, 'interleaved round')} with half their "
         f'range (one round has none); "equal outputs" are equal to those of {TITAN}; KV is the share of blocks for '
-        f'{count(max(args.concurrency), "request")}; drafts gain tokens/step over "{STRETCH}"; parts are shares of a decode step, '
-        f"of which attention is in draft and target."
+        f'{count(max(args.concurrency), "request")}; a draft gains tokens/step divided by "{STRETCH}"; host, draft and target are '
+        f"shares of a decode step, and attention is part of draft and target."
     )

@@ -300,13 +300,7 @@ def _bench(name: str | None, arguments: Sequence[str]) -> int:
         listed = "\n".join(f"  {each:12}{text}" for each, text in BENCHES.items())
         print(f"usage: titan bench NAME [options], titan bench NAME --help\n\n{listed}")
         return 0 if {"-h", "--help"} & set(arguments) else 2
-    try:
-        bench = import_module(f"titan.bench.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != "rich":
-            raise
-        raise ValueError("the benchmarks need rich: pip install 'titan-spec[bench]'") from error
-    return int(bench.main(arguments) or 0)
+    return int(import_module(f"titan.bench.{name}").main(arguments) or 0)
 
 
 if __name__ == "__main__":

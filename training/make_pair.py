@@ -1,4 +1,4 @@
-"""Make the 150 M pair: a random Llama, and as its draft its own first two layers.
+"""Make the pair of 162 M and 63 M parameters that the benchmarks use: a random Llama, and its own first two layers as the draft.
 
 Nobody trained these models, and nothing is downloaded. The layers beyond the second add little to the residual
 stream, because their output projections are scaled down, so the first two layers with the same embeddings, norm and
@@ -40,7 +40,7 @@ class Pair(NamedTuple):
 def pair_config(
     *, vocab_size: int = 32_000, hidden_size: int = 768, intermediate_size: int = 2048, num_layers: int = 16, num_heads: int = 12
 ) -> LlamaConfig:
-    """Return the target's config; the defaults are the 150 M shape: 163 M parameters, of which a token reads 138 M."""
+    """Return the target's config; the defaults are the 150 M shape: 162 M parameters, of which a token reads 138 M."""
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,

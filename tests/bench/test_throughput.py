@@ -126,7 +126,7 @@ def test_tables_show_titan_over_the_others_and_the_headline_beside_the_row_with_
     assert list(over.header) == ["dtype", "mode", "at once", "x titan", "x titan-draft", "x titan-single"]
     assert list(over.rows[0]) == ["float32", "titan", "2", "-", "0.38 ±33 %", "4.00"]
     headline = tables["The Titan design's headline"]
-    assert headline.header[1:] == ["headline", "2 at once in float32"]
+    assert headline.header[1:] == ["headline", "2 requests at once in float32"]
     cells = ["8.00", "3.00 ±33 %", "0.38 ±33 %", "0.38 ±33 %"]
     assert [list(row[1:]) for row in headline.rows] == [
         list(row) for row in zip(["9.3", "1.5", "0.53", "0.39"], cells, strict=True)
@@ -135,8 +135,8 @@ def test_tables_show_titan_over_the_others_and_the_headline_beside_the_row_with_
 
 def test_the_answer_and_the_plots_show_what_speculation_gains() -> None:
     rows = make_rows(SAMPLES)
-    assert throughput_answer(rows, []) == "Tokens/s with speculation over none: 3.00x ±33 % at 2 at once in float32."
-    assert throughput_answer(rows[::2], []) == "Fastest: titan, 5.5 ±82 % tokens/s at 2 at once in float32."
+    assert throughput_answer(rows, []) == "Tokens/s with speculation over none: 3.00x ±33 % with 2 requests at once in float32."
+    assert throughput_answer(rows[::2], []) == "Fastest: titan, 5.5 ±82 % tokens/s with 2 requests at once in float32."
     assert throughput_answer([], make_rows([Sample({}, 0, {"host": 0.25})])) == "The host takes 25% to 25% of a step."
     rate, latency = throughput_charts(rows, SAMPLES)
     assert [each.points for each in rate.series] == [[(2, 5.5)], [(2, 12.0)], [(2, 2.5)]]
