@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from stepping import greedy
 from text_tools import make_byte_tokenizer, make_tokenizer
 from tiny_models import make_model
-from zoo import Zoo
+from zoo import Zoo, random_prompts
 
 from titan import LLM, CompletionOutput, SamplingParams
 from titan.core.kv_tensor import KVGroup, KVLayout
@@ -269,3 +270,19 @@ def test_swapping_the_draft_of_an_engine_that_must_not_speculate(zoo: Zoo, optio
     assert llm.metrics().draft == "none" and "draft" not in llm.engine.kv.tensors
     with raises("swap_draft()", f"{name}={value}", allowed):
         llm.swap_draft("ngram")
+
+
+def test_logits_that_are_not_finite_abort_the_request_that_met_them(zoo: Zoo, tmp_path: Path) -> None:
+    """The embedding of one token is NaN; the last request may find the second's blocks in the cache."""
+    make_model(tmp_path)
+    good = random_prompts(3, seed=9, max_len=30)
+    expected = [zoo.greedy("llama", prompt, 10, ignore_eos=True) for prompt in good]
+    unused = min(set(range(3, 131)) - {token for tokens in (*good, *expected) for token in tokens})
+    weights = load_file(file := tmp_path / "model.safetensors")
+    weights["model.embed_tokens.weight"][unused] = torch.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    llm = LLM(str(tmp_path), str(tmp_path), num_kv_blocks=40, block_size=8, prefill_chunk_size=8, max_batch_size=2, **CPU)
+    bad = [*good[1][:9], unused, *good[1][9:]]
+    outputs = llm.generate([good[0], bad, *good[1:], bad], greedy(10, ignore_eos=True), use_tqdm=False)
+    assert [outputs.pop(i).error for i in (4, 1)] == ["the target's logits are not finite"] * 2
+    assert [output.outputs[0].token_ids for output in outputs] == expected

@@ -119,6 +119,24 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(deadline=None, derandomize=True)
 
 
+def test_hits_copies_and_drafted_blocks_of_a_small_pool() -> None:
+    """What the machine meets by luck alone."""
+    pool = BlockPool(2, enable_caching=True)
+    for block_id in pool.allocate(2):
+        pool.register(block_id, HASHES[0])
+    pool.mark_drafted(0, 3)
+    assert pool.lookup(HASHES[0]) == 0
+    pool.release([0, 1])
+    assert pool.allocate(1) == [1], "a copy of what is cached is not worth keeping"
+    pool.register(1, HASHES[1])
+    pool.release([1])
+    pool.acquire([0])
+    pool.release([0])
+    assert pool.allocate(1) == [1], "a hit makes a block recently used"
+    assert pool.draft_epochs == [3, -1]
+    assert pool.allocate(1) == [0] and pool.draft_epochs == [-1, -1]
+
+
 def test_check_names_what_is_broken() -> None:
     pool = BlockPool(3, enable_caching=True)
     pool.allocate(2)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from titan.bench import report as report_module
-from titan.bench.charts import COLORS, LineChart, Series, cumulative_points, figure_chart, render_chart
+from titan.bench.charts import COLORS, LineChart, Series, figure_chart, render_chart
 from titan.bench.provenance import describe_checkout, describe_model
 from titan.bench.report import Report, bench_parser, figure_table, measure_and_publish, parse, table_lines
 from titan.bench.samples import Row, Sample, Spread, make_rows
@@ -153,7 +153,3 @@ def test_names_are_text_and_all_ink_is_that_of_the_page() -> None:
     colors = set(re.findall(r"(?:fill|stroke): (\S+?)[;\"]", svg))
     assert "currentColor" in colors and colors <= {"currentColor", "none", *COLORS}
     assert svg == render_chart(chart)
-
-
-def test_a_distribution_rises_to_one_in_steps() -> None:
-    assert cumulative_points([3.0, 1.0, 1.0, 2.0]) == [(1.0, 0.25), (1.0, 0.5), (2.0, 0.75), (3.0, 1.0)]

@@ -13,7 +13,7 @@ import torch
 from zoo import Zoo
 
 from titan.bench.engine_run import run_workload
-from titan.bench.modes import MODES, Mode, modes_at
+from titan.bench.modes import MODES, Mode
 from titan.bench.runs import RequestRun, Run
 from titan.bench.samples import Sample, make_rows
 from titan.bench.throughput import ThroughputBench, main, parse_arguments, timed_sample
@@ -141,13 +141,6 @@ def test_the_answer_and_the_plots_show_what_speculation_gains() -> None:
     rate, latency = throughput_charts(rows, SAMPLES)
     assert [each.points for each in rate.series] == [[(2, 5.5)], [(2, 12.0)], [(2, 2.5)]]
     assert latency.series[1].points == [(2.5, 0.25), (5.0, 0.5), (12.5, 0.75), (25.0, 1.0)]
-
-
-def test_one_request_at_a_time_is_measured_once() -> None:
-    names = ["titan-static", "titan-single", "transformers-assisted", "titan-draft", "titan"]
-    assert modes_at(names, 1) == ["titan", "transformers-assisted", "titan-draft"]
-    assert modes_at(names, 8) == ["titan", "titan-static", "titan-single", "titan-draft"]
-    assert modes_at(["titan-single"], 1) == ["titan-single"]
 
 
 def test_quick_and_profile_are_presets_that_other_options_refine() -> None:

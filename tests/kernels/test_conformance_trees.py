@@ -328,7 +328,13 @@ def test_a_chain_of_63_nodes_is_accepted_to_its_end(backend: Backend) -> None:
 def test_sampled_trees_are_verified_as_by_residual_vectors(
     backend: Backend, kind: str, number: int, options: dict[str, Any]
 ) -> None:
-    found = sampled_case(kind, number, seed=1, **options).check(backend)
+    case = sampled_case(kind, number, seed=1, **options)
+    found = case.check(backend)
+    if number == 24:  # the negative control: another q than the one that was sampled from
+        q = case.on_device(backend).draft_probs
+        assert q is not None
+        wrong = case.by(backend, draft_probs=(q + 1) / (1 + q.shape[1]))
+        assert [each[:2] for each in wrong] != [each[:2] for each in case.expected()]
     if number >= 16:
         assert len({len(each.path) for each in found}) >= 3, "all paths are the same: nothing is tested"
 

@@ -196,7 +196,7 @@ def test_with_fixed_chunks_a_request_does_not_depend_on_its_batch(setup: Setup) 
 
 
 def test_a_captured_plan_serves_other_lengths_when_its_inputs_are_written_in_place() -> None:
-    batch = Batch(Setup([Request(40, 1, chain(7)), Request(9), Request(30)], group=2, num_padded=2))
+    batch = Batch(Setup([Request(40, 1, chain(7)), Request(9), Request(30)], group=2, fixed_chunk=16, num_padded=2))
     later = Batch(Setup([Request(0, 3), EMPTY, Request(55, 1, star(7))], group=2, num_padded=1))
     batch.q, batch.kv = later.q, later.kv
     batch.run()  # compiled before it is captured
