@@ -44,7 +44,6 @@ def by_last_token(token_ids: list[int], logits: Tensor) -> Tensor:
 
 
 def slow_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution of one row, [vocab], from its transformed logits."""
     prefix = torch.zeros(1, 1, dtype=torch.int64)
     scores = TemperatureLogitsWarper(params.temperature)(prefix, logits[None])
     for warper in (

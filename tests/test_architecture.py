@@ -70,7 +70,6 @@ def place_of(name: str) -> str:
 
 
 def find_violations(module: str, source: str) -> list[str]:
-    """What the imports of a shipped module do against the order."""
     place = place_of(module)
     if place == "titan" and module != "titan":
         return [f"{module} has no place in the order"]

@@ -34,7 +34,6 @@ TRUTH = "True or False"
 
 
 def raises(*parts: object) -> Any:
-    """A ValueError whose message has all of these, in this order."""
     return pytest.raises(ValueError, match=".*".join(re.escape(str(part)) for part in parts))
 
 
@@ -132,8 +131,6 @@ def test_an_option_that_there_is_not() -> None:
 
 
 class Homeless(NoDrafter):
-    """A drafter that says it keeps KV, and takes no cache."""
-
     kv: Any = KVLayout((KVGroup(1, 1, 4),), torch.float32)
 
 

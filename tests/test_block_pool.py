@@ -68,7 +68,6 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.tables))
     @rule(seed=SEEDS, epoch=st.integers(0, 3))
     def fill(self, seed: int, epoch: int) -> None:
-        """Register the blocks of a table, and mark one as drafted; of two blocks with one hash the first is kept."""
         random = Random(seed)
         table = random.choice([table for table in self.tables if table])
         for block_id in table:

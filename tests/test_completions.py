@@ -123,7 +123,6 @@ def test_generate_gives_every_prompt_its_completions(llm: LLM, zoo: Zoo) -> None
 
 
 def test_the_first_completion_and_the_next_request_are_as_without_siblings(zoo: Zoo) -> None:
-    """Also where seeds come from the engine's."""
     single, several = (LLM(zoo.path("llama"), num_kv_blocks=64, seed=4, **CPU) for _ in range(2))
     params = SamplingParams(temperature=1.1, max_tokens=10, ignore_eos=True)
     expected = [single.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids for _ in range(2)]
@@ -141,7 +140,6 @@ def test_a_stream_of_more_completions_than_may_wait_leaves_nothing_behind(llm: L
 
 
 def test_an_error_in_one_completion_is_named_and_costs_no_other(llm: LLM) -> None:
-    """A processor that fails after one completion's first token."""
     options: dict[str, Any] = {"temperature": 1.5, "seed": 7, "logprobs": 1}
     [good] = llm.generate("the dog", sampled(4, 8, **options), use_tqdm=False)
     tokens = [completion.token_ids for completion in good.outputs]

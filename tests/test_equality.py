@@ -92,7 +92,6 @@ def generate(zoo: Zoo, case: Case) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(zoo: Zoo) -> dict[str, list[list[int]]]:
-    """Without speculation, by temperature; at 0 it is what transformers generates."""
     values = {axis: names[0] for axis, names in AXES.items()}
     sampled = generate(zoo, values | {"temperature": "above 0"})
     return {"0": [zoo.greedy("llama", prompt, NUM_TOKENS) for prompt in PROMPTS], "above 0": sampled}

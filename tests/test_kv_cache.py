@@ -51,7 +51,6 @@ def compute(kv: KVCache, num_tokens: int, num_drafted: int = 0) -> Request:
 
 
 def match(kv: KVCache, num_tokens: int) -> tuple[list[int], int, int]:
-    """Blocks, computed tokens and drafted tokens of a new request of the tokens 0, 1, ..."""
     request = make_request(range(num_tokens))
     kv.match_prefix(request)
     assert request.metrics.num_cached_tokens == request.num_computed_tokens
@@ -70,7 +69,6 @@ def test_a_match_never_covers_the_root_and_counts_as_drafted_only_where_the_pres
 
 
 def test_a_sibling_takes_only_what_is_computed_and_covered_by_the_draft(ops: Mock) -> None:
-    """Without prefix caching, whose blocks are found by anybody."""
     kv = KVCache(8, 4, enable_prefix_caching=False, ops=ops)
     first, second = compute(kv, 15, num_drafted=7), make_request(range(15))
     second.siblings = (first, second)

@@ -60,7 +60,6 @@ def p_value(observed: NDArray[np.int64], probs: NDArray[np.float64]) -> float:
 @pytest.mark.parametrize("by", ["position", "seed"])
 @pytest.mark.parametrize("back_end", ON_HOST)
 def test_tokens_are_sampled_from_the_exact_distribution(back_end: str, by: str) -> None:
-    """Of one request at many positions, and of many requests at one."""
     backend, num_rows = make_back_end(back_end), 5000
     options: dict[str, Any] = {"top_k": 9, "top_p": 0.9, "min_p": 0.1}
     params = SamplingParams(temperature=1.4, **options)

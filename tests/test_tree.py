@@ -23,7 +23,6 @@ PARENTS = st.integers(0, MAX_NODES).flatmap(lambda n: st.tuples(*(st.integers(-1
 
 
 def ancestors(parent_of: list[int], node: int) -> list[int]:
-    """The node and what is above it, upwards."""
     return [node, *ancestors(parent_of, parent_of[node])] if node >= 0 else []
 
 

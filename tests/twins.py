@@ -63,7 +63,6 @@ class Twins:
         return parts
 
     def batches(self, parts: Sequence[Part]) -> list[RaggedBatch]:
-        """For each twin its own, with nodes where it is."""
         rows, trees = zip(*parts, strict=True)
         there = host_trees(trees)
         here = replace(there, nodes=NodeColumns(*(column.to(self.device) for column in there.nodes)))

@@ -60,7 +60,6 @@ class Request:
         return self.num_tokens + len(self.nodes)
 
     def path(self, node: int) -> list[int]:
-        """The node and its ancestors, itself last."""
         return [*self.path(self.parents[node]), node] if node >= 0 else []
 
     def must_see(self, window: Window) -> Tensor:
@@ -120,7 +119,6 @@ class Case:
         return build_batch(rows, trees, block_size=self.block_size)
 
     def expected(self, q: Tensor, kv: Tensor, scale: float = SCALE, softcap: float | None = None) -> Tensor:
-        """The attention of queries that may be followed by padding, which gives 0."""
         seen = [(each.block_ids, each.must_see(self.window)) for each in self.requests]
         return reference_attention(q, kv, seen, scale, softcap)
 
@@ -230,7 +228,6 @@ def make_ops(backend: Backend, dtype: torch.dtype) -> LayerOps:
 
 
 def attend(backend: Backend, batch: RaggedBatch, q: Tensor, kv: Tensor, window: Window = None, scale: float = SCALE) -> Tensor:
-    """Attend on the device of the back end, by a batch as its runner lays it out."""
     ops, layout, windows = make_ops(backend, q.dtype), batch.attention, (None,) if window is None else (None, window)
     plan: Any
     if isinstance(backend, TritonBackend):

@@ -11,7 +11,6 @@ from titan.models.rope import Rope, rope_table
 
 HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 SLACK = 1e-6 if INTERPRETED else 1e-5
-"""What float32 arithmetic adds to the one rounding."""
 
 
 def assert_rounded_once(actual: Tensor, exact: Tensor) -> None:

@@ -23,8 +23,6 @@ NUM_BYTES_OF_SHARED_MEMORY = 227 * 1024
 
 @dataclass(frozen=True)
 class Build:
-    """One kernel as compiled for sm_90."""
-
     name: str
     constants: dict[str, str]
     num_warps: int

@@ -52,7 +52,6 @@ def check(backend: Backend, case: Case, num_heads: int, num_kv_heads: int, dtype
 
 
 def test_any_mix_of_queries(backend: Backend) -> None:
-    """First each kind alone, then several together, at times many of them."""
     is_interpreted = isinstance(backend, TritonBackend)
     for seed in range(12 if is_interpreted else 100):
         rng = np.random.default_rng(seed)

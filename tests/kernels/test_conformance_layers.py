@@ -40,7 +40,6 @@ def assert_near(ops: LayerOps, actual: Tensor, exact: Tensor, dtype: torch.dtype
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (2, 7), (40, 100), (2, 4096)])
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e3])
 def test_rms_norm_is_its_definition(backend: Backend, dtype: torch.dtype, num_rows: int, size: int, scale: float) -> None:
-    """With an eps that counts where rows are small."""
     ops = make_ops(backend, dtype)
     x = random(backend, num_rows, size, dtype=dtype, scale=scale, mean=scale)  # a mean that layer norm would take away
     weight, before = random(backend, size, dtype=dtype, seed=1), x.clone()

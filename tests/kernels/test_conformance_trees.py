@@ -58,7 +58,6 @@ def make_candidates(backend: Backend, columns: dict[str, NDArray[np.generic]], r
 
 
 def best_tree(columns: dict[str, NDArray[np.generic]], i: int, num_places: int) -> NodeColumns[list[Any]]:
-    """The tree of request ``i``, and empty places where it has too few candidates."""
     token_ids, scores, above, slots = (columns[name][i].tolist() for name in ("token_ids", "scores", "parent_slots", "slots"))
     ranked = sorted((j for j in range(len(scores)) if np.isfinite(scores[j])), key=lambda j: (-scores[j], j))[:num_places]
     path: list[int] = []
@@ -246,7 +245,6 @@ def sampled_tree(rng: np.random.Generator, parents: NDArray[np.int32], q: NDArra
 
 
 def sampled_case(kind: str, num_trees: int, vocab_size: int = 16, *, seed: int, option: Option = PLAIN) -> Case:
-    """Random trees of one kind of drafts, with as many siblings as q has tokens, or fewer."""
     rng = np.random.default_rng(seed)
     trees, logits = [], []
     for _ in range(num_trees):
@@ -266,7 +264,6 @@ def sampled_case(kind: str, num_trees: int, vocab_size: int = 16, *, seed: int, 
 
 
 def matched_case(seed: int, sizes: Sequence[int], vocab_size: int, option: Option) -> Case:
-    """Proposals that were not sampled, with tokens of a small vocabulary, so that siblings are often equal."""
     rng = np.random.default_rng(seed)
     trees = [DraftTree(rng.integers(0, 4, n), random_parents(rng, n)) for n in sizes]
     logits = [torch.from_numpy(rng.integers(0, 3, (n + 1, vocab_size))).float() for n in sizes]  # many are equal

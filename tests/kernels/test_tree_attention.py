@@ -126,7 +126,6 @@ def test_output_is_that_of_the_twin(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # of far scores below a softcap, where infinity is right
 @pytest.mark.parametrize("seed", range(18))
 def test_any_mix_of_queries_and_options(seed: int) -> None:
-    """At the edges of blocks and tiles, mostly."""
     rng = np.random.default_rng(seed)
     requests = [Request(3)]
     for _ in range(int(rng.integers(2, 7))):

@@ -74,12 +74,10 @@ def distributions() -> RowDistributions:
 
 
 def trees() -> dict[str, Any]:
-    """One tree of two nodes: three rows."""
     return {"token_ids": longs([3, 4]), "parents": ints([-1, 0]), "start_loc": ints([0, 2]), "max_depth": 2}
 
 
 def two_trees() -> VerifiedTrees:
-    """One node and none: three rows."""
     return VerifiedTrees.of(longs([3]), ints([-1]), ints([0, 1, 1]), max_depth=2)
 
 
