@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from titan.bench.charts import LineChart, Series, cumulative_points
+from titan.bench.charts import LineChart, Series, cumulative_points, figure_chart
 from titan.bench.modes import MODES, TITAN, TITAN_DRAFT, TITAN_SINGLE
 from titan.bench.report import Report, Table, count, figure_table
-from titan.bench.samples import Row, Sample, Spread, group_samples, join_details, make_rows, with_ratio
+from titan.bench.samples import Row, Sample, group_samples, join_details, make_rows, with_ratio
 
 LABELS = ("dtype", "mode", "at once")
 GAIN, P50, P99, STRETCH = f"x {TITAN}", f"P50 x {TITAN}", f"P99 x {TITAN}", f"step x {TITAN}"
@@ -113,19 +114,14 @@ def throughput_charts(rows: Sequence[Row], samples: Sequence[Sample]) -> list[Li
     """Per dtype, tokens/s over the requests at once, and the distribution of the latency with the most of them."""
     charts = []
     for dtype in dict.fromkeys(row.labels["dtype"] for row in rows):
-        rates: dict[str, dict[int, Spread]] = {}
-        for row in sorted((row for row in rows if row.labels["dtype"] == dtype), key=_at_once):
-            rates.setdefault(str(row.labels["mode"]), {})[_at_once(row)] = row.figures["tokens/s"]
-        speeds = [
-            Series(mode, [(x, rate.median) for x, rate in mine.items()], [(rate.minimum, rate.maximum) for rate in mine.values()])
-            for mode, mine in rates.items()
-        ]
-        most = max(at_once for mine in rates.values() for at_once in mine)
+        mine = sorted((row for row in rows if row.labels["dtype"] == dtype), key=_at_once)
+        speeds = figure_chart(f"Throughput, {dtype}", mine, "at once", "tokens/s", "mode")
+        most = _at_once(mine[-1])
         groups = [group for group in group_samples(samples) if group[0].labels["dtype"] == dtype and _at_once(group[0]) == most]
         latencies = [Series(str(each[0].labels["mode"]), cumulative_points(join_details(each, "latency, s"))) for each in groups]
         title = f"Latency of requests, {dtype}, {most} at once"
         charts += [
-            LineChart(f"Throughput, {dtype}", "requests at once", "tokens/s", speeds, is_log_x=True),
+            replace(speeds, x_label="requests at once", is_log_x=True),
             LineChart(title, "seconds", "share of the requests", latencies, style="steps"),
         ]
     return charts

@@ -20,13 +20,7 @@ SLOW = (
     *("/bench/", "test_packaging"),
     *("triton", "sm90", "test_cuda_", "test_memory_profile", "test_tree_attention", "test_attention_planner"),  # its interpreter
     *("distribut", "chi_square", "test_options", "dialled"),  # statistics
-    *(
-        "test_loading_peaks",
-        "real_vocabulary",
-        "both_caches_hold",
-        "whatever_the_neighbours",
-        "half_precision",
-    ),  # large, or many, models
+    *("test_loading_peaks", "real_vocabulary", "whatever_the_neighbours", "half_precision"),  # large, or many, models
 )
 """Words in the names of tests that are slow by nature, or of their files or parameters."""
 
