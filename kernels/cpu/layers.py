@@ -11,28 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from titan.core.arrays import Ints
 from titan.core.batch import AttentionLayout, Window
-from titan.kernels.cpu.library import address, kernel
-from titan.kernels.cpu.linear import linear, linear_add
-from titan.kernels.cpu.weights import can_pack, pack_weight
+from titan.kernels.cpu.compiled import CompiledKernels, address
+from titan.kernels.cpu.weights import is_packed, look_up, pack_weight, weight_struct
 from titan.kernels.interfaces import TokenPlaces
-from titan.kernels.torch.attention import RequestQuery, attend, plan_requests
-
-CPU = torch.device("cpu")
 
 NO_WINDOW = 2**40
 """Size of a window that hides nothing."""
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-MAX_SHORT_QUERY = 64
-"""Longest query that the C++ attends; longer ones go to PyTorch's kernel, request by request: it is the fastest for many rows."""
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "linear": (_POINTER, _POINTER, _INT, _POINTER, _POINTER),
     "tree_attention": (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _INT),
     "rms_norm": (_POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT),
     "rope_and_write_kv": (*[_POINTER] * 5, _INT, _POINTER, _FLOAT, *[_INT] * 4),
@@ -40,8 +34,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 """Argument types of the library's functions, each of which exists for every dtype."""
 
-
-ARRAYS = ("requests", "query_start_loc", "seq_lens", "tree_starts", "block_table", "positions", "visible_lens")
+ARRAYS = ("query_start_loc", "seq_lens", "tree_starts", "block_table", "positions", "visible_lens")
 
 
 class PlanStruct(ctypes.Structure):
@@ -58,16 +51,10 @@ class PlanStruct(ctypes.Structure):
     ]
 
 
-def plan_struct(layout: AttentionLayout, requests: Ints) -> tuple[PlanStruct, tuple[Ints, ...]]:
-    """Return a batch as the library reads it, and the arrays that must outlive it; the caller fills in the numbers of heads.
-
-    Args:
-        layout: of the batch.
-        requests: int64, indices of the requests to attend.
-    """
-    arrays = (requests, *(getattr(layout, name) for name in ARRAYS[1:]))
-    sizes = len(requests), 0, 0, 0, layout.block_size, layout.block_table.shape[1]
-    return PlanStruct(*sizes, *map(address, arrays)), arrays
+def plan_struct(layout: AttentionLayout) -> PlanStruct:
+    """Return a batch as the library reads it, which must outlive it; the caller fills in the numbers of heads."""
+    sizes = len(layout.seq_lens), 0, 0, 0, layout.block_size, layout.block_table.shape[1]
+    return PlanStruct(*sizes, *(address(getattr(layout, name)) for name in ARRAYS))
 
 
 @dataclass(slots=True, eq=False)
@@ -75,42 +62,34 @@ class CompiledPlan:
     """A plan of attention, made once per step and used by every layer."""
 
     struct: PlanStruct
-    arrays: tuple[Ints, ...]  # what the struct points to
-    ancestor_bits: Ints
-    long: Sequence[RequestQuery]
+    layout: AttentionLayout  # that the struct points to
 
 
 class CompiledOps:
     """See `titan.kernels.interfaces.LayerOps`.
 
     Args:
-        library: the compiled C++ of this folder.
-        dtype: of all tensors, one of `titan.kernels.cpu.library.COMPILED_DTYPES`.
+        kernels: the compiled C++ of this folder.
+        dtype: of all tensors, one of `titan.kernels.cpu.compiled.COMPILED_DTYPES`.
     """
 
     name = "compiled C++"
+    packs = True
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        functions: dict[str, Any] = {}
-        for name, arguments in ARGUMENTS.items():
-            function = kernel(library, name, dtype)
-            function.argtypes = list(arguments)
-            function.restype = None
-            functions[name] = function
-        self._functions = functions
-        self.packs = can_pack(dtype)
+    def __init__(self, kernels: CompiledKernels, dtype: torch.dtype) -> None:
+        self._functions = {name: kernels.function(name, dtype, *arguments) for name, arguments in ARGUMENTS.items()}
 
     def pack(self, weight: Tensor) -> Tensor:
-        return pack_weight(weight) if self.packs else weight
+        return pack_weight(weight)
+
+    def look_up(self, token_ids: Tensor, embedding: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        return look_up(token_ids, embedding, size, dtype) if is_packed(embedding) else F.embedding(token_ids, embedding)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(x, weight, bias)
+        return self._linear(x, weight, bias, None) if is_packed(weight) else F.linear(x, weight, bias)
 
     def plan_attention(self, layout: AttentionLayout, windows: Sequence[Window]) -> CompiledPlan:
-        query_lens = np.diff(layout.query_start_loc)
-        struct, arrays = plan_struct(layout, np.flatnonzero(query_lens <= MAX_SHORT_QUERY))
-        long = plan_requests(layout, np.flatnonzero(query_lens > MAX_SHORT_QUERY), windows, CPU)
-        return CompiledPlan(struct, arrays, layout.ancestor_bits, long)
+        return CompiledPlan(plan_struct(layout), layout)
 
     def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: CompiledPlan, *, scale: float, window: Window) -> Tensor:
         num_tokens, num_heads, head_dim = q.shape
@@ -125,13 +104,11 @@ class CompiledOps:
             q.stride(0),
             kv_layer.data_ptr(),
             kv_layer.stride(1),
-            address(plan.ancestor_bits),
+            address(plan.layout.ancestor_bits),
             output.data_ptr(),
             scale,
             NO_WINDOW if window is None else window,
         )
-        for query in plan.long:
-            output[query.rows] = attend(q[query.rows], kv_layer, query, scale=scale, window=window)
         return output
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -142,7 +119,10 @@ class CompiledOps:
     def linear_add_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        residual = linear_add(x, weight, bias, residual)
+        if is_packed(weight):
+            residual = self._linear(x, weight, bias, residual.contiguous())
+        else:
+            residual = F.linear(x, weight, bias).add_(residual)
         return residual, self.rms_norm(residual, norm_weight, eps)
 
     def rope_and_write_kv(self, qkv: Tensor, places: TokenPlaces, kv_layer: Tensor, qk_norm: Tensor | None, eps: float) -> Tensor:
@@ -164,4 +144,10 @@ class CompiledOps:
         size = gate_up.shape[1] // 2
         output = gate_up.new_empty(gate_up.shape[0], size)
         self._functions["silu_mul"](gate_up.data_ptr(), output.data_ptr(), gate_up.shape[0], size)
+        return output
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        x, struct = x.contiguous(), weight_struct(weight, bias, x.shape[1])
+        output, added = x.new_empty(len(x), struct.num_outputs), None if residual is None else residual.data_ptr()
+        self._functions["linear"](ctypes.addressof(struct), x.data_ptr(), len(x), added, output.data_ptr())
         return output

@@ -1,5 +1,4 @@
-// The functions that Python calls, each for every type of tensor, except `has_tiles`, `select_trees` and `draw_children`. Plain C++
-// with vector extensions, except for AMX; OpenMP for threads.
+// The functions that Python calls, most of them for every type of tensor. C++20 with vector extensions.
 //
 // `library.py` compiles this file; the other modules of this folder call it, and document shapes and meanings.
 

@@ -1,9 +1,12 @@
-"""Layouts of linear layers' weights in memory: plain, packed by oneDNN, or in tiles of our own.
+"""Packing of linear layers' weights, the same for all kinds of processors.
 
-Plain weights in bfloat16 are read at a third of memory bandwidth. oneDNN packs them, by the operators of Inductor's freezing,
-into layouts that it does not disclose. Tiles are float32 weights that bfloat16 holds exactly, stored in bfloat16 for the matrix
-units (AMX) of Intel processors: most models are published in bfloat16; run in float32, half of the bits read of each weight are
-zeros. In bfloat16, a weight takes half the memory and half the time to read; products are as exact as in float32: see `amx.h`.
+Blocks of 16 outputs: for each pair of inputs, the weights of the block's outputs lie side by side, [outputs / 16, inputs / 2, 16, 2].
+So are bfloat16 weights packed, and float32 ones that bfloat16 holds exactly: most models are published in bfloat16; run in float32,
+half of the bits read of each weight would be zeros. Other float32 weights are packed as [outputs / 16, inputs, 16].
+
+A packed weight is a tensor of integers, so that no operation of PyTorch takes it for numbers: int32 [out_features, inputs / 2],
+each a pair, or uint32 [out_features, inputs], each the bits of a float32; what the shape says of the order holds only as a whole. Its
+storage is padded to whole blocks, of pairs to multiples of 32 outputs and inputs: tiles of the matrix units.
 """
 
 from __future__ import annotations
@@ -15,19 +18,14 @@ import sys
 import torch
 from torch import Tensor
 
-from titan.kernels.cpu.library import usable_library
+BLOCK = 16
+"""``kBlock`` of the C++: outputs side by side."""
 
-PACKING_ROWS = 8
-"""Rows of a typical product; oneDNN's layout hardly depends on their number."""
+PAIR_INPUTS = 32
+"""``kPairInputs`` of the C++."""
 
-BLOCK_OUTPUTS = 32
-"""``kAmxBlock`` of the C++: outputs stored side by side."""
-
-TILE_INPUTS = 32
-"""``kTileInputs`` of the C++."""
-
-CHECKED_ROWS = 1024
-"""Rows of a weight that are checked together."""
+CHUNK_ROWS = 1024
+"""Outputs that are packed together, so that little memory is needed at a time."""
 
 _LOST_BITS = 0xFFFF
 """Bits of a float32 that bfloat16 lacks."""
@@ -41,81 +39,52 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 class WeightStruct(ctypes.Structure):
     """``Weight`` of the C++."""
 
-    _fields_ = [
-        ("data", _POINTER),
-        ("bias", _POINTER),
-        ("num_outputs", _INT),
-        ("num_inputs", _INT),
-        ("block", _INT),
-        ("depth", _INT),
-        ("is_bfloat16", _INT),
-    ]
-
-
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether the packed product is available for weights of this dtype."""
-    return (
-        dtype in (torch.bfloat16, torch.float32)
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and (dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    _fields_ = [("data", _POINTER), ("bias", _POINTER), ("num_outputs", _INT), ("num_inputs", _INT), ("has_pairs", _INT)]
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """Return a weight [out_features, in_features] in the packed layout, which only the products of `linear.py` can read."""
-    if weight.is_mkldnn or is_tiled(weight):
+    """Pack a weight [out_features, in_features] of float32 or bfloat16; return one that is packed as it is."""
+    if is_packed(weight):
         return weight
-    if can_tile(weight):
-        return tile_weight(weight)
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKING_ROWS)
-    if hasattr(torch.ops.mkldnn, "_nbytes"):
-        use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
-    return packed
-
-
-def has_tiles() -> bool:
-    """Whether the processor has AMX units and the library that uses them is available."""
-    library = usable_library()
-    return library is not None and bool(library.has_tiles())
-
-
-def can_tile(weight: Tensor) -> bool:
-    """Whether `tile_weight` is lossless for a weight [num_outputs, num_inputs], and products with the tiles are fast here."""
-    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not has_tiles():
-        return False
-    if weight.shape[0] % BLOCK_OUTPUTS or weight.shape[1] % TILE_INPUTS:
-        return False
-    return not any((rows.view(torch.int32) & _LOST_BITS).any() for rows in weight.contiguous().split(CHECKED_ROWS))
-
-
-def tile_weight(weight: Tensor) -> Tensor:
-    """Convert float32 [num_outputs, num_inputs] to bfloat16 [blocks, num_inputs / 2, BLOCK_OUTPUTS, 2]."""
     num_outputs, num_inputs = weight.shape
-    blocks = weight.contiguous().bfloat16().view(num_outputs // BLOCK_OUTPUTS, BLOCK_OUTPUTS, num_inputs // 2, 2)
-    tiles = blocks.transpose(1, 2).contiguous()
-    use_huge_pages(tiles.data_ptr(), tiles.nbytes)
-    return tiles
+    has_pairs = weight.dtype == torch.bfloat16 or _is_held_by_bfloat16(weight)
+    step = PAIR_INPUTS if has_pairs else BLOCK
+    depth = -(-num_inputs // step) * step // 2 if has_pairs else num_inputs
+    packed = torch.zeros(-(-num_outputs // step) * step, depth, dtype=torch.int32)
+    use_huge_pages(packed.data_ptr(), packed.nbytes)
+    for rows, target in zip(weight.split(CHUNK_ROWS), packed.split(CHUNK_ROWS), strict=True):
+        words = torch.zeros(len(target), depth * 2 if has_pairs else depth, dtype=torch.bfloat16 if has_pairs else weight.dtype)
+        words[: len(rows), :num_inputs] = rows
+        blocks = words.view(torch.int32).view(-1, BLOCK, depth)
+        target.view(-1, depth, BLOCK).copy_(blocks.transpose(1, 2))
+    return packed[:num_outputs] if has_pairs else packed[:num_outputs].view(torch.uint32)
 
 
-def is_tiled(weight: Tensor) -> bool:
-    """Whether `tile_weight` made it: other weights have two dimensions."""
-    return weight.dim() == 4
+def is_packed(weight: Tensor) -> bool:
+    """Whether `pack_weight` made it."""
+    return weight.dtype in (torch.int32, torch.uint32)
 
 
-def tiled_struct(tiles: Tensor, bias: Tensor | None) -> WeightStruct:
-    """Return how the library reads tiles and a float32 bias [num_outputs]; both must outlive the result."""
-    num_blocks, num_pairs = tiles.shape[:2]
-    return WeightStruct(
-        data=tiles.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        num_outputs=num_blocks * BLOCK_OUTPUTS,
-        num_inputs=2 * num_pairs,
-        block=BLOCK_OUTPUTS,
-        depth=2 * num_pairs,
-        is_bfloat16=True,
-    )
+def has_pairs(packed: Tensor) -> bool:
+    """Whether a packed weight holds pairs of bfloat16, not float32."""
+    return packed.dtype == torch.int32
+
+
+def look_up(token_ids: Tensor, packed: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Return rows of a packed weight: int64 [n] -> [n, size]."""
+    padded = packed.view(torch.int32).as_strided((-(-len(packed) // BLOCK), packed.shape[1], BLOCK), (packed.shape[1] * BLOCK, BLOCK, 1))
+    words = padded[token_ids // BLOCK, :, token_ids % BLOCK]
+    return words.view(torch.bfloat16 if has_pairs(packed) else torch.float32)[:, :size].to(dtype)
+
+
+def weight_struct(packed: Tensor, bias: Tensor | None, num_inputs: int) -> WeightStruct:
+    """Return how the library reads a packed weight and a bias [out_features]; both must outlive the result."""
+    pointer = None if bias is None else bias.data_ptr()
+    return WeightStruct(packed.data_ptr(), pointer, len(packed), num_inputs, has_pairs(packed))
+
+
+def _is_held_by_bfloat16(weight: Tensor) -> bool:
+    return not any((rows.view(torch.int32) & _LOST_BITS).any() for rows in weight.contiguous().split(CHUNK_ROWS))
 
 
 def use_huge_pages(address: int, num_bytes: int) -> None:

@@ -27,20 +27,23 @@ class ModelOptions:
     Args:
         dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions), "float32", "bfloat16", "float16".
         device: "auto" (CUDA if available), "cpu", "cuda", "cuda:N".
+        num_threads: threads of a CPU; ``None`` = one per physical core that the process may use.
         seed: for the requests that have none.
         max_model_len: maximum tokens of a request, prompt and output; ``None`` = the model's positions.
     """
 
     dtype: str = "auto"
     device: str = "auto"
+    num_threads: int | None = None
     seed: int = 0
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
         check_integer("seed", self.seed, 0, 2**63 - 1)
-        if self.max_model_len is not None:
-            check_integer("max_model_len", self.max_model_len, 1)
+        for name in ("num_threads", "max_model_len"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +163,7 @@ class EngineOptions(TypedDict, total=False):
 
     dtype: str
     device: str
+    num_threads: int | None
     seed: int
     max_model_len: int | None
     use_speculative: bool

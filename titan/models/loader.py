@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig, as_token_ids
-from titan.models.decoder import Decoder, is_linear_weight
+from titan.models.decoder import Decoder
 from titan.models.registry import check_supported
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ def _load_weights(model: Decoder, destinations: dict[str, Destination], tensors:
     def empty(num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=model.dtype, device=model.device)
 
-    packed = {part for part in parts if pack and model.ops.packs and is_linear_weight(part[1])}
+    packed = {part for part in parts if pack and model.ops.packs and model.is_packable(part[1])}
     # Plain weights that are to be packed share one buffer: freed one by one, they would leave holes in the heap that the
     # packed ones do not fit into, which adds up to a third of the model.
     buffer = empty(max((owner.get_parameter(parameter).numel() for owner, parameter in packed), default=0))
