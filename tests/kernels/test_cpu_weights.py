@@ -21,7 +21,7 @@ from titan.kernels.cpu.layers import CompiledOps
 from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, has_pairs, look_up, pack_weight
 
 SIZES = [(1, 1), (64, 32), (50, 70), (17, 16), (131, 33), (33, 2050), (100, 192)]
-NUM_ROWS = (*range(1, 20), 21, 24, 31, 32, 33, 48, 63, 64, 65, 70)
+NUM_ROWS = (*range(20), 21, 24, 31, 32, 33, 48, 63, 64, 65, 70)
 MODELS = {"bfloat16": (torch.bfloat16, True), "float32, pairs": (torch.float32, True), "float32": (torch.float32, False)}
 
 
