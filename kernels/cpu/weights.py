@@ -24,7 +24,7 @@ BLOCK = 16
 PAIR_INPUTS = 32
 """``kPairInputs`` of the C++."""
 
-CHUNK_ROWS = 1024
+CHUNK_ROWS = 32
 """Outputs that are packed together, so that little memory is needed at a time."""
 
 _LOST_BITS = 0xFFFF
