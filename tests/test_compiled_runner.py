@@ -17,7 +17,6 @@ from titan.core.batch import QueryRow
 from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.kernels.cpu.backend import CpuBackend
 from titan.kernels.cpu.runner import CompiledRunner
-from titan.kernels.torch.runner import TorchRunner
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one_layer": ("llama", {"num_hidden_layers": 1}),
@@ -48,13 +47,6 @@ def test_it_is_the_decoder(back_end: str, name: str, dtype: str, tmp_path: Path,
     for num_tokens in (1, 2, 3, 5, 5, 8, 8, 9, 16, 17, 32, 33, 64, 65, 100, 200):
         query_lens = np.bincount(twins.rng.integers(0, 3 if num_tokens < 60 else 6, num_tokens))
         twins.run(twins.parts(query_lens[query_lens > 0].tolist(), have_chunks=True))
-
-
-def test_weights_that_are_not_packed_are_left_to_pytorch(tmp_path: Path) -> None:
-    make_model(tmp_path)
-    twins = Twins(tmp_path, make_back_end("cpu"), pack=False)
-    assert type(twins.runner) is TorchRunner
-    twins.run(twins.parts([9, 1, 30], have_chunks=True))
 
 
 def forward(twins: Twins, parts: list[Part]) -> Tensor:

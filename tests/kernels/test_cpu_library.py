@@ -54,14 +54,6 @@ def test_it_is_compiled_once_for_a_source_and_again_where_it_was_cut_off(monkeyp
         load_library(NATIVE)
 
 
-def test_without_a_compiler_nothing_is_loaded_and_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", "")
-    loaded = load_library(NATIVE)
-    assert loaded.library is None
-    assert loaded.description.startswith("not compiled: no C++ compiler was found")
-
-
 @pytest.mark.parametrize(
     ("compiler", "message"),
     [(None, "error: "), ("false", "non-zero exit status"), ("no-such-compiler", "no-such-compiler: ")],
@@ -96,8 +88,15 @@ def test_a_compiler_may_be_named_with_options(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="kinds of other processors")
 def test_each_kind_has_a_file_of_its_own_with_its_instructions(tmp_path: Path) -> None:
-    branches = "#ifdef __AVX512F__", "return 512;", "#elif defined(__AVX2__) && defined(__FMA__)", "return 2;", "#endif"
-    cpu_library.SOURCE.write_text("\n".join(('extern "C" int number() {', *branches, "}")), encoding="utf-8")
+    source = (
+        'extern "C" int number() {',
+        "#ifdef __AVX512F__",
+        "return 512;",
+        "#elif defined(__AVX2__)",
+        "return 2;",
+        "#endif",
+        "}",
+    )
+    cpu_library.SOURCE.write_text("\n".join(source), encoding="utf-8")
     assert len({load_again(kind) for kind in (AVX512, AVX2, AVX512)}) == len(list((tmp_path / "titan").iterdir())) == 2
-    numbers = {kind.name: load_library(kind).library.number() for kind in (AVX512, AVX2)}  # type: ignore[union-attr]
-    assert numbers == {"avx512": 512, "avx2": 2}
+    assert [load_library(kind).library.number() for kind in (AVX512, AVX2)] == [512, 2]  # type: ignore[union-attr]

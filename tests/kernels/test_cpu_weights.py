@@ -135,43 +135,36 @@ def test_rows_may_have_strides(kernels: CompiledKernels) -> None:
 # threads
 
 
-def multiply(model: str, num_outputs: int, num_inputs: int) -> tuple[Callable[[CompiledKernels], list[Tensor]], list[Tensor]]:
-    """What calls of many lengths in turn compute on threads, and what it is on one."""
-    dtype, packed = MODELS[model][0], pack_weight(make_weight(model, num_outputs, num_inputs))
+@pytest.fixture(scope="module", params=MODELS)
+def multiply(request: pytest.FixtureRequest) -> Callable[[CompiledKernels], list[Tensor]]:
+    dtype, packed = MODELS[request.param][0], pack_weight(make_weight(request.param, 530, 270))
+    xs = [random(num_rows, 270, dtype=dtype, seed=num_rows) for num_rows in (1, 2, 9, 40, 1, 70)]
 
     def run(kernels: CompiledKernels) -> list[Tensor]:
         ops = CompiledOps(kernels, dtype)
-        xs = [random(num_rows, num_inputs, dtype=dtype, seed=num_rows) for num_rows in (1, 2, 9, 40, 1, 70)]
         return [ops.silu_mul(ops.linear(x, packed, None)) for x in xs]
 
-    return run, run(make_kernels(KINDS["cpu"]))
+    return run
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_results_do_not_depend_on_the_number_of_threads(model: str) -> None:
-    run, expected = multiply(model, 530, 270)
-    for num_threads in (2, 5):
-        kernels = make_kernels(KINDS["cpu"], num_threads)
-        for _ in range(20):
-            assert all(map(torch.equal, run(kernels), expected))
-
-
-@pytest.mark.parametrize("num_teams", [1, 3])
-def test_threads_of_python_may_share_a_team_or_have_their_own(num_teams: int) -> None:
-    run, expected = multiply("float32", 530, 270)
-    teams = [make_kernels(KINDS["cpu"], 3) for _ in range(num_teams)]
+@pytest.mark.parametrize(("num_teams", "num_threads"), [(1, 2), (1, 5), (3, 3)])
+def test_results_do_not_depend_on_threads(
+    multiply: Callable[[CompiledKernels], list[Tensor]], num_teams: int, num_threads: int
+) -> None:
+    """Bit by bit; Python's threads may share a team or have their own."""
+    expected, teams = multiply(make_kernels(KINDS["cpu"])), [make_kernels(KINDS["cpu"], num_threads) for _ in range(num_teams)]
     with ThreadPoolExecutor(3) as pool:
-        for outputs in pool.map(run, [teams[i % num_teams] for i in range(60)]):
+        for outputs in pool.map(multiply, teams * (60 // num_teams)):
             assert all(map(torch.equal, outputs, expected))
 
 
 def test_threads_live_as_long_as_the_operations_that_run_on_them() -> None:
     kernels = make_kernels(KINDS["cpu"], 2)
-    ops, is_there = CompiledOps(kernels, torch.float32), weakref.ref(kernels)
+    ops, is_there = [CompiledOps(kernels, torch.float32)], weakref.ref(kernels)
     del kernels
     gc.collect()
     assert is_there()
-    del ops
+    ops.clear()
     gc.collect()
     assert not is_there()
 
