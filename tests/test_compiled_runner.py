@@ -54,32 +54,22 @@ def forward(twins: Twins, parts: list[Part]) -> Tensor:
         return twins.runner.forward(twins.batches(parts)[1])  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("back_end", KINDS)
-def test_a_request_does_not_depend_on_its_neighbours(back_end: str, dtype: str, tmp_path: Path) -> None:
-    """Bit by bit, also in bfloat16 and in long passes."""
-    make_model(tmp_path)
-    twins = make_twins(tmp_path, dtype, back_end)
-    parts = twins.parts([2, 40, 3, 1, 60])
-    together = forward(twins, parts)
-    assert torch.equal(torch.cat([forward(twins, [part]) for part in parts]), together)
-
-
 @pytest.mark.parametrize("head_dim", [16, 40, 64])
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("back_end", KINDS)
 def test_a_chain_is_verified_and_a_prompt_is_filled_as_it_would_be_decoded(
     back_end: str, dtype: str, head_dim: int, tmp_path: Path
 ) -> None:
-    """Bit by bit, wherever the context ends; of a prompt, the last row has logits."""
+    """Bit by bit, wherever the context ends and whoever is beside; of a prompt, the last row has logits."""
     make_model(tmp_path, head_dim=head_dim)
     twins = make_twins(tmp_path, dtype, back_end)
-    table = twins.tables()[0]
+    table, beside = twins.tables()[:2]
+    neighbour = QueryRow(beside, 20, twins.tokens(3)), DraftTree.chain(twins.tokens(4))
     for root, length in ((0, 40), (5, 8), (29, 8), (31, 20), (56, 8)):
         chain = twins.tokens(length)
         decoded = [forward(twins, [(QueryRow(table, root + i, [token]), EMPTY_TREE)]) for i, token in enumerate(chain)]
-        verified = forward(twins, [(QueryRow(table, root, chain[:1]), DraftTree.chain(chain[1:]))])
-        assert torch.equal(verified, torch.cat(decoded))
+        verified = forward(twins, [(QueryRow(table, root, chain[:1]), DraftTree.chain(chain[1:])), neighbour])
+        assert torch.equal(verified[:length], torch.cat(decoded))
         assert torch.equal(forward(twins, [(QueryRow(table, root, chain), EMPTY_TREE)]), decoded[-1])
 
 

@@ -1,4 +1,4 @@
-"""Which back end a device gets, what kernels it gives a model, and what it refuses; generation on Triton."""
+"""Which back end a device gets, what kernels it gives a model, and what it refuses."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import torch
 from back_ends import make_back_end
 from interpreted import triton_backend
-from stepping import greedy, make_engine, run_all
+from stepping import make_engine
 from tiny_models import make_model
-from zoo import Zoo
 
 from titan.kernels.backend import choose_backend
 from titan.kernels.cpu import kinds as cpu_kinds
@@ -29,7 +27,6 @@ from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.triton.backend import TRAITS, TritonBackend
 from titan.kernels.triton.layers import TritonOps
-from titan.kernels.triton.runner import TritonRunner
 
 CPU = torch.device("cpu")
 
@@ -146,15 +143,3 @@ def test_what_the_kernels_cannot_take_is_refused_by_the_engine(
     make_model(tmp_path, num_hidden_layers=1, **config)
     with pytest.raises(ValueError, match=message):
         make_engine(str(tmp_path), backend=triton_backend(), **({"num_kv_blocks": 40} | options))
-
-
-def test_greedy_generation_on_triton_is_that_of_transformers(zoo: Zoo) -> None:
-    options = {"max_batch_size": 4, "prefill_chunk_size": 16, "num_kv_blocks": 40, "max_draft_tokens": 3}
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), backend=triton_backend(), draft_tree=[-1, -1, 0], **options)
-    assert isinstance(engine.runner, TritonRunner)
-    prompts = [np.random.default_rng(length).integers(3, 131, length).tolist() for length in (20, 3)]
-    outputs = run_all(engine, prompts, [greedy(6, ignore_eos=True)] * len(prompts))
-    assert outputs == [zoo.greedy("llama", prompt, 6, ignore_eos=True) for prompt in prompts]
-    metrics = engine.metrics()
-    assert metrics.acceptance_rate > 0.3
-    assert metrics.graph_hit_rate is not None and 0 < metrics.graph_hit_rate < 1

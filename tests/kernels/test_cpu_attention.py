@@ -4,6 +4,7 @@ wherever a token stands."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -46,40 +47,23 @@ def test_in_bfloat16_only_weights_and_outputs_are_rounded(compiled: Backend, hea
 
 
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("head_dim", [16, 40, 64])
+@pytest.mark.parametrize("head_dim", [8, 16, 40, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_chain_is_attended_as_its_tokens_alone(compiled: Backend, dtype: torch.dtype, head_dim: int, window: Window) -> None:
-    """Bit by bit, wherever the context ends, whatever lies behind it, and whoever is beside."""
-    num_nodes = 9
-    for root in (0, 3, 14, 31, 60, 127):
-        tokens, neighbour = Request(root, 1, chain(num_nodes)), Request(50, 3)
+def test_chains_and_chunks_are_attended_as_their_tokens_alone(
+    compiled: Backend, dtype: torch.dtype, head_dim: int, window: Window
+) -> None:
+    """Bit by bit, wherever the context ends, whatever lies behind it, whoever is beside, and also of several pieces for threads."""
+    chains, chunks = [Request(root, 1, chain(9)) for root in (0, 3, 14, 31, 60, 127)], [Request(37, 65), Request(0, 150)]
+    for request, num_heads in product([*chains, *chunks], (2, 6)):
+        root, num_tokens, neighbour = request.context, request.query_len, Request(50, 3)
         kv = random(2, 2, 20, 16, head_dim, dtype=dtype, seed=root)
-        q = random(num_nodes + 1, 6, head_dim, dtype=dtype, seed=root + 1)
-        both = attend_all(compiled, [tokens, neighbour], torch.cat([q, q[:3]]), kv, window)[:-3]
-        for i in range(num_nodes + 1):
+        q = random(num_tokens, num_heads, head_dim, dtype=dtype, seed=root + 1)
+        both = attend_all(compiled, [request, neighbour], torch.cat([q, q[:3]]), kv, window)[:-3]
+        for i in range(0, num_tokens, 1 + num_tokens // 20):
             broken = kv.clone().flatten(2, 3)  # what is not there yet
             broken[:, :, root + i + 1 :] = torch.nan
             alone = attend_all(compiled, [Request(root + i)], q[i : i + 1], broken.view(kv.shape), window)
             assert torch.equal(alone, both[i : i + 1])
-
-
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("head_dim", [8, 64, 80])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_chunk_is_attended_as_its_tokens_alone(compiled: Backend, dtype: torch.dtype, head_dim: int, window: Window) -> None:
-    """Bit by bit, also where it is longer than one thread takes; its tokens alone are held to the definition."""
-    for context, num_tokens, num_heads in ((0, 150, 2), (37, 65, 6), (70, 30, 8)):
-        request, alone = Request(context, num_tokens), [Request(context + i) for i in range(num_tokens)]
-        kv = random(2, 2, 12, 16, head_dim, dtype=dtype, seed=context)
-        q = random(num_tokens, num_heads, head_dim, dtype=dtype, seed=1)
-        chunk = attend_all(compiled, [request], q, kv, window)
-        case = make_case(alone, layout="dense", window=window)
-        for each in alone:
-            each.block_ids = request.block_ids
-        single = attend(compiled, case.batch(compiled), q, kv, window)
-        assert torch.equal(chunk, single)
-        exact, bound = case.expected(q, kv), 2e-5 if dtype == torch.float32 else 3e-2
-        torch.testing.assert_close(single.double(), exact, rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 16), (torch.bfloat16, 64)])

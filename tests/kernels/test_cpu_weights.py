@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -85,7 +86,8 @@ def test_it_is_the_product(kernels: CompiledKernels, model: str, size: tuple[int
     norm_weight = torch.ones(size[0], dtype=dtype)
     for num_rows in NUM_ROWS:
         bias = random(size[0], dtype=dtype, seed=1) if num_rows % 2 else None
-        x, residual = random(num_rows, size[1], dtype=dtype, seed=2), random(num_rows, size[0], dtype=dtype, seed=3)
+        x = random(num_rows, size[1] + num_rows % 3, dtype=dtype, seed=2)[:, : size[1]]  # some have strides
+        residual = random(num_rows, size[0], dtype=dtype, seed=3)
         exact, sizes = (each(x.double()) @ each(weight.double()).T for each in (torch.clone, torch.abs))
         if bias is not None:
             exact, sizes = exact + bias.double(), sizes + bias.double().abs()
@@ -124,12 +126,6 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_breaks_them(
         output = ops.linear(x, packed, bias)
         assert not output[3].isfinite().any()
         assert torch.equal(output[4:], alone[4:]) and torch.equal(output[:3], alone[:3])
-
-
-def test_rows_may_have_strides(kernels: CompiledKernels) -> None:
-    weight, x = random(64, 32), random(6, 128)
-    output = CompiledOps(kernels, torch.float32).linear(x[:, 64:96], pack_weight(weight), None)
-    torch.testing.assert_close(output, x[:, 64:96] @ weight.T, rtol=1e-4, atol=1e-4)
 
 
 # threads
@@ -175,18 +171,14 @@ def test_whole_pages_inside_the_area_are_asked_for_and_keep_their_contents(offse
     tensor = torch.arange(4 * HUGE_PAGE_BYTES)
     cpu_weights.use_huge_pages(tensor.data_ptr() + 1 + offset, 3 * HUGE_PAGE_BYTES + 17)
     assert torch.equal(tensor, torch.arange(len(tensor)))  # nothing in them changes
-    calls: list[tuple[int, int, int]] = []
-
-    def madvise(*call: int) -> int:
-        calls.append(call)  # type: ignore[arg-type]
-        return 0
-
+    madvise = MagicMock(return_value=0)
     monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(madvise=madvise))
     address, num_bytes = 100 * HUGE_PAGE_BYTES + offset, HUGE_PAGE_BYTES + 5
     cpu_weights.use_huge_pages(address, HUGE_PAGE_BYTES - 1)
-    assert not calls  # too little for a large page
+    madvise.assert_not_called()  # too little for a large page
     cpu_weights.use_huge_pages(address, num_bytes)
-    assert [advice for *_, advice in calls] == [cpu_weights.MADV_HUGEPAGE, cpu_weights.MADV_COLLAPSE]
-    for start, length, _ in calls:
-        assert address <= start < address + mmap.PAGESIZE and start % mmap.PAGESIZE == 0
-        assert length % mmap.PAGESIZE == 0 and 0 <= address + num_bytes - (start + length) < mmap.PAGESIZE
+    start, length, _ = madvise.call_args.args
+    advice = cpu_weights.MADV_HUGEPAGE, cpu_weights.MADV_COLLAPSE
+    assert [each.args for each in madvise.call_args_list] == [(start, length, each) for each in advice]
+    assert address <= start < address + mmap.PAGESIZE and start % mmap.PAGESIZE == 0
+    assert length % mmap.PAGESIZE == 0 and 0 <= address + num_bytes - (start + length) < mmap.PAGESIZE
