@@ -33,6 +33,4 @@ def make_back_end(name: str) -> Backend:
     """A back end of its own, with a single thread: models and batches of tests are too small to gain from more."""
     if name in KINDS:
         return CpuBackend(make_kernels(KINDS[name]))
-    if name not in BACK_ENDS:
-        raise ValueError(f"{name!r} is not a back end: {BACK_ENDS}")
-    return triton_backend() if name == "triton" else TorchBackend(torch.device("cpu"))
+    return {"torch": TorchBackend(torch.device("cpu")), "triton": triton_backend()}[name]

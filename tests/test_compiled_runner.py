@@ -11,7 +11,7 @@ import torch
 from back_ends import KINDS, make_back_end, make_kernels
 from tiny_models import make_model
 from torch import Tensor
-from twins import BLOCKS_PER_REQUEST, BOUNDS, Part, Twins
+from twins import BOUNDS, Part, Twins
 
 from titan.core.batch import QueryRow
 from titan.core.trees import EMPTY_TREE, DraftTree
@@ -80,10 +80,3 @@ def test_passes_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
     for query_lens in ([1], [40, 3, 1, 60], [7] * 6) * 5:
         logits = [forward(twins, twins.parts(query_lens, have_chunks=True)) for twins in (one, three)]
         assert torch.equal(*logits) and torch.equal(one.kvs[1].view(torch.int32), three.kvs[1].view(torch.int32))
-
-
-def test_positions_without_rotation_are_refused(tmp_path: Path) -> None:
-    make_model(tmp_path, "llama", max_position_embeddings=64)
-    twins = make_twins(tmp_path, "float32")
-    with pytest.raises(IndexError, match="64"):
-        forward(twins, [(QueryRow(list(range(BLOCKS_PER_REQUEST + 1)), 64, [5]), EMPTY_TREE)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -61,35 +60,18 @@ def test_without_a_compiler_pytorch_runs_with_the_threads_that_were_asked_for(
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("titan.kernels.backend.load_library", load_library.__wrapped__)  # what is loaded stays
-    set_num_threads = MagicMock()
-    monkeypatch.setattr(torch, "set_num_threads", set_num_threads)
+    counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
     backend = choose_backend(CPU, 7)
     assert type(backend) is TorchBackend and "several times slower" in caplog.text
     assert "not compiled: no C++ compiler was found" in backend.facts()["kernels"] and "7 threads" in backend.facts()["device"]
     choose_backend(CPU).activate()
-    set_num_threads.assert_not_called()
+    assert counts == []
     backend.activate()
-    set_num_threads.assert_called_once_with(7)
+    assert counts == [7]
 
 
-def test_threads_are_for_a_cpu() -> None:
-    with pytest.raises(ValueError, match=r"^num_threads=2 is not allowed with device='cuda:0': it is for a CPU$"):
-        choose_backend(torch.device("cuda", 0), 2)
-
-
-@pytest.mark.parametrize(
-    ("affinity", "limit", "num_cores"),
-    [
-        ([0, 1, 2, 3], "max 1000", 2),
-        ([0, 2], "max 1000", 1),
-        ([0, 1, 5, 6], "?", 4),
-        ([0, 1, 5], "1500 1000", 2),
-        ([1], "10 1000", 1),
-    ],
-)
-def test_threads_are_as_many_as_physical_cores_that_the_process_may_use(
-    monkeypatch: pytest.MonkeyPatch, affinity: list[int], limit: str, num_cores: int
-) -> None:
+def test_threads_are_as_many_as_physical_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even processors below 4 are one core, odd ones another; of the others nothing is known."""
     files = {f"/sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": f"{i % 2},{i % 2 + 2}\n" for i in range(4)}
 
@@ -99,14 +81,13 @@ def test_threads_are_as_many_as_physical_cores_that_the_process_may_use(
         return files[str(path)]
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(affinity), raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    without_limit = available_cores()
-    files[str(threads.CGROUP_LIMIT)] = limit + "\n"
-    assert available_cores() == num_cores <= without_limit
-    monkeypatch.delattr("os.sched_getaffinity")
-    monkeypatch.setattr("psutil.cpu_count", lambda logical: 5)
-    assert available_cores() == 5
+    for limit in (None, "max 1000", "?", "2500 1000", "1500 1000", "10 1000"):
+        if limit is not None:
+            files[str(threads.CGROUP_LIMIT)] = limit + "\n"
+        for affinity, num_cores in ({0, 1, 2, 3}, 2), ({0, 2}, 1), ({0, 1, 2, 5, 6}, 4):
+            monkeypatch.setattr("os.sched_getaffinity", lambda process, affinity=affinity: affinity, raising=False)
+            assert available_cores() == min(num_cores, {"2500 1000": 3, "1500 1000": 2, "10 1000": 1}.get(str(limit), 8))
 
 
 def test_fast_operations_are_given_to_models_whose_traits_they_know(backend: Backend) -> None:
@@ -117,7 +98,9 @@ def test_fast_operations_are_given_to_models_whose_traits_they_know(backend: Bac
         assert type(backend.layer_ops(dtype, frozenset({"rms_norm", "moe"}))) is TorchOps
 
 
-def test_a_card_that_triton_does_not_support_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_triton_does_not_support_is_refused_and_so_are_threads_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"^num_threads=2 is not allowed with device='cuda:0': it is for a CPU$"):
+        choose_backend(torch.device("cuda", 0), 2)
     backend = choose_backend(torch.device("cuda", 0))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     assert type(backend) is TritonBackend and type(backend.layer_ops(torch.bfloat16, frozenset())) is TritonOps
