@@ -7,8 +7,7 @@ import torch
 from interpreted import triton_backend
 
 from titan.kernels.cpu.backend import CpuBackend
-from titan.kernels.cpu.compiled import CompiledKernels
-from titan.kernels.cpu.kinds import CPU_KERNELS, KINDS, kinds_here
+from titan.kernels.cpu.kinds import CPU_KERNELS
 from titan.kernels.cpu.library import load_library
 from titan.kernels.interfaces import Backend
 from titan.kernels.torch.backend import TorchBackend
