@@ -12,13 +12,19 @@ namespace {
 
 std::mt19937 generator(0);
 
+// For numbers that bfloat16 holds, of a size usual for weights.
+inline void narrow(float x, Float16* result) {
+  const uint32_t bits = reinterpret<uint32_t>(x);
+  result->bits = std::fabs(x) < 1e-4f ? 0 : static_cast<uint16_t>(bits >> 16 & 0x8000 | ((bits & 0x7fffffff) - (112u << 23)) >> 13);
+}
+
 template <typename T>
 std::vector<T> random_numbers(int64_t count, bool are_held_by_bfloat16 = false) {
   std::normal_distribution<float> normal;
   std::vector<T> numbers(count);
   for (T& number : numbers) {
     BFloat16 half;
-    const float x = normal(generator);
+    const float drawn = normal(generator), x = std::fabs(drawn) < 1e-4f ? 0.0f : drawn;
     narrow(x, &half);
     narrow(are_held_by_bfloat16 ? widen(half) : x, &number);
   }
@@ -46,14 +52,17 @@ std::vector<Line> pack(const std::vector<T>& weights, int64_t num_outputs, int64
   return lines;
 }
 
+template <typename Packed>
+constexpr WeightFormat kFormat = std::is_same_v<Packed, BFloat16> ? kPairs : std::is_same_v<Packed, Float16> ? kFloat16 : kFloat32;
+
 template <typename T, typename Packed>
 int check_linear(const char* name) {
   Team team(2);
   double worst = 0;
   for (const auto& [num_outputs, num_inputs] : {std::pair{16, 32}, {48, 64}, {33, 31}, {100, 70}, {17, 1}, {320, 96}}) {
-    const auto weights = random_numbers<T>(num_outputs * num_inputs, std::is_same_v<Packed, BFloat16>);
+    const auto weights = random_numbers<T>(num_outputs * num_inputs, !std::is_same_v<Packed, float>);
     const auto bias = random_numbers<T>(num_outputs);
-    Weight weight{nullptr, bias.data(), num_outputs, num_inputs, std::is_same_v<Packed, BFloat16> ? kPairs : kFloat32};
+    Weight weight{nullptr, bias.data(), num_outputs, num_inputs, kFormat<Packed>};
     const auto packed = pack<Packed>(weights, num_outputs, num_inputs, depth_of(weight));
     weight.data = packed.data();
     for (const int64_t num_rows : {1, 2, 5, 7, 8, 9, 16, 33}) {
@@ -130,7 +139,7 @@ int check_attention(const char* name, int64_t head_dim, int64_t window) {
 
 int main() {
   int failures = check_linear<float, float>("linear, float32") + check_linear<float, BFloat16>("linear, float32 by pairs") +
-                 check_linear<BFloat16, BFloat16>("linear, bfloat16");
+                 check_linear<float, Float16>("linear, float32 by float16") + check_linear<BFloat16, BFloat16>("linear, bfloat16");
   for (const int64_t head_dim : {8, 40, 64, 96, 128}) {
     failures += check_attention<float>("attention, float32", head_dim, int64_t{1} << 40);
     failures += check_attention<BFloat16>("attention, bfloat16", head_dim, int64_t{1} << 40);
