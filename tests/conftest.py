@@ -14,8 +14,6 @@ if not torch.cuda.is_available():  # read once, when triton is first imported
 
 from zoo import Zoo
 
-from titan.kernels.cpu.library import usable_library
-
 SLOW = (
     *("/bench/", "test_packaging"),
     *("triton", "sm90", "test_cuda_", "test_memory_profile", "test_tree_attention", "test_attention_planner"),  # its interpreter
@@ -50,13 +48,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(autouse=True)
-def _kernels_are_chosen_anew() -> Iterator[None]:
-    """Of the CPU: what one test has chosen is not the next one's."""
-    yield
-    usable_library.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +43,8 @@ class CompiledKernels:
             dtype: one of `COMPILED_DTYPES`.
             arguments: their types.
         """
-        return partial(self.plain_function(name, dtype, _POINTER, *arguments), self.team)
+        function = self.plain_function(name, dtype, _POINTER, *arguments)
+        return lambda *values: function(self.team, *values)  # the threads live as long as it does
 
     def plain_function(self, name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:
         """The same for a function that does not take the threads as its first argument."""

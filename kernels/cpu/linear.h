@@ -80,8 +80,8 @@ int64_t linear_lines(const Weight& weight, int64_t num_rows) {
 // Multiply x [num_rows, num_inputs] by the weight, and add its bias and the residual stream [num_rows, num_outputs] if given.
 template <typename T>
 void linear(Member& member, const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output, Line* room) {
+  if (num_rows == 0) return; // of a pass without logits
   const int64_t depth = depth_of(weight);
-  if (num_rows == 0) return;
 #ifdef TITAN_HAS_AMX
   if (weight.format == kPairs) return multiply_by_tiles(member, weight, x, num_rows, residual, output, room);
 #endif

@@ -27,7 +27,7 @@ BLOCK = 16
 PAIR_INPUTS = 32
 """``kPairInputs`` of the C++."""
 
-CHUNK_ROWS = 1024
+CHUNK_ROWS = 256
 """Outputs that are packed together, so that little memory is needed at a time."""
 
 FORMATS = {torch.uint32: 0, torch.uint16: 1, torch.int32: 2}

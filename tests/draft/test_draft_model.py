@@ -164,7 +164,8 @@ def test_a_sampled_output_is_its_own_whatever_the_neighbours_chunks_and_preempti
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 def test_a_draft_that_breaks_down_for_one_request_costs_nobody_an_output(zoo: Zoo, sampling: str, shape: str) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("other"), draft_sampling=sampling, **AMPLE | SHAPES[shape])
+    options = {"draft_sampling": sampling, "backend": make_back_end("torch")} | AMPLE | SHAPES[shape]
+    engine = make_engine(zoo.path("llama"), zoo.path("other"), **options)
     runner: Any = engine.drafter.runner  # type: ignore[attr-defined]
     forward, passes = runner.forward, count()
 
