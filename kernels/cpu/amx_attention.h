@@ -17,7 +17,7 @@ namespace {
 
 #ifdef TITAN_HAS_AMX
 
-constexpr int kPairs = kTile / 2;
+constexpr int kSlotPairs = kTile / 2;
 constexpr float kLog2E = 1.44269504088896341f;
 static_assert(kLanes == kTileRows && kTile == kTileInputs, "a tile of the units holds so many queries, and so many slots");
 
@@ -99,7 +99,7 @@ void load_values(const Head<BFloat16>& head, const Tile& tile, const Tile& next,
       if (j + 1 < tile.count) std::memcpy(&second, head.values + tile.offsets[j + 1] + d, sizeof second);
       const Words even = (first & 0xffffu) | second << 16, odd = first >> 16 | (second & 0xffff0000u);
       std::memcpy(values + d + j / 2, &even, sizeof even);
-      std::memcpy(values + d + kPairs + j / 2, &odd, sizeof odd);
+      std::memcpy(values + d + kSlotPairs + j / 2, &odd, sizeof odd);
     }
   }
 }
@@ -154,8 +154,8 @@ inline Lanes weigh(QueryTile* tile, const Tile& slots, int64_t tree_start, float
   const Lanes base = tile->largest == kMinusInfinity ? Lanes{} : tile->largest;
   const Lanes kept = power_of_two(before - base);
   Lanes totals[2] = {};
-  Words pairs[kPairs];
-  for (int j = 0; j < kPairs; ++j) {
+  Words pairs[kSlotPairs];
+  for (int j = 0; j < kSlotPairs; ++j) {
     const Lanes even = power_of_two(*lanes_of(scores + 2 * j) - base), odd = power_of_two(*lanes_of(scores + 2 * j + 1) - base);
     totals[0] += even; // NaN if a score is
     totals[1] += odd;

@@ -77,10 +77,11 @@ class CompiledOps:
     packs = True
 
     def __init__(self, kernels: CompiledKernels, dtype: torch.dtype) -> None:
+        self._kernels = kernels
         self._functions = {name: kernels.function(name, dtype, *arguments) for name, arguments in ARGUMENTS.items()}
 
     def pack(self, weight: Tensor) -> Tensor:
-        return pack_weight(weight)
+        return pack_weight(weight, self._kernels)
 
     def look_up(self, token_ids: Tensor, embedding: Tensor, size: int, dtype: torch.dtype) -> Tensor:
         return look_up(token_ids, embedding, size, dtype) if is_packed(embedding) else F.embedding(token_ids, embedding)

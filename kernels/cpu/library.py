@@ -64,7 +64,9 @@ def load_library(kind: Kind) -> LoadedLibrary:
 
 
 def _without_library(reason: str) -> LoadedLibrary:
-    logging.getLogger(__name__).warning("the kernels of this CPU are PyTorch's, which are several times slower; not compiled: %s", reason)
+    logging.getLogger(__name__).warning(
+        "the kernels of this CPU are PyTorch's, which are several times slower; not compiled: %s", reason
+    )
     return LoadedLibrary(None, f"not compiled: {reason}")
 
 

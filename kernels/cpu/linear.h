@@ -83,14 +83,14 @@ void linear(Member& member, const Weight& weight, const T* x, int64_t num_rows, 
   if (num_rows == 0) return; // of a pass without logits
   const int64_t depth = depth_of(weight);
 #ifdef TITAN_HAS_AMX
-  if (weight.has_pairs) return multiply_by_tiles(member, weight, x, num_rows, residual, output, room);
+  if (weight.format == kPairs) return multiply_by_tiles(member, weight, x, num_rows, residual, output, room);
 #endif
+  if constexpr (std::is_same_v<T, float>) {
+    if (weight.format == kFloat32) return multiply_by_vectors<T, T, float>(member, weight, x, depth, num_rows, residual, output);
+    if (weight.format == kFloat16) return multiply_by_vectors<T, T, Float16>(member, weight, x, depth, num_rows, residual, output);
+  }
   if constexpr (std::is_same_v<T, Row<T>>) {
-    if (weight.num_inputs == depth) {
-      if constexpr (std::is_same_v<T, float>)
-        if (!weight.has_pairs) return multiply_by_vectors<T, T, float>(member, weight, x, depth, num_rows, residual, output);
-      return multiply_by_vectors<T, T, BFloat16>(member, weight, x, depth, num_rows, residual, output);
-    }
+    if (weight.num_inputs == depth) return multiply_by_vectors<T, T, BFloat16>(member, weight, x, depth, num_rows, residual, output);
   }
   Row<T>* rows = reinterpret_cast<Row<T>*>(room);
   member.share(num_rows, depth, [&](int64_t row) {
@@ -100,7 +100,25 @@ void linear(Member& member, const Weight& weight, const T* x, int64_t num_rows, 
   multiply_by_vectors<T, Row<T>, BFloat16>(member, weight, rows, depth, num_rows, residual, output);
 }
 
+// Make blocks of rows [num_rows, depth], a multiple of kBlock rows: [num_rows / kBlock, depth, kBlock].
+template <typename Word>
+void make_blocks(Team* team, const Word* rows, int64_t num_rows, int64_t depth, Word* blocks) {
+  share(team, num_rows / kBlock, kBlock * depth, [&](int64_t block) {
+    const int64_t first = block * kBlock * depth;
+    for (int64_t i = 0; i < depth; ++i)
+      for (int64_t lane = 0; lane < kBlock; ++lane) blocks[first + i * kBlock + lane] = rows[first + lane * depth + i];
+  });
+}
+
 } // namespace
+
+extern "C" void make_blocks_16(Team* team, const void* rows, int64_t num_rows, int64_t depth, void* blocks) {
+  make_blocks(team, static_cast<const uint16_t*>(rows), num_rows, depth, static_cast<uint16_t*>(blocks));
+}
+
+extern "C" void make_blocks_32(Team* team, const void* rows, int64_t num_rows, int64_t depth, void* blocks) {
+  make_blocks(team, static_cast<const uint32_t*>(rows), num_rows, depth, static_cast<uint32_t*>(blocks));
+}
 
 #define TITAN_DEFINE_LINEAR(T, NAME)                                                                                           \
   extern "C" void linear_##NAME(Team* team, const Weight* weight, const void* x, int64_t num_rows, const void* residual,       \

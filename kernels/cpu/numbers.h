@@ -9,6 +9,12 @@
 #include <limits>
 #include <utility>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -99,6 +105,10 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+struct Float16 {
+  uint16_t bits;
+};
+
 // Storage for numbers of any type, aligned so that each whole vector lies in one cache line.
 struct __attribute__((may_alias, aligned(kLanes * sizeof(float)))) Line {
   float lanes[kLanes];
@@ -123,6 +133,20 @@ inline Lanes load_lanes(const float* values) { return load<Lanes>(values); }
 
 inline Lanes load_lanes(const BFloat16* values) {
   return reinterpret<Lanes>(__builtin_convertvector(load<Halves>(values), Words) << 16);
+}
+
+inline Lanes load_lanes(const Float16* values) {
+#if defined(__AVX512F__)
+  return reinterpret<Lanes>(_mm512_cvtph_ps(load<__m256i>(values)));
+#elif defined(__F16C__)
+  return reinterpret<Lanes>(_mm256_cvtph_ps(load<__m128i>(values)));
+#elif defined(__aarch64__)
+  return reinterpret<Lanes>(vcvt_f32_f16(load<float16x4_t>(values)));
+#else
+  const Words halves = __builtin_convertvector(load<Halves>(values), Words), sign = (halves & 0x8000u) << 16;
+  // subnormal numbers, too: the exponent moves to its place, and a product mends its bias
+  return reinterpret<Lanes>(reinterpret<Words>(reinterpret<Lanes>((halves & 0x7fffu) << 13) * 0x1p112f) | sign);
+#endif
 }
 
 inline void narrow(float x, float* result) { *result = x; }

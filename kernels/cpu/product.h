@@ -9,11 +9,7 @@
 #include "numbers.h"
 #include "weight.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#define TITAN_HAS_DOT 1
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-#include <arm_neon.h>
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define TITAN_HAS_DOT 1
 #endif
 
@@ -57,9 +53,9 @@ inline Lanes half_of(const BFloat16* pairs) {
   return reinterpret<Lanes>(Half == 0 ? words << 16 : words & 0xffff0000u);
 }
 
-// Add the products of `kPair` inputs of M rows with V vectors.
-template <int M, int V>
-inline void add_products(const float* x, int64_t stride, const float* const (&packed)[V], Lanes (&sums)[V][M]) {
+// Add the products of `kPair` inputs of M rows with V vectors; Packed is float or Float16.
+template <int M, int V, typename Packed>
+inline void add_products(const float* x, int64_t stride, const Packed* const (&packed)[V], Lanes (&sums)[V][M]) {
   Lanes numbers[V];
   for (int v = 0; v < V; ++v) numbers[v] = load_lanes(packed[v]);
 #pragma GCC unroll 8

@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include <unistd.h>
+
 #include "numbers.h"
 
 namespace {
@@ -66,6 +68,10 @@ public:
   }
 
   ~Team() {
+    if (getpid() != process_) { // a process that was forked from the one with the threads
+      for (std::thread& thread : threads_) thread.detach();
+      return;
+    }
     is_closing_.store(true);
     job_.fetch_add(2);
     job_.notify_all();
@@ -107,6 +113,7 @@ private:
   }
 
   const int64_t num_threads_;
+  const pid_t process_ = getpid();
   std::vector<std::thread> threads_;
   std::mutex mutex_;
   const void* body_ = nullptr;

@@ -8,12 +8,14 @@
 
 extern "C" {
 
+enum WeightFormat : int64_t { kFloat32 = 0, kFloat16 = 1, kPairs = 2 };
+
 struct Weight {
   const void* data; // [blocks, inputs, kBlock], or pairs of bfloat16, [blocks, inputs / 2, kBlock, 2]; padded with zeros
   const void* bias; // [num_outputs] of the model's type, or null
   int64_t num_outputs;
   int64_t num_inputs;
-  int64_t has_pairs; // 1 or 0
+  WeightFormat format;
 };
 }
 
@@ -26,7 +28,7 @@ inline int64_t round_up(int64_t size, int64_t step) { return (size + step - 1) /
 
 // Number of inputs with their padding.
 inline int64_t depth_of(const Weight& weight) {
-  return weight.has_pairs ? round_up(weight.num_inputs, kPairInputs) : weight.num_inputs;
+  return weight.format == kPairs ? round_up(weight.num_inputs, kPairInputs) : weight.num_inputs;
 }
 
 } // namespace

@@ -1,12 +1,12 @@
-"""Packing of linear layers' weights, the same for all kinds of processors.
+"""Packing of linear layers' weights, the same for all kinds of processors: blocks of 16 outputs whose weights lie side by side.
 
-Blocks of 16 outputs: for each pair of inputs, the weights of the block's outputs lie side by side, [outputs / 16, inputs / 2, 16, 2].
-So are bfloat16 weights packed, and float32 ones that bfloat16 holds exactly: most models are published in bfloat16; run in float32,
-half of the bits read of each weight would be zeros. Other float32 weights are packed as [outputs / 16, inputs, 16].
+bfloat16 weights are packed as pairs of inputs, [outputs / 16, inputs / 2, 16, 2], and so are float32 ones that bfloat16 holds exactly:
+most models are published in bfloat16; run in float32, half of the bits read of each weight would be zeros. Other float32 weights are
+packed as [outputs / 16, inputs, 16], in float16 if that holds them exactly.
 
-A packed weight is a tensor of integers, so that no operation of PyTorch takes it for numbers: int32 [out_features, inputs / 2],
-each a pair, or uint32 [out_features, inputs], each the bits of a float32; what the shape says of the order holds only as a whole. Its
-storage is padded to whole blocks, of pairs to multiples of 32 outputs and inputs: tiles of the matrix units.
+A packed weight is a tensor of integers, so that no operation of PyTorch takes it for numbers: int32 [out_features, inputs / 2] of
+pairs, uint16 [out_features, inputs] of float16, or uint32 of float32. Its elements are in the order above, and its storage is padded
+to whole blocks; of pairs, to multiples of 32 outputs and inputs: tiles of the matrix units.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import mmap
 import sys
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from titan.kernels.cpu.compiled import CompiledKernels
 
 BLOCK = 16
 """``kBlock`` of the C++: outputs side by side."""
@@ -24,11 +27,14 @@ BLOCK = 16
 PAIR_INPUTS = 32
 """``kPairInputs`` of the C++."""
 
-CHUNK_ROWS = 32
+CHUNK_ROWS = 256
 """Outputs that are packed together, so that little memory is needed at a time."""
 
-_LOST_BITS = 0xFFFF
-"""Bits of a float32 that bfloat16 lacks."""
+FORMATS = {torch.uint32: 0, torch.uint16: 1, torch.int32: 2}
+"""``WeightFormat`` of the C++, by the dtype of packed weights."""
+
+NUMBERS = {torch.uint32: torch.float32, torch.uint16: torch.float16, torch.int32: torch.bfloat16}
+"""What packed weights hold."""
 
 HUGE_PAGE_BYTES = 2**21
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <linux/mman.h>; the latter since Linux 6.1
@@ -39,52 +45,52 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 class WeightStruct(ctypes.Structure):
     """``Weight`` of the C++."""
 
-    _fields_ = [("data", _POINTER), ("bias", _POINTER), ("num_outputs", _INT), ("num_inputs", _INT), ("has_pairs", _INT)]
+    _fields_ = [("data", _POINTER), ("bias", _POINTER), ("num_outputs", _INT), ("num_inputs", _INT), ("format", _INT)]
 
 
-def pack_weight(weight: Tensor) -> Tensor:
+def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
     """Pack a weight [out_features, in_features] of float32 or bfloat16; return one that is packed as it is."""
     if is_packed(weight):
         return weight
-    num_outputs, num_inputs = weight.shape
-    has_pairs = weight.dtype == torch.bfloat16 or _is_held_by_bfloat16(weight)
-    step = PAIR_INPUTS if has_pairs else BLOCK
-    depth = -(-num_inputs // step) * step // 2 if has_pairs else num_inputs
-    packed = torch.zeros(-(-num_outputs // step) * step, depth, dtype=torch.int32)
+    kind = next(kind for kind in (torch.int32, torch.uint16, torch.uint32) if _is_held(weight, NUMBERS[kind]))
+    (num_outputs, num_inputs), step = weight.shape, PAIR_INPUTS if kind == torch.int32 else BLOCK
+    depth = _round_up(num_inputs, step) // 2 if kind == torch.int32 else num_inputs
+    make_blocks = kernels.function(f"make_blocks_{8 * kind.itemsize}", None, _POINTER, _INT, _INT, _POINTER)
+    packed = torch.empty(_round_up(num_outputs, step), depth, dtype=kind)
     use_huge_pages(packed.data_ptr(), packed.nbytes)
-    for rows, target in zip(weight.split(CHUNK_ROWS), packed.split(CHUNK_ROWS), strict=True):
-        words = torch.zeros(len(target), depth * 2 if has_pairs else depth, dtype=torch.bfloat16 if has_pairs else weight.dtype)
-        words[: len(rows), :num_inputs] = rows
-        blocks = words.view(torch.int32).view(-1, BLOCK, depth)
-        target.view(-1, depth, BLOCK).copy_(blocks.transpose(1, 2))
-    return packed[:num_outputs] if has_pairs else packed[:num_outputs].view(torch.uint32)
+    for rows, blocks in zip(weight.split(CHUNK_ROWS), packed.split(CHUNK_ROWS), strict=True):
+        padding = depth * kind.itemsize // NUMBERS[kind].itemsize - num_inputs, len(blocks) - len(rows)
+        padded = F.pad(rows.to(NUMBERS[kind]), (0, padding[0], 0, padding[1])).contiguous()
+        make_blocks(padded.data_ptr(), len(blocks), depth, blocks.data_ptr())
+    return packed[:num_outputs]
 
 
 def is_packed(weight: Tensor) -> bool:
     """Whether `pack_weight` made it."""
-    return weight.dtype in (torch.int32, torch.uint32)
-
-
-def has_pairs(packed: Tensor) -> bool:
-    """Whether a packed weight holds pairs of bfloat16, not float32."""
-    return packed.dtype == torch.int32
+    return weight.dtype in FORMATS
 
 
 def look_up(token_ids: Tensor, packed: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """Return rows of a packed weight: int64 [n] -> [n, size]."""
-    padded = packed.view(torch.int32).as_strided((-(-len(packed) // BLOCK), packed.shape[1], BLOCK), (packed.shape[1] * BLOCK, BLOCK, 1))
-    words = padded[token_ids // BLOCK, :, token_ids % BLOCK]
-    return words.view(torch.bfloat16 if has_pairs(packed) else torch.float32)[:, :size].to(dtype)
+    words = packed.view(torch.int16 if packed.dtype == torch.uint16 else torch.int32)
+    num_rows, depth = words.shape
+    blocks = words.as_strided((-(-num_rows // BLOCK), depth, BLOCK), (depth * BLOCK, BLOCK, 1))
+    return blocks[token_ids // BLOCK, :, token_ids % BLOCK].view(NUMBERS[packed.dtype])[:, :size].to(dtype)
 
 
 def weight_struct(packed: Tensor, bias: Tensor | None, num_inputs: int) -> WeightStruct:
     """Return how the library reads a packed weight and a bias [out_features]; both must outlive the result."""
     pointer = None if bias is None else bias.data_ptr()
-    return WeightStruct(packed.data_ptr(), pointer, len(packed), num_inputs, has_pairs(packed))
+    return WeightStruct(packed.data_ptr(), pointer, len(packed), num_inputs, FORMATS[packed.dtype])
 
 
-def _is_held_by_bfloat16(weight: Tensor) -> bool:
-    return not any((rows.view(torch.int32) & _LOST_BITS).any() for rows in weight.contiguous().split(CHUNK_ROWS))
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _is_held(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a dtype holds all numbers of a weight exactly."""
+    return weight.dtype == dtype or all(torch.equal(rows.to(dtype).to(weight.dtype), rows) for rows in weight.split(CHUNK_ROWS))
 
 
 def use_huge_pages(address: int, num_bytes: int) -> None:
