@@ -18,12 +18,18 @@ from torch import Tensor
 from titan.kernels.cpu import weights as cpu_weights
 from titan.kernels.cpu.compiled import CompiledKernels
 from titan.kernels.cpu.layers import CompiledOps
-from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, has_pairs, look_up, pack_weight
+from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, look_up, pack_weight
 
 SIZES = [(1, 1), (64, 32), (50, 70), (17, 16), (131, 33), (33, 2050), (100, 192)]
 NUM_ROWS = (*range(20), 21, 24, 31, 32, 33, 48, 63, 64, 65, 70)
 Run = Callable[[CompiledKernels], list[Tensor]]
-MODELS = {"bfloat16": (torch.bfloat16, True), "float32, pairs": (torch.float32, True), "float32": (torch.float32, False)}
+MODELS = {
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "float32 of bfloat16": (torch.float32, torch.bfloat16),
+    "float32 of float16": (torch.float32, torch.float16),
+    "float32": (torch.float32, torch.float32),
+}
+"""Dtypes of models, and of what their weights hold."""
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -31,8 +37,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def make_weight(model: str, num_outputs: int, num_inputs: int) -> Tensor:
-    (dtype, is_exact), weight = MODELS[model], random(num_outputs, num_inputs)
-    return weight.bfloat16().to(dtype) if is_exact else weight
+    dtype, held = MODELS[model]
+    return random(num_outputs, num_inputs).to(held).to(dtype)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -45,30 +51,32 @@ def kernels(request: pytest.FixtureRequest) -> CompiledKernels:
 
 @pytest.mark.parametrize("size", [*SIZES, (2050, 35)], ids=str)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_number_is_where_the_layout_says(model: str, size: tuple[int, int]) -> None:
+def test_every_number_is_where_the_layout_says(kernels: CompiledKernels, model: str, size: tuple[int, int]) -> None:
     """In its block, at its input or pair of inputs, in its lane; zeros pad; and rows are found again."""
-    weight, (_, is_exact) = make_weight(model, *size), MODELS[model]
-    packed = pack_weight(weight)
-    assert packed.shape[0] == size[0] and has_pairs(packed) == is_exact and pack_weight(packed) is packed
-    words = packed.view(torch.int32).as_strided((packed.untyped_storage().nbytes() // 4,), (1,))
-    flat = words.view(torch.bfloat16 if is_exact else torch.float32).tolist()
-    depth = -(-size[1] // 32) * 32 if is_exact else size[1]
+    weight, (_, held) = make_weight(model, *size), MODELS[model]
+    packed, has_pairs = pack_weight(weight, kernels), held == torch.bfloat16
+    assert packed.shape[0] == size[0] and pack_weight(packed, kernels) is packed
+    flat = torch.empty(0, dtype=held).set_(packed.untyped_storage()).tolist()  # type: ignore[call-overload]
+    depth = -(-size[1] // 32) * 32 if has_pairs else size[1]
+    assert len(flat) == depth * -(-size[0] // (32 if has_pairs else 16)) * (32 if has_pairs else 16)
     for output in (0, 1, 15, 16, 31, 32, 1024, size[0] - 1):
         for i in (0, 1, 2, 31, 32, size[1] - 2, size[1] - 1):
             if output < size[0] and 0 <= i < size[1]:
                 (block, lane), (pair, half) = divmod(output, 16), divmod(i, 2)
-                place = ((block * depth // 2 + pair) * 16 + lane) * 2 + half if is_exact else (block * depth + i) * 16 + lane
+                place = ((block * depth // 2 + pair) * 16 + lane) * 2 + half if has_pairs else (block * depth + i) * 16 + lane
                 assert flat[place] == float(weight[output, i])
     assert sum(map(bool, flat)) == int(weight.count_nonzero())
     token_ids = torch.arange(size[0]).flip(0)
     assert torch.equal(look_up(token_ids, packed, size[1], weight.dtype), weight[token_ids])
 
 
-def test_pairs_are_for_what_bfloat16_holds() -> None:
+def test_the_smallest_format_that_holds_a_weight_is_its_own(kernels: CompiledKernels) -> None:
     weight = random(2048, 64).bfloat16().float()
-    assert has_pairs(pack_weight(weight)) and has_pairs(pack_weight(weight.T))
-    weight[-1, -1] = 1 + 2**-8  # one bit more
-    assert not has_pairs(pack_weight(weight))
+    for number, dtype in ((1.0, torch.int32), (1 + 2**-8, torch.uint16), (1 + 2**-11, torch.uint32), (1e30, torch.uint32)):
+        if dtype != torch.int32:
+            weight = random(2048, 64).half().float()
+        weight[-1, -1] = number
+        assert pack_weight(weight, kernels).dtype == pack_weight(weight.T, kernels).dtype == dtype
 
 
 # products
@@ -79,7 +87,7 @@ def test_pairs_are_for_what_bfloat16_holds() -> None:
 def test_it_is_the_product(kernels: CompiledKernels, model: str, size: tuple[int, int]) -> None:
     """Up to one rounding of the result and float32's of sums, with and without a bias and a residual stream."""
     weight, (dtype, _) = make_weight(model, *size), MODELS[model]
-    ops, packed = CompiledOps(kernels, dtype), pack_weight(weight)
+    ops, packed = CompiledOps(kernels, dtype), pack_weight(weight, kernels)
     norm_weight = torch.ones(size[0], dtype=dtype)
     for num_rows in NUM_ROWS:
         bias = random(size[0], dtype=dtype, seed=1) if num_rows % 2 else None
@@ -100,7 +108,7 @@ def test_every_bit_of_a_number_counts(kernels: CompiledKernels) -> None:
     numbers = torch.cat([random(500), random(500) * 1e-20, random(500) * 1e30, torch.tensor([1 / 3, torch.finfo().max, 0.0, -0.0])])
     x = torch.zeros(len(numbers), 32)
     x[:, 5] = numbers
-    products = CompiledOps(kernels, torch.float32).linear(x, pack_weight(torch.eye(32)), None)
+    products = CompiledOps(kernels, torch.float32).linear(x, pack_weight(torch.eye(32), kernels), None)
     assert torch.equal(products[:, 5], numbers)
     assert not products[:, torch.arange(32) != 5].any()
 
@@ -111,7 +119,7 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_breaks_them(
     kernels: CompiledKernels, model: str, size: tuple[int, int]
 ) -> None:
     """Bit by bit, wherever it stands."""
-    ops, packed, (dtype, _) = CompiledOps(kernels, MODELS[model][0]), pack_weight(make_weight(model, *size)), MODELS[model]
+    ops, packed, (dtype, _) = CompiledOps(kernels, MODELS[model][0]), pack_weight(make_weight(model, *size), kernels), MODELS[model]
     x, bias = random(150, size[1], dtype=dtype, seed=1), random(size[0], dtype=dtype, seed=2)
     alone = torch.cat([ops.linear(row[None], packed, bias) for row in x])
     for num_rows in (2, 3, 5, 7, 8, 9, 13, 16, 17, 25, 33, 64, 65, 150):
@@ -130,11 +138,11 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_breaks_them(
 
 @pytest.fixture(scope="module", params=MODELS)
 def multiply(request: pytest.FixtureRequest) -> Run:
-    dtype, packed = MODELS[request.param][0], pack_weight(make_weight(request.param, 530, 270))
+    dtype, weight = MODELS[request.param][0], make_weight(request.param, 530, 270)
     xs = [random(num_rows, 270, dtype=dtype, seed=num_rows) for num_rows in (1, 2, 9, 40, 1, 70)]
 
     def run(kernels: CompiledKernels) -> list[Tensor]:
-        ops = CompiledOps(kernels, dtype)
+        ops, packed = CompiledOps(kernels, dtype), pack_weight(weight, kernels)
         return [ops.silu_mul(ops.linear(x, packed, None)) for x in xs]
 
     return run
