@@ -128,24 +128,6 @@ inline Lanes add_terms(const float* sums) {
   return total;
 }
 
-// Write a row of `count` outputs from the sums of its terms; bias and residual stream are added if given.
-template <typename T>
-inline void finish_row(const float* sums, int64_t count, const T* bias, const T* residual, T* output) {
-  for (int64_t first = 0; first < count; first += kLanes) {
-    Lanes result = add_terms<T>(sums + first);
-    if (first + kLanes <= count) {
-      if (bias) result += load_lanes(bias + first);
-      if (residual) result += load_lanes(residual + first);
-      narrow_lanes(result, output + first);
-    } else {
-      for (int64_t i = first; i < count; ++i) {
-        const float added = (bias ? widen(bias[i]) : 0.0f) + (residual ? widen(residual[i]) : 0.0f);
-        narrow(result[i - first] + added, &output[i]);
-      }
-    }
-  }
-}
-
 // Like `linear` of linear.h, for pairs.
 template <typename T>
 void multiply_by_tiles(Member& member, const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output, Line* room) {
@@ -182,8 +164,10 @@ void multiply_by_tiles(Member& member, const Weight& weight, const T* x, int64_t
           if (end < depth) continue;
           for (int64_t row = group * together; row < start + together; ++row) {
             const int64_t place = row * weight.num_outputs + first;
-            finish_row(group_sums + (row - start) * kTerms<T> * kAmxOutputs, count, bias ? bias + first : nullptr,
-                       residual ? residual + place : nullptr, output + place);
+            const float* row_sums = group_sums + (row - start) * kTerms<T> * kAmxOutputs;
+            for (int64_t i = 0; i < count; i += kLanes)
+              write_sums(add_terms<T>(row_sums + i), count - i, bias ? bias + first + i : nullptr,
+                         residual ? residual + place + i : nullptr, output + place + i);
           }
         }
       }

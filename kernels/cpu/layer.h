@@ -93,24 +93,3 @@ void silu_mul(Member& member, const T* gate_up, T* output, int64_t num_rows, int
 }
 
 } // namespace
-
-#define TITAN_DEFINE_LAYER(T, NAME)                                                                                            \
-  extern "C" void rms_norm_##NAME(Team* team, const void* x, const void* weight, void* output, int64_t num_rows, int64_t size, \
-                                  float eps) {                                                                                 \
-    team->run([&](Member& member) {                                                                                            \
-      rms_norm(member, static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<T*>(output), num_rows, size, eps); \
-    });                                                                                                                        \
-  }                                                                                                                            \
-  extern "C" void rope_and_write_kv_##NAME(Team* team, void* qkv, const void* rope_table, const int64_t* positions,            \
-                                           const int64_t* slot_mapping, void* kv_layer, int64_t head_stride,                   \
-                                           const void* qk_norm, float eps, int64_t num_tokens, int64_t num_heads,              \
-                                           int64_t num_kv_heads, int64_t head_dim) {                                           \
-    team->run([&](Member& member) {                                                                                            \
-      rope_and_write_kv(member, static_cast<T*>(qkv), static_cast<const T*>(rope_table), positions, slot_mapping,              \
-                        static_cast<T*>(kv_layer), head_stride, static_cast<const T*>(qk_norm), eps, num_tokens, num_heads,    \
-                        num_kv_heads, head_dim);                                                                               \
-    });                                                                                                                        \
-  }                                                                                                                            \
-  extern "C" void silu_mul_##NAME(Team* team, const void* gate_up, void* output, int64_t num_rows, int64_t size) {             \
-    team->run([&](Member& member) { silu_mul(member, static_cast<const T*>(gate_up), static_cast<T*>(output), num_rows, size); }); \
-  }

@@ -5,15 +5,11 @@
 #include "attention.h"
 #include "decoder.h"
 #include "growth.h"
-#include "layer.h"
 #include "linear.h"
 #include "sampling.h"
 
 TITAN_DEFINE_ATTENTION(float, float32)
 TITAN_DEFINE_ATTENTION(BFloat16, bfloat16)
-
-TITAN_DEFINE_LAYER(float, float32)
-TITAN_DEFINE_LAYER(BFloat16, bfloat16)
 
 TITAN_DEFINE_LINEAR(float, float32)
 TITAN_DEFINE_LINEAR(BFloat16, bfloat16)

@@ -15,29 +15,6 @@
 
 namespace {
 
-// Write the sums of M rows and B blocks, with the bias and the residual stream.
-template <typename T, int M, int B>
-inline void write_sums(const Weight& weight, int64_t first, const Lanes (&sums)[B * kParts][M], const T* residual, T* output) {
-  const T* bias = static_cast<const T*>(weight.bias);
-  for (int v = 0; v < B * kParts; ++v) {
-    const int64_t begin = first + v * kLanes, count = std::min<int64_t>(kLanes, weight.num_outputs - begin);
-    for (int row = 0; row < M; ++row) {
-      const int64_t place = row * weight.num_outputs + begin;
-      if (count == kLanes) {
-        Lanes sum = sums[v][row];
-        if (bias) sum += load_lanes(bias + begin);
-        if (residual) sum += load_lanes(residual + place);
-        narrow_lanes(sum, output + place);
-      } else {
-        for (int64_t lane = 0; lane < count; ++lane) {
-          const float added = (bias ? widen(bias[begin + lane]) : 0.0f) + (residual ? widen(residual[place + lane]) : 0.0f);
-          narrow(sums[v][row][lane] + added, &output[place + lane]);
-        }
-      }
-    }
-  }
-}
-
 // Multiply M rows with `num_blocks` blocks of the weight, at most B.
 template <typename T, typename X, typename Packed, int M, int B = kMostBlocks>
 void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t block, int64_t num_blocks, const T* residual, T* output) {
@@ -47,7 +24,14 @@ void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t bl
   const int64_t depth = depth_of(weight);
   Lanes sums[B * kParts][M] = {};
   multiply_blocks<M, B>(x, stride, static_cast<const Packed*>(weight.data) + block * kBlock * depth, depth, sums);
-  write_sums<T, M, B>(weight, block * kBlock, sums, residual, output);
+  const T* bias = static_cast<const T*>(weight.bias);
+  for (int v = 0; v < B * kParts; ++v) {
+    const int64_t first = block * kBlock + v * kLanes, count = weight.num_outputs - first;
+    for (int row = 0; row < M; ++row) {
+      const int64_t place = row * weight.num_outputs + first;
+      write_sums(sums[v][row], count, bias ? bias + first : nullptr, residual ? residual + place : nullptr, output + place);
+    }
+  }
 }
 
 template <typename T, typename X, typename Packed, int... I>

@@ -165,6 +165,17 @@ inline void narrow_lanes(Lanes x, BFloat16* result) {
   store(__builtin_convertvector((x == x ? rounded : bits | 0x400000u) >> 16, Halves), result);
 }
 
+// Write the first `count` numbers of a vector, after adding those of the bias and of the residual stream, if given.
+template <typename T>
+inline void write_sums(Lanes sums, int64_t count, const T* bias, const T* residual, T* output) {
+  if (count >= kLanes) {
+    if (bias) sums += load_lanes(bias);
+    if (residual) sums += load_lanes(residual);
+    return narrow_lanes(sums, output);
+  }
+  for (int64_t i = 0; i < count; ++i) narrow(sums[i] + (bias ? widen(bias[i]) : 0.0f) + (residual ? widen(residual[i]) : 0.0f), &output[i]);
+}
+
 // exp(x) for x <= 0, within 2 ulp: 2^n times a polynomial in the rest (Cephes, expf). 0 below -87, where 2^n underflows.
 inline float exponential(float argument) {
   const float x = std::max(argument, -87.0f);

@@ -1,12 +1,12 @@
 """Packing of linear layers' weights, the same for all kinds of processors: blocks of 16 outputs whose weights lie side by side.
 
-bfloat16 weights are packed as pairs of inputs, [outputs / 16, inputs / 2, 16, 2], and so are float32 ones that bfloat16 holds exactly:
-most models are published in bfloat16; run in float32, half of the bits read of each weight would be zeros. Other float32 weights are
-packed as [outputs / 16, inputs, 16], in float16 if that holds them exactly.
+bfloat16 weights are packed as pairs of inputs, [outputs / 16, inputs / 2, 16, 2], and so are float32 ones that bfloat16 holds
+exactly: most models are published in bfloat16; run in float32, half of the bits read of each weight would be zeros. Other float32
+weights are packed as [outputs / 16, inputs, 16], in float16 if that holds them exactly.
 
 A packed weight is a tensor of integers, so that no operation of PyTorch takes it for numbers: int32 [out_features, inputs / 2] of
-pairs, uint16 [out_features, inputs] of float16, or uint32 of float32. Its elements are in the order above, and its storage is padded
-to whole blocks; of pairs, to multiples of 32 outputs and inputs: tiles of the matrix units.
+pairs, uint16 [out_features, inputs] of float16, or uint32 of float32. Its elements are in the order above, and its storage is
+padded to whole blocks; of pairs, to multiples of 32 outputs and inputs: tiles of the matrix units.
 """
 
 from __future__ import annotations
