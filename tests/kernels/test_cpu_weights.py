@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import addressof, c_int64, c_void_p
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from titan.kernels.cpu import weights as cpu_weights
 from titan.kernels.cpu.compiled import CompiledKernels
 from titan.kernels.cpu.layers import CompiledOps
-from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, look_up, pack_weight
+from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, look_up, pack_weight, weight_struct
 
 SIZES = [(1, 1), (64, 32), (50, 70), (17, 16), (131, 33), (33, 2050), (100, 192)]
 NUM_ROWS = (*range(20), 21, 24, 31, 32, 33, 48, 63, 64, 65, 70)
@@ -88,7 +89,7 @@ def test_it_is_the_product(kernels: CompiledKernels, model: str, size: tuple[int
     """Up to one rounding of the result and float32's of sums, with and without a bias and a residual stream."""
     weight, (dtype, _) = make_weight(model, *size), MODELS[model]
     ops, packed = CompiledOps(kernels, dtype), pack_weight(weight, kernels)
-    norm_weight = torch.ones(size[0], dtype=dtype)
+    multiply = kernels.function("linear", dtype, *[c_void_p] * 2, c_int64, *[c_void_p] * 2)
     for num_rows in NUM_ROWS:
         bias = random(size[0], dtype=dtype, seed=1) if num_rows % 2 else None
         x = random(num_rows, size[1] + num_rows % 3, dtype=dtype, seed=2)[:, : size[1]]  # some have strides
@@ -96,12 +97,16 @@ def test_it_is_the_product(kernels: CompiledKernels, model: str, size: tuple[int
         exact, sizes = (each(x.double()) @ each(weight.double()).T for each in (torch.clone, torch.abs))
         if bias is not None:
             exact, sizes = exact + bias.double(), sizes + bias.double().abs()
-        before = residual.clone()
-        output, (added, normed) = ops.linear(x, packed, bias), ops.linear_add_norm(x, packed, bias, residual, norm_weight, 1e-6)
-        for actual, expected, of in ((output, exact, sizes), (added, exact + before, sizes + before.double().abs())):
+        output, rows, added, struct = (
+            ops.linear(x, packed, bias),
+            x.contiguous(),
+            residual.clone(),
+            weight_struct(packed, bias, size[1]),
+        )
+        multiply(addressof(struct), rows.data_ptr(), num_rows, added.data_ptr(), added.data_ptr())  # in place
+        for actual, expected, of in ((output, exact, sizes), (added, exact + residual, sizes + residual.abs())):
             rounding = 2**-8 * expected.abs() if dtype == torch.bfloat16 else 0
             assert ((actual.double() - expected).abs() <= 1.01 * rounding + (size[1] + 3) * 2**-24 * of).all()
-        assert torch.equal(normed, ops.rms_norm(added, norm_weight, 1e-6)) and torch.equal(residual, before)
 
 
 def test_every_bit_of_a_number_counts(kernels: CompiledKernels) -> None:
