@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
+from statistics import median
+from timeit import repeat
 
 import torch
 
 from titan.bench.step_times import model_of
 from titan.engine import Engine
-from titan.models.decoder import Decoder
 
-NUM_ROUNDS = 9
-READ_BYTES = 2**29
-"""Memory that is read to measure the speed: far more than caches hold."""
+READ_BYTES = 2**29  # far more than caches hold
 
 
 def floor_seconds(engine: Engine, num_requests: int, context_len: float) -> float:
     """Return the least time of a pass in which each of ``num_requests`` decodes one token after ``context_len`` others."""
     model = model_of(engine.runner)
-    buffer = torch.ones(READ_BYTES // torch.int64.itemsize, dtype=torch.int64)
-    per_byte = min(_times(buffer.sum)) / READ_BYTES
-    kv_bytes = num_requests * context_len * model.kv_layout.bytes_per_token
-    return statistics.median(_times(lambda: _multiply_all(model, num_requests))) + kv_bytes * per_byte
+    hidden, heads, ffn = (
+        torch.ones(num_requests, size, dtype=model.dtype)
+        for size in (model.config.hidden_size, model.config.num_heads * model.config.head_dim, model.config.intermediate_size)
+    )
+    layers = [(w.qkv_weight, w.output_weight, w.gate_up_weight, w.down_weight) for w in model.layer_weights]
 
+    def multiply_all() -> None:
+        for layer in layers:
+            for x, weight in zip((hidden, heads, hidden, ffn), layer, strict=True):
+                model.ops.linear(x, weight, None)
+        model.logits(hidden)
 
-def _multiply_all(model: Decoder, num_rows: int) -> None:
-    config = model.config
-    sizes = {"qkv_weight": config.hidden_size, "output_weight": config.num_heads * config.head_dim}
-    sizes |= {"gate_up_weight": config.hidden_size, "down_weight": config.intermediate_size}
-    rows = {size: torch.ones(num_rows, size, dtype=model.dtype) for size in sizes.values()}
-    for weights in model.layer_weights:
-        for name, size in sizes.items():
-            model.ops.linear(rows[size], getattr(weights, name), None)
-    model.logits(rows[config.hidden_size])
-
-
-def _times(work: Callable[[], object]) -> list[float]:
-    seconds = []
-    for _ in range(NUM_ROUNDS):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+    read_seconds = min(repeat(torch.ones(READ_BYTES // 8, dtype=torch.int64).sum, number=1, repeat=9))
+    num_kv_bytes = num_requests * context_len * model.kv_layout.bytes_per_token
+    return median(repeat(multiply_all, number=1, repeat=9)) + num_kv_bytes * read_seconds / READ_BYTES

@@ -203,7 +203,3 @@ def _peer(text: str) -> tuple[str, str]:
     if name not in PEERS or not where:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give NAME=WHERE, where NAME is one of {', '.join(PEERS)}")
     return name, where
-
-
-if __name__ == "__main__":
-    main()
