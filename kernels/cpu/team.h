@@ -1,5 +1,5 @@
 // Threads that share work. Work is taken in chunks by whoever is free, so that a thread that the system holds up holds up no other;
-// a thread that waits spins for a moment and then sleeps, so that it does not take a core from one that works.
+// a thread that waits spins for a moment, then lets others have its core, and at last sleeps.
 
 #pragma once
 
@@ -18,7 +18,8 @@ namespace {
 
 constexpr int64_t kChunkSize = 16384;   // least elements of a chunk that is worth sharing
 constexpr int64_t kChunksPerThread = 8; // most chunks of a phase for each thread: an uneven end costs an eighth
-constexpr int kSpins = 2000;            // of a thread before it sleeps, some 50 microseconds
+constexpr int kSpins = 2000;            // of a thread that waits before it lets others have its core, some 50 microseconds
+constexpr int kYields = 4000;           // of it before it sleeps, some milliseconds: steps follow one another
 
 inline void pause_thread() {
 #if defined(__x86_64__)
@@ -32,6 +33,8 @@ inline void pause_thread() {
 template <typename Number, typename Condition>
 Number wait_until(const std::atomic<Number>& value, const Condition& is_done) {
   for (int i = 0; i < kSpins; ++i, pause_thread())
+    if (const Number now = value.load(std::memory_order_acquire); is_done(now)) return now;
+  for (int i = 0; i < kYields; ++i, std::this_thread::yield())
     if (const Number now = value.load(std::memory_order_acquire); is_done(now)) return now;
   for (;;) {
     const Number now = value.load(std::memory_order_acquire);
@@ -152,7 +155,7 @@ void Member::share(int64_t count, int64_t size, const Work& work) {
 // Share the work of a single phase.
 template <typename Work>
 void share(Team* team, int64_t count, int64_t size, const Work& work) {
-  if (count * size <= kChunkSize) {
+  if (count <= 1 || count * size <= kChunkSize) {
     for (int64_t i = 0; i < count; ++i) work(i);
   } else {
     team->run([&](Member& member) { member.share(count, size, work); });
