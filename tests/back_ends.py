@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from interpreted import triton_backend
@@ -16,6 +18,9 @@ from titan.kernels.torch.backend import TorchBackend
 BEST, *OTHERS = kinds_here()
 KINDS = {"cpu": BEST} | {f"cpu-{kind.name}": kind for kind in OTHERS if kind.name != "native"}
 """The kinds of processors that this one can run as, the best one first."""
+if BEST.name == "avx512bf16":
+    emulated = f"{Path(__file__).parent}/kernels/emulated_amx.h"
+    KINDS["cpu-amx"] = Kind("amx", "emulated", (*BEST.flags, "-include", emulated), lambda: True)
 
 ON_HOST = ("torch", "cpu")
 BACK_ENDS = ("torch", *KINDS, "triton")

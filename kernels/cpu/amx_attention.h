@@ -92,7 +92,10 @@ template <int D>
 void load_values(const Head<BFloat16>& head, const Tile& tile, const Tile& next, Line* values) {
   const int64_t head_dim = D ? D : head.plan.head_dim;
   for (int64_t j = 0; j < kTile; j += 2) {
-    for (int64_t each = j; each < std::min(j + 2, next.count); ++each) prefetch_slot(head, next.offsets[each]);
+    for (int64_t each = j; each < std::min(j + 2, next.count); ++each) {
+      prefetch_numbers(head.keys + next.offsets[each], head_dim);
+      prefetch_numbers(head.values + next.offsets[each], head_dim);
+    }
     for (int64_t d = 0; d < head_dim; d += kTileInputs) {
       Words first = {}, second = {}; // zeros where there is no slot: the units multiply them, too
       if (j < tile.count) std::memcpy(&first, head.values + tile.offsets[j] + d, sizeof first);

@@ -6,10 +6,8 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <limits>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "amx_attention.h"
@@ -41,11 +39,6 @@ constexpr int64_t kStep = kLanes * kPair<T>;
 template <typename T>
 inline T* numbers_of(std::vector<Line>& lines) {
   return reinterpret_cast<T*>(lines.data());
-}
-
-template <typename T>
-inline void prefetch_tile(const Head<T>& head, const T* numbers, const Tile& tile, int64_t offset) {
-  for (int64_t j = 0; j < tile.count; ++j) prefetch_bytes(numbers + offset + tile.offsets[j], head.plan.head_dim * sizeof(T));
 }
 
 // Find the rows of a tile; copy them to `copies`, padded with zeros, unless they can be used in place.
@@ -145,12 +138,6 @@ void attend_rows(const Head<T>& head, const Tile& tile, const Row<T>* const* key
   }
 }
 
-template <typename T, int... I>
-constexpr auto attend_functions(std::integer_sequence<int, I...>) {
-  using Attend = void (*)(const Head<T>&, const Tile&, const Row<T>* const*, const T* const*, int64_t, int64_t, AttentionRoom<T>*);
-  return std::array<Attend, sizeof...(I)>{attend_rows<T, I + 1>...};
-}
-
 // Write a row of results from its sums, see `AttentionRoom`.
 template <typename T>
 inline void write_result(const float* sums, float factor, int64_t head_dim, T* result) {
@@ -162,7 +149,6 @@ inline void write_result(const float* sums, float factor, int64_t head_dim, T* r
 
 template <typename T>
 void attend_by_vectors(const Head<T>& head, const T* q, int64_t q_stride, T* output) {
-  static constexpr auto kAttend = attend_functions<T>(std::make_integer_sequence<int, kMostRows>{});
   static thread_local AttentionRoom<T> room;
   const AttentionPlan& plan = head.plan;
   const int64_t num_rows = head.num_rows(), head_dim = plan.head_dim, dim = round_up(plan.head_dim, kPairInputs);
@@ -190,16 +176,19 @@ void attend_by_vectors(const Head<T>& head, const T* q, int64_t q_stride, T* out
     next = find_tile(head, tile.begin + kTile, end);
     const Row<T>* keys[kTile];
     const T* values[kTile];
-    prefetch_tile(head, head.keys, next.count ? next : first_tile, next.count ? 0 : head.next);
+    const Tile& ahead = next.count ? next : first_tile; // of the next KV head, if this one ends here
+    const auto prefetch = [&](const T* numbers) {
+      for (int64_t j = 0; j < ahead.count; ++j) prefetch_numbers(numbers + (next.count ? 0 : head.next) + ahead.offsets[j], head_dim);
+    };
+    prefetch(head.keys);
     find_rows(head.keys, tile, head_dim, dim, numbers_of<Row<T>>(room.keys), keys);
     find_rows(head.values, tile, head_dim, dim, numbers_of<T>(room.values) + kTile * dim, values);
     pair_values(values, tile.count, dim, numbers_of<T>(room.values));
-    prefetch_tile(head, head.values, next.count ? next : first_tile, next.count ? 0 : head.next);
+    prefetch(head.values);
     for (int64_t first = 0; first < num_rows; first += group_rows) {
       const int64_t count = std::min(group_rows, num_rows - first);
-      if (*std::max_element(&room.ends[first], &room.ends[first] + count) > tile.begin) {
-        kAttend[count - 1](head, tile, keys, values, dim, first, &room);
-      }
+      if (*std::max_element(&room.ends[first], &room.ends[first] + count) > tile.begin)
+        with_constant<kMostRows>(count, [&](auto m) { attend_rows<T, m>(head, tile, keys, values, dim, first, &room); });
     }
   }
   for (int64_t row = 0; row < num_rows; ++row) {
@@ -243,12 +232,11 @@ void tree_attention(Member& member, const AttentionPlan& plan, const std::vector
 } // namespace
 
 #define TITAN_DEFINE_ATTENTION(T, NAME)                                                                                        \
-  extern "C" void tree_attention_##NAME(Team* team, const AttentionPlan* plan, const void* q, int64_t q_stride,                \
-                                        const void* kv_layer, int64_t head_stride, const int64_t* ancestor_bits,               \
-                                        void* output, float scale, int64_t window) {                                           \
+  extern "C" void tree_attention_##NAME(Team* team, const AttentionPlan* plan, const T* q, int64_t q_stride,                   \
+                                        const T* kv_layer, int64_t head_stride, const int64_t* ancestor_bits, T* output,       \
+                                        float scale, int64_t window) {                                                         \
     const std::vector<AttentionItem> items = attention_items(*plan);                                                           \
     team->run([&](Member& member) {                                                                                            \
-      tree_attention(member, *plan, items, static_cast<const T*>(q), q_stride, static_cast<const T*>(kv_layer), head_stride,   \
-                     ancestor_bits, static_cast<T*>(output), scale, window);                                                   \
+      tree_attention(member, *plan, items, q, q_stride, kv_layer, head_stride, ancestor_bits, output, scale, window);          \
     });                                                                                                                        \
   }

@@ -89,14 +89,9 @@ Tile find_tile(const Head<T>& head, int64_t begin, int64_t end) {
   return tile;
 }
 
-inline void prefetch_bytes(const void* first, int64_t num_bytes) {
-  for (int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch(static_cast<const char*>(first) + byte, 0, 3);
-}
-
 template <typename T>
-inline void prefetch_slot(const Head<T>& head, int64_t offset) {
-  prefetch_bytes(head.keys + offset, head.plan.head_dim * sizeof(T));
-  prefetch_bytes(head.values + offset, head.plan.head_dim * sizeof(T));
+inline void prefetch_numbers(const T* numbers, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(numbers + i, 0, 3);
 }
 
 // Keep the highest `window` bits set, which are the nearest ancestors, since parents come before children.

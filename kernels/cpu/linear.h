@@ -3,9 +3,7 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <type_traits>
-#include <utility>
 
 #include "amx.h"
 #include "numbers.h"
@@ -15,12 +13,9 @@
 
 namespace {
 
-// Multiply M rows with `num_blocks` blocks of the weight, at most B.
-template <typename T, typename X, typename Packed, int M, int B = kMostBlocks>
-void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t block, int64_t num_blocks, const T* residual, T* output) {
-  if constexpr (B > 1) {
-    if (num_blocks < B) return multiply_strip<T, X, Packed, M, B - 1>(weight, x, stride, block, num_blocks, residual, output);
-  }
+// Multiply M rows with B blocks of the weight.
+template <typename T, typename X, typename Packed, int M, int B>
+void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t block, const T* residual, T* output) {
   const int64_t depth = depth_of(weight);
   Lanes sums[B * kParts][M] = {};
   multiply_blocks<M, B>(x, stride, static_cast<const Packed*>(weight.data) + block * kBlock * depth, depth, sums);
@@ -34,23 +29,20 @@ void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t bl
   }
 }
 
-template <typename T, typename X, typename Packed, int... I>
-constexpr auto strip_functions(std::integer_sequence<int, I...>) {
-  using Multiply = void (*)(const Weight&, const X*, int64_t, int64_t, int64_t, const T*, T*);
-  return std::array<Multiply, sizeof...(I)>{multiply_strip<T, X, Packed, I + 1>...};
-}
-
 // Multiply rows in groups of nearly equal size; groups after the first find the strip of the weight in the cache.
 template <typename T, typename X, typename Packed>
 void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64_t stride, int64_t num_rows, const T* residual, T* output) {
-  static constexpr auto kMultiply = strip_functions<T, X, Packed>(std::make_integer_sequence<int, kMostRows>{});
   const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, group_rows = (num_rows + num_groups - 1) / num_groups;
   const int64_t num_blocks = (weight.num_outputs + kBlock - 1) / kBlock, num_strips = (num_blocks + kMostBlocks - 1) / kMostBlocks;
   member.share(num_strips, num_rows * depth_of(weight) * kMostBlocks, [&](int64_t strip) {
     const int64_t block = strip * kMostBlocks, count = std::min<int64_t>(kMostBlocks, num_blocks - block);
     for (int64_t first = 0; first < num_rows; first += group_rows) {
       const int64_t rows = std::min(group_rows, num_rows - first), place = first * weight.num_outputs;
-      kMultiply[rows - 1](weight, x + first * stride, stride, block, count, residual ? residual + place : nullptr, output + place);
+      with_constant<kMostRows>(rows, [&](auto m) {
+        with_constant<kMostBlocks>(count, [&](auto b) {
+          multiply_strip<T, X, Packed, m, b>(weight, x + first * stride, stride, block, residual ? residual + place : nullptr, output + place);
+        });
+      });
     }
   });
 }
@@ -96,20 +88,16 @@ void make_blocks(Team* team, const Word* rows, int64_t num_rows, int64_t depth, 
 
 } // namespace
 
-extern "C" void make_blocks_16(Team* team, const void* rows, int64_t num_rows, int64_t depth, void* blocks) {
-  make_blocks(team, static_cast<const uint16_t*>(rows), num_rows, depth, static_cast<uint16_t*>(blocks));
+extern "C" void make_blocks_16(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, uint16_t* blocks) {
+  make_blocks(team, rows, num_rows, depth, blocks);
 }
 
-extern "C" void make_blocks_32(Team* team, const void* rows, int64_t num_rows, int64_t depth, void* blocks) {
-  make_blocks(team, static_cast<const uint32_t*>(rows), num_rows, depth, static_cast<uint32_t*>(blocks));
+extern "C" void make_blocks_32(Team* team, const uint32_t* rows, int64_t num_rows, int64_t depth, uint32_t* blocks) {
+  make_blocks(team, rows, num_rows, depth, blocks);
 }
 
 #define TITAN_DEFINE_LINEAR(T, NAME)                                                                                           \
-  extern "C" void linear_##NAME(Team* team, const Weight* weight, const void* x, int64_t num_rows, const void* residual,       \
-                                void* output) {                                                                                \
+  extern "C" void linear_##NAME(Team* team, const Weight* weight, const T* x, int64_t num_rows, const T* residual, T* output) { \
     std::vector<Line> room(linear_lines<T>(*weight, num_rows));                                                                \
-    team->run([&](Member& member) {                                                                                            \
-      linear(member, *weight, static_cast<const T*>(x), num_rows, static_cast<const T*>(residual), static_cast<T*>(output),    \
-             room.data());                                                                                                     \
-    });                                                                                                                        \
+    team->run([&](Member& member) { linear(member, *weight, x, num_rows, residual, output, room.data()); });                   \
   }

@@ -15,6 +15,11 @@
 #include <arm_neon.h>
 #endif
 
+// Not in a namespace: functions that Python calls take them.
+struct BFloat16 {
+  uint16_t bits;
+};
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -100,10 +105,6 @@ inline float reduce(Lanes x, const Combine& combine) {
   if constexpr (Half > 1) return reduce<Half / 2>(both, combine);
   return both[0];
 }
-
-struct BFloat16 {
-  uint16_t bits;
-};
 
 struct Float16 {
   uint16_t bits;

@@ -23,6 +23,15 @@ constexpr int kMostBlocks = kLanes == 16 ? 3 : 1;
 
 constexpr int64_t kPrefetchBytes = 2048; // read ahead; the prefetch of the hardware does not reach far enough
 
+// Call `work` with a number from 1 to Most as a constant.
+template <int Most, typename Work>
+inline void with_constant(int64_t number, const Work& work) {
+  if constexpr (Most > 1) {
+    if (number < Most) return with_constant<Most - 1>(number, work);
+  }
+  work(std::integral_constant<int, Most>{});
+}
+
 // Numbers of packed operands that one vector holds per output.
 template <typename Packed>
 constexpr int kPair = std::is_same_v<Packed, BFloat16> ? 2 : 1;

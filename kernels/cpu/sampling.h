@@ -371,17 +371,17 @@ extern "C" void draw_children(Team* team, const Options* options, const float* p
 }
 
 #define TITAN_DEFINE_SAMPLING(T, NAME)                                                                                         \
-  extern "C" void argmax_##NAME(Team* team, const void* logits, int64_t* tokens, int64_t num_rows, int64_t size) {             \
-    argmax(team, static_cast<const T*>(logits), tokens, num_rows, size);                                                       \
+  extern "C" void argmax_##NAME(Team* team, const T* logits, int64_t* tokens, int64_t num_rows, int64_t size) {                \
+    argmax(team, logits, tokens, num_rows, size);                                                                              \
   }                                                                                                                            \
-  extern "C" void softmax_##NAME(Team* team, const void* logits, const float* temperatures, float* probs, int64_t num_rows,    \
+  extern "C" void softmax_##NAME(Team* team, const T* logits, const float* temperatures, float* probs, int64_t num_rows,       \
                                  int64_t size) {                                                                               \
-    softmax(team, static_cast<const T*>(logits), temperatures, probs, num_rows, size);                                         \
+    softmax(team, logits, temperatures, probs, num_rows, size);                                                                \
   }                                                                                                                            \
-  extern "C" void best_children_##NAME(Team* team, const void* logits, const float* temperatures, int64_t* tokens,             \
+  extern "C" void best_children_##NAME(Team* team, const T* logits, const float* temperatures, int64_t* tokens,                \
                                        float* logprobs, int64_t num_rows, int64_t size, int64_t count) {                       \
-    best_children(team, static_cast<const T*>(logits), temperatures, tokens, logprobs, num_rows, size, count);                 \
+    best_children(team, logits, temperatures, tokens, logprobs, num_rows, size, count);                                        \
   }                                                                                                                            \
-  extern "C" void verify_trees_##NAME(Team* team, const void* values, int64_t size, const VerifiedTrees* trees) {              \
-    verify_trees(team, static_cast<const T*>(values), size, *trees);                                                           \
+  extern "C" void verify_trees_##NAME(Team* team, const T* values, int64_t size, const VerifiedTrees* trees) {                 \
+    verify_trees(team, values, size, *trees);                                                                                  \
   }

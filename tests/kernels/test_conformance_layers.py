@@ -12,7 +12,6 @@ from layer_reference import assert_rounded_once, make_table, reference_rms_norm,
 from torch import Tensor
 
 from titan.kernels.interfaces import Backend, LayerOps, TokenPlaces
-from titan.kernels.torch.layers import TorchOps
 from titan.kernels.triton.gate import silu_mul
 from titan.kernels.triton.layers import TritonOps
 from titan.kernels.triton.norm import rms_norm

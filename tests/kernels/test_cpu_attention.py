@@ -1,5 +1,4 @@
-"""What attention in C++ promises on every kind of processor beyond what all back ends must: few roundings, and the same bits
-wherever a token stands."""
+"""What attention in C++ promises beyond what all back ends must: few roundings, and the same bits wherever a token stands."""
 
 from __future__ import annotations
 

@@ -71,19 +71,17 @@ def test_a_compiler_that_fails_is_told_with_its_error(
     assert list(tmp_path.glob("titan/*")) == []
 
 
-def test_a_user_without_a_home_gets_a_folder_of_his_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_user_without_a_home_gets_a_folder_and_may_name_a_compiler_with_options(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
+    monkeypatch.setenv("CXX", f"{COMPILER} -DNOTHING")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert str(tmp_path) in load_again()
-
-
-def test_a_compiler_may_be_named_with_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", f"{COMPILER} -DNOTHING")
-    load_again()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="kinds of other processors")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import sys
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import addressof, c_int64, c_void_p
 from types import SimpleNamespace
@@ -23,7 +22,6 @@ from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, look_up, pack_weight, wei
 
 SIZES = [(1, 1), (64, 32), (50, 70), (17, 16), (131, 33), (33, 2050), (100, 192)]
 NUM_ROWS = (*range(20), 21, 24, 31, 32, 33, 48, 63, 64, 65, 70)
-Run = Callable[[CompiledKernels], list[Tensor]]
 MODELS = {
     "bfloat16": (torch.bfloat16, torch.bfloat16),
     "float32 of bfloat16": (torch.float32, torch.bfloat16),
@@ -97,12 +95,8 @@ def test_it_is_the_product(kernels: CompiledKernels, model: str, size: tuple[int
         exact, sizes = (each(x.double()) @ each(weight.double()).T for each in (torch.clone, torch.abs))
         if bias is not None:
             exact, sizes = exact + bias.double(), sizes + bias.double().abs()
-        output, rows, added, struct = (
-            ops.linear(x, packed, bias),
-            x.contiguous(),
-            residual.clone(),
-            weight_struct(packed, bias, size[1]),
-        )
+        output, struct = ops.linear(x, packed, bias), weight_struct(packed, bias, size[1])
+        rows, added = x.contiguous(), residual.clone()
         multiply(addressof(struct), rows.data_ptr(), num_rows, added.data_ptr(), added.data_ptr())  # in place
         for actual, expected, of in ((output, exact, sizes), (added, exact + residual, sizes + residual.abs())):
             rounding = 2**-8 * expected.abs() if dtype == torch.bfloat16 else 0
@@ -141,24 +135,20 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_breaks_them(
 # threads
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def multiply(request: pytest.FixtureRequest) -> Run:
-    dtype, weight = MODELS[request.param][0], make_weight(request.param, 530, 270)
-    xs = [random(num_rows, 270, dtype=dtype, seed=num_rows) for num_rows in (1, 2, 9, 40, 1, 70)]
-
-    def run(kernels: CompiledKernels) -> list[Tensor]:
-        ops, packed = CompiledOps(kernels, dtype), pack_weight(weight, kernels)
-        return [ops.silu_mul(ops.linear(x, packed, None)) for x in xs]
-
-    return run
+def products(kernels: CompiledKernels) -> list[Tensor]:
+    outputs = []
+    for model, (dtype, _) in MODELS.items():
+        ops, packed = CompiledOps(kernels, dtype), pack_weight(make_weight(model, 530, 270), kernels)
+        outputs += [ops.linear(random(num_rows, 270, dtype=dtype), packed, None) for num_rows in (1, 2, 9, 40, 1, 70)]
+    return outputs
 
 
 @pytest.mark.parametrize(("num_teams", "num_threads"), [(1, 2), (1, 5), (3, 3)])
-def test_results_do_not_depend_on_threads(multiply: Run, num_teams: int, num_threads: int) -> None:
+def test_results_do_not_depend_on_threads(num_teams: int, num_threads: int) -> None:
     """Bit by bit; Python's threads may share a team or have their own."""
-    expected, teams = multiply(make_kernels(KINDS["cpu"])), [make_kernels(KINDS["cpu"], num_threads) for _ in range(num_teams)]
+    expected, teams = products(make_kernels(KINDS["cpu"])), [make_kernels(KINDS["cpu"], num_threads) for _ in range(num_teams)]
     with ThreadPoolExecutor(3) as pool:
-        for outputs in pool.map(multiply, teams * (60 // num_teams)):
+        for outputs in pool.map(products, teams * (60 // num_teams)):
             assert all(map(torch.equal, outputs, expected))
 
 
