@@ -29,10 +29,14 @@ class CpuBackend(TorchBackend):
     name = "compiled C++"
 
     def __init__(self, kernels: CompiledKernels) -> None:
-        super().__init__(torch.device("cpu"), kernels.description, kernels.num_threads)
+        super().__init__(torch.device("cpu"), kernels.description)
+        self.num_threads = kernels.num_threads
         sampling = CompiledSampling(kernels)
         self._kernels = kernels
         self.sampling, self.trees = sampling, CompiledTrees(kernels, sampling, self.upload)
+
+    def activate(self) -> None:
+        """Do nothing: the threads are the kernels' own."""
 
     def layer_ops(self, dtype: torch.dtype, traits: frozenset[str]) -> LayerOps:
         if dtype in COMPILED_DTYPES and traits <= TRAITS:

@@ -23,13 +23,13 @@ class CompiledKernels:
 
     Args:
         loaded: the library.
-        num_threads: ``None``: as many as there are physical cores for this process.
+        num_threads: ``None``: as many as there are physical cores for this process, and at most as many as PyTorch has.
     """
 
     def __init__(self, loaded: LoadedLibrary, num_threads: int | None = None) -> None:
         assert loaded.library is not None, loaded.description
         self.description = loaded.description
-        self.num_threads = available_cores() if num_threads is None else num_threads
+        self.num_threads = num_threads or min(available_cores(), torch.get_num_threads())
         self._library = loaded.library
         self._library.make_team.restype, self._library.make_team.argtypes = _POINTER, [_INT]
         self.team: int = self._library.make_team(self.num_threads)

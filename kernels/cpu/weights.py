@@ -27,7 +27,7 @@ BLOCK = 16
 PAIR_INPUTS = 32
 """``kPairInputs`` of the C++."""
 
-CHUNK_ROWS = 256
+CHUNK_ROWS = 32
 """Outputs that are packed together, so that little memory is needed at a time."""
 
 FORMATS = {torch.uint32: 0, torch.uint16: 1, torch.int32: 2}
@@ -58,6 +58,9 @@ def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
     make_blocks = kernels.function(f"make_blocks_{8 * kind.itemsize}", None, _POINTER, _INT, _INT, _POINTER)
     packed = torch.empty(_round_up(num_outputs, step), depth, dtype=kind)
     use_huge_pages(packed.data_ptr(), packed.nbytes)
+    if weight.dtype == NUMBERS[kind] and weight.is_contiguous() and weight.nbytes == packed.nbytes:
+        make_blocks(weight.data_ptr(), len(packed), depth, packed.data_ptr())
+        return packed
     for rows, blocks in zip(weight.split(CHUNK_ROWS), packed.split(CHUNK_ROWS), strict=True):
         padding = depth * kind.itemsize // NUMBERS[kind].itemsize - num_inputs, len(blocks) - len(rows)
         padded = F.pad(rows.to(NUMBERS[kind]), (0, padding[0], 0, padding[1])).contiguous()

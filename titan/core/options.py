@@ -27,7 +27,7 @@ class ModelOptions:
     Args:
         dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions), "float32", "bfloat16", "float16".
         device: "auto" (CUDA if available), "cpu", "cuda", "cuda:N".
-        num_threads: threads of a CPU; ``None`` = one per physical core that the process may use.
+        num_threads: threads of a CPU; ``None`` = one per physical core that the process may use, at most as many as PyTorch has.
         seed: for the requests that have none.
         max_model_len: maximum tokens of a request, prompt and output; ``None`` = the model's positions.
     """
