@@ -177,7 +177,7 @@ void attend_by_vectors(const Head<T>& head, const T* q, int64_t q_stride, T* out
     const Row<T>* keys[kTile];
     const T* values[kTile];
     const Tile& ahead = next.count ? next : first_tile; // of the next KV head, if this one ends here
-    const auto prefetch = [&](const T* numbers) {
+    const auto prefetch = [&](const T* numbers) __attribute__((always_inline)) {
       for (int64_t j = 0; j < ahead.count; ++j) prefetch_numbers(numbers + (next.count ? 0 : head.next) + ahead.offsets[j], head_dim);
     };
     prefetch(head.keys);
