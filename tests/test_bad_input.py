@@ -63,7 +63,7 @@ SAMPLING: dict[str, tuple[str, list[Any]]] = {
 ENGINE: dict[str, tuple[str, list[Any]]] = {
     "dtype": ("'auto', 'float32', 'bfloat16', 'float16'", ["int8"]),
     "seed": (SEED, [-1, None]),
-    "num_threads": ("an integer >= 1", [0, 2.0]),
+    "num_threads": ("an integer from 1 to 1024", [0, 1025, 2.0]),
     "max_model_len": ("an integer >= 1", [0]),
     "use_speculative": (TRUTH, ["no"]),
     "max_draft_tokens": (NODES, [64, True]),

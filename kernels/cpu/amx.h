@@ -155,7 +155,7 @@ void multiply_by_tiles(Member& member, const Weight& weight, const T* x, int64_t
       const int64_t set_end = std::min(set + set_size, num_groups);
       for (int64_t begin = 0; begin < depth; begin += kPieceInputs) {
         const int64_t end = std::min(begin + kPieceInputs, depth);
-        const BFloat16* next_piece = weights + (end < depth ? end * kBlock : kAmxOutputs * depth);
+        const BFloat16* next_piece = weights + (end < depth ? end * kBlock : set_end < num_groups ? 0 : kAmxOutputs * depth);
         for (int64_t group = set; group < set_end; ++group) {
           const int64_t start = std::min(group * together, num_rows - together), tiles = (end - begin) / kTileInputs;
           const Line* next = reinterpret_cast<const Line*>(next_piece) + (group - set) * tiles * lines_per_tile;

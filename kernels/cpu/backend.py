@@ -31,16 +31,19 @@ class CpuBackend(TorchBackend):
     def __init__(self, kernels: CompiledKernels) -> None:
         super().__init__(torch.device("cpu"), kernels.description)
         self.num_threads = kernels.num_threads
+        self._has_general_models = False
         sampling = CompiledSampling(kernels)
         self._kernels = kernels
         self.sampling, self.trees = sampling, CompiledTrees(kernels, sampling, self.upload)
 
     def activate(self) -> None:
-        """Do nothing: the threads are the kernels' own."""
+        if self._has_general_models:  # others run on the kernels' own threads
+            super().activate()
 
     def layer_ops(self, dtype: torch.dtype, traits: frozenset[str]) -> LayerOps:
         if dtype in COMPILED_DTYPES and traits <= TRAITS:
             return CompiledOps(self._kernels, dtype)
+        self._has_general_models = True
         return super().layer_ops(dtype, traits)
 
     def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:

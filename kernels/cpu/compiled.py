@@ -32,7 +32,9 @@ class CompiledKernels:
         self.num_threads = num_threads or min(available_cores(), torch.get_num_threads())
         self._library = loaded.library
         self._library.make_team.restype, self._library.make_team.argtypes = _POINTER, [_INT]
-        self.team: int = self._library.make_team(self.num_threads)
+        self.team: int | None = self._library.make_team(self.num_threads)
+        if self.team is None:
+            raise ValueError(f"num_threads={self.num_threads} is not possible: the system does not allow so many threads")
         weakref.finalize(self, self._library.free_team, _POINTER(self.team))
 
     def function(self, name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:

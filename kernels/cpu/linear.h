@@ -50,7 +50,13 @@ void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64
 // Number of lines of working memory that `linear` needs.
 template <typename T>
 int64_t linear_lines(const Weight& weight, int64_t num_rows) {
-  return num_lines<float>(num_rows * depth_of(weight) * 2); // bfloat16 needs half of it, the three terms of float32 three quarters
+  const bool is_whole = weight.num_inputs == depth_of(weight);
+  if (weight.format != kPairs) return 0;
+#ifdef TITAN_HAS_AMX
+  return std::is_same_v<T, BFloat16> && is_whole ? 0 : num_lines<BFloat16>(num_rows * depth_of(weight) * kTerms<T>);
+#else
+  return std::is_same_v<T, Row<T>> && is_whole ? 0 : num_lines<Row<T>>(num_rows * depth_of(weight));
+#endif
 }
 
 // Multiply x [num_rows, num_inputs] by the weight, and add its bias and the residual stream [num_rows, num_outputs] if given.

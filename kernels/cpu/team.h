@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -33,13 +34,13 @@ inline void pause_thread() {
 template <typename Number, typename Condition>
 Number wait_until(const std::atomic<Number>& value, const Condition& is_done) {
   for (int i = 0; i < kSpins; ++i, pause_thread())
-    if (const Number now = value.load(std::memory_order_acquire); is_done(now)) return now;
+    if (const Number now = value.load(); is_done(now)) return now;
   for (int i = 0; i < kYields; ++i, std::this_thread::yield())
-    if (const Number now = value.load(std::memory_order_acquire); is_done(now)) return now;
+    if (const Number now = value.load(); is_done(now)) return now;
   for (;;) {
-    const Number now = value.load(std::memory_order_acquire);
+    const Number now = value.load();
     if (is_done(now)) return now;
-    value.wait(now, std::memory_order_acquire);
+    value.wait(now);
   }
 }
 
@@ -48,7 +49,7 @@ class Team;
 // What one thread knows of a job: it runs the same code as the others, and calls `share` as often as they do.
 class Member {
 public:
-  Member(Team& team, bool is_first) : team_(team), is_first_(is_first) {}
+  Member(Team& team, bool is_first, bool is_alone) : team_(team), is_first_(is_first), is_alone_(is_alone) {}
 
   bool is_first() const { return is_first_; } // of the thread that called `run`
 
@@ -59,7 +60,7 @@ public:
 
 private:
   Team& team_;
-  const bool is_first_;
+  const bool is_first_, is_alone_;
   uint32_t phase_ = 0;  // calls of `share` so far
   uint32_t chunks_ = 0; // of all phases so far
 };
@@ -67,18 +68,20 @@ private:
 class Team {
 public:
   explicit Team(int64_t num_threads) : num_threads_(num_threads) {
-    for (int64_t i = 1; i < num_threads; ++i) threads_.emplace_back([this] { serve(); });
+    try {
+      for (int64_t i = 1; i < num_threads; ++i) threads_.emplace_back([this] { serve(); });
+    } catch (...) { // the system has no more threads
+      stop();
+      throw;
+    }
   }
 
   ~Team() {
-    if (getpid() != process_) { // a process that was forked from the one with the threads
-      for (std::thread& thread : threads_) thread.detach();
-      return;
+    if (is_forked()) {
+      new std::vector<std::thread>(std::move(threads_)); // never destroyed: they are not here
+    } else {
+      stop();
     }
-    is_closing_.store(true);
-    job_.fetch_add(2);
-    job_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
   }
 
   int64_t num_threads() const { return num_threads_; }
@@ -86,6 +89,10 @@ public:
   // Run `body(member)` on all threads that are free; return when it has returned on each of them.
   template <typename Body>
   void run(const Body& body) {
+    if (num_threads_ == 1 || is_forked()) {
+      Member member(*this, true, true);
+      return body(member);
+    }
     const std::lock_guard<std::mutex> lock(mutex_); // models of several engines may share a team
     body_ = &body;
     call_ = [](const void* each, Member& member) { (*static_cast<const Body*>(each))(member); };
@@ -93,7 +100,7 @@ public:
     finished_.store(0, std::memory_order_relaxed);
     job_.fetch_add(1);
     job_.notify_all();
-    Member member(*this, true);
+    Member member(*this, true, false);
     body(member);
     job_.fetch_add(1);
     wait_until(inside_, [](uint32_t inside) { return inside == 0; });
@@ -102,13 +109,23 @@ public:
 private:
   friend class Member;
 
+  // Whether this process was forked from the one that has the threads.
+  bool is_forked() const { return getpid() != process_; }
+
+  void stop() {
+    is_closing_.store(true);
+    job_.fetch_add(2);
+    job_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
   void serve() {
     for (uint32_t seen = 0; !is_closing_.load();) {
       seen = wait_until(job_, [seen](uint32_t job) { return job != seen; });
       if (seen % 2 == 0) continue;
       inside_.fetch_add(1);
       if (job_.load() == seen) {
-        Member member(*this, false);
+        Member member(*this, false, false);
         call_(body_, member);
       }
       if (inside_.fetch_sub(1) == 1) inside_.notify_all();
@@ -134,7 +151,7 @@ void Member::share(int64_t count, int64_t size, const Work& work) {
   const int64_t least = std::max<int64_t>(kChunkSize / std::max<int64_t>(size, 1), 1);
   const int64_t chunk = std::max((count + most - 1) / most, least);
   const uint32_t num_chunks = static_cast<uint32_t>((count + chunk - 1) / chunk);
-  if (team_.num_threads_ == 1) {
+  if (is_alone_) {
     for (int64_t i = 0; i < count; ++i) work(i);
     return;
   }
@@ -164,6 +181,13 @@ void share(Team* team, int64_t count, int64_t size, const Work& work) {
 
 } // namespace
 
-extern "C" void* make_team(int64_t num_threads) { return new Team(num_threads); }
+// Return null if the system does not have so many threads.
+extern "C" void* make_team(int64_t num_threads) {
+  try {
+    return new Team(num_threads);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
 
 extern "C" void free_team(void* team) { delete static_cast<Team*>(team); }

@@ -17,6 +17,7 @@ DRAFT_TREES = ("auto", "dynamic", "chain")
 DRAFT_SAMPLINGS = ("auto", "greedy", "sampled")
 SCHEDULING_POLICIES = ("fcfs",)
 PREEMPTION_MODES = ("recompute",)
+MAX_THREADS = 1024
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
@@ -41,9 +42,10 @@ class ModelOptions:
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
         check_integer("seed", self.seed, 0, 2**63 - 1)
-        for name in ("num_threads", "max_model_len"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 1)
+        if self.num_threads is not None:
+            check_integer("num_threads", self.num_threads, 1, MAX_THREADS)
+        if self.max_model_len is not None:
+            check_integer("max_model_len", self.max_model_len, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

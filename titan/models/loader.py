@@ -31,6 +31,9 @@ CHUNK_BYTES = 8 * 2**20
 
 CONFIG_FILES = ["*.json"]
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+MAX_SHARED_NUMBERS = 2**24
+"""Size of the largest weight whose place in memory is shared while it is packed; the allocator gives larger ones back at once."""
+
 WEIGHT_FILES = ["*.json", "*.safetensors"]
 WEIGHT_INDEX = "model.safetensors.index.json"
 SINGLE_WEIGHT_FILE = "model.safetensors"
@@ -283,15 +286,18 @@ def _load_weights(model: Decoder, destinations: dict[str, Destination], tensors:
 
     packed = {part for part in parts if pack and model.ops.packs and model.is_packable(part[1])}
     # Plain weights that are to be packed share one buffer: freed one by one, they would leave holes in the heap that the
-    # packed ones do not fit into, which adds up to a third of the model.
-    buffer = empty(max((owner.get_parameter(parameter).numel() for owner, parameter in packed), default=0))
+    # packed ones do not fit into, which adds up to a third of the model. Large ones leave none.
+    sizes = [owner.get_parameter(parameter).numel() for owner, parameter in packed]
+    buffer = empty(max((size for size in sizes if size <= MAX_SHARED_NUMBERS), default=0))
     for (owner, parameter), keys in parts.items():
         shape = owner.get_parameter(parameter).shape
         is_packed = (owner, parameter) in packed
-        value = (buffer[: shape.numel()] if is_packed else empty(shape.numel())).view(shape)
+        is_shared = is_packed and shape.numel() <= MAX_SHARED_NUMBERS
+        value = (buffer[: shape.numel()] if is_shared else empty(shape.numel())).view(shape)
         for key in keys:
             _copy_tensor(value[destinations[key].rows], tensors[key], key)
         setattr(owner, parameter, nn.Parameter(model.ops.pack(value) if is_packed else value, requires_grad=False))
+        del value
 
 
 def _some(names: list[str], limit: int = 5) -> str:
