@@ -17,7 +17,7 @@ from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import create_drafter
 from titan.engine import Engine
 from titan.kernels.interfaces import Backend
-from titan.models.decoder import Decoder, is_linear_weight
+from titan.models.decoder import Decoder
 from titan.models.loader import load_model, resolve_model
 
 TRUNCATED = "truncated"
@@ -138,7 +138,7 @@ def _load_rounded(name: str, role: Literal["target", "draft"], bits: int, engine
     model = load_model(resolve_model(name, role), dtype=engine.dtype, backend=engine.backend, pack=False)
     with torch.no_grad():
         for path, weight in model.named_parameters():
-            if is_linear_weight(path.rpartition(".")[2]):
+            if path.endswith("_weight") or path == "lm_head":
                 weight.copy_(rounded(weight, bits))
     model.prepare()
     return model

@@ -39,12 +39,7 @@ def make_requests(engine: Engine, workload: Workload, *, use_speculative: bool =
 
 
 def run_workload(
-    engine: Engine,
-    workload: Workload,
-    concurrency: int | None = None,
-    *,
-    use_speculative: bool = True,
-    is_static: bool = False,
+    engine: Engine, workload: Workload, concurrency: int | None = None, *, use_speculative: bool = True, is_static: bool = False
 ) -> Run:
     """Step an idle engine until a workload is done; temperature 0.
 

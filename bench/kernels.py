@@ -196,7 +196,3 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threshold", type=float, default=1.25, help="ratio to it from which to warn (default: %(default)s)")
     parser.add_argument("--fail", action="store_true", help="exit with status 1 if one is above it, or missing, or none compares")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -185,7 +185,3 @@ def above_zero(text: str) -> float:
     if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not allowed: it must be a number above 0")
     return float(text)
-
-
-if __name__ == "__main__":
-    main()

@@ -66,10 +66,7 @@ def load_figures(requests: Sequence[RequestRun], to_first_token: float, between_
     num_good = sum(
         (each.to_first_token or 0.0) <= to_first_token and (each.between_tokens or 0.0) <= between_tokens for each in requests
     )
-    figures = {
-        "goodput/s": num_good / (max(each.finished for each in requests) - first),
-        "within target": num_good / len(requests),
-    }
+    figures = {"goodput/s": num_good / (max(each.finished for each in requests) - first), "within target": num_good / len(requests)}
     if num_late:
         figures["followed"] = sum(middle < each.finished <= last for each in requests) / num_late
     if requests[0].finished <= middle:

@@ -155,12 +155,7 @@ def json_texts(source: str) -> list[str]:
     return ["[\n" + ",\n".join(records[first : first + 100]) + "\n]" for first in range(len(records))]
 
 
-SOURCES: dict[str, Callable[[str], list[str]]] = {
-    "code": code_texts,
-    "prose": prose_texts,
-    "chat": chat_texts,
-    "json": json_texts,
-}
+SOURCES: dict[str, Callable[[str], list[str]]] = {"code": code_texts, "prose": prose_texts, "chat": chat_texts, "json": json_texts}
 """What makes texts of a file of the standard library that the demo pair never saw; prompts are the beginnings of texts."""
 
 

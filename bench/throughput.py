@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from titan.bench.engine_run import profile_workload
+from titan.bench.floor import floor_seconds
 from titan.bench.modes import MODES, PEERS, TITAN, TITAN_DRAFT, LoadedModes, RunMode, load_modes, modes_at, possible_modes
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import bench_parser, count, measure_and_publish, parse, positive
@@ -102,8 +103,12 @@ class ThroughputBench:
                 workload = take_workload(prompts, at_once, output_lens)
                 context = (sum(map(len, workload.prompts)) + sum(workload.output_lens) / 2) / at_once
                 for labels, run in self._runs(loaded.dtype, turns, profiles, workload, at_once):
-                    if "host" in run.figures:  # nothing is timed on a GPU
-                        self.profiles.append(Sample(labels, round_id, {"context": context, **run.figures}))
+                    figures = {"context": context, **run.figures}
+                    if labels["mode"] == TITAN and loaded.engine is not None and "host" in figures:
+                        floor = 1e3 * floor_seconds(loaded.engine, at_once, context)
+                        figures |= {"ms/pass at least": floor, "pass x least": figures["ms/target pass"] / floor}
+                    if "host" in figures:  # nothing is timed on a GPU
+                        self.profiles.append(Sample(labels, round_id, figures))
 
     def _runs(
         self, dtype: str, turns: Turns, modes: Mapping[str, RunMode], workload: Workload, at_once: int
@@ -197,7 +202,3 @@ def _peer(text: str) -> tuple[str, str]:
     if name not in PEERS or not where:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give NAME=WHERE, where NAME is one of {', '.join(PEERS)}")
     return name, where
-
-
-if __name__ == "__main__":
-    main()

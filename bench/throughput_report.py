@@ -34,7 +34,7 @@ STEP = {
     "ms/step": "±.2f",
     **dict.fromkeys(("host", "draft", "target", "attention"), ".0%"),
     "trees, batch, acceptance": ".1%",
-    "ms/target pass": ".2f",
+    **dict.fromkeys(("ms/target pass", "ms/pass at least", "pass x least"), ".2f"),
     "draft passes": ".1f",
     "ms/draft pass": ".2f",
 }

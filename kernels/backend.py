@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
-from titan.kernels.cpu.library import CPU_KERNELS, load_library, usable_library
+from titan.kernels.cpu.compiled import CompiledKernels
+from titan.kernels.cpu.kinds import choose_kind
+from titan.kernels.cpu.library import load_library
 from titan.kernels.interfaces import Backend
 from titan.kernels.torch.backend import TorchBackend
 
 
-def choose_backend(device: torch.device) -> Backend:
+def choose_backend(device: torch.device, num_threads: int | None = None) -> Backend:
     """Choose Triton on CUDA, compiled C++ on a CPU with a compiler, else PyTorch.
 
     Args:
         device: the device, with its index.
+        num_threads: threads of a CPU; ``None``: one per physical core.
 
     Raises:
-        ValueError: the environment variable `TITAN_CPU_KERNELS` has an unknown value.
+        ValueError: ``num_threads`` is given for a device that is not a CPU, or the environment variable `TITAN_CPU_KERNELS` has a
+            value that is not allowed.
     """
     if device.type == "cuda":
         from titan.kernels.triton.backend import TritonBackend  # not every platform has triton
 
+        if num_threads is not None:
+            raise ValueError(f"num_threads={num_threads} is not allowed with device={str(device)!r}: it is for a CPU")
         return TritonBackend(device)
-    if (library := usable_library()) is None:
-        is_chosen = os.environ.get(CPU_KERNELS) == "torch"
-        return TorchBackend(device, "PyTorch" if is_chosen else f"PyTorch; the C++ was {load_library().description}")
+    if (kind := choose_kind()) is None:
+        return TorchBackend(device, "PyTorch", num_threads)
+    loaded = load_library(kind)
+    if loaded.library is None:
+        return TorchBackend(device, f"PyTorch, which is several times slower; the C++ was {loaded.description}", num_threads)
     from titan.kernels.cpu.backend import CpuBackend
 
-    return CpuBackend(library)
+    return CpuBackend(CompiledKernels(loaded, num_threads))
 
 
 def choose_device(name: str) -> torch.device:

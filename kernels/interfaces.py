@@ -41,6 +41,9 @@ class LayerOps(Protocol):
     def pack(self, weight: Tensor) -> Tensor:
         """Return a weight [out_features, in_features] in the layout that `linear` reads fastest, unchanged if it already is."""
 
+    def look_up(self, token_ids: Tensor, embedding: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        """Return rows of an embedding of ``size`` dimensions, packed or plain: int64 [T] -> [T, size]."""
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``x @ weight.T + bias`` with a packed or plain weight: [rows, in_features] -> [rows, out_features]."""
 

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from interpreted import triton_backend
 
 from titan.kernels.cpu.backend import CpuBackend
-from titan.kernels.cpu.library import CPU_KERNELS, load_library, usable_library
+from titan.kernels.cpu.compiled import CompiledKernels
+from titan.kernels.cpu.kinds import Kind, kinds_here
+from titan.kernels.cpu.library import load_library
 from titan.kernels.interfaces import Backend
 from titan.kernels.torch.backend import TorchBackend
 
+BEST, *OTHERS = kinds_here()
+KINDS = {"cpu": BEST} | {f"cpu-{kind.name}": kind for kind in OTHERS if kind.name != "native"}
+"""The kinds of processors that this one can run as, the best one first."""
+if BEST.name == "avx512bf16":
+    emulated = f"{Path(__file__).parent}/kernels/emulated_amx.h"
+    KINDS["cpu-amx"] = Kind("amx", "emulated", (*BEST.flags, "-include", emulated), lambda: True)
+
 ON_HOST = ("torch", "cpu")
-BACK_ENDS = (*ON_HOST, "triton")
+BACK_ENDS = ("torch", *KINDS, "triton")
+
+
+def make_kernels(kind: Kind, num_threads: int = 1) -> CompiledKernels:
+    """With threads of their own; the test is skipped where C++ cannot be compiled."""
+    loaded = load_library(kind)
+    if loaded.library is None:
+        pytest.skip(loaded.description)
+    return CompiledKernels(loaded, num_threads)
 
 
 def make_back_end(name: str) -> Backend:
-    """A back end of its own; the test is skipped where C++ cannot be compiled."""
-    match name:
-        case "torch":
-            return TorchBackend(torch.device("cpu"))
-        case "cpu":
-            loaded = load_library()
-            if loaded.library is None:
-                pytest.skip(loaded.description)
-            return CpuBackend(loaded.library)
-        case "triton":
-            return triton_backend()
-    raise ValueError(f"{name!r} is not a back end: {BACK_ENDS}")
-
-
-def choose_cpu_kernels(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
-    """Let ``TITAN_CPU_KERNELS`` have this value until the test ends."""
-    monkeypatch.setenv(CPU_KERNELS, choice)
-    usable_library.cache_clear()
+    """A back end of its own, with a single thread: models and batches of tests are too small to gain from more."""
+    if name in KINDS:
+        return CpuBackend(make_kernels(KINDS[name]))
+    return {"torch": TorchBackend(torch.device("cpu")), "triton": triton_backend()}[name]

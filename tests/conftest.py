@@ -12,15 +12,16 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 if not torch.cuda.is_available():  # read once, when triton is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from back_ends import BACK_ENDS, make_back_end
 from zoo import Zoo
 
-from titan.kernels.cpu.library import usable_library
+from titan.kernels.interfaces import Backend
 
 SLOW = (
     *("/bench/", "test_packaging"),
     *("triton", "sm90", "test_cuda_", "test_memory_profile", "test_tree_attention", "test_attention_planner"),  # its interpreter
     *("distribut", "chi_square", "test_options", "dialled"),  # statistics
-    *("test_loading_peaks", "real_vocabulary", "whatever_the_neighbours", "half_precision"),  # large, or many, models
+    *("test_loading_peaks", "real_vocabulary", "whatever_the_neighbours", "in_bfloat16_too"),  # large, or many, models
 )
 """Words in the names of tests that are slow by nature, or of their files or parameters."""
 
@@ -52,14 +53,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(autouse=True)
-def _kernels_are_chosen_anew() -> Iterator[None]:
-    """Of the CPU: what one test has chosen is not the next one's."""
-    yield
-    usable_library.cache_clear()
-
-
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     """Small random models, made when first asked for."""
     return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="session", params=BACK_ENDS)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Each of the back ends that conformance tests hold to the same oracles."""
+    return make_back_end(request.param)

@@ -109,7 +109,7 @@ def test_violation_is_found(module: str, source: str) -> None:
     assert len(find_violations(module, source)) == 1
 
 
-ASKING = {"takes_triton", "usable_library", "is_cpu", "is_cuda", "is_mps", "cuda", "mkldnn", "mps"}
+ASKING = {"takes_triton", "kinds_here", "load_library", "is_cpu", "is_cuda", "is_mps", "cuda", "mkldnn", "mps"}
 """Functions, attributes and modules that tell a device or a library."""
 DEVICES = {"cpu", "cuda", "mps", "meta", "PyTorch", "compiled C++", "Triton"}
 """And the names of the back ends."""

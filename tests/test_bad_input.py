@@ -63,6 +63,7 @@ SAMPLING: dict[str, tuple[str, list[Any]]] = {
 ENGINE: dict[str, tuple[str, list[Any]]] = {
     "dtype": ("'auto', 'float32', 'bfloat16', 'float16'", ["int8"]),
     "seed": (SEED, [-1, None]),
+    "num_threads": ("an integer from 1 to 1024", [0, 1025, 2.0]),
     "max_model_len": ("an integer >= 1", [0]),
     "use_speculative": (TRUTH, ["no"]),
     "max_draft_tokens": (NODES, [64, True]),
@@ -126,7 +127,7 @@ def test_options_that_are_not_allowed(make: Callable[..., Any], options: dict[st
 
 
 def test_an_option_that_there_is_not() -> None:
-    with pytest.raises(TypeError, match=r"there is no option 'blocksize', 'sede'; allowed: dtype, device, seed, .*, block_size, "):
+    with pytest.raises(TypeError, match=r"there is no option 'blocksize', 'sede'; allowed: dtype, device, .*, block_size, "):
         LLM("demo", seed=3, blocksize=8, sede=3)  # type: ignore[call-arg]
 
 

@@ -23,10 +23,7 @@ RIGHT_NODES = {1: 0, 3: 1, 5: 2}  # of these the token is the one that follows t
 
 
 class Remembering:
-    """Keeps the id of each token as its KV, in a dtype and layout of its own, and checks it in every step.
-
-    Its trees have the right path beside the first slots, so that its KV has to move.
-    """
+    """Keeps the id of each token as its KV, and checks it; the right path of its trees is beside the first slots, so KV moves."""
 
     name = "remembering"
     max_draft_tokens = len(PARENTS)

@@ -9,11 +9,12 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from back_ends import choose_cpu_kernels
+from back_ends import BEST
 from zoo import Zoo
 
 from titan import LLM, __version__
 from titan.cli import main
+from titan.kernels.cpu.kinds import CPU_KERNELS
 from titan.kernels.cpu.library import LoadedLibrary, load_library
 
 ESCAPE = "\x1b["
@@ -125,21 +126,22 @@ def test_info_says_what_runs_here_and_why_nothing_is_compiled(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv(CPU_KERNELS, raising=False)
     facts = info(capsys)
     assert (facts["titan"], facts["torch"]) == (__version__, torch.__version__)
-    assert facts["device"] == f"cpu, {torch.get_num_threads()} threads"
-    assert load_library().description in facts["kernels"]
-    compiled = "PyTorch" if load_library().library is None else "compiled C++"
+    loaded = load_library(BEST)
+    assert facts["device"] == f"cpu, {torch.get_num_threads()} threads"  # which is 1
+    assert loaded.description in facts["kernels"]
+    compiled = "PyTorch" if loaded.library is None else "compiled C++"
     assert [facts[f"layers, {dtype}"] for dtype in ("float32", "bfloat16", "float16")] == [compiled, compiled, "PyTorch"]
 
-    choose_cpu_kernels(monkeypatch, "torch")
+    monkeypatch.setenv(CPU_KERNELS, "torch")
     facts = info(capsys)
     assert facts["kernels"] == facts["layers, float32"] == "PyTorch", "as was asked for"
 
-    choose_cpu_kernels(monkeypatch, "auto")
-    for module in ("titan.kernels.cpu.library", "titan.kernels.backend"):
-        monkeypatch.setattr(f"{module}.load_library", lambda: LoadedLibrary(None, "not compiled: no C++ compiler was found"))
-    assert info(capsys)["kernels"] == "PyTorch; the C++ was not compiled: no C++ compiler was found"
+    monkeypatch.delenv(CPU_KERNELS)
+    monkeypatch.setattr("titan.kernels.backend.load_library", lambda kind: LoadedLibrary(None, "not compiled: no compiler"))
+    assert info(capsys)["kernels"] == "PyTorch, which is several times slower; the C++ was not compiled: no compiler"
 
 
 def test_info_outlives_a_card_that_is_too_old(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Passes of few tokens in one call of C++, against the decoder operation by operation in PyTorch."""
+"""Passes in one call of C++, against the decoder operation by operation in PyTorch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from back_ends import make_back_end
+from back_ends import KINDS, make_back_end, make_kernels
 from tiny_models import make_model
 from torch import Tensor
-from twins import BLOCKS_PER_REQUEST, BOUNDS, Part, Twins
+from twins import BOUNDS, Part, Twins
 
 from titan.core.batch import QueryRow
 from titan.core.trees import EMPTY_TREE, DraftTree
+from titan.kernels.cpu.backend import CpuBackend
 from titan.kernels.cpu.runner import CompiledRunner
-
-FEW = 8  # so many tokens make a short pass everywhere
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one_layer": ("llama", {"num_hidden_layers": 1}),
@@ -26,32 +25,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_window": ("mistral", {"sliding_window": 3}),
     "qwen2_layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
-    "not packed": ("qwen2", {"hidden_size": 72}),  # as the head is that shares a large embedding
+    "llama_tied": ("llama", {"tie_word_embeddings": True, "vocab_size": 160, "hidden_size": 64}),  # whole blocks
 }
 
 
-def make_twins(folder: Path, dtype: str, *, pack: bool = True) -> Twins:
-    twins = Twins(folder, make_back_end("cpu"), dtype, pack=pack)
-    if not isinstance(twins.runner, CompiledRunner):
-        pytest.skip("a layout of this processor that the library does not read")
+def make_twins(folder: Path, dtype: str, back_end: str = "cpu") -> Twins:
+    twins = Twins(folder, make_back_end(back_end), dtype)
+    assert isinstance(twins.runner, CompiledRunner)
     return twins
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_it_is_the_decoder(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees, chunks with and without logits and decodes, up to the largest pass that this processor takes, and beyond it."""
+@pytest.mark.parametrize("back_end", KINDS)
+def test_it_is_the_decoder(back_end: str, name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees, chunks with and without logits and decodes, in passes of any length."""
     model_type, config = MODELS[name]
     make_model(tmp_path, model_type, **config)
-    twins = make_twins(tmp_path, dtype, pack=name != "not packed")
-    model, max_rows, decoded = twins.runner.model, twins.runner.max_rows, []
-    hidden_states = model.hidden_states
-    monkeypatch.setattr(model, "hidden_states", lambda *args: decoded.append(args) or hidden_states(*args))
-    for num_tokens in (1, 2, 3, 5, 5, FEW, FEW, 9, 16, 17, 32, 33, max_rows, max_rows + 1):
-        query_lens = np.bincount(twins.rng.integers(0, 3, num_tokens))
+    twins = make_twins(tmp_path, dtype, back_end)
+    monkeypatch.setattr(twins.runner.model, "hidden_states", None)  # nothing is done operation by operation
+    for num_tokens in (1, 2, 3, 5, 5, 8, 8, 9, 16, 17, 32, 33, 64, 65, 100, 200):
+        query_lens = np.bincount(twins.rng.integers(0, 3 if num_tokens < 60 else 6, num_tokens))
         twins.run(twins.parts(query_lens[query_lens > 0].tolist(), have_chunks=True))
-        assert (num_tokens <= max_rows) == (not decoded)
-        decoded.clear()
 
 
 def forward(twins: Twins, parts: list[Part]) -> Tensor:
@@ -59,31 +54,29 @@ def forward(twins: Twins, parts: list[Part]) -> Tensor:
         return twins.runner.forward(twins.batches(parts)[1])  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("head_dim", [16, 40, 64])
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_a_request_does_not_depend_on_its_neighbours(dtype: str, tmp_path: Path) -> None:
-    """Bit by bit, also in bfloat16, as long as the pass is short."""
-    make_model(tmp_path, "llama")
-    twins = make_twins(tmp_path, dtype)
-    parts = twins.parts([2, 2, 3, 1])
-    together = forward(twins, parts)
-    assert torch.equal(torch.cat([forward(twins, [part]) for part in parts]), together)
-
-
-@pytest.mark.parametrize("head_dim", [16, 64])
-@pytest.mark.parametrize("dtype", BOUNDS)
-def test_a_chain_is_verified_as_it_would_be_decoded(dtype: str, head_dim: int, tmp_path: Path) -> None:
-    """Bit by bit, wherever the context ends."""
-    make_model(tmp_path, "llama", head_dim=head_dim)
-    twins = make_twins(tmp_path, dtype)
-    table, chain = twins.tables()[0], twins.tokens(FEW)
-    for root in (0, 5, 29, 31, 56):
+@pytest.mark.parametrize("back_end", KINDS)
+def test_a_chain_is_verified_and_a_prompt_is_filled_as_it_would_be_decoded(
+    back_end: str, dtype: str, head_dim: int, tmp_path: Path
+) -> None:
+    """Bit by bit, wherever the context ends and whoever is beside; of a prompt, the last row has logits."""
+    make_model(tmp_path, head_dim=head_dim)
+    twins = make_twins(tmp_path, dtype, back_end)
+    table, beside = twins.tables()[:2]
+    neighbour = QueryRow(beside, 20, twins.tokens(3)), DraftTree.chain(twins.tokens(4))
+    for root, length in ((0, 40), (5, 8), (29, 8), (31, 20), (56, 8)):
+        chain = twins.tokens(length)
         decoded = [forward(twins, [(QueryRow(table, root + i, [token]), EMPTY_TREE)]) for i, token in enumerate(chain)]
-        verified = forward(twins, [(QueryRow(table, root, chain[:1]), DraftTree.chain(chain[1:]))])
-        assert torch.equal(verified, torch.cat(decoded))
+        verified = forward(twins, [(QueryRow(table, root, chain[:1]), DraftTree.chain(chain[1:])), neighbour])
+        assert torch.equal(verified[:length], torch.cat(decoded))
+        assert torch.equal(forward(twins, [(QueryRow(table, root, chain), EMPTY_TREE)]), decoded[-1])
 
 
-def test_positions_without_rotation_are_refused(tmp_path: Path) -> None:
-    make_model(tmp_path, "llama", max_position_embeddings=64)
-    twins = make_twins(tmp_path, "float32")
-    with pytest.raises(IndexError, match="64"):
-        forward(twins, [(QueryRow(list(range(BLOCKS_PER_REQUEST + 1)), 64, [5]), EMPTY_TREE)])
+def test_passes_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
+    """Bit by bit, KV included."""
+    make_model(tmp_path, vocab_size=2000, hidden_size=128, intermediate_size=500)
+    one, three = (Twins(tmp_path, CpuBackend(make_kernels(KINDS["cpu"], num_threads))) for num_threads in (1, 3))
+    for query_lens in ([1], [40, 3, 1, 60], [7] * 6) * 5:
+        logits = [forward(twins, twins.parts(query_lens, have_chunks=True)) for twins in (one, three)]
+        assert torch.equal(*logits) and torch.equal(one.kvs[1].view(torch.int32), three.kvs[1].view(torch.int32))

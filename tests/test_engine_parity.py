@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import partial
 from operator import is_
 from typing import Any
 
 import pytest
 import torch
+from back_ends import make_back_end
 from stepping import AMPLE, SCARCE, by_slot, greedy, make_engine, run_all, slots_of
 from zoo import FAMILIES, VOCAB_SIZE, Zoo, random_prompts
 
@@ -140,28 +140,13 @@ def test_a_request_may_fill_the_pool_to_the_last_slot(zoo: Zoo, draft: str) -> N
     assert outputs == [zoo.greedy("llama", prompt, 24 - len(prompt), ignore_eos=True) for prompt in prompts]
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("qwen3", "float16")])
-def test_half_precision_parts_with_its_plain_run_only_at_near_ties(zoo: Zoo, family: str, dtype: str) -> None:
-    """Rows verified together are rounded otherwise than rows decoded one by one; nothing else may make a difference."""
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_in_bfloat16_too_compiled_kernels_verify_what_they_would_have_decoded(zoo: Zoo, family: str) -> None:
     params = [greedy(limit + 10, ignore_eos=True) for limit in LIMITS]
-    plain = run_all(make_engine(zoo.path(family), dtype=dtype, **AMPLE), PROMPTS, params)
-    engine = make_engine(zoo.path(family), zoo.path(f"{family}~"), dtype=dtype, **AMPLE)
-    drafted = run_all(engine, PROMPTS, params)
-    assert engine.metrics().mean_acceptance_length > 1.3
-    rounded = deepcopy(zoo.model(family)).to(getattr(torch, dtype))
-    exact = deepcopy(rounded).float()
-    num_same = 0
-    for prompt, left, right in zip(PROMPTS, plain, drafted, strict=True):
-        same = next((i for i, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]), len(left))
-        num_same += same == len(left)
-        if same < len(left):
-            tokens = torch.tensor([[*prompt, *left[:same]]])
-            with torch.no_grad():
-                logits = exact(tokens).logits[0, -1]
-                rounding = (rounded(tokens).logits[0, -1] - logits).abs().max()
-            margin = (logits[left[same]] - logits[right[same]]).abs()
-            assert margin <= 2 * rounding, "neither of the two was nearly as likely as the other"
-    assert num_same >= len(PROMPTS) - 4
+    options = AMPLE | {"dtype": "bfloat16", "backend": make_back_end("cpu")}
+    plain = run_all(make_engine(zoo.path(family), **options), PROMPTS, params)
+    engine = make_engine(zoo.path(family), zoo.path(f"{family}~"), **options)
+    assert run_all(engine, PROMPTS, params) == plain and engine.metrics().mean_acceptance_length > 1.3
 
 
 class Refusing(NoDrafter):

@@ -138,8 +138,6 @@ def test_a_model_with_a_trait_of_its_own_takes_the_general_path(back_end: str, z
     backend = make_back_end(back_end)
     ops, runner = FAST[back_end]
     fast = make_engine(path, backend=backend, num_kv_blocks=40)
-    if back_end == "cpu" and not isinstance(fast.runner, CompiledRunner):
-        pytest.skip("a layout of this processor that the library does not read")
     assert type(fast.runner.model.ops) is ops and type(fast.runner) is runner  # type: ignore[attr-defined]
 
     config = EngineConfig.of(num_kv_blocks=40, max_draft_tokens=4, draft_tree=[-1, -1, 0, 1])

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
+from titan.kernels.cpu.kinds import CPU_KERNELS, kinds_here
 from titan.kernels.cpu.library import load_library
 
 ROOT = Path(__file__).parents[1]
@@ -73,11 +74,11 @@ def test_the_wheel_generates(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     """With a draft, and as fast as the checkout: the C++ of the wheel is compiled, or had been for the checkout."""
     wheel.extractall(tmp_path)
     code = (
-        "import sys, importlib.metadata, titan, titan.kernels.cpu.library as library; print(titan.__file__); "
-        "print(library.load_library().description); "
+        "import sys, importlib.metadata, titan; from titan.kernels.cpu import kinds, library; print(titan.__file__); "
+        "print(library.load_library(kinds.choose_kind()).description); "
         "sys.exit(importlib.metadata.distribution('titan-spec').entry_points['titan'].load()())"
     )
-    env = {"PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    env = {"PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", CPU_KERNELS: "auto"}
     lines = run("-c", code, "generate", "def f(", "--max-tokens", "8", "--json", cwd=tmp_path, **env).splitlines()
-    assert lines[:2] == [str(tmp_path / "titan" / "__init__.py"), load_library().description]
+    assert lines[:2] == [str(tmp_path / "titan" / "__init__.py"), load_library(kinds_here()[0]).description]
     assert json.loads(lines[2])["metrics"]["proposed_per_depth"]

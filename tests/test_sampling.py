@@ -112,21 +112,3 @@ def test_samples_at_the_ends_of_the_distribution_are_possible_tokens() -> None:
     cases = {tiny: 2, 0.25 - tiny: 2, 0.25: 4, 0.75 - tiny: 4, 0.75: 5, 1 - tiny: 5}
     tokens = draw(probs.expand(len(cases), -1) * 4, torch.tensor(list(cases), dtype=torch.float64))
     assert tokens.tolist() == list(cases.values())
-
-
-@pytest.mark.parametrize("back_end", ON_HOST)
-def test_children_are_sampled_without_replacement(back_end: str) -> None:
-    """Ordered pairs against their exact probabilities, q(a) q(b) / (1 - q(a)); none of a row that is not finite."""
-    q, num_pairs = torch.tensor([0.5, 0.2, 0.0, 0.3]), 5000
-    rows = SamplingRows.of([(SamplingParams(), seed, 9) for seed in range(num_pairs)])
-    probs, pairs = torch.empty(num_pairs, 4), torch.full((num_pairs, 2), -1)
-    logits, counts, places = q.log().repeat(num_pairs, 1), np.full(num_pairs, 2), torch.arange(num_pairs)
-    logits[-1] = torch.nan
-    make_back_end(back_end).sampling.sample_children(logits, rows, counts, places, probs, pairs)
-    assert pairs[-1].tolist() == [-1, -1]
-    observed = np.bincount(pairs[:-1, 0] * 4 + pairs[:-1, 1], minlength=16)
-    with_replacement = q.double()[:, None] * q.double()
-    exact = with_replacement / (1 - q.double()[:, None]) * (1 - torch.eye(4, dtype=torch.float64))
-    assert p_value(observed, exact.flatten().numpy()) > 1e-3
-    off_diagonal = with_replacement * (1 - torch.eye(4, dtype=torch.float64))
-    assert p_value(observed, off_diagonal.flatten().numpy()) < 1e-6, "other pairs than these must be noticed"

@@ -31,9 +31,9 @@ Part = tuple[QueryRow, DraftTree]  # committed tokens, and what hangs at the las
 class Twins:
     """The first runner is that of PyTorch, ``runner`` that of the other back end."""
 
-    def __init__(self, folder: Path, backend: Backend, dtype: str = "float32", *, pack: bool = True) -> None:
+    def __init__(self, folder: Path, backend: Backend, dtype: str = "float32") -> None:
         plain = TorchBackend(torch.device("cpu"))
-        models = [load_model(str(folder), dtype=dtype, backend=each, pack=pack) for each in (plain, backend)]
+        models = [load_model(str(folder), dtype=dtype, backend=each) for each in (plain, backend)]
         kvs = [random_kv(model) for model in models]
         self.device = backend.device
         self.bound = BOUNDS[dtype]

@@ -55,7 +55,7 @@ class Engine:
         backend: Backend | None = None,
     ) -> None:
         self.config = config
-        self.backend = backend or choose_backend(choose_device(config.model.device))
+        self.backend = backend or choose_backend(choose_device(config.model.device), config.model.num_threads)
         self.backend.activate()
         block_size, max_batch_size = config.memory.block_size, config.schedule.max_batch_size
         self.backend.check_limits(block_size=block_size, max_batch_size=max_batch_size)

@@ -68,7 +68,7 @@ class Stage:
         """
         model, ops, batch = self.model, ops or self.model.ops, batch or self.batch
         owner = model.ops if operation.startswith("linear") else ops
-        mixed = Mock(wraps=ops, linear=model.ops.linear, linear_add_norm=model.ops.linear_add_norm)
+        mixed = Mock(wraps=ops, **{name: getattr(model.ops, name) for name in ("look_up", "linear", "linear_add_norm")})
         with patch.object(mixed, operation, wraps=getattr(owner, operation)) as recorded, patch.object(model, "ops", mixed):
             if ops.name == "Triton":
                 from titan.kernels.triton.attention_plan import AttentionGeometry  # not every platform has triton

@@ -17,7 +17,7 @@ namespace {
 
 #ifdef TITAN_HAS_AMX
 
-constexpr int kPairs = kTile / 2;
+constexpr int kSlotPairs = kTile / 2;
 constexpr float kLog2E = 1.44269504088896341f;
 static_assert(kLanes == kTileRows && kTile == kTileInputs, "a tile of the units holds so many queries, and so many slots");
 
@@ -44,14 +44,6 @@ struct TileRoom {
 
 inline Lanes* lanes_of(Line* line) { return reinterpret_cast<Lanes*>(line->lanes); }
 
-template <typename To, typename From>
-inline To reinterpret(From value) {
-  static_assert(sizeof(To) == sizeof(From));
-  To result;
-  std::memcpy(&result, &value, sizeof result);
-  return result;
-}
-
 // Write 32 dimensions of a result from sums of the even ones and of the odd ones.
 inline void write_dimensions(Lanes even, Lanes odd, float factor, BFloat16* result) {
 #pragma omp simd
@@ -69,27 +61,26 @@ inline Integers see(const QueryTile& tile, int32_t slot, int64_t node) {
 }
 
 // Load the rows of one tile: queries in the layout of the units, and what they see.
-inline void load_queries(const AttentionPlan& plan, int64_t request, int64_t kv_head, int64_t first_row, int64_t num_rows,
-                         const BFloat16* q, int64_t q_stride, const int64_t* ancestor_bits, int64_t window, QueryTile* tile,
-                         Line* queries) {
-  const int64_t group = plan.num_heads / plan.num_kv_heads;
+inline void load_queries(const Head<BFloat16>& head, int64_t first_row, int64_t num_rows, const BFloat16* q, int64_t q_stride,
+                         QueryTile* tile, Line* queries) {
+  const AttentionPlan& plan = head.plan;
   const BFloat16* rows[kTileRows];
   *tile = QueryTile{};
   tile->largest += kMinusInfinity;
   tile->fully_visible_to = std::numeric_limits<int32_t>::max();
   for (int64_t i = 0; i < num_rows; ++i) {
-    const int64_t row = first_row + i, token = plan.query_start_loc[request] + row / group;
-    rows[i] = q + token * q_stride + (kv_head * group + row % group) * plan.head_dim;
-    const int64_t bits = nearest_ancestors(ancestor_bits[token], window);
+    const int64_t row = first_row + i, token = head.token(row);
+    rows[i] = q + token * q_stride + head.query_head(row) * plan.head_dim;
+    const int64_t bits = nearest_ancestors(head.ancestor_bits[token], head.window);
     tile->visible_lens[i] = static_cast<int32_t>(plan.visible_lens[token]);
-    tile->first_slots[i] = static_cast<int32_t>(std::max<int64_t>(plan.positions[token] - window + 1, 0));
+    tile->first_slots[i] = static_cast<int32_t>(head.first_slot(token));
     tile->ancestor_bits[0][i] = static_cast<int32_t>(bits);
     tile->ancestor_bits[1][i] = static_cast<int32_t>(bits >> 32);
     tile->fully_visible_from = std::max<int32_t>(tile->fully_visible_from, tile->first_slots[i]);
     tile->fully_visible_to = std::min<int32_t>(tile->fully_visible_to, tile->visible_lens[i]);
   }
   for (int64_t d = 0; d < plan.head_dim; d += kTileInputs) {
-    Lanes words[kTileRows] = {};
+    Words words[kTileRows] = {};
     for (int64_t i = 0; i < num_rows; ++i) std::memcpy(words + i, rows[i] + d, sizeof *words);
     transpose(words);
     std::memcpy(queries + d / 2, words, sizeof words);
@@ -102,8 +93,8 @@ void load_values(const Head<BFloat16>& head, const Tile& tile, const Tile& next,
   const int64_t head_dim = D ? D : head.plan.head_dim;
   for (int64_t j = 0; j < kTile; j += 2) {
     for (int64_t each = j; each < std::min(j + 2, next.count); ++each) {
-      prefetch_bytes(head.keys + next.offsets[each], head_dim * sizeof(BFloat16));
-      prefetch_bytes(head.values + next.offsets[each], head_dim * sizeof(BFloat16));
+      prefetch_numbers(head.keys + next.offsets[each], head_dim);
+      prefetch_numbers(head.values + next.offsets[each], head_dim);
     }
     for (int64_t d = 0; d < head_dim; d += kTileInputs) {
       Words first = {}, second = {}; // zeros where there is no slot: the units multiply them, too
@@ -111,7 +102,7 @@ void load_values(const Head<BFloat16>& head, const Tile& tile, const Tile& next,
       if (j + 1 < tile.count) std::memcpy(&second, head.values + tile.offsets[j + 1] + d, sizeof second);
       const Words even = (first & 0xffffu) | second << 16, odd = first >> 16 | (second & 0xffff0000u);
       std::memcpy(values + d + j / 2, &even, sizeof even);
-      std::memcpy(values + d + kPairs + j / 2, &odd, sizeof odd);
+      std::memcpy(values + d + kSlotPairs + j / 2, &odd, sizeof odd);
     }
   }
 }
@@ -165,13 +156,14 @@ inline Lanes weigh(QueryTile* tile, const Tile& slots, int64_t tree_start, float
   tile->largest = largest[0] > largest[1] ? largest[0] : largest[1];
   const Lanes base = tile->largest == kMinusInfinity ? Lanes{} : tile->largest;
   const Lanes kept = power_of_two(before - base);
-  Lanes totals[2] = {}, pairs[kPairs];
-  for (int j = 0; j < kPairs; ++j) {
+  Lanes totals[2] = {};
+  Words pairs[kSlotPairs];
+  for (int j = 0; j < kSlotPairs; ++j) {
     const Lanes even = power_of_two(*lanes_of(scores + 2 * j) - base), odd = power_of_two(*lanes_of(scores + 2 * j + 1) - base);
     totals[0] += even; // NaN if a score is
     totals[1] += odd;
     const Words low = reinterpret<Words>(even) + 0x8000u, high = reinterpret<Words>(odd) + 0x8000u; // to nearest
-    pairs[j] = reinterpret<Lanes>(low >> 16 | (high & 0xffff0000u));
+    pairs[j] = low >> 16 | (high & 0xffff0000u);
   }
   tile->totals = tile->totals * kept + (totals[0] + totals[1]);
   transpose(pairs);
@@ -201,30 +193,24 @@ inline void add_values(int64_t head_dim, Lanes kept, const Line* weights, const 
 }
 
 template <int D>
-void attend_head_by_tiles(const AttentionPlan& plan, int64_t request, int64_t kv_head, const BFloat16* q, int64_t q_stride,
-                          const BFloat16* kv_layer, int64_t head_stride, const int64_t* ancestor_bits, BFloat16* output,
-                          float scale, int64_t window) {
+void attend_head_by_tiles(const Head<BFloat16>& head, const BFloat16* q, int64_t q_stride, BFloat16* output) {
   static thread_local TileRoom room;
-  const int64_t head_dim = D ? D : plan.head_dim, group = plan.num_heads / plan.num_kv_heads;
-  const int64_t first_token = plan.query_start_loc[request];
-  const int64_t num_rows = (plan.query_start_loc[request + 1] - first_token) * group;
-  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const AttentionPlan& plan = head.plan;
+  const int64_t head_dim = D ? D : plan.head_dim, num_rows = head.num_rows(), num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   room.tiles.resize(num_tiles);
   room.queries.resize(num_tiles * head_dim / 2);
   room.sums.assign(num_tiles * head_dim, Line{});
   room.values.resize(head_dim);
-  int64_t first_slot = std::numeric_limits<int64_t>::max();
+  int64_t first_slot = std::numeric_limits<int64_t>::max(), end = 0;
   for (int64_t i = 0; i < num_tiles; ++i) {
     const int64_t first_row = i * kTileRows, count = std::min<int64_t>(kTileRows, num_rows - first_row);
-    load_queries(plan, request, kv_head, first_row, count, q, q_stride, ancestor_bits, window, &room.tiles[i],
-                 &room.queries[i * head_dim / 2]);
-    for (int64_t row = 0; row < count; ++row) first_slot = std::min<int64_t>(first_slot, room.tiles[i].first_slots[row]);
+    load_queries(head, first_row, count, q, q_stride, &room.tiles[i], &room.queries[i * head_dim / 2]);
   }
-
-  const Head<BFloat16> head{plan, kv_layer + kv_head * head_stride, kv_layer + (plan.num_kv_heads + kv_head) * head_stride,
-                            plan.block_table + request * plan.table_width};
+  for (int64_t token = head.item.first_token; token < head.item.first_token + head.item.num_tokens; ++token) {
+    first_slot = std::min(first_slot, head.first_slot(token));
+    end = std::max(end, head.end_slot(token));
+  }
   configure_tiles(kRowsTogether);
-  const int64_t end = plan.seq_lens[request];
   Tile next = find_tile(head, first_slot / kTile * kTile, end);
   while (next.count > 0) {
     const Tile tile = next;
@@ -232,15 +218,15 @@ void attend_head_by_tiles(const AttentionPlan& plan, int64_t request, int64_t kv
     load_values<D>(head, tile, next, room.values.data());
     for (int64_t i = 0; i < num_tiles; ++i) {
       score_queries<D>(head, tile, &room.queries[i * head_dim / 2], room.scores);
-      const Lanes kept = weigh(&room.tiles[i], tile, plan.tree_starts[request], scale, room.scores, room.weights);
+      const Lanes kept = weigh(&room.tiles[i], tile, head.tree_start(), head.scale, room.scores, room.weights);
       add_values<D>(head_dim, kept, room.weights, room.values.data(), &room.sums[i * head_dim]);
     }
   }
-  _tile_release(); // oneDNN configures the tiles its own way
+  _tile_release();
 
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t i = row / kTileRows, lane = row % kTileRows;
-    BFloat16* result = output + (first_token + row / group) * plan.num_heads * head_dim + (kv_head * group + row % group) * head_dim;
+    BFloat16* result = output + (head.token(row) * plan.num_heads + head.query_head(row)) * head_dim;
     const float factor = 1.0f / room.tiles[i].totals[lane];
     for (int64_t d = 0; d < head_dim; d += kTileInputs) {
       const Line* sums = &room.sums[i * head_dim + d + lane];
@@ -249,9 +235,15 @@ void attend_head_by_tiles(const AttentionPlan& plan, int64_t request, int64_t kv
   }
 }
 
+inline void attend_by_tiles(const Head<BFloat16>& head, const BFloat16* q, int64_t q_stride, BFloat16* output) {
+  const int64_t head_dim = head.plan.head_dim;
+  const auto attend = head_dim == 64 ? attend_head_by_tiles<64> : head_dim == 128 ? attend_head_by_tiles<128> : attend_head_by_tiles<0>;
+  attend(head, q, q_stride, output);
+}
+
 // Whether dimensions are whole tiles, and tiles of keys lie within blocks.
 inline bool takes_tiles(const AttentionPlan& plan) {
-  return may_use_amx() && plan.head_dim % kTileInputs == 0 && plan.block_size % kTileRows == 0;
+  return plan.head_dim % kTileInputs == 0 && plan.block_size % kTileRows == 0;
 }
 
 #endif

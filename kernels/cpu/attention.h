@@ -1,4 +1,7 @@
 // Ragged tree attention over paged KV.
+//
+// Keys and values are read in place, tile by tile, and used for all rows that share them. Tiles begin at multiples of their size, and
+// a hidden slot adds zero: the sums of a row do not depend on the other rows.
 
 #pragma once
 
@@ -10,179 +13,230 @@
 #include "amx_attention.h"
 #include "attention_plan.h"
 #include "numbers.h"
-#include "row_attention.h"
+#include "product.h"
+#include "team.h"
 
 namespace {
 
-// Query rows of one request that share a KV head, and their running sums.
-struct RowState {
-  std::vector<float> queries; // [rows, width], scaled
-  std::vector<float> sums;    // [rows, width], weighted sums of values
+constexpr int64_t kItemQueries = 64; // most queries of a request that one thread attends at a time
+
+// Working memory of a thread. Dimensions are padded to P, a multiple of kPairInputs.
+template <typename T>
+struct AttentionRoom {
+  std::vector<Line> queries;  // Row<T> [rows, P]
+  std::vector<Line> keys;     // Row<T> [kTile, P], if they cannot be used in place
+  std::vector<Line> values;   // T [kTile, P], if they cannot be used in place; bfloat16 as pairs of slots [kTile / 2, P, 2]
+  std::vector<Line> sums;     // float [rows, P], weighted sums of values, in their order
   std::vector<float> largest; // [rows], largest score
   std::vector<float> totals;  // [rows], sums of weights
+  std::vector<int64_t> ends;  // [rows], one behind the last slot that is seen
 };
 
-// Load keys and values as float32 [kTile, width], zero beyond the head's dimension, and prefetch those of the next tile.
-template <typename T, int D>
-void load_tile(const Head<T>& head, const Tile& tile, const Tile& next, int64_t width, float* keys, float* values) {
-  const int64_t head_dim = D ? D : head.plan.head_dim, row = D ? D : width;
-  for (int64_t j = 0; j < tile.count; ++j) {
-    if (j < next.count) {
-      prefetch_bytes(head.keys + next.offsets[j], head_dim * sizeof(T));
-      prefetch_bytes(head.values + next.offsets[j], head_dim * sizeof(T));
-    }
-    const T* key = head.keys + tile.offsets[j];
-    const T* value = head.values + tile.offsets[j];
-#pragma omp simd
-    for (int64_t d = 0; d < head_dim; ++d) {
-      keys[j * row + d] = widen(key[d]);
-      values[j * row + d] = widen(value[d]);
-    }
-    for (int64_t d = head_dim; d < row; ++d) keys[j * row + d] = values[j * row + d] = 0.0f;
-  }
+// Dimensions that are kLanes words.
+template <typename T>
+constexpr int64_t kStep = kLanes * kPair<T>;
+
+template <typename T>
+inline T* numbers_of(std::vector<Line>& lines) {
+  return reinterpret_cast<T*>(lines.data());
 }
 
-// Compute the scores of one query with the keys of a tile; those from `count` on are masked.
-template <int D>
-inline void score_tile(const float* query, const float* keys, int64_t count, int64_t width, float* scores) {
-  const int64_t row = D ? D : width;
-  for (int64_t start = 0; start < count; start += kLanes) {
-    Lanes products[kLanes];
-    for (int j = 0; j < kLanes; ++j) {
-      const float* key = keys + (start + j) * row;
-      Lanes sum = {};
-      for (int64_t d = 0; d < row; d += kLanes)
-        sum += load_lanes(query + d) * load_lanes(key + d);
-      products[j] = sum;
+// Find the rows of a tile; copy them to `copies`, padded with zeros, unless they can be used in place.
+template <typename T, typename Copy>
+void find_rows(const T* numbers, const Tile& tile, int64_t head_dim, int64_t padded_dim, Copy* copies, const Copy** rows) {
+  if constexpr (std::is_same_v<T, Copy>) {
+    if (padded_dim == head_dim) {
+      for (int64_t j = 0; j < kTile; ++j) rows[j] = numbers + tile.offsets[j];
+      return;
     }
-    *reinterpret_cast<LooseLanes*>(scores + start) = sum_lanes(products);
   }
-  for (int64_t j = count; j < kTile; ++j) scores[j] = kMinusInfinity;
-}
-
-// Add a tile to a row's weighted sum of values (online softmax: Milakov and Gimelshein, 2018).
-template <int D>
-inline void add_tile(float* scores, const float* values, int64_t count, int64_t width, float* sums, float* largest, float* total) {
-  const int64_t row = D ? D : width;
-  float tile_largest = *largest;
-  int has_nan = 0; // NaN does not show in the largest score
-#pragma omp simd reduction(max : tile_largest) reduction(| : has_nan)
-  for (int64_t j = 0; j < kTile; ++j) { // whole tiles, so that the order of sums does not depend on where the context ends
-    tile_largest = std::max(tile_largest, scores[j]);
-    has_nan |= scores[j] != scores[j];
-  }
-  if (has_nan) {
-    *total = std::numeric_limits<float>::quiet_NaN();
-    return;
-  }
-  if (tile_largest == kMinusInfinity) return;
-  float tile_total = 0;
-#pragma omp simd reduction(+ : tile_total)
   for (int64_t j = 0; j < kTile; ++j) {
-    const float weight = exponential(scores[j] - tile_largest);
-    scores[j] = weight;
-    tile_total += weight;
-  }
-  const float kept = exponential(*largest - tile_largest);
-  *total = *total * kept + tile_total;
-  *largest = tile_largest;
-  for (int64_t start = 0; start < row; start += 4 * kLanes) { // as many sums as fit into registers
-    const int num_vectors = D ? 4 : static_cast<int>(std::min<int64_t>(4, (row - start) / kLanes));
-    Lanes part[4];
-    for (int i = 0; i < num_vectors; ++i) part[i] = *reinterpret_cast<LooseLanes*>(sums + start + i * kLanes) * kept;
-    for (int64_t j = 0; j < count; ++j)
-      for (int i = 0; i < num_vectors; ++i)
-        part[i] += scores[j] * load_lanes(values + j * row + start + i * kLanes);
-    for (int i = 0; i < num_vectors; ++i) *reinterpret_cast<LooseLanes*>(sums + start + i * kLanes) = part[i];
+    const T* row = numbers + tile.offsets[j];
+    Copy* copy = copies + j * padded_dim;
+    for (int64_t d = 0; d < head_dim; ++d) narrow(widen(row[d]), &copy[d]);
+    std::fill(copy + head_dim, copy + padded_dim, Copy{});
+    rows[j] = copy;
   }
 }
 
-template <typename T, int D>
-void attend_head(const AttentionPlan& plan, int64_t request, int64_t kv_head, const T* q, int64_t q_stride, const T* kv_layer,
-                 int64_t head_stride, const int64_t* ancestor_bits, T* output, float scale, int64_t window) {
-  static thread_local RowState state;
-  static thread_local std::vector<float> room;
-  const int64_t head_dim = D ? D : plan.head_dim, group = plan.num_heads / plan.num_kv_heads;
-  const int64_t first_token = plan.query_start_loc[request];
-  const int64_t num_rows = (plan.query_start_loc[request + 1] - first_token) * group;
-  const int64_t width = (head_dim + kLanes - 1) / kLanes * kLanes;
-  state.queries.assign(num_rows * width, 0.0f);
-  state.sums.assign(num_rows * width, 0.0f);
-  state.largest.assign(num_rows, kMinusInfinity);
-  state.totals.assign(num_rows, 0.0f);
-  room.resize(2 * kTile * width);
-  float* keys = room.data();
-  float* values = keys + kTile * width;
+// Make pairs of slots of values, even dimensions before odd ones in each kStep; an odd slot at the end is paired with zeros.
+inline void pair_values(const BFloat16** rows, int64_t count, int64_t dim, BFloat16* pairs) {
+  for (int64_t j = 0; j < count; j += 2, pairs += 2 * dim) {
+    const Words mask = Words{} - (j + 1 < count ? 1u : 0u);
+    for (int64_t d = 0; d < dim; d += kStep<BFloat16>) {
+      const Words first = load<Words>(rows[j] + d), second = load<Words>(rows[j + 1] + d) & mask;
+      store((first & 0xffffu) | second << 16, pairs + 2 * d);
+      store(first >> 16 | (second & 0xffff0000u), pairs + 2 * d + kStep<BFloat16>);
+    }
+    rows[j] = pairs;
+  }
+}
 
+inline void pair_values(const float**, int64_t, int64_t, float*) {}
+
+// Compute the scores of a row with the keys of a tile; D is their number of dimensions, or 0: any.
+template <int D, typename X>
+void score(const X* query, const X* const* keys, int64_t dim, float scale, float* scores) {
+  for (int64_t first = 0; first < kTile; first += kLanes) {
+    Lanes products[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      const X* key = keys[first + i];
+      products[i] = Lanes{};
+#pragma GCC unroll 8
+      for (int64_t d = 0; d < (D ? D : dim); d += kStep<X>) products[i] = add_product(products[i], query + d, key + d);
+    }
+    store(sum_lanes(products) * scale, scores + first);
+  }
+}
+
+// Turn the scores of a row into weights, relative to the largest score so far (online softmax: Milakov and Gimelshein, 2018); return
+// the factor for earlier sums. Sums run over whole tiles, so that their order does not depend on where the context ends.
+inline float weigh(float* scores, float* largest, float* total) {
+  Lanes most = Lanes{} + *largest, sum = {};
+  for (int64_t j = 0; j < kTile; j += kLanes) {
+    const Lanes x = load_lanes(scores + j);
+    most = x > most ? x : most; // never NaN
+  }
+  const float new_largest = reduce(most, [](Lanes a, Lanes b) { return a > b ? a : b; });
+  const float base = new_largest == kMinusInfinity ? 0.0f : new_largest, kept = exponential(*largest - base);
+#pragma omp simd
+  for (int64_t j = 0; j < kTile; ++j) scores[j] = exponential(scores[j] - base);
+  for (int64_t j = 0; j < kTile; j += kLanes) sum += load_lanes(scores + j);
+  *total = *total * kept + reduce(sum, [](Lanes a, Lanes b) { return a + b; }); // NaN if a score is
+  *largest = new_largest;
+  return kept;
+}
+
+// Attend M rows, from `first` on, to a tile of slots.
+template <typename T, int M>
+void attend_rows(const Head<T>& head, const Tile& tile, const Row<T>* const* keys, const T* const* values, int64_t dim, int64_t first,
+                 AttentionRoom<T>* room) {
+  constexpr int kVectors = kLanes == 4 ? 4 : 2; // of dimensions, whose sums fit into the registers
+  const auto compute_scores = dim == 64 ? score<64, Row<T>> : dim == 128 ? score<128, Row<T>> : score<0, Row<T>>;
+  Row<T> weights[M][kTile];
+  float kept[M];
+  for (int row = 0; row < M; ++row) {
+    alignas(64) float scores[kTile];
+    compute_scores(numbers_of<Row<T>>(room->queries) + (first + row) * dim, keys, dim, head.scale, scores);
+    hide(head, first + row, tile, scores);
+    kept[row] = weigh(scores, &room->largest[first + row], &room->totals[first + row]);
+    for (int64_t j = 0; j < kTile; j += kLanes) narrow_lanes(load_lanes(scores + j), &weights[row][j]);
+  }
+  for (int64_t d = 0; d < dim; d += kVectors * kLanes) {
+    float* result = numbers_of<float>(room->sums) + first * dim + d;
+    Lanes sums[kVectors][M];
+    for (int v = 0; v < kVectors; ++v)
+      for (int row = 0; row < M; ++row) sums[v][row] = load_lanes(result + row * dim + v * kLanes) * kept[row];
+    for (int64_t j = 0; j < tile.count; j += kPair<T>) {
+      const T* packed[kVectors];
+      for (int v = 0; v < kVectors; ++v) packed[v] = values[j] + (d + v * kLanes) * kPair<T>;
+      add_products<M, kVectors>(&weights[0][j], kTile, packed, sums);
+    }
+    for (int v = 0; v < kVectors; ++v)
+      for (int row = 0; row < M; ++row) store(sums[v][row], result + row * dim + v * kLanes);
+  }
+}
+
+// Write a row of results from its sums, see `AttentionRoom`.
+template <typename T>
+inline void write_result(const float* sums, float factor, int64_t head_dim, T* result) {
+  for (int64_t d = 0; d < head_dim; ++d) {
+    const int64_t place = d / kStep<T> * kStep<T> + d % kPair<T> * kLanes + d % kStep<T> / kPair<T>;
+    narrow(sums[place] * factor, &result[d]);
+  }
+}
+
+template <typename T>
+void attend_by_vectors(const Head<T>& head, const T* q, int64_t q_stride, T* output) {
+  static thread_local AttentionRoom<T> room;
+  const AttentionPlan& plan = head.plan;
+  const int64_t num_rows = head.num_rows(), head_dim = plan.head_dim, dim = round_up(plan.head_dim, kPairInputs);
+  room.queries.assign(num_lines<Row<T>>(num_rows * dim), Line{});
+  room.sums.assign(num_lines<float>(num_rows * dim), Line{});
+  for (std::vector<Line>* lines : {&room.keys, &room.values}) lines->resize(num_lines<float>(2 * kTile * dim));
+  room.largest.assign(num_rows, kMinusInfinity);
+  room.totals.assign(num_rows, 0.0f);
+  room.ends.resize(num_rows);
   int64_t first_slot = std::numeric_limits<int64_t>::max();
   for (int64_t row = 0; row < num_rows; ++row) {
-    const int64_t token = first_token + row / group;
-    first_slot = std::min(first_slot, plan.positions[token] - window + 1);
-    const T* query = q + token * q_stride + (kv_head * group + row % group) * head_dim;
-    for (int64_t d = 0; d < head_dim; ++d) state.queries[row * width + d] = widen(query[d]) * scale;
+    const int64_t token = head.token(row);
+    room.ends[row] = head.end_slot(token);
+    first_slot = std::min(first_slot, head.first_slot(token));
+    const T* query = q + token * q_stride + head.query_head(row) * head_dim;
+    Row<T>* copy = numbers_of<Row<T>>(room.queries) + row * dim;
+    for (int64_t d = 0; d < head_dim; ++d) narrow(widen(query[d]), &copy[d]);
   }
-
-  const Head<T> head{plan, kv_layer + kv_head * head_stride, kv_layer + (plan.num_kv_heads + kv_head) * head_stride,
-                     plan.block_table + request * plan.table_width};
-  const int64_t end = plan.seq_lens[request];
-  Tile next = find_tile(head, std::max<int64_t>(first_slot, 0) / kTile * kTile, end);
+  const int64_t end = *std::max_element(room.ends.begin(), room.ends.end());
+  const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, group_rows = (num_rows + num_groups - 1) / num_groups;
+  const Tile first_tile = find_tile(head, first_slot / kTile * kTile, end);
+  Tile next = first_tile;
   while (next.count > 0) {
     const Tile tile = next;
-    const int64_t begin = tile.begin, count = tile.count;
-    next = find_tile(head, begin + kTile, end);
-    load_tile<T, D>(head, tile, next, width, keys, values);
-    for (int64_t row = 0; row < num_rows; ++row) {
-      const int64_t token = first_token + row / group;
-      float scores[kTile];
-      score_tile<D>(&state.queries[row * width], keys, count, width, scores);
-      hide(plan, token, plan.tree_starts[request], nearest_ancestors(ancestor_bits[token], window), window, begin, count, scores);
-      add_tile<D>(scores, values, count, width, &state.sums[row * width], &state.largest[row], &state.totals[row]);
+    next = find_tile(head, tile.begin + kTile, end);
+    const Row<T>* keys[kTile];
+    const T* values[kTile];
+    const Tile& ahead = next.count ? next : first_tile; // of the next KV head, if this one ends here
+    const auto prefetch = [&](const T* numbers) __attribute__((always_inline)) {
+      for (int64_t j = 0; j < ahead.count; ++j) prefetch_numbers(numbers + (next.count ? 0 : head.next) + ahead.offsets[j], head_dim);
+    };
+    prefetch(head.keys);
+    find_rows(head.keys, tile, head_dim, dim, numbers_of<Row<T>>(room.keys), keys);
+    find_rows(head.values, tile, head_dim, dim, numbers_of<T>(room.values) + kTile * dim, values);
+    pair_values(values, tile.count, dim, numbers_of<T>(room.values));
+    prefetch(head.values);
+    for (int64_t first = 0; first < num_rows; first += group_rows) {
+      const int64_t count = std::min(group_rows, num_rows - first);
+      if (*std::max_element(&room.ends[first], &room.ends[first] + count) > tile.begin)
+        with_constant<kMostRows>(count, [&](auto m) { attend_rows<T, m>(head, tile, keys, values, dim, first, &room); });
     }
   }
-
   for (int64_t row = 0; row < num_rows; ++row) {
-    T* result = output + (first_token + row / group) * plan.num_heads * head_dim + (kv_head * group + row % group) * head_dim;
-    const float factor = 1.0f / state.totals[row];
-    for (int64_t d = 0; d < head_dim; ++d) narrow(state.sums[row * width + d] * factor, &result[d]);
+    T* result = output + (head.token(row) * plan.num_heads + head.query_head(row)) * head_dim;
+    write_result(numbers_of<float>(room.sums) + row * dim, 1.0f / room.totals[row], head_dim, result);
   }
 }
 
-// Choose the function that attends the query rows of a request that share a KV head.
-template <typename T>
-auto choose_attend_head(const AttentionPlan& plan, [[maybe_unused]] int64_t request) {
-#ifdef TITAN_HAS_AMX
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    const int64_t num_queries = plan.query_start_loc[request + 1] - plan.query_start_loc[request];
-    const bool is_row = num_queries * plan.num_heads == plan.num_kv_heads;
-    if (takes_tiles(plan) && is_row && plan.head_dim == 64) return attend_row<64>;
-    if (takes_tiles(plan) && is_row && plan.head_dim == 128) return attend_row<128>;
-    if (takes_tiles(plan) && !is_row)
-      return plan.head_dim == 64 ? attend_head_by_tiles<64> : plan.head_dim == 128 ? attend_head_by_tiles<128> : attend_head_by_tiles<0>;
+// Divide the requests of a plan among threads.
+inline std::vector<AttentionItem> attention_items(const AttentionPlan& plan) {
+  std::vector<AttentionItem> items;
+  for (int64_t request = 0; request < plan.num_requests; ++request) {
+    const int64_t end = plan.query_start_loc[request + 1];
+    for (int64_t first = plan.query_start_loc[request]; first < end; first += kItemQueries)
+      items.push_back({request, first, std::min(kItemQueries, end - first)});
   }
-#endif
-  return plan.head_dim == 64 ? attend_head<T, 64> : plan.head_dim == 128 ? attend_head<T, 128> : attend_head<T, 0>;
+  return items;
 }
 
 template <typename T>
-void tree_attention(const AttentionPlan& plan, const T* q, int64_t q_stride, const T* kv_layer, int64_t head_stride,
-                    const int64_t* ancestor_bits, T* output, float scale, int64_t window) {
+void tree_attention(Member& member, const AttentionPlan& plan, const std::vector<AttentionItem>& items, const T* q, int64_t q_stride,
+                    const T* kv_layer, int64_t head_stride, const int64_t* ancestor_bits, T* output, float scale, int64_t window) {
   int64_t num_slots = 0;
-  for (int64_t i = 0; i < plan.num_requests; ++i) num_slots += plan.seq_lens[plan.requests[i]];
-  const int64_t num_items = plan.num_requests * plan.num_kv_heads;
-#pragma omp parallel for schedule(dynamic) if (num_slots * plan.num_kv_heads * plan.head_dim > kMaxSerial)
-  for (int64_t item = 0; item < num_items; ++item) {
-    const int64_t request = plan.requests[item / plan.num_kv_heads];
-    const auto attend = choose_attend_head<T>(plan, request);
-    attend(plan, request, item % plan.num_kv_heads, q, q_stride, kv_layer, head_stride, ancestor_bits, output, scale, window);
-  }
+  for (const AttentionItem& item : items) num_slots += plan.seq_lens[item.request];
+  const int64_t num_heads = items.size() * plan.num_kv_heads, size = num_slots / std::max<int64_t>(items.size(), 1) * plan.head_dim;
+  member.share(num_heads, size, [&](int64_t index) {
+    const AttentionItem& item = items[index / plan.num_kv_heads];
+    const int64_t kv_head = index % plan.num_kv_heads;
+    const Head<T> head{plan, item, kv_head, plan.num_heads / plan.num_kv_heads, kv_layer + kv_head * head_stride,
+                       kv_layer + (plan.num_kv_heads + kv_head) * head_stride,
+                       kv_head + 1 < plan.num_kv_heads ? head_stride : 0, plan.block_table + item.request * plan.table_width,
+                       ancestor_bits, scale, window};
+#ifdef TITAN_HAS_AMX
+    if constexpr (std::is_same_v<T, BFloat16>)
+      if (takes_tiles(plan)) return attend_by_tiles(head, q, q_stride, output);
+#endif
+    attend_by_vectors(head, q, q_stride, output);
+  });
 }
 
 } // namespace
 
 #define TITAN_DEFINE_ATTENTION(T, NAME)                                                                                        \
-  extern "C" void tree_attention_##NAME(const AttentionPlan* plan, const void* q, int64_t q_stride, const void* kv_layer,      \
-                                        int64_t head_stride, const int64_t* ancestor_bits, void* output, float scale,          \
-                                        int64_t window) {                                                                      \
-    tree_attention(*plan, static_cast<const T*>(q), q_stride, static_cast<const T*>(kv_layer), head_stride, ancestor_bits,     \
-                   static_cast<T*>(output), scale, window);                                                                    \
+  extern "C" void tree_attention_##NAME(Team* team, const AttentionPlan* plan, const T* q, int64_t q_stride,                   \
+                                        const T* kv_layer, int64_t head_stride, const int64_t* ancestor_bits, T* output,       \
+                                        float scale, int64_t window) {                                                         \
+    const std::vector<AttentionItem> items = attention_items(*plan);                                                           \
+    team->run([&](Member& member) {                                                                                            \
+      tree_attention(member, *plan, items, q, q_stride, kv_layer, head_stride, ancestor_bits, output, scale, window);          \
+    });                                                                                                                        \
   }

@@ -9,7 +9,7 @@
 
 extern "C" {
 
-// One ragged batch, the same for all layers and heads. R requests, T query tokens.
+// One ragged batch, the same for all layers and heads. R requests, some of them without queries; T query tokens.
 struct AttentionPlan {
   int64_t num_requests;
   int64_t num_heads;
@@ -17,11 +17,10 @@ struct AttentionPlan {
   int64_t head_dim;
   int64_t block_size;
   int64_t table_width;
-  const int64_t* requests;        // [R], requests attended here, as rows of the arrays below
-  const int64_t* query_start_loc; // [all requests + 1]
-  const int64_t* seq_lens;        // [all requests]
-  const int64_t* tree_starts;     // [all requests]
-  const int64_t* block_table;     // [all requests, table_width]
+  const int64_t* query_start_loc; // [R + 1]
+  const int64_t* seq_lens;        // [R]
+  const int64_t* tree_starts;     // [R]
+  const int64_t* block_table;     // [R, table_width]
   const int64_t* positions;       // [T]
   const int64_t* visible_lens;    // [T]
 };
@@ -31,15 +30,43 @@ namespace {
 
 constexpr int kTile = 32; // slots processed together
 
+// Queries of one request that are attended together.
+struct AttentionItem {
+  int64_t request;
+  int64_t first_token;
+  int64_t num_tokens;
+};
+
+// Their rows of one KV head, and what they attend to: row r is query r / group of head r % group.
 template <typename T>
 struct Head {
   const AttentionPlan& plan;
+  const AttentionItem& item;
+  int64_t kv_head;
+  int64_t group;
   const T* keys;   // of this KV head: [num_blocks, block_size, D]
   const T* values; // likewise
+  int64_t next;    // from here to the next KV head, in elements; 0 for the last one
   const int64_t* blocks;
+  const int64_t* ancestor_bits;
+  float scale;
+  int64_t window;
+
+  // Return the first slot that the query `token` sees, and one behind the last.
+  int64_t first_slot(int64_t token) const { return std::max<int64_t>(plan.positions[token] - window + 1, 0); }
+  int64_t end_slot(int64_t token) const {
+    const uint64_t bits = ancestor_bits[token];
+    const int64_t tree_end = bits ? tree_start() + 64 - __builtin_clzll(bits) : 0;
+    return std::min(std::max(plan.visible_lens[token], tree_end), plan.seq_lens[item.request]);
+  }
+
+  int64_t num_rows() const { return item.num_tokens * group; }
+  int64_t token(int64_t row) const { return item.first_token + row / group; }
+  int64_t query_head(int64_t row) const { return kv_head * group + row % group; }
+  int64_t tree_start() const { return plan.tree_starts[item.request]; }
 };
 
-// The slots of a tile, with their offsets in elements of a head.
+// The slots of a tile, with their offsets in elements of a head; behind its end, those of its last slot.
 struct Tile {
   int64_t begin;
   int64_t count;
@@ -52,16 +79,20 @@ Tile find_tile(const Head<T>& head, int64_t begin, int64_t end) {
   Tile tile;
   tile.begin = begin;
   tile.count = std::max<int64_t>(std::min<int64_t>(kTile, end - begin), 0);
-  int64_t block = begin / block_size, rest = begin % block_size;
-  for (int64_t j = 0; j < tile.count; ++j) {
-    tile.offsets[j] = (head.blocks[block] * block_size + rest) * head_dim;
-    if (++rest == block_size) rest = 0, ++block;
+  for (int64_t j = 0; j < tile.count;) {
+    const int64_t slot = begin + j, first = head.blocks[slot / block_size] * block_size + slot % block_size;
+    const int64_t run_end = std::min(j + block_size - slot % block_size, tile.count);
+    for (int64_t i = j; i < run_end; ++i) tile.offsets[i] = (first + i - j) * head_dim;
+    j = run_end;
   }
+  for (int64_t j = tile.count; j < kTile; ++j) tile.offsets[j] = tile.offsets[std::max<int64_t>(tile.count - 1, 0)];
   return tile;
 }
 
-inline void prefetch_bytes(const void* first, int64_t num_bytes) {
-  for (int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch(static_cast<const char*>(first) + byte, 0, 2);
+// Always inline: GCC takes calls of a function that only prefetches for useless, and leaves them out.
+template <typename T>
+__attribute__((always_inline)) inline void prefetch_numbers(const T* numbers, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(numbers + i, 0, 3);
 }
 
 // Keep the highest `window` bits set, which are the nearest ancestors, since parents come before children.
@@ -70,15 +101,18 @@ inline int64_t nearest_ancestors(int64_t bits, int64_t window) {
   return bits;
 }
 
-// Mask the scores of those slots of begin .. begin + count - 1 that row `token` does not see.
-inline void hide(const AttentionPlan& plan, int64_t token, int64_t tree_start, int64_t bits, int64_t window, int64_t begin,
-                 int64_t count, float* scores) {
-  const int64_t visible_len = plan.visible_lens[token], first = plan.positions[token] - window + 1;
-  if (begin + count <= visible_len && begin >= first) return;
-  for (int64_t j = 0; j < count; ++j) {
-    const int64_t slot = begin + j, node = slot - tree_start;
+// Mask the scores of those slots of a tile that a row does not see.
+template <typename T>
+inline void hide(const Head<T>& head, int64_t row, const Tile& tile, float* scores) {
+  const int64_t token = head.token(row), visible_len = head.plan.visible_lens[token];
+  const int64_t first = head.first_slot(token);
+  std::fill(scores + tile.count, scores + kTile, kMinusInfinity);
+  if (tile.begin + tile.count <= visible_len && tile.begin >= first) return;
+  const uint64_t bits = nearest_ancestors(head.ancestor_bits[token], head.window);
+  for (int64_t j = 0; j < tile.count; ++j) {
+    const int64_t slot = tile.begin + j, node = slot - head.tree_start();
     const bool is_context = slot < visible_len && slot >= first;
-    const bool is_ancestor = node >= 0 && node < 64 && ((static_cast<uint64_t>(bits) >> node) & 1);
+    const bool is_ancestor = node >= 0 && node < 64 && (bits >> node & 1);
     if (!is_context && !is_ancestor) scores[j] = kMinusInfinity;
   }
 }

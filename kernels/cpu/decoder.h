@@ -1,7 +1,8 @@
-// Short passes of a decoder: one call for what `titan/models/decoder.py` does operation by operation.
+// Passes of a decoder: one call for what `titan/models/decoder.py` does operation by operation.
 
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <vector>
 
@@ -9,6 +10,7 @@
 #include "layer.h"
 #include "linear.h"
 #include "numbers.h"
+#include "team.h"
 
 extern "C" {
 
@@ -32,11 +34,12 @@ struct Decoder {
   int64_t head_dim;
   float eps;
   float scale;
-  const void* embedding;  // [vocab_size, hidden_size]
+  const void* embedding;  // [vocab_size, hidden_size], or null if it is the head
   const void* rope_table; // [max_positions, 2, head_dim]
   const void* final_norm; // [hidden_size]
   const DecoderLayer* layers;
   double* attention_seconds; // passes add the time of their attention to it
+  void* team;                // of threads
   Weight head;
 };
 
@@ -55,11 +58,22 @@ struct DecoderPass {
 
 namespace {
 
-// Move the rows that need logits to the front of [T, size].
+// Copy a token's row of the embedding to `result`.
 template <typename T>
-void keep_rows(const DecoderPass& pass, int64_t size, T* values) {
-  for (int64_t i = 0; i < pass.num_rows; ++i)
-    if (pass.rows[i] != i) std::memcpy(values + i * size, values + pass.rows[i] * size, size * sizeof(T));
+void look_up(const Decoder& decoder, int64_t token, T* result) {
+  const int64_t size = decoder.hidden_size, depth = depth_of(decoder.head);
+  const int64_t first = token / kBlock * kBlock * depth, lane = token % kBlock; // of the token's row in the packed head
+  if (decoder.embedding) {
+    std::memcpy(result, static_cast<const T*>(decoder.embedding) + token * size, size * sizeof(T));
+  } else if (decoder.head.format == kPairs) {
+    const BFloat16* pairs = static_cast<const BFloat16*>(decoder.head.data) + first + 2 * lane;
+    for (int64_t d = 0; d < size; ++d) narrow(widen(pairs[d / 2 * 2 * kBlock + d % 2]), &result[d]);
+  } else {
+    const auto copy = [&](const auto* numbers) {
+      for (int64_t d = 0; d < size; ++d) narrow(load_lanes(numbers + first + d * kBlock + lane / kLanes * kLanes)[lane % kLanes], &result[d]);
+    };
+    decoder.head.format == kFloat16 ? copy(static_cast<const Float16*>(decoder.head.data)) : copy(static_cast<const float*>(decoder.head.data));
+  }
 }
 
 // Compute the logits of the rows that need them: [L, vocab_size].
@@ -68,44 +82,61 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
   const int64_t num_tokens = pass.num_tokens, size = decoder.hidden_size, head_dim = decoder.head_dim;
   const int64_t head_stride = pass.num_slots * head_dim;
   const int64_t q_size = decoder.num_heads * head_dim, qkv_size = q_size + 2 * decoder.num_kv_heads * head_dim;
+  int64_t widest = 0, num_room = linear_lines<T>(decoder.head, pass.num_rows);
+  for (int64_t i = 0; i < decoder.num_layers; ++i) {
+    const DecoderLayer& layer = decoder.layers[i];
+    widest = std::max(widest, layer.gate_up.num_outputs);
+    for (const Weight* weight : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+      num_room = std::max(num_room, linear_lines<T>(*weight, num_tokens));
+  }
   static thread_local std::vector<Line> buffer;
-  int64_t widest = 0;
-  for (int64_t i = 0; i < decoder.num_layers; ++i) widest = std::max(widest, decoder.layers[i].gate_up.num_outputs);
-  buffer.resize(num_lines<T>(num_tokens * (2 * size + qkv_size + q_size + widest + widest / 2)));
-  T* stream = reinterpret_cast<T*>(buffer.data()); // the residual stream
+  buffer.resize(num_room + num_lines<T>(num_tokens * (3 * size + qkv_size + 2 * q_size + widest + widest / 2)));
+  Line* room = buffer.data();
+  T* stream = reinterpret_cast<T*>(room + num_room); // the residual stream
   T* normed = stream + num_tokens * size;
   T* qkv = normed + num_tokens * size;
   T* attended = qkv + num_tokens * qkv_size;
   T* gate_up = attended + num_tokens * q_size;
   T* gated = gate_up + num_tokens * widest;
+  T* kept_stream = gated + num_tokens * widest / 2; // of the rows that need logits
+  T* kept_attended = kept_stream + num_tokens * size;
+  const std::vector<AttentionItem> items = attention_items(plan);
+  std::atomic<int64_t> ticks{0}; // of attention, on the thread that called
 
-  for (int64_t i = 0; i < num_tokens; ++i)
-    std::memcpy(stream + i * size, static_cast<const T*>(decoder.embedding) + pass.token_ids[i] * size, size * sizeof(T));
-  int64_t num_rows = num_tokens;
-  for (int64_t i = 0; i < decoder.num_layers; ++i) {
-    const DecoderLayer& layer = decoder.layers[i];
-    T* kv_layer = static_cast<T*>(layer.kv);
-    rms_norm(stream, static_cast<const T*>(layer.input_norm), normed, num_tokens, size, decoder.eps);
-    linear<T>(layer.qkv, normed, num_tokens, nullptr, qkv);
-    rope_and_write_kv(qkv, static_cast<const T*>(decoder.rope_table), pass.positions, pass.slot_mapping, kv_layer, head_stride,
-                      static_cast<const T*>(layer.qk_norm), decoder.eps, num_tokens, decoder.num_heads, decoder.num_kv_heads,
-                      head_dim);
-    const auto start = std::chrono::steady_clock::now();
-    tree_attention(plan, qkv, qkv_size, kv_layer, head_stride, pass.ancestor_bits, attended, decoder.scale, layer.window);
-    *decoder.attention_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    if (i + 1 == decoder.num_layers) { // the other rows have written their KV, and are not needed any more
-      keep_rows(pass, size, stream);
-      keep_rows(pass, q_size, attended);
-      num_rows = pass.num_rows;
+  static_cast<Team*>(decoder.team)->run([&](Member& member) {
+    T *x = stream, *input = attended;
+    int64_t num_rows = num_tokens;
+    member.share(num_tokens, size, [&](int64_t i) { look_up(decoder, pass.token_ids[i], stream + i * size); });
+    for (int64_t i = 0; i < decoder.num_layers; ++i) {
+      const DecoderLayer& layer = decoder.layers[i];
+      T* kv_layer = static_cast<T*>(layer.kv);
+      rms_norm(member, x, static_cast<const T*>(layer.input_norm), normed, num_tokens, size, decoder.eps);
+      linear<T>(member, layer.qkv, normed, num_tokens, nullptr, qkv, room);
+      rope_and_write_kv(member, qkv, static_cast<const T*>(decoder.rope_table), pass.positions, pass.slot_mapping, kv_layer,
+                        head_stride, static_cast<const T*>(layer.qk_norm), decoder.eps, num_tokens, decoder.num_heads,
+                        decoder.num_kv_heads, head_dim);
+      const auto start = std::chrono::steady_clock::now();
+      tree_attention(member, plan, items, qkv, qkv_size, kv_layer, head_stride, pass.ancestor_bits, attended, decoder.scale,
+                     layer.window);
+      if (member.is_first()) ticks += (std::chrono::steady_clock::now() - start).count();
+      if (i + 1 == decoder.num_layers && pass.num_rows < num_tokens) { // the other rows have written their KV: they are done
+        member.share(pass.num_rows, size + q_size, [&](int64_t row) {
+          std::memcpy(kept_stream + row * size, stream + pass.rows[row] * size, size * sizeof(T));
+          std::memcpy(kept_attended + row * q_size, attended + pass.rows[row] * q_size, q_size * sizeof(T));
+        });
+        x = kept_stream, input = kept_attended, num_rows = pass.num_rows;
+      }
+      linear(member, layer.output, input, num_rows, x, x, room);
+      rms_norm(member, x, static_cast<const T*>(layer.post_norm), normed, num_rows, size, decoder.eps);
+      linear<T>(member, layer.gate_up, normed, num_rows, nullptr, gate_up, room);
+      silu_mul(member, gate_up, gated, num_rows, layer.down.num_inputs);
+      linear(member, layer.down, gated, num_rows, x, x, room);
     }
-    linear(layer.output, attended, num_rows, stream, stream);
-    rms_norm(stream, static_cast<const T*>(layer.post_norm), normed, num_rows, size, decoder.eps);
-    linear<T>(layer.gate_up, normed, num_rows, nullptr, gate_up);
-    silu_mul(gate_up, gated, num_rows, layer.down.num_inputs);
-    linear(layer.down, gated, num_rows, stream, stream);
-  }
-  rms_norm(stream, static_cast<const T*>(decoder.final_norm), normed, num_rows, size, decoder.eps);
-  linear<T>(decoder.head, normed, num_rows, nullptr, logits);
+    rms_norm(member, x, static_cast<const T*>(decoder.final_norm), normed, num_rows, size, decoder.eps);
+    linear<T>(member, decoder.head, normed, num_rows, nullptr, logits, room);
+  });
+  using Period = std::chrono::steady_clock::period;
+  *decoder.attention_seconds += static_cast<double>(ticks) * Period::num / Period::den;
 }
 
 } // namespace

@@ -1,4 +1,4 @@
-"""Structs that the C++ of this folder takes for short passes of a decoder and for the growth of draft trees."""
+"""Structs that the C++ of this folder takes for passes of a decoder and for the growth of draft trees."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DecoderStruct(ctypes.Structure):
         *((name, _INT) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")),
         ("eps", _FLOAT),
         ("scale", _FLOAT),
-        *((name, _POINTER) for name in ("embedding", "rope_table", "final_norm", "layers", "attention_seconds")),
+        *((name, _POINTER) for name in ("embedding", "rope_table", "final_norm", "layers", "attention_seconds", "team")),
         ("head", WeightStruct),
     ]
 

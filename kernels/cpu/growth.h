@@ -155,12 +155,12 @@ struct Growth {
 // Tokens of all requests that are fed together.
 struct Rows {
   std::vector<int64_t> token_ids, positions, slots, bits, kept;
-  std::vector<int64_t> requests, start_loc, seq_lens, tree_starts, visible_lens;
+  std::vector<int64_t> start_loc, seq_lens, tree_starts, visible_lens;
 
   explicit Rows(int64_t num_requests) : start_loc(num_requests + 1, 0), seq_lens(num_requests, 0), tree_starts(num_requests, 0) {}
 
   void clear() {
-    for (auto* each : {&token_ids, &positions, &slots, &bits, &kept, &requests, &visible_lens}) each->clear();
+    for (auto* each : {&token_ids, &positions, &slots, &bits, &kept, &visible_lens}) each->clear();
   }
 
   int64_t size() const { return static_cast<int64_t>(token_ids.size()); }
@@ -200,14 +200,11 @@ private:
   }
 
   // Note that the rows of a request are complete.
-  void end_request(int64_t request) {
-    if (rows_.size() > rows_.start_loc[request]) rows_.requests.push_back(request);
-    rows_.start_loc[request + 1] = rows_.size();
-  }
+  void end_request(int64_t request) { rows_.start_loc[request + 1] = rows_.size(); }
 
   void forward_rows() {
-    const AttentionPlan plan{static_cast<int64_t>(rows_.requests.size()), decoder_.num_heads, decoder_.num_kv_heads,
-                             decoder_.head_dim, growing_.block_size, growing_.table_width, rows_.requests.data(),
+    const AttentionPlan plan{growing_.num_requests, decoder_.num_heads, decoder_.num_kv_heads,
+                             decoder_.head_dim, growing_.block_size, growing_.table_width,
                              rows_.start_loc.data(), rows_.seq_lens.data(), rows_.tree_starts.data(), growing_.block_table,
                              rows_.positions.data(), rows_.visible_lens.data()};
     const DecoderPass pass{rows_.size(), static_cast<int64_t>(rows_.kept.size()), rows_.token_ids.data(), rows_.positions.data(),
@@ -269,9 +266,9 @@ private:
     for (const FedNode& node : nodes_) most = std::max(most, num_children(node));
     tokens_.resize(num_rows * most);
     logprobs_.resize(num_rows * most);
-#pragma omp parallel for if (num_rows * vocab_size_ > kMaxSerial)
-    for (int64_t row = 0; row < num_rows; ++row)
+    share(static_cast<Team*>(decoder_.team), num_rows, vocab_size_, [&](int64_t row) {
       choose(nodes_[row], depth, logits + row * stride, &tokens_[row * most], &logprobs_[row * most]);
+    });
     for (int64_t row = 0; row < num_rows;) {
       const int64_t request = nodes_[row].request, first = row;
       while (row < num_rows && nodes_[row].request == request) ++row;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "numbers.h"
+#include "team.h"
 
 namespace {
 
@@ -27,25 +28,23 @@ inline float normed(T x, float factor, T weight) {
 }
 
 template <typename T>
-void rms_norm(const T* x, const T* weight, T* output, int64_t num_rows, int64_t size, float eps) {
-#pragma omp parallel for if (num_rows * size > kMaxSerial)
-  for (int64_t row = 0; row < num_rows; ++row) {
+void rms_norm(Member& member, const T* x, const T* weight, T* output, int64_t num_rows, int64_t size, float eps) {
+  member.share(num_rows, size, [&](int64_t row) {
     const T* input = x + row * size;
     T* result = output + row * size;
     const float factor = inverse_rms(input, size, eps);
 #pragma omp simd
     for (int64_t i = 0; i < size; ++i) narrow(normed(input[i], factor, weight[i]), &result[i]);
-  }
+  });
 }
 
 template <typename T>
-void rope_and_write_kv(T* qkv, const T* rope_table, const int64_t* positions, const int64_t* slot_mapping, T* kv_layer,
+void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_t* positions, const int64_t* slot_mapping, T* kv_layer,
                        int64_t head_stride, const T* qk_norm, float eps, int64_t num_tokens, int64_t num_heads,
                        int64_t num_kv_heads, int64_t head_dim) {
   const int64_t num_qk_heads = num_heads + num_kv_heads, token_size = (num_qk_heads + num_kv_heads) * head_dim;
   const int64_t half = head_dim / 2;
-#pragma omp parallel for if (num_tokens * token_size > kMaxSerial)
-  for (int64_t token = 0; token < num_tokens; ++token) {
+  member.share(num_tokens, token_size, [&](int64_t token) {
     const T* cos = rope_table + positions[token] * 2 * head_dim;
     const T* sin = cos + head_dim; // its first half is negated
     static thread_local std::vector<float> buffer;
@@ -76,13 +75,12 @@ void rope_and_write_kv(T* qkv, const T* rope_table, const int64_t* positions, co
     for (int64_t index = 0; index < num_kv_heads && slot_mapping[token] >= 0; ++index)
       std::memcpy(kv_layer + (num_kv_heads + index) * head_stride + slot_mapping[token] * head_dim,
                   qkv + token * token_size + (num_qk_heads + index) * head_dim, head_dim * sizeof(T));
-  }
+  });
 }
 
 template <typename T>
-void silu_mul(const T* gate_up, T* output, int64_t num_rows, int64_t size) {
-#pragma omp parallel for if (num_rows * size > kMaxSerial)
-  for (int64_t row = 0; row < num_rows; ++row) {
+void silu_mul(Member& member, const T* gate_up, T* output, int64_t num_rows, int64_t size) {
+  member.share(num_rows, size, [&](int64_t row) {
     const T* gate = gate_up + row * 2 * size;
     const T* up = gate + size;
     T* result = output + row * size;
@@ -91,24 +89,7 @@ void silu_mul(const T* gate_up, T* output, int64_t num_rows, int64_t size) {
       const float x = widen(gate[i]);
       narrow(x * sigmoid(x) * widen(up[i]), &result[i]);
     }
-  }
+  });
 }
 
 } // namespace
-
-#define TITAN_DEFINE_LAYER(T, NAME)                                                                                            \
-  extern "C" void rms_norm_##NAME(const void* x, const void* weight, void* output, int64_t num_rows, int64_t size,             \
-                                  float eps) {                                                                                 \
-    rms_norm(static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<T*>(output), num_rows, size, eps);           \
-  }                                                                                                                            \
-  extern "C" void rope_and_write_kv_##NAME(void* qkv, const void* rope_table, const int64_t* positions,                        \
-                                           const int64_t* slot_mapping, void* kv_layer, int64_t head_stride,                   \
-                                           const void* qk_norm, float eps, int64_t num_tokens, int64_t num_heads,              \
-                                           int64_t num_kv_heads, int64_t head_dim) {                                           \
-    rope_and_write_kv(static_cast<T*>(qkv), static_cast<const T*>(rope_table), positions, slot_mapping,                        \
-                      static_cast<T*>(kv_layer), head_stride, static_cast<const T*>(qk_norm), eps, num_tokens, num_heads,      \
-                      num_kv_heads, head_dim);                                                                                 \
-  }                                                                                                                            \
-  extern "C" void silu_mul_##NAME(const void* gate_up, void* output, int64_t num_rows, int64_t size) {                         \
-    silu_mul(static_cast<const T*>(gate_up), static_cast<T*>(output), num_rows, size);                                         \
-  }

@@ -1,20 +1,15 @@
-// The functions that Python calls, each for every type of tensor, except `has_tiles`, `select_trees` and `draw_children`. Plain C++
-// with vector extensions, except for AMX; OpenMP for threads.
+// The functions that Python calls, most of them for every type of tensor. C++20 with vector extensions.
 //
 // `library.py` compiles this file; the other modules of this folder call it, and document shapes and meanings.
 
 #include "attention.h"
 #include "decoder.h"
 #include "growth.h"
-#include "layer.h"
 #include "linear.h"
 #include "sampling.h"
 
 TITAN_DEFINE_ATTENTION(float, float32)
 TITAN_DEFINE_ATTENTION(BFloat16, bfloat16)
-
-TITAN_DEFINE_LAYER(float, float32)
-TITAN_DEFINE_LAYER(BFloat16, bfloat16)
 
 TITAN_DEFINE_LINEAR(float, float32)
 TITAN_DEFINE_LINEAR(BFloat16, bfloat16)

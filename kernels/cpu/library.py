@@ -1,4 +1,4 @@
-"""Compiles the C++ of `cpu/` for this machine, once, and loads it.
+"""Compiles the C++ of this folder for a kind of processor, once, and loads it.
 
 The library is kept in the user's cache folder under a name that changes with the source, the compiler and the processor.
 """
@@ -17,35 +17,25 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import torch
-from numpy.typing import NDArray
 
 from titan.core.limits import MAX_NODES
 from titan.core.random import Purpose
-
-CPU_KERNELS = "TITAN_CPU_KERNELS"
-"""Environment variable that selects the kernels: "torch" keeps PyTorch's operations in use."""
-
-COMPILED_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes that the library's functions exist for."""
+from titan.kernels.cpu.kinds import Kind
 
 SOURCE = Path(__file__).parent / "library.cpp"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
-    "-std=c++17",
+    "-std=c++20",
     "-O3",
-    "-march=native",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-fopenmp",
+    "-fopenmp-simd",
     "-fPIC",
+    "-pthread",
     "-shared",
     f"-DTITAN_MAX_NODES={MAX_NODES}",
     *(f"-DTITAN_{purpose.name}={purpose.value}" for purpose in Purpose),
 )
-OPENMP_RUNTIMES = ("libgomp", "libomp", "libiomp")
 COMPILE_SECONDS = 120
 """Time limit of a run of the compiler."""
 
@@ -59,53 +49,25 @@ class LoadedLibrary:
 
 
 @cache
-def usable_library() -> ctypes.CDLL | None:
-    """Return the library, or ``None`` if there is none or the user wants PyTorch; the environment is read once.
-
-    Raises:
-        ValueError: the environment variable `CPU_KERNELS` has an unknown value.
-    """
-    choice = os.environ.get(CPU_KERNELS, "auto")
-    if choice not in ("auto", "torch"):
-        raise ValueError(f"{CPU_KERNELS}={choice} is not allowed: allowed are 'auto' and 'torch'")
-    return None if choice == "torch" else load_library().library
-
-
-@cache
-def kernel(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> Any:
-    """Return the function of a name for tensors of a dtype, looked up once; the caller sets its argument types."""
-    return getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")
-
-
-_NOTHING = ctypes.c_char * 0
-
-
-def address(array: NDArray[Any]) -> int:
-    """Return the address of a contiguous array's data; faster than `ndarray.ctypes`, which read-only arrays need."""
-    return ctypes.addressof(_NOTHING.from_buffer(array)) if array.flags.writeable else array.ctypes.data  # type: ignore[arg-type]
-
-
-@cache
-def load_library() -> LoadedLibrary:
-    """Compile the library unless that has been done before, and load it."""
+def load_library(kind: Kind) -> LoadedLibrary:
+    """Compile the library for this processor as one of a kind, unless that has been done before, and load it."""
     compiler = os.environ.get("CXX") or next((name for name in COMPILERS if shutil.which(name)), None)
     if compiler is None:
-        return LoadedLibrary(None, "not compiled: no C++ compiler was found (c++, g++, clang++, or the variable CXX)")
-    command, runtimes = shlex.split(compiler), _openmp_runtimes()
+        return _without_library("no C++ compiler was found (c++, g++, clang++, or the variable CXX)")
+    command = [*shlex.split(compiler), *FLAGS, *kind.flags]
     try:
         path = _library_path(command)
         library = _open(command, path)
     except (OSError, subprocess.SubprocessError) as error:
-        return _without_library(f"not compiled: {compiler}: {_reason(error)}")
-    if runtimes and (added := _openmp_runtimes() - runtimes):
-        # the threads of two runtimes spin while they wait for work, and take the cores from one another
-        return _without_library(f"not used: it brought another OpenMP runtime than PyTorch's, {', '.join(sorted(added))}")
-    return LoadedLibrary(library, f"compiled by {compiler}: {path}")
+        return _without_library(f"{compiler}: {_reason(error)}")
+    return LoadedLibrary(library, f"{kind.name} ({kind.description}), compiled by {compiler}: {path}")
 
 
-def _without_library(description: str) -> LoadedLibrary:
-    logging.getLogger(__name__).warning("the kernels of this CPU are PyTorch's, which are slower; %s", description)
-    return LoadedLibrary(None, description)
+def _without_library(reason: str) -> LoadedLibrary:
+    logging.getLogger(__name__).warning(
+        "the kernels of this CPU are PyTorch's, which are several times slower; not compiled: %s", reason
+    )
+    return LoadedLibrary(None, f"not compiled: {reason}")
 
 
 def _open(command: list[str], path: Path) -> ctypes.CDLL:
@@ -125,9 +87,9 @@ def _reason(error: Exception) -> str:
 
 
 def _library_path(command: list[str]) -> Path:
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS).stdout
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS).stdout
     sources = [file.read_text(encoding="utf-8") for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
-    identity = "\n".join((*sources, version, *command, *FLAGS, platform.machine(), _processor()))
+    identity = "\n".join((*sources, version, *command, platform.machine(), _processor()))
     return _cache_folder() / f"cpu_kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
 
 
@@ -153,16 +115,6 @@ def _processor() -> str:
 def _compile(command: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # other processes may compile at the same time
         built = Path(folder) / path.name
-        full_command = [*command, *FLAGS, str(SOURCE), "-o", str(built)]
+        full_command = [*command, str(SOURCE), "-o", str(built)]
         subprocess.run(full_command, capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
         built.replace(path)
-
-
-def _openmp_runtimes() -> set[str]:
-    """Return the OpenMP runtimes that this process has loaded."""
-    try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return set()
-    files = {line.split()[-1] for line in lines if "/" in line}
-    return {path for path in files if Path(path).name.startswith(OPENMP_RUNTIMES)}

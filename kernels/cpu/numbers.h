@@ -7,79 +7,106 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// Not in a namespace: functions that Python calls take them.
+struct BFloat16 {
+  uint16_t bits;
+};
 
 namespace {
 
+#if defined(__AVX512F__)
 constexpr int kLanes = 16; // numbers in a vector
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr int64_t kMaxSerial = 16384; // most elements that one thread processes faster than several
 
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
-typedef float LooseLanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float))));
-
-typedef int32_t Integers __attribute__((vector_size(kLanes * sizeof(int32_t))));
 typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+typedef int32_t Integers __attribute__((vector_size(kLanes * sizeof(int32_t))));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 
-#ifdef __clang__
-#define TITAN_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define TITAN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Integers{__VA_ARGS__})
-#endif
+template <typename To, typename From>
+inline To reinterpret(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  std::memcpy(&result, &value, sizeof result);
+  return result;
+}
+
+template <typename To>
+inline To load(const void* from) {
+  To result;
+  std::memcpy(&result, from, sizeof result);
+  return result;
+}
+
+template <typename From>
+inline void store(From value, void* to) {
+  std::memcpy(to, &value, sizeof value);
+}
 
 // Swap the upper `Half` of every 2 * Half lanes of `a` with the lower `Half` of those of `b`.
-template <int Half>
-inline void exchange(Lanes* a, Lanes* b) {
-  const Lanes x = *a, y = *b;
-  if constexpr (Half == 8) {
-    *a = TITAN_SHUFFLE(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-    *b = TITAN_SHUFFLE(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-  } else if constexpr (Half == 4) {
-    *a = TITAN_SHUFFLE(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-    *b = TITAN_SHUFFLE(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-  } else if constexpr (Half == 2) {
-    *a = TITAN_SHUFFLE(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-    *b = TITAN_SHUFFLE(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  } else {
-    *a = TITAN_SHUFFLE(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-    *b = TITAN_SHUFFLE(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-  }
+template <int Half, typename Vector, size_t... I>
+inline void exchange(Vector* a, Vector* b, std::index_sequence<I...>) {
+  const Vector x = *a, y = *b;
+#ifdef __clang__
+  *a = __builtin_shufflevector(x, y, (I & Half ? kLanes + I - Half : I)...);
+  *b = __builtin_shufflevector(x, y, (I & Half ? kLanes + I : I + Half)...);
+#else
+  *a = __builtin_shuffle(x, y, Words{(I & Half ? kLanes + I - Half : I)...});
+  *b = __builtin_shuffle(x, y, Words{(I & Half ? kLanes + I : I + Half)...});
+#endif
 }
 
-// Call `exchange` on each pair of 16 vectors that are `Half` apart.
-template <int Half>
-inline void exchange_all(Lanes* x) {
+// Transpose kLanes vectors.
+template <int Half = kLanes / 2>
+inline void transpose(Words* x) {
   for (int i = 0; i < kLanes; ++i)
-    if (!(i & Half)) exchange<Half>(x + i, x + i + Half);
+    if (!(i & Half)) exchange<Half>(x + i, x + i + Half, std::make_index_sequence<kLanes>{});
+  if constexpr (Half > 1) transpose<Half / 2>(x);
 }
 
-// Transpose 16 vectors of 32-bit words of any kind.
-inline void transpose(Lanes* x) {
-  exchange_all<8>(x);
-  exchange_all<4>(x);
-  exchange_all<2>(x);
-  exchange_all<1>(x);
-}
-
-// Reduce the first 2 * Half vectors to `Half` vectors of partial sums, each of two of them side by side.
-template <int Half>
-inline void add_halves(Lanes* x) {
+// Return the sum over the lanes of each of kLanes vectors.
+template <int Half = kLanes / 2>
+inline Lanes sum_lanes(Lanes* x) {
   for (int i = 0; i < Half; ++i) {
-    exchange<Half>(x + i, x + i + Half);
+    exchange<Half>(x + i, x + i + Half, std::make_index_sequence<kLanes>{});
     x[i] += x[i + Half];
   }
-}
-
-// Return the sum over the lanes of each of 16 vectors.
-inline Lanes sum_lanes(Lanes* x) {
-  add_halves<8>(x);
-  add_halves<4>(x);
-  add_halves<2>(x);
-  add_halves<1>(x);
+  if constexpr (Half > 1) return sum_lanes<Half / 2>(x);
   return x[0];
 }
 
-struct BFloat16 {
+// Swap neighbouring groups of `Half` lanes.
+template <int Half, size_t... I>
+inline Lanes swap_lanes(Lanes x, std::index_sequence<I...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(x, x, (I ^ Half)...);
+#else
+  return __builtin_shuffle(x, Words{(I ^ Half)...});
+#endif
+}
+
+// Combine all lanes of a vector by a function of two vectors.
+template <int Half = kLanes / 2, typename Combine>
+inline float reduce(Lanes x, const Combine& combine) {
+  const Lanes both = combine(x, swap_lanes<Half>(x, std::make_index_sequence<kLanes>{}));
+  if constexpr (Half > 1) return reduce<Half / 2>(both, combine);
+  return both[0];
+}
+
+struct Float16 {
   uint16_t bits;
 };
 
@@ -103,15 +130,24 @@ inline float widen(BFloat16 x) {
   return result;
 }
 
-inline Lanes load_lanes(const float* values) { return *reinterpret_cast<const LooseLanes*>(values); }
+inline Lanes load_lanes(const float* values) { return load<Lanes>(values); }
 
 inline Lanes load_lanes(const BFloat16* values) {
-  Halves halves;
-  std::memcpy(&halves, values, sizeof halves);
-  const Words words = __builtin_convertvector(halves, Words) << 16;
-  Lanes lanes;
-  std::memcpy(&lanes, &words, sizeof lanes);
-  return lanes;
+  return reinterpret<Lanes>(__builtin_convertvector(load<Halves>(values), Words) << 16);
+}
+
+inline Lanes load_lanes(const Float16* values) {
+#if defined(__AVX512F__)
+  return reinterpret<Lanes>(_mm512_cvtph_ps(load<__m256i>(values)));
+#elif defined(__F16C__)
+  return reinterpret<Lanes>(_mm256_cvtph_ps(load<__m128i>(values)));
+#elif defined(__aarch64__)
+  return reinterpret<Lanes>(vcvt_f32_f16(load<float16x4_t>(values)));
+#else
+  const Words halves = __builtin_convertvector(load<Halves>(values), Words), sign = (halves & 0x8000u) << 16;
+  // subnormal numbers, too: the exponent moves to its place, and a product mends its bias
+  return reinterpret<Lanes>(reinterpret<Words>(reinterpret<Lanes>((halves & 0x7fffu) << 13) * 0x1p112f) | sign);
+#endif
 }
 
 inline void narrow(float x, float* result) { *result = x; }
@@ -121,6 +157,24 @@ inline void narrow(float x, BFloat16* result) {
   std::memcpy(&bits, &x, sizeof bits);
   const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1); // to nearest, ties to even
   result->bits = static_cast<uint16_t>((x == x ? rounded : bits | 0x400000) >> 16);
+}
+
+inline void narrow_lanes(Lanes x, float* result) { store(x, result); }
+
+inline void narrow_lanes(Lanes x, BFloat16* result) {
+  const Words bits = reinterpret<Words>(x), rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+  store(__builtin_convertvector((x == x ? rounded : bits | 0x400000u) >> 16, Halves), result);
+}
+
+// Write the first `count` numbers of a vector, after adding those of the bias and of the residual stream, if given.
+template <typename T>
+inline void write_sums(Lanes sums, int64_t count, const T* bias, const T* residual, T* output) {
+  if (count >= kLanes) {
+    if (bias) sums += load_lanes(bias);
+    if (residual) sums += load_lanes(residual);
+    return narrow_lanes(sums, output);
+  }
+  for (int64_t i = 0; i < count; ++i) narrow(sums[i] + (bias ? widen(bias[i]) : 0.0f) + (residual ? widen(residual[i]) : 0.0f), &output[i]);
 }
 
 // exp(x) for x <= 0, within 2 ulp: 2^n times a polynomial in the rest (Cephes, expf). 0 below -87, where 2^n underflows.

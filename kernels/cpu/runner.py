@@ -1,4 +1,4 @@
-"""The runner that makes each short pass, and the growth of draft trees, one call of compiled C++."""
+"""The runner that makes each pass, and the growth of draft trees, one call of compiled C++."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from titan.core.batch import RaggedBatch, pad_block_tables, prefix_sums
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees, allocate_nodes
+from titan.kernels.cpu.compiled import CompiledKernels, address
 from titan.kernels.cpu.decoder import (
     TREE_GROWTH,
     DecoderStruct,
@@ -26,9 +27,8 @@ from titan.kernels.cpu.decoder import (
     shape_struct,
 )
 from titan.kernels.cpu.layers import plan_struct
-from titan.kernels.cpu.library import address, kernel
-from titan.kernels.cpu.linear import find_weight, max_rows
 from titan.kernels.cpu.trees import NodeColumnsStruct
+from titan.kernels.cpu.weights import is_packed, weight_struct
 from titan.kernels.growth import feed_roots, grow_by_passes
 from titan.kernels.interfaces import Backend, Model
 from titan.kernels.torch.runner import TorchRunner, place_nodes
@@ -40,67 +40,63 @@ TRAITS = frozenset(
 
 
 class CompiledRunner(TorchRunner):
-    """Runs passes of at most `max_rows` tokens in C++, longer ones operation by operation.
+    """Runs each pass in one call of C++.
 
     There is little to do between two depths of a draft tree, but once a pass has filled the caches with weights, each operation of
     Python or PyTorch takes several times as long as otherwise; so all depths are one call.
 
     Args:
         backend: the one that made the model's operations.
-        library: the compiled C++ of this folder.
+        kernels: the compiled C++ of this folder.
         model: a `titan.models.decoder.Decoder`.
         kv: of the model.
         decoder: the model without its layers, as the library reads it.
         layers: of the model, with their KV.
-        max_rows: largest number of tokens of a short pass.
     """
 
     def __init__(
         self,
         backend: Backend,
-        library: ctypes.CDLL,
+        kernels: CompiledKernels,
         model: Model,
         kv: KVTensor,
         decoder: DecoderStruct,
         layers: Sequence[LayerStruct],
-        max_rows: int,
     ) -> None:
         super().__init__(backend, model, kv)
-        self.max_rows = max_rows
-        self._functions = [kernel(library, name, model.dtype) for name in ("forward", "grow")]
-        for function, num_arguments in zip(self._functions, (4, 2), strict=True):
-            function.argtypes, function.restype = [ctypes.c_void_p] * num_arguments, None
+        self._forward = kernels.plain_function("forward", model.dtype, *[ctypes.c_void_p] * 4)
+        self._grow_trees = kernels.plain_function("grow", model.dtype, *[ctypes.c_void_p] * 2)
+        self._kernels = kernels
         self._layers = (LayerStruct * len(layers))(*layers)
         decoder.num_layers, decoder.layers = len(layers), ctypes.addressof(self._layers)
         self._attention_seconds = ctypes.c_double()
+        decoder.team = kernels.team
         decoder.attention_seconds = ctypes.addressof(self._attention_seconds)
         self._decoder = decoder
         self._num_slots = kv.num_blocks * kv.block_size
 
     @property
     def attention_seconds(self) -> float:
-        """Time that attention has taken in passes that are one call."""
+        """Time that attention has taken in all passes."""
         return self._attention_seconds.value
 
     def forward(self, batch: RaggedBatch) -> Tensor:
-        if len(batch.token_ids) > self.max_rows:
-            return super().forward(batch)
         place_nodes(batch)
         decoder, layout = self._decoder, batch.attention
         self.model.check_positions(layout.positions)
-        plan, _arrays = plan_struct(layout, np.arange(len(layout.seq_lens)))
+        plan = plan_struct(layout)
         plan.num_heads, plan.num_kv_heads, plan.head_dim = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
         arrays = batch.token_ids, layout.positions, batch.slot_mapping, batch.logits_rows, layout.ancestor_bits
         step = PassStruct(len(batch.token_ids), len(batch.logits_rows), *map(address, arrays), self._num_slots)
         logits = torch.empty(len(batch.logits_rows), decoder.head.num_outputs, dtype=self.model.dtype)
-        self._functions[0](ctypes.addressof(decoder), ctypes.addressof(plan), ctypes.addressof(step), logits.data_ptr())
+        self._forward(ctypes.addressof(decoder), ctypes.addressof(plan), ctypes.addressof(step), logits.data_ptr())
         return logits
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         growing = [feed for feed in feeds if feed.spec is not None]
         if not self._is_compiled(growing):
             return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
-        if len(growing) == len(feeds) and sum(len(feed.token_ids) for feed in feeds) <= self.max_rows:
+        if len(growing) == len(feeds):
             lengths = np.array([len(feed.token_ids) for feed in feeds])
             roots: Tensor | tuple[Ints, Ints] = np.array([*chain(*(feed.token_ids for feed in feeds))]), lengths
         else:
@@ -108,10 +104,10 @@ class CompiledRunner(TorchRunner):
         return self._grow(growing, roots, num_rows, vocab_size)
 
     def _is_compiled(self, feeds: Sequence[Feed]) -> bool:
-        """Whether there are trees, their passes are short, and samples are from uncut distributions."""
+        """Whether there are trees, and samples are from uncut distributions."""
         specs = [feed.spec for feed in feeds if feed.spec is not None]
         is_uncut = all(not isinstance(spec, ShapeSpec) or spec.params is None or not spec.params.has_cuts for spec in specs)
-        return bool(specs) and is_uncut and sum(spec.max_fed for spec in specs) <= self.max_rows
+        return bool(specs) and is_uncut
 
     def _grow(self, feeds: Sequence[Feed], roots: Tensor | tuple[Ints, Ints], num_rows: int, vocab_size: int) -> DraftTrees:
         specs = [feed.spec for feed in feeds if feed.spec is not None]
@@ -150,7 +146,7 @@ class CompiledRunner(TorchRunner):
 
     def _run_growth(self, growing: GrowingStruct) -> GrowingStruct:
         """Grow all depths of all trees in one call; the struct then says how long its passes took."""
-        self._functions[1](ctypes.addressof(self._decoder), ctypes.addressof(growing))
+        self._grow_trees(ctypes.addressof(self._decoder), ctypes.addressof(growing))
         return growing
 
 
@@ -166,35 +162,26 @@ def _growth(spec: GrowthSpec, root: int, first_node: int, first_row: int, first_
     raise TypeError(f"{type(spec).__name__} is not a spec that can be grown")
 
 
-def make_compiled_runner(backend: Backend, library: ctypes.CDLL, model: Any, kv: KVTensor) -> CompiledRunner | None:
-    """Return the runner, or ``None`` if the model has a trait that the C++ does not support, or weights that it cannot read.
+def make_compiled_runner(backend: Backend, kernels: CompiledKernels, model: Any, kv: KVTensor) -> CompiledRunner | None:
+    """Return the runner, or ``None`` if the model has a trait that the C++ does not support, several KV groups, or plain weights.
 
     Args:
         backend: the one that made the model's operations.
-        library: the compiled C++ of this folder.
+        kernels: the compiled C++ of this folder.
         model: a `titan.models.decoder.Decoder`.
         kv: of the model.
     """
-    config, layer_weights, layers = model.config, model.layer_weights, []
-    head = find_weight(library, model.head, None)
-    if head is None or not config.traits <= TRAITS or len(kv.groups) > 1:
+    config, layers = model.config, []
+    if not is_packed(model.head) or not config.traits <= TRAITS or len(kv.groups) > 1:
         return None
-    num_rows = max_rows(library, model.dtype, head)
-    for weights, kv_layer, window in zip(layer_weights, kv.layers, config.layer_windows, strict=True):
-        found = [
-            find_weight(library, weight, bias)
-            for weight, bias in (
-                (weights.qkv_weight, weights.qkv_bias),
-                (weights.output_weight, weights.output_bias),
-                (weights.gate_up_weight, weights.gate_up_bias),
-                (weights.down_weight, weights.down_bias),
-            )
-        ]
-        readable = [weight for weight in found if weight is not None]
-        if len(readable) < len(found):
-            return None
-        num_rows = min(num_rows, *(max_rows(library, model.dtype, weight) for weight in readable))
-        layers.append(layer_struct((weights.input_norm, weights.post_norm, weights.qk_norm), readable, kv_layer, window))
+    for weights, kv_layer, window in zip(model.layer_weights, kv.layers, config.layer_windows, strict=True):
+        linear = (
+            weight_struct(weights.qkv_weight, weights.qkv_bias, config.hidden_size),
+            weight_struct(weights.output_weight, weights.output_bias, config.num_heads * config.head_dim),
+            weight_struct(weights.gate_up_weight, weights.gate_up_bias, config.hidden_size),
+            weight_struct(weights.down_weight, weights.down_bias, weights.gate_up_weight.shape[0] // 2),
+        )
+        layers.append(layer_struct((weights.input_norm, weights.post_norm, weights.qk_norm), linear, kv_layer, window))
     decoder = DecoderStruct(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
@@ -202,9 +189,9 @@ def make_compiled_runner(backend: Backend, library: ctypes.CDLL, model: Any, kv:
         head_dim=config.head_dim,
         eps=config.rms_norm_eps,
         scale=config.head_dim**-0.5,
-        embedding=model.embedding.data_ptr(),
+        embedding=None if is_packed(model.embedding) else model.embedding.data_ptr(),
         rope_table=model.rope_table.data_ptr(),
         final_norm=model.final_norm.data_ptr(),
-        head=head,
+        head=weight_struct(model.head, None, config.hidden_size),
     )
-    return CompiledRunner(backend, library, model, kv, decoder, layers, num_rows)
+    return CompiledRunner(backend, kernels, model, kv, decoder, layers)

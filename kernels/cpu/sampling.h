@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "numbers.h"
+#include "team.h"
 
 namespace {
 
@@ -66,9 +67,8 @@ void softmax_row(const T* logits, float temperature, float* probs, int64_t size)
 }
 
 template <typename T>
-void softmax(const T* logits, const float* temperatures, float* probs, int64_t num_rows, int64_t size) {
-#pragma omp parallel for if (num_rows * size > kMaxSerial)
-  for (int64_t row = 0; row < num_rows; ++row) softmax_row(logits + row * size, temperatures[row], probs + row * size, size);
+void softmax(Team* team, const T* logits, const float* temperatures, float* probs, int64_t num_rows, int64_t size) {
+  share(team, num_rows, size, [&](int64_t row) { softmax_row(logits + row * size, temperatures[row], probs + row * size, size); });
 }
 
 // Return the index of the largest entry, the first of ties; -1 if it is not finite or an entry is NaN.
@@ -96,9 +96,8 @@ int64_t argmax_row(const T* logits, int64_t size) {
 }
 
 template <typename T>
-void argmax(const T* logits, int64_t* tokens, int64_t num_rows, int64_t size) {
-#pragma omp parallel for if (num_rows * size > 8 * kMaxSerial)
-  for (int64_t row = 0; row < num_rows; ++row) tokens[row] = argmax_row(logits + row * size, size);
+void argmax(Team* team, const T* logits, int64_t* tokens, int64_t num_rows, int64_t size) {
+  share(team, num_rows, size / 8, [&](int64_t row) { tokens[row] = argmax_row(logits + row * size, size); });
 }
 
 // Find the largest entries of a row, in descending order, ties in their order in the row.
@@ -144,11 +143,11 @@ void best_children_row(const T* logits, float temperature, int64_t* tokens, floa
 }
 
 template <typename T>
-void best_children(const T* logits, const float* temperatures, int64_t* tokens, float* logprobs, int64_t num_rows, int64_t size,
+void best_children(Team* team, const T* logits, const float* temperatures, int64_t* tokens, float* logprobs, int64_t num_rows, int64_t size,
                    int64_t count) {
-#pragma omp parallel for if (num_rows * size > kMaxSerial)
-  for (int64_t row = 0; row < num_rows; ++row)
+  share(team, num_rows, size, [&](int64_t row) {
     best_children_row(logits + row * size, temperatures[row], tokens + row * count, logprobs + row * count, count, size);
+  });
 }
 
 double sum_chunk(const float* probs, int64_t begin, int64_t end) {
@@ -349,41 +348,40 @@ int64_t reject_tree(const VerifiedTree<T>& tree, float* matches) {
 }
 
 template <typename T>
-void verify_trees(const T* values, int64_t size, const VerifiedTrees& trees) {
+void verify_trees(Team* team, const T* values, int64_t size, const VerifiedTrees& trees) {
   std::vector<int64_t> root_rows(trees.num_trees + 1, 0);
   for (int64_t i = 0; i < trees.num_trees; ++i)
     root_rows[i + 1] = root_rows[i] + 1 + trees.start_loc[trees.rows[i] + 1] - trees.start_loc[trees.rows[i]];
-#pragma omp parallel for schedule(dynamic) if (trees.num_trees > 1 && root_rows[trees.num_trees] * size > kMaxSerial)
-  for (int64_t i = 0; i < trees.num_trees; ++i) {
+  share(team, trees.num_trees, root_rows[trees.num_trees] / std::max<int64_t>(trees.num_trees, 1) * size, [&](int64_t i) {
     const VerifiedTree<T> tree(values + root_rows[i] * size, size, trees, i);
     if (trees.matches) std::fill_n(trees.matches + 2 * i, 2, std::numeric_limits<float>::quiet_NaN());
     trees.final_tokens[i] = tree.draft_rows ? reject_tree(tree, trees.matches + 2 * i) : match_tree(tree);
-  }
+  });
 }
 
 } // namespace
 
 // Sample children from each row i of the probabilities, and write them to row places[i] of a table.
-extern "C" void draw_children(const Options* options, const float* probs, const int64_t* num_children, const int64_t* places,
+extern "C" void draw_children(Team* team, const Options* options, const float* probs, const int64_t* num_children, const int64_t* places,
                               int64_t* tokens, int64_t num_rows, int64_t size, int64_t max_children) {
-#pragma omp parallel for if (num_rows * size > kMaxSerial)
-  for (int64_t row = 0; row < num_rows; ++row)
+  share(team, num_rows, size, [&](int64_t row) {
     draw_siblings(probs + row * size, options[row].seed, options[row].position, kDraft, num_children[row],
                   tokens + places[row] * max_children, size);
+  });
 }
 
 #define TITAN_DEFINE_SAMPLING(T, NAME)                                                                                         \
-  extern "C" void argmax_##NAME(const void* logits, int64_t* tokens, int64_t num_rows, int64_t size) {                         \
-    argmax(static_cast<const T*>(logits), tokens, num_rows, size);                                                             \
+  extern "C" void argmax_##NAME(Team* team, const T* logits, int64_t* tokens, int64_t num_rows, int64_t size) {                \
+    argmax(team, logits, tokens, num_rows, size);                                                                              \
   }                                                                                                                            \
-  extern "C" void softmax_##NAME(const void* logits, const float* temperatures, float* probs, int64_t num_rows,                \
+  extern "C" void softmax_##NAME(Team* team, const T* logits, const float* temperatures, float* probs, int64_t num_rows,       \
                                  int64_t size) {                                                                               \
-    softmax(static_cast<const T*>(logits), temperatures, probs, num_rows, size);                                               \
+    softmax(team, logits, temperatures, probs, num_rows, size);                                                                \
   }                                                                                                                            \
-  extern "C" void best_children_##NAME(const void* logits, const float* temperatures, int64_t* tokens, float* logprobs,        \
-                                       int64_t num_rows, int64_t size, int64_t count) {                                        \
-    best_children(static_cast<const T*>(logits), temperatures, tokens, logprobs, num_rows, size, count);                       \
+  extern "C" void best_children_##NAME(Team* team, const T* logits, const float* temperatures, int64_t* tokens,                \
+                                       float* logprobs, int64_t num_rows, int64_t size, int64_t count) {                       \
+    best_children(team, logits, temperatures, tokens, logprobs, num_rows, size, count);                                        \
   }                                                                                                                            \
-  extern "C" void verify_trees_##NAME(const void* values, int64_t size, const VerifiedTrees* trees) {                          \
-    verify_trees(static_cast<const T*>(values), size, *trees);                                                                 \
+  extern "C" void verify_trees_##NAME(Team* team, const T* values, int64_t size, const VerifiedTrees* trees) {                 \
+    verify_trees(team, values, size, *trees);                                                                                  \
   }

@@ -10,19 +10,21 @@ from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.sampling_rows import SamplingRows
-from titan.kernels.cpu.library import COMPILED_DTYPES, address, kernel
+from titan.kernels.cpu.compiled import COMPILED_DTYPES, CompiledKernels, address
 from titan.kernels.torch.sampling import distributions
+
+_POINTER = ctypes.c_void_p
 
 
 class CompiledSampling:
     """See `titan.kernels.interfaces.SamplingOps`; dtypes that the library does not support are converted to float32.
 
     Args:
-        library: the compiled C++ of this folder.
+        kernels: the compiled C++ of this folder.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    def __init__(self, kernels: CompiledKernels) -> None:
+        self._kernels = kernels
 
     def argmax(self, logits: Tensor) -> Tensor:
         logits = readable(logits)
@@ -53,13 +55,13 @@ class CompiledSampling:
         written = self.probs(logits, rows)
         probs.index_copy_(0, places, written)
         arguments = written, torch.from_numpy(num_children), places, children, *written.shape, children.shape[1]
-        self._library.draw_children(ctypes.c_void_p(address(rows.options)), *map(_as_argument, arguments))
+        types = [_POINTER, *map(_type, arguments)]
+        self._kernels.function("draw_children", None, *types)(address(rows.options), *map(_as_argument, arguments))
 
     def _call(self, name: str, values: Tensor, *arguments: Tensor | int) -> None:
         """Call the library's function for the dtype of ``values`` with tensors and numbers."""
-        function = kernel(self._library, name, values.dtype)
-        function.restype = None
-        function(*map(_as_argument, (values, *arguments)))
+        arguments = values, *arguments
+        self._kernels.function(name, values.dtype, *map(_type, arguments))(*map(_as_argument, arguments))
 
 
 def readable(logits: Tensor) -> Tensor:
@@ -67,5 +69,9 @@ def readable(logits: Tensor) -> Tensor:
     return (logits if logits.dtype in COMPILED_DTYPES else logits.float()).contiguous()
 
 
-def _as_argument(value: Tensor | int) -> Any:
-    return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_void_p(value.data_ptr())
+def _type(value: Tensor | int) -> Any:
+    return ctypes.c_int64 if isinstance(value, int) else _POINTER
+
+
+def _as_argument(value: Tensor | int) -> int:
+    return value if isinstance(value, int) else value.data_ptr()

@@ -12,7 +12,7 @@ from torch import Tensor
 from titan.core.arrays import Ints
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees, NodeColumns, Upload, allocate_nodes
-from titan.kernels.cpu.library import COMPILED_DTYPES, address, kernel
+from titan.kernels.cpu.compiled import COMPILED_DTYPES, CompiledKernels, address
 from titan.kernels.cpu.sampling import CompiledSampling, readable
 from titan.kernels.interfaces import Candidates, Verified
 from titan.kernels.tree_places import place_trees, with_draft_probs
@@ -43,18 +43,16 @@ class CompiledTrees:
     """See `titan.kernels.interfaces.TreeOps`.
 
     Args:
-        library: the compiled C++ of this folder.
+        kernels: the compiled C++ of this folder.
         sampling: of the same back end.
         upload: of the same back end.
     """
 
-    def __init__(self, library: ctypes.CDLL, sampling: CompiledSampling, upload: Upload) -> None:
-        self._library = library
+    def __init__(self, kernels: CompiledKernels, sampling: CompiledSampling, upload: Upload) -> None:
         self._sampling = sampling
         self._upload = upload
-        self._verify = {dtype: kernel(library, "verify_trees", dtype) for dtype in COMPILED_DTYPES}
-        for function in self._verify.values():
-            function.argtypes, function.restype = [_POINTER, _INT, _POINTER], None
+        self._select = kernels.plain_function("select_trees", None)
+        self._verify = {dtype: kernels.function("verify_trees", dtype, _POINTER, _INT, _POINTER) for dtype in COMPILED_DTYPES}
 
     def select(self, found: Sequence[Candidates], num_rows: int) -> DraftTrees:
         start_loc, is_chain, is_sampled, has_scores = place_trees(found, num_rows)
@@ -66,7 +64,7 @@ class CompiledTrees:
             for name, column in zip(("token_id", "score", "parent_slot", "slot"), columns, strict=True):
                 candidates[name] = column.numpy()
             first_nodes, num_nodes = start_loc[each.rows], np.ascontiguousarray(each.num_nodes)
-            self._library.select_trees(
+            self._select(
                 _POINTER(address(candidates)),
                 *map(_INT, candidates.shape),
                 *(_POINTER(address(each)) for each in (first_nodes, num_nodes)),

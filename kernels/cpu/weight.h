@@ -1,25 +1,34 @@
-// The weight of a linear layer, as Python describes it.
+// The weight of a linear layer, as Python packs it: see `weights.py`.
 
 #pragma once
 
 #include <cstdint>
 
+#include "numbers.h"
+
 extern "C" {
 
-// Outputs are grouped in blocks; for each input, or pair of inputs in bfloat16, the weights of a block's outputs lie side by side.
+enum WeightFormat : int64_t { kFloat32 = 0, kFloat16 = 1, kPairs = 2 };
+
 struct Weight {
-  const void* data; // [num_outputs / block, depth / pair, block, pair], padded with zeros
-  const void* bias; // [num_outputs], or null
+  const void* data; // [blocks, inputs, kBlock], or pairs of bfloat16, [blocks, inputs / 2, kBlock, 2]; padded with zeros
+  const void* bias; // [num_outputs] of the model's type, or null
   int64_t num_outputs;
   int64_t num_inputs;
-  int64_t block; // a multiple of the lanes, or 1: plain rows
-  int64_t depth; // at least num_inputs: equal to it for plain rows, an even number otherwise
-  int64_t is_bfloat16; // 1 or 0, whether data is; x, bias and outputs may be float32 even then
+  WeightFormat format;
 };
 }
 
 namespace {
 
-constexpr int64_t kMaxSerialWeights = 32768; // most weights that one thread multiplies faster than several
+constexpr int kBlock = 16;      // outputs side by side
+constexpr int kPairInputs = 32; // numbers of inputs that pairs are padded to, and of outputs: those of tiles of the matrix units
+
+inline int64_t round_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+
+// Number of inputs with their padding.
+inline int64_t depth_of(const Weight& weight) {
+  return weight.format == kPairs ? round_up(weight.num_inputs, kPairInputs) : weight.num_inputs;
+}
 
 } // namespace

@@ -1,9 +1,12 @@
-"""Layouts of linear layers' weights in memory: plain, packed by oneDNN, or in tiles of our own.
+"""Packing of linear layers' weights, the same for all kinds of processors: blocks of 16 outputs whose weights lie side by side.
 
-Plain weights in bfloat16 are read at a third of memory bandwidth. oneDNN packs them, by the operators of Inductor's freezing,
-into layouts that it does not disclose. Tiles are float32 weights that bfloat16 holds exactly, stored in bfloat16 for the matrix
-units (AMX) of Intel processors: most models are published in bfloat16; run in float32, half of the bits read of each weight are
-zeros. In bfloat16, a weight takes half the memory and half the time to read; products are as exact as in float32: see `amx.h`.
+bfloat16 weights are packed as pairs of inputs, [outputs / 16, inputs / 2, 16, 2], and so are float32 ones that bfloat16 holds
+exactly: most models are published in bfloat16; run in float32, half of the bits read of each weight would be zeros. Other float32
+weights are packed as [outputs / 16, inputs, 16], in float16 if that holds them exactly.
+
+A packed weight is a tensor of integers, so that no operation of PyTorch takes it for numbers: int32 [out_features, inputs / 2] of
+pairs, uint16 [out_features, inputs] of float16, or uint32 of float32. Its elements are in the order above, and its storage is
+padded to whole blocks; of pairs, to multiples of 32 outputs and inputs: tiles of the matrix units.
 """
 
 from __future__ import annotations
@@ -13,24 +16,25 @@ import mmap
 import sys
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from titan.kernels.cpu.library import usable_library
+from titan.kernels.cpu.compiled import CompiledKernels
 
-PACKING_ROWS = 8
-"""Rows of a typical product; oneDNN's layout hardly depends on their number."""
+BLOCK = 16
+"""``kBlock`` of the C++: outputs side by side."""
 
-BLOCK_OUTPUTS = 32
-"""``kAmxBlock`` of the C++: outputs stored side by side."""
+PAIR_INPUTS = 32
+"""``kPairInputs`` of the C++."""
 
-TILE_INPUTS = 32
-"""``kTileInputs`` of the C++."""
+CHUNK_ROWS = 32
+"""Outputs that are packed together, so that little memory is needed at a time."""
 
-CHECKED_ROWS = 1024
-"""Rows of a weight that are checked together."""
+FORMATS = {torch.uint32: 0, torch.uint16: 1, torch.int32: 2}
+"""``WeightFormat`` of the C++, by the dtype of packed weights."""
 
-_LOST_BITS = 0xFFFF
-"""Bits of a float32 that bfloat16 lacks."""
+NUMBERS = {torch.uint32: torch.float32, torch.uint16: torch.float16, torch.int32: torch.bfloat16}
+"""What packed weights hold."""
 
 HUGE_PAGE_BYTES = 2**21
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <linux/mman.h>; the latter since Linux 6.1
@@ -41,81 +45,55 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 class WeightStruct(ctypes.Structure):
     """``Weight`` of the C++."""
 
-    _fields_ = [
-        ("data", _POINTER),
-        ("bias", _POINTER),
-        ("num_outputs", _INT),
-        ("num_inputs", _INT),
-        ("block", _INT),
-        ("depth", _INT),
-        ("is_bfloat16", _INT),
-    ]
+    _fields_ = [("data", _POINTER), ("bias", _POINTER), ("num_outputs", _INT), ("num_inputs", _INT), ("format", _INT)]
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether the packed product is available for weights of this dtype."""
-    return (
-        dtype in (torch.bfloat16, torch.float32)
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and (dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
-
-
-def pack_weight(weight: Tensor) -> Tensor:
-    """Return a weight [out_features, in_features] in the packed layout, which only the products of `linear.py` can read."""
-    if weight.is_mkldnn or is_tiled(weight):
+def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
+    """Pack a weight [out_features, in_features] of float32 or bfloat16; return one that is packed as it is."""
+    if is_packed(weight):
         return weight
-    if can_tile(weight):
-        return tile_weight(weight)
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKING_ROWS)
-    if hasattr(torch.ops.mkldnn, "_nbytes"):
-        use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
-    return packed
+    kind = next(kind for kind in (torch.int32, torch.uint16, torch.uint32) if _is_held(weight, NUMBERS[kind]))
+    (num_outputs, num_inputs), step = weight.shape, PAIR_INPUTS if kind == torch.int32 else BLOCK
+    depth = _round_up(num_inputs, step) // 2 if kind == torch.int32 else num_inputs
+    make_blocks = kernels.function(f"make_blocks_{8 * kind.itemsize}", None, _POINTER, _INT, _INT, _POINTER)
+    packed = torch.empty(_round_up(num_outputs, step), depth, dtype=kind)
+    use_huge_pages(packed.data_ptr(), packed.nbytes)
+    if weight.dtype == NUMBERS[kind] and weight.is_contiguous() and weight.nbytes == packed.nbytes:
+        make_blocks(weight.data_ptr(), len(packed), depth, packed.data_ptr())
+        return packed
+    for rows, blocks in zip(weight.split(CHUNK_ROWS), packed.split(CHUNK_ROWS), strict=True):
+        padding = depth * kind.itemsize // NUMBERS[kind].itemsize - num_inputs, len(blocks) - len(rows)
+        padded = F.pad(rows.to(NUMBERS[kind]), (0, padding[0], 0, padding[1])).contiguous()
+        make_blocks(padded.data_ptr(), len(blocks), depth, blocks.data_ptr())
+    return packed[:num_outputs]
 
 
-def has_tiles() -> bool:
-    """Whether the processor has AMX units and the library that uses them is available."""
-    library = usable_library()
-    return library is not None and bool(library.has_tiles())
+def is_packed(weight: Tensor) -> bool:
+    """Whether `pack_weight` made it."""
+    return weight.dtype in FORMATS
 
 
-def can_tile(weight: Tensor) -> bool:
-    """Whether `tile_weight` is lossless for a weight [num_outputs, num_inputs], and products with the tiles are fast here."""
-    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not has_tiles():
-        return False
-    if weight.shape[0] % BLOCK_OUTPUTS or weight.shape[1] % TILE_INPUTS:
-        return False
-    return not any((rows.view(torch.int32) & _LOST_BITS).any() for rows in weight.contiguous().split(CHECKED_ROWS))
+def look_up(token_ids: Tensor, packed: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Return rows of a packed weight: int64 [n] -> [n, size]."""
+    words = packed.view(torch.int16 if packed.dtype == torch.uint16 else torch.int32)
+    num_rows, depth = words.shape
+    blocks = words.as_strided((-(-num_rows // BLOCK), depth, BLOCK), (depth * BLOCK, BLOCK, 1))
+    return blocks[token_ids // BLOCK, :, token_ids % BLOCK].view(NUMBERS[packed.dtype])[:, :size].to(dtype)
 
 
-def tile_weight(weight: Tensor) -> Tensor:
-    """Convert float32 [num_outputs, num_inputs] to bfloat16 [blocks, num_inputs / 2, BLOCK_OUTPUTS, 2]."""
-    num_outputs, num_inputs = weight.shape
-    blocks = weight.contiguous().bfloat16().view(num_outputs // BLOCK_OUTPUTS, BLOCK_OUTPUTS, num_inputs // 2, 2)
-    tiles = blocks.transpose(1, 2).contiguous()
-    use_huge_pages(tiles.data_ptr(), tiles.nbytes)
-    return tiles
+def weight_struct(packed: Tensor, bias: Tensor | None, num_inputs: int) -> WeightStruct:
+    """Return how the library reads a packed weight and a bias [out_features]; both must outlive the result."""
+    pointer = None if bias is None else bias.data_ptr()
+    return WeightStruct(packed.data_ptr(), pointer, len(packed), num_inputs, FORMATS[packed.dtype])
 
 
-def is_tiled(weight: Tensor) -> bool:
-    """Whether `tile_weight` made it: other weights have two dimensions."""
-    return weight.dim() == 4
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
-def tiled_struct(tiles: Tensor, bias: Tensor | None) -> WeightStruct:
-    """Return how the library reads tiles and a float32 bias [num_outputs]; both must outlive the result."""
-    num_blocks, num_pairs = tiles.shape[:2]
-    return WeightStruct(
-        data=tiles.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        num_outputs=num_blocks * BLOCK_OUTPUTS,
-        num_inputs=2 * num_pairs,
-        block=BLOCK_OUTPUTS,
-        depth=2 * num_pairs,
-        is_bfloat16=True,
-    )
+def _is_held(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a dtype holds all numbers of a weight exactly."""
+    return weight.dtype == dtype or all(torch.equal(rows.to(dtype).to(weight.dtype), rows) for rows in weight.split(CHUNK_ROWS))
 
 
 def use_huge_pages(address: int, num_bytes: int) -> None:

@@ -28,19 +28,22 @@ class TorchBackend:
     Args:
         device: any that PyTorch supports; `memory_for_kv` goes by the host's memory.
         description: of the kernels, shown to users: says why faster ones are missing where they were to be expected.
+        num_threads: that PyTorch uses while an engine of this back end runs; ``None``: as many as otherwise.
     """
 
     name = "PyTorch"
 
-    def __init__(self, device: torch.device, description: str = "PyTorch") -> None:
+    def __init__(self, device: torch.device, description: str = "PyTorch", num_threads: int | None = None) -> None:
         self.device = device
+        self.num_threads = torch.get_num_threads() if num_threads is None else num_threads
         self._description = description
         self.cache: CacheOps = TorchCache(self.upload)
         self.sampling: SamplingOps = TorchSampling(self.upload)
         self.trees: TreeOps = TorchTrees(self.sampling, self.upload)
 
     def activate(self) -> None:
-        """Do nothing: no operation depends on a current device."""
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
 
     def check_limits(self, *, block_size: int, max_batch_size: int) -> None:
         """Accept all limits."""
@@ -66,4 +69,4 @@ class TorchBackend:
         return [tensor.cpu().numpy() for tensor in tensors]
 
     def facts(self) -> dict[str, str]:
-        return {"device": f"{self.device.type}, {torch.get_num_threads()} threads", "kernels": self._description}
+        return {"device": f"{self.device.type}, {self.num_threads} threads", "kernels": self._description}

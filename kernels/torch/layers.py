@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from titan.core.batch import AttentionLayout, Window
 from titan.kernels.interfaces import TokenPlaces
-from titan.kernels.torch.attention import RequestQuery, attend, plan_requests
+from titan.kernels.torch.attention import attend, plan_requests
 
 
 class TorchOps:
@@ -30,13 +31,16 @@ class TorchOps:
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 
+    def look_up(self, token_ids: Tensor, embedding: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        return F.embedding(token_ids, embedding)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
-    def plan_attention(self, layout: AttentionLayout, windows: Sequence[Window]) -> list[RequestQuery]:
+    def plan_attention(self, layout: AttentionLayout, windows: Sequence[Window]) -> Any:
         return plan_requests(layout, np.arange(len(layout.seq_lens)), windows, self.device)
 
-    def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: list[RequestQuery], *, scale: float, window: Window) -> Tensor:
+    def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, *, scale: float, window: Window) -> Tensor:
         return torch.cat([attend(q[query.rows], kv_layer, query, scale=scale, window=window) for query in plan])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

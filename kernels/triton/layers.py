@@ -53,6 +53,9 @@ class TritonOps:
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 
+    def look_up(self, token_ids: Tensor, embedding: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        return F.embedding(token_ids, embedding)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 

@@ -64,7 +64,8 @@ def test_a_run_measures_kernels_and_the_host_and_fails_the_next_if_asked_to(tmp_
     path, environment = tmp_path / "run.json", {name: value for name, value in os.environ.items() if "XDIST" not in name}
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "titan.bench.kernels", "--threads", "1", "--seconds", "0.01", *options]
+        start = "from titan.cli import main; raise SystemExit(main())"
+        command = [sys.executable, "-c", start, "bench", "kernels", "--threads", "1", "--seconds", "0.01", *options]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
     first = run("--select", "rms_norm and 1- or build_batch and 1]", "--json", str(path))

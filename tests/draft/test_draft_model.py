@@ -164,7 +164,8 @@ def test_a_sampled_output_is_its_own_whatever_the_neighbours_chunks_and_preempti
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 def test_a_draft_that_breaks_down_for_one_request_costs_nobody_an_output(zoo: Zoo, sampling: str, shape: str) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("other"), draft_sampling=sampling, **AMPLE | SHAPES[shape])
+    options = {"draft_sampling": sampling, "backend": make_back_end("torch")} | AMPLE | SHAPES[shape]
+    engine = make_engine(zoo.path("llama"), zoo.path("other"), **options)
     runner: Any = engine.drafter.runner  # type: ignore[attr-defined]
     forward, passes = runner.forward, count()
 
@@ -187,10 +188,7 @@ def test_a_draft_that_breaks_down_for_one_request_costs_nobody_an_output(zoo: Zo
 def test_only_tokens_that_both_models_have_are_drafted(
     tmp_path: Path, target_size: int, draft_size: int, is_sampled: bool, draft_tree: str | list[int]
 ) -> None:
-    """The tokenizers agree, but not the padding. Of two tokens that only the draft may have, one is its most likely everywhere.
-
-    Tokens that only the target has can be in a prompt, and are emitted.
-    """
+    """The padding of the vocabularies differs; of two tokens that only the draft may have, one is its most likely everywhere."""
     folders = str(tmp_path / "target"), str(tmp_path / "draft")
     make_model(tmp_path / "target", vocab_size=target_size)
     draft = make_model(tmp_path / "draft", vocab_size=draft_size)

@@ -71,10 +71,7 @@ KINDS["mixed"] = ["sampled", "beam", "nothing", "chain", "beam", "sampled", "sib
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("back_end", ["cpu", "triton"])
 def test_trees_are_those_that_pytorch_grows(back_end: str, kind: str, logits: str) -> None:
-    """Also where the draft has fewer tokens than the target, few possible ones, or NaN.
-
-    As many slots are written as the spec says, and nodes claim no others.
-    """
+    """Also where the draft has fewer tokens, few possible ones, or NaN; the slots that the spec says are written and claimed."""
     feeds = []
     for row, each in enumerate(KINDS[kind]):
         blocks = list(range(NUM_BLOCKS * row, NUM_BLOCKS * (row + 1)))

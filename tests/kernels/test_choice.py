@@ -1,40 +1,93 @@
-"""Which back end a device gets, what kernels it gives a model, and what it refuses; generation on Triton."""
+"""Which back end a device gets, what kernels it gives a model, and what it refuses."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from back_ends import choose_cpu_kernels, make_back_end
+from back_ends import make_back_end
 from interpreted import triton_backend
-from stepping import greedy, make_engine, run_all
+from stepping import make_engine
 from tiny_models import make_model
-from zoo import Zoo
 
 from titan.kernels.backend import choose_backend
+from titan.kernels.cpu import kinds as cpu_kinds
+from titan.kernels.cpu import threads
 from titan.kernels.cpu.backend import CpuBackend
+from titan.kernels.cpu.kinds import CPU_KERNELS, choose_kind, kinds_here
 from titan.kernels.cpu.layers import CompiledOps
+from titan.kernels.cpu.library import load_library
+from titan.kernels.cpu.threads import available_cores
 from titan.kernels.interfaces import Backend
 from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.triton.backend import TRAITS, TritonBackend
 from titan.kernels.triton.layers import TritonOps
-from titan.kernels.triton.runner import TritonRunner
 
 CPU = torch.device("cpu")
 
 
-def test_a_cpu_with_a_compiler_gets_cpp_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_with_a_compiler_gets_cpp_of_its_kind_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     make_back_end("cpu")  # or skip
-    assert type(choose_backend(CPU)) is CpuBackend
-    choose_cpu_kernels(monkeypatch, "torch")
+    best, *others = kinds_here()
+    for choice, kind in (("auto", best), *((each.name, each) for each in (best, *others))):
+        monkeypatch.setenv(CPU_KERNELS, choice)
+        backend = choose_backend(CPU, 3)
+        assert type(backend) is CpuBackend and backend.facts()["device"] == "cpu, 3 threads"
+        assert backend.facts()["kernels"] == load_library(kind).description
+    monkeypatch.setenv(CPU_KERNELS, "torch")
     assert type(choose_backend(CPU)) is TorchBackend
-    choose_cpu_kernels(monkeypatch, "fast")
-    with pytest.raises(ValueError, match="TITAN_CPU_KERNELS=fast is not allowed: allowed are 'auto' and 'torch'"):
-        choose_backend(CPU)
+
+
+def test_the_fastest_kind_that_is_here_is_chosen_and_no_other_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = tuple(replace(kind, is_here=lambda i=i: i >= 2) for i, kind in enumerate(cpu_kinds.KINDS))
+    monkeypatch.setattr(cpu_kinds, "KINDS", kinds)
+    monkeypatch.delenv(CPU_KERNELS, raising=False)
+    assert choose_kind() is kinds[2]
+    for choice, reason in (("amx", "this processor lacks it"), ("fast", "it is unknown"), ("", "it is unknown")):
+        monkeypatch.setenv(CPU_KERNELS, choice)
+        message = f"^TITAN_CPU_KERNELS={choice} is not allowed: {reason}; allowed are 'auto', 'torch', 'avx512', 'avx2', 'native'$"
+        with pytest.raises(ValueError, match=message):
+            choose_backend(CPU)
+
+
+def test_without_a_compiler_pytorch_runs_with_the_threads_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("titan.kernels.backend.load_library", load_library.__wrapped__)  # what is loaded stays
+    counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    backend = choose_backend(CPU, 7)
+    assert type(backend) is TorchBackend and "several times slower" in caplog.text
+    assert "not compiled: no C++ compiler was found" in backend.facts()["kernels"] and "7 threads" in backend.facts()["device"]
+    choose_backend(CPU).activate()
+    assert counts == []
+    backend.activate()
+    assert counts == [7]
+
+
+def test_threads_are_as_many_as_physical_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even processors below 4 are one core, odd ones another; of the others nothing is known."""
+    files = {f"/sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": f"{i % 2},{i % 2 + 2}\n" for i in range(4)}
+
+    def read_text(path: Path, encoding: str) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for limit in (None, "max 1000", "?", "2500 1000", "1500 1000", "10 1000"):
+        if limit is not None:
+            files[str(threads.CGROUP_LIMIT)] = limit + "\n"
+        for affinity, num_cores in ({0, 1, 2, 3}, 2), ({0, 2}, 1), ({0, 1, 2, 5, 6}, 4):
+            monkeypatch.setattr("os.sched_getaffinity", lambda process, affinity=affinity: affinity, raising=False)
+            assert available_cores() == min(num_cores, {"2500 1000": 3, "1500 1000": 2, "10 1000": 1}.get(str(limit), 8))
 
 
 def test_fast_operations_are_given_to_models_whose_traits_they_know(backend: Backend) -> None:
@@ -45,7 +98,9 @@ def test_fast_operations_are_given_to_models_whose_traits_they_know(backend: Bac
         assert type(backend.layer_ops(dtype, frozenset({"rms_norm", "moe"}))) is TorchOps
 
 
-def test_a_card_that_triton_does_not_support_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_triton_does_not_support_is_refused_and_so_are_threads_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"^num_threads=2 is not allowed with device='cuda:0': it is for a CPU$"):
+        choose_backend(torch.device("cuda", 0), 2)
     backend = choose_backend(torch.device("cuda", 0))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     assert type(backend) is TritonBackend and type(backend.layer_ops(torch.bfloat16, frozenset())) is TritonOps
@@ -71,15 +126,3 @@ def test_what_the_kernels_cannot_take_is_refused_by_the_engine(
     make_model(tmp_path, num_hidden_layers=1, **config)
     with pytest.raises(ValueError, match=message):
         make_engine(str(tmp_path), backend=triton_backend(), **({"num_kv_blocks": 40} | options))
-
-
-def test_greedy_generation_on_triton_is_that_of_transformers(zoo: Zoo) -> None:
-    options = {"max_batch_size": 4, "prefill_chunk_size": 16, "num_kv_blocks": 40, "max_draft_tokens": 3}
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), backend=triton_backend(), draft_tree=[-1, -1, 0], **options)
-    assert isinstance(engine.runner, TritonRunner)
-    prompts = [np.random.default_rng(length).integers(3, 131, length).tolist() for length in (20, 3)]
-    outputs = run_all(engine, prompts, [greedy(6, ignore_eos=True)] * len(prompts))
-    assert outputs == [zoo.greedy("llama", prompt, 6, ignore_eos=True) for prompt in prompts]
-    metrics = engine.metrics()
-    assert metrics.acceptance_rate > 0.3
-    assert metrics.graph_hit_rate is not None and 0 < metrics.graph_hit_rate < 1

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
 from attention_cases import Request, attend, chain, make_case
-from back_ends import make_back_end
+from back_ends import KINDS, make_back_end
 from torch import Tensor
 
 from titan.core.batch import Window
 from titan.kernels.interfaces import Backend
-from titan.kernels.torch.layers import TorchOps
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Backend:
-    return make_back_end("cpu")
+@pytest.fixture(scope="module", params=KINDS)
+def compiled(request: pytest.FixtureRequest) -> Backend:
+    return make_back_end(request.param)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -30,7 +30,7 @@ def attend_all(backend: Backend, requests: Sequence[Request], q: Tensor, kv: Ten
 
 @pytest.mark.parametrize("num_nodes", [0, 7, 40])
 @pytest.mark.parametrize("num_heads", [2, 6])
-@pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
+@pytest.mark.parametrize("head_dim", [8, 16, 40, 64, 80, 96, 128])
 def test_in_bfloat16_only_weights_and_outputs_are_rounded(compiled: Backend, head_dim: int, num_heads: int, num_nodes: int) -> None:
     """Each by half a unit of its last bit, at most, and to either side."""
     case, scale = make_case([Request(400, 1, chain(num_nodes))], layout="dense"), 0.1
@@ -40,45 +40,25 @@ def test_in_bfloat16_only_weights_and_outputs_are_rounded(compiled: Backend, hea
 
     exact, sizes = case.expected(q, kv, scale), case.expected(q, torch.stack([kv[0], kv[1].abs()]), scale)  # of what is summed up
     assert ((output - exact).abs() <= 2 * 2**-8 * 1.01 * sizes).all()
-    few = 2**-7 / output.numel() ** 0.5  # roundings, which do not quite cancel out
+    few = 2**-6 / output.numel() ** 0.5  # roundings, which do not quite cancel out
     assert abs(float((output * exact).sum() / exact.square().sum()) - 1) <= max(2**-11, few)
 
 
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize("head_dim", [8, 16, 40, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_chain_is_attended_as_its_tokens_alone(compiled: Backend, dtype: torch.dtype, head_dim: int, window: Window) -> None:
-    """Bit by bit, wherever the context ends, whatever lies behind it, and whoever is beside."""
-    num_nodes = 9
-    for root in (0, 3, 14, 31, 60, 127):
-        tokens, neighbour = Request(root, 1, chain(num_nodes)), Request(50, 3)
+def test_chains_and_chunks_are_attended_as_their_tokens_alone(
+    compiled: Backend, dtype: torch.dtype, head_dim: int, window: Window
+) -> None:
+    """Bit by bit, wherever the context ends, whatever lies behind it, whoever is beside, and also of several pieces for threads."""
+    chains, chunks = [Request(root, 1, chain(9)) for root in (0, 3, 14, 31, 60, 127)], [Request(37, 65), Request(0, 150)]
+    for request, num_heads in product([*chains, *chunks], (2, 6)):
+        root, num_tokens, neighbour = request.context, request.query_len, Request(50, 3)
         kv = random(2, 2, 20, 16, head_dim, dtype=dtype, seed=root)
-        q = random(num_nodes + 1, 6, head_dim, dtype=dtype, seed=root + 1)
-        both = attend_all(compiled, [tokens, neighbour], torch.cat([q, q[:3]]), kv, window)[:-3]
-        for i in range(num_nodes + 1):
+        q = random(num_tokens, num_heads, head_dim, dtype=dtype, seed=root + 1)
+        both = attend_all(compiled, [request, neighbour], torch.cat([q, q[:3]]), kv, window)[:-3]
+        for i in range(0, num_tokens, 1 + num_tokens // 20):
             broken = kv.clone().flatten(2, 3)  # what is not there yet
             broken[:, :, root + i + 1 :] = torch.nan
             alone = attend_all(compiled, [Request(root + i)], q[i : i + 1], broken.view(kv.shape), window)
             assert torch.equal(alone, both[i : i + 1])
-
-
-@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 16), (torch.bfloat16, 64)])
-def test_a_broken_key_reaches_those_alone_that_see_it(compiled: Backend, dtype: torch.dtype, head_dim: int) -> None:
-    """Two branches of a tree; the keys of one are infinite or NaN."""
-    request = Request(40, 1, [-1, -1, 0, 1])
-    q, kv = random(5, 4, head_dim, dtype=dtype), random(2, 2, 3, 16, head_dim, dtype=dtype, seed=1)
-    clean = attend_all(compiled, [request], q, kv)
-    for value in (torch.nan, torch.inf):
-        broken = kv.clone()
-        broken[0, :, 2, (42 + 1) % 16] = value  # node 2, a child of node 0
-        output = attend_all(compiled, [request], q, broken)
-        assert torch.equal(output[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])
-        assert not output[3].isfinite().any() or value == torch.inf
-
-
-def test_rounding_is_to_nearest_even(compiled: Backend) -> None:
-    gate_up = torch.cat((torch.full((4096,), 1e4), random(4096, dtype=torch.float32))).bfloat16()[None]  # of a sigmoid of 1
-    exact = gate_up[0, :4096].float() * gate_up[0, 4096:].float()
-    ops = compiled.layer_ops(torch.bfloat16, frozenset())
-    assert not isinstance(ops, TorchOps)
-    assert torch.equal(ops.silu_mul(gate_up)[0], exact.bfloat16())

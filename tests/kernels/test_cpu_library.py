@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from titan.kernels.cpu import library as cpu_library
+from titan.kernels.cpu.kinds import KINDS, Kind
 from titan.kernels.cpu.library import load_library
 
+*_, AVX512, AVX2, NATIVE = KINDS
 COMPILER = next(filter(shutil.which, cpu_library.COMPILERS), None)
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler on this machine")
 
@@ -20,16 +23,16 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compil
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = tmp_path / "short.cpp"  # the whole library takes seconds to compile
-    source.write_text('#include <omp.h>\nextern "C" int num_threads() { return omp_get_max_threads(); }\n', encoding="utf-8")
+    source.write_text('extern "C" int one() { return 1; }\n', encoding="utf-8")
     monkeypatch.setattr(cpu_library, "SOURCE", source)
     load_library.cache_clear()
     yield
     load_library.cache_clear()
 
 
-def load_again() -> str:
+def load_again(kind: Kind = NATIVE) -> str:
     load_library.cache_clear()
-    loaded = load_library()
+    loaded = load_library(kind)
     assert loaded.library is not None, loaded.description
     return loaded.description
 
@@ -48,15 +51,7 @@ def test_it_is_compiled_once_for_a_source_and_again_where_it_was_cut_off(monkeyp
     cpu_library.SOURCE.write_text(cpu_library.SOURCE.read_text(encoding="utf-8") + "\n", encoding="utf-8")
     load_library.cache_clear()
     with pytest.raises(TypeError):  # there is no library of this source
-        load_library()
-
-
-def test_without_a_compiler_nothing_is_loaded_and_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", "")
-    loaded = load_library()
-    assert loaded.library is None
-    assert loaded.description.startswith("not compiled: no C++ compiler was found")
+        load_library(NATIVE)
 
 
 @pytest.mark.parametrize(
@@ -69,31 +64,29 @@ def test_a_compiler_that_fails_is_told_with_its_error(
     if compiler is not None:
         monkeypatch.setenv("CXX", compiler)
     cpu_library.SOURCE.write_text("int main( {", encoding="utf-8")
-    loaded = load_library()
+    loaded = load_library(NATIVE)
     assert loaded.library is None
     assert message in loaded.description and "\n" not in loaded.description
     assert loaded.description in caplog.text
     assert list(tmp_path.glob("titan/*")) == []
 
 
-def test_a_user_without_a_home_gets_a_folder_of_his_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_user_without_a_home_gets_a_folder_and_may_name_a_compiler_with_options(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
+    monkeypatch.setenv("CXX", f"{COMPILER} -DNOTHING")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert str(tmp_path) in load_again()
 
 
-def test_a_compiler_may_be_named_with_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", f"{COMPILER} -DNOTHING")
-    load_again()
-
-
-def test_a_second_openmp_runtime_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = [{"/a/libiomp5.so"}, {"/a/libiomp5.so", "/b/libgomp.so.1"}]
-    monkeypatch.setattr(cpu_library, "_openmp_runtimes", lambda: seen.pop(0))
-    loaded = load_library()
-    assert loaded.library is None
-    assert "another OpenMP runtime" in loaded.description and "/b/libgomp.so.1" in loaded.description
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="kinds of other processors")
+def test_each_kind_has_a_file_of_its_own_with_its_instructions(tmp_path: Path) -> None:
+    source = 'extern "C" int number() {\n#ifdef __AVX512F__\nreturn 512;\n#else\nreturn 2 * __AVX2__;\n#endif\n}\n'
+    cpu_library.SOURCE.write_text(source, encoding="utf-8")
+    assert len({load_again(kind) for kind in (AVX512, AVX2, AVX512)}) == len(list((tmp_path / "titan").iterdir())) == 2
+    assert [load_library(kind).library.number() for kind in (AVX512, AVX2)] == [512, 2]  # type: ignore[union-attr]

@@ -1,140 +1,164 @@
-"""Products of few rows with weights as they lie in memory - plain, packed by oneDNN, in tiles - and the large pages under them."""
+"""Packed weights, the products of rows with them on every kind of processor, and the large pages under them."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import sys
-from itertools import product
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import addressof, c_int64, c_void_p
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from back_ends import choose_cpu_kernels
+from back_ends import KINDS, make_kernels
 from torch import Tensor
 
-from titan.kernels.cpu import linear as cpu_linear
 from titan.kernels.cpu import weights as cpu_weights
-from titan.kernels.cpu.library import usable_library
-from titan.kernels.cpu.linear import find_weight, linear, linear_add, max_rows, multiply_by_tiles, multiply_rows
-from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, can_pack, can_tile, has_tiles, is_tiled, pack_weight, tile_weight
+from titan.kernels.cpu.compiled import CompiledKernels
+from titan.kernels.cpu.layers import CompiledOps
+from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, look_up, pack_weight, weight_struct
 
-LAYOUTS = [*product(("plain", "packed"), (torch.float32, torch.bfloat16)), ("tiled", torch.float32)]
-SIZES = [(64, 32), (50, 70), (17, 16), (131, 33), (768, 256), (33, 2050), (64, 2048)]
-NUM_ROWS = (*range(1, 12), 15, 16, 17, 20, 21, 31, 32, 33, 40, 48, 63, 64, 65, 130, 327)
-
-needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no matrix units for bfloat16")
-
-
-@pytest.fixture
-def library() -> ctypes.CDLL:
-    return usable_library() or pytest.skip("no C++ compiler")
+SIZES = [(1, 1), (64, 32), (50, 70), (17, 16), (131, 33), (33, 2050), (100, 192)]
+NUM_ROWS = (*range(20), 21, 24, 31, 32, 33, 48, 63, 64, 65, 70)
+MODELS = {
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "float32 of bfloat16": (torch.float32, torch.bfloat16),
+    "float32 of float16": (torch.float32, torch.float16),
+    "float32": (torch.float32, torch.float32),
+}
+"""Dtypes of models, and of what their weights hold."""
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def exact(*shape: int) -> Tensor:
-    return random(*shape).bfloat16().float()
+def make_weight(model: str, num_outputs: int, num_inputs: int) -> Tensor:
+    dtype, held = MODELS[model]
+    return random(num_outputs, num_inputs).to(held).to(dtype)
 
 
-def laid_out(weight: Tensor, layout: str) -> Tensor:
-    """The weight in a layout that this processor has; in tiles it is rounded, and `weight` too."""
-    if layout == "tiled":
-        weight.copy_(weight.bfloat16())
-    if not {"plain": True, "tiled": can_tile(weight), "packed": can_pack(weight.dtype)}[layout]:
-        pytest.skip(f"{layout} weights of {list(weight.shape)} in {weight.dtype} are none of this processor's")
-    return weight if layout == "plain" else pack_weight(weight)
+@pytest.fixture(scope="module", params=KINDS)
+def kernels(request: pytest.FixtureRequest) -> CompiledKernels:
+    return make_kernels(KINDS[request.param])
 
 
-def find(library: ctypes.CDLL, kept: Tensor, bias: Tensor | None = None) -> cpu_weights.WeightStruct:
-    found = find_weight(library, kept, bias)
-    if found is None:
-        small = find_weight(library, laid_out(random(64, 32, dtype=kept.dtype), "packed"), None)
-        has_amx = small is not None and kept.dtype != torch.float32 and max_rows(library, kept.dtype, small) != 8
-        assert not has_amx, "all layouts for AMX can be read"
-        pytest.skip("a layout of this processor that the library does not read")
-    return found
+# packing
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("size", [*SIZES, (2050, 35)], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_number_is_where_the_layout_says(kernels: CompiledKernels, model: str, size: tuple[int, int]) -> None:
+    """In its block, at its input or pair of inputs, in its lane; zeros pad; and rows are found again."""
+    weight, (_, held) = make_weight(model, *size), MODELS[model]
+    packed, has_pairs = pack_weight(weight, kernels), held == torch.bfloat16
+    assert packed.shape[0] == size[0] and pack_weight(packed, kernels) is packed
+    flat = torch.empty(0, dtype=held).set_(packed.untyped_storage()).tolist()  # type: ignore[call-overload]
+    depth = -(-size[1] // 32) * 32 if has_pairs else size[1]
+    assert len(flat) == depth * -(-size[0] // (32 if has_pairs else 16)) * (32 if has_pairs else 16)
+    for output in (0, 1, 15, 16, 31, 32, 1024, size[0] - 1):
+        for i in (0, 1, 2, 31, 32, size[1] - 2, size[1] - 1):
+            if output < size[0] and 0 <= i < size[1]:
+                (block, lane), (pair, half) = divmod(output, 16), divmod(i, 2)
+                place = ((block * depth // 2 + pair) * 16 + lane) * 2 + half if has_pairs else (block * depth + i) * 16 + lane
+                assert flat[place] == float(weight[output, i])
+    assert sum(map(bool, flat)) == int(weight.count_nonzero())
+    token_ids = torch.arange(size[0]).flip(0)
+    assert torch.equal(look_up(token_ids, packed, size[1], weight.dtype), weight[token_ids])
+
+
+def test_the_smallest_format_that_holds_a_weight_is_its_own(kernels: CompiledKernels) -> None:
+    weight = random(2048, 64).bfloat16().float()
+    for number, dtype in ((1.0, torch.int32), (1 + 2**-8, torch.uint16), (1 + 2**-11, torch.uint32), (1e30, torch.uint32)):
+        if dtype != torch.int32:
+            weight = random(2048, 64).half().float()
+        weight[-1, -1] = number
+        assert pack_weight(weight, kernels).dtype == pack_weight(weight.T, kernels).dtype == dtype
+
+
+# products
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize(("layout", "dtype"), LAYOUTS, ids=str)
-def test_it_is_the_product(library: ctypes.CDLL, layout: str, dtype: torch.dtype, size: tuple[int, int], has_bias: bool) -> None:
-    weight, bias = random(*size, dtype=dtype), random(size[0], dtype=dtype, seed=1) if has_bias else None
-    kept = laid_out(weight, layout)
-    found = find(library, kept, bias)
-    tolerance = {"tiled": 1e-6}.get(layout, 1e-6 * size[1] ** 0.5 if dtype == torch.float32 else 2**-8)
+@pytest.mark.parametrize("model", MODELS)
+def test_it_is_the_product(kernels: CompiledKernels, model: str, size: tuple[int, int]) -> None:
+    """Up to one rounding of the result and float32's of sums, with and without a bias and a residual stream."""
+    weight, (dtype, _) = make_weight(model, *size), MODELS[model]
+    ops, packed = CompiledOps(kernels, dtype), pack_weight(weight, kernels)
+    multiply = kernels.function("linear", dtype, *[c_void_p] * 2, c_int64, *[c_void_p] * 2)
     for num_rows in NUM_ROWS:
-        x, residual = random(num_rows, size[1], dtype=dtype, seed=2), random(num_rows, size[0], dtype=dtype, seed=3)
-        expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-        bound = {"rtol": 0 if layout == "tiled" else tolerance, "atol": tolerance * float(expected.abs().max())}
-        output, added = multiply_rows(library, found, x), multiply_rows(library, found, x, residual)
-        torch.testing.assert_close(output.double(), expected, **bound)
-        torch.testing.assert_close(added.double(), residual.double() + expected, **bound)
-        if layout == "tiled":
-            assert torch.equal(linear(x, kept, bias), output) and torch.equal(linear_add(x, kept, bias, residual), added)
+        bias = random(size[0], dtype=dtype, seed=1) if num_rows % 2 else None
+        x = random(num_rows, size[1] + num_rows % 3, dtype=dtype, seed=2)[:, : size[1]]  # some have strides
+        residual = random(num_rows, size[0], dtype=dtype, seed=3)
+        exact, sizes = (each(x.double()) @ each(weight.double()).T for each in (torch.clone, torch.abs))
+        if bias is not None:
+            exact, sizes = exact + bias.double(), sizes + bias.double().abs()
+        output, struct = ops.linear(x, packed, bias), weight_struct(packed, bias, size[1])
+        rows, added = x.contiguous(), residual.clone()
+        multiply(addressof(struct), rows.data_ptr(), num_rows, added.data_ptr(), added.data_ptr())  # in place
+        for actual, expected, of in ((output, exact, sizes), (added, exact + residual, sizes + residual.abs())):
+            rounding = 2**-8 * expected.abs() if dtype == torch.bfloat16 else 0
+            assert ((actual.double() - expected).abs() <= 1.01 * rounding + (size[1] + 3) * 2**-24 * of).all()
 
 
-@pytest.mark.parametrize(("layout", "dtype"), LAYOUTS, ids=str)
-def test_a_row_does_not_depend_on_its_neighbours_nor_breaks_them(library: ctypes.CDLL, layout: str, dtype: torch.dtype) -> None:
-    kept = laid_out(random(*((96, 128) if layout == "tiled" else (200, 130)), dtype=dtype), layout)
-    found = find(library, kept)
-    x = random(150 if layout == "tiled" else max_rows(library, dtype, found), found.num_inputs, dtype=dtype, seed=1)
-    alone = torch.cat([multiply_rows(library, found, row[None]) for row in x])
-    for num_rows in range(2, len(x) + 1):
-        assert torch.equal(multiply_rows(library, found, x[:num_rows]), alone[:num_rows])
-    for broken in (torch.nan, torch.inf):
-        x[3] = broken
-        is_broken = ~multiply_rows(library, found, x).isfinite()
-        assert is_broken.all(1).nonzero()[:, 0].tolist() == is_broken.any(1).nonzero()[:, 0].tolist() == [3]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_layout_that_is_not_the_weights_is_not_taken(
-    library: ctypes.CDLL, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = laid_out(random(192, 64, dtype=dtype), "packed")
-    block = find(library, kept).block
-    monkeypatch.setattr(cpu_linear, "BLOCKS", [each for each in cpu_linear.BLOCKS if each != block])
-    assert find_weight(library, kept, None) is None
-
-
-def test_other_dtypes_and_strides_are_neither_read_nor_packed(library: ctypes.CDLL) -> None:
-    assert find_weight(library, random(64, 32, dtype=torch.float16), None) is None
-    assert find_weight(library, random(64, 32).T, None) is None
-    assert not any(can_pack(dtype) for dtype in (torch.float16, torch.float64, torch.int64))
-
-
-@needs_tiles
-def test_every_bit_of_a_number_counts_in_products_with_tiles() -> None:
+def test_every_bit_of_a_number_counts(kernels: CompiledKernels) -> None:
     numbers = torch.cat([random(500), random(500) * 1e-20, random(500) * 1e30, torch.tensor([1 / 3, torch.finfo().max, 0.0, -0.0])])
     x = torch.zeros(len(numbers), 32)
     x[:, 5] = numbers
-    products = multiply_by_tiles(x, tile_weight(torch.eye(32)), None, None)
+    products = CompiledOps(kernels, torch.float32).linear(x, pack_weight(torch.eye(32), kernels), None)
     assert torch.equal(products[:, 5], numbers)
     assert not products[:, torch.arange(32) != 5].any()
 
 
-@needs_tiles
-def test_rows_and_weights_of_tiles_may_have_strides_and_whole_passes_call_them(library: ctypes.CDLL) -> None:
-    weight, x = exact(64, 32).T, random(6, 128)
-    tiles = tile_weight(weight)
-    torch.testing.assert_close(linear(x[:, 64:], tiles, None), x[:, 64:] @ weight.T)
-    assert max_rows(library, torch.float32, find(library, tiles)) == 64
+@pytest.mark.parametrize("size", [(96, 128), (200, 130), (35, 1000)], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_row_does_not_depend_on_its_neighbours_nor_breaks_them(
+    kernels: CompiledKernels, model: str, size: tuple[int, int]
+) -> None:
+    """Bit by bit, wherever it stands."""
+    ops, packed, (dtype, _) = CompiledOps(kernels, MODELS[model][0]), pack_weight(make_weight(model, *size), kernels), MODELS[model]
+    x, bias = random(150, size[1], dtype=dtype, seed=1), random(size[0], dtype=dtype, seed=2)
+    alone = torch.cat([ops.linear(row[None], packed, bias) for row in x])
+    for num_rows in (2, 3, 5, 7, 8, 9, 13, 16, 17, 25, 33, 64, 65, 150):
+        for first in (0, 150 - num_rows):
+            rows = slice(first, first + num_rows)
+            assert torch.equal(ops.linear(x[rows], packed, bias), alone[rows])
+    for broken in (torch.nan, torch.inf):
+        x[3] = broken
+        output = ops.linear(x, packed, bias)
+        assert not output[3].isfinite().any()
+        assert torch.equal(output[4:], alone[4:]) and torch.equal(output[:3], alone[:3])
 
 
-def test_what_bfloat16_cannot_hold_is_not_tiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = exact(64, 64)
-    assert can_tile(weight) == has_tiles()
-    one_bit_more = exact(2048, 64)
-    one_bit_more[-1, -1] = 1 + 2**-8
-    for other in (one_bit_more, random(64, 64), exact(64, 48), exact(48, 64), weight.bfloat16(), weight.to("meta")):
-        assert not can_tile(other)
-    assert not (can_pack(one_bit_more.dtype) and is_tiled(pack_weight(one_bit_more)))
-    choose_cpu_kernels(monkeypatch, "torch")
-    assert not can_tile(weight)
+# threads
+
+
+def products(kernels: CompiledKernels) -> list[Tensor]:
+    outputs = []
+    for model, (dtype, _) in MODELS.items():
+        ops, packed = CompiledOps(kernels, dtype), pack_weight(make_weight(model, 530, 270), kernels)
+        outputs += [ops.linear(random(num_rows, 270, dtype=dtype), packed, None) for num_rows in (1, 2, 9, 40, 1, 70)]
+    return outputs
+
+
+@pytest.mark.parametrize(("num_teams", "num_threads"), [(1, 2), (1, 5), (3, 3)])
+def test_results_do_not_depend_on_threads(num_teams: int, num_threads: int) -> None:
+    """Bit by bit; Python's threads may share a team or have their own."""
+    expected, teams = products(make_kernels(KINDS["cpu"])), [make_kernels(KINDS["cpu"], num_threads) for _ in range(num_teams)]
+    with ThreadPoolExecutor(3) as pool:
+        for outputs in pool.map(products, teams * (60 // num_teams)):
+            assert all(map(torch.equal, outputs, expected))
+
+
+def test_threads_live_as_long_as_the_operations_that_run_on_them() -> None:
+    kernels = make_kernels(KINDS["cpu"], 2)
+    ops, is_there = [CompiledOps(kernels, torch.float32)], weakref.ref(kernels)
+    del kernels
+    assert is_there()
+    ops.clear()
+    assert not is_there()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="madvise is Linux's")
@@ -143,18 +167,14 @@ def test_whole_pages_inside_the_area_are_asked_for_and_keep_their_contents(offse
     tensor = torch.arange(4 * HUGE_PAGE_BYTES)
     cpu_weights.use_huge_pages(tensor.data_ptr() + 1 + offset, 3 * HUGE_PAGE_BYTES + 17)
     assert torch.equal(tensor, torch.arange(len(tensor)))  # nothing in them changes
-    calls: list[tuple[int, int, int]] = []
-
-    def madvise(*call: int) -> int:
-        calls.append(call)  # type: ignore[arg-type]
-        return 0
-
+    madvise = MagicMock(return_value=0)
     monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(madvise=madvise))
     address, num_bytes = 100 * HUGE_PAGE_BYTES + offset, HUGE_PAGE_BYTES + 5
     cpu_weights.use_huge_pages(address, HUGE_PAGE_BYTES - 1)
-    assert not calls  # too little for a large page
+    madvise.assert_not_called()  # too little for a large page
     cpu_weights.use_huge_pages(address, num_bytes)
-    assert [advice for *_, advice in calls] == [cpu_weights.MADV_HUGEPAGE, cpu_weights.MADV_COLLAPSE]
-    for start, length, _ in calls:
-        assert address <= start < address + mmap.PAGESIZE and start % mmap.PAGESIZE == 0
-        assert length % mmap.PAGESIZE == 0 and 0 <= address + num_bytes - (start + length) < mmap.PAGESIZE
+    start, length, _ = madvise.call_args.args
+    advice = cpu_weights.MADV_HUGEPAGE, cpu_weights.MADV_COLLAPSE
+    assert [each.args for each in madvise.call_args_list] == [(start, length, each) for each in advice]
+    assert address <= start < address + mmap.PAGESIZE and start % mmap.PAGESIZE == 0
+    assert length % mmap.PAGESIZE == 0 and 0 <= address + num_bytes - (start + length) < mmap.PAGESIZE

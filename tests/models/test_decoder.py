@@ -20,7 +20,7 @@ from titan.core.batch import QueryRow, build_batch
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.kernels.backend import choose_backend
-from titan.kernels.cpu.weights import has_tiles, is_tiled
+from titan.kernels.cpu.weights import is_packed
 from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
@@ -126,8 +126,10 @@ def test_checkpoints_in_bfloat16_are_exact_in_float32(tmp_path: Path, model_type
     expected = reference_logits(reference, token_ids)
     model = load(tmp_path)
     session = Session(model)
-    assert all(is_tiled(weight) == has_tiles() for weight in (model.head, model.layer_weights[0].qkv_weight))
-    assert_close(session.feed(token_ids[:100], 0), expected[99:100], 1e-5)  # longer than the compiled passes, then three of them
+    packed = [weight for weight in (model.head, model.layer_weights[0].qkv_weight, model.embedding) if is_packed(weight)]
+    assert len(packed) == (2 + is_tied) * model.ops.packs  # a tied embedding is the head
+    assert all(each.dtype == torch.int32 for each in packed)
+    assert_close(session.feed(token_ids[:100], 0), expected[99:100], 1e-5)
     assert_close(session.feed(token_ids[100:110], 100), expected[109:110], 1e-5)
     chain = DraftTree.chain(token_ids[111:])
     logits = session.run([QueryRow(session.block_ids[0], 110, token_ids[110:111])], chain)

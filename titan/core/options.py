@@ -17,6 +17,7 @@ DRAFT_TREES = ("auto", "dynamic", "chain")
 DRAFT_SAMPLINGS = ("auto", "greedy", "sampled")
 SCHEDULING_POLICIES = ("fcfs",)
 PREEMPTION_MODES = ("recompute",)
+MAX_THREADS = 1024
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
@@ -27,18 +28,22 @@ class ModelOptions:
     Args:
         dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions), "float32", "bfloat16", "float16".
         device: "auto" (CUDA if available), "cpu", "cuda", "cuda:N".
+        num_threads: threads of a CPU; ``None`` = one per physical core that the process may use, at most as many as PyTorch has.
         seed: for the requests that have none.
         max_model_len: maximum tokens of a request, prompt and output; ``None`` = the model's positions.
     """
 
     dtype: str = "auto"
     device: str = "auto"
+    num_threads: int | None = None
     seed: int = 0
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
         check_integer("seed", self.seed, 0, 2**63 - 1)
+        if self.num_threads is not None:
+            check_integer("num_threads", self.num_threads, 1, MAX_THREADS)
         if self.max_model_len is not None:
             check_integer("max_model_len", self.max_model_len, 1)
 
@@ -160,6 +165,7 @@ class EngineOptions(TypedDict, total=False):
 
     dtype: str
     device: str
+    num_threads: int | None
     seed: int
     max_model_len: int | None
     use_speculative: bool

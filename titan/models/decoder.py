@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.core.arrays import Ints
@@ -12,9 +11,6 @@ from titan.kernels.interfaces import Backend, PassInputs, TokenPlaces
 from titan.models.config import ModelConfig
 from titan.models.layers import LayerStep, LayerWeights, attention, gated, layer_shapes
 from titan.models.rope import rope_table
-
-MAX_HEAD_COPY_BYTES = 128 * 2**20
-"""Largest tied output head that is packed, as a second copy of the embedding."""
 
 
 class Decoder(nn.Module):
@@ -63,8 +59,7 @@ class Decoder(nn.Module):
         """Make the weights ready to run; call once, after loading.
 
         Args:
-            pack: pack those weights of linear layers that are not packed yet. A tied embedding stays plain for its look-ups, and
-                the head is a packed copy of it if that is small.
+            pack: pack those weights that are not packed yet; see `is_packable`.
         """
         layer_weights = []
         for parameters in self.layers:
@@ -72,15 +67,15 @@ class Decoder(nn.Module):
             for name in parameters if pack else ():
                 self._pack_parameter(parameters, name)
             layer_weights.append(LayerWeights(**parameters))
+        for name in ("embedding", "lm_head") if pack else ():
+            self._pack_parameter(self, name)
         self._layer_weights = tuple(layer_weights)
         self._next_norms = (*(weights.input_norm for weights in layer_weights[1:]), self.final_norm)
-        if self.lm_head is not None:
-            if pack:
-                self._pack_parameter(self, "lm_head")
-            self.head = self.lm_head.detach()
-        else:
-            embedding = self.embedding.detach()
-            self.head = self.ops.pack(embedding) if pack and embedding.nbytes <= MAX_HEAD_COPY_BYTES else embedding
+        self.head = (self.embedding if self.lm_head is None else self.lm_head).detach()
+
+    def is_packable(self, parameter: str) -> bool:
+        """Whether a parameter of the decoder or of a layer belongs to a linear layer: a tied embedding does, too."""
+        return parameter.endswith("_weight") or parameter == ("embedding" if self.lm_head is None else "lm_head")
 
     @property
     def layer_weights(self) -> tuple[LayerWeights, ...]:
@@ -123,7 +118,7 @@ class Decoder(nn.Module):
         config, ops, eps = self.config, self.ops, self.config.rms_norm_eps
         plan = ops.plan_attention(inputs.attention, config.windows)
         step = LayerStep(ops, plan, TokenPlaces(self.rope_table, inputs.positions, inputs.slot_mapping))
-        x = F.embedding(inputs.token_ids, self.embedding)
+        x = ops.look_up(inputs.token_ids, self.embedding, config.hidden_size, self.dtype)
         normed = ops.rms_norm(x, self.layer_weights[0].input_norm, eps)
         rows, last = inputs.logits_rows, config.num_layers - 1
         for layer, (weights, next_norm) in enumerate(zip(self.layer_weights, self._next_norms, strict=True)):
@@ -139,10 +134,5 @@ class Decoder(nn.Module):
         return self.ops.linear(hidden, self.head, None)
 
     def _pack_parameter(self, owner: nn.Module, parameter: str) -> None:
-        if is_linear_weight(parameter) and self.ops.packs:
+        if self.is_packable(parameter) and self.ops.packs:
             setattr(owner, parameter, nn.Parameter(self.ops.pack(owner.get_parameter(parameter)), requires_grad=False))
-
-
-def is_linear_weight(parameter: str) -> bool:
-    """Whether a parameter of the decoder or of a layer is used only by linear layers, so that it may be packed."""
-    return parameter.endswith("_weight") or parameter == "lm_head"

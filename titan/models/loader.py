@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig, as_token_ids
-from titan.models.decoder import Decoder, is_linear_weight
+from titan.models.decoder import Decoder
 from titan.models.registry import check_supported
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ CHUNK_BYTES = 8 * 2**20
 
 CONFIG_FILES = ["*.json"]
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+MAX_SHARED_NUMBERS = 2**24
+"""Size of the largest weight whose place in memory is shared while it is packed; the allocator gives larger ones back at once."""
+
 WEIGHT_FILES = ["*.json", "*.safetensors"]
 WEIGHT_INDEX = "model.safetensors.index.json"
 SINGLE_WEIGHT_FILE = "model.safetensors"
@@ -281,17 +284,20 @@ def _load_weights(model: Decoder, destinations: dict[str, Destination], tensors:
     def empty(num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=model.dtype, device=model.device)
 
-    packed = {part for part in parts if pack and model.ops.packs and is_linear_weight(part[1])}
+    packed = {part for part in parts if pack and model.ops.packs and model.is_packable(part[1])}
     # Plain weights that are to be packed share one buffer: freed one by one, they would leave holes in the heap that the
-    # packed ones do not fit into, which adds up to a third of the model.
-    buffer = empty(max((owner.get_parameter(parameter).numel() for owner, parameter in packed), default=0))
+    # packed ones do not fit into, which adds up to a third of the model. Large ones leave none.
+    sizes = [owner.get_parameter(parameter).numel() for owner, parameter in packed]
+    buffer = empty(max((size for size in sizes if size <= MAX_SHARED_NUMBERS), default=0))
     for (owner, parameter), keys in parts.items():
         shape = owner.get_parameter(parameter).shape
         is_packed = (owner, parameter) in packed
-        value = (buffer[: shape.numel()] if is_packed else empty(shape.numel())).view(shape)
+        is_shared = is_packed and shape.numel() <= MAX_SHARED_NUMBERS
+        value = (buffer[: shape.numel()] if is_shared else empty(shape.numel())).view(shape)
         for key in keys:
             _copy_tensor(value[destinations[key].rows], tensors[key], key)
         setattr(owner, parameter, nn.Parameter(model.ops.pack(value) if is_packed else value, requires_grad=False))
+        del value
 
 
 def _some(names: list[str], limit: int = 5) -> str:

@@ -1,0 +1,63 @@
+"""The compiled C++ of this folder as Python calls it."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from titan.kernels.cpu.library import LoadedLibrary
+from titan.kernels.cpu.threads import available_cores
+
+COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes that the library's functions exist for."""
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+class CompiledKernels:
+    """The functions of a library, and threads that they share.
+
+    Args:
+        loaded: the library.
+        num_threads: ``None``: as many as there are physical cores for this process, and at most as many as PyTorch has.
+    """
+
+    def __init__(self, loaded: LoadedLibrary, num_threads: int | None = None) -> None:
+        assert loaded.library is not None, loaded.description
+        self.description = loaded.description
+        self.num_threads = num_threads or min(available_cores(), torch.get_num_threads())
+        self._library = loaded.library
+        self._library.make_team.restype, self._library.make_team.argtypes = _POINTER, [_INT]
+        self.team: int | None = self._library.make_team(self.num_threads)
+        if self.team is None:
+            raise ValueError(f"num_threads={self.num_threads} is not possible: the system does not allow so many threads")
+        weakref.finalize(self, self._library.free_team, _POINTER(self.team))
+
+    def function(self, name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:
+        """Return the function of a name for tensors of a dtype, if it differs between them; it runs on the threads.
+
+        Args:
+            name: in the C++.
+            dtype: one of `COMPILED_DTYPES`.
+            arguments: their types.
+        """
+        function = self.plain_function(name, dtype, _POINTER, *arguments)
+        return lambda *values: function(self.team, *values)  # the threads live as long as it does
+
+    def plain_function(self, name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:
+        """The same for a function that does not take the threads as its first argument."""
+        function = getattr(self._library, name if dtype is None else f"{name}_{str(dtype).removeprefix('torch.')}")
+        function.argtypes, function.restype = arguments, None
+        return function
+
+
+_NOTHING = ctypes.c_char * 0
+
+
+def address(array: NDArray[Any]) -> int:
+    """Return the address of a contiguous array's data; faster than `ndarray.ctypes`, which read-only arrays need."""
+    return ctypes.addressof(_NOTHING.from_buffer(array)) if array.flags.writeable else array.ctypes.data  # type: ignore[arg-type]

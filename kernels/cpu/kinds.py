@@ -1,0 +1,66 @@
+"""Kinds of processors that the C++ of this folder is compiled for, and the choice of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+CPU_KERNELS = "TITAN_CPU_KERNELS"
+"""Environment variable that selects the kernels: a kind, "auto" for the best one, or "torch" for PyTorch's operations."""
+
+X86_64_V4 = ("-march=x86-64-v4", "-mtune=native")
+X86_64_V3 = ("-march=x86-64-v3", "-mtune=native")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Processors with the same instructions for products."""
+
+    name: str
+    description: str
+    flags: tuple[str, ...]  # of the compiler
+    is_here: Callable[[], bool]  # whether this processor has the instructions, and the system permits their use
+
+
+KINDS = (
+    Kind(
+        "amx",
+        "matrix units (AMX)",
+        (*X86_64_V4, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        lambda: torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx(),
+    ),
+    Kind(
+        "avx512bf16",
+        "AVX-512 with products of bfloat16",
+        (*X86_64_V4, "-mavx512bf16"),
+        lambda: torch.cpu._is_avx512_supported() and torch.cpu._is_avx512_bf16_supported(),
+    ),
+    Kind("avx512", "AVX-512", X86_64_V4, torch.cpu._is_avx512_supported),
+    Kind("avx2", "AVX2 and FMA", X86_64_V3, torch.cpu._is_avx2_supported),
+    Kind("native", "what the compiler finds", ("-march=native",), lambda: True),
+)
+"""From the fastest on."""
+
+
+def kinds_here() -> list[Kind]:
+    """Return the kinds that can run on this processor, from the fastest on."""
+    return [kind for kind in KINDS if kind.is_here()]
+
+
+def choose_kind() -> Kind | None:
+    """Return the kind that the user asks for, by default the fastest; ``None``: PyTorch's operations.
+
+    Raises:
+        ValueError: the environment variable `CPU_KERNELS` has an unknown value, or names a kind that this processor is not.
+    """
+    choice, here = os.environ.get(CPU_KERNELS, "auto"), kinds_here()
+    if choice in ("auto", "torch"):
+        return here[0] if choice == "auto" else None
+    if (kind := next((each for each in here if each.name == choice), None)) is not None:
+        return kind
+    reason = "this processor lacks it" if choice in [kind.name for kind in KINDS] else "it is unknown"
+    allowed = ", ".join(map(repr, ("auto", "torch", *(each.name for each in here))))
+    raise ValueError(f"{CPU_KERNELS}={choice} is not allowed: {reason}; allowed are {allowed}")

@@ -1,0 +1,117 @@
+// Products of a few rows with packed numbers, all sums in registers: what differs between processors.
+//
+// Each sum of a row runs over the inputs in their order, however many rows and outputs are computed together.
+
+#pragma once
+
+#include <type_traits>
+
+#include "numbers.h"
+#include "weight.h"
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define TITAN_HAS_DOT 1
+#endif
+
+namespace {
+
+constexpr int kParts = kBlock / kLanes; // vectors of a block
+
+// Rows and blocks whose sums fit into the registers: 32 of AVX-512 and of NEON, 16 of AVX2.
+constexpr int kMostRows = kLanes == 16 ? 8 : 6;
+constexpr int kMostBlocks = kLanes == 16 ? 3 : 1;
+
+constexpr int64_t kPrefetchBytes = 2048; // read ahead; the prefetch of the hardware does not reach far enough
+
+// Call `work` with a number from 1 to Most as a constant.
+template <int Most, typename Work>
+inline void with_constant(int64_t number, const Work& work) {
+  if constexpr (Most > 1) {
+    if (number < Most) return with_constant<Most - 1>(number, work);
+  }
+  work(std::integral_constant<int, Most>{});
+}
+
+// Numbers of packed operands that one vector holds per output.
+template <typename Packed>
+constexpr int kPair = std::is_same_v<Packed, BFloat16> ? 2 : 1;
+
+// The type that rows must have to be multiplied with packed numbers of models of type T.
+#ifdef TITAN_HAS_DOT
+template <typename T>
+using Row = T;
+#else
+template <typename T>
+using Row = float;
+#endif
+
+#ifdef __AVX512BF16__
+inline Lanes add_pairs(Lanes sum, Words a, Words b) {
+  return reinterpret<Lanes>(_mm512_dpbf16_ps(reinterpret<__m512>(sum), reinterpret<__m512bh>(a), reinterpret<__m512bh>(b)));
+}
+#elif defined(TITAN_HAS_DOT)
+inline Lanes add_pairs(Lanes sum, Words a, Words b) {
+  return reinterpret<Lanes>(vbfdotq_f32(reinterpret<float32x4_t>(sum), reinterpret<bfloat16x8_t>(a), reinterpret<bfloat16x8_t>(b)));
+}
+#endif
+
+// Half of the pairs as float32: their first numbers, or their second ones.
+template <int Half>
+inline Lanes half_of(const BFloat16* pairs) {
+  const Words words = load<Words>(pairs);
+  return reinterpret<Lanes>(Half == 0 ? words << 16 : words & 0xffff0000u);
+}
+
+// Add the products of `kPair` inputs of M rows with V vectors; Packed is float or Float16.
+template <int M, int V, typename Packed>
+inline void add_products(const float* x, int64_t stride, const Packed* const (&packed)[V], Lanes (&sums)[V][M]) {
+  Lanes numbers[V];
+  for (int v = 0; v < V; ++v) numbers[v] = load_lanes(packed[v]);
+#pragma GCC unroll 8
+  for (int row = 0; row < M; ++row)
+    for (int v = 0; v < V; ++v) sums[v][row] += numbers[v] * x[row * stride];
+}
+
+template <int M, int V>
+inline void add_products(const float* x, int64_t stride, const BFloat16* const (&packed)[V], Lanes (&sums)[V][M]) {
+  Lanes numbers[V];
+  for (int v = 0; v < V; ++v) numbers[v] = half_of<0>(packed[v]);
+#pragma GCC unroll 8
+  for (int row = 0; row < M; ++row)
+    for (int v = 0; v < V; ++v) sums[v][row] += numbers[v] * x[row * stride];
+  for (int v = 0; v < V; ++v) numbers[v] = half_of<1>(packed[v]);
+#pragma GCC unroll 8
+  for (int row = 0; row < M; ++row)
+    for (int v = 0; v < V; ++v) sums[v][row] += numbers[v] * x[row * stride + 1];
+}
+
+// Add the products of numbers of two rows, lane by lane.
+inline Lanes add_product(Lanes sum, const float* a, const float* b) { return sum + load_lanes(a) * load_lanes(b); }
+
+#ifdef TITAN_HAS_DOT
+inline Lanes add_product(Lanes sum, const BFloat16* a, const BFloat16* b) { return add_pairs(sum, load<Words>(a), load<Words>(b)); }
+
+template <int M, int V>
+inline void add_products(const BFloat16* x, int64_t stride, const BFloat16* const (&packed)[V], Lanes (&sums)[V][M]) {
+  for (int row = 0; row < M; ++row) {
+    const Words pair = Words{} + load<uint32_t>(x + row * stride);
+    for (int v = 0; v < V; ++v) sums[v][row] = add_pairs(sums[v][row], load<Words>(packed[v]), pair);
+  }
+}
+#endif
+
+// Add x [M, depth], `stride` apart, times B blocks of a weight to sums [M, B * kBlock].
+template <int M, int B, typename X, typename Packed>
+inline void multiply_blocks(const X* x, int64_t stride, const Packed* blocks, int64_t depth, Lanes (&sums)[B * kParts][M]) {
+  const Packed* packed[B * kParts];
+  for (int v = 0; v < B * kParts; ++v) packed[v] = blocks + v / kParts * depth * kBlock + v % kParts * kLanes * kPair<Packed>;
+  const int64_t last = depth - kPrefetchBytes / (kBlock * sizeof(Packed)); // from here on, the next blocks are read ahead
+  for (int64_t input = 0; input < depth; input += kPair<Packed>) {
+    const int64_t ahead = kPrefetchBytes / sizeof(Packed) + (input < last ? 0 : (B - 1) * depth * kBlock);
+    for (int block = 0; block < B; ++block) __builtin_prefetch(packed[block * kParts] + ahead);
+    add_products<M, B * kParts>(x + input, stride, packed, sums);
+    for (int v = 0; v < B * kParts; ++v) packed[v] += kBlock * kPair<Packed>;
+  }
+}
+
+} // namespace
