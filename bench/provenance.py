@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import os
 import platform
 import re
 import subprocess
@@ -17,6 +16,7 @@ import psutil
 import torch
 
 import titan
+from titan.kernels.cpu.threads import available_cores
 from titan.models.loader import resolve_model
 
 
@@ -75,15 +75,9 @@ def provenance_lines(provenance: Provenance) -> list[str]:
     ]
 
 
-def num_physical_cores() -> int:
-    """Return the physical cores that this process may use."""
-    num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(psutil.cpu_count(logical=False) or num_usable, num_usable)
-
-
 def machine_name() -> str:
     """Name the processor, its cores, the memory, and the GPU if there is one."""
-    parts = [_cpu_name(), f"{num_physical_cores()} cores", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"]
+    parts = [_cpu_name(), f"{available_cores()} cores", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"]
     if torch.cuda.is_available():
         parts.append(torch.cuda.get_device_name())
     return ", ".join(parts)

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from titan.bench.charts import LineChart, render_chart
-from titan.bench.provenance import Provenance, collect_provenance, num_physical_cores, provenance_lines
+from titan.bench.provenance import Provenance, collect_provenance, provenance_lines
 from titan.bench.samples import Label, Row, Sample
 from titan.bench.turns import log
+from titan.kernels.cpu.threads import available_cores
 
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
@@ -91,7 +92,7 @@ def bench_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--json", type=_output_file, metavar="FILE", help="write the results, with every sample and provenance")
     parser.add_argument("--markdown", type=_output_file, metavar="FILE", help="write the tables")
     parser.add_argument("--html", type=_output_file, metavar="FILE", help="write a page with tables and plots, all in one file")
-    parser.add_argument("--threads", type=positive, default=num_physical_cores(), help="default: the physical cores, %(default)s")
+    parser.add_argument("--threads", type=positive, default=available_cores(), help="default: the physical cores, %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default: %(default)s)")
     return parser
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,14 @@ from titan.core.sampling_rows import SamplingRows
 from titan.kernels.cpu.compiled import COMPILED_DTYPES, CompiledKernels, address
 from titan.kernels.torch.sampling import distributions
 
-_POINTER = ctypes.c_void_p
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+ARGUMENTS = {
+    "argmax": (_POINTER, _POINTER, _INT, _INT),
+    "softmax": (*[_POINTER] * 3, _INT, _INT),
+    "best_children": (*[_POINTER] * 4, *[_INT] * 3),
+}
+"""Argument types of the library's functions that exist for every dtype."""
 
 
 class CompiledSampling:
@@ -24,7 +30,10 @@ class CompiledSampling:
     """
 
     def __init__(self, kernels: CompiledKernels) -> None:
-        self._kernels = kernels
+        self._functions = {
+            (name, dtype): kernels.function(name, dtype, *types) for name, types in ARGUMENTS.items() for dtype in COMPILED_DTYPES
+        }
+        self._draw_children = kernels.function("draw_children", None, *[_POINTER] * 5, *[_INT] * 3)
 
     def argmax(self, logits: Tensor) -> Tensor:
         logits = readable(logits)
@@ -55,22 +64,16 @@ class CompiledSampling:
         written = self.probs(logits, rows)
         probs.index_copy_(0, places, written)
         arguments = written, torch.from_numpy(num_children), places, children, *written.shape, children.shape[1]
-        types = [_POINTER, *map(_type, arguments)]
-        self._kernels.function("draw_children", None, *types)(address(rows.options), *map(_as_argument, arguments))
+        self._draw_children(address(rows.options), *map(_as_argument, arguments))
 
     def _call(self, name: str, values: Tensor, *arguments: Tensor | int) -> None:
         """Call the library's function for the dtype of ``values`` with tensors and numbers."""
-        arguments = values, *arguments
-        self._kernels.function(name, values.dtype, *map(_type, arguments))(*map(_as_argument, arguments))
+        self._functions[name, values.dtype](*map(_as_argument, (values, *arguments)))
 
 
 def readable(logits: Tensor) -> Tensor:
     """Return logits as the library reads them: contiguous, of a dtype it supports."""
     return (logits if logits.dtype in COMPILED_DTYPES else logits.float()).contiguous()
-
-
-def _type(value: Tensor | int) -> Any:
-    return ctypes.c_int64 if isinstance(value, int) else _POINTER
 
 
 def _as_argument(value: Tensor | int) -> int:

@@ -77,7 +77,7 @@ def look_up(token_ids: Tensor, packed: Tensor, size: int, dtype: torch.dtype) ->
     """Return rows of a packed weight: int64 [n] -> [n, size]."""
     words = packed.view(torch.int16 if packed.dtype == torch.uint16 else torch.int32)
     num_rows, depth = words.shape
-    blocks = words.as_strided((-(-num_rows // BLOCK), depth, BLOCK), (depth * BLOCK, BLOCK, 1))
+    blocks = words.as_strided((_round_up(num_rows, BLOCK) // BLOCK, depth, BLOCK), (depth * BLOCK, BLOCK, 1))
     return blocks[token_ids // BLOCK, :, token_ids % BLOCK].view(NUMBERS[packed.dtype])[:, :size].to(dtype)
 
 
