@@ -24,7 +24,7 @@ LLAMA_3_8B = AttentionGeometry(32, 8, 128, 16, torch.bfloat16)
 TINY = AttentionGeometry(4, 1, 32, 16, torch.bfloat16)
 CHAIN = (-1, 0, 1, 2, 3, 4)
 
-UNIFORM = [(requests, context) for requests in (1, 8, 32, 128) for context in (1024, 8192, 32768)]
+UNIFORM = [(32, 4096), *((requests, context) for requests in (1, 8, 32, 128, 40, 72) for context in (1024, 8192, 32768))]
 """Batches that have goals."""
 COMPARED = [(8, 8192), (32, 8192), (1, 32768), (32, 1024), (8, 1024), (128, 1024)]
 """Those with other kernels, the most telling first."""
@@ -34,7 +34,7 @@ UNEQUAL = [
     Shape("8192, chain", LLAMA_3_8B, (8192,) * 8, CHAIN),
 ]
 
-SHARE_BY_FLOOR = ((200, 0.85), (50, 0.75), (20, 0.65))
+SHARE_BY_FLOOR = ((120, 0.85), (50, 0.75), (20, 0.65))
 """From so many microseconds at the speed of a copy on, so much of that speed must be reached."""
 MAX_DISAGREEMENT = 2e-2
 """Between two kernels that each round to bfloat16, as the norm of the difference over the norm."""
@@ -46,7 +46,7 @@ def measure(shape: Shape, kernel: Kernel, setting: Setting) -> Figures:
     Raises:
         WrongNumbersError: its output is not that of Titan's.
     """
-    case = make_case(shape, setting, slots_per_page=kernel.slots_per_page)
+    case = make_case(shape, setting)
     attend = kernel.prepare(case)
     disagreement = check_agreement(attend(0), titan(case)(0))
     seconds = seconds_per_layer(case, attend)

@@ -43,12 +43,8 @@ def llama(
 
 LLAMA_8B = llama(4096, 14336, 32, 32, 8, 128)
 """Llama 3.1 8B."""
-LLAMA_1B = llama(2048, 8192, 16, 32, 8, 64)
-"""Llama 3.2 1B."""
 DRAFT_OF_8B = llama(2048, 8192, 8, 32, 8, 64)
 """0.75 B, half the layers of Llama 3.2 1B: a pass reads a tenth of what a pass of the 8 B reads."""
-DRAFT_OF_1B = llama(768, 3072, 3, 12, 4, 64)
-"""0.12 B, a tenth of the 1 B, most of it the output head."""
 
 
 def make_decoder(config: LlamaConfig, *, backend: Backend, seed: int) -> Decoder:
