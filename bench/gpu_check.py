@@ -12,10 +12,11 @@ Where time runs out, the least important rows are skipped, and say so. Rows are 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import chain
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from titan.bench.gpu import attention, ceilings, device_tests, end_to_end, sampling
-from titan.bench.gpu.sections import Row, Section, Setting, run_isolated
+from titan.bench.gpu.sections import Figures, Row, Section, Setting, run_isolated
 from titan.bench.report import (
     Report,
     Table,
@@ -38,6 +39,7 @@ from titan.bench.report import (
     positive,
 )
 from titan.bench.turns import log
+from titan.bench.workloads import read_text
 from titan.kernels.triton.tools import INTERPRETED
 
 SECTIONS = {
@@ -52,6 +54,9 @@ SECTIONS = {
     )
 }
 RESULTS = Path(__file__).resolve().parent / "results"
+
+OVER_BASE = "x base"
+"""The first figure of a row over that in another run."""
 
 RunSection = Callable[[Section, Setting, float], Iterator[Row]]
 
@@ -74,10 +79,12 @@ def run_sections(sections: Sequence[Section], setting: Setting, seconds: float, 
             yield row
 
 
-def make_report(rows: Sequence[Row]) -> Report:
-    """All that is known so far."""
+def make_report(rows: Sequence[Row], base: Mapping[str, Figures]) -> Report:
+    """All that is known so far; ``base`` are figures of another run by row, as `read_base` returns them."""
     names = dict.fromkeys(str(row.labels["section"]) for row in rows)
     compared = {name: SECTIONS[name].compare([row for row in rows if row.labels["section"] == name]) for name in names}
+    for name, mine in compared.items():
+        mine[:] = [with_base(row, base.get(_name(row), {}), SECTIONS[name].columns) for row in mine]
     met = [each for row in chain(*compared.values()) for each in row.is_met.values()]
     num_ok = sum(row.status == "ok" for row in rows)
     return Report(
@@ -91,6 +98,18 @@ def make_report(rows: Sequence[Row]) -> Report:
     )
 
 
+def read_base(path: Path) -> dict[str, Figures]:
+    """Figures of a run that ``--json`` wrote, by the name of the row."""
+    rows = json.loads(read_text(path, f"--base {path}"))["rows"]
+    return {", ".join(map(format_label, row["labels"].values())): row["figures"] for row in rows}
+
+
+def with_base(row: Row, base: Figures, names: Iterable[str]) -> Row:
+    """Add the ratio of the first figure that both runs have."""
+    name = next((name for name in names if name in row.figures and base.get(name)), None)
+    return row if name is None else replace(row, figures={**row.figures, OVER_BASE: row.figures[name] / base[name]})
+
+
 def section_table(section: Section, rows: Sequence[Row]) -> Table:
     """The rows of a section, with what became of them and of their goals."""
     shown = []
@@ -99,7 +118,7 @@ def section_table(section: Section, rows: Sequence[Row]) -> Table:
         status = row.status if row.problem is None else f"{row.status}: {row.problem}"
         shown.append(replace(row, labels={**row.labels, "status": status, **({"goal": "; ".join(goals)} if goals else {})}))
     labels = [name for name in dict.fromkeys(chain(*(row.labels for row in shown))) if name != "section"]
-    return figure_table(section.title, shown, labels, section.columns)
+    return figure_table(section.title, shown, labels, {**section.columns, OVER_BASE: ".3f"})
 
 
 def main(argv: Sequence[str] | None = None, run_section: RunSection = run_isolated) -> int:
@@ -116,13 +135,14 @@ def main(argv: Sequence[str] | None = None, run_section: RunSection = run_isolat
     seconds = args.seconds or sum(section.seconds for section in sections)
     setting = Setting(device, args.tiny, args.seed, args.threads)
     rows: list[Row] = []
+    base = {} if args.base is None else read_base(args.base)
 
     def measure() -> Iterator[None]:
         for row in run_sections(sections, setting, seconds, run_section):
             rows.append(row)
             yield
 
-    measure_and_publish(args, measure, lambda: make_report(rows))
+    measure_and_publish(args, measure, lambda: make_report(rows, base))
     return int(any(row.status in ("failed", "wrong") for row in rows))
 
 
@@ -144,6 +164,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = bench_parser("gpu_check", __doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections (default: all); ceilings are always measured")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes; times mean nothing then")
+    parser.add_argument("--base", type=Path, metavar="FILE", help="another run that --json wrote, to compare with row by row")
     parser.add_argument("--seconds", type=positive, help="for everything (default: as the sections are planned)")
     return parser
 

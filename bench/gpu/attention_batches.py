@@ -83,9 +83,9 @@ class Case:
         """What scores are multiplied by."""
         return 1 / math.sqrt(self.shape.geometry.head_dim)
 
-    def plan(self, fixed_chunk: int | None = None) -> TreeAttentionPlan:
-        """Plan as the engine would, once per step; ``fixed_chunk`` splits all contexts alike."""
-        return plan_tree_attention(self.layout, (None,), fixed_chunk)
+    def plan(self) -> TreeAttentionPlan:
+        """Plan as the engine would, once per step."""
+        return plan_tree_attention(self.layout, (None,))
 
 
 def make_case(shape: Shape, setting: Setting) -> Case:

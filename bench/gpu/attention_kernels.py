@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.bench.gpu.attention_batches import Case
-from titan.kernels.triton.attention_planner import CHUNK_MULTIPLE
 from titan.kernels.triton.tree_attention import tree_attention
 
 FLASHINFER_WORKSPACE = 256 * 2**20
@@ -25,16 +24,10 @@ Attend = Callable[[int], Tensor]
 """Layer -> [T, num_heads * D]."""
 
 
-def titan(case: Case, fixed_chunk: int | None = None) -> Attend:
-    """Titan's kernel as the engine calls it, or with contexts split into chunks of one length."""
-    plan = case.plan(fixed_chunk)
+def titan(case: Case) -> Attend:
+    """Titan's kernel as the engine calls it."""
+    plan = case.plan()
     return lambda layer: tree_attention(case.q[layer], case.kv[layer], plan, scale=case.scale)
-
-
-def titan_unsplit(case: Case) -> Attend:
-    """Titan's kernel with one program per tile, whatever the context: what split contexts are worth."""
-    longest = max(case.shape.contexts) + case.shape.query_len
-    return titan(case, -(-longest // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
 
 
 def split(case: Case, layer: int) -> Tensor:
@@ -113,7 +106,6 @@ class Kernel:
 TITAN = "titan"
 KERNELS = {
     TITAN: Kernel(titan, is_peer=False),
-    "titan, unsplit": Kernel(titan_unsplit, is_peer=False),
     "gather + SDPA": Kernel(gather_and_sdpa, goal=4.0),
     "FlashInfer, fa2": Kernel(flashinfer, seconds=20, goal=1.0, min_requests=8),
 }

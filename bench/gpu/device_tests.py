@@ -49,17 +49,14 @@ class Plugin:
         return self._found.get()
 
     def pytest_runtestloop(self, session: Any) -> bool:
-        """Hand the tests over, and wait for ever."""
         self._found.put(session.items)
-        return Event().wait()
+        return Event().wait()  # for ever: the session is still needed
 
     def pytest_collectreport(self, report: Any) -> None:
-        """Show a file that cannot be read, such as one that needs a package that is not installed."""
-        if report.failed:
+        if report.failed:  # such as for a package that is not installed
             print(report.longreprtext, file=sys.stderr, flush=True)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Keep what became of a part of a test."""
         self._reports.append(report)
 
     def run(self, item: Any, next_item: Any) -> Figures:

@@ -1,4 +1,4 @@
-"""Tokens per second of whole engines: Titan with and without speculation, and transformers on the very same weights.
+"""Tokens per second of whole engines, with and without speculation.
 
 Every figure of decoding is of a window of steps in which all requests decode: it begins some steps after the last prompt is done,
 when graphs are captured, and ends before a request does. With speculation, a draft model of a tenth of the target's cost runs in
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -23,7 +23,6 @@ from titan.bench.engine_run import make_idle, make_requests
 from titan.bench.gpu import random_models
 from titan.bench.gpu.sections import Figures, Section, Setting, Task, WrongNumbersError
 from titan.bench.gpu.timing import busy_seconds, heaviest, synchronize
-from titan.bench.peers.transformers_peer import ContinuousPeer, StaticPeer
 from titan.bench.predict import expected_tokens
 from titan.bench.prompts import random_prompts
 from titan.bench.samples import with_ratio
@@ -47,13 +46,7 @@ NUM_PROFILED = 8
 """Steps after a window by which it is measured how busy the device is."""
 NUM_OTHERS = 6 + 2 * NUM_WARM_UPS + 2 * NUM_PROFILED
 """Steps outside the window, those included in which the first requests decode while the last prompts are computed."""
-SHORT, LONG = 8, 40
-"""Outputs of transformers in tokens; the difference is timed, so that the prompts are not."""
 
-PEERS: dict[str, Callable[[Any, int], Any]] = {
-    "transformers generate": lambda model, _: StaticPeer(model),
-    "transformers continuous batching": ContinuousPeer,
-}
 REPLAYED, SAMPLED = "replay, paid", "sampled"
 """The drafters, by the names under which they are registered."""
 SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
@@ -88,7 +81,7 @@ class Plan:
     goals: Mapping[tuple[int, str], Figures] = field(default_factory=dict)
     modes: Sequence[str] = (PLAIN, AT_GOAL, "acceptance 0.6", "acceptance 0.7", "acceptance 0.9")
     batches: Sequence[int] = (1, 8, 32, 128, 40, 72, 4, 16, 64)  # the most important first
-    other_batches: Sequence[int] = (1, 8, 32)  # of sampling, of peers
+    sampled_batches: Sequence[int] = (1, 8, 32)
     prefills: Sequence[tuple[int, int]] = ((1, 512), (1, 2048), (16, 512))  # requests, tokens each
     profiled: Sequence[int] = (1, 32)
     num_swapping: int = 8  # requests
@@ -109,10 +102,10 @@ PLAN = Plan(
     random_models.DRAFT_OF_8B,
     {
         (1, PLAIN): {"weights' share": 0.8},
-        (32, PLAIN): {"busy": 0.95},
+        (32, PLAIN): {"busy": 0.8},
         (1, AT_GOAL): {"x plain": 2.2},
         (8, AT_GOAL): {"x plain": 1.6},
-        (32, AT_GOAL): {"x plain": 1.2},
+        (32, AT_GOAL): {"x plain": 1.2, "busy": 0.8},
     },
 )
 TINY = Plan(
@@ -120,7 +113,7 @@ TINY = Plan(
     draft=random_models.llama(32, 64, 1, 2, 1, 16, vocab_size=300),
     modes=(PLAIN, AT_GOAL),
     batches=(1, 3),
-    other_batches=(2,),
+    sampled_batches=(2,),
     prefills=((2, 20),),
     profiled=(1,),
     num_swapping=2,
@@ -176,11 +169,6 @@ class EndToEnd:
             enable_prefix_caching=False,
         )
         self.engine = Engine(config, self.target, REPLAYED, backend=backend)
-
-    @cached_property
-    def transformers_model(self) -> Any:
-        """The target in transformers."""
-        return random_models.as_transformers(self.target, self.plan.target)
 
     def workload(self, num_requests: int, output_len: int, prompt_len: int | None = None) -> Workload:
         """Requests with random prompts."""
@@ -292,27 +280,14 @@ class EndToEnd:
         figures = {"prompt tokens/s": rate, "ms/step": 1e3 * seconds / num_steps}
         return figures | ({"of peak": 2 * num_weights * rate / peak} if peak else {})
 
-    def measure_peer(self, batch: int, name: str) -> Figures:
-        """Time a mode of transformers, after a warm-up."""
-        peer = PEERS[name](self.transformers_model, self.plan.prompt_len + LONG)
-        prompts = self.workload(batch, LONG).prompts
-
-        def run(output_len: int) -> float:
-            found = peer.run([{"prompt": prompt, "output_len": output_len} for prompt in prompts], batch)
-            return float(found["seconds"])
-
-        run(SHORT)
-        seconds, num_steps = run(LONG) - run(SHORT), LONG - SHORT
-        return {"tokens/s": batch * num_steps / seconds, "tokens/step": 1.0, "ms/step": 1e3 * seconds / num_steps}
-
 
 def make_tasks(setting: Setting) -> Sequence[Task]:
-    """Without speculation and with it, then the rest of Titan, then transformers; what goals speak of comes first."""
+    """Without speculation and with it, then the rest; what goals speak of comes first."""
     plan = TINY if setting.is_tiny else PLAN
     bench = EndToEnd(plan, setting, choose_backend(setting.device))
 
     def task(batch: int, mode: str, figures: Callable[[], Figures], seconds: float) -> Task:
-        return Task({"requests": batch, "mode": mode}, figures, seconds, mode in PEERS, plan.goals.get((batch, mode), {}))
+        return Task({"requests": batch, "mode": mode}, figures, seconds, goals=plan.goals.get((batch, mode), {}))
 
     def run(batch: int, mode: str) -> Task:
         return task(batch, mode, partial(bench.measure_titan, batch, mode), 4 if mode == PLAIN else 6)
@@ -321,9 +296,8 @@ def make_tasks(setting: Setting) -> Sequence[Task]:
         *(run(batch, mode) for batch in plan.batches for mode in plan.modes[:2]),
         *(task(count, f"prefill of {size}", partial(bench.measure_prefill, count, size), 4) for count, size in plan.prefills),
         task(plan.num_swapping, "swap of the draft", partial(bench.measure_swap, plan.num_swapping, AT_GOAL), 8),
-        *(run(batch, mode) for mode in (PLAIN_SAMPLED, DRAFTS_SAMPLED) for batch in plan.other_batches),
+        *(run(batch, mode) for mode in (PLAIN_SAMPLED, DRAFTS_SAMPLED) for batch in plan.sampled_batches),
         *(run(batch, mode) for batch in plan.batches for mode in plan.modes[2:]),
-        *(task(batch, name, partial(bench.measure_peer, batch, name), 10) for name in PEERS for batch in plan.other_batches),
     ]
 
 

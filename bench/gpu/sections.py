@@ -28,10 +28,6 @@ PATIENCE = 5
 """Times the seconds planned for a task that it may take, and `GRACE` besides, before its process is ended."""
 
 
-class LostProcessError(RuntimeError):
-    """A process has ended, or gives no answer."""
-
-
 class WrongNumbersError(ValueError):
     """What a task computed is not what it should be."""
 
@@ -131,7 +127,7 @@ def run_isolated(section: Section, setting: Setting, seconds: float, *, grace: f
                         break
                     yield row
                     num_known, left = num_known + 1, left[1:]
-        except LostProcessError as error:
+        except ConnectionError as error:
             lost, *left = left if left[0][0].labels else left[:1]
             num_known += 1
             yield replace(lost[0], problem=str(error), seconds=time.time() - start)
@@ -140,7 +136,7 @@ def run_isolated(section: Section, setting: Setting, seconds: float, *, grace: f
 
 @contextmanager
 def _process(*arguments: Any) -> Iterator[Callable[[float], Any]]:
-    """Start `_send_rows`; yields a function that waits so many seconds for what is sent next, or raises `LostProcessError`."""
+    """Start `_send_rows`; yields a function that waits so many seconds for what is sent next, or raises `ConnectionError`."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_rows, args=(*arguments, sender), daemon=True)
@@ -153,8 +149,8 @@ def _process(*arguments: Any) -> Iterator[Callable[[float], Any]]:
                 return receiver.recv()
         except EOFError:
             process.join(GRACE)
-            raise LostProcessError(f"its process ended with status {process.exitcode}") from None
-        raise LostProcessError(f"its process was ended after {max(seconds, 0):.0f} s without an answer")
+            raise ConnectionError(f"its process ended with status {process.exitcode}") from None
+        raise ConnectionError(f"its process was ended after {max(seconds, 0):.0f} s without an answer")
 
     try:
         yield receive
