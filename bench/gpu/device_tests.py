@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
@@ -41,7 +42,8 @@ class Plugin:
 
         def run_pytest() -> None:
             try:
-                import_module("pytest").main(arguments, plugins=[self])
+                with redirect_stdout(sys.stderr):
+                    import_module("pytest").main(arguments, plugins=[self])
             finally:
                 self._found.put([])
 
@@ -63,7 +65,7 @@ class Plugin:
         """Run a test; fixtures that the next one shares stay.
 
         Raises:
-            AssertionError: it failed; the whole report is on stderr.
+            ValueError: it failed; the whole report is on stderr.
         """
         self._reports.clear()
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
@@ -71,7 +73,7 @@ class Plugin:
             if report.failed:
                 print(report.longreprtext, file=sys.stderr, flush=True)
                 crash = getattr(report.longrepr, "reprcrash", None)
-                raise AssertionError(crash.message if crash else "see its report")
+                raise ValueError(crash.message if crash else "see its report")
         return {"skipped" if any(report.skipped for report in self._reports) else "passed": 1.0}
 
 

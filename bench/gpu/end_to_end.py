@@ -302,7 +302,7 @@ def make_tasks(setting: Setting) -> Sequence[Task]:
 
 
 SECTION = Section(
-    "end_to_end",
+    "end_to_end_8b",
     "End to end, Llama of 8 B parameters with a draft of 0.75 B, requests at once",
     "End to end: tokens/s while all requests decode, x plain over Titan without speculation at the same batch; tokens/step per "
     f"request, and expected of the acceptance for {NUM_DRAFTS} draft tokens; weights' share: the time that the step's weights take "
