@@ -7,9 +7,9 @@
 #   BASE=FOLDER bash bench/gpu/first_hour.sh d   an older checkout and this one by turns, and their ratios
 #   bash bench/gpu/first_hour.sh a --tiny        a rehearsal in Triton's interpreter; so do the others
 #
-# Nothing is installed or downloaded. A call prints what it finds at once, leaves JSON and its log in OUT (default: first_hour), goes
-# on behind what fails or is not there, and ends within LIMIT seconds (default: 570) with what it has. PYTHON is the interpreter,
-# SECTIONS are those that d compares. The status is 1 if a part failed, and 2 if a call cannot be made.
+# Nothing is installed or downloaded. A call prints what it finds at once, leaves JSON and its log in OUT (default: first_hour),
+# goes on behind what fails or is not there, and ends within LIMIT seconds (default: 570) with what it has. PYTHON is the
+# interpreter, SECTIONS are those that d compares. The status is 1 if a part failed, and 2 if a call cannot be made.
 set -uo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
