@@ -89,7 +89,7 @@ def make_tasks(setting: Setting) -> Sequence[Task]:
     items = [*on_cuda, *(item for item in found if item not in on_cuda and any(word in item.nodeid for word in words))]
     if not items:
         raise FileNotFoundError(f"there are no tests in {ROOT}, or pytest cannot read them: see above")
-    return [Task({"test": item.nodeid}, partial(plugin.run, item, after), 10) for item, after in pairwise([*items, None])]
+    return [Task({"test": item.nodeid}, partial(plugin.run, item, after), 20) for item, after in pairwise([*items, None])]
 
 
 SECTION = Section(

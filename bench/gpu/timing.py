@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
-from torch.utils.benchmark import Timer
 
 Work = Callable[[], object]
 
@@ -49,11 +48,6 @@ def _time_replays(replay: Callable[[], None], num_replays: int) -> list[float]:
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) / 1e3 for start, end in events]
-
-
-def seconds_per_call(work: Work) -> float:
-    """How long a call takes in a row of calls: of the host or the device, whichever takes longer; the median."""
-    return Timer("work()", globals={"work": work}).blocked_autorange(min_run_time=0.1).median
 
 
 def busy_seconds(work: Work, device: torch.device) -> float | None:
