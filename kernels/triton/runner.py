@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from functools import cached_property
 
 from torch import Tensor
 
@@ -13,9 +13,10 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.core.trees import DraftTrees
 from titan.kernels.growth import grow_by_passes
-from titan.kernels.interfaces import Backend, Model, PassCounts, PassInputs, PassLimits
+from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits
 from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry
-from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassSize, Replay
+from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassSize, Replays
+from titan.kernels.triton.draft_chain import DraftChains
 from titan.kernels.triton.pass_inputs import StaticInputs, size_of, upload_inputs, upload_rows
 
 
@@ -52,9 +53,17 @@ class TritonRunner:
         self._sizes = GraphSizes(limits)
         num_blocks = limits.num_blocks + -(-MAX_NODES // kv.block_size)  # a beam writes more nodes than a request may keep
         self._static = StaticInputs(self._geometry, backend.device, self._sizes.largest, num_blocks)
-        self._replays: dict[PassSize, Replay | None] = {}  # None: capture failed and is not retried
-        self._capture = capture
+        self._num_blocks = num_blocks
+        self._replays = Replays(capture, counts, backend.device)
         self._counts = counts
+
+    @cached_property
+    def _chains(self) -> DraftChains:
+        """Made when it is first needed: a target grows nothing."""
+        num_nodes, request_counts = self._max_query_len - 1, self._sizes.request_counts
+        return DraftChains(
+            self.backend, self.model, self.kv, self._geometry, request_counts, num_nodes, self._num_blocks, self._replays
+        )
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         self.model.check_positions(batch.attention.positions)
@@ -67,30 +76,18 @@ class TritonRunner:
         return self.model.logits(hidden[: len(batch.attention.positions)] if rows is None else hidden.index_select(0, rows))
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
+        if self._chains.can_grow(feeds):
+            return self._chains.grow(self.forward, feeds, num_rows, vocab_size)
         return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
 
     def _padded_hidden_states(self, batch: RaggedBatch, size: PassSize) -> Tensor:
         """Return the hidden states of all tokens of a size, valid until the next pass: [size.num_tokens, hidden_size]."""
         inputs = self._static.fill(batch, size)
-        replay = self._replays.get(size)
-        if replay is not None:
-            self._counts.num_replayed += 1
-            replay.run()
-            return replay.output
-        self._counts.num_eager += 1
-        hidden = self.model.hidden_states(inputs, self.kv)  # also compiles the kernels, as a capture requires
-        if size not in self._replays:
-            self._replays[size] = self._captured(inputs, size)
-        return hidden
 
-    def _captured(self, inputs: PassInputs, size: PassSize) -> Replay | None:
-        """Capture the pass over these inputs; return ``None``, and log the first such case, if memory is too short."""
-        replay = self._capture(lambda: self.model.hidden_states(inputs, self.kv))
-        if replay is None and None not in self._replays.values():
-            logging.getLogger(__name__).warning(
-                "%s has no memory for the CUDA graph of a pass of %d tokens, which runs without one, as may others: a smaller KV "
-                "cache leaves room for graphs",
-                self.backend.device,
-                size.num_tokens,
-            )
-        return replay
+        def run() -> Tensor:
+            return self.model.hidden_states(inputs, self.kv)
+
+        if size in self._replays:
+            return self._replays.run(size, run)
+        self._counts.num_eager += 1
+        return self._replays.record(size, run, f"a pass of {size.num_tokens} tokens")
