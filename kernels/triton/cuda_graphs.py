@@ -49,7 +49,7 @@ class GraphSizes:
     def __init__(self, limits: PassLimits) -> None:
         self.request_counts = _ladder(limits.num_requests, [1, 2, 4, 8, 16, 24, 32])
         self.query_lens = _ladder(limits.query_len, [1, 8, 64])
-        self._tokens_per_request = _ladder(limits.query_len, [1, 2, 4, 8, 16, 32, 64])
+        self.tokens_per_request = _ladder(limits.query_len, [1, 2, 4, 8, 16, 32, 64])
 
     @property
     def largest(self) -> PassSize:
@@ -65,7 +65,7 @@ class GraphSizes:
         num_requests, max_query_len = _at_least(self.request_counts, num_requests), _at_least(self.query_lens, max_query_len)
         per_request = max_query_len
         if num_requests * max_query_len > MAX_FREE_TOKENS:
-            per_request = _at_least(self._tokens_per_request, -(-num_tokens // num_requests))
+            per_request = _at_least(self.tokens_per_request, -(-num_tokens // num_requests))
         num_tokens = num_requests * per_request
         return None if num_tokens > MAX_GRAPH_TOKENS else PassSize(num_tokens, num_requests, max_query_len)
 
@@ -75,7 +75,7 @@ class GraphSizes:
         for fewer, num_requests in pairwise([0, *self.request_counts]):
             for shorter, longest in pairwise([0, *self.query_lens]):
                 fewest_tokens = fewer + shorter + 1  # one request has a query of this class, the others one token
-                for per_request in self._tokens_per_request:
+                for per_request in self.tokens_per_request:
                     num_tokens = min(max(per_request * num_requests, fewest_tokens), num_requests * longest)
                     found.add(self.find(PassSize(num_tokens, num_requests, longest)))
         return sorted((size for size in found if size is not None), reverse=True)

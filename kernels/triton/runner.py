@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
+from itertools import product
 
 from torch import Tensor
 
@@ -13,11 +14,13 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.core.trees import DraftTrees
 from titan.kernels.growth import grow_by_passes
-from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits
+from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits, WarmUp
 from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry
 from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassSize, Replays
 from titan.kernels.triton.draft_chain import DraftChains
 from titan.kernels.triton.pass_inputs import StaticInputs, size_of, upload_inputs, upload_rows
+from titan.kernels.triton.tuning import tile_config
+from titan.kernels.triton.warm_up import idle_batch
 
 
 class TritonRunner:
@@ -68,10 +71,10 @@ class TritonRunner:
     def forward(self, batch: RaggedBatch) -> Tensor:
         self.model.check_positions(batch.attention.positions)
         size = self._sizes.find(size_of(batch)) if self._static.have_room_for(batch) else None
-        if size is None:
+        if size not in self._replays:
             self._counts.num_eager += 1
-            inputs = upload_inputs(batch, self._geometry, self.backend.device, self._max_query_len)
-            return self.model.logits(self.model.hidden_states(inputs, self.kv))
+        if size is None:
+            return self._eager_logits(batch)
         hidden, rows = self._padded_hidden_states(batch, size), upload_rows(batch, self.backend.device)
         return self.model.logits(hidden[: len(batch.attention.positions)] if rows is None else hidden.index_select(0, rows))
 
@@ -79,6 +82,28 @@ class TritonRunner:
         if self._chains.can_grow(feeds):
             return self._chains.grow(self.forward, feeds, num_rows, vocab_size)
         return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
+
+    def warm_up(self, draft_vocab_size: int | None = None) -> Sequence[WarmUp]:
+        """See `titan.kernels.interfaces.Runner`; of passes that run eagerly, all kinds of tiles and plans are compiled."""
+        idle = partial(idle_batch, block_size=self.kv.block_size)
+        passes: list[WarmUp] = [partial(self._padded_hidden_states, idle([1]), size) for size in self._sizes.reachable()]
+        if draft_vocab_size is not None:
+            passes += self._chains.warm_up(draft_vocab_size)
+        most, chunk = self._sizes.request_counts[-1], self._max_query_len + 1
+        numbers = {max(2, min(2**i, most)) for i in range(4, max(4, most.bit_length()) + 1)}  # plans are for powers of two
+        for number, query_len in product(sorted(numbers), self._query_lens_of_tiles()):
+            passes.append(partial(self._eager_logits, idle([chunk, query_len, *[1] * (number - 2)])))
+        return passes
+
+    def _query_lens_of_tiles(self) -> Iterable[int]:
+        """Return one query length for each size of tiles that attention is compiled for."""
+        geometry = self._geometry
+        tile = partial(tile_config, head_dim=geometry.padded_head_dim, dtype=geometry.dtype, device=self.backend.device)
+        return {tile(query_len * geometry.group): query_len for query_len in (1, 2, 4, 8, 16, 32, 64, 128)}.values()
+
+    def _eager_logits(self, batch: RaggedBatch) -> Tensor:
+        inputs = upload_inputs(batch, self._geometry, self.backend.device, self._max_query_len)
+        return self.model.logits(self.model.hidden_states(inputs, self.kv))
 
     def _padded_hidden_states(self, batch: RaggedBatch, size: PassSize) -> Tensor:
         """Return the hidden states of all tokens of a size, valid until the next pass: [size.num_tokens, hidden_size]."""
@@ -89,5 +114,4 @@ class TritonRunner:
 
         if size in self._replays:
             return self._replays.run(size, run)
-        self._counts.num_eager += 1
         return self._replays.record(size, run, f"a pass of {size.num_tokens} tokens")
