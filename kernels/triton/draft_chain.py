@@ -9,8 +9,9 @@ Legend: n chains, R requests of a graph, which are n and padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,8 +34,9 @@ MAX_DEPTHS = 8
 """Most depths of one graph; a longer chain is several replays, whose launches cost little beside that many passes."""
 
 
-class ChainSize(NamedTuple):
-    """The shapes of some depths."""
+@dataclass(frozen=True, slots=True)
+class ChainSize:
+    """The shapes of some depths; unlike a tuple, never equal to the `PassSize` of another pass."""
 
     num_requests: int
     num_depths: int
@@ -69,7 +71,8 @@ def _lay_out_depth_kernel(
     tl.store(visible_lens_ptr + requests, slots + 1, mask=exists)
     tl.store(seq_lens_ptr + requests, slots + 1, mask=exists)
     num_fed = tl.sum(is_fed.to(tl.int32), axis=0)
-    tl.store(query_start_loc_ptr + requests, tl.minimum(requests, num_fed), mask=requests <= num_requests)
+    tl.store(query_start_loc_ptr + requests, tl.minimum(requests, num_fed), mask=exists)
+    tl.store(query_start_loc_ptr + num_requests, num_fed)
     tl.store(next_slots_ptr + requests, slots + 1, mask=is_fed)
     tl.store(num_left_ptr + requests, num_left - 1, mask=is_fed)
 
@@ -194,24 +197,27 @@ class DraftChains:
         """Feed the next depths of all chains; return the tokens after them, int64 [num_depths, R]."""
         count, inputs, found = size.num_requests, self._inputs(size.num_requests), []
         for _ in range(size.num_depths):
-            _lay_out_depth_kernel[(1,)](
-                self._next_slots,
-                self._num_left,
-                self._positions,
-                self._slot_mapping,
-                self._visible_lens,
-                self._seq_lens,
-                self._query_start_loc,
-                self._block_table,
-                self._block_table.stride(0),
-                count,
-                BLOCK_SIZE=self._kv.block_size,
-                BLOCK_R=max(16, triton.next_power_of_2(count + 1)),
-                num_warps=4,
-            )
+            self._lay_out_depth(count)
             found.append(self._choose(self._model.logits(self._model.hidden_states(inputs, self._kv)), size.num_tokens))
             self._token_ids[:count].copy_(found[-1])
         return torch.stack(found)
+
+    def _lay_out_depth(self, count: int) -> None:
+        _lay_out_depth_kernel[(1,)](
+            self._next_slots,
+            self._num_left,
+            self._positions,
+            self._slot_mapping,
+            self._visible_lens,
+            self._seq_lens,
+            self._query_start_loc,
+            self._block_table,
+            self._block_table.stride(0),
+            count,
+            BLOCK_SIZE=self._kv.block_size,
+            BLOCK_R=max(16, triton.next_power_of_2(count)),
+            num_warps=4,
+        )
 
     def _choose(self, logits: Tensor, num_tokens: int) -> Tensor:
         """Return the most likely of the first tokens: int64 [rows]; 0 where there is none."""
