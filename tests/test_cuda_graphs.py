@@ -5,6 +5,7 @@ Without a CUDA device a replay runs the pass again, over whatever lies in the st
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -140,12 +141,14 @@ def test_a_capture_without_memory_gives_none_and_other_errors_are_raised(cuda: M
         return graph
 
     cuda.CUDAGraph.side_effect, capture = noted, cuda_graph_capture()
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+    error: Exception | None = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
     for inside, at_end in (error, None), (error, RuntimeError("invalidated")), (None, RuntimeError("CUDA error: out of memory")):
         cuda.graph.return_value.__exit__.side_effect = at_end
         assert capture(MagicMock(side_effect=inside)) is None
-    cuda.reset_mock()
-    error.__traceback__ = at_end = inside = None
+    cuda.graph.return_value.__exit__.side_effect = error = inside = at_end = None
+    for mock in (cuda, cuda.graph.return_value.__exit__):  # which have seen the graphs, and errors with their frames
+        mock.reset_mock()
+    gc.collect()
     assert all(graph() is not None for graph in graphs)
     cuda.graph.return_value.__exit__.side_effect = RuntimeError("not permitted when stream is capturing")
     with pytest.raises(RuntimeError, match="not permitted"):
