@@ -184,7 +184,7 @@ UNDRAFTED: dict[str, Any] = {"repetition_penalty": 1.1, "use_speculative": False
 @pytest.mark.parametrize(
     ("draft_tree", "draft_sampling", "temperature", "others", "max_copies"),
     [
-        ("chain", "greedy", 0.0, {}, 17),
+        ("chain", "greedy", 0.0, {}, 10),
         ("auto", "greedy", 0.0, {}, 21),
         ("dynamic", "greedy", 0.8, {}, 21),
         ([-1, -1, 0, 0, 1, 2], "greedy", 0.0, {}, 14),
@@ -192,7 +192,7 @@ UNDRAFTED: dict[str, Any] = {"repetition_penalty": 1.1, "use_speculative": False
         ("chain", "auto", 0.8, {}, 38),
         ("auto", "sampled", 0.8, {"repetition_penalty": 1.1}, 39),
         ("auto", "sampled", 0.8, UNDRAFTED, 39),
-        ("chain", "greedy", 0.0, LOOKING_BACK | UNDRAFTED, 19),
+        ("chain", "greedy", 0.0, LOOKING_BACK | UNDRAFTED, 12),
         ("dynamic", "greedy", 0.8, LOOKING_BACK, 22),
     ],
 )
