@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from statistics import mean
+from typing import Any
 
 import torch
 
@@ -24,16 +25,12 @@ STEPS_PER_GPU_SAMPLE = 16
 """Asking NVML takes about a millisecond."""
 
 
-def make_requests(engine: Engine, workload: Workload, *, use_speculative: bool = True, temperature: float = 0.0) -> list[Request]:
-    """The requests of a workload, which ignore the end of sequence; request i has seed i."""
+def make_requests(engine: Engine, workload: Workload, **options: Any) -> list[Request]:
+    """The requests of a workload, which ignore the end of sequence; request i has seed i, and by default temperature 0."""
     frontend = FrontEnd(engine)
+    options = {"temperature": 0.0, "ignore_eos": True, **options}
     return [
-        frontend.make_request(
-            prompt,
-            SamplingParams(
-                temperature=temperature, seed=i, max_tokens=output_len, ignore_eos=True, use_speculative=use_speculative
-            ),
-        )
+        frontend.make_request(prompt, SamplingParams(**options, seed=i, max_tokens=output_len))
         for i, (prompt, output_len) in enumerate(zip(workload.prompts, workload.output_lens, strict=True))
     ]
 

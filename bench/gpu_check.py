@@ -1,31 +1,32 @@
-"""Measures Titan on a CUDA device, in minutes and with nothing to download: how fast it is, and against what.
+"""Measures Titan on a CUDA device, in minutes and with nothing to download: whether it is right, how fast it is, against what.
 
-    python -m titan.bench.gpu_check                              all sections, within 6 minutes
+    python -m titan.bench.gpu_check                              all sections, within 15 minutes
     python -m titan.bench.gpu_check --only attention             some of them
     TRITON_INTERPRET=1 python -m titan.bench.gpu_check --tiny    tiny shapes in Triton's interpreter: a rehearsal
 
-Sections run one after the other, each in a process of its own. One that fails or hangs costs its own rows; where time runs out, the
-least important rows are skipped, and say so. Rows are written to the JSON file as they come. The status is 1 if anything of Titan's
-failed, or disagrees with others; missed goals are only shown. ``pytest -m cuda`` says whether the kernels are right.
+Sections run one after the other, each in processes of its own: what crashes, hangs or leaves the device unusable costs its own row.
+Where time runs out, the least important rows are skipped, and say so. Rows are written to the JSON file as they come. The status is
+1 if anything of Titan's failed, or disagrees with others; missed goals are only shown. `bench/gpu/first_hour.sh` runs it all.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from titan.bench.gpu import attention, ceilings, end_to_end
-from titan.bench.gpu.sections import Row, Section, Setting, run_isolated
-from titan.bench.provenance import collect_provenance
+from titan.bench.gpu import attention, ceilings, device_tests, end_to_end, sampling
+from titan.bench.gpu.sections import Figures, Row, Section, Setting, run_isolated
 from titan.bench.report import (
     Report,
     Table,
@@ -33,16 +34,29 @@ from titan.bench.report import (
     count,
     figure_table,
     format_label,
-    json_text,
     measure_and_publish,
     parse,
     positive,
 )
 from titan.bench.turns import log
+from titan.bench.workloads import read_text
 from titan.kernels.triton.tools import INTERPRETED
 
-SECTIONS = {each.name: each for each in (ceilings.SECTION, attention.SECTION, end_to_end.SECTION_8B, end_to_end.SECTION_1B)}
+SECTIONS = {
+    each.name: each
+    for each in (
+        ceilings.SECTION,
+        device_tests.SECTION,
+        attention.SECTION,
+        end_to_end.SECTION,
+        ceilings.PRODUCTS,
+        sampling.SECTION,
+    )
+}
 RESULTS = Path(__file__).resolve().parent / "results"
+
+OVER_BASE = "x base"
+"""The first figure of a row over that in another run."""
 
 RunSection = Callable[[Section, Setting, float], Iterator[Row]]
 
@@ -58,17 +72,19 @@ def run_sections(sections: Sequence[Section], setting: Setting, seconds: float, 
         log(f"{section.name} begins, and may take until {may_end:.0f} s")
         for found in run_section(section, setting, start + may_end - time.monotonic()):
             row = replace(found, labels={"section": section.name, **found.labels})
-            if ceilings.COPY_RATE in row.figures:
-                setting = replace(setting, copy_bandwidth=row.figures[ceilings.COPY_RATE])
+            known: dict[str, Any] = {name: row.figures[rate] for name, rate in ceilings.RATES.items() if rate in row.figures}
+            setting = replace(setting, **known)
             text = row.problem or ", ".join(f"{name} {figure:.4g}" for name, figure in row.figures.items())
             log(f"{time.monotonic() - start:.0f} of {seconds:.0f} s: {_name(row)}: {row.status}; {text} ({row.seconds:.1f} s)")
             yield row
 
 
-def make_report(rows: Sequence[Row]) -> Report:
-    """All that is known so far."""
+def make_report(rows: Sequence[Row], base: Mapping[str, Figures]) -> Report:
+    """All that is known so far; ``base`` are figures of another run by row, as `read_base` returns them."""
     names = dict.fromkeys(str(row.labels["section"]) for row in rows)
     compared = {name: SECTIONS[name].compare([row for row in rows if row.labels["section"] == name]) for name in names}
+    for name, mine in compared.items():
+        mine[:] = [with_base(row, base.get(_name(row), {}), SECTIONS[name].columns) for row in mine]
     met = [each for row in chain(*compared.values()) for each in row.is_met.values()]
     num_ok = sum(row.status == "ok" for row in rows)
     return Report(
@@ -82,6 +98,18 @@ def make_report(rows: Sequence[Row]) -> Report:
     )
 
 
+def read_base(path: Path) -> dict[str, Figures]:
+    """Figures of a run that ``--json`` wrote, by the name of the row."""
+    rows = json.loads(read_text(path, f"--base {path}"))["rows"]
+    return {", ".join(map(format_label, row["labels"].values())): row["figures"] for row in rows}
+
+
+def with_base(row: Row, base: Figures, names: Iterable[str]) -> Row:
+    """Add the ratio of the first figure that both runs have."""
+    name = next((name for name in names if name in row.figures and base.get(name)), None)
+    return row if name is None else replace(row, figures={**row.figures, OVER_BASE: row.figures[name] / base[name]})
+
+
 def section_table(section: Section, rows: Sequence[Row]) -> Table:
     """The rows of a section, with what became of them and of their goals."""
     shown = []
@@ -90,7 +118,7 @@ def section_table(section: Section, rows: Sequence[Row]) -> Table:
         status = row.status if row.problem is None else f"{row.status}: {row.problem}"
         shown.append(replace(row, labels={**row.labels, "status": status, **({"goal": "; ".join(goals)} if goals else {})}))
     labels = [name for name in dict.fromkeys(chain(*(row.labels for row in shown))) if name != "section"]
-    return figure_table(section.title, shown, labels, section.columns)
+    return figure_table(section.title, shown, labels, {**section.columns, OVER_BASE: ".3f"})
 
 
 def main(argv: Sequence[str] | None = None, run_section: RunSection = run_isolated) -> int:
@@ -107,17 +135,14 @@ def main(argv: Sequence[str] | None = None, run_section: RunSection = run_isolat
     seconds = args.seconds or sum(section.seconds for section in sections)
     setting = Setting(device, args.tiny, args.seed, args.threads)
     rows: list[Row] = []
-    provenance = collect_provenance(args.command, seed=args.seed)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
+    base = {} if args.base is None else read_base(args.base)
 
-    def measure() -> None:
+    def measure() -> Iterator[None]:
         for row in run_sections(sections, setting, seconds, run_section):
             rows.append(row)
-            if args.json is not None:  # what is known so far outlives the process, whatever ends it
-                args.json.write_text(json_text(make_report(rows), provenance, args), encoding="utf-8")
+            yield
 
-    measure_and_publish(args, measure, lambda: make_report(rows))
+    measure_and_publish(args, measure, lambda: make_report(rows, base))
     return int(any(row.status in ("failed", "wrong") for row in rows))
 
 
@@ -139,7 +164,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = bench_parser("gpu_check", __doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections (default: all); ceilings are always measured")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes; times mean nothing then")
-    parser.add_argument("--seconds", type=positive, help="for everything (default: as the sections are planned, 330 for all)")
+    parser.add_argument("--base", type=Path, metavar="FILE", help="another run that --json wrote, to compare with row by row")
+    parser.add_argument("--seconds", type=positive, help="for everything (default: as the sections are planned)")
     return parser
 
 

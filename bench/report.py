@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from importlib.util import find_spec
@@ -115,7 +115,7 @@ def parse(
 
 def measure_and_publish(
     args: argparse.Namespace,
-    measure: Callable[[], None],
+    measure: Callable[[], Iterable[object] | None],
     make_report: Callable[[], Report],
     models: Mapping[str, str | None] | None = None,
 ) -> None:
@@ -123,7 +123,8 @@ def measure_and_publish(
 
     Args:
         args: from `parse`.
-        measure: keeps its own results. Ctrl-C ends it, and what it has is published.
+        measure: keeps its own results. Ctrl-C ends it, and what it has is published. Whenever it yields, the JSON file gets what
+            is known so far, which outlives the process, whatever ends it.
         make_report: lays the results out.
         models: by role, as `collect_provenance` takes them.
 
@@ -135,7 +136,9 @@ def measure_and_publish(
     provenance = collect_provenance(args.command, models=models, seed=args.seed)
     failure: BaseException | None = None
     try:
-        measure()
+        for _ in measure() or ():
+            if args.json is not None:
+                write_file(args.json, json_text(make_report(), provenance, args))
     except BaseException as error:  # noqa: BLE001 - raised again below
         failure = error
     report = make_report()
@@ -163,8 +166,7 @@ def publish(report: Report, provenance: Provenance, args: argparse.Namespace) ->
         path: Path | None = getattr(args, kind)
         if path is not None:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(write(report, provenance, args) + "\n", encoding="utf-8")
+                write_file(path, write(report, provenance, args))
             except Exception as error:  # noqa: BLE001 - hours of measurement are in the other files
                 failures.append(f"{path} could not be written: {type(error).__name__}: {error}")
             else:
@@ -172,6 +174,14 @@ def publish(report: Report, provenance: Provenance, args: argparse.Namespace) ->
     print(markdown(report, provenance, args), flush=True)
     if failures:
         raise ValueError("; ".join(failures))
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file whose folder may be missing; whatever ends the process meanwhile, the old file or the new one is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def json_text(report: Report, provenance: Provenance, args: argparse.Namespace) -> str:

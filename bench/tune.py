@@ -17,7 +17,7 @@ import argparse
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from importlib.metadata import version
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     setting = Setting(device, args.tiny, args.seed, args.threads)
     tried: list[Row] = []
 
-    def measure() -> None:
+    def measure() -> Iterator[None]:
         for head_dim in args.head_dims:
             key = table_key(head_dim, device)
             configs = {config.block_m: config for config in tuning.TABLE.get(key, tuning.SAFE_CONFIGS)}
@@ -196,6 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 configs[best.block_m] = best
                 changed = with_entry(output.read_text(encoding="utf-8"), key, [configs[rows] for rows in sorted(configs)], timed_on)
                 output.write_text(changed, encoding="utf-8")
+                yield
 
     measure_and_publish(args, measure, lambda: make_report(tried, f"Timed on {timed_on}; written to {output}."))
 

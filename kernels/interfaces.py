@@ -166,7 +166,7 @@ class Runner(Protocol):
 class PathMove(NamedTuple):
     """An accepted path whose KV moves to the first slots of its tree."""
 
-    block_ids: list[int]  # of the request
+    block_ids: Sequence[int]  # of the request
     first_slot: int  # of the tree, in the request
     path: list[int]  # slots of the nodes, counted from first_slot
 

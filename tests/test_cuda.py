@@ -50,6 +50,7 @@ def test_bfloat16_with_a_profiled_pool_runs_all_options(zoo: Zoo) -> None:
     assert all(run_all(engine, PROMPTS, params))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")  # PyTorch says so at its first use
 @pytest.mark.parametrize(("draft_tree", "draft_sampling"), [("auto", "greedy"), ("dynamic", "greedy"), ("auto", "sampled")])
 def test_a_step_waits_for_nothing_but_its_look_at_the_results(
     zoo: Zoo, draft_tree: str, draft_sampling: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -94,6 +95,7 @@ def test_replays_of_the_target_are_right_after_a_swap(tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # it ends before anything is launched
 def test_a_capture_without_memory_leaves_the_device_as_it_was() -> None:
     capture, x = cuda_graph_capture(), torch.ones(4, device="cuda")
     stream, doubled = torch.cuda.current_stream(), x * 2

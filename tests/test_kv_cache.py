@@ -54,7 +54,7 @@ def match(kv: KVCache, num_tokens: int) -> tuple[list[int], int, int]:
     request = make_request(range(num_tokens))
     kv.match_prefix(request)
     assert request.metrics.num_cached_tokens == request.num_computed_tokens
-    return request.block_ids, request.num_computed_tokens, request.num_drafted_context
+    return request.block_ids.tolist(), request.num_computed_tokens, request.num_drafted_context
 
 
 def test_a_match_never_covers_the_root_and_counts_as_drafted_only_where_the_present_draft_was(kv: KVCache) -> None:
@@ -93,7 +93,7 @@ def test_free_evicts_tails_first_and_a_preempted_request_finds_its_blocks_again(
     kv.free(request)
     assert kv.reserve(make_request([99] * 24), 24)  # the five unused blocks and the tail
     kv.match_prefix(request)
-    assert (request.block_ids, request.num_computed_tokens) == ([0, 1], 8)
+    assert (request.block_ids.tolist(), request.num_computed_tokens) == ([0, 1], 8)
 
 
 def test_commit_moves_the_paths_of_all_requests_at_once_and_those_of_the_first_nodes_not_at_all(kv: KVCache, ops: Mock) -> None:
@@ -106,9 +106,11 @@ def test_commit_moves_the_paths_of_all_requests_at_once_and_those_of_the_first_n
     kv.commit(plan, Acceptance(host_trees([EMPTY_TREE, chain]), [[], [0, 1, 2]], [[9], [0, 1, 2, 9]], [None, None]))
     ops.move_paths.assert_not_called()
     kv.commit(plan, Acceptance(host_trees([tree, tree]), [[1, 3, 4], [0, 2]], [[1, 3, 4, 9], [0, 2, 9]], [None, None]))
+    first, second = (request.block_ids for request in requests)
+    assert (first.tolist(), second.tolist()) == ([0, 1], [2, 3, 4])
     assert ops.move_paths.call_args_list == [
-        call(kv.tensors["target"], [PathMove([0, 1], 3, [1, 3, 4]), PathMove([2, 3, 4], 5, [0, 2])]),
-        call(kv.tensors["draft"], [PathMove([0, 1], 3, [0, 2]), PathMove([2, 3, 4], 5, [1, 3])]),
+        call(kv.tensors["target"], [PathMove(first, 3, [1, 3, 4]), PathMove(second, 5, [0, 2])]),
+        call(kv.tensors["draft"], [PathMove(first, 3, [0, 2]), PathMove(second, 5, [1, 3])]),
     ]
 
 

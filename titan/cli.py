@@ -32,7 +32,7 @@ BENCHES = {
     "drafts": "draft models, truncated targets, n-grams and trees against one target",
     "trees": "shapes of draft trees",
     "kernels": "every kernel and the host's part of a step, compared with a stored run",
-    "gpu_check": "a CUDA device: attention against its bandwidth and others, whole engines against transformers",
+    "gpu_check": "a CUDA device: tests, kernels against its bandwidth and others, whole engines",
     "tune": "tiles of tree attention on this CUDA device, for the checked-in table",
 }
 """Modules of `titan.bench` that have a ``main(arguments)``, and what each measures."""

@@ -47,7 +47,8 @@ def transform_rows(
 
 
 def _holds_stops_back(request: Request) -> bool:
-    return request.num_output_tokens < request.params.min_tokens and bool(request.stop_token_ids)
+    min_tokens = request.params.min_tokens
+    return min_tokens > 0 and request.num_output_tokens < min_tokens and bool(request.stop_token_ids)
 
 
 def _paths(tree: DraftTree, first_row: int) -> dict[int, list[int]]:

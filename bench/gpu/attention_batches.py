@@ -83,22 +83,19 @@ class Case:
         """What scores are multiplied by."""
         return 1 / math.sqrt(self.shape.geometry.head_dim)
 
-    def plan(self, fixed_chunk: int | None = None) -> TreeAttentionPlan:
-        """Plan as the engine would, once per step; ``fixed_chunk`` splits all contexts alike."""
-        return plan_tree_attention(self.layout, (None,), fixed_chunk)
+    def plan(self) -> TreeAttentionPlan:
+        """Plan as the engine would, once per step."""
+        return plan_tree_attention(self.layout, (None,))
 
 
-def make_case(shape: Shape, setting: Setting, *, slots_per_page: int = 1) -> Case:
-    """Layout, queries and KV, over blocks in random order; those of a page stay together."""
+def make_case(shape: Shape, setting: Setting) -> Case:
+    """Layout, queries and KV, over blocks in random order."""
     geometry, device = shape.geometry, setting.device
-    blocks_per_page = max(slots_per_page // geometry.block_size, 1)
-    num_slots = np.array(shape.contexts) + shape.query_len
-    num_pages = -(-num_slots // (geometry.block_size * blocks_per_page))
-    pages = np.random.default_rng(setting.seed).permutation(num_pages.sum())
-    blocks = pages[:, None] * blocks_per_page + np.arange(blocks_per_page)
+    num_blocks = -(-(np.array(shape.contexts) + shape.query_len) // geometry.block_size)
+    blocks = np.random.default_rng(setting.seed).permutation(num_blocks.sum())
     layer_shape = (2, geometry.num_kv_heads, blocks.size, geometry.block_size, geometry.head_dim)
     num_layers = 2 if setting.is_tiny else -(-DISTINCT_BYTES // (math.prod(layer_shape) * geometry.dtype.itemsize))
-    layout = _make_layout(shape, [each.flatten().tolist() for each in np.split(blocks, num_pages.cumsum()[:-1])], device)
+    layout = _make_layout(shape, [each.tolist() for each in np.split(blocks, num_blocks.cumsum()[:-1])], device)
     generator = torch.Generator(device).manual_seed(setting.seed)
 
     def random(*sizes: int) -> Tensor:

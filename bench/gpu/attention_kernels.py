@@ -1,4 +1,4 @@
-"""Ways to verify draft trees over paged KV, on the same tensors: Titan's kernel, gather + SDPA, FlexAttention, FlashInfer.
+"""Ways to verify draft trees over paged KV, on the same tensors: Titan's kernel, gather + SDPA, FlashInfer.
 
 Each is a function from a `Case` to its attention over one layer, ready to be captured in a CUDA graph; what it can prepare once
 per step is done beforehand and not timed.
@@ -9,19 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from titan.bench.gpu.attention_batches import Case
-from titan.kernels.triton.attention_planner import CHUNK_MULTIPLE
 from titan.kernels.triton.tree_attention import tree_attention
 
-FLEX_PAGE = 128
-"""Slots per page, the size of FlexAttention's tiles."""
-FLEX_QUERY_BLOCK = 128
 FLASHINFER_WORKSPACE = 256 * 2**20
 """Bytes; what its examples take is half of it."""
 
@@ -29,16 +24,10 @@ Attend = Callable[[int], Tensor]
 """Layer -> [T, num_heads * D]."""
 
 
-def titan(case: Case, fixed_chunk: int | None = None) -> Attend:
-    """Titan's kernel as the engine calls it, or with contexts split into chunks of one length."""
-    plan = case.plan(fixed_chunk)
+def titan(case: Case) -> Attend:
+    """Titan's kernel as the engine calls it."""
+    plan = case.plan()
     return lambda layer: tree_attention(case.q[layer], case.kv[layer], plan, scale=case.scale)
-
-
-def titan_unsplit(case: Case) -> Attend:
-    """Titan's kernel with one program per tile, whatever the context: what split contexts are worth."""
-    longest = max(case.shape.contexts) + case.shape.query_len
-    return titan(case, -(-longest // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
 
 
 def split(case: Case, layer: int) -> Tensor:
@@ -63,58 +52,6 @@ def gather_and_sdpa(case: Case) -> Attend:
         gathered = case.kv[layer].index_select(2, block_ids)
         keys, values = gathered.view(2, geometry.num_kv_heads, len(table), num_slots, geometry.head_dim).transpose(1, 2)
         return join(F.scaled_dot_product_attention(split(case, layer), keys, values, mask, scale=case.scale, enable_gqa=True))
-
-    return attend
-
-
-def flex_attention(case: Case) -> Attend:
-    """FlexAttention over pages in place, compiled on a GPU; its block mask is made from the page table beforehand.
-
-    The batch's blocks must come in pages of `FLEX_PAGE` slots, the size of its tiles.
-    """
-    from torch.nn.attention.flex_attention import BlockMask
-    from torch.nn.attention.flex_attention import flex_attention as attention
-
-    layout, geometry, device = case.layout, case.shape.geometry, case.q.device
-    blocks_per_page = FLEX_PAGE // geometry.block_size
-    num_pages = case.kv.shape[3] // blocks_per_page
-    table = layout.block_table[:, ::blocks_per_page].long() // blocks_per_page  # [R, pages], physical
-    seq_lens, tree_starts = layout.seq_lens.long(), layout.tree_starts.long()
-    bits, visible_lens = (each.view(-1, case.shape.query_len) for each in (layout.ancestor_bits, layout.visible_lens))
-    logical = torch.arange(table.shape[1], device=device)
-    is_used = logical * FLEX_PAGE < seq_lens[:, None]
-    logical_page = torch.full((len(table), num_pages), -1, device=device)  # of others' pages
-    for request, used in enumerate(is_used):
-        logical_page[request, table[request, used]] = logical[used]
-
-    def sees(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001 (all heads see the same)
-        slot = logical_page[b, kv // FLEX_PAGE] * FLEX_PAGE + kv % FLEX_PAGE
-        node = slot - tree_starts[b]
-        is_ancestor = (bits[b, q] >> node.clamp(0, 63)) & 1 == 1
-        return ((slot >= 0) & (slot < visible_lens[b, q])) | (is_ancestor & (node >= 0) & (node < 64))
-
-    num_full = (visible_lens.min(1).values // FLEX_PAGE)[:, None, None].int()
-    num_all = is_used.sum(1)[:, None, None].int()
-
-    def pages_from(first: Tensor) -> Tensor:
-        """Physical pages, those from logical page ``first`` on first, padded to all pages: int32 [R, 1, 1, pages]."""
-        places = (logical + first[:, 0]).clamp(max=table.shape[1] - 1)
-        return F.pad(table.gather(1, places), (0, num_pages - table.shape[1]))[:, None, None].int()
-
-    mask = BlockMask.from_kv_blocks(
-        num_all - num_full,
-        pages_from(num_full),
-        num_full,
-        pages_from(torch.zeros_like(num_full)),
-        BLOCK_SIZE=(FLEX_QUERY_BLOCK, FLEX_PAGE),
-        mask_mod=sees,
-        seq_lengths=(case.shape.query_len, num_pages * FLEX_PAGE),
-    )
-    run: Any = torch.compile(attention, dynamic=False) if device.type == "cuda" else attention
-
-    def attend(layer: int) -> Tensor:
-        keys, values = case.kv[layer].flatten(2, 3)[:, None]  # [1, K, slots, D]
-        return join(run(split(case, layer), keys, values, block_mask=mask, scale=case.scale, enable_gqa=True))
 
     return attend
 
@@ -163,16 +100,13 @@ class Kernel:
     seconds: float = 4.0  # of a row, about; most of it is compiling
     goal: float | None = None  # how many times Titan's time it must take
     min_requests: int = 1  # from which on the goal holds
-    slots_per_page: int = 1  # that must lie together
     is_peer: bool = True
 
 
 TITAN = "titan"
 KERNELS = {
     TITAN: Kernel(titan, is_peer=False),
-    "titan, unsplit": Kernel(titan_unsplit, is_peer=False),
     "gather + SDPA": Kernel(gather_and_sdpa, goal=4.0),
-    "FlexAttention, compiled": Kernel(flex_attention, seconds=20, goal=1.5, slots_per_page=FLEX_PAGE),
     "FlashInfer, fa2": Kernel(flashinfer, seconds=20, goal=1.0, min_requests=8),
 }
 """What is compared, by name."""

@@ -1,15 +1,27 @@
-"""What this device can do at most, in the same run: a copy of memory and a matrix product."""
+"""What this device can do at most, in the same run, with memory and matrix products; and what it does with those of a model.
+
+Weights lie in memory as often as is needed for few of them to be in the device's cache when their turn comes again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
+from titan.bench.gpu.attention_batches import DISTINCT_BYTES
 from titan.bench.gpu.sections import Figures, Section, Setting, Task
 from titan.bench.gpu.timing import median_seconds
+from titan.kernels.triton.backend import TritonBackend
 
-COPY_RATE = "bytes/s"
+COPY_RATE, OPERATION_RATE = "bytes/s", "operations/s"
+RATES = {"copy_bandwidth": COPY_RATE, "peak": OPERATION_RATE}
+"""Figures that other sections compare theirs with, by their names in a `Setting`."""
+WEIGHTS = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128_256, 4096)}
+"""Outputs and inputs of the products of Llama 3 8B."""
+NUM_ROWS = (1, 7, 56, 224, 896)
+"""Tokens of a pass: of one request, and of 1, 8, 32 and 128 with six draft tokens."""
 
 
 def make_tasks(setting: Setting) -> Sequence[Task]:
@@ -25,7 +37,7 @@ def make_tasks(setting: Setting) -> Sequence[Task]:
     def multiply() -> Figures:
         generator = torch.Generator(device).manual_seed(setting.seed)
         a, b = torch.randn(2, size, size, generator=generator, device=device).bfloat16()
-        return {"operations/s": 2 * size**3 / median_seconds(lambda: a @ b, device, seconds=0.3)}
+        return {OPERATION_RATE: 2 * size**3 / median_seconds(lambda: a @ b, device, seconds=0.3)}
 
     return [
         Task({"ceiling": "copy", "size": f"{num_bytes / 2**20:.0f} MiB"}, copy, 3),
@@ -37,7 +49,40 @@ SECTION = Section(
     "ceilings",
     "Ceilings",
     "Ceilings: bytes of a copy, read and written, and floating-point operations of a product. Shares elsewhere are of these.",
-    seconds=30,
-    columns={COPY_RATE: ".3e", "operations/s": ".3e"},
+    seconds=60,  # most of it is starting; what is left is the next section's
+    columns={COPY_RATE: ".3e", OPERATION_RATE: ".3e"},
     make_tasks=make_tasks,
+)
+
+
+def measure_product(name: str, num_rows: int, setting: Setting) -> Figures:
+    """Time a product as a layer calls it."""
+    num_outputs, num_inputs = (size // 64 if setting.is_tiny else size for size in WEIGHTS[name])
+    device, num_bytes, num_operations = setting.device, 2 * num_outputs * num_inputs, 2 * num_outputs * num_inputs * num_rows
+    linear = TritonBackend(device).layer_ops(torch.bfloat16, frozenset()).linear
+    num_copies = 1 if setting.is_tiny else -(-DISTINCT_BYTES // num_bytes)
+    weights = torch.randn(num_copies, num_outputs, num_inputs, dtype=torch.bfloat16, device=device)
+    x = torch.randn(num_rows, num_inputs, dtype=torch.bfloat16, device=device)
+    seconds = median_seconds(lambda: [linear(x, weight, None) for weight in weights], device) / num_copies
+    figures = {"us": 1e6 * seconds, "TFLOP/s": 1e-12 * num_operations / seconds}
+    if setting.copy_bandwidth and setting.peak:
+        num_bytes += 2 * num_rows * (num_outputs + num_inputs)
+        figures["of bandwidth"] = num_bytes / setting.copy_bandwidth / seconds
+        figures["of peak"] = num_operations / setting.peak / seconds
+    return figures
+
+
+def make_product_tasks(setting: Setting) -> Sequence[Task]:
+    """All weights with each number of rows in turn."""
+    runs = [(name, num_rows) for num_rows in NUM_ROWS for name in WEIGHTS]
+    return [Task({"weight": name, "rows": rows}, partial(measure_product, name, rows, setting), 2) for name, rows in runs]
+
+
+PRODUCTS = Section(
+    "products",
+    "Matrix products of Llama 3 8B, bfloat16",
+    "Products: of bandwidth, of peak: its bytes at the speed of a copy, its operations at that of a large product, over its time.",
+    seconds=40,
+    columns={"us": ".1f", "TFLOP/s": ".1f", "of bandwidth": ".0%", "of peak": ".0%"},
+    make_tasks=make_product_tasks,
 )

@@ -1,27 +1,28 @@
-"""Tokens per second of whole engines: Titan with and without speculation, and transformers on the very same weights.
+"""Tokens per second of whole engines, with and without speculation.
 
-Every figure of Titan is of a window of steps in which all requests decode: it begins some steps after the last prompt is done, when
-graphs are captured, and ends before a request does. With speculation, a draft model of a tenth of the target's cost runs in full,
-and a recording, corrupted with a dialled probability, takes the place of its tokens.
+Every figure of decoding is of a window of steps in which all requests decode: it begins some steps after the last prompt is done,
+when graphs are captured, and ends before a request does. With speculation, a draft model of a tenth of the target's cost runs in
+full, and a recording, corrupted with a dialled probability, takes the place of its tokens; sampled ones stay, and are all right.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import repeat
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import LlamaConfig
 
 from titan.bench.engine_run import make_idle, make_requests
 from titan.bench.gpu import random_models
 from titan.bench.gpu.sections import Figures, Section, Setting, Task, WrongNumbersError
-from titan.bench.gpu.timing import busy_seconds, synchronize
-from titan.bench.peers.transformers_peer import ContinuousPeer, StaticPeer
+from titan.bench.gpu.timing import busy_seconds, heaviest, synchronize
 from titan.bench.predict import expected_tokens
 from titan.bench.prompts import random_prompts
 from titan.bench.samples import with_ratio
@@ -43,19 +44,32 @@ NUM_WARM_UPS = 2
 """Steps at each extreme of the acceptance, so that graphs of all sizes are captured."""
 NUM_PROFILED = 8
 """Steps after a window by which it is measured how busy the device is."""
-NUM_OTHERS = 6 + 2 * NUM_WARM_UPS + NUM_PROFILED
+NUM_OTHERS = 6 + 2 * NUM_WARM_UPS + 2 * NUM_PROFILED
 """Steps outside the window, those included in which the first requests decode while the last prompts are computed."""
-SHORT, LONG = 8, 40
-"""Outputs of transformers in tokens; the difference is timed, so that the prompts are not."""
 
-PEERS: dict[str, Callable[[Any, int], Any]] = {
-    "transformers generate": lambda model, _: StaticPeer(model),
-    "transformers continuous batching": ContinuousPeer,
+REPLAYED, SAMPLED = "replay, paid", "sampled"
+"""The drafters, by the names under which they are registered."""
+SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A way in which Titan generates."""
+
+    acceptance: float | None = None  # of draft tokens, each on its own; None: no speculation
+    drafter: str = REPLAYED
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the requests
+
+
+PLAIN, AT_GOAL = "plain", "acceptance 0.8"
+PLAIN_SAMPLED, DRAFTS_SAMPLED = "plain, sampled", "drafts sampled, acceptance 1"
+MODES = {
+    PLAIN: Mode(),
+    **{f"acceptance {each:g}": Mode(each) for each in (0.8, 0.6, 0.7, 0.9)},
+    PLAIN_SAMPLED: Mode(options=SAMPLING),
+    DRAFTS_SAMPLED: Mode(1.0, SAMPLED, SAMPLING),
 }
-PLAIN = "plain"
-MODES = {PLAIN: None, **{f"acceptance {each:g}": each for each in (0.8, 0.6, 0.7, 0.9)}}
-"""Of Titan: the acceptance of draft tokens, or no speculation; the most important first."""
-AT_GOAL = "acceptance 0.8"
+"""Of Titan, the most important first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +79,12 @@ class Plan:
     target: LlamaConfig
     draft: LlamaConfig
     goals: Mapping[tuple[int, str], Figures] = field(default_factory=dict)
-    modes: Sequence[str] = tuple(MODES)
-    batches: Sequence[int] = (1, 8, 32, 4, 16, 64, 128)  # the most important first
-    peer_batches: Sequence[int] = (1, 8, 32)
+    modes: Sequence[str] = (PLAIN, AT_GOAL, "acceptance 0.6", "acceptance 0.7", "acceptance 0.9")
+    batches: Sequence[int] = (1, 8, 32, 128, 40, 72, 4, 16, 64)  # the most important first
+    sampled_batches: Sequence[int] = (1, 8, 32)
+    prefills: Sequence[tuple[int, int]] = ((1, 512), (1, 2048), (16, 512))  # requests, tokens each
+    profiled: Sequence[int] = (1, 32)
+    num_swapping: int = 8  # requests
     prompt_len: int = 128
     min_rows: int = 512  # steps times requests of a window, so that acceptance is measured to a few per cent
     min_steps: int = 32
@@ -80,24 +97,26 @@ class Plan:
         return (self.num_steps(batch) + NUM_OTHERS) * (NUM_DRAFTS + 1)
 
 
-PLAN_8B = Plan(
+PLAN = Plan(
     random_models.LLAMA_8B,
     random_models.DRAFT_OF_8B,
     {
         (1, PLAIN): {"weights' share": 0.8},
-        (32, PLAIN): {"busy": 0.95},
+        (32, PLAIN): {"busy": 0.8},
         (1, AT_GOAL): {"x plain": 2.2},
         (8, AT_GOAL): {"x plain": 1.6},
-        (32, AT_GOAL): {"x plain": 1.2},
+        (32, AT_GOAL): {"x plain": 1.2, "busy": 0.8},
     },
 )
-PLAN_1B = Plan(random_models.LLAMA_1B, random_models.DRAFT_OF_1B)
 TINY = Plan(
     target=random_models.llama(64, 128, 2, 4, 2, 16, vocab_size=300),
     draft=random_models.llama(32, 64, 1, 2, 1, 16, vocab_size=300),
     modes=(PLAIN, AT_GOAL),
     batches=(1, 3),
-    peer_batches=(2,),
+    sampled_batches=(2,),
+    prefills=((2, 20),),
+    profiled=(1,),
+    num_swapping=2,
     prompt_len=6,
     min_rows=8,
     min_steps=3,
@@ -113,7 +132,7 @@ class PaidReplayDrafter(DraftModelDrafter):
     """
 
     def __init__(self, model: Decoder, replay: ReplayDrafter, context: DraftContext) -> None:
-        super().__init__("replay, paid", model, context)
+        super().__init__(REPLAYED, model, context)
         self.replay = replay
 
     def propose(self, plan: StepPlan) -> DraftTrees:
@@ -134,8 +153,8 @@ class EndToEnd:
         self.replay = ReplayDrafter({}, acceptance=1.0, vocab_size=plan.target.vocab_size, max_draft_tokens=NUM_DRAFTS)
         self.target = random_models.make_decoder(plan.target, backend=backend, seed=setting.seed)
         draft = random_models.make_decoder(plan.draft, backend=backend, seed=setting.seed)
-        name = f"replay at the cost of {plan.draft.num_hidden_layers} layers"
-        register(name, lambda context: PaidReplayDrafter(draft, self.replay, context))
+        register(REPLAYED, lambda context: PaidReplayDrafter(draft, self.replay, context))
+        register(SAMPLED, lambda context: DraftModelDrafter(SAMPLED, draft, replace(context, draft_sampling="sampled")))
         max_batch = max(plan.batches)
         num_tokens = max(batch * (plan.prompt_len + plan.max_output_len(batch)) for batch in plan.batches)
         config = EngineConfig.of(
@@ -149,40 +168,40 @@ class EndToEnd:
             num_kv_blocks=num_tokens // 16 + 2 * max_batch,
             enable_prefix_caching=False,
         )
-        self.engine = Engine(config, self.target, name, backend=backend)
+        self.engine = Engine(config, self.target, REPLAYED, backend=backend)
 
-    @cached_property
-    def transformers_model(self) -> Any:
-        """The target in transformers."""
-        return random_models.as_transformers(self.target, self.plan.target)
-
-    def workload(self, num_requests: int, output_len: int) -> Workload:
+    def workload(self, num_requests: int, output_len: int, prompt_len: int | None = None) -> Workload:
         """Requests with random prompts."""
-        length = Lengths(self.plan.prompt_len, self.plan.prompt_len)
-        prompts = random_prompts(length, self.plan.target.vocab_size, self.setting.seed)
+        length = prompt_len or self.plan.prompt_len
+        prompts = random_prompts(Lengths(length, length), self.plan.target.vocab_size, self.setting.seed)
         return take_workload(prompts, num_requests, repeat(output_len))
 
-    def measure_titan(self, batch: int, mode: str) -> Figures:
-        """Bring ``batch`` requests to their window, measure it, and end them.
+    @contextmanager
+    def window(self, batch: int, mode: str) -> Iterator[Callable[[int], float]]:
+        """Bring ``batch`` requests to their window, and end them after it; yields a function that runs steps and returns seconds.
 
         Raises:
             WrongNumbersError: the model has written something else than its weights say.
             RuntimeError: a request ended early.
         """
-        engine, device, acceptance = self.engine, self.setting.device, MODES[mode]
-        output_len, num_steps = self.plan.max_output_len(batch), self.plan.num_steps(batch)
-        vocab_size, workload = self.plan.target.vocab_size, self.workload(batch, output_len)
-        requests = make_requests(engine, workload, use_speculative=acceptance is not None)
+        engine, vocab_size, acceptance = self.engine, self.plan.target.vocab_size, MODES[mode].acceptance
+        if acceptance is not None and engine.drafter.name != MODES[mode].drafter:
+            engine.swap_draft(MODES[mode].drafter)
+        output_len = self.plan.max_output_len(batch)
+        workload = self.workload(batch, output_len)
+        requests = make_requests(engine, workload, use_speculative=acceptance is not None, **MODES[mode].options)
         texts = [[(prompt[-1] + 1 + i) % vocab_size for i in range(output_len)] for prompt in workload.prompts]
         self.replay.recordings = dict(zip(map(tuple, workload.prompts), texts, strict=True))
 
-        def step(num_steps: int, acceptance: float | None) -> None:
-            self.replay.acceptance = acceptance or 0.0
+        def step(num_steps: int, acceptance: float = acceptance or 0.0) -> float:
+            self.replay.acceptance = acceptance
+            start = time.perf_counter()
             for _ in range(num_steps):
                 engine.step()
-            synchronize(device)
+            synchronize(self.setting.device)
             if any(request.is_finished for request in requests):
                 raise RuntimeError("a request ended early")
+            return time.perf_counter() - start
 
         try:
             for request in requests:
@@ -191,19 +210,30 @@ class EndToEnd:
                 step(1, 0.0)
             step(NUM_WARM_UPS, 1.0)
             step(NUM_WARM_UPS, 0.0)
-            passes, num_tokens = engine.passes, engine.counters.num_emitted_tokens
-            passes.num_replayed = passes.num_eager = 0
-            start = time.perf_counter()
-            step(num_steps, acceptance)
-            seconds = time.perf_counter() - start
-            num_tokens, graphs = engine.counters.num_emitted_tokens - num_tokens, passes.hit_rate
-            is_profiled = mode in (PLAIN, AT_GOAL)
-            busy = busy_seconds(partial(step, NUM_PROFILED, acceptance), device) if is_profiled else None
+            yield step
         finally:
             make_idle(engine)
         pairs = zip(requests, texts, strict=True)
         if any(request.output_token_ids != text[: request.num_output_tokens] for request, text in pairs):
             raise WrongNumbersError("other tokens were written than the weights say")
+
+    def measure_titan(self, batch: int, mode: str) -> Figures:
+        """Measure a window."""
+        passes, counters, num_steps, acceptance = (
+            self.engine.passes,
+            self.engine.counters,
+            self.plan.num_steps(batch),
+            MODES[mode].acceptance,
+        )
+        with self.window(batch, mode) as step:
+            num_tokens = counters.num_emitted_tokens
+            passes.num_replayed = passes.num_eager = 0
+            seconds = step(num_steps)
+            num_tokens, graphs = counters.num_emitted_tokens - num_tokens, passes.hit_rate
+            work = partial(step, NUM_PROFILED)
+            is_profiled = mode in (PLAIN, AT_GOAL)
+            busy = busy_seconds(work, self.setting.device) if is_profiled else None
+            parts = heaviest(work, self.setting.device, NUM_PROFILED) if is_profiled and batch in self.plan.profiled else {}
         bandwidth, weights = self.setting.copy_bandwidth, random_models.weight_bytes_per_step(self.target)
         found = {
             "tokens/s": num_tokens / seconds,
@@ -214,63 +244,88 @@ class EndToEnd:
             "busy": None if busy is None else busy / NUM_PROFILED * num_steps / seconds,
             "graphs": graphs,
         }
-        return {name: figure for name, figure in found.items() if figure is not None}
+        return {name: figure for name, figure in found.items() if figure is not None} | parts
 
-    def measure_peer(self, batch: int, name: str) -> Figures:
-        """Time a mode of transformers, after a warm-up."""
-        peer = PEERS[name](self.transformers_model, self.plan.prompt_len + LONG)
-        prompts = self.workload(batch, LONG).prompts
+    def measure_swap(self, batch: int, mode: str) -> Figures:
+        """Change the draft in the middle of a window, for another one like it: what the change costs, and the step after it."""
+        engine, device, num_steps = self.engine, self.setting.device, self.plan.num_steps(batch) // 2
+        with self.window(batch, mode) as step:
+            before = step(num_steps)
+            start = time.perf_counter()
+            engine.swap_draft(engine.drafter.name)
+            synchronize(device)
+            swap = time.perf_counter() - start
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # what graphs of the target still write to must not be gone
+            first, warm_up, after = step(1), step(NUM_WARM_UPS), step(num_steps)
+        found = {"swap, ms": swap, "first step, ms": first, "warm-up, ms": warm_up, "ms/step": after / num_steps}
+        return {**{name: 1e3 * seconds for name, seconds in found.items()}, "x before": after / before}
 
-        def run(output_len: int) -> float:
-            found = peer.run([{"prompt": prompt, "output_len": output_len} for prompt in prompts], batch)
-            return float(found["seconds"])
+    def measure_prefill(self, num_requests: int, prompt_len: int) -> Figures:
+        """Time prompts in chunks, after a warm-up."""
+        engine, device = self.engine, self.setting.device
+        for _ in range(2):
+            num_steps, requests = 0, make_requests(engine, self.workload(num_requests, 2, prompt_len), use_speculative=False)
+            for request in requests:
+                engine.scheduler.add(request)
+            start = time.perf_counter()
+            while any(request.metrics.first_token_time is None for request in requests):
+                engine.step()
+                num_steps += 1
+            synchronize(device)
+            seconds = time.perf_counter() - start
+            make_idle(engine)
+        rate, peak = num_requests * prompt_len / seconds, self.setting.peak
+        num_weights = random_models.weight_bytes_per_step(self.target) / self.target.dtype.itemsize
+        figures = {"prompt tokens/s": rate, "ms/step": 1e3 * seconds / num_steps}
+        return figures | ({"of peak": 2 * num_weights * rate / peak} if peak else {})
 
-        run(SHORT)
-        seconds, num_steps = run(LONG) - run(SHORT), LONG - SHORT
-        return {"tokens/s": batch * num_steps / seconds, "tokens/step": 1.0, "ms/step": 1e3 * seconds / num_steps}
 
-
-def make_tasks(plan: Plan, setting: Setting) -> Sequence[Task]:
-    """Without speculation and with it, then transformers; what goals speak of comes first."""
-    plan = TINY if setting.is_tiny else plan
+def make_tasks(setting: Setting) -> Sequence[Task]:
+    """Without speculation and with it, then the rest; what goals speak of comes first."""
+    plan = TINY if setting.is_tiny else PLAN
     bench = EndToEnd(plan, setting, choose_backend(setting.device))
-    runs = [(batch, mode) for modes in (plan.modes[:2], plan.modes[2:]) for batch in plan.batches for mode in modes]
-    peer_runs = [(batch, name) for name in PEERS for batch in plan.peer_batches]
 
-    def task(batch: int, mode: str, measure: Callable[[int, str], Figures], seconds: float) -> Task:
-        goals = plan.goals.get((batch, mode), {})
-        return Task({"requests": batch, "mode": mode}, partial(measure, batch, mode), seconds, mode in PEERS, goals)
+    def task(batch: int, mode: str, figures: Callable[[], Figures], seconds: float) -> Task:
+        return Task({"requests": batch, "mode": mode}, figures, seconds, goals=plan.goals.get((batch, mode), {}))
+
+    def run(batch: int, mode: str) -> Task:
+        return task(batch, mode, partial(bench.measure_titan, batch, mode), 4 if mode == PLAIN else 6)
 
     return [
-        *(task(*run, bench.measure_titan, 4 if run[1] == PLAIN else 6) for run in runs),
-        *(task(*run, bench.measure_peer, 10) for run in peer_runs),
+        *(run(batch, mode) for batch in plan.batches for mode in plan.modes[:2]),
+        *(task(count, f"prefill of {size}", partial(bench.measure_prefill, count, size), 4) for count, size in plan.prefills),
+        task(plan.num_swapping, "swap of the draft", partial(bench.measure_swap, plan.num_swapping, AT_GOAL), 8),
+        *(run(batch, mode) for mode in (PLAIN_SAMPLED, DRAFTS_SAMPLED) for batch in plan.sampled_batches),
+        *(run(batch, mode) for batch in plan.batches for mode in plan.modes[2:]),
     ]
 
 
-def make_section(name: str, title: str, plan: Plan, seconds: float) -> Section:
-    """The section of a plan."""
-    return Section(
-        name,
-        f"End to end, {title}, requests at once",
-        "End to end: tokens/s while all requests decode, x plain over Titan without speculation at the same batch; tokens/step per "
-        f"request, and expected of the acceptance for {NUM_DRAFTS} draft tokens; weights' share: the time that the step's weights "
-        "take at the speed of a copy, over the step; busy: share of the step in which the device runs something; graphs: passes "
-        "replayed as CUDA graphs. Drafts read a tenth of what their targets read.",
-        seconds,
-        columns={
-            "tokens/s": ".0f",
-            "x plain": ".2f",
-            "tokens/step": ".2f",
-            "expected": ".2f",
-            "ms/step": ".3f",
-            "weights' share": ".0%",
-            "busy": ".1%",
-            "graphs": ".0%",
-        },
-        make_tasks=partial(make_tasks, plan),
-        compare=partial(with_ratio, name="x plain", figure="tokens/s", mode=PLAIN),
-    )
-
-
-SECTION_8B = make_section("end_to_end_8b", "Llama of 8 B parameters with a draft of 0.75 B", PLAN_8B, 140)
-SECTION_1B = make_section("end_to_end_1b", "Llama of 1 B parameters with a draft of 0.12 B", PLAN_1B, 60)
+SECTION = Section(
+    "end_to_end_8b",
+    "End to end, Llama of 8 B parameters with a draft of 0.75 B, requests at once",
+    "End to end: tokens/s while all requests decode, x plain over Titan without speculation at the same batch; tokens/step per "
+    f"request, and expected of the acceptance for {NUM_DRAFTS} draft tokens; weights' share: the time that the step's weights take "
+    "at the speed of a copy, over the step; busy: share of the step in which the device runs something; graphs: passes replayed as "
+    "CUDA graphs; of peak: operations of the prompts' products, over those of a large product in the same time; x before: a step "
+    "after a swap of the draft over one before. Drafts read a tenth of what their targets read.",
+    seconds=200,
+    columns={
+        "tokens/s": ".0f",
+        "x plain": ".2f",
+        "tokens/step": ".2f",
+        "expected": ".2f",
+        "ms/step": ".3f",
+        "weights' share": ".0%",
+        "busy": ".1%",
+        "graphs": ".0%",
+        "prompt tokens/s": ".0f",
+        "of peak": ".0%",
+        "swap, ms": ".1f",
+        "first step, ms": ".1f",
+        "warm-up, ms": ".1f",
+        "x before": ".2f",
+    },
+    make_tasks=make_tasks,
+    compare=partial(with_ratio, name="x plain", figure="tokens/s", mode=PLAIN),
+)

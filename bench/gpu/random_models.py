@@ -9,16 +9,13 @@ trained model of the shape.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import LlamaConfig
 
 from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
-from titan.models.loader import destinations_of
 
 LAYER_SCALE = 0.25
 """Factor on what a layer adds to the residual stream."""
@@ -43,12 +40,8 @@ def llama(
 
 LLAMA_8B = llama(4096, 14336, 32, 32, 8, 128)
 """Llama 3.1 8B."""
-LLAMA_1B = llama(2048, 8192, 16, 32, 8, 64)
-"""Llama 3.2 1B."""
 DRAFT_OF_8B = llama(2048, 8192, 8, 32, 8, 64)
 """0.75 B, half the layers of Llama 3.2 1B: a pass reads a tenth of what a pass of the 8 B reads."""
-DRAFT_OF_1B = llama(768, 3072, 3, 12, 4, 64)
-"""0.12 B, a tenth of the 1 B, most of it the output head."""
 
 
 def make_decoder(config: LlamaConfig, *, backend: Backend, seed: int) -> Decoder:
@@ -72,16 +65,3 @@ def make_decoder(config: LlamaConfig, *, backend: Backend, seed: int) -> Decoder
 def weight_bytes_per_step(decoder: Decoder) -> int:
     """Bytes of weights that every step reads: all but the embedding, of which it reads a row per token."""
     return sum(weight.nbytes for name, weight in decoder.named_parameters() if name != "embedding")
-
-
-def as_transformers(decoder: Decoder, config: LlamaConfig) -> Any:
-    """The same model in transformers, on the very same weights: no memory but for a few buffers."""
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    state = {name: each.owner.get_parameter(each.parameter)[each.rows] for name, each in destinations_of(decoder).items()}
-    model.load_state_dict(state, strict=True, assign=True)
-    with decoder.device:  # its buffers are no part of the state
-        model.model.rotary_emb = LlamaRotaryEmbedding(config)
-    model.requires_grad_(False).eval()
-    model.generation_config.eos_token_id = None
-    return model

@@ -6,13 +6,15 @@ import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from textwrap import shorten
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from titan.bench.gpu.timing import synchronize
 from titan.bench.samples import Label, Sample
 from titan.bench.turns import error_line
 
@@ -22,6 +24,8 @@ Status = Literal["ok", "wrong", "failed", "unavailable", "skipped"]
 
 GRACE = 20.0
 """Seconds that a section may run past its time, for the task that it is at, before its process is ended."""
+PATIENCE = 5
+"""Times the seconds planned for a task that it may take, and `GRACE` besides, before its process is ended."""
 
 
 class WrongNumbersError(ValueError):
@@ -37,6 +41,7 @@ class Setting:
     seed: int = 0
     num_threads: int = 1  # of PyTorch on the host
     copy_bandwidth: float | None = None  # bytes per second, read and written, as measured in the same run
+    peak: float | None = None  # operations per second of a matrix product, likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,33 +105,74 @@ def run_tasks(tasks: Sequence[Task], deadline: float, clock: Callable[[], float]
 
 
 def run_isolated(section: Section, setting: Setting, seconds: float, *, grace: float = GRACE) -> Iterator[Row]:
-    """Run a section in a process of its own: an illegal access, a crash or a hang there costs that section's rows alone.
+    """Run a section in a process of its own: a task that crashes, hangs, or leaves the device unusable costs its own row alone.
 
-    Yields rows as soon as they are known; a last one says why there are no more, if the process did not come to its end within
-    ``seconds``, its start included, and ``grace``.
+    The tasks after it run in a new process. Yields rows as soon as they are known; there are no more after one without labels,
+    whose process did not get as far as its tasks within ``seconds`` and ``grace``.
     """
+    deadline = time.time() + seconds
+    num_known, left = (
+        0,
+        [(Row({}, 0, {}, status="failed"), seconds)],
+    )  # what becomes of a row whose process is lost; planned seconds
+    while left and (not num_known or time.time() < deadline):
+        start = time.time()
+        try:
+            with _process(section.make_tasks, setting, deadline, num_known) as receive:
+                left = receive(deadline + grace - start)
+                while left:
+                    start = time.time()
+                    row = receive(min(PATIENCE * left[0][1], max(deadline - start, 0)) + grace)
+                    if row is None:  # the device is unusable
+                        break
+                    yield row
+                    num_known, left = num_known + 1, left[1:]
+        except ConnectionError as error:
+            lost, *left = left if left[0][0].labels else left[:1]
+            num_known += 1
+            yield replace(lost[0], problem=str(error), seconds=time.time() - start)
+    yield from (replace(row, status="skipped", problem="out of time") for row, _ in left)
+
+
+@contextmanager
+def _process(*arguments: Any) -> Iterator[Callable[[float], Any]]:
+    """Start `_send_rows`; yields a function that waits so many seconds for what is sent next, or raises `ConnectionError`."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    arguments = section.make_tasks, setting, time.time() + seconds, sender
-    process = context.Process(target=_send_rows, args=arguments, daemon=True)
-    end = time.monotonic() + seconds + grace
+    process = context.Process(target=_send_rows, args=(*arguments, sender), daemon=True)
     process.start()
     sender.close()  # so that the end of the process is the end of the pipe
+
+    def receive(seconds: float) -> Any:
+        try:
+            if receiver.poll(max(seconds, 0)):
+                return receiver.recv()
+        except EOFError:
+            process.join(GRACE)
+            raise ConnectionError(f"its process ended with status {process.exitcode}") from None
+        raise ConnectionError(f"its process was ended after {max(seconds, 0):.0f} s without an answer")
+
     try:
-        while receiver.poll(max(end - time.monotonic(), 0)):
-            yield receiver.recv()
-        yield Row({}, 0, {}, status="failed", problem=f"what came next was ended after {seconds + grace:.0f} s without an answer")
-    except EOFError:
-        process.join()
-        if process.exitcode:
-            yield Row({}, 0, {}, status="failed", problem=f"what came next ended the process with status {process.exitcode}")
+        yield receive
     finally:
         process.kill()
         process.join()
         receiver.close()
 
 
-def _send_rows(make_tasks: Callable[[Setting], Sequence[Task]], setting: Setting, deadline: float, sender: Connection) -> None:
+def _send_rows(
+    make_tasks: Callable[[Setting], Sequence[Task]], setting: Setting, deadline: float, first: int, sender: Connection
+) -> None:
+    """Send what is to come from task ``first`` on, then its rows; and ``None`` after one that left the device unusable."""
     torch.set_num_threads(setting.num_threads)
-    for row in run_tasks(make_tasks(setting), deadline):
+    tasks = make_tasks(setting)[first:]
+    lost = [Row(task.labels, 0, {}, status="unavailable" if task.is_peer else "failed", goals=task.goals) for task in tasks]
+    sender.send([(row, task.seconds) for row, task in zip(lost, tasks, strict=True)])
+    for row in run_tasks(tasks, deadline):
         sender.send(row)
+        if row.status != "ok":
+            try:
+                synchronize(setting.device)
+            except RuntimeError:  # after an illegal access, all that the device is asked for fails
+                sender.send(None)
+                return

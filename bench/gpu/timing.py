@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from statistics import median
+from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
@@ -52,16 +54,33 @@ def busy_seconds(work: Work, device: torch.device) -> float | None:
     """Seconds of the work, which may wait for the device, in which it runs kernels or copies; ``None`` on a CPU."""
     if device.type != "cuda":
         return None
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        work()
-        torch.cuda.synchronize(device)
-    on_device = [
+    events = [
         (event.time_range.start * 1e-6, event.time_range.end * 1e-6)
-        for event in profile.events() or ()
+        for event in _profiled(work, device).events() or ()
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
-    return covered_seconds(on_device, MAX_GRAPH_GAP)
+    return covered_seconds(events, MAX_GRAPH_GAP)
+
+
+def heaviest(work: Work, device: torch.device, num_steps: int, count: int = 12) -> dict[str, float]:
+    """What takes the most of steps, by name and "us/step": kernels of the device; operators of the host without their callees."""
+    times: dict[str, dict[str, float]] = {"device": {}, "host": {}}
+    for each in _profiled(work, device, torch.profiler.ProfilerActivity.CPU).key_averages():
+        if each.device_type == DeviceType.CUDA and not each.is_user_annotation:
+            times["device"][each.key] = each.self_device_time_total / num_steps
+        elif each.device_type == DeviceType.CPU:
+            times["host"][each.key] = each.self_cpu_time_total / num_steps
+    largest = {kind: sorted(found.items(), key=itemgetter(1), reverse=True)[:count] for kind, found in times.items()}
+    return {f"{kind}, us/step: {name}": microseconds for kind, found in largest.items() for name, microseconds in found}
+
+
+def _profiled(work: Work, device: torch.device, *activities: torch.profiler.ProfilerActivity) -> Any:
+    if device.type == "cuda":
+        activities = (*activities, torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        work()
+        synchronize(device)
+    return profile
 
 
 def covered_seconds(intervals: Iterable[tuple[float, float]], max_gap: float) -> float:

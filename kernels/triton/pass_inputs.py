@@ -30,7 +30,8 @@ BLOCK_TABLE = 8
 
 def size_of(batch: RaggedBatch) -> PassSize:
     """Return the shapes of a batch without padding."""
-    query_lens = np.diff(batch.attention.query_start_loc)
+    query_start_loc = batch.attention.query_start_loc
+    query_lens = query_start_loc[1:] - query_start_loc[:-1]
     return PassSize(len(batch.attention.positions), len(query_lens), int(query_lens.max()))
 
 

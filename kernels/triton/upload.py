@@ -7,9 +7,9 @@ Pinned memory comes from PyTorch's cache, which reuses a buffer only after the c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -17,12 +17,18 @@ from torch import Tensor
 ALIGNMENT = 16
 """Alignment of every array, in bytes: Triton recompiles a kernel for pointers of other alignments."""
 
+_NUMPY_DTYPES = {
+    dtype: torch.empty(0, dtype=dtype).numpy().dtype
+    for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)
+}
+_TORCH_DTYPES = {there: here for here, there in _NUMPY_DTYPES.items()}
+
 
 def upload(arrays: Sequence[NDArray[Any]], device: torch.device, *, into: Tensor | None = None) -> list[Tensor]:
     """Copy arrays to the device in one copy.
 
     Args:
-        arrays: of any shapes, and of dtypes that PyTorch has.
+        arrays: of any shapes, and of the dtypes bool, uint8, int32, int64, float32 or float64.
         device: the target of the copy.
         into: uint8 [at least `packed_size`] on the device, whose beginning is overwritten; ``None``: new memory. Arrays of the
             same shapes and dtypes always get the same addresses in it.
@@ -30,19 +36,23 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device, *, into: Tensor
     Returns:
         Tensors of the same dtypes and shapes, one after the other in memory.
     """
-    staging = torch.empty(packed_size(arrays), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host, start = staging.numpy(), 0
-    places = []
-    for array in arrays:
+    starts = [0, *accumulate(_aligned(array.nbytes) for array in arrays)]
+    staging = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = staging.numpy()
+    for array, start in zip(arrays, starts, strict=False):
         host[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
-        places.append(slice(start, start + array.nbytes))
-        start = _aligned(start + array.nbytes)
     if into is None:
         packed = staging.to(device, non_blocking=True)
     else:
         packed = into[: len(staging)]
         packed.copy_(staging, non_blocking=True)
-    return [packed[place].view(_torch_dtype(array)).view(array.shape) for place, array in zip(places, arrays, strict=True)]
+    typed = {dtype: packed.view(_TORCH_DTYPES[dtype]) for dtype in {array.dtype for array in arrays}}
+    tensors = []
+    for array, start in zip(arrays, starts, strict=False):
+        first = start // array.itemsize
+        tensor = typed[array.dtype][first : first + array.size]
+        tensors.append(tensor if array.ndim == 1 else tensor.view(array.shape))
+    return tensors
 
 
 def download(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
@@ -58,7 +68,7 @@ def download(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
     arrays, start = [], 0
     for tensor in tensors:
         end = start + tensor.nbytes
-        arrays.append(packed[start:end].view(_numpy_dtype(tensor.dtype)).reshape(tensor.shape))
+        arrays.append(packed[start:end].view(_NUMPY_DTYPES[tensor.dtype]).reshape(tensor.shape))
         start = end
     return arrays
 
@@ -70,11 +80,3 @@ def packed_size(arrays: Sequence[NDArray[Any]]) -> int:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _torch_dtype(array: NDArray[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, array.dtype)).dtype
-
-
-def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    return torch.empty(0, dtype=dtype).numpy().dtype

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from interpreted import triton_backend
 
 from titan.bench import gpu_check
-from titan.bench.gpu import attention, ceilings, end_to_end, random_models
+from titan.bench.gpu import attention, ceilings, end_to_end, random_models, sampling
 from titan.bench.gpu.attention import LLAMA_3_8B, UNIFORM
 from titan.bench.gpu.attention_batches import uniform_shape
 from titan.bench.gpu.attention_kernels import KERNELS, TITAN
-from titan.bench.gpu.end_to_end import AT_GOAL, PLAIN, EndToEnd
+from titan.bench.gpu.end_to_end import AT_GOAL, DRAFTS_SAMPLED, PLAIN, EndToEnd, Mode
 from titan.bench.gpu.sections import Figures, Row, Section, Setting, Task, WrongNumbersError, run_isolated, run_tasks
 from titan.bench.gpu.timing import covered_seconds
-from titan.bench.peers.transformers_peer import StaticPeer
 from titan.bench.step_times import step_times
 from titan.core.step import Acceptance
 from titan.kernels.backend import choose_backend
@@ -59,27 +61,100 @@ def test_an_error_ends_its_own_task_only_peers_may_fail_and_tasks_without_time_s
 
 
 MADE_UP_MODULE = """
-import os, time
+import os, signal, time
+from functools import partial
+from pathlib import Path
+from titan.bench.gpu import device_tests, sections
 from titan.bench.gpu.sections import Task
 
-def crash(setting):
-    return [Task({"row": "lives"}, lambda: {"figure": float(setting.seed)}, 1), Task({}, lambda: os._exit(7), 1)]
+def lose_the_device(setting):
+    def fail(device):
+        raise RuntimeError("an illegal memory access was encountered")
+    sections.synchronize = fail
+    fail(setting.device)
 
-def hang(setting):
-    return [Task({}, lambda: time.sleep(1000), 1)]
+WORK = {
+    "fine": lambda setting: {"figure": float(setting.seed)},
+    "status": lambda setting: os._exit(7),
+    "signal": lambda setting: os.kill(os.getpid(), signal.SIGSEGV),
+    "hang": lambda setting: time.sleep(1000),
+    "device": lose_the_device,
+    "error": lambda setting: 1 / 0,
+}
+
+def make_tasks(names, setting):
+    labels = [{"row": name, "process": os.getpid()} for name in names]
+    return [Task(each, partial(WORK[each["row"]], setting), 0, is_peer=each["row"] == "signal") for each in labels]
+
+def make_tests(root, setting):
+    device_tests.ROOT = Path(root)
+    return device_tests.make_tasks(setting)
 """
 
 
-def test_a_process_that_dies_or_hangs_costs_the_rows_it_has_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module that other processes can import."""
     (tmp_path / "made_up_tasks.py").write_text(MADE_UP_MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path))  # other processes can import it
-    made_up = __import__("made_up_tasks")
-    first, last = run_isolated(replace(section_of(), make_tasks=made_up.crash), replace(TINY, seed=5), 1000)
-    assert (first.labels, first.figures, first.status) == ({"row": "lives"}, {"figure": 5.0}, "ok")
-    assert (last.status, last.problem) == ("failed", "what came next ended the process with status 7")
-    (row,) = run_isolated(replace(section_of(), make_tasks=made_up.hang), TINY, 0, grace=0.1)
-    assert (row.status, row.problem) == ("failed", "what came next was ended after 0 s without an answer")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield __import__("made_up_tasks")
     del sys.modules["made_up_tasks"]
+
+
+def test_what_ends_a_process_or_its_device_costs_one_row_and_the_next_begins_in_a_new_process(made_up: Any) -> None:
+    names = ["fine", "status", "fine", "signal", "device", "error", "hang", "fine"]
+    section = replace(section_of(), make_tasks=partial(made_up.make_tasks, names))
+    rows = list(run_isolated(section, replace(TINY, seed=5), 1000, grace=2))
+    assert [row.labels["row"] for row in rows] == names
+    assert [row.figures for row in rows if row.status == "ok"] == [{"figure": 5.0}] * 3
+    assert [(row.status, row.problem) for row in rows if row.status != "ok"] == [
+        ("failed", "its process ended with status 7"),
+        ("unavailable", "its process ended with status -11"),
+        ("failed", "RuntimeError: an illegal memory access was encountered"),
+        ("failed", "ZeroDivisionError: division by zero"),
+        ("failed", "its process was ended after 2 s without an answer"),
+    ]
+    processes = [row.labels["process"] for row in rows]
+    assert [list(processes).index(each) for each in processes] == [0, 0, 2, 2, 4, 5, 5, 7]
+
+
+def test_a_process_that_does_not_get_as_far_as_its_tasks_ends_its_section(made_up: Any) -> None:
+    section = replace(section_of(), make_tasks=partial(made_up.make_tasks, ["no such task"]))
+    [row] = run_isolated(section, TINY, 1000)
+    assert (row.labels, row.status, row.problem) == ({}, "failed", "its process ended with status 1")
+
+
+MADE_UP_TESTS = """
+import os, warnings, pytest
+
+@pytest.mark.parametrize("back_end", ["torch", *(f"triton-{i}" for i in range(4))])
+def test_it(back_end):
+    warnings.warn("is shown")
+    if back_end == "triton-1":
+        os._exit(9)
+    if back_end == "triton-3":
+        pytest.skip("no")
+    assert back_end != "triton-2", "wrong"
+"""
+
+
+def test_tests_are_rows_and_one_that_crashes_costs_the_others_nothing(made_up: Any, tmp_path: Path) -> None:
+    (tmp_path / "tests" / "kernels").mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nfilterwarnings = ['error']\n")
+    (tmp_path / "tests" / "kernels" / "test_conformance_cache.py").write_text(MADE_UP_TESTS)
+    section = replace(section_of(), make_tasks=partial(made_up.make_tests, str(tmp_path)))
+    rows = list(run_isolated(section, TINY, 1000))
+    name = "tests/kernels/test_conformance_cache.py::test_it[triton-"
+    assert [row.labels["test"] for row in rows] == [f"{name}{each}]" for each in range(4)]
+    assert [(row.figures, row.problem) for row in rows] == [
+        ({"passed": 1.0}, None),
+        ({}, "its process ended with status 9"),
+        ({}, "AssertionError: wrong assert 'triton-2' != 'triton-2'"),
+        ({"skipped": 1.0}, None),
+    ]
+    (tmp_path / "pyproject.toml").unlink()  # pytest refuses its options
+    [row] = run_isolated(section, TINY, 1000)
+    assert (row.labels, row.status) == ({}, "failed")
 
 
 def test_time_that_a_section_leaves_is_the_next_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +221,6 @@ def test_goals_follow_from_floors_and_kernels() -> None:
     assert {(*each, kernel) for each in attention.COMPARED for kernel in KERNELS} < set(labels)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_others_agree_with_titan_at_tiny_shapes() -> None:
     tasks = attention.SECTION.make_tasks(TINY)
     rows = attention.SECTION.compare(list(run_tasks(tasks, 1000, lambda: 0.0)))
@@ -154,9 +228,10 @@ def test_others_agree_with_titan_at_tiny_shapes() -> None:
     assert flashinfer.status == "unavailable" and "No module named 'flashinfer'" in str(flashinfer.problem)
     assert [row.problem for row in rows if row.status != "ok"] == []
     kernels = [row.labels["kernel"] for row in rows]
-    assert kernels == [TITAN] * 3 + ["plan of a step", "titan, unsplit", "gather + SDPA", "FlexAttention, compiled"]
-    titan, sdpa = rows[1].figures, rows[5].figures
+    assert kernels == [TITAN] * 3 + ["gather + SDPA"]
+    titan, sdpa = rows[1].figures, rows[3].figures
     assert sdpa["x titan"] == pytest.approx(sdpa["us"] / titan["us"])
+    assert titan["plan, us"] > 0 and "plan, us" not in sdpa
     assert titan["of bandwidth"] == pytest.approx(titan["floor, us"] / titan["us"])
 
 
@@ -187,12 +262,14 @@ def bench() -> EndToEnd:
 
 
 def test_whole_engines_run_at_tiny_shapes() -> None:
-    section = end_to_end.SECTION_8B
+    section = end_to_end.SECTION
     rows = section.compare(list(run_tasks(section.make_tasks(TINY), 1000, lambda: 0.0)))
     assert [row.problem for row in rows if row.status != "ok"] == []
     found = {(row.labels["requests"], row.labels["mode"]): row.figures for row in rows}
     assert list(found)[:4] == [(1, PLAIN), (1, AT_GOAL), (3, PLAIN), (3, AT_GOAL)]
-    assert list(found)[-2:] == [(2, "transformers generate"), (2, "transformers continuous batching")]
+    assert list(found)[4:] == [(2, each) for each in ("prefill of 20", "swap of the draft", "plain, sampled", DRAFTS_SAMPLED)]
+    assert found[2, DRAFTS_SAMPLED]["tokens/step"] == 7.0
+    assert any(name.startswith("host, us/step: aten::") for name in found[1, PLAIN])
     plain, drafted = found[1, PLAIN], found[1, AT_GOAL]
     assert plain["tokens/step"] == 1.0 and drafted["expected"] == pytest.approx(3.951, abs=1e-3)
     assert drafted["x plain"] == pytest.approx(drafted["tokens/s"] / plain["tokens/s"])
@@ -202,7 +279,7 @@ def test_whole_engines_run_at_tiny_shapes() -> None:
 def test_acceptance_is_dialled_and_the_draft_is_paid_for(
     acceptance: float, tokens_per_step: int, bench: EndToEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(end_to_end.MODES, "dialled", acceptance)
+    monkeypatch.setitem(end_to_end.MODES, "dialled", Mode(acceptance))
     with step_times(bench.engine) as times:
         assert bench.measure_titan(2, "dialled")["tokens/step"] == tokens_per_step
     assert times.draft.num_calls == 6 * times.step.num_calls
@@ -213,7 +290,7 @@ def test_recorded_tokens_take_the_place_of_those_that_a_draft_left_on_the_device
     """Drafting, the target's pass and verification are what they are without a recording; warm-ups accept nothing, too."""
     for name, value in {"NUM_DRAFTS": 2, "NUM_WARM_UPS": 1}.items():
         monkeypatch.setattr(end_to_end, name, value)
-    monkeypatch.setitem(end_to_end.MODES, "all", 1.0)
+    monkeypatch.setitem(end_to_end.MODES, "all", Mode(1.0))
     model = random_models.llama(32, 32, 1, 2, 1, 16, vocab_size=40)
     plan = replace(end_to_end.TINY, target=model, draft=model, batches=(2,), prompt_len=2, min_rows=1, min_steps=1)
     bench = EndToEnd(plan, TINY, triton_backend())
@@ -226,11 +303,12 @@ def test_recorded_tokens_take_the_place_of_those_that_a_draft_left_on_the_device
     assert all(each[row].draft_slots.tolist() == [0, -1] for each in trees for row in range(2))  # type: ignore[union-attr]
 
 
-def test_the_same_weights_write_the_same_in_transformers(bench: EndToEnd) -> None:
-    prompts = bench.workload(2, 5).prompts
-    written = StaticPeer(bench.transformers_model).run([{"prompt": prompt, "output_len": 5} for prompt in prompts], 2)
-    expected = [[(prompt[-1] + 1 + i) % 300 for i in range(5)] for prompt in prompts]
-    assert [each["token_ids"] for each in written["requests"]] == expected
+def test_a_swap_of_the_draft_in_a_window_is_one(bench: EndToEnd) -> None:
+    drafter, found = bench.engine.drafter, []
+    bench.engine.observers.append(lambda plan, acceptance: found.append((bench.engine.drafter, len(plan.requests))))
+    figures = bench.measure_swap(2, AT_GOAL)
+    assert bench.engine.drafter is not drafter and {each for each, _ in found} == {drafter, bench.engine.drafter}
+    assert found[-1][1] == 2 and all(figure > 0 for figure in figures.values())
 
 
 def test_a_request_that_ends_early_and_a_text_that_the_weights_do_not_say_are_noticed(
@@ -244,3 +322,33 @@ def test_a_request_that_ends_early_and_a_text_that_the_weights_do_not_say_are_no
     bench.target.head.copy_(bench.target.head.roll(1, 0))
     with pytest.raises(WrongNumbersError, match="other tokens were written than the weights say"):
         bench.measure_titan(1, PLAIN)
+
+
+# ----- the rest
+
+
+@pytest.mark.parametrize("make_tasks", [ceilings.make_product_tasks, sampling.make_tasks])
+def test_products_and_sampling_run_at_tiny_shapes(make_tasks: Any) -> None:
+    rows = list(run_tasks(make_tasks(replace(TINY, peak=1e9)), 1000, lambda: 0.0))
+    assert [row.problem for row in rows if row.status != "ok"] == []
+    assert all(figure > 0 for row in rows for figure in row.figures.values())
+
+
+def test_rows_are_compared_with_those_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fine = replace(FINE, measure=lambda: {"other": 4.0, "figure": 3.0})
+    monkeypatch.setattr(gpu_check, "SECTIONS", {"a": section_of(FINE, name="a")})
+    options = ["--tiny", "--threads", "1", "--json", str(tmp_path / "base.json")]
+    gpu_check.main(options, in_this_process)
+    monkeypatch.setattr(gpu_check, "SECTIONS", {"a": section_of(fine, replace(fine, labels={"row": "new"}), name="a")})
+    options = ["--tiny", "--threads", "1", "--json", str(tmp_path / "new.json"), "--base", str(tmp_path / "base.json")]
+    gpu_check.main(options, in_this_process)
+    first, second = json.loads((tmp_path / "new.json").read_text())["rows"]
+    assert first["figures"] == {"other": 4.0, "figure": 3.0, "x base": 3.0} and "x base" not in second["figures"]
+
+
+@pytest.mark.parametrize(("words", "message"), [(["d"], "BASE= must be its folder"), (["e"], "usage"), (["a", "tiny"], "usage")])
+def test_calls_of_the_first_hour_that_cannot_be_made_are_refused(words: list[str], message: str, tmp_path: Path) -> None:
+    script = Path(gpu_check.__file__).with_name("gpu") / "first_hour.sh"
+    environment = {"PATH": os.environ["PATH"], "OUT": str(tmp_path)}
+    call = subprocess.run(["bash", str(script), *words], env=environment, capture_output=True, text=True, check=False)
+    assert call.returncode == 2 and message in call.stdout and not list(tmp_path.iterdir())

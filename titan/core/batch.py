@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ Window = int | None
 class QueryRow(NamedTuple):
     """The committed tokens of one request in one pass of one model: ``token_ids`` at positions ``start, start + 1, ...``."""
 
-    block_ids: list[int]
+    block_ids: Sequence[int]
     start: int
     token_ids: Sequence[int]
     needs_logits: bool = True  # for the last token, and for the nodes of the tree below it
@@ -149,7 +148,9 @@ def build_batch(rows: Sequence[QueryRow], trees: DraftTrees | None = None, *, bl
 
 def prefix_sums(counts: Sequence[int] | Ints) -> Ints:
     """Return 0 followed by the running sums of ``counts``: [n] -> int64 [n + 1]."""
-    return np.array([0, *accumulate(counts.tolist() if isinstance(counts, np.ndarray) else counts)])
+    sums = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=sums[1:])
+    return sums
 
 
 def physical_slots(table: Ints, owners: Ints, slots: Ints, block_size: int) -> Ints:
@@ -165,7 +166,9 @@ def physical_slots(table: Ints, owners: Ints, slots: Ints, block_size: int) -> I
     return table[owners, blocks] * block_size + offsets
 
 
-def pad_block_tables(block_tables: Sequence[list[int]]) -> Ints:
+def pad_block_tables(block_tables: Sequence[Sequence[int]]) -> Ints:
     """Pad block tables to rows of one array, int64 [R, longest table]; the padding is block 0 and is never read."""
-    width = max(map(len, block_tables))
-    return np.array([block_ids + [0] * (width - len(block_ids)) for block_ids in block_tables], np.int64)
+    table = np.zeros((len(block_tables), max(map(len, block_tables))), np.int64)
+    for row, block_ids in zip(table, block_tables, strict=True):
+        row[: len(block_ids)] = block_ids
+    return table

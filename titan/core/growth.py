@@ -99,7 +99,7 @@ class Feed(NamedTuple):
     """The tokens that one request feeds a draft model, and how its tree grows after them."""
 
     row: int  # of the plan
-    block_ids: list[int]
+    block_ids: Sequence[int]
     start: int  # position of the first token
     token_ids: Sequence[int]  # committed tokens that the draft lacks; with a spec, the last is the root
     spec: GrowthSpec | None  # None: nothing grows

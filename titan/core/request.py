@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Protocol
 
 from titan.core.draft_history import DraftHistory
@@ -54,7 +56,7 @@ class Request:
     siblings: tuple[Request, ...] = ()  # all completions of the prompt, itself included; empty if it is the only one
 
     token_ids: list[int] = field(init=False)  # prompt and output
-    block_ids: list[int] = field(default_factory=list)  # block table, for the target's and the draft's cache
+    block_ids: array[int] = field(default_factory=partial(array, "q"))  # block table, for the target's and the draft's cache
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of committed tokens, chained
     num_computed_tokens: int = 0  # tokens whose committed KV is valid in the target's cache
     num_drafted_context: int = 0  # the same for the draft's cache
@@ -100,7 +102,7 @@ class Request:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def extend_blocks(self, block_ids: Sequence[int]) -> None:
+    def extend_blocks(self, block_ids: Iterable[int]) -> None:
         """Append blocks to the block table."""
         self.block_ids.extend(block_ids)
 
@@ -126,13 +128,13 @@ class Request:
         self.num_drafted_context = self.num_draft_marked_blocks = 0
         self.draft_history = DraftHistory()
 
-    def roll_back(self, num_blocks: int) -> list[int]:
+    def roll_back(self, num_blocks: int) -> array[int]:
         """Keep the first ``num_blocks`` blocks of the table; return the others, the last one first."""
         surplus = self.block_ids[num_blocks:]
         del self.block_ids[num_blocks:]
         return surplus[::-1]
 
-    def release(self) -> list[int]:
+    def release(self) -> array[int]:
         """Give up all blocks and what was computed in them; return the blocks, the last one first."""
         self.block_hashes.clear()
         self.num_computed_tokens = self.num_drafted_context = self.num_draft_marked_blocks = 0

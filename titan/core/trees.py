@@ -280,10 +280,10 @@ class DraftTrees:
     def _check(self, limits: Sequence[TreeLimits], drafter: str, vocab_size: int, device: torch.device) -> None:
         """Check what the host knows of trees on the device."""
         name = f"the drafter {drafter!r}"
-        for count, is_sampled, limit in zip(self.counts.tolist(), self.is_sampled.tolist(), limits, strict=True):
+        for count, limit in zip(self.counts.tolist(), limits, strict=True):
             _check_count(count, limit, drafter)
-            if is_sampled and not limit.may_sample:
-                raise ValueError(f"{name} sampled a tree at temperature 0: it may at temperatures above 0 only")
+        if not all(limits[row].may_sample for row in np.flatnonzero(self.is_sampled).tolist()):
+            raise ValueError(f"{name} sampled a tree at temperature 0: it may at temperatures above 0 only")
         flags = (self.is_chain, self.is_sampled, self.has_scores)
         if self.start_loc.dtype != np.int64 or any(each.dtype != np.bool_ or len(each) != self.num_rows for each in flags):
             raise ValueError(f"{name} gave start_loc or flags of another dtype or length: they must be int64 and bool, one per row")

@@ -7,7 +7,7 @@ path that is not the first nodes of its tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
@@ -27,7 +27,7 @@ HASH_SALT = b"titan"
 class Prefix(NamedTuple):
     """Full blocks that are already computed and hold a prefix of a request's committed tokens."""
 
-    block_ids: list[int]
+    block_ids: Sequence[int]
     block_hashes: list[bytes]  # one per block, or none without prefix caching
     num_drafted_blocks: int  # leading blocks that the current draft covers
 
@@ -146,7 +146,9 @@ class KVCache:
         ):
             if not path:
                 continue
-            drafted = list(takewhile((0).__le__, [draft_slots[first_node + node] for node in path]))
+            drafted = [draft_slots[first_node + node] for node in path]
+            if min(drafted) < 0:  # the draft may have no KV of the path's end
+                drafted = list(takewhile((0).__le__, drafted))
             request.cover_draft(len(drafted))
             first_slot = request.num_computed_tokens + num_tokens  # of the nodes
             held: tuple[tuple[Role, list[int]], ...] = ("target", path), ("draft", drafted)
@@ -163,15 +165,17 @@ class KVCache:
         Called after the request's counters have advanced. Surplus blocks are released; full blocks are registered, and marked
         with the current draft's epoch where the draft covers them.
         """
-        self.pool.release(request.roll_back(self._num_blocks_of(request.num_computed_tokens)))
-        if not self.pool.enable_caching:
+        if len(request.block_ids) > (num_blocks := self._num_blocks_of(request.num_computed_tokens)):
+            self.pool.release(request.roll_back(num_blocks))
+        num_full_blocks = request.num_computed_tokens // self.block_size
+        num_drafted_blocks = min(request.num_drafted_context // self.block_size, num_full_blocks)
+        is_known = (len(request.block_hashes), request.num_draft_marked_blocks) == (num_full_blocks, num_drafted_blocks)
+        if is_known or not self.pool.enable_caching:
             return
-        num_full_blocks = min(request.num_computed_tokens, request.num_tokens) // self.block_size
         block_hashes = request.block_hashes[-1:] or [b""]
         for i in range(len(request.block_hashes), num_full_blocks):
             block_hashes.append(self._hash_block(request, i, block_hashes[-1]))
             self.pool.register(request.block_ids[i], block_hashes[-1])
-        num_drafted_blocks = min(request.num_drafted_context // self.block_size, num_full_blocks)
         for block_id in request.block_ids[request.num_draft_marked_blocks : num_drafted_blocks]:
             self.pool.mark_drafted(block_id, self.draft_epoch)
         request.mark_cached(block_hashes[1:], num_drafted_blocks)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from titan.core.metrics import EngineCounters
 from titan.core.options import ScheduleOptions
+from titan.core.outputs import RequestMetrics
 from titan.core.request import FinishReason, Request
 from titan.core.step import Acceptance, StepPlan
 from titan.memory.kv_cache import KVCache
@@ -79,20 +80,22 @@ class Scheduler:
         plan = StepPlan([], [], [], [])
         self._choose_rows(plan, max_draft_tokens)
         for request, budget in zip(plan.requests, plan.draft_budgets, strict=True):
-            num_slots = max(budget, lookahead(request, budget)) if budget else 0
-            plan.num_slots.append(num_slots if self.kv.reserve(request, request.num_tokens + num_slots) else budget)
+            num_slots = lookahead(request, budget) if budget else 0
+            is_more = num_slots > budget and self.kv.reserve(request, request.num_tokens + num_slots)
+            plan.num_slots.append(num_slots if is_more else budget)
         return plan
 
     def _choose_rows(self, plan: StepPlan, max_draft_tokens: int) -> None:
         """Add rows to the plan, and reserve blocks for their tokens and drafts."""
         budget = self.options.max_num_batched_tokens
         num_preemptions = self.counters.num_preemptions
-        for request in list(self.running):
-            if budget == 0 or request not in self.running:  # preempted in the meantime
-                continue
+        index = 0
+        while budget > 0 and index < len(self.running):  # preemption shortens the list from its end
+            request = self.running[index]
             num_tokens, num_drafts = self._row(request, budget, max_draft_tokens)
             if self._reserve_by_preemption(request, request.num_computed_tokens + num_tokens + num_drafts):
                 budget -= plan.add(request, num_tokens, num_drafts)
+            index += 1
         if self.counters.num_preemptions > num_preemptions:
             return  # no room for the running requests: none joins
         while budget > 0 and self.waiting and len(self.running) < self.options.max_batch_size:
@@ -111,7 +114,8 @@ class Scheduler:
         Returns:
             The requests whose output changed.
         """
-        changed = []
+        changed, proposed, accepted = [], list[int](), list[int]()  # requests, depths of draft tokens
+        num_rows = num_tokens = 0
         now = time.monotonic()
         depths, first_nodes = acceptance.trees.nodes.depths.tolist(), acceptance.trees.start_loc.tolist()
         for i, request in enumerate(plan.requests):
@@ -121,7 +125,14 @@ class Scheduler:
                 num_emitted = append_tokens(request, acceptance.token_ids[i])
                 if request.logprobs is not None:
                     request.logprobs += acceptance.logprobs[i][:num_emitted]
-                self._count(request, depths[first_nodes[i] : first_nodes[i + 1]], acceptance.paths[i], num_emitted, now)
+                if request.metrics.first_token_time is None:
+                    request.metrics.first_token_time = now
+                own = depths[first_nodes[i] : first_nodes[i + 1]], range(1, min(len(acceptance.paths[i]), num_emitted) + 1)
+                _count(request.metrics, 1, num_emitted, *own)
+                num_rows += 1
+                num_tokens += num_emitted
+                proposed += own[0]
+                accepted += own[1]
             if acceptance.errors[i] is not None and not request.is_finished:  # after a stop it does not matter
                 self.abort(request, acceptance.errors[i])
                 continue
@@ -134,6 +145,7 @@ class Scheduler:
                 assert request.finish_reason is not None
                 self._finish(request, request.finish_reason)
         self.counters.num_steps += 1
+        _count(self.counters, num_rows, num_tokens, proposed, accepted)
         return changed
 
     def _has_room(self, request: Request, max_draft_tokens: int) -> bool:
@@ -150,10 +162,8 @@ class Scheduler:
         params = request.params
         if not params.use_speculative or request.num_computed_tokens + num_tokens < request.num_tokens:
             return num_tokens, 0
-        limits = [max_draft_tokens, budget - num_tokens, request.num_remaining_tokens - 1]
-        if params.max_draft_tokens is not None:
-            limits.append(params.max_draft_tokens)
-        return num_tokens, max(0, min(limits))
+        own = max_draft_tokens if params.max_draft_tokens is None else params.max_draft_tokens
+        return num_tokens, max(0, min(own, max_draft_tokens, budget - num_tokens, request.num_remaining_tokens - 1))
 
     def _reserve_by_preemption(self, request: Request, num_slots: int) -> bool:
         """Reserve slots for a running request, preempting the most recent ones as needed; False if it was preempted itself."""
@@ -182,17 +192,6 @@ class Scheduler:
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = time.monotonic()
 
-    def _count(self, request: Request, depths: Sequence[int], path: list[int], num_emitted: int, now: float) -> None:
-        """Count one verification; accepted draft tokens count only if they were emitted, not after a stop."""
-        metrics = request.metrics
-        if metrics.first_token_time is None:
-            metrics.first_token_time = now
-        for counts in (metrics, self.counters):
-            counts.num_sequence_steps += 1
-            counts.num_emitted_tokens += num_emitted
-            _count_depths(counts.proposed_per_depth, depths)
-            _count_depths(counts.accepted_per_depth, range(1, min(len(path), num_emitted) + 1))
-
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         if request.detokenizer is not None and not isinstance(request.stop_reason, str):
@@ -202,9 +201,19 @@ class Scheduler:
         self.kv.free(request)
 
 
+def _count(
+    counts: RequestMetrics | EngineCounters, num_rows: int, num_emitted: int, proposed: Sequence[int], accepted: Sequence[int]
+) -> None:
+    """Count verifications, and draft tokens by depth; accepted ones only if they were emitted, not after a stop."""
+    counts.num_sequence_steps += num_rows
+    counts.num_emitted_tokens += num_emitted
+    _count_depths(counts.proposed_per_depth, proposed)
+    _count_depths(counts.accepted_per_depth, accepted)
+
+
 def _count_depths(counts: list[int], depths: Sequence[int]) -> None:
     """Add one to ``counts[d - 1]`` for each depth d."""
+    if len(counts) < (deepest := max(depths, default=0)):
+        counts.extend([0] * (deepest - len(counts)))
     for depth in depths:
-        while len(counts) < depth:
-            counts.append(0)
         counts[depth - 1] += 1

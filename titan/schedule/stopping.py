@@ -15,17 +15,21 @@ def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
     Returns:
         How many tokens were appended.
     """
+    num_left, num_until_stop = request.num_remaining_tokens, request.params.min_tokens - request.num_output_tokens
+    if request.detokenizer is None and request.stop_token_ids.isdisjoint(token_ids) and len(token_ids) < num_left:
+        request.token_ids += token_ids  # none of them can end it
+        return len(token_ids)
     for count, token_id in enumerate(token_ids, start=1):
         request.token_ids.append(token_id)
         num_old_characters = 0
         if request.detokenizer is not None:
             num_old_characters = len(request.detokenizer.text)
             request.detokenizer.append(token_id)
-        if _is_stopped(request, token_id, num_old_characters):
+        if count >= num_until_stop and _is_stopped(request, token_id, num_old_characters):
             request.finish_reason = FinishReason.STOP
-        elif request.num_remaining_tokens == 0:
+            return count
+        if count == num_left:
             request.finish_reason = FinishReason.LENGTH
-        if request.is_finished:
             return count
     return len(token_ids)
 
@@ -36,8 +40,6 @@ def _is_stopped(request: Request, token_id: int, num_old_characters: int) -> boo
     A stop string that was complete before, which only ``min_tokens`` can have let pass, stays in the text.
     """
     params = request.params
-    if request.num_output_tokens < params.min_tokens:
-        return False
     if token_id in request.stop_token_ids:
         request.stop_reason = token_id if token_id in (params.stop_token_ids or ()) else None
         return True

@@ -1,0 +1,128 @@
+#!/usr/bin/env bash
+# The first hour on a GPU, in four calls of under ten minutes each:
+#
+#   bash bench/gpu/first_hour.sh a               versions; the tests of every kernel; matrix products and sampling
+#   bash bench/gpu/first_hour.sh b               attention against the bandwidth and others; whole engines of 8 B parameters
+#   bash bench/gpu/first_hour.sh c               compute-sanitizer over small tests; tiles for heads of 128
+#   BASE=FOLDER bash bench/gpu/first_hour.sh d   an older checkout and this one by turns, and their ratios
+#   bash bench/gpu/first_hour.sh a --tiny        a rehearsal in Triton's interpreter; so do the others
+#
+# Nothing is installed or downloaded. A call prints what it finds at once, leaves JSON and its log in OUT (default: first_hour),
+# goes on behind what fails or is not there, and ends within LIMIT seconds (default: 570) with what it has. PYTHON is the
+# interpreter, SECTIONS are those that d compares. The status is 1 if a part failed, and 2 if a call cannot be made.
+set -uo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+call=${1:-} tiny=${2:-} PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-570} SECTIONS=${SECTIONS:-attention end_to_end_8b}
+mkdir -p "${OUT:=first_hour}" && OUT=$(cd "$OUT" && pwd) || exit 2
+if [[ $call != [abcd] || ($tiny != "" && $tiny != --tiny) ]]; then
+    echo "usage: [OUT=FOLDER] [LIMIT=SECONDS] [PYTHON=FILE] [BASE=FOLDER] first_hour.sh a|b|c|d [--tiny]"
+    exit 2
+fi
+if [[ $call == d && ! -d ${BASE:-}/titan ]]; then
+    echo "d compares with an older checkout: BASE=${BASE:-} must be its folder"
+    exit 2
+fi
+[[ $tiny ]] && export TRITON_INTERPRET=1
+export PYTHONUNBUFFERED=1 PYTHONPATH=$ROOT
+cd "$ROOT" || exit 2
+failed=()
+
+left() { # seconds of this call, of so many parts that are to come
+    echo $(((LIMIT - SECONDS) / ${1:-1}))
+}
+
+part() { # name, seconds at most, command: run it; Ctrl-C lets it publish what it has
+    local name=$1 seconds=$2 status=0
+    shift 2
+    if ((seconds < 10)); then
+        echo "== $name: no time is left" >&2
+        failed+=("$name")
+        return
+    fi
+    echo "== $name, at most $seconds s" >&2
+    timeout --signal=INT --kill-after=15 "$seconds" "$@" || status=$?
+    ((status == 0)) || failed+=("$name (status $status)")
+    echo "== $name: status $status, after $SECONDS s of this call" >&2
+}
+
+check() { # name, tree, seconds at most, options of gpu_check: its rows as they come, then its tables without the tests that passed
+    local name=$1 tree=$2 seconds=$3 planned tables
+    shift 3
+    planned=$((seconds > 40 ? seconds - 25 : seconds)) # the last task may take longer than is planned for it
+    tables=$(mktemp)
+    cd "$tree" || return
+    PYTHONPATH=$tree part "$name" "$seconds" \
+        "$PYTHON" -m titan.bench.gpu_check $tiny --seconds "$planned" --json "$OUT/$name.json" "$@" >"$tables"
+    cd "$ROOT" || return
+    grep -v '^| tests/.*| ok ' "$tables"
+    rm "$tables"
+}
+
+versions() {
+    "$PYTHON" - <<'END'
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+print("python", platform.python_version())
+needed = dict.fromkeys(("torch", "triton", "transformers", "numpy", "psutil", "tqdm"), "nothing runs without it")
+needed |= dict.fromkeys(("pytest", "hypothesis"), "the tests are left out, in a and in c")
+needed |= {"scipy": "a few tests are left out", "flashinfer-python": "attention is not compared with it"}
+for name, loss in needed.items():
+    try:
+        print(name, version(name))
+    except PackageNotFoundError:
+        print(name, "is missing:", loss)
+END
+    nvidia-smi || echo "there is no nvidia-smi"
+    command -v compute-sanitizer || echo "there is no compute-sanitizer: c leaves it out"
+    git -C "$ROOT" log -1 --format='commit %H' 2>/dev/null || echo "no checkout of git: the commit is not known"
+}
+
+sanitize() { # illegal accesses and the like; without PyTorch's cache, memory behind an allocation is nobody's
+    local tool=(compute-sanitizer --tool memcheck --error-exitcode 9) select="[triton and not real_vocabulary"
+    if ! command -v compute-sanitizer >/dev/null; then
+        echo "== memcheck: there is no compute-sanitizer"
+        [[ $tiny ]] || return
+        tool=() # the tests alone are rehearsed
+    fi
+    [[ $tiny ]] && select="[triton and test_copies"
+    part memcheck "$(left 3)" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${tool[@]}" \
+        "$PYTHON" -m pytest -v --no-header -p no:cacheprovider -W default \
+        -m "not cuda" -k "$select or test_output_is_that_of_the_twin and not [triton" tests/kernels/test_tree_attention.py \
+        tests/kernels/test_conformance_{cache,trees,sampling}.py
+}
+
+run_call() {
+    case $call in
+    a)
+        part versions 60 bash -c "$(declare -f versions); PYTHON=$PYTHON ROOT=$ROOT; versions"
+        check a "$ROOT" "$(left)" --only tests products sampling
+        ;;
+    b) check b "$ROOT" "$(left)" --only attention end_to_end_8b ;;
+    c)
+        sanitize
+        cp kernels/triton/tuning.py "$OUT/tuning.py"
+        local rows=(32 16 128 64)
+        for i in "${!rows[@]}"; do
+            part "tiles-${rows[i]}" "$(left $((${#rows[@]} - i)))" "$PYTHON" -m titan.bench.tune $tiny \
+                --head-dims 128 --block-m "${rows[i]}" --output "$OUT/tuning.py" --json "$OUT/tiles-${rows[i]}.json"
+        done
+        diff -u kernels/triton/tuning.py "$OUT/tuning.py" && echo "the table stays as it is"
+        ;;
+    d)
+        for turn in 1 2; do
+            check "base-$turn" "$BASE" "$(left $((6 - 2 * turn)))" --only $SECTIONS
+            check "here-$turn" "$ROOT" "$(left $((5 - 2 * turn)))" --only $SECTIONS --base "$OUT/base-$turn.json"
+        done
+        ;;
+    esac
+    if ((${#failed[@]})); then
+        echo "== failed, or out of time: ${failed[*]}"
+        return 1
+    fi
+    echo "== all parts of $call are done, in $SECONDS s"
+}
+
+run_call 2>&1 | tee "$OUT/$call.log"
+exit "${PIPESTATUS[0]}"
