@@ -134,6 +134,10 @@ class Model(Protocol):
         """Apply the output head: [L, hidden_size] -> [L, vocab_size]."""
 
 
+WarmUp = Callable[[], object]
+"""Compiles or records in advance what is otherwise compiled or recorded when it is first needed."""
+
+
 class Runner(Protocol):
     """A model with its KV cache."""
 
@@ -147,6 +151,15 @@ class Runner(Protocol):
             feeds: one or more requests.
             num_rows: rows of the plan; rows without a feed get an empty tree.
             vocab_size: of the target; draft tokens beyond it are not proposed.
+        """
+
+    def warm_up(self, draft_vocab_size: int | None = None) -> Sequence[WarmUp]:
+        """Return passes to run before the model serves, so that none waits for a compiler or for the recording of a graph later.
+
+        They may be run while requests are in flight: no KV is changed, and no pass is counted.
+
+        Args:
+            draft_vocab_size: if the model is to `grow` trees, the vocabulary size of the target.
         """
 
 
@@ -333,6 +346,14 @@ class Backend(Protocol):
 
     def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
         """Return tensors as arrays on the host; waits until the device has computed them. They may share memory."""
+
+    def warm_up(self, vocab_size: int, dtype: torch.dtype) -> Sequence[WarmUp]:
+        """Return what compiles the operations on trees and distributions; nothing where they are compiled already.
+
+        Args:
+            vocab_size: of the target.
+            dtype: of its logits.
+        """
 
     def facts(self) -> dict[str, str]:
         """Return facts about the back end to show to users, by name."""

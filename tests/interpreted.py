@@ -25,7 +25,8 @@ def eager_capture() -> Capture:
     """A capture keeps the function, as a graph keeps its launches: a replay finds new inputs only where the old ones lay."""
 
     def capture(function: Callable[[], Tensor]) -> Replay:
-        output = torch.full_like(function(), torch.nan)
+        output = function().clone()
+        output.fill_(torch.nan if output.is_floating_point() else -1)
 
         def replay() -> None:
             output.copy_(function())

@@ -25,7 +25,13 @@ AMPLE: dict[str, Any] = {"max_batch_size": 32, "block_size": 16, "num_kv_blocks"
 
 
 # a proposal of the most likely tokens, so that a seed gives the same tokens with and without speculation
-DEFAULTS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "draft_tree": "chain", "draft_sampling": "greedy"}
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "draft_tree": "chain",
+    "draft_sampling": "greedy",
+    "warm_up": False,
+}
 
 
 def make_engine(model: str, draft: DraftSpec = None, *, backend: Backend | None = None, **options: Any) -> Engine:

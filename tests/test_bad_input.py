@@ -65,6 +65,7 @@ ENGINE: dict[str, tuple[str, list[Any]]] = {
     "seed": (SEED, [-1, None]),
     "num_threads": ("an integer from 1 to 1024", [0, 1025, 2.0]),
     "max_model_len": ("an integer >= 1", [0]),
+    "warm_up": (TRUTH, [1]),
     "use_speculative": (TRUTH, ["no"]),
     "max_draft_tokens": (NODES, [64, True]),
     "draft_sampling": ("'auto', 'greedy', 'sampled'", ["random"]),

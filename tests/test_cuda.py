@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from interpreted import ON_CUDA
+from interpreted import DEVICE, ON_CUDA
 from stepping import greedy, make_engine, run_all, submit
+from tiny_models import make_model
 from torch import Tensor
 from zoo import Zoo, random_prompts
 
 from titan.core.sampling_params import SamplingParams
+from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.cuda_graphs import cuda_graph_capture
 
 pytestmark = ON_CUDA
@@ -30,7 +34,8 @@ def _no_waiting() -> Iterator[None]:
 
 @pytest.mark.parametrize("draft_tree", ["chain", "dynamic"])
 def test_greedy_generation_is_that_of_transformers_and_mostly_replayed(zoo: Zoo, draft_tree: str) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), device="cuda", draft_tree=draft_tree, num_kv_blocks=400)
+    options = {"draft_tree": draft_tree, "num_kv_blocks": 400, "warm_up": True}
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), device="cuda", **options)
     for _ in range(2):
         outputs = run_all(engine, PROMPTS, [greedy(40, ignore_eos=True)] * len(PROMPTS))
         assert outputs == [zoo.greedy("llama", prompt, 40, ignore_eos=True) for prompt in PROMPTS]
@@ -71,6 +76,23 @@ def test_a_step_waits_for_nothing_but_its_look_at_the_results(
     for _ in range(3):
         engine.step()
     assert num_looks == 3 and engine.passes.num_replayed > num_replayed
+
+
+def test_replays_of_the_target_are_right_after_a_swap(tmp_path: Path) -> None:
+    """The graphs of the old draft, and all that PyTorch held in reserve, are gone; the weights are as large as products split."""
+    make_model(tmp_path, "llama", hidden_size=2048, intermediate_size=8192, num_hidden_layers=2)
+    outputs, options = [], {"device": "cuda", "dtype": "bfloat16", "num_kv_blocks": 400}
+    for make_capture in (cuda_graph_capture, lambda: lambda passes: None):
+        engine = make_engine(str(tmp_path), str(tmp_path), backend=TritonBackend(DEVICE, make_capture), **options)
+        for _ in range(2):
+            run_all(engine, PROMPTS, [greedy(20, ignore_eos=True)] * len(PROMPTS))
+            engine.swap_draft(str(tmp_path))
+        gc.collect()
+        torch.cuda.empty_cache()
+        overwritten = torch.full((2**28,), torch.nan, device=DEVICE)
+        outputs.append(run_all(engine, PROMPTS, [greedy(20, ignore_eos=True)] * len(PROMPTS)))
+        assert overwritten.isnan().all() and (engine.passes.num_replayed > 20) == (make_capture is cuda_graph_capture)
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # it ends before anything is launched

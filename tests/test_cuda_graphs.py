@@ -5,11 +5,14 @@ Without a CUDA device a replay runs the pass again, over whatever lies in the st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, call
+from weakref import WeakSet, ref
 
 import numpy as np
 import pytest
@@ -27,36 +30,43 @@ from titan.kernels.growth import _lay_out_frontiers
 from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.kernels.triton import cuda_graphs
 from titan.kernels.triton.backend import TritonBackend
-from titan.kernels.triton.cuda_graphs import MAX_GRAPH_TOKENS, GraphSizes, PassSize, Replay, cuda_graph_capture
+from titan.kernels.triton.cuda_graphs import POOL_STREAMS, GraphSizes, PassSize, Replay, cuda_graph_capture
 from titan.kernels.triton.upload import ALIGNMENT, download, packed_size, upload
 
 # sizes
 
 
-@pytest.mark.parametrize(("num_requests", "query_len"), [(1, 1), (6, 7), (32, 7), (33, 4), (128, 7), (200, 64)])
-def test_every_small_pass_finds_a_size_that_holds_it_and_these_are_few(num_requests: int, query_len: int) -> None:
+@pytest.mark.parametrize(("num_requests", "query_len"), [(1, 1), (6, 7), (32, 7), (33, 4), (128, 7), (60, 17)])
+def test_every_small_pass_finds_a_size_that_holds_it_and_these_are_few(
+    num_requests: int, query_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPH_TOKENS", 512)
     sizes = GraphSizes(PassLimits(num_requests, query_len, num_blocks=8))
     assert sizes.find(PassSize(num_requests + 1, num_requests + 1, 1)) is None
     assert sizes.find(PassSize(query_len + 1, 1, query_len + 1)) is None
     found = set()
     for requests in range(1, num_requests + 1):
         for longest in range(1, query_len + 1):
-            for num_tokens in {requests + longest - 1, (requests * longest + requests) // 2, requests * longest}:
+            for num_tokens in range(requests + longest - 1, requests * longest + 1):
                 size = sizes.find(PassSize(num_tokens, requests, longest))
                 if size is None:
-                    assert num_tokens > MAX_GRAPH_TOKENS / 2.5  # what padding may add
+                    assert num_tokens > 512 / 2.5  # what padding may add
                     continue
                 found.add(size)
                 assert size.num_tokens >= num_tokens and size.num_requests >= requests and size.max_query_len >= longest
                 assert size.num_tokens <= sizes.largest.num_tokens and size.num_requests <= sizes.largest.num_requests
                 assert size.num_requests <= max(requests * 1.25, requests + 7)
-    assert len(found) <= len(sizes.request_counts) * len(sizes.query_lens) ** 2
+    reachable = sizes.reachable()
+    assert set(reachable) == found and len(reachable) == len(found) and reachable == sorted(reachable, reverse=True)
+    assert len(found) <= 5 * len(sizes.request_counts) or query_len == 17
 
 
-def test_a_size_has_as_many_tokens_per_request_as_are_needed() -> None:
+def test_a_size_has_as_many_tokens_per_request_as_are_needed_unless_they_are_free() -> None:
     sizes = GraphSizes(PassLimits(num_requests=32, query_len=7, num_blocks=8))
     assert sizes.find(PassSize(42, 6, 7)) == PassSize(56, 8, 7)
-    assert sizes.find(PassSize(10, 4, 7)) == PassSize(16, 4, 7)
+    assert sizes.find(PassSize(10, 4, 7)) == PassSize(28, 4, 7)
+    assert sizes.find(PassSize(20, 14, 2)) == PassSize(32, 16, 7)
+    assert sizes.find(PassSize(16, 16, 1)) == PassSize(16, 16, 1)
 
 
 # uploading
@@ -83,42 +93,67 @@ def test_arrays_go_there_as_aligned_copies_to_the_same_places_and_come_back_as_t
 # captures
 
 
+@dataclass(frozen=True)
+class Stream:
+    index: int
+
+
+class Graph:
+    replay = staticmethod(lambda: None)
+
+
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
-    """In the place of `torch.cuda`; device 0 is the current one, and "default" its stream."""
+def cuda(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """In the place of `torch.cuda`, which lends the streams of a pool in turn; "default" is the current stream."""
     cuda = MagicMock()
-    cuda.current_device.return_value, cuda.current_stream.return_value = 0, "default"
-    cuda.Stream.side_effect = lambda device: (device, object())
+    cuda.current_stream.return_value = "default"
+    cuda.Stream.side_effect = (Stream(i % POOL_STREAMS) for i in count())
+    cuda.CUDAGraph.side_effect = Graph
     cuda.graph.return_value.__exit__.return_value = None  # raises what was raised inside
     monkeypatch.setattr(torch, "cuda", cuda)
-    cuda_graphs._capture_stream.cache_clear()
-    yield cuda
-    cuda_graphs._capture_stream.cache_clear()
+    monkeypatch.setattr(cuda_graphs, "_owned_streams", WeakSet())
+    return cuda
 
 
-def test_captures_of_a_device_share_a_stream_which_is_the_device_s(cuda: MagicMock) -> None:
-    first, second = cuda_graph_capture(), cuda_graph_capture()
-    output = torch.zeros(1)
-    for capture, device in ((first, 1), (second, 1), (first, 0)):
-        cuda.current_device.return_value = device
+def test_an_owner_of_graphs_has_one_stream_that_no_other_has_as_long_as_it_lives(cuda: MagicMock) -> None:
+    owners, streams, output = [cuda_graph_capture() for _ in range(POOL_STREAMS)], set(), torch.zeros(1)
+    with pytest.raises(RuntimeError, match="no stream is left"):
+        cuda_graph_capture()
+    for capture in (*owners, owners[0]):
         replay = capture(lambda: output)
-        assert replay is not None and replay.output is output and replay.run == cuda.CUDAGraph().replay
-    options = [call.kwargs for call in cuda.graph.call_args_list]
-    assert options[0]["stream"] is options[1]["stream"] and [each["stream"][0] for each in options] == [1, 1, 0]
-    assert {each["capture_error_mode"] for each in options} == {"thread_local"}
-    assert {each["pool"] for each in options} == {cuda.graph_pool_handle()}
+        assert replay is not None and replay.output is output and replay.run is Graph.replay
+        options = cuda.graph.call_args.kwargs
+        assert options["capture_error_mode"] == "thread_local" and options["pool"] is cuda.graph_pool_handle()
+        streams.add(options["stream"])
+    assert len(streams) == POOL_STREAMS and options["stream"] == Stream(0)
+    del streams, options, owners[5], capture
+    cuda.reset_mock()
+    cuda_graph_capture()(lambda: output)
+    assert cuda.graph.call_args.kwargs["stream"] == Stream(5)
 
 
 def test_a_capture_without_memory_gives_none_and_other_errors_are_raised(cuda: MagicMock) -> None:
-    """The stream is given back."""
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+    """The stream is given back, and the graph is kept with the others: its end would free what they use."""
+    graphs = list[ref[Graph]]()
+
+    def noted() -> Graph:
+        graphs.append(ref(graph := Graph()))
+        return graph
+
+    cuda.CUDAGraph.side_effect, capture = noted, cuda_graph_capture()
+    error: Exception | None = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
     for inside, at_end in (error, None), (error, RuntimeError("invalidated")), (None, RuntimeError("CUDA error: out of memory")):
         cuda.graph.return_value.__exit__.side_effect = at_end
-        assert cuda_graph_capture()(MagicMock(side_effect=inside)) is None
+        assert capture(MagicMock(side_effect=inside)) is None
+    cuda.graph.return_value.__exit__.side_effect = error = inside = at_end = None
+    for mock in (cuda, cuda.graph.return_value.__exit__):  # which have seen the graphs, and errors with their frames
+        mock.reset_mock()
+    gc.collect()
+    assert all(graph() is not None for graph in graphs)
     cuda.graph.return_value.__exit__.side_effect = RuntimeError("not permitted when stream is capturing")
     with pytest.raises(RuntimeError, match="not permitted"):
-        cuda_graph_capture()(MagicMock())
-    assert cuda.set_stream.call_args_list == [call("default")] * 4
+        capture(MagicMock())
+    assert cuda.set_stream.call_args_list == [call("default")]
 
 
 # passes
@@ -186,6 +221,19 @@ def test_a_replay_has_the_very_bits_of_the_run_before_its_capture(folder: Path) 
     assert len(outputs[0]) == 12 and outputs[0][:9].any(1).all() and not outputs[0][9:].any()
 
 
+def test_after_a_warm_up_every_small_pass_is_replayed_over_a_cache_that_was_kept(folder: Path) -> None:
+    twins = Twins(folder, triton_backend())
+    before = twins.kvs[1].clone().view(torch.uint8)
+    with torch.inference_mode():
+        for run in (*twins.runner.warm_up(131), *twins.runner.backend.warm_up(131, torch.float32)):
+            run()
+    assert torch.equal(twins.kvs[1].view(torch.uint8), before) and twins.counts == PassCounts()
+    shapes = [[3], [1, 3], [3, 3, 3], [1]]
+    for shape in shapes:
+        twins.run(twins.parts(shape))
+    assert twins.counts == PassCounts(num_replayed=len(shapes))
+
+
 def test_prefill_and_long_tables_run_eagerly(folder: Path) -> None:
     twins = Twins(folder, triton_backend())
     table = list(range(BLOCKS_PER_REQUEST))
@@ -222,4 +270,4 @@ def test_sizes_that_memory_is_too_short_for_run_without_a_graph(folder: Path, ca
             twins.run(twins.parts(shape))
     assert len(tried) == 3 and twins.counts == PassCounts(num_replayed=1, num_eager=5)
     [record] = caplog.records
-    assert record.levelname == "WARNING" and "has no memory for the CUDA graph of a pass of 2 tokens" in record.getMessage()
+    assert record.levelname == "WARNING" and "has no memory for the CUDA graph of a pass of 3 tokens" in record.getMessage()

@@ -11,12 +11,16 @@ import numpy as np
 import torch
 from attention_cases import random_parents
 from stepping import host_trees
+from zoo import random_prompts
 
 from titan.core.batch import QueryRow, RaggedBatch, build_batch
+from titan.core.growth import Feed, GrowthSpec
 from titan.core.kv_tensor import KVTensor
-from titan.core.trees import DraftTree, NodeColumns
+from titan.core.trees import DraftTree, DraftTrees, NodeColumns
+from titan.kernels.growth import grow_by_passes
 from titan.kernels.interfaces import Backend, PassCounts, PassLimits
 from titan.kernels.torch.backend import TorchBackend
+from titan.kernels.torch.runner import TorchRunner
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
 
@@ -82,6 +86,46 @@ class Twins:
     def compare(self, plain_batch: RaggedBatch, batch: RaggedBatch) -> None:
         with torch.inference_mode():
             assert_near(self.runner.forward(batch).cpu(), self.plain.forward(plain_batch), self.bound)
+
+
+class GrowthTwins:
+    """A draft on PyTorch and on another back end, each with its own KV, and requests that it lacks a few tokens of."""
+
+    def __init__(self, path: str, vocab_size: int, backend: Backend) -> None:
+        plain_backend, self.backend = TorchBackend(torch.device("cpu")), backend
+        plain, model = (load_model(path, dtype="float32", backend=each) for each in (plain_backend, backend))
+        kvs = [KVTensor(each.kv_layout, 56, BLOCK_SIZE, each.device) for each in (plain, model)]
+        self.counts = PassCounts()
+        self.plain = TorchRunner(plain_backend, plain, kvs[0])
+        limits = PassLimits(num_requests=8, query_len=7, num_blocks=8)
+        self.runner: Any = backend.prepare(model, kvs[1], limits, self.counts)
+        self.vocab_size = vocab_size
+        for kv in kvs:
+            kv.groups[0].copy_(torch.randn(kv.groups[0].shape, generator=torch.Generator().manual_seed(0)))
+        order = np.random.default_rng(0).permutation(56).tolist()
+        self.tables = [order[i::7] for i in range(7)]
+
+    def feeds(self, specs: Sequence[GrowthSpec]) -> list[Feed]:
+        """Of one to three tokens, behind contexts of several lengths."""
+        return [Feed(i, self.tables[i], 9 * i, [4, 5, 6][: 1 + i % 3], spec) for i, spec in enumerate(specs)]
+
+    def chunk(self) -> Feed:
+        """Of a prompt of which nothing has been fed; nothing grows."""
+        return Feed(6, self.tables[6], 0, random_prompts(2, seed=9, max_len=50)[1], None)
+
+    def grow(self, feeds: Sequence[Feed]) -> DraftTrees:
+        with torch.inference_mode():
+            trees: DraftTrees = self.runner.grow(feeds, 7, self.vocab_size)
+        return trees
+
+    def expected(self, feeds: Sequence[Feed]) -> DraftTrees:
+        """The general form, with PyTorch's operations."""
+        with torch.inference_mode():
+            return grow_by_passes(self.plain.forward, self.plain.backend, feeds, 7, self.vocab_size, BLOCK_SIZE)
+
+    def assert_same_kv(self) -> None:
+        [kv], [expected] = self.runner.kv.groups, self.plain.kv.groups
+        torch.testing.assert_close(kv.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 def random_kv(model: Decoder) -> KVTensor:

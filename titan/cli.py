@@ -42,7 +42,7 @@ WARM_UP_TOKENS = 24
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "ignore_eos")
 """Options of ``titan generate`` that `SamplingParams` takes under the same names."""
-ENGINE_OPTIONS = ("dtype", "device", "num_threads", "max_draft_tokens", "draft_tree", "draft_sampling")
+ENGINE_OPTIONS = ("dtype", "device", "num_threads", "warm_up", "max_draft_tokens", "draft_tree", "draft_sampling")
 """Options of ``titan generate`` that `LLM` takes under the same names."""
 
 
@@ -145,6 +145,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="auto", help="of weights and KV (default: auto)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--num-threads", type=int, help="of a CPU (default: one per physical core)")
+    add("--no-warm-up", dest="warm_up", action="store_false", help="of a GPU: compile kernels when they are first needed")
     add("--compare", action="store_true", help="run again without speculation and print the speed-up")
     add("--json", action="store_true", help="print one JSON object instead of text")
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from titan.core.kv_tensor import KVTensor
 from titan.core.metrics import EngineCounters, EngineMetrics, ratio
@@ -18,7 +19,7 @@ from titan.draft.registry import DraftSpec, create_drafter
 from titan.execute.batch import target_batch
 from titan.execute.memory_profile import run_largest_pass
 from titan.kernels.backend import choose_backend, choose_device
-from titan.kernels.interfaces import Backend, PassCounts, PassLimits, Runner
+from titan.kernels.interfaces import Backend, PassCounts, PassLimits, Runner, WarmUp
 from titan.memory.kv_cache import KVCache
 from titan.memory.sizing import num_kv_blocks
 from titan.models.config import ModelConfig
@@ -88,6 +89,7 @@ class Engine:
         target_kv = KVTensor(target.kv_layout, num_blocks, block_size, self.backend.device)
         self.kv.attach("target", target_kv)
         self.runner = self._prepare(target, target_kv)
+        self._warm_up([*self.runner.warm_up(), *self.backend.warm_up(self.model_config.vocab_size, self.dtype)])
         self.counters = EngineCounters()
         self.scheduler = Scheduler(config.schedule, self.kv, self.counters)
         self.observers: list[StepObserver] = []
@@ -137,6 +139,7 @@ class Engine:
             raise ValueError("swap_draft() contradicts use_speculative=False: allowed with use_speculative=True only")
         if self.config.speculation.max_draft_tokens == 0:
             raise ValueError("swap_draft() contradicts max_draft_tokens=0: allowed with at least 1")
+        self.backend.activate()
         self._use_drafter(create_drafter(draft, self._draft_context()))
         self.kv.new_draft_epoch((*self.scheduler.running, *self.scheduler.waiting))
 
@@ -186,12 +189,23 @@ class Engine:
             max_num_batched_tokens=self.config.schedule.max_num_batched_tokens,
             dtype=str(self.dtype).removeprefix("torch."),
             backend=self.backend,
-            prepare=self._prepare,
+            prepare=self._prepare_draft,
             tokenizer=self._tokenizer,
         )
 
     def _prepare(self, model: Decoder, kv: KVTensor) -> Runner:
         return self.backend.prepare(model, kv, self._pass_limits, self.passes)
+
+    def _prepare_draft(self, model: Decoder, kv: KVTensor) -> Runner:
+        runner = self._prepare(model, kv)
+        self._warm_up(runner.warm_up(self.model_config.vocab_size))
+        return runner
+
+    def _warm_up(self, passes: Sequence[WarmUp]) -> None:
+        if passes and self.config.model.warm_up:
+            with torch.inference_mode():
+                for run in tqdm(passes, desc="Warming up", unit="pass", dynamic_ncols=True):
+                    run()
 
     def _free_memory(self, target: Decoder) -> int:
         return self.backend.memory_for_kv(

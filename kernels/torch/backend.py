@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.kv_tensor import KVTensor
-from titan.kernels.interfaces import CacheOps, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps
+from titan.kernels.interfaces import CacheOps, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps, WarmUp
 from titan.kernels.torch.cache import TorchCache
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.torch.runner import TorchRunner
@@ -67,6 +67,9 @@ class TorchBackend:
 
     def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
         return [tensor.cpu().numpy() for tensor in tensors]
+
+    def warm_up(self, vocab_size: int, dtype: torch.dtype) -> Sequence[WarmUp]:
+        return ()
 
     def facts(self) -> dict[str, str]:
         return {"device": f"{self.device.type}, {self.num_threads} threads", "kernels": self._description}

@@ -13,7 +13,7 @@ from titan.core.growth import Feed
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees
 from titan.kernels.growth import grow_by_passes
-from titan.kernels.interfaces import Backend, Model, PassInputs
+from titan.kernels.interfaces import Backend, Model, PassInputs, WarmUp
 
 
 class TorchRunner:
@@ -40,6 +40,9 @@ class TorchRunner:
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
+
+    def warm_up(self, draft_vocab_size: int | None = None) -> Sequence[WarmUp]:
+        return ()
 
 
 def place_nodes(batch: RaggedBatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.kv_tensor import KVTensor
-from titan.kernels.interfaces import CacheOps, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps
+from titan.kernels.interfaces import CacheOps, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps, WarmUp
 from titan.kernels.torch.cache import TorchCache
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.torch.runner import TorchRunner
@@ -19,8 +20,10 @@ from titan.kernels.triton.cuda_graphs import Capture, cuda_graph_capture
 from titan.kernels.triton.layers import TritonOps
 from titan.kernels.triton.runner import TritonRunner
 from titan.kernels.triton.sampling import TritonSampling
+from titan.kernels.triton.tree_select import CANDIDATES
 from titan.kernels.triton.trees import TritonTrees
 from titan.kernels.triton.upload import download, upload
+from titan.kernels.triton.warm_up import verify_idle_trees
 
 KV_MEMORY_SHARE = 0.9
 """Share of the device memory left by the largest passes that the KV caches take, unless their size is given; the rest is for
@@ -91,6 +94,10 @@ class TritonBackend:
 
     def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
         return download(tensors)
+
+    def warm_up(self, vocab_size: int, dtype: torch.dtype) -> Sequence[WarmUp]:
+        few, many, _ = CANDIDATES  # the third is more than any drafter here selects from
+        return [partial(verify_idle_trees, self, vocab_size, dtype, number) for number in (few, many)]
 
     def facts(self) -> dict[str, str]:
         return {"device": torch.cuda.get_device_name(self.device), "kernels": "Triton"}

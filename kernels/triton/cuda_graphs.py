@@ -1,23 +1,31 @@
 """Replay of small passes as CUDA graphs: one launch in place of hundreds, which take the host longer than the device.
 
-A graph is captured for fixed shapes, so a batch is padded to the next of a bounded number of sizes. Sizes are captured on first
-use, which costs a fraction of a second each: most of them are never used.
+A graph is captured for fixed shapes, so a batch is padded to the next of a small number of sizes. An engine can capture them all
+before it serves: to capture one on first use waits for the device, and may compile kernels.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from titan.kernels.interfaces import PassLimits
+from titan.kernels.interfaces import PassCounts, PassLimits
 
-MAX_GRAPH_TOKENS = 1024
+MAX_GRAPH_TOKENS = 4096
 """Most tokens of a graph; larger passes keep the device busy for longer than it takes to launch them."""
+
+MAX_FREE_TOKENS = 64
+"""Tokens up to which padding is free: by arithmetic, such a pass waits for the weights as long as one of a single token does."""
+
+POOL_STREAMS = 32
+"""Streams that PyTorch creates per device, and lends in turn."""
 
 
 class PassSize(NamedTuple):
@@ -31,8 +39,8 @@ class PassSize(NamedTuple):
 class GraphSizes:
     """The sizes that passes are padded to.
 
-    Requests are padded by at most a quarter, or to a small number; tokens to a number per request. The number of sizes is at most
-    the number of request counts times the square of the number of query lengths.
+    Requests are padded by at most a quarter, or to a small number; the longest query to 1, 8, 64 or the limit, as it only decides
+    how attention is tiled; tokens to a number per request, or in a small pass to that of the longest query.
 
     Args:
         limits: of the passes.
@@ -40,7 +48,8 @@ class GraphSizes:
 
     def __init__(self, limits: PassLimits) -> None:
         self.request_counts = _ladder(limits.num_requests, [1, 2, 4, 8, 16, 24, 32])
-        self.query_lens = _ladder(limits.query_len, [1, 2, 4, 8, 16, 32, 64])
+        self.query_lens = _ladder(limits.query_len, [1, 8, 64])
+        self.tokens_per_request = _ladder(limits.query_len, [1, 2, 4, 8, 16, 32, 64])
 
     @property
     def largest(self) -> PassSize:
@@ -53,11 +62,23 @@ class GraphSizes:
         num_tokens, num_requests, max_query_len = size
         if num_requests > self.request_counts[-1] or max_query_len > self.query_lens[-1]:
             return None
-        num_requests = _at_least(self.request_counts, num_requests)
-        num_tokens = num_requests * _at_least(self.query_lens, -(-num_tokens // num_requests))
-        if num_tokens > MAX_GRAPH_TOKENS:
-            return None
-        return PassSize(num_tokens, num_requests, _at_least(self.query_lens, max_query_len))
+        num_requests, max_query_len = _at_least(self.request_counts, num_requests), _at_least(self.query_lens, max_query_len)
+        per_request = max_query_len
+        if num_requests * max_query_len > MAX_FREE_TOKENS:
+            per_request = _at_least(self.tokens_per_request, -(-num_tokens // num_requests))
+        num_tokens = num_requests * per_request
+        return None if num_tokens > MAX_GRAPH_TOKENS else PassSize(num_tokens, num_requests, max_query_len)
+
+    def reachable(self) -> list[PassSize]:
+        """Return every size that a pass can find, the one with most tokens first: graphs share the memory of the first ones."""
+        found = set()
+        for fewer, num_requests in pairwise([0, *self.request_counts]):
+            for shorter, longest in pairwise([0, *self.query_lens]):
+                fewest_tokens = fewer + shorter + 1  # one request has a query of this class, the others one token
+                for per_request in self.tokens_per_request:
+                    num_tokens = min(max(per_request * num_requests, fewest_tokens), num_requests * longest)
+                    found.add(self.find(PassSize(num_tokens, num_requests, longest)))
+        return sorted((size for size in found if size is not None), reverse=True)
 
 
 class Replay(NamedTuple):
@@ -72,13 +93,67 @@ Capture = Callable[[Callable[[], Tensor]], Replay | None]
 device has no memory left for it."""
 
 
+class Replays:
+    """Captured passes by key. Those that memory is too short for run without a graph, and are not tried again.
+
+    Args:
+        capture: records them.
+        counts: of passes; updated.
+        device: for messages.
+    """
+
+    def __init__(self, capture: Capture, counts: PassCounts, device: torch.device) -> None:
+        self._capture, self._counts, self._device = capture, counts, device
+        self._replays: dict[Hashable, Replay | None] = {}
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether these passes were recorded, or could not be."""
+        return key in self._replays
+
+    def record(self, key: Hashable, passes: Callable[[], Tensor], description: str) -> Tensor:
+        """Run passes, which also compiles their kernels as a capture requires, then capture them; return the output of the run."""
+        output = passes()
+        replay = self._capture(passes)
+        if replay is None and None not in self._replays.values():
+            logging.getLogger(__name__).warning(
+                "%s has no memory for the CUDA graph of %s, which runs without one, as may others: a smaller KV cache leaves room "
+                "for graphs",
+                self._device,
+                description,
+            )
+        self._replays[key] = replay
+        return output
+
+    def run(self, key: Hashable, passes: Callable[[], Tensor], num_passes: int = 1) -> Tensor:
+        """Return the output of recorded passes over the inputs of now, valid until the next ones."""
+        replay = self._replays[key]
+        if replay is None:
+            self._counts.num_eager += num_passes
+            return passes()
+        self._counts.num_replayed += num_passes
+        replay.run()
+        return replay.output
+
+
+_owned_streams: WeakSet[torch.cuda.Stream] = WeakSet()
+"""The streams of all captures of this process: PyTorch would lend them again."""
+
+
 def cuda_graph_capture() -> Capture:
-    """Return a `Capture` on the current device, in CUDA graphs that share the memory of their intermediate results."""
-    pool = torch.cuda.graph_pool_handle()
+    """Return a `Capture` on the current device, in CUDA graphs that share the memory of their intermediate results.
+
+    It must live as long as its replays. It has a stream of its own: matrix products keep memory per stream, which PyTorch frees
+    when a graph that was captured on that stream is destroyed, while others still use it
+    (https://github.com/pytorch/pytorch/issues/193402).
+
+    Raises:
+        RuntimeError: all streams of the device have an owner.
+    """
+    pool, stream = torch.cuda.graph_pool_handle(), _own_stream()
+    failed: list[torch.cuda.CUDAGraph] = []  # destroyed together with the others, for the same reason
 
     def capture(function: Callable[[], Tensor]) -> Replay | None:
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        stream = _capture_stream(torch.cuda.current_device())
         try:
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # other threads continue
                 output = function()
@@ -86,16 +161,21 @@ def cuda_graph_capture() -> Capture:
             torch.cuda.set_stream(before)  # torch.cuda.graph stays on its own stream if it cannot end a capture
             if not _is_out_of_memory(error):
                 raise
+            failed.append(graph)
             return None
         return Replay(graph.replay, output)
 
     return capture
 
 
-@cache
-def _capture_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream of a device's captures, always the same one: matrix products keep memory per stream."""
-    return torch.cuda.Stream(device)
+def _own_stream() -> torch.cuda.Stream:
+    """Return a stream of the current device that no other capture has, for as long as it is referenced."""
+    for _ in range(POOL_STREAMS):
+        stream = torch.cuda.Stream()
+        if stream not in _owned_streams:
+            _owned_streams.add(stream)
+            return stream
+    raise RuntimeError(f"{POOL_STREAMS} models run from CUDA graphs on one device: no stream is left for another one")
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

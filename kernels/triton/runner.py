@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
+from itertools import product
 
 from torch import Tensor
 
@@ -13,10 +14,13 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.core.trees import DraftTrees
 from titan.kernels.growth import grow_by_passes
-from titan.kernels.interfaces import Backend, Model, PassCounts, PassInputs, PassLimits
+from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits, WarmUp
 from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry
-from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassSize, Replay
+from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassSize, Replays
+from titan.kernels.triton.draft_chain import DraftChains
 from titan.kernels.triton.pass_inputs import StaticInputs, size_of, upload_inputs, upload_rows
+from titan.kernels.triton.tuning import tile_config
+from titan.kernels.triton.warm_up import idle_batch
 
 
 class TritonRunner:
@@ -52,45 +56,62 @@ class TritonRunner:
         self._sizes = GraphSizes(limits)
         num_blocks = limits.num_blocks + -(-MAX_NODES // kv.block_size)  # a beam writes more nodes than a request may keep
         self._static = StaticInputs(self._geometry, backend.device, self._sizes.largest, num_blocks)
-        self._replays: dict[PassSize, Replay | None] = {}  # None: capture failed and is not retried
-        self._capture = capture
+        self._num_blocks = num_blocks
+        self._replays = Replays(capture, counts, backend.device)
         self._counts = counts
+
+    @cached_property
+    def _chains(self) -> DraftChains:
+        """Made when it is first needed: a target grows nothing."""
+        num_nodes, request_counts = self._max_query_len - 1, self._sizes.request_counts
+        return DraftChains(
+            self.backend, self.model, self.kv, self._geometry, request_counts, num_nodes, self._num_blocks, self._replays
+        )
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         self.model.check_positions(batch.attention.positions)
         size = self._sizes.find(size_of(batch)) if self._static.have_room_for(batch) else None
-        if size is None:
+        if size not in self._replays:
             self._counts.num_eager += 1
-            inputs = upload_inputs(batch, self._geometry, self.backend.device, self._max_query_len)
-            return self.model.logits(self.model.hidden_states(inputs, self.kv))
+        if size is None:
+            return self._eager_logits(batch)
         hidden, rows = self._padded_hidden_states(batch, size), upload_rows(batch, self.backend.device)
         return self.model.logits(hidden[: len(batch.attention.positions)] if rows is None else hidden.index_select(0, rows))
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
+        if self._chains.can_grow(feeds):
+            return self._chains.grow(self.forward, feeds, num_rows, vocab_size)
         return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
+
+    def warm_up(self, draft_vocab_size: int | None = None) -> Sequence[WarmUp]:
+        """See `titan.kernels.interfaces.Runner`; of passes that run eagerly, all kinds of tiles and plans are compiled."""
+        idle = partial(idle_batch, block_size=self.kv.block_size)
+        passes: list[WarmUp] = [partial(self._padded_hidden_states, idle([1]), size) for size in self._sizes.reachable()]
+        if draft_vocab_size is not None:
+            passes += self._chains.warm_up(draft_vocab_size)
+        most, chunk = self._sizes.request_counts[-1], self._max_query_len + 1
+        numbers = {max(2, min(2**i, most)) for i in range(4, max(4, most.bit_length()) + 1)}  # plans are for powers of two
+        for number, query_len in product(sorted(numbers), self._query_lens_of_tiles()):
+            passes.append(partial(self._eager_logits, idle([chunk, query_len, *[1] * (number - 2)])))
+        return passes
+
+    def _query_lens_of_tiles(self) -> Iterable[int]:
+        """Return one query length for each size of tiles that attention is compiled for."""
+        geometry = self._geometry
+        tile = partial(tile_config, head_dim=geometry.padded_head_dim, dtype=geometry.dtype, device=self.backend.device)
+        return {tile(query_len * geometry.group): query_len for query_len in (1, 2, 4, 8, 16, 32, 64, 128)}.values()
+
+    def _eager_logits(self, batch: RaggedBatch) -> Tensor:
+        inputs = upload_inputs(batch, self._geometry, self.backend.device, self._max_query_len)
+        return self.model.logits(self.model.hidden_states(inputs, self.kv))
 
     def _padded_hidden_states(self, batch: RaggedBatch, size: PassSize) -> Tensor:
         """Return the hidden states of all tokens of a size, valid until the next pass: [size.num_tokens, hidden_size]."""
         inputs = self._static.fill(batch, size)
-        replay = self._replays.get(size)
-        if replay is not None:
-            self._counts.num_replayed += 1
-            replay.run()
-            return replay.output
-        self._counts.num_eager += 1
-        hidden = self.model.hidden_states(inputs, self.kv)  # also compiles the kernels, as a capture requires
-        if size not in self._replays:
-            self._replays[size] = self._captured(inputs, size)
-        return hidden
 
-    def _captured(self, inputs: PassInputs, size: PassSize) -> Replay | None:
-        """Capture the pass over these inputs; return ``None``, and log the first such case, if memory is too short."""
-        replay = self._capture(lambda: self.model.hidden_states(inputs, self.kv))
-        if replay is None and None not in self._replays.values():
-            logging.getLogger(__name__).warning(
-                "%s has no memory for the CUDA graph of a pass of %d tokens, which runs without one, as may others: a smaller KV "
-                "cache leaves room for graphs",
-                self.backend.device,
-                size.num_tokens,
-            )
-        return replay
+        def run() -> Tensor:
+            return self.model.hidden_states(inputs, self.kv)
+
+        if size in self._replays:
+            return self._replays.run(size, run)
+        return self._replays.record(size, run, f"a pass of {size.num_tokens} tokens")

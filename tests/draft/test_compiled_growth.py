@@ -12,21 +12,16 @@ import torch
 from back_ends import make_back_end
 from proposals import assert_same_trees, filled, trees_on_host
 from stepping import greedy, make_engine, run_all
+from twins import GrowthTwins
 from zoo import Zoo, random_prompts
 
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, main_path_order
-from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.core.sampling_params import SamplingParams
 from titan.core.trees import DraftTrees, Parents, chain_parents
 from titan.kernels.cpu import runner as cpu_runner
 from titan.kernels.cpu.runner import CompiledRunner
-from titan.kernels.growth import grow_by_passes
-from titan.kernels.interfaces import PassCounts, PassLimits
-from titan.kernels.torch.runner import TorchRunner
-from titan.models.loader import load_model
 
-BLOCK_SIZE, NUM_BLOCKS, BLOCKS_PER_REQUEST = 16, 56, 8
 TEMPERATURES = [0.7, 1.0, 1.4, 0.3, 1.0]
 BUSHY = np.array([-1, 0, 1, -1, 0, 3, 5, -1], np.int32)
 WIDE = np.full(12, -1, np.int32)
@@ -50,42 +45,6 @@ SPECS: dict[str, list[GrowthSpec]] = {
 }
 
 
-class Twins:
-    """A draft on PyTorch and compiled, each with its own KV, and requests that it lacks a few tokens of."""
-
-    def __init__(self, path: str, vocab_size: int) -> None:
-        torch_backend, self.backend = make_back_end("torch"), make_back_end("cpu")
-        limits = PassLimits(num_requests=8, query_len=7, num_blocks=BLOCKS_PER_REQUEST)
-        plain, model = (load_model(path, dtype="float32", backend=each) for each in (torch_backend, self.backend))
-        kvs = [KVTensor(plain.kv_layout, NUM_BLOCKS, BLOCK_SIZE, torch.device("cpu")) for _ in range(2)]
-        self.plain = TorchRunner(torch_backend, plain, kvs[0])
-        runner = self.backend.prepare(model, kvs[1], limits, PassCounts())
-        assert isinstance(runner, CompiledRunner)
-        self.compiled = runner
-        self.vocab_size = vocab_size
-        for kv in kvs:
-            kv.groups[0].normal_(generator=torch.Generator().manual_seed(0))
-        order = np.random.default_rng(0).permutation(NUM_BLOCKS).tolist()
-        self.tables = [order[i::7] for i in range(7)]
-
-    def feeds(self, specs: Sequence[GrowthSpec]) -> list[Feed]:
-        """Of one to three tokens, behind contexts of several lengths."""
-        return [Feed(i, self.tables[i], 9 * i, [4, 5, 6][: 1 + i % 3], spec) for i, spec in enumerate(specs)]
-
-    def chunk(self) -> Feed:
-        """Of a prompt of which nothing has been fed; nothing grows."""
-        return Feed(6, self.tables[6], 0, random_prompts(2, seed=9, max_len=50)[1], None)
-
-    def grow(self, feeds: Sequence[Feed]) -> DraftTrees:
-        with torch.inference_mode():
-            return self.compiled.grow(feeds, 7, self.vocab_size)
-
-    def expected(self, feeds: Sequence[Feed]) -> DraftTrees:
-        """The general form, with PyTorch's operations."""
-        with torch.inference_mode():
-            return grow_by_passes(self.plain.forward, self.plain.backend, feeds, 7, self.vocab_size, BLOCK_SIZE)
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Receives "compiled" or "general" for each step that grows."""
@@ -99,7 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def assert_grown(twins: Twins, feeds: Sequence[Feed], calls: list[str], way: str) -> DraftTrees:
+def assert_grown(twins: GrowthTwins, feeds: Sequence[Feed], calls: list[str], way: str) -> DraftTrees:
     """In that way, with the same nodes, scores and distributions as in the general form."""
     del calls[:]
     trees = twins.grow(feeds)
@@ -115,11 +74,11 @@ def test_the_trees_are_those_that_are_grown_depth_by_depth(
     zoo: Zoo, draft: str, vocab_size: int, kind: str, has_chunk: bool, calls: list[str]
 ) -> None:
     """And the same KV; also where the target has fewer or more tokens than the draft."""
-    twins = Twins(zoo.path(draft), vocab_size)
-    [kv], [expected] = twins.compiled.kv.groups, twins.plain.kv.groups
+    twins = GrowthTwins(zoo.path(draft), vocab_size, make_back_end("cpu"))
+    [kv] = twins.runner.kv.groups
     before = kv.clone()
     trees = assert_grown(twins, [*twins.feeds(SPECS[kind]), *([twins.chunk()] if has_chunk else [])], calls, "compiled")
-    torch.testing.assert_close(kv, expected, rtol=1e-4, atol=1e-4)
+    twins.assert_same_kv()
     assert not torch.equal(kv, before) and trees.num_nodes >= 5
     assert int(trees.nodes.token_ids.max()) < min(vocab_size, 131)
 
@@ -130,7 +89,7 @@ def test_a_shape_with_more_children_than_the_draft_has_tokens_leaves_places_empt
     zoo: Zoo, is_sampled: bool, vocab_size: int, calls: list[str]
 ) -> None:
     """Also where a node that is missing would have children of its own, which are fed as if it were there."""
-    twins = Twins(zoo.path("eight_other"), vocab_size)
+    twins = GrowthTwins(zoo.path("eight_other"), vocab_size, make_back_end("cpu"))
     wide = main_path_order(np.array([*[-1] * 12, 10, 10, 11, 0, 12], np.int32).tobytes()).parents
     feeds = twins.feeds([sampled(wide, i) if is_sampled else filled(wide) for i in range(5)])
     trees = assert_grown(twins, feeds, calls, "compiled")
@@ -150,14 +109,14 @@ LEFT_TO_PYTORCH: dict[str, list[GrowthSpec]] = {
 
 @pytest.mark.parametrize("kind", LEFT_TO_PYTORCH)
 def test_cuts_are_left_to_pytorch(zoo: Zoo, kind: str, calls: list[str]) -> None:
-    twins = Twins(zoo.path("other"), 131)
+    twins = GrowthTwins(zoo.path("other"), 131, make_back_end("cpu"))
     assert_grown(twins, twins.feeds(LEFT_TO_PYTORCH[kind]), calls, "general")
 
 
 @pytest.mark.parametrize("kind", ["chains", "beams", "all kinds"])
 def test_a_tree_does_not_depend_on_its_neighbours(zoo: Zoo, kind: str) -> None:
     """Bit by bit."""
-    twins = Twins(zoo.path("other"), 131)
+    twins = GrowthTwins(zoo.path("other"), 131, make_back_end("cpu"))
     feeds = twins.feeds(SPECS[kind])
     together, alone = (trees_on_host(twins.backend, twins.grow(each))[4] for each in (feeds, feeds[4:]))
     assert alone.token_ids.tolist() == together.token_ids.tolist() and alone.num_nodes > 2
@@ -167,17 +126,17 @@ def test_a_tree_does_not_depend_on_its_neighbours(zoo: Zoo, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["chains", "chains with siblings", "beams", "shapes", "sampled"])
 def test_logits_that_are_not_finite_cost_the_neighbours_nothing(zoo: Zoo, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A root whose logits are NaN may get any tree of known tokens, or none."""
-    twins = Twins(zoo.path("other"), 131)
+    twins = GrowthTwins(zoo.path("other"), 131, make_back_end("cpu"))
     feeds = [*twins.feeds(SPECS[kind]), twins.chunk()]
     expected = twins.grow(feeds)
-    forward = twins.compiled.forward
+    forward = twins.runner.forward
 
     def broken(batch: Any) -> torch.Tensor:
         logits = forward(batch)
         logits[2] = torch.nan
         return logits
 
-    monkeypatch.setattr(twins.compiled, "forward", broken)
+    monkeypatch.setattr(twins.runner, "forward", broken)
     actual = twins.grow(feeds)
     assert_same_trees(twins.backend, actual, expected, [0, 1, 3, 4, 5, 6], 0.0)
     token_ids = trees_on_host(twins.backend, actual)[2].token_ids
@@ -185,7 +144,7 @@ def test_logits_that_are_not_finite_cost_the_neighbours_nothing(zoo: Zoo, kind: 
 
 
 def test_slots_without_blocks_and_positions_without_rotations_are_refused(zoo: Zoo) -> None:
-    twins = Twins(zoo.path("other"), 131)
+    twins = GrowthTwins(zoo.path("other"), 131, make_back_end("cpu"))
     [beam] = twins.feeds([BeamSpec(MAX_NODES, 8, 7, 8, 1.0)])
     with pytest.raises(IndexError, match="does not cover slot"):
         twins.grow([beam._replace(block_ids=beam.block_ids[:2])])

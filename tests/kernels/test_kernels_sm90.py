@@ -15,10 +15,12 @@ from titan.kernels.triton.tuning import FLOAT32_CONFIGS, SAFE_CONFIGS, SM90, TAB
 NUM_REGISTERS = 65536  # of a multiprocessor
 
 OTHERS = """
+from types import SimpleNamespace
 import torch
 from titan.core.random import Purpose
 from titan.core.trees import allocate_nodes
 from titan.kernels.interfaces import TokenPlaces
+from titan.kernels.triton.draft_chain import DraftChains
 from titan.kernels.triton.gate import silu_mul
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
@@ -63,6 +65,12 @@ requests, nodes = start_loc[1:].clone(), allocate_nodes(7, start_loc.device)
 for num_candidates in (*range(1, 33), 33, 45, 63, 100, 427, 510, 512):  # chains, trees along one, beams of 6 to 63 nodes
     candidates = torch.zeros(2, num_candidates, dtype=torch.int64)
     select_trees(candidates, candidates.float(), candidates, candidates, requests, requests, nodes)
+
+backend, kv = SimpleNamespace(device=start_loc.device), SimpleNamespace(block_size=16)
+for num_blocks in (64, 513):
+    chains = DraftChains(backend, None, kv, None, [1, 2, 15, 1024], 7, num_blocks, None)
+    for num_requests in (1, 2, 15, 1024):
+        chains._lay_out_depth(num_requests)
 """
 
 KERNELS = {
@@ -76,6 +84,7 @@ KERNELS = {
     "_draw_kernel": (2, 128),
     "_reject_kernel": (2, 128),
     "_select_kernel": (2, 96),
+    "_lay_out_depth_kernel": (2, 64),
 }
 """How often each is built, and the most registers it may use."""
 MAX_SHARED_BYTES = {"_rope_and_write_kv_kernel": 0, "_norm_kernel": 1024, "_silu_mul_kernel": 0}

@@ -31,6 +31,8 @@ class ModelOptions:
         num_threads: threads of a CPU; ``None`` = one per physical core that the process may use, at most as many as PyTorch has.
         seed: for the requests that have none.
         max_model_len: maximum tokens of a request, prompt and output; ``None`` = the model's positions.
+        warm_up: compile and record all that passes on a GPU need at the start, and for each new draft, with a progress bar;
+            ``False``: when it is first needed, which delays requests. On a CPU there is nothing to compile or record, either way.
     """
 
     dtype: str = "auto"
@@ -38,6 +40,7 @@ class ModelOptions:
     num_threads: int | None = None
     seed: int = 0
     max_model_len: int | None = None
+    warm_up: bool = True
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
@@ -46,6 +49,7 @@ class ModelOptions:
             check_integer("num_threads", self.num_threads, 1, MAX_THREADS)
         if self.max_model_len is not None:
             check_integer("max_model_len", self.max_model_len, 1)
+        check_bool("warm_up", self.warm_up)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +172,7 @@ class EngineOptions(TypedDict, total=False):
     num_threads: int | None
     seed: int
     max_model_len: int | None
+    warm_up: bool
     use_speculative: bool
     max_draft_tokens: int
     draft_tree: str | Sequence[int]

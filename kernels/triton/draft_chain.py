@@ -1,0 +1,262 @@
+"""Greedy chains of draft tokens: several depths are one CUDA graph, with the output head and the choice of the next token.
+
+A draft pass takes the device less time than a host needs to launch its parts. What changes from depth to depth follows, on the
+device, from the depth before.
+
+Legend: n chains, R requests of a graph, which are n and padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from titan.core.arrays import Ints
+from titan.core.batch import pad_block_tables, prefix_sums
+from titan.core.growth import Feed, ShapeSpec
+from titan.core.kv_tensor import KVTensor
+from titan.core.trees import DraftTrees, NodeColumns
+from titan.kernels.growth import Forward, feed_roots
+from titan.kernels.interfaces import Backend, Model, PassInputs
+from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
+from titan.kernels.triton.cuda_graphs import Replays
+
+MAX_DEPTHS = 8
+"""Most depths of one graph; a longer chain is several replays, whose launches cost little beside that many passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainSize:
+    """The shapes of some depths; unlike a tuple, never equal to the `PassSize` of another pass."""
+
+    num_requests: int
+    num_depths: int
+    num_tokens: int  # of the vocabulary, that may be drafted
+
+
+@triton.jit(do_not_specialize=["num_requests", "stride_block_table"])
+def _lay_out_depth_kernel(
+    next_slots_ptr,  # [R], of the next node of each chain; advanced
+    num_left_ptr,  # [R], descending: nodes that are still to be fed; lowered
+    positions_ptr,  # [R]
+    slot_mapping_ptr,  # [R]
+    visible_lens_ptr,  # [R]
+    seq_lens_ptr,  # [R]
+    query_start_loc_ptr,  # [R + 1]
+    block_table_ptr,  # [R, blocks]
+    stride_block_table,
+    num_requests,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Write the inputs of the pass over the next depth, in one program: one token of each chain that goes on, then padding."""
+    requests = tl.arange(0, BLOCK_R)
+    exists = requests < num_requests
+    slots = tl.load(next_slots_ptr + requests, mask=exists, other=0)
+    num_left = tl.load(num_left_ptr + requests, mask=exists, other=0)
+    is_fed = num_left > 0
+    places = block_table_ptr + requests.to(tl.int64) * stride_block_table + slots // BLOCK_SIZE
+    blocks = tl.load(places, mask=is_fed, other=0).to(tl.int64)
+    tl.store(slot_mapping_ptr + requests, tl.where(is_fed, blocks * BLOCK_SIZE + slots % BLOCK_SIZE, -1), mask=exists)
+    tl.store(positions_ptr + requests, tl.where(is_fed, slots, 0), mask=exists)
+    tl.store(visible_lens_ptr + requests, slots + 1, mask=exists)
+    tl.store(seq_lens_ptr + requests, slots + 1, mask=exists)
+    num_fed = tl.sum(is_fed.to(tl.int32), axis=0)
+    tl.store(query_start_loc_ptr + requests, tl.minimum(requests, num_fed), mask=exists)
+    tl.store(query_start_loc_ptr + num_requests, num_fed)
+    tl.store(next_slots_ptr + requests, slots + 1, mask=is_fed)
+    tl.store(num_left_ptr + requests, num_left - 1, mask=is_fed)
+
+
+class DraftChains:
+    """Grows the trees of a step if all of them are chains of the most likely tokens.
+
+    Args:
+        backend: the one whose device the model is on.
+        model: the draft.
+        kv: of the model.
+        geometry: of its attention.
+        request_counts: numbers of requests that graphs are captured for, ascending.
+        num_nodes: of the longest chain.
+        num_blocks: most blocks in a request's table.
+        replays: where graphs are recorded.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: Model,
+        kv: KVTensor,
+        geometry: AttentionGeometry,
+        request_counts: Sequence[int],
+        num_nodes: int,
+        num_blocks: int,
+        replays: Replays,
+    ) -> None:
+        self._backend, self._model, self._kv, self._geometry = backend, model, kv, geometry
+        self._request_counts = request_counts
+        self._max_nodes, self._max_depths = num_nodes, min(num_nodes - 1, MAX_DEPTHS)
+        self._replays = replays
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=backend.device)
+
+        most = request_counts[-1]
+        self._block_table, self._next_slots, self._num_left = zeros(most, num_blocks), zeros(most), zeros(most)
+        self._token_ids, self._positions, self._slot_mapping, self._no_bits = (zeros(most, dtype=torch.int64) for _ in range(4))
+        self._visible_lens, self._seq_lens, self._no_trees = (zeros(most) for _ in range(3))
+        self._query_start_loc = zeros(most + 1)
+
+    def can_grow(self, feeds: Sequence[Feed]) -> bool:
+        """Whether there are trees to grow, and all are greedy chains within the bounds of the graphs."""
+        specs = [feed.spec for feed in feeds if feed.spec is not None]
+        are_chains = all(isinstance(spec, ShapeSpec) and spec.plan.is_chain and spec.params is None for spec in specs)
+        is_bounded = len(specs) <= self._request_counts[-1] and max(map(_num_nodes, feeds)) <= self._max_nodes
+        width = max(len(feed.block_ids) for feed in feeds)
+        return bool(specs) and are_chains and is_bounded and width <= self._block_table.shape[1]
+
+    def grow(self, forward: Forward, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
+        """Grow trees as `can_grow` accepts them, the same ones as `titan.kernels.growth.grow_by_passes`, whose arguments these are.
+
+        Raises:
+            IndexError: a block table does not cover the nodes of its chain.
+        """
+        ordered = sorted(feeds, key=_num_nodes, reverse=True)  # so that the chains that go on are the first ones
+        root_logits = feed_roots(forward, ordered, self._kv.block_size)
+        growing = ordered[: len(root_logits)]
+        num_nodes, roots = np.array([*map(_num_nodes, growing)]), np.array([feed.root for feed in growing])
+        self._check(growing, roots + num_nodes - 1)
+        num_fed, num_tokens = int(num_nodes[0]) - 1, min(vocab_size, root_logits.shape[1])
+        sizes = self._sizes(len(growing), num_fed, num_tokens)
+        for size in sizes:
+            self._record(size)
+
+        slots, left, table, index, *columns = self._backend.upload(
+            [
+                (roots + 1).astype(np.int32),
+                (num_nodes - 1).astype(np.int32),
+                pad_block_tables([feed.block_ids for feed in growing]).astype(np.int32),
+                *_chain_columns(np.array([feed.row for feed in growing]), num_nodes),
+            ]
+        )
+        n = len(growing)
+        drafted = torch.empty(1 + num_fed, n, dtype=torch.int64, device=self._backend.device)
+        drafted[0] = self._choose(root_logits, num_tokens)
+        self._token_ids[:n].copy_(drafted[0])
+        self._next_slots[:n].copy_(slots)
+        self._num_left.zero_()[:n].copy_(left)
+        self._block_table[:n, : table.shape[1]].copy_(table)
+        depth = 1
+        for size in sizes:
+            drafted[depth : depth + size.num_depths] = self._replays.run(size, partial(self._feed, size), size.num_depths)[:, :n]
+            depth += size.num_depths
+
+        counts, nothing = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_)
+        counts[[feed.row for feed in growing]] = num_nodes
+        nodes = NodeColumns(drafted.view(-1).index_select(0, index), *columns)
+        return DraftTrees(prefix_sums(counts), counts > 0, nothing, nothing, nodes)
+
+    def warm_up(self, vocab_size: int) -> list[Callable[[], object]]:
+        """Return recordings of all graphs, the largest first; ``vocab_size`` is the target's."""
+        num_tokens = min(vocab_size, self._model.config.vocab_size)
+        depths = sorted({1, self._max_depths}, reverse=True) if self._max_nodes > 1 else []
+        sizes = [ChainSize(count, each, num_tokens) for count in reversed(self._request_counts) for each in depths]
+        return [partial(self._record, size) for size in sizes]
+
+    def _check(self, feeds: Sequence[Feed], last_slots: Ints) -> None:
+        self._model.check_positions(last_slots)
+        for feed, slot in zip(feeds, last_slots.tolist(), strict=True):
+            if slot >= len(feed.block_ids) * self._kv.block_size:
+                raise IndexError(f"a block table of {len(feed.block_ids)} blocks does not cover slot {slot}")
+
+    def _sizes(self, num_requests: int, num_fed: int, num_tokens: int) -> list[ChainSize]:
+        """Return the graphs that feed this many depths, one after the other."""
+        if not num_fed:
+            return []
+        count = next(count for count in self._request_counts if count >= num_requests)
+        num_full, num_single = divmod(num_fed, self._max_depths)
+        return [ChainSize(count, depths, num_tokens) for depths in [self._max_depths] * num_full + [1] * num_single]
+
+    def _record(self, size: ChainSize) -> None:
+        """Capture a graph, unless it was before; no chain goes on meanwhile, so that nothing is written to the cache."""
+        if size not in self._replays:
+            self._num_left.zero_()
+            passes = f"{size.num_depths} draft passes of {size.num_requests} tokens"
+            self._replays.record(size, partial(self._feed, size), passes)
+
+    def _feed(self, size: ChainSize) -> Tensor:
+        """Feed the next depths of all chains; return the tokens after them, int64 [num_depths, R]."""
+        count, inputs, found = size.num_requests, self._inputs(size.num_requests), []
+        for _ in range(size.num_depths):
+            self._lay_out_depth(count)
+            found.append(self._choose(self._model.logits(self._model.hidden_states(inputs, self._kv)), size.num_tokens))
+            self._token_ids[:count].copy_(found[-1])
+        return torch.stack(found)
+
+    def _lay_out_depth(self, count: int) -> None:
+        _lay_out_depth_kernel[(1,)](
+            self._next_slots,
+            self._num_left,
+            self._positions,
+            self._slot_mapping,
+            self._visible_lens,
+            self._seq_lens,
+            self._query_start_loc,
+            self._block_table,
+            self._block_table.stride(0),
+            count,
+            BLOCK_SIZE=self._kv.block_size,
+            BLOCK_R=max(16, triton.next_power_of_2(count)),
+            num_warps=4,
+        )
+
+    def _choose(self, logits: Tensor, num_tokens: int) -> Tensor:
+        """Return the most likely of the first tokens: int64 [rows]; 0 where there is none."""
+        return self._backend.sampling.argmax(logits[:, :num_tokens]).clamp_(min=0)
+
+    def _inputs(self, count: int) -> PassInputs:
+        layout = DeviceLayout(
+            geometry=self._geometry,
+            query_start_loc=self._query_start_loc[: count + 1],
+            seq_lens=self._seq_lens[:count],
+            block_table=self._block_table[:count],
+            positions=self._positions[:count],
+            visible_lens=self._visible_lens[:count],
+            tree_starts=self._no_trees[:count],
+            ancestor_bits=self._no_bits[:count],
+            short_query_len=1,
+            max_query_len=1,
+        )
+        return PassInputs(self._token_ids[:count], self._positions[:count], self._slot_mapping[:count], None, layout)
+
+
+def _num_nodes(feed: Feed) -> int:
+    return 0 if feed.spec is None else feed.spec.num_nodes
+
+
+def _chain_columns(rows: Ints, num_nodes: Ints) -> list[NDArray[Any]]:
+    """Return what the host knows of the nodes of n chains, tree by tree in the order of the plan: six arrays of [N].
+
+    The first are indices of their tokens in a table [depths, n], the others are parents and so on as in `NodeColumns`.
+    """
+    order = np.argsort(rows)
+    counts = num_nodes[order]
+    above = np.arange(counts.sum()) - np.repeat(prefix_sums(counts)[:-1], counts)  # nodes above each one
+    is_leaf = above == np.repeat(counts, counts) - 1
+    return [
+        above * len(rows) + np.repeat(order, counts),
+        (above - 1).astype(np.int32),
+        above + 1,
+        ~(np.int64(-2) << above),
+        np.zeros(len(above), np.float32),
+        np.where(is_leaf, -1, above).astype(np.int32),
+    ]

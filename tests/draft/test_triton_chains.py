@@ -1,0 +1,110 @@
+"""Greedy chains whose depths are captured together, against PyTorch, which grows them pass by pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from back_ends import make_back_end
+from interpreted import DEVICE
+from proposals import assert_same_trees, filled
+from stepping import greedy, make_engine, run_all
+from twins import GrowthTwins
+from zoo import Zoo, random_prompts
+
+from titan.core.growth import BeamSpec, Feed, GrowthSpec
+from titan.core.sampling_params import SamplingParams
+from titan.core.trees import chain_parents
+from titan.kernels.interfaces import PassCounts
+from titan.kernels.triton import draft_chain
+from titan.kernels.triton.backend import TritonBackend
+from titan.kernels.triton.draft_chain import DraftChains
+
+
+def chains(*num_nodes: int) -> list[GrowthSpec]:
+    return [filled(chain_parents(n)) for n in num_nodes]
+
+
+def feeds_at(twins: GrowthTwins, roots: Sequence[int], specs: Sequence[GrowthSpec | None]) -> list[Feed]:
+    """Of one or two tokens, in another order than that of the plan."""
+    pairs = enumerate(zip(roots, specs, strict=True))
+    feeds = [Feed(i, twins.tables[i], root - i % 2, [4, 5][: 1 + i % 2], spec) for i, (root, spec) in pairs]
+    return feeds[::-1]
+
+
+def assert_grown(twins: GrowthTwins, feeds: Sequence[Feed]) -> None:
+    trees, expected = twins.grow(feeds), twins.expected(feeds)
+    assert trees.is_chain.tolist() == expected.is_chain.tolist()
+    for actual, column in zip(trees.nodes, expected.nodes, strict=True):
+        assert actual.tolist() == column.tolist() and actual.dtype == column.dtype
+    twins.assert_same_kv()
+
+
+@pytest.mark.parametrize(("draft", "vocab_size", "max_depths"), [("other", 90, 8), ("narrow_window~", 150, 2)])
+def test_chains_are_those_that_pytorch_grows(
+    zoo: Zoo, draft: str, vocab_size: int, max_depths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of unequal lengths and single nodes, around the borders of blocks, beside a chunk, in a batch that grows and shrinks."""
+    monkeypatch.setattr(draft_chain, "MAX_DEPTHS", max_depths)
+    twins = GrowthTwins(zoo.path(draft), vocab_size, make_back_end("triton"))
+    for _ in range(2):
+        assert_grown(twins, feeds_at(twins, (13, 15, 16, 31, 40), chains(6, 3, 1, 6, 2)))
+        assert_grown(twins, [*feeds_at(twins, (14, 30, 90), chains(1, 4, 5)), twins.chunk()])
+        assert_grown(twins, feeds_at(twins, (29,), chains(1)))
+    # a pass per depth beside that over the roots, of which one has a chunk; padded roots are not replayed the first time
+    per_round = sum(1 + depths for depths in (5, 4, 0))
+    assert twins.counts == PassCounts(num_replayed=2 * per_round - 4, num_eager=4)
+
+
+OTHERS = {
+    "beam": BeamSpec(6, 4, 1, 3, 1.0),
+    "star": filled(np.array([-1, -1], np.int32)),
+    "sampled": replace(filled(chain_parents(3)), params=SamplingParams()),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_step_with_any_other_tree_or_more_nodes_takes_the_general_way(
+    zoo: Zoo, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftChains, "grow", None)
+    twins = GrowthTwins(zoo.path("eight"), 8, make_back_end("triton"))
+    for specs in ([*chains(3), OTHERS[other]], chains(7, 1), [None, None]):
+        feeds = feeds_at(twins, (20, 21), specs)
+        assert_same_trees(twins.backend, twins.grow(feeds), twins.expected(feeds), range(7), 1e-4)
+
+
+def test_slots_without_blocks_and_positions_without_rotations_are_refused(zoo: Zoo) -> None:
+    twins = GrowthTwins(zoo.path("short"), 131, make_back_end("triton"))
+    with pytest.raises(IndexError, match="2 blocks does not cover slot 32"):
+        twins.grow([Feed(0, [1, 2], 29, [5], *chains(4))])
+    with pytest.raises(IndexError, match="positions 40 to 40"):
+        twins.grow([Feed(0, [1, 2, 3], 38, [5], *chains(3))])
+
+
+def test_chains_grow_without_graphs_where_memory_is_too_short(zoo: Zoo) -> None:
+    twins = GrowthTwins(zoo.path("eight"), 8, TritonBackend(DEVICE, lambda: lambda passes: None))
+    for _ in range(2):
+        assert_grown(twins, feeds_at(twins, (20, 31), chains(6, 3)))
+    assert twins.counts == PassCounts(num_eager=12)
+
+
+def test_an_engine_grows_its_chains_in_graphs(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_calls = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return grow(*args)
+
+    grow = DraftChains.grow
+    monkeypatch.setattr(DraftChains, "grow", counted)
+    prompts = random_prompts(3, max_len=20)
+    options: dict[str, Any] = {"max_batch_size": 4, "num_kv_blocks": 40, "max_draft_tokens": 3}
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), backend=make_back_end("triton"), **options)
+    outputs = run_all(engine, prompts, [greedy(8 - i, ignore_eos=True) for i in range(3)])
+    assert outputs == [zoo.greedy("llama", prompt, 8 - i, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    assert num_calls > 2 and sum(engine.counters.accepted_per_depth) > 2
