@@ -99,6 +99,7 @@ def milliseconds(num_requests: int, context_len: int, seed: int) -> list[float]:
     config = EngineConfig.of(
         dtype="bfloat16", draft_tree="chain", draft_sampling="greedy", max_draft_tokens=NUM_DRAFTS, max_batch_size=num_requests,
         max_num_batched_tokens=8192, num_kv_blocks=num_requests * ((context_len + output_len) // 16 + 2),
+        warm_up=False,
     )  # fmt: skip
     engine = Engine(config, decoder(), draft, backend=backend)
     prompts = random_prompts(Lengths(context_len, context_len), VOCAB_SIZE, seed)
