@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
@@ -64,7 +65,10 @@ class CachingDrafter(Drafter, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What a drafter may need to know about its engine; ``prepare`` returns a runner of a model with its KV."""
+    """What a drafter may need to know about its engine.
+
+    ``prepare`` returns a runner of a model with its KV that is ready to grow trees as large as these, one of each kind.
+    """
 
     target_vocab_size: int
     max_draft_tokens: int
@@ -73,7 +77,7 @@ class DraftContext:
     max_num_batched_tokens: int
     dtype: str
     backend: Backend
-    prepare: Callable[[Any, KVTensor], Runner]
+    prepare: Callable[[Any, KVTensor, Sequence[GrowthSpec]], Runner]
     tokenizer: Any | None  # the target's, a transformers tokenizer
 
 

@@ -44,7 +44,7 @@ class DraftModelDrafter:
         self._context = context
 
     def attach(self, kv: KVTensor) -> None:
-        self.runner = self._context.prepare(self.model, kv)
+        self.runner = self._context.prepare(self.model, kv, self.policy.largest_specs())
 
     def lookahead(self, request: Request, budget: int) -> int:
         return self.policy.lookahead(request, self._budget(request, budget))

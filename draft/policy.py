@@ -50,6 +50,7 @@ class DraftPolicy:
         self.fixed_shape: Parents | None = None
         if not isinstance(draft_tree, str):
             self.fixed_shape = main_path_order(np.array(draft_tree, np.int32).tobytes()).parents
+        self.max_draft_tokens = max_draft_tokens
         self.width = max(2, max_draft_tokens // 8)
         self.beam_depth = min(max_draft_tokens, 6 + max_draft_tokens // 8, 1 + MAX_NODES // self.width)
 
@@ -66,11 +67,21 @@ class DraftPolicy:
         if self.fixed_shape is not None:
             return ShapeSpec(shape_plan(self.fixed_shape[:budget].tobytes()))
         if self._is_chain(budget):
-            return ShapeSpec(shape_plan(chain_parents(budget).tobytes()))
+            return _chain(budget)
         wide = self._beam(request, budget)
         if not self._is_narrow(budget) and wide.num_slots <= num_slots:
             return wide
         return BeamSpec(budget, min(budget, _worthwhile_depth(request)), 1, CHAIN_CHILDREN, wide.temperature)
+
+    def largest_specs(self) -> list[GrowthSpec]:
+        """Return the trees along one chain, the largest of each kind, that `spec` may return for a greedy request."""
+        if self.fixed_shape is not None:
+            return [_chain(int(np.cumprod(self.fixed_shape == np.arange(-1, len(self.fixed_shape) - 1)).sum()))]
+        most = self.max_draft_tokens
+        specs: list[GrowthSpec] = [_chain(max(filter(self._is_chain, range(1, most + 1))))]
+        if not self._is_chain(most):  # a wide beam becomes narrow where slots are short
+            specs.append(BeamSpec(most, most, 1, CHAIN_CHILDREN, GREEDY_TEMPERATURE))
+        return specs
 
     def lookahead(self, request: Request, budget: int) -> int:
         """Return the number of slots after the root that a request's tree grows best with; more than the budget for a beam."""
@@ -112,6 +123,10 @@ class DraftPolicy:
             return chain_parents(budget)
         acceptance = tuple(round(max(rank.value, 0.01), 2) for rank in request.draft_history.rank_acceptance)
         return expected_shape(acceptance, budget, is_caterpillar=self._is_narrow(budget))
+
+
+def _chain(num_nodes: int) -> ShapeSpec:
+    return ShapeSpec(shape_plan(chain_parents(num_nodes).tobytes()))
 
 
 def _worthwhile_depth(request: Request) -> int:

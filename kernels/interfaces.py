@@ -18,7 +18,7 @@ from torch import Tensor
 
 from titan.core.arrays import Flags, Ints
 from titan.core.batch import RaggedBatch, Window
-from titan.core.growth import Feed
+from titan.core.growth import Feed, GrowthSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees
@@ -153,13 +153,14 @@ class Runner(Protocol):
             vocab_size: of the target; draft tokens beyond it are not proposed.
         """
 
-    def warm_up(self, draft_vocab_size: int | None = None) -> Sequence[WarmUp]:
+    def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> Sequence[WarmUp]:
         """Return passes to run before the model serves, so that none waits for a compiler or for the recording of a graph later.
 
         They may be run while requests are in flight: no KV is changed, and no pass is counted.
 
         Args:
-            draft_vocab_size: if the model is to `grow` trees, the vocabulary size of the target.
+            specs: the largest trees, of each kind, that the model is to `grow`.
+            vocab_size: of the target.
         """
 
 
@@ -232,7 +233,7 @@ class Candidates:
     rows: Ints  # [n], of the plan
     num_nodes: Ints  # [n], places of the trees, at most c
     is_chain: Flags  # [n]
-    has_scores: bool
+    has_scores: Flags | bool  # [n], or of all
     token_ids: Tensor  # int64
     scores: Tensor  # float32, cumulative log-probability; not finite where there is no candidate
     parent_slots: Tensor  # int64, where the parent is fed; -1 for the root

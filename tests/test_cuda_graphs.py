@@ -23,7 +23,7 @@ from torch import Tensor
 from twins import BLOCK_SIZE, BLOCKS_PER_REQUEST, LIMITS, NUM_REQUESTS, Twins
 
 from titan.core.batch import NodeQueries, QueryRow
-from titan.core.growth import Feed, ShapeSpec, shape_plan
+from titan.core.growth import BeamSpec, Feed, ShapeSpec, shape_plan
 from titan.core.limits import MAX_NODES
 from titan.core.trees import EMPTY_TREE
 from titan.kernels.growth import _lay_out_frontiers
@@ -179,6 +179,7 @@ def test_replayed_passes_are_those_of_pytorch_as_batches_grow_and_shrink(folder:
 
 SPEC = ShapeSpec(shape_plan(np.array([-1], np.int32).tobytes()))
 """Of feeds whose nodes are given here."""
+BEAM = BeamSpec(2, 2, 1, 3, 1.0)
 
 
 def compare_nodes(twins: Twins, feeds: Sequence[Feed], fed_slots: Sequence[Any], *nodes: tuple[list[int], list[int]]) -> None:
@@ -225,7 +226,7 @@ def test_after_a_warm_up_every_small_pass_is_replayed_over_a_cache_that_was_kept
     twins = Twins(folder, triton_backend())
     before = twins.kvs[1].clone().view(torch.uint8)
     with torch.inference_mode():
-        for run in (*twins.runner.warm_up(131), *twins.runner.backend.warm_up(131, torch.float32)):
+        for run in (*twins.runner.warm_up([SPEC, BEAM], 131), *twins.runner.backend.warm_up(131, torch.float32)):
             run()
     assert torch.equal(twins.kvs[1].view(torch.uint8), before) and twins.counts == PassCounts()
     shapes = [[3], [1, 3], [3, 3, 3], [1]]

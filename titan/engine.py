@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.metrics import EngineCounters, EngineMetrics, ratio
 from titan.core.options import EngineConfig, ModelOptions
@@ -89,7 +90,8 @@ class Engine:
         target_kv = KVTensor(target.kv_layout, num_blocks, block_size, self.backend.device)
         self.kv.attach("target", target_kv)
         self.runner = self._prepare(target, target_kv)
-        self._warm_up([*self.runner.warm_up(), *self.backend.warm_up(self.model_config.vocab_size, self.dtype)])
+        vocab_size = self.model_config.vocab_size
+        self._warm_up([*self.runner.warm_up((), vocab_size), *self.backend.warm_up(vocab_size, self.dtype)])
         self.counters = EngineCounters()
         self.scheduler = Scheduler(config.schedule, self.kv, self.counters)
         self.observers: list[StepObserver] = []
@@ -196,9 +198,9 @@ class Engine:
     def _prepare(self, model: Decoder, kv: KVTensor) -> Runner:
         return self.backend.prepare(model, kv, self._pass_limits, self.passes)
 
-    def _prepare_draft(self, model: Decoder, kv: KVTensor) -> Runner:
+    def _prepare_draft(self, model: Decoder, kv: KVTensor, specs: Sequence[GrowthSpec]) -> Runner:
         runner = self._prepare(model, kv)
-        self._warm_up(runner.warm_up(self.model_config.vocab_size))
+        self._warm_up(runner.warm_up(specs, self.model_config.vocab_size))
         return runner
 
     def _warm_up(self, passes: Sequence[WarmUp]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titan.core.batch import RaggedBatch
-from titan.core.growth import Feed
+from titan.core.growth import Feed, GrowthSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees
 from titan.kernels.growth import grow_by_passes
@@ -41,7 +41,7 @@ class TorchRunner:
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
 
-    def warm_up(self, draft_vocab_size: int | None = None) -> Sequence[WarmUp]:
+    def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> Sequence[WarmUp]:
         return ()
 
 

@@ -1,9 +1,9 @@
-"""Greedy chains of draft tokens: several depths are one CUDA graph, with the output head and the choice of the next token.
+"""Draft trees that grow along one chain: several depths are one CUDA graph, with the output head and the choice of the next token.
 
 A draft pass takes the device less time than a host needs to launch its parts. What changes from depth to depth follows, on the
 device, from the depth before.
 
-Legend: n chains, R requests of a graph, which are n and padding.
+Legend: n chains, D depths and k children of each node as in `chain_trees`; R requests of a graph, which are n and padding.
 """
 
 from __future__ import annotations
@@ -21,24 +21,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.arrays import Ints
-from titan.core.batch import pad_block_tables, prefix_sums
-from titan.core.growth import Feed, ShapeSpec
+from titan.core.batch import pad_block_tables
+from titan.core.growth import Feed, GrowthSpec
 from titan.core.kv_tensor import KVTensor
-from titan.core.trees import DraftTrees, NodeColumns
+from titan.core.trees import DraftTrees
 from titan.kernels.growth import Forward, feed_roots
 from titan.kernels.interfaces import Backend, Model, PassInputs
 from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
+from titan.kernels.triton.chain_trees import (
+    Chains,
+    child_columns,
+    children_per_node,
+    greedy_trees,
+    node_columns,
+    sibling_candidates,
+)
 from titan.kernels.triton.cuda_graphs import Replays
 
 MAX_DEPTHS = 8
 """Most depths of one graph; a longer chain is several replays, whose launches cost little beside that many passes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class ChainSize:
     """The shapes of some depths; unlike a tuple, never equal to the `PassSize` of another pass."""
 
     num_requests: int
+    num_children: int  # with their scores; 1: the most likely token alone, without
     num_depths: int
     num_tokens: int  # of the vocabulary, that may be drafted
 
@@ -78,7 +87,7 @@ def _lay_out_depth_kernel(
 
 
 class DraftChains:
-    """Grows the trees of a step if all of them are chains of the most likely tokens.
+    """Grows the trees of a step if all of them are greedy chains or beams of width one.
 
     Args:
         backend: the one whose device the model is on.
@@ -104,7 +113,7 @@ class DraftChains:
     ) -> None:
         self._backend, self._model, self._kv, self._geometry = backend, model, kv, geometry
         self._request_counts = request_counts
-        self._max_nodes, self._max_depths = num_nodes, min(num_nodes - 1, MAX_DEPTHS)
+        self._max_fed, self._max_depths = num_nodes - 1, max(1, min(num_nodes - 1, MAX_DEPTHS))
         self._replays = replays
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -115,14 +124,16 @@ class DraftChains:
         self._token_ids, self._positions, self._slot_mapping, self._no_bits = (zeros(most, dtype=torch.int64) for _ in range(4))
         self._visible_lens, self._seq_lens, self._no_trees = (zeros(most) for _ in range(3))
         self._query_start_loc = zeros(most + 1)
+        # of the nodes that are fed next; of all requests
+        self._scores, self._temperatures = zeros(most, dtype=torch.float32), zeros(most, dtype=torch.float32).fill_(1)
 
     def can_grow(self, feeds: Sequence[Feed]) -> bool:
-        """Whether there are trees to grow, and all are greedy chains within the bounds of the graphs."""
+        """Whether there are trees to grow, all along one chain and as many siblings, within the bounds of the graphs."""
         specs = [feed.spec for feed in feeds if feed.spec is not None]
-        are_chains = all(isinstance(spec, ShapeSpec) and spec.plan.is_chain and spec.params is None for spec in specs)
-        is_bounded = len(specs) <= self._request_counts[-1] and max(map(_num_nodes, feeds)) <= self._max_nodes
+        of_specs = {children_per_node(spec) for spec in specs}
+        is_bounded = len(specs) <= self._request_counts[-1] and max(map(_num_fed, feeds)) <= self._max_fed
         width = max(len(feed.block_ids) for feed in feeds)
-        return bool(specs) and are_chains and is_bounded and width <= self._block_table.shape[1]
+        return bool(specs) and 0 not in of_specs and len(of_specs - {1}) <= 1 and is_bounded and width <= self._block_table.shape[1]
 
     def grow(self, forward: Forward, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         """Grow trees as `can_grow` accepts them, the same ones as `titan.kernels.growth.grow_by_passes`, whose arguments these are.
@@ -130,47 +141,65 @@ class DraftChains:
         Raises:
             IndexError: a block table does not cover the nodes of its chain.
         """
-        ordered = sorted(feeds, key=_num_nodes, reverse=True)  # so that the chains that go on are the first ones
+        ordered = sorted(feeds, key=_num_fed, reverse=True)  # so that the chains that go on are the first ones
         root_logits = feed_roots(forward, ordered, self._kv.block_size)
         growing = ordered[: len(root_logits)]
-        num_nodes, roots = np.array([*map(_num_nodes, growing)]), np.array([feed.root for feed in growing])
-        self._check(growing, roots + num_nodes - 1)
-        num_fed, num_tokens = int(num_nodes[0]) - 1, min(vocab_size, root_logits.shape[1])
-        sizes = self._sizes(len(growing), num_fed, num_tokens)
+        chains = Chains.of(growing)
+        self._check(growing, chains.roots + chains.num_fed)
+        num_tokens = min(vocab_size, root_logits.shape[1])
+        if chains.num_children == 1:
+            drafted, columns = self._draft(root_logits, growing, chains, num_tokens, node_columns(chains))
+            return greedy_trees(chains, num_rows, drafted, columns)
+        drafted, columns = self._draft(root_logits, growing, chains, num_tokens, child_columns(chains))
+        return self._backend.trees.select([sibling_candidates(chains, drafted, columns)], num_rows)
+
+    def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> list[Callable[[], object]]:
+        """Return recordings of all graphs that trees up to these need, the largest first; ``vocab_size`` is the target's."""
+        num_tokens = min(vocab_size, self._model.config.vocab_size)
+        sizes = {
+            ChainSize(count, children_per_node(spec), depths, num_tokens)
+            for count in self._request_counts
+            for spec in specs
+            for depths in (1, self._max_depths)
+            if children_per_node(spec) and depths <= spec.num_slots
+        }
+        return [partial(self._record, size) for size in sorted(sizes, reverse=True)]
+
+    def _draft(
+        self, root_logits: Tensor, feeds: Sequence[Feed], chains: Chains, num_tokens: int, columns: list[NDArray[Any]]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the children of all roots and of the nodes fed, as `_choose` does, and the columns on the device.
+
+        The first is int64 [1 or 2, D, n, k]. Which children are there follows from the lengths of the chains.
+        """
+        n, num_children, num_fed = len(feeds), chains.num_children, int(chains.num_fed[0])
+        sizes = self._sizes(n, num_children, num_fed, num_tokens)
         for size in sizes:
             self._record(size)
-
-        slots, left, table, index, *columns = self._backend.upload(
+        slots, left, table, temperatures, *uploaded = self._backend.upload(
             [
-                (roots + 1).astype(np.int32),
-                (num_nodes - 1).astype(np.int32),
-                pad_block_tables([feed.block_ids for feed in growing]).astype(np.int32),
-                *_chain_columns(np.array([feed.row for feed in growing]), num_nodes),
+                (chains.roots + 1).astype(np.int32),
+                chains.num_fed.astype(np.int32),
+                pad_block_tables([feed.block_ids for feed in feeds]).astype(np.int32),
+                chains.temperatures,
+                *columns,
             ]
         )
-        n = len(growing)
-        drafted = torch.empty(1 + num_fed, n, dtype=torch.int64, device=self._backend.device)
-        drafted[0] = self._choose(root_logits, num_tokens)
-        self._token_ids[:n].copy_(drafted[0])
         self._next_slots[:n].copy_(slots)
         self._num_left.zero_()[:n].copy_(left)
         self._block_table[:n, : table.shape[1]].copy_(table)
+        if num_children > 1:
+            self._temperatures[:n].copy_(temperatures)
+            self._scores.zero_()
+        of_roots = self._choose(root_logits, num_children, num_tokens)
+        drafted = of_roots.new_empty(len(of_roots), 1 + num_fed, n, num_children)
+        drafted[:, 0] = of_roots
         depth = 1
         for size in sizes:
-            drafted[depth : depth + size.num_depths] = self._replays.run(size, partial(self._feed, size), size.num_depths)[:, :n]
+            found = self._replays.run(size, partial(self._feed, size), size.num_depths)
+            drafted[:, depth : depth + size.num_depths] = found[:, :, :n]
             depth += size.num_depths
-
-        counts, nothing = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_)
-        counts[[feed.row for feed in growing]] = num_nodes
-        nodes = NodeColumns(drafted.view(-1).index_select(0, index), *columns)
-        return DraftTrees(prefix_sums(counts), counts > 0, nothing, nothing, nodes)
-
-    def warm_up(self, vocab_size: int) -> list[Callable[[], object]]:
-        """Return recordings of all graphs, the largest first; ``vocab_size`` is the target's."""
-        num_tokens = min(vocab_size, self._model.config.vocab_size)
-        depths = sorted({1, self._max_depths}, reverse=True) if self._max_nodes > 1 else []
-        sizes = [ChainSize(count, each, num_tokens) for count in reversed(self._request_counts) for each in depths]
-        return [partial(self._record, size) for size in sizes]
+        return drafted, uploaded
 
     def _check(self, feeds: Sequence[Feed], last_slots: Ints) -> None:
         self._model.check_positions(last_slots)
@@ -178,13 +207,11 @@ class DraftChains:
             if slot >= len(feed.block_ids) * self._kv.block_size:
                 raise IndexError(f"a block table of {len(feed.block_ids)} blocks does not cover slot {slot}")
 
-    def _sizes(self, num_requests: int, num_fed: int, num_tokens: int) -> list[ChainSize]:
+    def _sizes(self, num_requests: int, num_children: int, num_fed: int, num_tokens: int) -> list[ChainSize]:
         """Return the graphs that feed this many depths, one after the other."""
-        if not num_fed:
-            return []
         count = next(count for count in self._request_counts if count >= num_requests)
         num_full, num_single = divmod(num_fed, self._max_depths)
-        return [ChainSize(count, depths, num_tokens) for depths in [self._max_depths] * num_full + [1] * num_single]
+        return [ChainSize(count, num_children, depths, num_tokens) for depths in [self._max_depths] * num_full + [1] * num_single]
 
     def _record(self, size: ChainSize) -> None:
         """Capture a graph, unless it was before; no chain goes on meanwhile, so that nothing is written to the cache."""
@@ -194,13 +221,30 @@ class DraftChains:
             self._replays.record(size, partial(self._feed, size), passes)
 
     def _feed(self, size: ChainSize) -> Tensor:
-        """Feed the next depths of all chains; return the tokens after them, int64 [num_depths, R]."""
-        count, inputs, found = size.num_requests, self._inputs(size.num_requests), []
+        """Feed the next depths of all chains; return the children found at each, as `_choose` does: [1 or 2, num_depths, R, k]."""
+        inputs, found = self._inputs(size.num_requests), []
         for _ in range(size.num_depths):
-            self._lay_out_depth(count)
-            found.append(self._choose(self._model.logits(self._model.hidden_states(inputs, self._kv)), size.num_tokens))
-            self._token_ids[:count].copy_(found[-1])
-        return torch.stack(found)
+            self._lay_out_depth(size.num_requests)
+            logits = self._model.logits(self._model.hidden_states(inputs, self._kv))
+            found.append(self._choose(logits, size.num_children, size.num_tokens))
+        return torch.stack(found, 1)
+
+    def _choose(self, logits: Tensor, num_children: int, num_tokens: int) -> Tensor:
+        """Choose the most likely of the first tokens as children of the nodes just fed, the first of them to be fed next.
+
+        Returns:
+            int64 [1 or 2, rows, k]: tokens, 0 where there is none, and, if there are siblings, the bits of their float32 scores.
+        """
+        count, logits = len(logits), logits[:, :num_tokens]
+        if num_children == 1:
+            found = self._backend.sampling.argmax(logits).clamp_(min=0).view(1, count, 1)
+        else:
+            token_ids, logprobs = self._backend.sampling.top_candidates(logits, num_children, self._temperatures[:count])
+            scores = logprobs + self._scores[:count, None]
+            self._scores[:count].copy_(scores[:, 0])
+            found = torch.stack((token_ids, scores.view(torch.int32).long()))
+        self._token_ids[:count].copy_(found[0, :, 0])
+        return found
 
     def _lay_out_depth(self, count: int) -> None:
         _lay_out_depth_kernel[(1,)](
@@ -219,10 +263,6 @@ class DraftChains:
             num_warps=4,
         )
 
-    def _choose(self, logits: Tensor, num_tokens: int) -> Tensor:
-        """Return the most likely of the first tokens: int64 [rows]; 0 where there is none."""
-        return self._backend.sampling.argmax(logits[:, :num_tokens]).clamp_(min=0)
-
     def _inputs(self, count: int) -> PassInputs:
         layout = DeviceLayout(
             geometry=self._geometry,
@@ -239,24 +279,5 @@ class DraftChains:
         return PassInputs(self._token_ids[:count], self._positions[:count], self._slot_mapping[:count], None, layout)
 
 
-def _num_nodes(feed: Feed) -> int:
-    return 0 if feed.spec is None else feed.spec.num_nodes
-
-
-def _chain_columns(rows: Ints, num_nodes: Ints) -> list[NDArray[Any]]:
-    """Return what the host knows of the nodes of n chains, tree by tree in the order of the plan: six arrays of [N].
-
-    The first are indices of their tokens in a table [depths, n], the others are parents and so on as in `NodeColumns`.
-    """
-    order = np.argsort(rows)
-    counts = num_nodes[order]
-    above = np.arange(counts.sum()) - np.repeat(prefix_sums(counts)[:-1], counts)  # nodes above each one
-    is_leaf = above == np.repeat(counts, counts) - 1
-    return [
-        above * len(rows) + np.repeat(order, counts),
-        (above - 1).astype(np.int32),
-        above + 1,
-        ~(np.int64(-2) << above),
-        np.zeros(len(above), np.float32),
-        np.where(is_leaf, -1, above).astype(np.int32),
-    ]
+def _num_fed(feed: Feed) -> int:
+    return -1 if feed.spec is None else feed.spec.num_slots

@@ -9,7 +9,7 @@ from itertools import product
 from torch import Tensor
 
 from titan.core.batch import RaggedBatch
-from titan.core.growth import Feed
+from titan.core.growth import Feed, GrowthSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.core.trees import DraftTrees
@@ -83,12 +83,12 @@ class TritonRunner:
             return self._chains.grow(self.forward, feeds, num_rows, vocab_size)
         return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
 
-    def warm_up(self, draft_vocab_size: int | None = None) -> Sequence[WarmUp]:
+    def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> Sequence[WarmUp]:
         """See `titan.kernels.interfaces.Runner`; of passes that run eagerly, all kinds of tiles and plans are compiled."""
         idle = partial(idle_batch, block_size=self.kv.block_size)
         passes: list[WarmUp] = [partial(self._padded_hidden_states, idle([1]), size) for size in self._sizes.reachable()]
-        if draft_vocab_size is not None:
-            passes += self._chains.warm_up(draft_vocab_size)
+        if specs:
+            passes += self._chains.warm_up(specs, vocab_size)
         most, chunk = self._sizes.request_counts[-1], self._max_query_len + 1
         numbers = {max(2, min(2**i, most)) for i in range(4, max(4, most.bit_length()) + 1)}  # plans are for powers of two
         for number, query_len in product(sorted(numbers), self._query_lens_of_tiles()):

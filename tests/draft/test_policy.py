@@ -34,6 +34,7 @@ def test_a_tree_fits_its_budget_and_the_slots_that_it_asks_for(
     """Whatever the history; and where no more slots are there than nodes, it grows within these."""
     for max_draft_tokens in (7, 16, 63):
         policy = DraftPolicy(draft_tree, draft_sampling, max_draft_tokens)
+        largest = {kind_of(spec): spec.num_slots for spec in policy.largest_specs()}
         for history in (DraftHistory(), DraftHistory(tree_depth=Average(2.0)), DraftHistory(greedy_match=Average(0.9))):
             request = make_request(temperature)
             request.draft_history = history
@@ -44,6 +45,8 @@ def test_a_tree_fits_its_budget_and_the_slots_that_it_asks_for(
                 for num_slots in (lookahead, budget):
                     spec = policy.spec(request, budget, num_slots)
                     assert 0 <= spec.num_slots <= num_slots and 1 <= spec.num_nodes <= budget
+                    kind = kind_of(spec)
+                    assert kind not in ("chain", "siblings") or spec.num_slots <= largest[kind]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""Trees that hang along chains, and what the host knows of them before any token is drafted.
+
+A greedy chain is its most likely tokens. A beam of width one feeds them too, and considers their siblings, with scores. In a step
+with such beams, greedy chains are the first of the siblings found.
+
+Legend: n chains; k children of each node that is fed; D depths of the deepest tree; N nodes of all trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from titan.core.arrays import Flags, Ints
+from titan.core.batch import prefix_sums
+from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec
+from titan.core.trees import DraftTrees, NodeColumns
+from titan.kernels.interfaces import Candidates
+
+
+class Chains(NamedTuple):
+    """What the host knows of n chains: [n] each, those that go on for longest first."""
+
+    rows: Ints  # of the plan
+    roots: Ints  # positions
+    num_fed: Ints  # nodes that are fed
+    num_nodes: Ints  # places of the trees
+    is_greedy: Flags  # else a beam
+    temperatures: NDArray[np.float32]  # 1 for a greedy chain
+    num_children: int  # k
+
+    @classmethod
+    def of(cls, feeds: Sequence[Feed]) -> Chains:
+        """Collect the chains of feeds with a spec."""
+        specs = [feed.spec for feed in feeds if feed.spec is not None]
+        return cls(
+            rows=np.array([feed.row for feed in feeds]),
+            roots=np.array([feed.root for feed in feeds]),
+            num_fed=np.array([spec.num_slots for spec in specs]),
+            num_nodes=np.array([spec.num_nodes for spec in specs]),
+            is_greedy=np.array([isinstance(spec, ShapeSpec) for spec in specs]),
+            temperatures=np.array([spec.temperature if isinstance(spec, BeamSpec) else 1 for spec in specs], np.float32),
+            num_children=max(map(children_per_node, specs)),
+        )
+
+
+def children_per_node(spec: GrowthSpec) -> int:
+    """Return the number of children considered after each node of a chain: 1 if it is greedy; 0 for any other tree."""
+    if isinstance(spec, BeamSpec):
+        return spec.num_children if spec.width == 1 else 0
+    return int(spec.plan.is_chain and spec.params is None)
+
+
+def node_columns(chains: Chains) -> list[NDArray[Any]]:
+    """Return what the host knows of the nodes of greedy chains, tree by tree in the order of the plan: six arrays of [N].
+
+    The first are indices of their tokens in a table [D, n], the others are parents and so on as in `NodeColumns`.
+    """
+    order = np.argsort(chains.rows)
+    counts = chains.num_nodes[order]
+    above = np.arange(counts.sum()) - np.repeat(prefix_sums(counts)[:-1], counts)  # nodes above each one
+    is_leaf = above == np.repeat(counts, counts) - 1
+    return [
+        above * len(order) + np.repeat(order, counts),
+        (above - 1).astype(np.int32),
+        above + 1,
+        ~(np.int64(-2) << above),
+        np.zeros(len(above), np.float32),
+        np.where(is_leaf, -1, above).astype(np.int32),
+    ]
+
+
+def greedy_trees(chains: Chains, num_rows: int, drafted: Tensor, columns: Sequence[Tensor]) -> DraftTrees:
+    """Return greedy chains with tokens int64 [1, D, n, 1]; ``columns`` are those of `node_columns`."""
+    index, *others = columns
+    counts, nothing = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_)
+    counts[chains.rows] = chains.num_nodes
+    nodes = NodeColumns(drafted.view(-1).index_select(0, index), *others)
+    return DraftTrees(prefix_sums(counts), counts > 0, nothing, nothing, nodes)
+
+
+def child_columns(chains: Chains) -> list[NDArray[Any]]:
+    """Return what the host knows of the children of all nodes that are fed, and of the roots.
+
+    These are, as in `Candidates`, parent slots and slots; and whether there is no such child in the tree: [n, D * k] each. The
+    last is whether the tree is a greedy chain, [n, 1].
+    """
+    n, k = len(chains.rows), chains.num_children
+    above, ranks = np.arange(1 + chains.num_fed[0])[:, None], np.arange(k)  # nodes above each child, and siblings before it
+    num_fed, is_greedy = chains.num_fed[:, None, None], chains.is_greedy[:, None, None]
+    parent_slots = np.broadcast_to(above - 1, (n, len(above), k))
+    slots = np.where((ranks == 0) & (above < num_fed), above, -1)
+    is_missing = (above > num_fed) | (is_greedy & (ranks > 0))
+    return [*(column.reshape(n, -1) for column in (parent_slots, slots, is_missing)), is_greedy[:, 0]]
+
+
+def sibling_candidates(chains: Chains, drafted: Tensor, columns: Sequence[Tensor]) -> Candidates:
+    """Return the children found, int64 [2, D, n, k], as candidates; ``columns`` are those of `child_columns`."""
+    parent_slots, slots, is_missing, is_greedy = columns
+    token_ids, bits = drafted.transpose(1, 2).flatten(2)
+    scores = bits.int().view(torch.float32).masked_fill(is_greedy, 0.0).masked_fill(is_missing, float("-inf"))
+    has_scores = ~chains.is_greedy
+    return Candidates(chains.rows, chains.num_nodes, chains.is_greedy, has_scores, token_ids, scores, parent_slots, slots)
