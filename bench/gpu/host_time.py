@@ -4,7 +4,8 @@
     python -m titan.bench.gpu.host_time --requests 32 --context 32768
 
 Scheduling, batches, uploads, growth, verification and commit run as they do on a GPU; kernels and graphs are launched in name only,
-and a matrix product is an empty tensor. Each request drafts a greedy chain and accepts half of it. A time is the thread's CPU time.
+and a matrix product is an empty tensor. Each request drafts a chain, of which it accepts half: a greedy one, or with "auto" the one
+that is made up as the choice of a beam of width one. A time is the thread's CPU time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import repeat
+from itertools import product, repeat
 from typing import Any
 from unittest.mock import patch
 
@@ -41,7 +42,7 @@ from titan.kernels.triton.sampling import TritonSampling
 from titan.models.decoder import Decoder
 
 NUM_DRAFTS, NUM_STEPS, NUM_WARM_UPS = 6, 200, 8
-VOCAB_SIZE = 512
+VOCAB_SIZE, NUM_LIKELY = 512, 8
 COLUMNS = {"ms/step": "±.2f"}
 
 
@@ -70,13 +71,15 @@ def _replay_nothing(function: Callable[[], Tensor]) -> Replay:
 
 @contextmanager
 def launching_nothing() -> Iterator[None]:
-    """Kernels of Triton are not run, products are empty, and the token 0 is the most likely one."""
+    """Kernels of Triton are not run, products are empty, and a few tokens are the most likely ones."""
+    top_candidates = TritonSampling.top_candidates
     stubs: list[tuple[Any, str, Callable[..., object]]] = [
         (tools, "is_launchable", lambda _: True),
         (JITFunction, "run", lambda *_, **__: None),
         (TritonOps, "linear", lambda _, x, weight, *__: x.new_empty(len(x), len(weight))),
         (TritonOps, "look_up", lambda _, token_ids, embedding, *__: embedding.new_empty(len(token_ids), embedding.shape[1])),
         (TritonSampling, "argmax", lambda _, logits: torch.zeros(len(logits), dtype=torch.int64)),
+        (TritonSampling, "top_candidates", lambda ops, logits, *args: top_candidates(ops, logits[:, :NUM_LIKELY], *args)),
     ]
     with ExitStack() as stack:
         for owner, name, stub in stubs:
@@ -84,7 +87,7 @@ def launching_nothing() -> Iterator[None]:
         yield
 
 
-def milliseconds(num_requests: int, context_len: int, seed: int) -> list[float]:
+def milliseconds(draft_tree: str, num_requests: int, context_len: int, seed: int) -> list[float]:
     """Time the steps of requests that all decode behind prompts of this length."""
     backend = IdleBackend()
 
@@ -94,10 +97,10 @@ def milliseconds(num_requests: int, context_len: int, seed: int) -> list[float]:
         return random_models.make_decoder(config, backend=backend, seed=seed)
 
     output_len = (NUM_STEPS + 2 * NUM_WARM_UPS) * (NUM_DRAFTS + 1)
-    draft = f"idle, {num_requests} x {context_len}"
+    draft = f"idle, {draft_tree}, {num_requests} x {context_len}"
     register(draft, lambda context: DraftModelDrafter(draft, decoder(), context))
     config = EngineConfig.of(
-        dtype="bfloat16", draft_tree="chain", draft_sampling="greedy", max_draft_tokens=NUM_DRAFTS, max_batch_size=num_requests,
+        dtype="bfloat16", draft_tree=draft_tree, draft_sampling="greedy", max_draft_tokens=NUM_DRAFTS, max_batch_size=num_requests,
         max_num_batched_tokens=8192, num_kv_blocks=num_requests * ((context_len + output_len) // 16 + 2),
         warm_up=False,
     )  # fmt: skip
@@ -125,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ValueError: an option is not allowed.
     """
     parser = bench_parser("gpu.host_time", __doc__)
+    parser.add_argument("--trees", nargs="+", choices=["chain", "auto"], default=["chain", "auto"], help="that are drafted")
     parser.add_argument("--requests", nargs="+", type=positive, default=[1, 32, 128], help="that decode at once")
     parser.add_argument("--context", nargs="+", type=positive, default=[512, 8192], help="tokens of each prompt")
     args = parse(parser, argv)
@@ -133,20 +137,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def measure() -> Iterator[Row]:
         with launching_nothing():
-            for num_requests in args.requests:
-                for context_len in args.context:
-                    times = milliseconds(num_requests, context_len, args.seed)
-                    labels = {"requests": num_requests, "context": context_len}
-                    first, middle, third = np.quantile(times, [0.25, 0.5, 0.75]).tolist()
-                    rows.append(Row(labels, {"ms/step": Spread(middle, first, third, NUM_STEPS)}))
-                    yield rows[-1]
+            for draft_tree, num_requests, context_len in product(args.trees, args.requests, args.context):
+                times = milliseconds(draft_tree, num_requests, context_len, args.seed)
+                labels = {"tree": draft_tree, "requests": num_requests, "context": context_len}
+                first, middle, third = np.quantile(times, [0.25, 0.5, 0.75]).tolist()
+                rows.append(Row(labels, {"ms/step": Spread(middle, first, third, NUM_STEPS)}))
+                yield rows[-1]
 
     measure_and_publish(args, measure, lambda: make_report(rows))
 
 
 def make_report(rows: Sequence[Row]) -> Report:
     """Medians, ± half of what is between the quartiles."""
-    table = figure_table("Host time of a speculative step", rows, ["requests", "context"], COLUMNS)
+    table = figure_table("Host time of a speculative step", rows, ["tree", "requests", "context"], COLUMNS)
     slowest = max((row.median("ms/step") or 0.0 for row in rows), default=0.0)
     return Report("Host", f"The host's part of a step takes up to {slowest:.2f} ms.", {"rows": rows}, [table])
 
