@@ -185,7 +185,7 @@ UNDRAFTED: dict[str, Any] = {"repetition_penalty": 1.1, "use_speculative": False
     ("draft_tree", "draft_sampling", "temperature", "others", "max_copies"),
     [
         ("chain", "greedy", 0.0, {}, 10),
-        ("auto", "greedy", 0.0, {}, 21),
+        ("auto", "greedy", 0.0, {}, 11),
         ("dynamic", "greedy", 0.8, {}, 21),
         ([-1, -1, 0, 0, 1, 2], "greedy", 0.0, {}, 14),
         ([-1, -1, 0, 0, 1, 2], "sampled", 0.8, {}, 29),
