@@ -66,7 +66,7 @@ def _attend(
     dims = tl.arange(0, BLOCK_D)
     for step in range(first_slot, end_slot - num_skipped, BLOCK_N):
         slots = step + tl.where(step < skipped_slot, 0, num_skipped) + tl.arange(0, BLOCK_N)
-        is_slot = slots < end_slot
+        is_slot = (slots < end_slot) | (not MASKED)  # without masks, iterations are whole
         block_ids = tl.load(block_ids_ptr + slots // BLOCK_SIZE, mask=is_slot, other=0).to(tl.int64)
         places = (block_ids * stride_kv_block + slots % BLOCK_SIZE * stride_kv_slot)[:, None] + dims[None, :]
         is_loaded = is_slot[:, None]
