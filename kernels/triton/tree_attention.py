@@ -138,9 +138,10 @@ def _attention_kernel(
     """One program per tile and KV head, heads innermost, since they share block ids; programs beyond the tiles do nothing."""
     tile = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
-    # read beside the number of tiles, not after it: there is room for a record of every program
+    # the record, for which there is room, is read beside the number of tiles, not after it; no part is below -1, but else the
+    # compiler moves all of its loads behind the return
     request, first_row, num_rows, first_slot, end_slot, part = load_tile(tiles_ptr, tile)
-    if tile >= tl.load(counts_ptr):
+    if (tile >= tl.load(counts_ptr)) | (part < -1):
         return
 
     tile_rows = tl.arange(0, BLOCK_M)
