@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from torch import Tensor
 from titan.core.random import Purpose, philox_uniform
 from titan.core.trees import NODE_DTYPES, NodeColumns
 from titan.kernels.interfaces import Backend
-from titan.kernels.triton.row_distribution import CHUNK
+from titan.kernels.triton import row_distribution
+from titan.kernels.triton.row_distribution import CHUNK, GROUP
 from titan.kernels.triton.sample_rows import draw_rows
 from titan.kernels.triton.tree_select import select_trees
 from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
@@ -224,7 +226,7 @@ def test_narrow_logits_in_strided_rows_are_read_as_they_are(dtype: torch.dtype) 
     assert_cut_by_token_id(wide[:, 40:340].copy_(random_logits(triton_backend(), len(options), 300)), options)
 
 
-@pytest.mark.parametrize(("num_rows", "vocab_size"), [(7, 300), pytest.param(56, 128_256, marks=ON_CUDA)])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(7, 2 * CHUNK + 900), pytest.param(56, 128_256, marks=ON_CUDA)])
 def test_distributions_and_draws_over_a_real_vocabulary(num_rows: int, vocab_size: int) -> None:
     """Half the sum of the differences is the most that rounding moves a draw by; many logits are equal."""
     cuts = [(0.75, 50, 1.0, 0.0), (1.0, 0, 0.875, 0.0), (0.75, 1000, 0.9375, 0.0), (1.25, 0, 1.0, 0.03125), (0.5, 20, 0.75, 0.125)]
@@ -239,6 +241,25 @@ def test_distributions_and_draws_over_a_real_vocabulary(num_rows: int, vocab_siz
     uniform = torch.from_numpy(philox_uniform(seeds, positions, Purpose.SAMPLE))
     mass, end = (each.gather(1, tokens)[:, 0] for each in (exact, exact.cumsum(-1)))
     assert (mass > 0).all() and (end - mass - bound <= uniform).all() and (uniform <= end + bound).all()
+
+
+def test_cuts_read_only_the_groups_that_can_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large the vocabulary: once the chunks are summed up, what lies far below no longer counts."""
+    options = [(1.0, 3, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.5), (1.0, 4, 0.9, 0.1)]
+    logits = random_logits(triton_backend(), len(options), CHUNK + 500, scale=1)
+    logits[:, CHUNK : CHUNK + 4 * GROUP : GROUP] += 30.0
+    expected = reference_probs(logits, options)
+    kernel = row_distribution._cut_rows_kernel
+
+    class Emptied:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            logits[:, :CHUNK] = logits[:, CHUNK + 4 * GROUP :] = NAN
+            return kernel[grid]
+
+    monkeypatch.setattr(row_distribution, "_cut_rows_kernel", Emptied())
+    of_rows = triton_backend().sampling.distributions(logits, sampling_rows(options))
+    logits.nan_to_num_(-INF)
+    assert_same_distribution(row_distribution.normalized_probs(of_rows).cpu(), expected)
 
 
 def test_no_rows_and_no_trees_are_no_work_on_triton() -> None:
