@@ -266,7 +266,7 @@ def test_no_rows_and_no_trees_are_no_work_on_triton() -> None:
     no_longs, start_loc = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     none = triton_backend().sampling.distributions(torch.zeros(0, 9, device=DEVICE), sampling_rows([]))
     assert draw_rows(none, no_longs, no_longs, purpose=0).tolist() == []
-    result = VerifiedTrees.of(no_longs, no_longs.int(), start_loc, max_depth=4)
+    result = VerifiedTrees.of(no_longs, no_longs.int(), start_loc, max_nodes=4)
     walk_matches(result, no_longs)
     assert result.paths.shape == (0, 4) and len(result.final_tokens) == 0
     columns = NodeColumns(*(torch.full((2,), 7, device=DEVICE).to(dtype) for dtype in NODE_DTYPES))
