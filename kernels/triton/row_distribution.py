@@ -231,7 +231,7 @@ def _find_threshold(
 
     With it come the number, int32, and the weight, float64, of the tokens above it. It is reached at ``low``.
     """
-    high = _key(peak)
+    high = tl.where(peak == 0.0, 0, _key(peak))  # -0.0 is as large as 0.0
     count_above, mass_above = tl.zeros((), tl.int32), tl.zeros((), tl.float64)  # of the tokens above `high`
     num_reaching = tl.full((), VOCAB_SIZE, tl.int32)  # `low`
     middle, step = low, 0
@@ -258,7 +258,7 @@ def _find_threshold(
     num_candidates = tl.zeros((), tl.int32)
     for first in range(0, num_near, CHUNK // GROUP):
         _, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, CHUNK, GROUP)
-        is_candidate = ((logits >= _logit(low)) & (logits <= _logit(high))).to(tl.int32)
+        is_candidate = ((logits >= _logit(low)) & (logits < _logit(high + 1))).to(tl.int32)
         places = num_candidates + tl.cumsum(is_candidate, axis=0) - 1
         tl.store(candidates_ptr + places, logits, mask=(is_candidate > 0) & (places < MAX_CANDIDATES))
         num_candidates += tl.sum(is_candidate, axis=0)

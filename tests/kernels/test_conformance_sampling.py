@@ -206,6 +206,7 @@ def test_equal_logits_are_cut_by_token_id() -> None:
     logits = torch.randint(-2, 3, (len(options), 61), generator=torch.Generator().manual_seed(3)).float().to(DEVICE)
     logits[logits == 0] = -0.0
     logits[:, 5:30:7] = 0.0  # the same number
+    logits[1] = -logits[1].abs()  # -0.0 at most
     logits[3, ::2] = -INF
     rows = zip(logits.cpu(), assert_cut_by_token_id(logits, options), strict=True)
     is_cut = [bool((row[~is_kept] == row[is_kept].min()).any()) for row, is_kept in rows]
@@ -217,6 +218,8 @@ def test_equal_logits_are_counted_across_chunks() -> None:
     logits[:, [1, 4000, CHUNK + 2]] = 1.0
     is_kept = assert_cut_by_token_id(logits, [(1.0, 2 * CHUNK + 9, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (0.0, 0, 1.0, 0.0)])
     assert is_kept[1].nonzero()[:, 0].tolist() == [0, 1, 2, 4000, CHUNK + 2]
+    logits[:, ::3], logits[:, 1::3], logits[:, 2::2] = -0.0, -1.0, 1.0  # more of each pair than fit into registers
+    assert_cut_by_token_id(logits, [(1.0, 2 * CHUNK + 9, 1.0, 0.0), (2.0, CHUNK + 1700, 1.0, 0.0), (9.0, 0, 0.875, 0.0)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
