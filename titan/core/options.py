@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, Unpack
 
-from titan.core.checks import check_bool, check_choice, check_integer
+from titan.core.checks import check_bool, check_choice, check_integer, check_text
 from titan.core.limits import MAX_NODES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -31,6 +31,8 @@ class ModelOptions:
         num_threads: threads of a CPU; ``None`` = one per physical core that the process may use, at most as many as PyTorch has.
         seed: for the requests that have none.
         max_model_len: maximum tokens of a request, prompt and output; ``None`` = the model's positions.
+        revision: branch, tag or commit of the target, and of its tokenizer, on the hub; ``None`` = the main branch.
+        download_dir: folder for downloads from the hub; ``None`` = the hub library's cache.
     """
 
     dtype: str = "auto"
@@ -38,6 +40,8 @@ class ModelOptions:
     num_threads: int | None = None
     seed: int = 0
     max_model_len: int | None = None
+    revision: str | None = None
+    download_dir: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
@@ -46,6 +50,8 @@ class ModelOptions:
             check_integer("num_threads", self.num_threads, 1, MAX_THREADS)
         if self.max_model_len is not None:
             check_integer("max_model_len", self.max_model_len, 1)
+        for name in ("revision", "download_dir"):
+            check_text(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +174,8 @@ class EngineOptions(TypedDict, total=False):
     num_threads: int | None
     seed: int
     max_model_len: int | None
+    revision: str | None
+    download_dir: str | None
     use_speculative: bool
     max_draft_tokens: int
     draft_tree: str | Sequence[int]
