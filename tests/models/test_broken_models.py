@@ -12,13 +12,7 @@ from unittest.mock import Mock
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import (
-    GatedRepoError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from text_tools import make_tokenizer
@@ -84,7 +78,7 @@ def only(file: str, content: str) -> Damage:
     return damage
 
 
-ADAPTER = 'is an adapter (LoRA) of "some/base", not a model: merge it into that one, and give the merged model'.replace('"', "'")
+ADAPTER = "is an adapter (LoRA) of 'some/base', not a model: merge it into that one, and give the merged model"
 BROKEN: dict[str, tuple[Damage, str]] = {
     "no config": (only("notes.txt", ""), f"has no config.json (found notes.txt): {READ}"),
     "GGUF": (only("a-Q4.gguf", ""), f"has weights in GGUF (a-Q4.gguf), which is not supported: {READ}"),
@@ -92,25 +86,19 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     "half a config": (write("config.json", "{"), "has a config.json that is not JSON: ..."),
     "binary config": (lambda folder: (folder / "config.json").write_bytes(b"\xff"), "has a config.json that is not JSON: ..."),
     "config of a list": (write("config.json", "[]"), "has a config.json that is not a JSON object"),
-    "architecture": (
-        config(architectures=["GPT2LMHeadModel"]),
-        f"{CONFIG}architectures names GPT2LMHeadModel; supported are LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, "
-        "Qwen3ForCausalLM",
-    ),
+    "architecture": (config(architectures=["GPT2"]), f"{CONFIG}architectures names GPT2; supported are LlamaForCausalLM, ..."),
     "no architecture": (config(architectures=None), f"{CONFIG}architectures names no architecture; supported are ..."),
     "architectures": (config(architectures=5), f"{CONFIG}architectures=5 is not allowed: it must be a list of names"),
     "model type": (config(model_type="bert"), f"{CONFIG}model_type='bert' does not fit LlamaForCausalLM: it must be 'llama'"),
     "quantized": (
         config(quantization_config={"quant_method": "gptq"}),
-        f"{CONFIG}quantization_config says that the weights are quantized (gptq), which is not supported: use float32, bfloat16 or "
-        "float16 weights",
+        f"{CONFIG}quantization_config says that the weights are quantized (gptq), which is not supported: use float32, ...",
     ),
     "activation": (config(hidden_act="gelu"), f"{CONFIG}hidden_act='gelu' is not supported: it must be 'silu'"),
     "no KV heads": (config(num_key_value_heads=0), f"{CONFIG}num_key_value_heads=0 {SIZE}"),
     "text for a size": (config(hidden_size="48"), f"{CONFIG}hidden_size='48' {SIZE}"),
     "null for a size": (config(num_hidden_layers=None), f"{CONFIG}num_hidden_layers=None {SIZE}"),
     "part of a head": (config(head_dim=2.5), f"{CONFIG}head_dim=2.5 {SIZE}"),
-    "far too large": (config(vocab_size=10**12), f"{CONFIG}vocab_size=1000000000000 {SIZE}"),
     "heads": (config(num_key_value_heads=3), f"{CONFIG}num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
     "odd head": (config(head_dim=3), f"{CONFIG}head_dim=3 is odd: rotary embeddings need an even one"),
     "dtype": (config(dtype="int8"), f"{CONFIG}dtype='int8' is not supported; allowed: 'float32', 'bfloat16', 'float16'"),
@@ -120,43 +108,31 @@ BROKEN: dict[str, tuple[Damage, str]] = {
         config(rope_parameters={"rope_type": "default", "rope_theta": "1e4"}),
         f"{CONFIG}rope_theta='1e4' of the rotary embedding is not allowed: it must be a number above 0",
     ),
-    "rope type": (
-        config(rope_parameters={"rope_type": "spiral"}),
-        f"{CONFIG}rope type 'spiral' is not supported: it must be one of default, linear, dynamic, llama3, yarn",
-    ),
+    "rope type": (config(rope_parameters={"rope_type": "spiral"}), f"{CONFIG}rope type 'spiral' is not supported: ... default, "),
     "rope without a factor": (config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), f"{CONFIG}...factor"),
     "part of a rotation": (config(partial_rotary_factor=0.5), f"{CONFIG}partial_rotary_factor=0.5 is not supported: it must be 1"),
     "end token": (
-        edit("generation_config.json", eos_token_id="</s>"),
-        "has a generation_config.json that cannot be used: eos_token_id='</s>' is not allowed: it must be a token id, a list of "
-        "them, or null",
+        edit("generation_config.json", eos_token_id="a"),
+        "has a generation_config.json that cannot be used: eos_token_id='a' is not allowed: it must be a token id, a list ...",
     ),
     "tokenizer": (write("tokenizer.json", '{"a'), "has a tokenizer.json that is not JSON: ..."),
     "tokenizer of a list": (write("tokenizer.json", "[]"), "has a tokenizer.json that is not a JSON object"),
-    "tokenizer of no parts": (
-        write("tokenizer.json", "{}"),
-        "has a tokenizer that cannot be read (tokenizer.json, tokenizer_config.json): ...",
-    ),
+    "tokenizer of no parts": (write("tokenizer.json", "{}"), "has a tokenizer that cannot be read (tokenizer.json, ..."),
     "tokenizer of nothing": (
         edit("tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": []}),
-        "has a tokenizer without a vocabulary (tokenizer.json, tokenizer_config.json): it knows special tokens only",
+        "has a tokenizer without a vocabulary (tokenizer.json, ...): it knows special tokens only",
     ),
     "no weights": (
-        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-        f"has no weight file model.safetensors: weights must be in model.safetensors or in the files of {INDEX} (found "
-        "pytorch_model.bin)",
+        lambda folder: (folder / "model.safetensors").rename(folder / "a.bin"),
+        f"has no weight file model.safetensors: weights must be in model.safetensors or in the files of {INDEX} (found a.bin)",
     ),
     "weights cut short": (
         lambda folder: (folder / "model.safetensors").write_bytes(b"\x00" * 20),
         "has a damaged weight file model.safetensors: ...",
     ),
     "another name": (
-        weights(model__layers__1__mlp__gate_proj__weight=None, gate__weight=torch.ones(1)),
-        "has weights that do not fit LlamaForCausalLM: missing model.layers.1.mlp.gate_proj.weight; unexpected gate.weight",
-    ),
-    "untied without a head": (
-        weights(lm_head__weight=None),
-        "has weights that do not fit LlamaForCausalLM: missing lm_head.weight; unexpected none",
+        weights(lm_head__weight=None, gate__weight=torch.ones(1)),
+        "has weights that do not fit LlamaForCausalLM: missing lm_head.weight; unexpected gate.weight",
     ),
     "many missing": (config(num_hidden_layers=5), "has weights that do not fit ... and 13 more; unexpected none"),
     "shape": (
@@ -174,12 +150,7 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     ),
     "a number for a shard": (
         edit(f"../shards/{INDEX}", weight_map={"lm_head.weight": 7}),
-        f"has a {INDEX} with weight_map['lm_head.weight']=7, which is not allowed: it must be the name of a .safetensors file "
-        "beside it",
-    ),
-    "a shard elsewhere": (
-        edit(f"../shards/{INDEX}", weight_map={"a": "../a.safetensors"}),
-        f"has a {INDEX} with weight_map['a']='../a.safetensors', which is not allowed: ...",
+        f"has a {INDEX} with weight_map['lm_head.weight']=7, which is not allowed: it must be the name of a .safetensors file ...",
     ),
     "no map of shards": (
         edit(f"../shards/{INDEX}", weight_map=None),
@@ -223,8 +194,7 @@ def test_a_file_is_no_folder(whole: Path, tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./none", "a/b/c", "a\0b/c/d", ""])
 def test_a_name_that_is_no_hub_id_must_be_a_folder(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    message = f"model {name!r} does not exist: it must be 'demo', a folder or a Hugging Face hub id"
-    assert_refused(capsys, name, message)
+    assert_refused(capsys, name, f"model {name!r} does not exist: it must be 'demo', a folder or a Hugging Face hub id")
 
 
 class Hub:
@@ -236,13 +206,10 @@ class Hub:
         self.repositories, self.cache = folder / "hub", folder / "cache"
         self.files: list[str] = []
         self.revisions: list[str | None] = []
-        self.is_reachable = True
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
         monkeypatch.setattr(huggingface_hub, "list_repo_files", self.list_files)
 
     def list_files(self, name: str, revision: str | None = None) -> list[str]:
-        if not self.is_reachable:
-            raise OfflineModeIsEnabled
         return [path.name for path in (self.repositories / name).iterdir()]
 
     def download(self, name: str, *, revision: str | None, cache_dir: str | None, allow_patterns: Sequence[str]) -> str:
