@@ -59,8 +59,11 @@ def load_library(kind: Kind) -> LoadedLibrary:
     command = [*shlex.split(compiler), *FLAGS, *kind.flags]
     try:
         identity = _identity(command)
-        if (folder := _cache_folder()) is not None:
-            path = _find(folder, identity) or _compile(command, folder, identity, "once")
+        folder = _cache_folder()
+        path = folder and _find(folder, identity)
+        if path is None and folder is not None and os.access(folder, os.W_OK):
+            path = _compile(command, folder, identity, "once")
+        if path is not None:
             library, place = ctypes.CDLL(str(path)), str(path)
         else:
             with tempfile.TemporaryDirectory(prefix="titan-") as temporary:  # loaded, it needs its file no more
@@ -98,22 +101,19 @@ def _digest(content: bytes) -> str:
 
 
 def _cache_folder() -> Path | None:
-    """Return the user's cache folder; ``None`` if the user has none that can be written."""
+    """Return the user's cache folder; ``None`` if the user has none."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # Path.home() raises the latter for a user without a home
         return None
-    return folder if os.access(folder, os.W_OK) else None
+    return folder
 
 
 def _find(folder: Path, identity: str) -> Path | None:
-    """Return the library of an identity, if there is one that is whole; others are removed."""
-    for path in folder.glob(f"cpu_kernels-{identity}-*.so"):
-        if path.stem.endswith(_digest(path.read_bytes())):
-            return path
-        path.unlink(missing_ok=True)
-    return None
+    """Return the library of an identity, if there is one that is whole."""
+    paths = folder.glob(f"cpu_kernels-{identity}-*.so")
+    return next((path for path in paths if path.stem.endswith(_digest(path.read_bytes()))), None)
 
 
 def _processor() -> str:

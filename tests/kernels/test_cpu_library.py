@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import tempfile
@@ -52,6 +53,7 @@ def test_it_is_compiled_once_for_a_source_and_again_where_it_was_cut_off(
     assert cut_off.read_bytes() == built.read_bytes()
     assert caplog.text.count("compiling the kernels of this CPU, which takes some seconds (once)") == 2
     monkeypatch.setattr(cpu_library, "_compile", None)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # it need not be writable
     load_again()
     cpu_library.SOURCE.write_text(cpu_library.SOURCE.read_text(encoding="utf-8") + "\n", encoding="utf-8")
     load_library.cache_clear()
@@ -86,13 +88,15 @@ def test_without_a_compiler_what_it_costs_is_said_once(monkeypatch: pytest.Monke
     ]
 
 
-@pytest.mark.parametrize("cache", ["a file", "no home"])
+@pytest.mark.parametrize("cache", ["a file", "no home", "read-only"])
 def test_without_a_cache_folder_nothing_is_left_behind_and_a_compiler_may_have_options(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, cache: str
 ) -> None:
     monkeypatch.setenv("CXX", f"{COMPILER} -DNOTHING")
     if cache == "a file":
         monkeypatch.setenv("XDG_CACHE_HOME", str(cpu_library.SOURCE))
+    elif cache == "read-only":
+        monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     else:
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", MagicMock(side_effect=RuntimeError("Could not determine home directory.")))
@@ -100,7 +104,7 @@ def test_without_a_cache_folder_nothing_is_left_behind_and_a_compiler_may_have_o
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     assert load_again().endswith(f"compiled by {COMPILER} -DNOTHING: not kept")
     assert load_library(NATIVE).library.one() == 1  # type: ignore[union-attr]
-    assert list(temporary.iterdir()) == []
+    assert list(temporary.iterdir()) == list(tmp_path.glob("titan/*")) == []
     assert "at every start, because the cache folder cannot be written: set XDG_CACHE_HOME" in caplog.text
 
 

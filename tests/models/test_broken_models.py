@@ -263,10 +263,16 @@ def test_nothing_large_is_downloaded_before_both_configs_were_read(
     assert {name for name in hub.files if "safetensors" in name} == {INDEX}
 
 
-def test_a_repository_of_gguf_only_is_refused_by_name(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repositories_of_something_else_are_refused_by_name_without_downloading_it(
+    hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (hub.repositories / "some/draft/config.json").unlink()
     message = f"model 'some/draft' has weights in GGUF (model-Q4.gguf), which is not supported: {READ}"
     assert_refused(capsys, "some/draft", message)
+    write("adapter_config.json", '{"base_model_name_or_path": "some/base"}')(hub.repositories / "some/draft")
+    assert_refused(capsys, "some/draft", f"model 'some/draft' {ADAPTER}")
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", Mock(side_effect=OSError))
+    assert_refused(capsys, "some/draft", f"model 'some/draft' {ADAPTER}")
     assert not any("safetensors" in name for name in hub.files)
 
 

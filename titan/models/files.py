@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class ModelFiles:
         self.name = name
         self._revision = revision
         self._download_dir = download_dir
+        self._downloaded: Path | None = None
         path = os.path.expanduser(name)  # noqa: PTH111 - Path("") is a folder
         self._folder = Path(path) if os.path.isdir(path) else None  # noqa: PTH112 - any text may be asked about
         if os.path.isfile(path):  # noqa: PTH113
@@ -60,19 +62,19 @@ class ModelFiles:
             raise ValueError(
                 f"model {name!r} is no folder, and it cannot be had from the Hugging Face hub: {one_line(error)}"
             ) from error
-        self._revision = Path(folder).name  # the commit, lest two downloads be of different ones
-        return Path(folder)
+        self._downloaded = Path(folder)
+        self._revision = self._downloaded.name  # the commit, lest two downloads be of different ones
+        return self._downloaded
 
     def names(self) -> list[str]:
-        """Return the names of all files, of a model on the hub also those that were not asked for."""
-        if self._folder is not None:
-            return sorted(path.name for path in self._folder.iterdir())
-        from huggingface_hub import list_repo_files
+        """Return the names of all files; of a model on a hub that cannot be reached, those that were downloaded."""
+        if self._folder is None:
+            from huggingface_hub import list_repo_files
 
-        try:
-            return sorted(list_repo_files(self.name, revision=self._revision))
-        except Exception:  # noqa: BLE001 - no network: the names are for messages only
-            return []
+            with suppress(Exception):
+                return sorted(list_repo_files(self.name, revision=self._revision))
+        folder = self._folder or self._downloaded
+        return sorted(path.name for path in folder.iterdir()) if folder else []
 
     def read_json(self, file: str) -> dict[str, Any]:
         """Return the content of a file that holds a JSON object.
