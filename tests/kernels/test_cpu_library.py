@@ -53,7 +53,7 @@ def test_it_is_compiled_once_for_a_source_and_again_where_it_was_cut_off(
     assert cut_off.read_bytes() == built.read_bytes()
     assert caplog.text.count("compiling the kernels of this CPU, which takes some seconds (once)") == 2
     monkeypatch.setattr(cpu_library, "_compile", None)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # it need not be writable
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # it need not be writable
     load_again()
     cpu_library.SOURCE.write_text(cpu_library.SOURCE.read_text(encoding="utf-8") + "\n", encoding="utf-8")
     load_library.cache_clear()
