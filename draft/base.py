@@ -78,6 +78,7 @@ class DraftContext:
     dtype: str
     backend: Backend
     prepare: Callable[[Any, KVTensor, Sequence[GrowthSpec]], Runner]
+    download_dir: str | None
     tokenizer: Any | None  # the target's, a transformers tokenizer
 
 

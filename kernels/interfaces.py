@@ -335,6 +335,9 @@ class Backend(Protocol):
             ValueError: the kernels do not support the model.
         """
 
+    def free_memory(self) -> int:
+        """Return how many bytes can be allocated on the device."""
+
     def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> int:
         """Return how many bytes the KV caches may take by default.
 

@@ -26,7 +26,7 @@ ORDER = [
     {"titan.execute"},
     {"titan.draft", "titan.verify"},
     {"titan.schedule"},
-    {"titan.engine", "titan.detokenizer", "titan.tree_view"},
+    {"titan.engine", "titan.detokenizer", "titan.model_info", "titan.tree_view"},
     {"titan.frontend"},
     {"titan.llm"},
     {"titan"},  # titan/__init__.py

@@ -13,6 +13,7 @@ from titan.core.sampling_params import SamplingParams
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 from titan.frontend import FrontEnd, Prompt, choose_tokenizer
+from titan.models.loader import load_config, resolve_model
 
 Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]]
 
@@ -44,8 +45,11 @@ class LLM:
         config = EngineConfig.of(**options)
         if not isinstance(model, str | PathLike):
             raise ValueError(f"model={model!r} is not allowed: it must be 'demo', a folder or a Hugging Face hub id")
-        target_tokenizer = choose_tokenizer(fspath(model), tokenizer)
-        self.engine = Engine(config, fspath(model), _as_draft(draft_model), target_tokenizer)
+        target = fspath(model)
+        place = config.model.revision, config.model.download_dir
+        load_config(resolve_model(target, "target"), *place)  # before more is downloaded
+        target_tokenizer = choose_tokenizer(target, tokenizer, *place)
+        self.engine = Engine(config, target, _as_draft(draft_model), target_tokenizer)
         self.frontend = FrontEnd(self.engine, target_tokenizer)
 
     def generate(

@@ -59,8 +59,11 @@ class TorchBackend:
     def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:
         return TorchRunner(self, model, kv)
 
+    def free_memory(self) -> int:
+        return int(psutil.virtual_memory().available)
+
     def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> int:
-        return int(psutil.virtual_memory().available * KV_MEMORY_SHARE)
+        return int(self.free_memory() * KV_MEMORY_SHARE)
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         return [torch.from_numpy(array).to(self.device) for array in arrays]

@@ -6,15 +6,15 @@ numbers; the probability of a token is recomputed where it is needed.
 
 There are two launches. The first reduces the row in chunks to the largest logit, its place, and the sum of weights, where a token's
 weight is ``exp((logit - largest logit) / temperature)``. The second finds the thresholds, one program per row; a row without cuts
-returns at once. A threshold is found by bisection on the bits of a float, taken as an integer, so it is exact. It reads
-candidates only, the tokens above a first bound that provably drops nothing that is kept: with the largest logits of groups of
-`GROUP` tokens,
+returns at once. It does not read the vocabulary again, but the groups of `GROUP` tokens whose largest logits, which the first
+launch noted, reach a bound that provably drops nothing that is kept: few, unless the distribution is flat.
 
-* the k-th largest logit of all is at least the k-th largest of the groups';
+* The k-th largest logit of all is at least the k-th largest of the groups';
 * the tokens below a bound weigh at most ``GROUP * sum over groups of min(weight of the group's largest, weight at the bound)``,
   and top-p drops at most ``1 - top_p`` of the total.
 
-If more than `MAX_CANDIDATES` tokens are above the bound, the bisection reads the whole row.
+A threshold is found by bisection on the bits of a float, taken as an integer, so it is exact: over these groups, until at most
+`MAX_CANDIDATES` tokens are left that it can be, and then over these, in registers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ GROUP = 64
 """Tokens per group, of which only the largest logit is kept for the first bound."""
 
 MAX_CANDIDATES = 4096
-"""Largest number of logits per row that the bisection can be narrowed to."""
+"""Largest number of logits per row that a program bisects in registers."""
 
-TILE = 1024
-"""Candidates that the bisection processes together."""
+NUM_LINEAR_STEPS = 12
+"""Number of times that the range of logits is halved to get down to these, unless it is enough sooner; then that of their bits is,
+which comes to an end even if more of them are equal, but takes many steps past 0."""
 
 NUM_BOUND_STEPS = 16
 """Number of times the range of all floats is halved: the first bound is within 1 % of the best one."""
@@ -152,8 +153,6 @@ def _sum_up_chunks_kernel(
     logits_ptr,  # [R, VOCAB_SIZE]
     stride_logits,
     temperature_ptr,  # [R]
-    top_k_ptr,  # [R]
-    top_p_ptr,  # [R]
     chunk_peaks_ptr,  # [R, NUM_CHUNKS]
     chunk_places_ptr,  # [R, NUM_CHUNKS]
     chunk_masses_ptr,  # [R, NUM_CHUNKS]
@@ -164,10 +163,12 @@ def _sum_up_chunks_kernel(
     GROUP: tl.constexpr,
 ):
     """One program per row and chunk."""
+    GROUPS: tl.constexpr = CHUNK // GROUP
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = load_logits(logits_ptr + row * stride_logits, ids, VOCAB_SIZE)
-    peak = tl.max(logits, axis=0)
+    group_peaks = tl.max(tl.reshape(logits, (GROUPS, GROUP)), axis=1)
+    peak = tl.max(group_peaks, axis=0)
     place = tl.min(tl.where(logits == peak, ids, VOCAB_SIZE), axis=0)
     mass = tl.zeros((), tl.float64)
     if is_finite(peak):
@@ -177,12 +178,7 @@ def _sum_up_chunks_kernel(
     tl.store(chunk_peaks_ptr + entry, peak)
     tl.store(chunk_places_ptr + entry, place)
     tl.store(chunk_masses_ptr + entry, mass)
-
-    top_k = tl.load(top_k_ptr + row)
-    if ((top_k > 0) & (top_k < VOCAB_SIZE)) | (tl.load(top_p_ptr + row) < 1.0):
-        GROUPS: tl.constexpr = CHUNK // GROUP
-        group_peaks = tl.max(tl.reshape(logits, (GROUPS, GROUP)), axis=1)
-        tl.store(group_peaks_ptr + entry * GROUPS + tl.arange(0, GROUPS), group_peaks)
+    tl.store(group_peaks_ptr + entry * GROUPS + tl.arange(0, GROUPS), group_peaks)
 
 
 @triton.jit
@@ -205,57 +201,82 @@ def _find_bound(group_peaks, peak, scale, limit, BY_COUNT: tl.constexpr, GROUP: 
 
 
 @triton.jit
-def _collect_candidates(
-    row_ptr, candidates_ptr, bound, VOCAB_SIZE: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, MAX: tl.constexpr
-):
-    """Copy the logits that reach the bound, as long as there is room; return their number."""
-    num_candidates = tl.zeros((), tl.int32)
-    for chunk in range(NUM_CHUNKS):
-        ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        logits = load_logits(row_ptr, ids, VOCAB_SIZE)
-        is_candidate = ((logits >= bound) & (ids < VOCAB_SIZE)).to(tl.int32)
-        count = tl.sum(is_candidate, axis=0)
-        if count > 0:
-            places = num_candidates + tl.cumsum(is_candidate, axis=0) - 1
-            tl.store(candidates_ptr + places, logits, mask=(is_candidate > 0) & (places < MAX))
-        num_candidates += count
-    return num_candidates
+def _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr):
+    """Load ids and logits, [CHUNK] each, of the tokens of listed groups from the ``first`` on; past the last, ids are too large."""
+    tokens = tl.arange(0, CHUNK)
+    places = first + tokens // GROUP
+    groups = tl.load(near_groups_ptr + places, mask=places < num_near, other=VOCAB_SIZE // GROUP + 1)
+    ids = groups * GROUP + tokens % GROUP
+    return ids, load_logits(row_ptr, ids, VOCAB_SIZE)
 
 
 @triton.jit
-def _find_threshold(values_ptr, length, low, wanted, peak, scale, BY_COUNT: tl.constexpr, TILE: tl.constexpr):
-    """Return the key of the largest threshold, from ``low`` on, reached by ``wanted`` values, or by values of that weight."""
-    high = _key(peak)
+def _find_threshold(
+    row_ptr,
+    near_groups_ptr,
+    num_near,
+    candidates_ptr,
+    low,
+    wanted,
+    peak,
+    scale,
+    BY_COUNT: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    MAX_CANDIDATES: tl.constexpr,
+    NUM_LINEAR_STEPS: tl.constexpr,
+):
+    """Return the key of the largest threshold, from ``low`` on, reached by ``wanted`` tokens, or by tokens of that weight.
+
+    With it come the number, int32, and the weight, float64, of the tokens above it. It is reached at ``low``.
+    """
+    high = tl.where(peak == 0.0, 0, _key(peak))  # -0.0 is as large as 0.0
+    count_above, mass_above = tl.zeros((), tl.int32), tl.zeros((), tl.float64)  # of the tokens above `high`
+    num_reaching = tl.full((), VOCAB_SIZE, tl.int32)  # `low`
+    middle, step = low, 0
+    while (low < high) & (num_reaching - count_above > MAX_CANDIDATES):
+        threshold = _logit(middle)
+        counts, masses = tl.zeros((CHUNK,), tl.int32), tl.zeros((CHUNK,), tl.float64)
+        for first in range(0, num_near, CHUNK // GROUP):
+            _, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, CHUNK, GROUP)
+            counts += (logits >= threshold).to(tl.int32)
+            masses += tl.where(logits >= threshold, weigh(logits, peak, scale), 0.0).to(tl.float64)
+        count, mass = tl.sum(counts, axis=0), tl.sum(masses, axis=0)
+        if BY_COUNT:
+            is_enough = (count >= wanted) | (step == 0)
+        else:
+            is_enough = (mass >= wanted) | (step == 0)
+        low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle - 1)
+        num_reaching = tl.where(is_enough, count, num_reaching)
+        count_above, mass_above = tl.where(is_enough, count_above, count), tl.where(is_enough, mass_above, mass)
+        middle = (low | high) - ((low ^ high) >> 1)  # ceil((low + high) / 2), where the sum may overflow
+        if step < NUM_LINEAR_STEPS:
+            middle = tl.maximum(_key(_logit(low) / 2 + _logit(high) / 2), low + 1)
+        step += 1
+
+    num_candidates = tl.zeros((), tl.int32)
+    for first in range(0, num_near, CHUNK // GROUP):
+        _, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, CHUNK, GROUP)
+        is_candidate = ((logits >= _logit(low)) & (logits < _logit(high + 1))).to(tl.int32)
+        places = num_candidates + tl.cumsum(is_candidate, axis=0) - 1
+        tl.store(candidates_ptr + places, logits, mask=(is_candidate > 0) & (places < MAX_CANDIDATES))
+        num_candidates += tl.sum(is_candidate, axis=0)
+    tl.debug_barrier()  # next, values written by other threads are read
+    places = tl.arange(0, MAX_CANDIDATES)
+    values = tl.load(candidates_ptr + places, mask=places < num_candidates, other=float("-inf")).to(tl.float32)
+    weights = weigh(values, peak, scale).to(tl.float64)
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)
-        threshold = (middle ^ ((middle >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        shares = tl.full((TILE,), 0.0, tl.float64)
-        start = 0
-        while start < length:
-            places = start + tl.arange(0, TILE)
-            values = tl.load(values_ptr + places, mask=places < length, other=float("-inf")).to(tl.float32)
-            if BY_COUNT:
-                shares += (values >= threshold).to(tl.float64)
-            else:
-                shares += tl.where(values >= threshold, tl.exp((values - peak) * scale), 0.0).to(tl.float64)
-            start += TILE
-        is_enough = tl.sum(shares, axis=0) >= wanted
+        reaches = values >= _logit(middle)
+        if BY_COUNT:
+            is_enough = count_above + tl.sum(reaches.to(tl.int32), axis=0) >= wanted
+        else:
+            is_enough = mass_above + tl.sum(tl.where(reaches, weights, 0.0), axis=0) >= wanted
         low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle - 1)
-    return low
-
-
-@triton.jit
-def _sum_up_above(values_ptr, length, threshold, peak, scale, TILE: tl.constexpr):
-    """Return the number of values above the threshold, int32, and their weight, float64."""
-    counts, masses = tl.full((TILE,), 0, tl.int32), tl.full((TILE,), 0.0, tl.float64)
-    start = 0
-    while start < length:
-        places = start + tl.arange(0, TILE)
-        values = tl.load(values_ptr + places, mask=places < length, other=float("-inf")).to(tl.float32)
-        counts += (values > threshold).to(tl.int32)
-        masses += tl.where(values > threshold, tl.exp((values - peak) * scale), 0.0).to(tl.float64)
-        start += TILE
-    return tl.sum(counts, axis=0), tl.sum(masses, axis=0)
+    is_above = values > _logit(low)
+    count_above += tl.sum(is_above.to(tl.int32), axis=0)
+    return low, count_above, mass_above + tl.sum(tl.where(is_above, weights, 0.0), axis=0)
 
 
 @triton.jit
@@ -270,6 +291,7 @@ def _cut_rows_kernel(
     chunk_places_ptr,  # [R, NUM_CHUNKS]
     chunk_masses_ptr,  # [R, NUM_CHUNKS], in: relative to the chunks' peaks; out: to the row's, of the kept tokens
     group_peaks_ptr,  # [R, NUM_GROUPS]
+    near_groups_ptr,  # [R, NUM_GROUPS]
     candidates_ptr,  # [R, MAX_CANDIDATES]
     peaks_ptr,  # [R]
     scales_ptr,  # [R]
@@ -283,8 +305,8 @@ def _cut_rows_kernel(
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     MAX_CANDIDATES: tl.constexpr,
-    TILE: tl.constexpr,
     NUM_BOUND_STEPS: tl.constexpr,
+    NUM_LINEAR_STEPS: tl.constexpr,
 ):
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
@@ -308,54 +330,65 @@ def _cut_rows_kernel(
             last_tie = tl.min(tl.where(chunk_peaks == peak, places, VOCAB_SIZE), axis=0)
             masses = tl.where(chunks == last_tie // CHUNK, 1.0, 0.0).to(tl.float64)
         elif has_top_k | has_top_p | (min_p > 0.0):
-            row_ptr = logits_ptr + row * stride_logits
-            num_ties = tl.full((), VOCAB_SIZE, tl.int32)  # how many of the tokens at the threshold are kept
-            if has_top_k | has_top_p:
-                groups = tl.arange(0, GROUPS)
-                places = group_peaks_ptr + row * NUM_GROUPS + groups
-                group_peaks = tl.load(places, mask=groups < NUM_GROUPS, other=float("-inf"))
-                total = tl.sum(masses, axis=0)
-                if has_top_k:
-                    low = _find_bound(group_peaks, peak, scale, top_k, True, GROUP, NUM_BOUND_STEPS)
-                else:
-                    low = _find_bound(group_peaks, peak, scale, (1.0 - top_p) * total, False, GROUP, NUM_BOUND_STEPS)
-                values_ptr = candidates_ptr + row * MAX_CANDIDATES
-                length = _collect_candidates(row_ptr, values_ptr, _logit(low), VOCAB_SIZE, NUM_CHUNKS, CHUNK, MAX_CANDIDATES)
-                tl.debug_barrier()  # next, values written by other threads are read
-                if length > MAX_CANDIDATES:
-                    values_ptr = row_ptr
-                    length = tl.full((), VOCAB_SIZE, tl.int32)
-                if has_top_k:
-                    low = _find_threshold(values_ptr, length, low, top_k.to(tl.float64), peak, scale, True, TILE)
-                    count_above, mass_above = _sum_up_above(values_ptr, length, _logit(low), peak, scale, TILE)
-                    num_ties = top_k - count_above
-                    total = mass_above + num_ties * weigh(_logit(low), peak, scale)
-                if has_top_p:
-                    target = top_p * total
-                    low = _find_threshold(values_ptr, length, low, target, peak, scale, False, TILE)
-                    _, mass_above = _sum_up_above(values_ptr, length, _logit(low), peak, scale, TILE)
-                    weight = tl.maximum(weigh(_logit(low), peak, scale).to(tl.float64), 1e-300)
-                    num_ties = tl.minimum(tl.ceil((target - mass_above) / weight), VOCAB_SIZE).to(tl.int32)
-                    num_ties = tl.maximum(num_ties, 1)
-                threshold = _logit(low)
+            total = tl.sum(masses, axis=0)
+            lowest = tl.full((), float("-inf"), tl.float32)
             if min_p > 0.0:
                 lowest = peak + tl.log(min_p) / scale
-                num_ties = tl.where(lowest > threshold, VOCAB_SIZE, num_ties)
-                threshold = tl.maximum(threshold, lowest)
+            groups = tl.arange(0, GROUPS)
+            is_group = groups < NUM_GROUPS
+            group_peaks = tl.load(group_peaks_ptr + row * NUM_GROUPS + groups, mask=is_group, other=float("-inf"))
+            if has_top_k:
+                low = _find_bound(group_peaks, peak, scale, top_k, True, GROUP, NUM_BOUND_STEPS)
+            elif has_top_p:
+                low = _find_bound(group_peaks, peak, scale, (1.0 - top_p) * total, False, GROUP, NUM_BOUND_STEPS)
+            else:
+                low = _key(lowest)
+            is_near = ((group_peaks >= _logit(low)) & is_group).to(tl.int32)
+            num_near = tl.sum(is_near, axis=0)
+            near_groups_ptr += row * NUM_GROUPS
+            tl.store(near_groups_ptr + tl.cumsum(is_near, axis=0) - 1, groups, mask=is_near > 0)
+            tl.debug_barrier()  # next, groups listed by other threads are read
+
+            row_ptr = logits_ptr + row * stride_logits
+            candidates_ptr += row * MAX_CANDIDATES
+            num_ties = tl.full((), VOCAB_SIZE, tl.int32)  # how many of the tokens at the threshold are kept
+            if has_top_k:
+                low, count_above, mass_above = _find_threshold(
+                    row_ptr, near_groups_ptr, num_near, candidates_ptr, low, top_k, peak, scale,
+                    True, VOCAB_SIZE, CHUNK, GROUP, MAX_CANDIDATES, NUM_LINEAR_STEPS,
+                )  # fmt: skip
+                num_ties = top_k - count_above
+                total = mass_above + num_ties * weigh(_logit(low), peak, scale)
+            if has_top_p:
+                target = top_p * total
+                low, _, mass_above = _find_threshold(
+                    row_ptr, near_groups_ptr, num_near, candidates_ptr, low, target, peak, scale,
+                    False, VOCAB_SIZE, CHUNK, GROUP, MAX_CANDIDATES, NUM_LINEAR_STEPS,
+                )  # fmt: skip
+                weight = tl.maximum(weigh(_logit(low), peak, scale).to(tl.float64), 1e-300)
+                num_ties = tl.minimum(tl.ceil((target - mass_above) / weight), VOCAB_SIZE).to(tl.int32)
+                num_ties = tl.maximum(num_ties, 1)
+            threshold = _logit(low)
+            num_ties = tl.where(lowest > threshold, VOCAB_SIZE, num_ties)
+            threshold = tl.maximum(threshold, lowest)
 
             num_ties_before = tl.zeros((), tl.int32)
             last_tie = tl.full((), -1, tl.int32)
-            for chunk in range(NUM_CHUNKS):
-                ids = chunk * CHUNK + tl.arange(0, CHUNK)
-                logits = load_logits(row_ptr, ids, VOCAB_SIZE)
+            masses = tl.zeros((CHUNKS,), tl.float64)
+            for first in range(0, num_near, CHUNK // GROUP):
+                ids, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, CHUNK, GROUP)
                 is_tie = (logits == threshold) & (ids < VOCAB_SIZE)
                 num_ties_here = tl.sum(is_tie.to(tl.int32), axis=0)
                 if num_ties_before + num_ties_here > num_ties:
                     is_tie = is_tie & (num_ties_before + tl.cumsum(is_tie.to(tl.int32), axis=0) <= num_ties)
                 last_tie = tl.maximum(last_tie, tl.max(tl.where(is_tie, ids, -1), axis=0))
                 num_ties_before += num_ties_here
-                weights = weigh_kept(logits, ids, peak, scale, threshold, last_tie)
-                masses = tl.where(chunks == chunk, tl.sum(weights.to(tl.float64), axis=0), masses)
+                weights = weigh_kept(logits, ids, peak, scale, threshold, last_tie).to(tl.float64)
+                shape: tl.constexpr = (CHUNK // GROUP, GROUP)
+                group_masses = tl.sum(tl.reshape(weights, shape), axis=1)
+                chunks_of_groups = tl.max(tl.reshape(ids, shape), axis=1) // CHUNK
+                is_of_chunk = chunks_of_groups[:, None] == chunks[None, :]
+                masses += tl.sum(tl.where(is_of_chunk, group_masses[:, None], 0.0), axis=0)
 
     tl.store(peaks_ptr + row, peak)
     tl.store(scales_ptr + row, scale)
@@ -395,19 +428,25 @@ def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top
     chunk_places = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
     chunk_masses = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=device)
     group_peaks = torch.empty(num_rows, num_groups, dtype=torch.float32, device=device)
+    near_groups = torch.empty(num_rows, num_groups, dtype=torch.int32, device=device)
     candidates = torch.empty(num_rows, MAX_CANDIDATES, dtype=logits.dtype, device=device)
     # allocated one by one, so that each is aligned whatever the number of rows: otherwise kernels are recompiled
     peaks, scales, thresholds = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(3))
     last_ties = torch.empty(num_rows, dtype=torch.int32, device=device)
     if num_rows == 0:
         return RowDistributions(logits, peaks, scales, thresholds, last_ties, chunk_masses)
-    rows, chunks = (logits, logits.stride(0), temperature, top_k, top_p), (chunk_peaks, chunk_places, chunk_masses, group_peaks)
+    chunks = (chunk_peaks, chunk_places, chunk_masses, group_peaks)
     sizes = {"VOCAB_SIZE": vocab_size, "NUM_CHUNKS": num_chunks, "CHUNK": CHUNK, "GROUP": GROUP}
-    _sum_up_chunks_kernel[(num_rows, num_chunks)](*rows, *chunks, **sizes, num_warps=8)
+    _sum_up_chunks_kernel[(num_rows, num_chunks)](logits, logits.stride(0), temperature, *chunks, **sizes, num_warps=8)
     _cut_rows_kernel[(num_rows,)](
-        *rows,
+        logits,
+        logits.stride(0),
+        temperature,
+        top_k,
+        top_p,
         min_p,
         *chunks,
+        near_groups,
         candidates,
         peaks,
         scales,
@@ -418,9 +457,9 @@ def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top
         CHUNKS=triton.next_power_of_2(num_chunks),
         GROUPS=triton.next_power_of_2(num_groups),
         MAX_CANDIDATES=MAX_CANDIDATES,
-        TILE=TILE,
         NUM_BOUND_STEPS=NUM_BOUND_STEPS,
-        num_warps=8,
+        NUM_LINEAR_STEPS=NUM_LINEAR_STEPS,
+        num_warps=16,
     )
     return RowDistributions(logits, peaks, scales, thresholds, last_ties, chunk_masses)
 

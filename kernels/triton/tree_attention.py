@@ -36,6 +36,8 @@ def _attend(
     q,  # [BLOCK_M, BLOCK_D]
     first_slot,
     end_slot,
+    skipped_slot,
+    num_skipped,
     k_ptr,
     v_ptr,
     block_ids_ptr,
@@ -57,11 +59,14 @@ def _attend(
     SOFTCAPPED: tl.constexpr,
     EMU: tl.constexpr,
 ):
-    """Continue over slots ``first_slot`` to ``end_slot``; not ``MASKED``: every row sees all of them."""
+    """Continue over slots ``first_slot`` to ``end_slot``, but for ``num_skipped`` from ``skipped_slot`` on, whole iterations.
+
+    Not ``MASKED``: every row sees all of them.
+    """
     dims = tl.arange(0, BLOCK_D)
-    for first in range(first_slot, end_slot, BLOCK_N):
-        slots = first + tl.arange(0, BLOCK_N)
-        is_slot = slots < end_slot
+    for step in range(first_slot, end_slot - num_skipped, BLOCK_N):
+        slots = step + tl.where(step < skipped_slot, 0, num_skipped) + tl.arange(0, BLOCK_N)
+        is_slot = (slots < end_slot) | (not MASKED)  # without masks, iterations are whole
         block_ids = tl.load(block_ids_ptr + slots // BLOCK_SIZE, mask=is_slot, other=0).to(tl.int64)
         places = (block_ids * stride_kv_block + slots % BLOCK_SIZE * stride_kv_slot)[:, None] + dims[None, :]
         is_loaded = is_slot[:, None]
@@ -133,9 +138,11 @@ def _attention_kernel(
     """One program per tile and KV head, heads innermost, since they share block ids; programs beyond the tiles do nothing."""
     tile = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
-    if tile >= tl.load(counts_ptr):
-        return
+    # the record, for which there is room, is read beside the number of tiles, not after it; no part is below -1, but else the
+    # compiler moves all of its loads behind the return
     request, first_row, num_rows, first_slot, end_slot, part = load_tile(tiles_ptr, tile)
+    if (tile >= tl.load(counts_ptr)) | (part < -1):
+        return
 
     tile_rows = tl.arange(0, BLOCK_M)
     is_row = tile_rows < num_rows
@@ -164,19 +171,21 @@ def _attention_kernel(
     output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    masked_slot = first_slot
-    if not TREE:
-        if not WINDOWED:  # up to the first row's own slot, all rows see all slots
-            in_sight = tl.minimum(tl.load(visible_lens_ptr + first_row // GROUP), end_slot) - first_slot
-            masked_slot = first_slot + tl.maximum(in_sight, 0) // BLOCK_N * BLOCK_N
-            output, largest, total = _attend(
-                output, largest, total, q, first_slot, masked_slot,
-                k_ptr + kv_head_offset, v_ptr + kv_head_offset, block_ids_ptr, stride_kv_block, stride_kv_slot, scale, softcap,
-                visible_lens, hidden_slots, ancestor_bits, tree_start,
-                HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, False, TREE, WINDOWED, SOFTCAPPED, EMU,
-            )  # fmt: skip
+    # between the window of the last row and the first row's own slot, all rows see all slots
+    num_hidden = 0
+    if WINDOWED:
+        num_hidden = tl.maximum(tl.max(hidden_slots, axis=0) + 1 - first_slot, 0)
+    seen_slot = first_slot + tl.cdiv(num_hidden, BLOCK_N) * BLOCK_N
+    in_sight = tl.minimum(tl.load(visible_lens_ptr + first_row // GROUP), end_slot) - seen_slot
+    num_seen = tl.maximum(in_sight, 0) // BLOCK_N * BLOCK_N
     output, largest, total = _attend(
-        output, largest, total, q, masked_slot, end_slot,
+        output, largest, total, q, seen_slot, seen_slot + num_seen, end_slot, 0,
+        k_ptr + kv_head_offset, v_ptr + kv_head_offset, block_ids_ptr, stride_kv_block, stride_kv_slot, scale, softcap,
+        visible_lens, hidden_slots, ancestor_bits, tree_start,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, False, TREE, WINDOWED, SOFTCAPPED, EMU,
+    )  # fmt: skip
+    output, largest, total = _attend(
+        output, largest, total, q, first_slot, end_slot, seen_slot, num_seen,
         k_ptr + kv_head_offset, v_ptr + kv_head_offset, block_ids_ptr, stride_kv_block, stride_kv_slot, scale, softcap,
         visible_lens, hidden_slots, ancestor_bits, tree_start,
         HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, True, TREE, WINDOWED, SOFTCAPPED, EMU,

@@ -6,8 +6,13 @@ r_k = max(p - s_k q, 0) / m_k; s_0 = 0, m_0 = 1, s_{k+1} = s_k + m_k / (1 - Q_k)
 none is left the final token is sampled from the last residual. With one child it is the rule of Leviathan et al., "Fast inference
 from transformers via speculative decoding", 2023; the recursion is that of Jeon et al., "Recursive speculative decoding", 2024.
 
-A kernel needs only the two scalars s and m of its current node, no residual vector. It reads the vocabulary once per rejected
-child; an accepted child costs two numbers. p is never written out: it is recomputed from logits, see `RowDistributions`.
+There are two launches. A first child that is rejected leaves the residual max(p - q, 0), whatever else happens: the first launch
+sums it up for the root and every node that has children, in chunks of the vocabulary. The second walks the trees, one program per
+tree. It needs only the two scalars s and m of its current node, no residual vector, and reads the vocabulary once per rejected
+child other than the first; an accepted child costs two numbers. p is never written out: it is recomputed from logits, see
+`RowDistributions`.
+
+At the root, sum(min(p, q)) = 1 - sum(max(p - q, 0)).
 Rules, random numbers and edge cases are those of `titan.kernels.torch.trees`.
 """
 
@@ -32,14 +37,78 @@ def _load_probs(logits_ptr, ids, peak, scale, threshold, last_tie, inverse_total
     return weigh_kept(logits, ids, peak, scale, threshold, last_tie) * inverse_total
 
 
-@triton.jit(do_not_specialize=["max_depth"])
+@triton.jit
+def _load_residual(
+    logits_ptr, q_ptr, ids, residual_scale, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE: tl.constexpr
+):
+    """Compute max(p - s q, 0) at tokens of one row, float32."""
+    probs = _load_probs(logits_ptr, ids, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE)
+    return tl.maximum(probs - residual_scale * tl.load(q_ptr + ids, mask=ids < VOCAB_SIZE, other=0.0), 0.0)
+
+
+@triton.jit
+def _first_residuals_kernel(
+    residual_masses_ptr,  # [L, NUM_CHUNKS]
+    draft_peaks_ptr,  # [S, NUM_CHUNKS], the largest q at the root
+    peak_probs_ptr,  # [S, NUM_CHUNKS], p of its token
+    token_ids_ptr,  # [N]
+    parents_ptr,  # [N]
+    start_loc_ptr,  # [S + 1]
+    sampled_ptr,  # [trees that were sampled]
+    draft_probs_ptr,  # [I, VOCAB_SIZE]
+    stride_draft_probs,
+    draft_rows_ptr,  # [L]
+    logits_ptr,  # [L, VOCAB_SIZE]
+    stride_logits,
+    peaks_ptr,  # [L]
+    scales_ptr,  # [L]
+    thresholds_ptr,  # [L]
+    last_ties_ptr,  # [L]
+    chunk_masses_ptr,  # [L, NUM_CHUNKS]
+    VOCAB_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NODES: tl.constexpr,
+):
+    """One program per sampled tree, its root or one of its nodes, and chunk; nothing is written where there are no children."""
+    request, node, chunk = tl.load(sampled_ptr + tl.program_id(0)), tl.program_id(1) - 1, tl.program_id(2)
+    _, parents, root_row = load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr, NODES)
+    if tl.sum((parents == node).to(tl.int32), axis=0) == 0:
+        return
+    row = (root_row + 1 + node).to(tl.int64)
+    peak, scale, threshold, last_tie, masses = load_distribution(
+        row, peaks_ptr, scales_ptr, thresholds_ptr, last_ties_ptr, chunk_masses_ptr, NUM_CHUNKS, CHUNKS
+    )
+    if not is_finite(peak):
+        return
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    row_ptr = logits_ptr + row * stride_logits
+    q_ptr = draft_probs_ptr + tl.load(draft_rows_ptr + row).to(tl.int64) * stride_draft_probs
+    inverse_total = (1.0 / tl.sum(masses, axis=0)).to(tl.float32)
+    rest = _load_residual(row_ptr, q_ptr, ids, 1.0, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE)
+    tl.store(residual_masses_ptr + row * NUM_CHUNKS + chunk, tl.sum(rest.to(tl.float64), axis=0))
+    if node < 0:
+        q = tl.load(q_ptr + ids, mask=ids < VOCAB_SIZE, other=0.0)
+        draft_peak = tl.max(q, axis=0)
+        place = tl.min(tl.where(q == draft_peak, ids, VOCAB_SIZE - 1), axis=0)
+        prob = _load_probs(row_ptr, place, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE)
+        tl.store(draft_peaks_ptr + request * NUM_CHUNKS + chunk, draft_peak)
+        tl.store(peak_probs_ptr + request * NUM_CHUNKS + chunk, prob)
+
+
+@triton.jit(do_not_specialize=["max_nodes"])
 def _reject_kernel(
     token_ids_ptr,  # [N]
     parents_ptr,  # [N]
     start_loc_ptr,  # [S + 1]
-    paths_ptr,  # [S, max_depth]
+    paths_ptr,  # [S, max_nodes]
     final_tokens_ptr,  # [S]
-    max_depth,
+    max_nodes,
+    matches_ptr,  # [S, 2]
+    residual_masses_ptr,  # [L, NUM_CHUNKS]
+    draft_peaks_ptr,  # [S, NUM_CHUNKS]
+    peak_probs_ptr,  # [S, NUM_CHUNKS]
     sampled_ptr,  # [trees that were sampled]
     draft_probs_ptr,  # [I, VOCAB_SIZE]
     stride_draft_probs,
@@ -77,6 +146,13 @@ def _reject_kernel(
     s, m, tried = tl.zeros((), tl.float64), tl.full((), 1.0, tl.float64), tl.zeros((), tl.float64)
     residual_scale = tl.zeros((), tl.float32)  # s, or 0 if rounding leaves nothing of the residual
 
+    if (child < NODES) & is_finite(peak):
+        draft_peaks = tl.load(draft_peaks_ptr + request * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=-1.0)
+        residual = tl.load(residual_masses_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=0.0)
+        match = tl.load(peak_probs_ptr + request * NUM_CHUNKS + tl.argmax(draft_peaks, axis=0))
+        tl.store(matches_ptr + 2 * request, match)
+        tl.store(matches_ptr + 2 * request + 1, tl.maximum(1.0 - tl.sum(residual, axis=0), 0.0))
+
     while (child < NODES) & is_finite(peak):
         row_ptr = logits_ptr + row * stride_logits
         inverse_total = (1.0 / total).to(tl.float32)
@@ -84,7 +160,7 @@ def _reject_kernel(
         token = tl.sum(tl.where(nodes == child, token_ids, 0), axis=0)
         p = _load_probs(row_ptr, token, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE).to(tl.float64)
         q = tl.load(q_ptr + token).to(tl.float64)
-        left = tl.maximum(1.0 - tried, q)  # at least q, whatever rounding does
+        left = tl.minimum(tl.maximum(1.0 - tried, q), 1.0)  # at least q, whatever rounding does
         coin = philox_uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), ACCEPT, rank)
         if coin * m * q < tl.maximum(p - s * q, 0.0) * left:
             path = tl.where(nodes == depth, child, path)
@@ -105,14 +181,16 @@ def _reject_kernel(
             s += tl.where(left > 0.0, m / tl.where(left > 0.0, left, 1.0), 0.0)
             tried += q
             residual_scale = s.to(tl.float32)
-            m = tl.zeros((), tl.float64)
-            for chunk in range(NUM_CHUNKS):
-                ids = chunk * CHUNK + tl.arange(0, CHUNK)
-                probs = _load_probs(row_ptr, ids, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE)
-                draft_probs = tl.load(q_ptr + ids, mask=ids < VOCAB_SIZE, other=0.0)
-                rest = tl.sum(tl.maximum(probs - residual_scale * draft_probs, 0.0).to(tl.float64), axis=0)
-                masses = tl.where(chunks == chunk, rest, masses)
-                m += rest
+            if rank == 1:
+                masses = tl.load(residual_masses_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=0.0)
+            else:
+                for chunk in range(NUM_CHUNKS):
+                    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+                    rest = _load_residual(
+                        row_ptr, q_ptr, ids, residual_scale, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE
+                    )
+                    masses = tl.where(chunks == chunk, tl.sum(rest.to(tl.float64), axis=0), masses)
+            m = tl.sum(masses, axis=0)
             if m == 0.0:
                 m = tl.full((), 1.0, tl.float64)
                 residual_scale = tl.zeros((), tl.float32)
@@ -126,13 +204,14 @@ def _reject_kernel(
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         inverse_total = (1.0 / total).to(tl.float32)
         row_ptr = logits_ptr + row * stride_logits
-        rest = _load_probs(row_ptr, ids, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE)
         if residual_scale > 0.0:
             q_ptr = draft_probs_ptr + tl.load(draft_rows_ptr + row).to(tl.int64) * stride_draft_probs
-            rest = tl.maximum(rest - residual_scale * tl.load(q_ptr + ids, mask=ids < VOCAB_SIZE, other=0.0), 0.0)
+            rest = _load_residual(row_ptr, q_ptr, ids, residual_scale, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE)
+        else:
+            rest = _load_probs(row_ptr, ids, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE)
         place, _ = invert_cdf(rest.to(tl.float64), part, CHUNK)
         final_token = (chunk * CHUNK + place).to(tl.int64)
-    store_path(request, path, final_token, paths_ptr, final_tokens_ptr, max_depth, NODES)
+    store_path(request, path, final_token, paths_ptr, final_tokens_ptr, max_nodes, NODES)
 
 
 def reject_trees(
@@ -143,7 +222,7 @@ def reject_trees(
     draft_rows: Tensor,
     seeds: Tensor,
     positions: Tensor,
-) -> None:
+) -> Tensor:
     """Verify the trees whose children were sampled from ``draft_probs``; nothing is read back to the host.
 
     Args:
@@ -155,6 +234,9 @@ def reject_trees(
         draft_rows: int32 [L], rows of q that the children of each row's node were sampled from, not read if it has none.
         seeds: int64 [L], the bits of the uint64 seeds.
         positions: int64 [L], of the token that follows the row, below 2**32.
+
+    Returns:
+        `titan.kernels.interfaces.Verified.matches`, float32 [S, 2].
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype, strides or device.
@@ -170,18 +252,20 @@ def reject_trees(
     require("draft_rows", draft_rows, shape=(num_rows,), dtypes=(torch.int32,), device=device)
     for name, values in {"seeds": seeds, "positions": positions}.items():
         require(name, values, shape=(num_rows,), dtypes=(torch.int64,), device=device)
-    if len(sampled):
-        _reject_kernel[(len(sampled),)](
-            *trees,
-            trees.paths.shape[1],
-            sampled,
-            draft_probs,
-            draft_probs.stride(0),
-            draft_rows,
-            seeds,
-            positions,
-            *distributions.kernel_arguments,
-            **distributions.sizes,
-            NODES=NODES,
-            num_warps=8,
-        )
+    num_trees, num_chunks = len(trees.final_tokens), distributions.sizes["NUM_CHUNKS"]
+    matches = torch.full((num_trees, 2), torch.nan, device=device)
+    residual_masses = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=device)
+    draft_peaks, peak_probs = (torch.empty(num_trees, num_chunks, device=device) for _ in range(2))
+    if len(sampled) == 0:
+        return matches
+    residuals = (residual_masses, draft_peaks, peak_probs)
+    drafts = (sampled, draft_probs, draft_probs.stride(0), draft_rows)
+    sizes = {**distributions.sizes, "NODES": NODES, "num_warps": 8}
+    max_nodes = trees.paths.shape[1]
+    _first_residuals_kernel[(len(sampled), 1 + max_nodes, num_chunks)](
+        *residuals, trees.token_ids, trees.parents, trees.start_loc, *drafts, *distributions.kernel_arguments, **sizes
+    )
+    _reject_kernel[(len(sampled),)](
+        *trees, max_nodes, matches, *residuals, *drafts, seeds, positions, *distributions.kernel_arguments, **sizes
+    )
+    return matches

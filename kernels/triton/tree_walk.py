@@ -26,15 +26,15 @@ class VerifiedTrees(NamedTuple):
     token_ids: Tensor  # int64 [N], nodes of the trees one after the other, at most 63 each
     parents: Tensor  # int32 [N], index within the tree, -1 = the root; parents come before children, siblings as they were sampled
     start_loc: Tensor  # int32 [S + 1], first node of each tree, and N
-    paths: Tensor  # int32 [S, max_depth], accepted nodes from the root down, -1 after them
+    paths: Tensor  # int32 [S, max_nodes], accepted nodes from the root down, -1 after them
     final_tokens: Tensor  # int64 [S], recovered or bonus; -1 if it could not be sampled
 
     @classmethod
-    def of(cls, token_ids: Tensor, parents: Tensor, start_loc: Tensor, *, max_depth: int) -> VerifiedTrees:
-        """Check trees, and allocate the results; ``max_depth`` is at least the depth of the deepest tree.
+    def of(cls, token_ids: Tensor, parents: Tensor, start_loc: Tensor, *, max_nodes: int) -> VerifiedTrees:
+        """Check trees, and allocate the results; no tree has more than ``max_nodes`` nodes.
 
         Raises:
-            ValueError: a tensor of the wrong shape, dtype, strides or device, or a max_depth out of range.
+            ValueError: a tensor of the wrong shape, dtype, strides or device, or a max_nodes out of range.
         """
         device = token_ids.device
         require_launchable("token_ids", device)
@@ -44,9 +44,9 @@ class VerifiedTrees(NamedTuple):
         num_trees = len(start_loc) - 1
         if num_trees < 0:
             raise ValueError("start_loc is empty: it must have one entry per tree and one more")
-        if not 1 <= max_depth < NODES:
-            raise ValueError(f"max_depth={max_depth} is not allowed: it must be 1 to {NODES - 1}")
-        paths = torch.empty(num_trees, max_depth, dtype=torch.int32, device=device)
+        if not 1 <= max_nodes < NODES:
+            raise ValueError(f"max_nodes={max_nodes} is not allowed: it must be 1 to {NODES - 1}")
+        paths = torch.empty(num_trees, max_nodes, dtype=torch.int32, device=device)
         return cls(token_ids, parents, start_loc, paths, torch.empty(num_trees, dtype=torch.int64, device=device))
 
     @property
@@ -70,21 +70,21 @@ def load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr, NODES: tl.cons
 
 
 @triton.jit
-def store_path(request, path, final_token, paths_ptr, final_tokens_ptr, max_depth, NODES: tl.constexpr):
+def store_path(request, path, final_token, paths_ptr, final_tokens_ptr, max_nodes, NODES: tl.constexpr):
     """Write one row of `VerifiedTrees`; ``path`` is [NODES]."""
     depths = tl.arange(0, NODES)
-    tl.store(paths_ptr + request * max_depth + depths, path, mask=depths < max_depth)
+    tl.store(paths_ptr + request * max_nodes + depths, path, mask=depths < max_nodes)
     tl.store(final_tokens_ptr + request, final_token)
 
 
-@triton.jit(do_not_specialize=["max_depth"])
+@triton.jit(do_not_specialize=["max_nodes"])
 def _walk_kernel(
     token_ids_ptr,  # [N]
     parents_ptr,  # [N]
     start_loc_ptr,  # [S + 1]
-    paths_ptr,  # [S, max_depth]
+    paths_ptr,  # [S, max_nodes]
     final_tokens_ptr,  # [S]
-    max_depth,
+    max_nodes,
     wanted_ptr,  # [L]
     NODES: tl.constexpr,
 ):
@@ -101,7 +101,7 @@ def _walk_kernel(
         depth += 1
         wanted = tl.load(wanted_ptr + root_row + 1 + child)
         child = tl.min(tl.where((parents == child) & (token_ids == wanted), nodes, NODES), axis=0)
-    store_path(request, path, wanted, paths_ptr, final_tokens_ptr, max_depth, NODES)
+    store_path(request, path, wanted, paths_ptr, final_tokens_ptr, max_nodes, NODES)
 
 
 def walk_matches(trees: VerifiedTrees, wanted: Tensor) -> None:

@@ -48,7 +48,7 @@ class TritonTrees:
         return with_draft_probs(trees, found, self._upload)
 
     def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
-        counts, max_depth = trees.counts[rows], max(int(trees.counts.max()), 1)
+        counts, max_nodes = trees.counts[rows], max(int(trees.counts.max()), 1)
         is_sampled, start_loc, ranks = trees.is_sampled[rows], prefix_sums(counts), np.arange(len(rows))
         of_logits = sampling.repeat(counts + 1)
         options = of_logits.options
@@ -60,7 +60,7 @@ class TritonTrees:
                 options["position"],
             ]
         )
-        found = VerifiedTrees.of(trees.nodes.token_ids, trees.nodes.parents, node_start_loc, max_depth=max_depth)
+        found = VerifiedTrees.of(trees.nodes.token_ids, trees.nodes.parents, node_start_loc, max_nodes=max_nodes)
         if sampling.is_greedy:
             walk_matches(found, self._sampling.argmax(logits))
             return Verified(found.paths, found.final_tokens)
@@ -71,17 +71,7 @@ class TritonTrees:
         if not is_sampled.any():
             return Verified(found.paths, found.final_tokens)
         assert trees.draft_probs is not None and trees.draft_rows is not None, "some trees were sampled"
-        sampled = np.flatnonzero(is_sampled)
-        index, entries, roots = self._upload(
-            [sampled, np.arange(len(options)) + np.repeat(rows - ranks, counts + 1), (start_loc[:-1] + ranks)[sampled]]
-        )
+        index, entries = self._upload([np.flatnonzero(is_sampled), np.arange(len(options)) + np.repeat(rows - ranks, counts + 1)])
         draft_rows = trees.draft_rows.index_select(0, entries)
-        reject_trees(found, index, distributions, trees.draft_probs, draft_rows, seeds, positions)
-        # how often draft tokens at the root are accepted: only these rows' distributions are written out
-        p = self._sampling.probs(logits.index_select(0, roots), sampling.take(sampled))
-        q = trees.draft_probs.index_select(0, draft_rows.index_select(0, roots))
-        best = q.max(1, keepdim=True)
-        greedy = p.gather(1, best.indices).masked_fill(~best.values.isfinite(), torch.nan)  # then all places are empty
-        matches = p.new_full((len(rows), 2), torch.nan)
-        matches.index_copy_(0, index, torch.cat((greedy, torch.minimum(p, q).sum(1, keepdim=True)), 1))
+        matches = reject_trees(found, index, distributions, trees.draft_probs, draft_rows, seeds, positions)
         return Verified(found.paths, found.final_tokens, matches)

@@ -138,6 +138,16 @@ def test_few_requests_with_long_contexts_are_split_and_many_are_not() -> None:
     assert many.counts.tolist() == [number, 0]
 
 
+def test_a_uniform_batch_that_fills_the_device_twice_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of Llama 3 8B on an H200: 576 programs, of which 264 run at a time, would take three rounds."""
+    monkeypatch.setattr("titan.kernels.triton.attention_planner.num_multiprocessors", lambda device: 132)
+    geometry = AttentionGeometry(32, 8, 128, 16, torch.bfloat16)
+    [launch] = Batch(geometry, [Request(4096, 1, chain(6)) for _ in range(72)]).plan((None,), None).launches[None]
+    num_tiles, num_merges = launch.counts.tolist()
+    assert num_merges == 72 and 2 * 72 <= num_tiles <= len(launch.part_outputs)
+    assert launch.part_outputs.nbytes <= 33 * 2**20
+
+
 @pytest.mark.parametrize("window", [1, 2, 5, 62, 63])
 def test_bits_of_ancestors_beyond_the_window_are_dropped(window: int) -> None:
     rng = np.random.default_rng(window)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from torch import Tensor
 from titan.core.random import Purpose, philox_uniform
 from titan.core.trees import NODE_DTYPES, NodeColumns
 from titan.kernels.interfaces import Backend
-from titan.kernels.triton.row_distribution import CHUNK
+from titan.kernels.triton import row_distribution
+from titan.kernels.triton.row_distribution import CHUNK, GROUP
 from titan.kernels.triton.sample_rows import draw_rows
 from titan.kernels.triton.tree_select import select_trees
 from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
@@ -204,6 +206,7 @@ def test_equal_logits_are_cut_by_token_id() -> None:
     logits = torch.randint(-2, 3, (len(options), 61), generator=torch.Generator().manual_seed(3)).float().to(DEVICE)
     logits[logits == 0] = -0.0
     logits[:, 5:30:7] = 0.0  # the same number
+    logits[1] = -logits[1].abs()  # -0.0 at most
     logits[3, ::2] = -INF
     rows = zip(logits.cpu(), assert_cut_by_token_id(logits, options), strict=True)
     is_cut = [bool((row[~is_kept] == row[is_kept].min()).any()) for row, is_kept in rows]
@@ -215,6 +218,8 @@ def test_equal_logits_are_counted_across_chunks() -> None:
     logits[:, [1, 4000, CHUNK + 2]] = 1.0
     is_kept = assert_cut_by_token_id(logits, [(1.0, 2 * CHUNK + 9, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (0.0, 0, 1.0, 0.0)])
     assert is_kept[1].nonzero()[:, 0].tolist() == [0, 1, 2, 4000, CHUNK + 2]
+    logits[:, ::3], logits[:, 1::3], logits[:, 2::2] = -0.0, -1.0, 1.0  # more of each pair than fit into registers
+    assert_cut_by_token_id(logits, [(1.0, 2 * CHUNK + 9, 1.0, 0.0), (2.0, CHUNK + 1700, 1.0, 0.0), (9.0, 0, 0.875, 0.0)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -224,7 +229,7 @@ def test_narrow_logits_in_strided_rows_are_read_as_they_are(dtype: torch.dtype) 
     assert_cut_by_token_id(wide[:, 40:340].copy_(random_logits(triton_backend(), len(options), 300)), options)
 
 
-@pytest.mark.parametrize(("num_rows", "vocab_size"), [(7, 300), pytest.param(56, 128_256, marks=ON_CUDA)])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(7, 2 * CHUNK + 900), pytest.param(56, 128_256, marks=ON_CUDA)])
 def test_distributions_and_draws_over_a_real_vocabulary(num_rows: int, vocab_size: int) -> None:
     """Half the sum of the differences is the most that rounding moves a draw by; many logits are equal."""
     cuts = [(0.75, 50, 1.0, 0.0), (1.0, 0, 0.875, 0.0), (0.75, 1000, 0.9375, 0.0), (1.25, 0, 1.0, 0.03125), (0.5, 20, 0.75, 0.125)]
@@ -241,11 +246,30 @@ def test_distributions_and_draws_over_a_real_vocabulary(num_rows: int, vocab_siz
     assert (mass > 0).all() and (end - mass - bound <= uniform).all() and (uniform <= end + bound).all()
 
 
+def test_cuts_read_only_the_groups_that_can_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large the vocabulary: once the chunks are summed up, what lies far below no longer counts."""
+    options = [(1.0, 3, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.5), (1.0, 4, 0.9, 0.1)]
+    logits = random_logits(triton_backend(), len(options), CHUNK + 500, scale=1)
+    logits[:, CHUNK : CHUNK + 4 * GROUP : GROUP] += 30.0
+    expected = reference_probs(logits, options)
+    kernel = row_distribution._cut_rows_kernel
+
+    class Emptied:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            logits[:, :CHUNK] = logits[:, CHUNK + 4 * GROUP :] = NAN
+            return kernel[grid]
+
+    monkeypatch.setattr(row_distribution, "_cut_rows_kernel", Emptied())
+    of_rows = triton_backend().sampling.distributions(logits, sampling_rows(options))
+    logits.nan_to_num_(-INF)
+    assert_same_distribution(row_distribution.normalized_probs(of_rows).cpu(), expected)
+
+
 def test_no_rows_and_no_trees_are_no_work_on_triton() -> None:
     no_longs, start_loc = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     none = triton_backend().sampling.distributions(torch.zeros(0, 9, device=DEVICE), sampling_rows([]))
     assert draw_rows(none, no_longs, no_longs, purpose=0).tolist() == []
-    result = VerifiedTrees.of(no_longs, no_longs.int(), start_loc, max_depth=4)
+    result = VerifiedTrees.of(no_longs, no_longs.int(), start_loc, max_nodes=4)
     walk_matches(result, no_longs)
     assert result.paths.shape == (0, 4) and len(result.final_tokens) == 0
     columns = NodeColumns(*(torch.full((2,), 7, device=DEVICE).to(dtype) for dtype in NODE_DTYPES))

@@ -86,6 +86,7 @@ CASES = {
     "63 and 64 nodes, split, windowed": Setup(LARGE_TREES[:2], group=1, short_query_len=65, fixed_chunk=32, window=5, dtype=BF16),
     "only chunks": Setup([Request(0, 33), Request(17, 70), Request(100, 5)], short_query_len=1, dtype=BF16),
     "a head of 256": Setup([Request(0, 21), EMPTY, Request(15, 1, star(7))], group=2, head_dim=256, dtype=BF16),
+    "slots that all rows see, within a window": Setup([Request(90, 70), Request(400, 1, random_tree(7, 7, 3))], window=170),
     "splits as the planner likes": Setup([Request(700, 1, chain(3)), Request(30)], num_kv_heads=2, dtype=BF16),
 }
 

@@ -74,11 +74,11 @@ def distributions() -> RowDistributions:
 
 
 def trees() -> dict[str, Any]:
-    return {"token_ids": longs([3, 4]), "parents": ints([-1, 0]), "start_loc": ints([0, 2]), "max_depth": 2}
+    return {"token_ids": longs([3, 4]), "parents": ints([-1, 0]), "start_loc": ints([0, 2]), "max_nodes": 2}
 
 
 def two_trees() -> VerifiedTrees:
-    return VerifiedTrees.of(longs([3]), ints([-1]), ints([0, 1, 1]), max_depth=2)
+    return VerifiedTrees.of(longs([3]), ints([-1]), ints([0, 1, 1]), max_nodes=2)
 
 
 def rotate(
@@ -195,8 +195,8 @@ MESSAGES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (VerifiedTrees.of, {"parents": ints([-1, 0, 1])}, "parents has shape [3]: it must be [2]"),
     (VerifiedTrees.of, {"start_loc": ints([])}, "start_loc is empty: it must have "),
     (walk_matches, {"wanted": longs([1, 2])}, "wanted has shape [2]: it must be [3]"),
-    (VerifiedTrees.of, {"max_depth": 0}, "max_depth=0 is not allowed: it must be 1 to 63"),
-    (VerifiedTrees.of, {"max_depth": 64}, "max_depth=64 is not allowed: it must be 1 to 63"),
+    (VerifiedTrees.of, {"max_nodes": 0}, "max_nodes=0 is not allowed: it must be 1 to 63"),
+    (VerifiedTrees.of, {"max_nodes": 64}, "max_nodes=64 is not allowed: it must be 1 to 63"),
     (reject_trees, {"draft_probs": floats(2, 8)}, "draft_probs has shape [2, 8]: it must be [any, 20]"),
     (reject_trees, {"seeds": longs([1])}, "seeds has shape [1]: it must be [3]"),
     (reject_trees, {"trees": VerifiedTrees.of(**trees() | {"start_loc": ints([0, 2, 2])})}, "distributions has 3 rows on "),

@@ -21,3 +21,9 @@ def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Check that a value is one of the allowed ones."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is not supported; allowed: {', '.join(map(repr, allowed))}")
+
+
+def check_text(name: str, value: object) -> None:
+    """Check that a value is text that is not empty, or ``None``."""
+    if value is not None and not (isinstance(value, str) and value):
+        raise ValueError(f"{name}={value!r} is not allowed: it must be a non-empty str or None")

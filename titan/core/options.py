@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, Unpack
 
-from titan.core.checks import check_bool, check_choice, check_integer
+from titan.core.checks import check_bool, check_choice, check_integer, check_text
 from titan.core.limits import MAX_NODES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -33,6 +33,8 @@ class ModelOptions:
         max_model_len: maximum tokens of a request, prompt and output; ``None`` = the model's positions.
         warm_up: compile and record all that passes on a GPU need at the start, and for each new draft, with a progress bar;
             ``False``: when it is first needed, which delays requests. On a CPU there is nothing to compile or record, either way.
+        revision: branch, tag or commit of the target, and of its tokenizer, on the hub; ``None`` = the main branch.
+        download_dir: folder for downloads from the hub; ``None`` = the hub library's cache.
     """
 
     dtype: str = "auto"
@@ -41,6 +43,8 @@ class ModelOptions:
     seed: int = 0
     max_model_len: int | None = None
     warm_up: bool = True
+    revision: str | None = None
+    download_dir: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
@@ -50,6 +54,8 @@ class ModelOptions:
         if self.max_model_len is not None:
             check_integer("max_model_len", self.max_model_len, 1)
         check_bool("warm_up", self.warm_up)
+        for name in ("revision", "download_dir"):
+            check_text(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +179,8 @@ class EngineOptions(TypedDict, total=False):
     seed: int
     max_model_len: int | None
     warm_up: bool
+    revision: str | None
+    download_dir: str | None
     use_speculative: bool
     max_draft_tokens: int
     draft_tree: str | Sequence[int]
