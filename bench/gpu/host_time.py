@@ -52,6 +52,10 @@ class IdleBackend(TritonBackend):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), lambda: _replay_nothing)
 
+    def free_memory(self) -> int:
+        """See `titan.kernels.interfaces.Backend`; of memory that nothing is written to."""
+        return 1 << 40
+
     def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
         """Return paths, final tokens and, if there are trees, the columns of their nodes."""
         paths, final_tokens, *nodes = (np.zeros(tensor.shape, tensor.numpy().dtype) for tensor in tensors)
