@@ -128,8 +128,14 @@ BAD_PROCESSORS: dict[str, tuple[Any, str]] = {
     "nothing": (lambda ids, logits: None, "a processor returned None: it must be a tensor of shape [11]"),
     "list": (lambda ids, logits: [0.0], "a processor returned [0.0]"),
     "arguments": (lambda ids: ids, "logits_processors: TypeError"),
-    "nan": (lambda ids, logits: logits * torch.nan, "logits_processors: no token can be sampled, for the largest logit becomes nan"),
-    "all cut": (lambda ids, logits: logits - torch.inf, "logits_processors: no token can be sampled, for the largest logit becomes -inf"),
+    "nan": (
+        lambda ids, logits: logits * torch.nan,
+        "logits_processors: no token can be sampled, for the largest logit becomes nan",
+    ),
+    "all cut": (
+        lambda ids, logits: logits - torch.inf,
+        "logits_processors: no token can be sampled, for the largest logit becomes -inf",
+    ),
 }
 
 

@@ -64,7 +64,8 @@ def explain_row(request: Request, logits: Tensor, transformed: Tensor) -> str:
         *([f"min_tokens={params.min_tokens} with {len(request.stop_token_ids)} stop tokens"] if _holds_stops_back(request) else []),
         *([f"repetition_penalty={params.repetition_penalty}"] if params.repetition_penalty != 1.0 else []),
     ]
-    return f"{' and '.join(options)}: no token can be sampled, for the largest logit becomes {largest}; allowed is what keeps it finite"
+    names = " and ".join(options)
+    return f"{names}: no token can be sampled, for the largest logit becomes {largest}; allowed is what keeps it finite"
 
 
 def _holds_stops_back(request: Request) -> bool:
