@@ -131,7 +131,7 @@ class FrontEnd:
         """Run requests to completion, with a progress bar if ``use_tqdm``."""
         counters, unfinished = self.engine.counters, deque(requests)
         start, num_tokens, num_rows = time.monotonic(), counters.num_emitted_tokens, counters.num_sequence_steps
-        due = start if use_tqdm else inf
+        due = start + BAR_INTERVAL_S if use_tqdm else inf
 
         def count_finished() -> int | None:
             while unfinished and unfinished[0].is_finished:
@@ -144,7 +144,7 @@ class FrontEnd:
         ):
             for bar.n in counts:
                 emitted = counters.num_emitted_tokens - num_tokens
-                rate = emitted / (time.monotonic() - start)
+                rate = ratio(emitted, time.monotonic() - start)
                 per_row = ratio(emitted, counters.num_sequence_steps - num_rows)
                 bar.set_postfix_str(f"{rate:.0f} tokens/s, {per_row:.2f} tokens/step")
                 due = time.monotonic() + BAR_INTERVAL_S

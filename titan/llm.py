@@ -20,6 +20,11 @@ Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]]
 class LLM:
     """A target model, optionally with a drafter, that generates text.
 
+    All methods may be called from several threads at once: their requests run in one batch. One of the waiting threads steps for
+    all, so that logits processors and drafters may run in any of them. Calls from inside a step, and in a process forked from
+    one that has made an `LLM`, raise a `RuntimeError`. If a step fails, all calls in flight do: the one that made the step with
+    the error itself, the others with a `RuntimeError` that names it.
+
     Args:
         model: "demo" (ships with the package), a folder in Hugging Face format, or a hub id.
         draft_model: "demo", a folder or hub id of a model with the target's vocabulary, "ngram" (prompt lookup), a

@@ -32,9 +32,11 @@ class _Caller:
 class StepLoop:
     """Steps an engine for all threads that wait for it; there is no thread of its own.
 
-    A caller steps while no other does (it **leads**) and has its answer not yet. Others sleep; between steps, the leader asks on
-    behalf of each and wakes those who have their answer. When it has its own, the next of them leads. What somebody may have to
-    do for others is first written down and then tried: whoever leads looks at it after it has ceased to.
+    A caller without its answer **leads**, that is, steps, unless another does; then it sleeps. Between steps, the leader asks on
+    behalf of all, and wakes those who have their answer. When it has its own, the next caller leads.
+
+    What is left to a leader, callers and requests to abort, is stored first; then the lead is tried. Who has ceased to lead looks
+    again. So nothing is overlooked, and nobody waits for a lock: not even a finalizer inside a step.
 
     Args:
         engine: used through the loop only, while there are several threads.
