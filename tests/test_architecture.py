@@ -27,6 +27,7 @@ ORDER = [
     {"titan.draft", "titan.verify"},
     {"titan.schedule"},
     {"titan.engine", "titan.detokenizer", "titan.model_info", "titan.tree_view"},
+    {"titan.step_loop"},
     {"titan.frontend"},
     {"titan.llm"},
     {"titan"},  # titan/__init__.py

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,6 +48,7 @@ class Engine:
 
     Raises:
         ValueError: a model cannot be loaded, the draft has another vocabulary, or there is no room for the KV cache.
+        RuntimeError: as `check_process`.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Engine:
         tokenizer: Any | None = None,
         backend: Backend | None = None,
     ) -> None:
+        check_process()
         self.config = config
         self.backend = backend or choose_backend(choose_device(config.model.device), config.model.num_threads)
         self.backend.activate()
@@ -223,6 +227,25 @@ class Engine:
         return self.backend.memory_for_kv(
             lambda: run_largest_pass(self.backend, target, self.config, self._pass_limits, self.max_model_len)
         )
+
+
+def check_process() -> None:
+    """Refuse a process that was forked from one with an engine: it has none of the threads that its locks and PyTorch wait for.
+
+    Raises:
+        RuntimeError: the process was forked after an engine had been made.
+    """
+    if os.getpid() != _first_process():
+        raise RuntimeError(
+            f"process {os.getpid()} was forked from process {_first_process()} after that had made an LLM, and threads do not "
+            f"survive a fork: start it with multiprocessing.get_context('spawn'), and make an LLM there"
+        )
+
+
+@cache
+def _first_process() -> int:
+    """Return the process that made the first engine, in processes forked from it as well."""
+    return os.getpid()
 
 
 def _only_the_drafts(_: Request, budget: int) -> int:

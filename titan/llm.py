@@ -21,6 +21,11 @@ Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]]
 class LLM:
     """A target model, optionally with a drafter, that generates text.
 
+    All methods may be called from several threads at once: their requests run in one batch. One of the waiting threads steps for
+    all, so that logits processors and drafters may run in any of them. Calls from inside a step, and in a process forked from
+    one that has made an `LLM`, raise a `RuntimeError`. If a step fails, all calls in flight do: the one that made the step with
+    the error itself, the others with a `RuntimeError` that names it.
+
     Args:
         model: "demo" (ships with the package), a folder in Hugging Face format, or a hub id.
         draft_model: "demo", a folder or hub id of a model with the target's vocabulary, "ngram" (prompt lookup), a
@@ -126,11 +131,12 @@ class LLM:
         Raises:
             ValueError: the draft cannot be used; the current one then stays.
         """
-        self.engine.swap_draft(_as_draft(draft_model))
+        draft = _as_draft(draft_model)
+        self.frontend.loop.between_steps(lambda: self.engine.swap_draft(draft))
 
     def metrics(self) -> EngineMetrics:
         """Return totals since the engine started, and its current state."""
-        return self.engine.metrics()
+        return self.frontend.loop.between_steps(self.engine.metrics)
 
     def diagnose(self) -> list[str]:
         """Check the engine and return what is wrong or slow, one sentence each; an empty list means nothing was found.
@@ -138,22 +144,7 @@ class LLM:
         Raises:
             AssertionError: the block pool's invariants are broken, which is a bug in Titan.
         """
-        engine = self.engine
-        engine.kv.pool.check([request.block_ids for request in engine.scheduler.running])
-        metrics = self.metrics()
-        findings = []
-        if metrics.num_preemptions:
-            findings.append(
-                f"{metrics.num_preemptions} preemptions for lack of KV blocks: raise kv_cache_memory or lower max_batch_size"
-            )
-        if sum(metrics.proposed_per_depth) >= 100 and metrics.mean_acceptance_length < 1.3:
-            findings.append(
-                f"with the draft {metrics.draft!r} a step emits {metrics.mean_acceptance_length:.2f} tokens per request: "
-                f"lower max_draft_tokens or use another draft"
-            )
-        if metrics.draft_coverage is not None and metrics.draft != "none" and metrics.draft_coverage < 0.5:
-            findings.append(f"the draft's cache covers {metrics.draft_coverage:.0%} of the running requests: it is catching up")
-        return findings
+        return self.frontend.loop.between_steps(lambda: _diagnose(self.engine))
 
 
 def _as_draft(draft_model: DraftSpec | PathLike[str]) -> DraftSpec:
@@ -194,3 +185,21 @@ def _check_conversation(conversation: object) -> None:
             f"messages has {conversation!r}, which is not a conversation: it must be a list of messages, "
             f'{{"role": "...", "content": "..."}} each'
         )
+
+
+def _diagnose(engine: Engine) -> list[str]:
+    engine.kv.pool.check([request.block_ids for request in engine.scheduler.running])
+    metrics = engine.metrics()
+    findings = []
+    if metrics.num_preemptions:
+        findings.append(
+            f"{metrics.num_preemptions} preemptions for lack of KV blocks: raise kv_cache_memory or lower max_batch_size"
+        )
+    if sum(metrics.proposed_per_depth) >= 100 and metrics.mean_acceptance_length < 1.3:
+        findings.append(
+            f"with the draft {metrics.draft!r} a step emits {metrics.mean_acceptance_length:.2f} tokens per request: "
+            f"lower max_draft_tokens or use another draft"
+        )
+    if metrics.draft_coverage is not None and metrics.draft != "none" and metrics.draft_coverage < 0.5:
+        findings.append(f"the draft's cache covers {metrics.draft_coverage:.0%} of the running requests: it is catching up")
+    return findings

@@ -88,7 +88,7 @@ class SamplingParams:
             object.__setattr__(self, "temperature", 0.0)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
-        check_integer("top_k", self.top_k, -1)
+        check_integer("top_k", self.top_k, -1, 2**63 - 1)
         _check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
         _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)

@@ -30,10 +30,10 @@ class TransformedRows:
 
 
 class TransformResult(NamedTuple):
-    """Transformed logits, and the errors of the transforms."""
+    """Transformed logits, and what failed."""
 
     logits: Tensor  # float32 [L, vocab]; NaN in the rows that have an error
-    errors: dict[int, str]  # by row
+    errors: dict[int, str]  # of the users' processors, by row
 
 
 def transform_logits(
@@ -41,7 +41,7 @@ def transform_logits(
 ) -> TransformResult:
     """Apply logit bias, the users' processors, forbidden tokens and penalties, in this order.
 
-    Waits for the device only if there are processors: they may leave rows from which nothing can be sampled.
+    They may leave rows from which nothing can be sampled.
 
     Args:
         logits: [L, vocab], any float dtype; not changed.
@@ -51,17 +51,10 @@ def transform_logits(
     """
     scores = logits.to(torch.float32, copy=True)
     _add_bias(scores, [each for each in requests if each.params.logit_bias], upload)
-    processed = [each for each in requests if each.params.logits_processors]
-    errors = _process(scores, processed)
+    errors = _process(scores, [each for each in requests if each.params.logits_processors])
     if forbidden:
         scores[tuple(upload(_entries(forbidden)))] = float("-inf")
     _penalize(scores, [each for each in requests if each.params.has_penalties], upload)
-    if processed:
-        rows = [row for each in processed for row in each.paths]
-        is_possible = scores.index_select(0, *upload([np.array(rows, np.int64)])).amax(-1).isfinite().tolist()
-        for row, possible in zip(rows, is_possible, strict=True):
-            if not possible:
-                errors.setdefault(row, "logits_processors and min_tokens leave no token that can be sampled")
     return TransformResult(scores, errors)
 
 
