@@ -26,7 +26,7 @@ ORDER = [
     {"titan.execute"},
     {"titan.draft", "titan.verify"},
     {"titan.schedule"},
-    {"titan.engine", "titan.detokenizer", "titan.tree_view"},
+    {"titan.engine", "titan.detokenizer", "titan.tree_view", "titan.prompts", "titan.chat", "titan.vllm_names"},
     {"titan.frontend"},
     {"titan.llm"},
     {"titan"},  # titan/__init__.py

@@ -59,8 +59,11 @@ class TorchBackend:
     def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:
         return TorchRunner(self, model, kv)
 
-    def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> int:
-        return int(psutil.virtual_memory().available * KV_MEMORY_SHARE)
+    def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
+        memory = psutil.virtual_memory()
+        if utilization is None:
+            return int(memory.available * KV_MEMORY_SHARE)
+        return max(0, int(memory.available - (1 - utilization) * memory.total))
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         return [torch.from_numpy(array).to(self.device) for array in arrays]

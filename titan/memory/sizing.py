@@ -30,5 +30,6 @@ def num_kv_blocks(options: MemoryOptions, layouts: Sequence[KVLayout], num_usefu
         return num_blocks
     num_bytes = free_memory()
     if num_bytes < bytes_per_block:
-        raise ValueError(f"{num_bytes} bytes of KV cache memory are too few: one block takes {bytes_per_block} bytes")
+        given = "" if options.memory_utilization is None else f"memory_utilization={options.memory_utilization} leaves too few: "
+        raise ValueError(f"{given}{num_bytes} bytes of KV cache memory are too few: one block takes {bytes_per_block} bytes")
     return min(num_useful, num_bytes // bytes_per_block)

@@ -29,6 +29,10 @@ WEIGHT_DTYPES = {"F32", "BF16", "F16"}
 CHUNK_BYTES = 8 * 2**20
 """Approximate size of the pieces in which weights are copied, so that few pages of a file are mapped at a time."""
 
+GENERATION_CONFIG = "generation_config.json"
+SAMPLING_DEFAULTS = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
+SAMPLING_DEFAULTS |= {"max_new_tokens": "max_tokens"}
+"""Names in a generation config, and in `SamplingParams`."""
 CONFIG_FILES = ["*.json"]
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 MAX_SHARED_NUMBERS = 2**24
@@ -68,6 +72,17 @@ def load_config(path_or_id: str) -> ModelConfig:
         ValueError: the model does not exist, has no config, or is not supported.
     """
     return _read_config(_locate(path_or_id, CONFIG_FILES), path_or_id)
+
+
+def load_sampling_defaults(path_or_id: str) -> dict[str, Any]:
+    """Read what the generation_config.json of a model says about sampling, by the names of `SamplingParams`; empty without one.
+
+    Raises:
+        ValueError: the model does not exist, or the file is not a JSON object.
+    """
+    file = _locate(path_or_id, CONFIG_FILES) / GENERATION_CONFIG
+    content = _read_json(file, path_or_id) if file.is_file() else {}
+    return {ours: content[name] for name, ours in SAMPLING_DEFAULTS.items() if content.get(name) is not None}
 
 
 def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
@@ -145,7 +160,7 @@ def _read_config(folder: Path, name: str) -> ModelConfig:
 
     content = _read_json(folder / "config.json", name)
     architecture = check_supported(content, name)
-    generation = folder / "generation_config.json"
+    generation = folder / GENERATION_CONFIG
     eos = as_token_ids(_read_json(generation, name).get("eos_token_id")) if generation.exists() else ()
     try:
         return ModelConfig.read(AutoConfig.from_pretrained(folder), architecture, eos or None)
