@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slow_logits import by_last_token, slow_transform
 from stepping import host_trees
@@ -101,6 +101,7 @@ def transform(logits: Tensor, requests: Sequence[Request], trees: Sequence[Draft
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
 )
+@example(rows=[(make_request(each, [1, 2], [3, 1]), DraftTree.chain([2, 1])) for each in OPTIONS], dtype=torch.float32, seed=0)
 def test_each_row_gets_its_requests_transforms_with_its_own_drafted_prefix(
     rows: list[tuple[Request, DraftTree | None]], dtype: torch.dtype, seed: int
 ) -> None:
