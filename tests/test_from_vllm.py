@@ -229,9 +229,10 @@ def test_conversations(llm: LLM, messages: Any, options: dict[str, Any], expecte
 
 def test_one_bad_conversation_leaves_the_others_their_outputs(llm: LLM) -> None:
     image = USER | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-    with pytest.warns(UserWarning, match="prompt 1 was not run: .*'image_url'"):
+    with pytest.warns(UserWarning, match="prompt 1 was not run: .*'image_url'") as warned:
         first, refused, last = llm.chat([[USER], [image], [USER]], greedy(4), use_tqdm=False)
     assert first.outputs == last.outputs == llm.chat([USER], greedy(4), use_tqdm=False)[0].outputs
+    assert [each.filename for each in warned] == [__file__], "where the user called"
     assert refused.outputs[0].finish_reason == "abort" and "'image_url'" in (refused.error or "")
     with pytest.raises(ValueError, match="continue_final_message=True contradicts add_generation_prompt=True"):
         llm.chat([USER], greedy(4), continue_final_message=True)

@@ -50,7 +50,7 @@ class FrontEnd:
             if isinstance(refusal, ValueError):
                 if not requests:
                     raise refusal
-                warnings.warn(f"prompt {i} was not run: {refusal}", stacklevel=3)  # at the caller of the LLM
+                warnings.warn(f"prompt {i} was not run: {refusal}", stacklevel=4)  # at the caller of the LLM
         self._run_all([each for request in requests for each in request.family], use_tqdm)
         return [
             self.output(request) if isinstance(request, Request) else _refused_output(i, prompts[i], params[i], request)
