@@ -27,6 +27,7 @@ ORDER = [
     {"titan.draft", "titan.verify"},
     {"titan.schedule"},
     {"titan.engine", "titan.detokenizer", "titan.tree_view", "titan.prompts", "titan.chat", "titan.vllm_names"},
+    {"titan.step_loop"},
     {"titan.frontend"},
     {"titan.llm"},
     {"titan"},  # titan/__init__.py

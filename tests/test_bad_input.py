@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import inf, nan
 from pathlib import Path
@@ -44,7 +45,7 @@ SAMPLING: dict[str, tuple[str, list[Any]]] = {
     "temperature": ("[0, inf)", [-0.1, nan, inf, 1e39, "hot", True]),
     "top_p": ("(0, 1]", [0.0, 1.5, 1e-46]),
     "min_p": ("[0, 1]", [-1, 1.01]),
-    "top_k": ("an integer >= -1", [-2, 1.5]),
+    "top_k": ("an integer from -1 to 9223372036854775807", [-2, 1.5, 2**63]),
     "repetition_penalty": ("(0, inf)", [0, inf, 1e-46]),
     "presence_penalty": ("[-2, 2]", [2.1, None]),
     "frequency_penalty": ("[-2, 2]", [-2.5]),
@@ -324,3 +325,21 @@ def test_logits_that_are_not_finite_abort_the_request_that_met_them(zoo: Zoo, tm
     outputs = llm.generate([good[0], bad, *good[1:], bad], greedy(10, ignore_eos=True), use_tqdm=False)
     assert [outputs.pop(i).error for i in (4, 1)] == ["the target's logits are not finite"] * 2
     assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+UNSAMPLED: list[tuple[dict[str, Any], str]] = [
+    ({"repetition_penalty": 1e-40}, "repetition_penalty=1e-40: no token can be sampled, for the largest logit becomes inf"),
+    ({"min_tokens": 2, "stop_token_ids": list(range(131))}, "min_tokens=2 with 131 stop tokens: .* becomes -inf"),
+    ({"logits_processors": [lambda _, logits: logits * nan]}, "logits_processors: .* becomes nan"),
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_options_that_leave_nothing_to_sample_are_named_and_cost_no_other(llm: LLM, temperature: float) -> None:
+    good = SamplingParams(temperature=temperature, seed=3, ignore_eos=True, max_tokens=5)
+    [expected] = llm.generate("the dog", good, use_tqdm=False)
+    bad = [replace(good, **options) for options, _ in UNSAMPLED]
+    *outputs, beside = llm.generate(["the dog"] * 4, [*bad, good], use_tqdm=False)
+    assert beside.outputs == expected.outputs
+    for output, (_, reason) in zip(outputs, UNSAMPLED, strict=True):
+        assert output.outputs[0].finish_reason == "abort" and re.match(f"{reason}; allowed is what keeps it finite", output.error)

@@ -16,8 +16,8 @@ MAX_HELD_TOKENS = 8
 class IncrementalDetokenizer:
     """Converts one request's output to text, token by token.
 
-    A tail that decodes to an incomplete character is held back until the bytes that complete it arrive. The context that
-    tokens are decoded with never starts inside a character: with byte tokens, a partial character would garble all of them.
+    A tail that decodes to an incomplete character is held back until the bytes that complete it arrive. The context that tokens
+    are decoded with never starts inside a character: where bytes are tokens, one partial character garbles all bytes beside it.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -29,17 +29,16 @@ class IncrementalDetokenizer:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
         self.text = ""
-        num_prompt_tokens = len(prompt_token_ids)
-        num_context = min(CONTEXT_TOKENS, num_prompt_tokens)
-        while self._decode(prompt_token_ids[num_prompt_tokens - num_context :]).startswith(REPLACEMENT):
-            num_context += 1
-            if num_context > min(CONTEXT_TOKENS + MAX_CHARACTER_TOKENS, num_prompt_tokens):
-                num_context = min(CONTEXT_TOKENS, num_prompt_tokens)  # these bytes are not text
+        num_tokens = len(prompt_token_ids)
+        for num_context in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_CHARACTER_TOKENS):
+            context = list(prompt_token_ids[max(num_tokens - num_context, 0) :])
+            num_complete, text = self._find_complete(context)
+            if not text.startswith(REPLACEMENT):
                 break
-        self._token_ids = list(prompt_token_ids[num_prompt_tokens - num_context :])  # context, then tokens not yet in the text
-        self._ends = [num_context]  # context lengths at which all characters were complete
-        # a character that starts in the prompt counts as output
-        self._num_shown = len(self._decode(self._token_ids).rstrip(REPLACEMENT))
+        self._token_ids = context  # then tokens not yet in the text
+        self._num_seen = len(context)  # tokens of the prompt, or in the text
+        self._ends = [num_complete]  # numbers of tokens after which all characters were complete
+        self._shown = text.rstrip(REPLACEMENT)  # text of the context; a character that starts in the prompt counts as output
 
     def append(self, token_id: int) -> None:
         """Add one output token; ``text`` grows by the characters that are complete."""
@@ -53,14 +52,27 @@ class IncrementalDetokenizer:
 
     def _release(self, *, hold_incomplete: bool) -> None:
         text = self._decode(self._token_ids)
-        if len(self._token_ids) == self._ends[-1] or (hold_incomplete and text.endswith(REPLACEMENT)):
+        if len(self._token_ids) == self._num_seen or (hold_incomplete and text.endswith(REPLACEMENT)):
             return
-        self.text += text[self._num_shown :]
+        is_text = text.startswith(self._shown)  # else bytes that are no text have garbled the context
+        self.text += text[len(self._shown) :] if is_text else self._decode(self._token_ids[self._ends[-1] :])
         self._ends.append(len(self._token_ids))
         start = max((end for end in self._ends if end <= len(self._token_ids) - CONTEXT_TOKENS), default=0)
         self._token_ids = self._token_ids[start:]
+        self._num_seen = len(self._token_ids)
         self._ends = [end - start for end in self._ends if end > start]
-        self._num_shown = len(self._decode(self._token_ids))
+        self._shown = self._decode(self._token_ids)
+
+    def _find_complete(self, token_ids: Sequence[int]) -> tuple[int, str]:
+        """Return how many tokens to take for the most complete characters, the last one perhaps incomplete, and their text."""
+        num_tokens, text = len(token_ids), self._decode(token_ids)
+        best = num_tokens, text
+        if text.endswith(REPLACEMENT):
+            for end in range(num_tokens - 1, max(num_tokens - MAX_CHARACTER_TOKENS, -1), -1):
+                text = self._decode(token_ids[:end])
+                if len(text.rstrip(REPLACEMENT)) >= len(best[1].rstrip(REPLACEMENT)):
+                    best = end, text
+        return best
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)

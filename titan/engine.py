@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -45,6 +47,7 @@ class Engine:
 
     Raises:
         ValueError: a model cannot be loaded, the draft has another vocabulary, or there is no room for the KV cache.
+        RuntimeError: as `check_process`.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Engine:
         tokenizer: Any | None = None,
         backend: Backend | None = None,
     ) -> None:
+        check_process()
         self.config = config
         self.backend = backend or choose_backend(choose_device(config.model.device), config.model.num_threads)
         self.backend.activate()
@@ -140,6 +144,7 @@ class Engine:
             raise ValueError("swap_draft() contradicts use_speculative=False: allowed with use_speculative=True only")
         if self.config.speculation.max_draft_tokens == 0:
             raise ValueError("swap_draft() contradicts max_draft_tokens=0: allowed with at least 1")
+        self.backend.activate()
         self._use_drafter(create_drafter(draft, self._draft_context()))
         self.kv.new_draft_epoch((*self.scheduler.running, *self.scheduler.waiting))
 
@@ -200,6 +205,25 @@ class Engine:
         return self.backend.memory_for_kv(
             lambda: run_largest_pass(self.backend, target, self.config, self._pass_limits, self.max_model_len), utilization
         )
+
+
+def check_process() -> None:
+    """Refuse a process that was forked from one with an engine: it has none of the threads that its locks and PyTorch wait for.
+
+    Raises:
+        RuntimeError: the process was forked after an engine had been made.
+    """
+    if os.getpid() != _first_process():
+        raise RuntimeError(
+            f"process {os.getpid()} was forked from process {_first_process()} after that had made an LLM, and threads do not "
+            f"survive a fork: start it with multiprocessing.get_context('spawn'), and make an LLM there"
+        )
+
+
+@cache
+def _first_process() -> int:
+    """Return the process that made the first engine, in processes forked from it as well."""
+    return os.getpid()
 
 
 def _only_the_drafts(_: Request, budget: int) -> int:

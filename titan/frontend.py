@@ -1,13 +1,15 @@
-"""The front end: prompts in, text and outputs out, and the loop that steps the engine for all callers."""
+"""The front end: prompts in, text and outputs out."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,14 @@ from titan.engine import Engine
 from titan.models.loader import load_tokenizer, resolve_model
 from titan.prompts import Prompt, read_prompt, shown_prompt
 from titan.schedule.admission import check_request, check_token_ids
+from titan.step_loop import StepLoop
+
+BAR_INTERVAL_S = 0.1
+"""Seconds between updates of a progress bar."""
 
 
 class FrontEnd:
-    """Turns prompts into requests, runs them, and builds their outputs.
+    """Turns prompts into requests, runs them, and builds their outputs; the methods may be called from any thread.
 
     Args:
         engine: runs the requests.
@@ -35,7 +41,8 @@ class FrontEnd:
     def __init__(self, engine: Engine, tokenizer: Any | None = None) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self._num_requests = 0
+        self.loop = StepLoop(engine)
+        self._numbers = count()
 
     def generate(
         self, prompts: Sequence[Prompt | ValueError], params: Sequence[SamplingParams], use_tqdm: bool
@@ -44,6 +51,7 @@ class FrontEnd:
 
         An error in place of a prompt says why there is none, and counts as a refused one.
         """
+        self.loop.check_caller()
         made = [self._try_request(*each) for each in zip(prompts, params, strict=True)]
         requests = [request for request in made if isinstance(request, Request)]
         for i, refusal in enumerate(made):
@@ -63,6 +71,7 @@ class FrontEnd:
         Raises:
             ValueError: the prompt is not allowed.
         """
+        self.loop.check_caller()
         return self._stream(self.make_request(prompt, params, needs_text=True))
 
     def make_request(self, prompt: Prompt, params: SamplingParams, *, needs_text: bool = False) -> Request:
@@ -84,8 +93,7 @@ class FrontEnd:
             if getattr(params, name) and self.tokenizer is None:
                 raise ValueError(f"{name}={getattr(params, name)!r} needs a tokenizer, and the model has none: allowed is None")
         bad_word_ids = tuple(self._encode_bad_words(params.bad_words or ()))
-        number = self._num_requests
-        self._num_requests += 1
+        number = next(self._numbers)
         is_text_needed = self.tokenizer is not None and params.detokenize and (needs_text or params.stop_strings)
         eos_token_ids = () if params.ignore_eos else self.engine.model_config.eos_token_ids
         stop_token_ids = frozenset((*eos_token_ids, *(params.stop_token_ids or ())))
@@ -129,57 +137,45 @@ class FrontEnd:
             self._prompt_logprobs(family[0]),
         )
 
-    def _run(self, requests: Sequence[Request], *, in_turn: bool) -> Generator[list[Request]]:
-        """Queue requests and step the engine until they finish; yield the requests that each step changed, others' included.
-
-        A step runs the requests of all callers, so these may also finish in a step of another caller. Requests that are unfinished
-        when the iteration ends, by an exception or by the caller, are aborted.
-
-        Args:
-            requests: not queued yet.
-            in_turn: queue them as the waiting queue has room; otherwise all at once, which a full queue refuses.
-        """
-        scheduler = self.engine.scheduler
-        to_queue, unfinished = deque(requests), deque(requests)
-        try:
-            while unfinished:
-                while to_queue and not (in_turn and scheduler.is_full):
-                    scheduler.add(to_queue[0])
-                    to_queue.popleft()
-                yield self.engine.step()
-                while unfinished and unfinished[0].is_finished:
-                    unfinished.popleft()
-        finally:
-            for request in requests[: len(requests) - len(to_queue)]:
-                if not request.is_finished:
-                    scheduler.abort(request)
-
     def _run_all(self, requests: Sequence[Request], use_tqdm: bool) -> None:
         """Run requests to completion, with a progress bar if ``use_tqdm``."""
-        counters, own = self.engine.counters, set(requests)
+        counters, unfinished = self.engine.counters, deque(requests)
         start, num_tokens, num_rows = time.monotonic(), counters.num_emitted_tokens, counters.num_sequence_steps
+        due = start + BAR_INTERVAL_S if use_tqdm else inf
+
+        def count_finished() -> int | None:
+            while unfinished and unfinished[0].is_finished:
+                unfinished.popleft()
+            return sum(request.is_finished for request in requests) if not unfinished or time.monotonic() >= due else None
+
         with (
             tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar,
-            closing(self._run(requests, in_turn=True)) as steps,
+            closing(self.loop.run(requests, count_finished, in_turn=True)) as counts,
         ):
-            for changed in steps:
+            for bar.n in counts:
                 emitted = counters.num_emitted_tokens - num_tokens
-                rate = emitted / (time.monotonic() - start)
+                rate = ratio(emitted, time.monotonic() - start)
                 per_row = ratio(emitted, counters.num_sequence_steps - num_rows)
-                bar.set_postfix_str(f"{rate:.0f} tokens/s, {per_row:.2f} tokens/step", refresh=False)
-                bar.update(sum(request.is_finished for request in own.intersection(changed)))
+                bar.set_postfix_str(f"{rate:.0f} tokens/s, {per_row:.2f} tokens/step")
+                due = time.monotonic() + BAR_INTERVAL_S
+                if bar.n == len(requests):
+                    return
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
         # text that could be the start of a stop string is held back until that is decided
         num_held = max((len(stop) for stop in request.params.stop_strings), default=1) - 1
         shown = (0, False)
-        with closing(self._run(request.family, in_turn=False)) as steps:
-            for _ in steps:
-                # check again after each output: other callers may have stepped in the meantime
-                while (state := _progress(request)) != shown:
-                    shown = state
-                    output = self.output(request)
-                    yield _hold_back(output, num_held) if num_held else output
+
+        def find_output() -> RequestOutput | None:
+            nonlocal shown
+            before, shown = shown, _progress(request)
+            return self.output(request) if shown != before else None
+
+        with closing(self.loop.run(request.family, find_output, in_turn=False)) as outputs:
+            for output in outputs:
+                yield _hold_back(output, num_held) if num_held else output
+                if output.finished:
+                    return
 
     def _try_request(self, prompt: Prompt | ValueError, params: SamplingParams) -> Request | ValueError:
         """Return a request, or why the prompt is refused: one bad prompt must not cost the others their output."""

@@ -24,6 +24,11 @@ Prompts = Prompt | Sequence[Prompt]
 class LLM:
     """A target model, optionally with a drafter, that generates text.
 
+    All methods may be called from several threads at once: their requests run in one batch. One of the waiting threads steps for
+    all, so that logits processors and drafters may run in any of them. Calls from inside a step, and in a process forked from
+    one that has made an `LLM`, raise a `RuntimeError`. If a step fails, all calls in flight do: the one that made the step with
+    the error itself, the others with a `RuntimeError` that names it.
+
     Args:
         model: "demo" (ships with the package), a folder in Hugging Face format, or a hub id.
         draft_model: "demo", a folder or hub id of a model with the target's vocabulary, "ngram" (prompt lookup), a
@@ -161,7 +166,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; requests in flight keep their blocks. Return True, as vLLM does where it succeeds."""
-        self.engine.kv.pool.forget_cached()
+        self.frontend.loop.between_steps(self.engine.kv.pool.forget_cached)
         return True
 
     def swap_draft(self, draft_model: DraftSpec | PathLike[str]) -> None:
@@ -173,11 +178,12 @@ class LLM:
         Raises:
             ValueError: the draft cannot be used; the current one then stays.
         """
-        self.engine.swap_draft(_as_draft(draft_model))
+        draft = _as_draft(draft_model)
+        self.frontend.loop.between_steps(lambda: self.engine.swap_draft(draft))
 
     def metrics(self) -> EngineMetrics:
         """Return totals since the engine started, and its current state."""
-        return self.engine.metrics()
+        return self.frontend.loop.between_steps(self.engine.metrics)
 
     def _generate(
         self,
@@ -194,22 +200,7 @@ class LLM:
         Raises:
             AssertionError: the block pool's invariants are broken, which is a bug in Titan.
         """
-        engine = self.engine
-        engine.kv.pool.check([request.block_ids for request in engine.scheduler.running])
-        metrics = self.metrics()
-        findings = []
-        if metrics.num_preemptions:
-            findings.append(
-                f"{metrics.num_preemptions} preemptions for lack of KV blocks: raise kv_cache_memory or lower max_batch_size"
-            )
-        if sum(metrics.proposed_per_depth) >= 100 and metrics.mean_acceptance_length < 1.3:
-            findings.append(
-                f"with the draft {metrics.draft!r} a step emits {metrics.mean_acceptance_length:.2f} tokens per request: "
-                f"lower max_draft_tokens or use another draft"
-            )
-        if metrics.draft_coverage is not None and metrics.draft != "none" and metrics.draft_coverage < 0.5:
-            findings.append(f"the draft's cache covers {metrics.draft_coverage:.0%} of the running requests: it is catching up")
-        return findings
+        return self.frontend.loop.between_steps(lambda: _diagnose(self.engine))
 
 
 def _default_params(model: str) -> SamplingParams:
@@ -234,3 +225,21 @@ def _as_params_list(params: SamplingParams | Sequence[SamplingParams], num_promp
     if len(params) != num_prompts:
         raise ValueError(f"sampling_params has {len(params)} entries for {num_prompts} prompts: give one, or one per prompt")
     return list(params)
+
+
+def _diagnose(engine: Engine) -> list[str]:
+    engine.kv.pool.check([request.block_ids for request in engine.scheduler.running])
+    metrics = engine.metrics()
+    findings = []
+    if metrics.num_preemptions:
+        findings.append(
+            f"{metrics.num_preemptions} preemptions for lack of KV blocks: raise kv_cache_memory or lower max_batch_size"
+        )
+    if sum(metrics.proposed_per_depth) >= 100 and metrics.mean_acceptance_length < 1.3:
+        findings.append(
+            f"with the draft {metrics.draft!r} a step emits {metrics.mean_acceptance_length:.2f} tokens per request: "
+            f"lower max_draft_tokens or use another draft"
+        )
+    if metrics.draft_coverage is not None and metrics.draft != "none" and metrics.draft_coverage < 0.5:
+        findings.append(f"the draft's cache covers {metrics.draft_coverage:.0%} of the running requests: it is catching up")
+    return findings

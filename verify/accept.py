@@ -1,8 +1,9 @@
 """Verification: which draft tokens are accepted, and which token follows them.
 
 The rules are stated in `titan.kernels.torch.trees`; the back end applies them. `launch` starts it, and `collect` copies its results
-to the host, in one copy that waits for the device: the only one of a step, unless a request asks for logprobs, has logits
-processors, or has nodes and options that look at drafted prefixes (penalties, logit bias, ``min_tokens``).
+to the host, in one copy that waits for the device: the only one of a step, unless a request asks for logprobs, has nodes and
+options that look at drafted prefixes (penalties, logit bias, processors, ``min_tokens``), or has logits that nothing can be sampled
+from.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees
 from titan.kernels.interfaces import Backend, Verified
 from titan.verify.logprobs import emitted_logprobs
-from titan.verify.options import looks_at_prefix, transform_rows
+from titan.verify.options import explain_row, looks_at_prefix, transform_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,9 +34,10 @@ class Launched:
     host_trees: DraftTrees | None  # if they were already needed on the host
     start_loc: Ints  # [rows of the plan + 1], prefix sums of the rows of logits
     logits: Tensor  # [L, vocab], as the model computed them
+    transformed: Tensor  # [L, vocab], as the requests' options left them
     rows: Ints  # [S], rows of the plan whose roots were reached
     verified: Verified | None  # of these rows; None: there are none
-    errors: Mapping[int, str]  # by row of logits, why nothing can be sampled from it
+    errors: Mapping[int, str]  # of the users' processors, by row of logits
 
 
 def launch(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints, logits: Tensor) -> Launched:
@@ -52,7 +54,7 @@ def launch(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints,
     reached = [i for i, count in enumerate(counts) if count]
     rows = np.array(reached, np.int64)
     if not reached:
-        return Launched(plan, trees, None, start_loc, logits, rows, None, {})
+        return Launched(plan, trees, None, start_loc, logits, logits, rows, None, {})
     host_trees, used, errors = None, logits, dict[int, str]()
     looking = [counts[i] for i in reached if looks_at_prefix(plan.requests[i])]
     if looking:
@@ -61,7 +63,7 @@ def launch(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints,
     requests = [plan.requests[i] for i in reached]
     sampling = SamplingRows.of((request.params, request.seed, request.num_tokens) for request in requests)
     verified = backend.trees.verify(used, trees, rows, sampling)
-    return Launched(plan, trees, host_trees, start_loc, logits, rows, verified, errors)
+    return Launched(plan, trees, host_trees, start_loc, logits, used, rows, verified, errors)
 
 
 def collect(backend: Backend, launched: Launched) -> Acceptance:
@@ -90,7 +92,9 @@ def collect(backend: Backend, launched: Launched) -> Acceptance:
                 acceptance.token_ids[i].append(final_token)
             else:
                 last_row = int(start_loc[i]) + (1 + path[-1] if path else 0)
-                acceptance.errors[i] = launched.errors.get(last_row, "the target's logits are not finite")
+                acceptance.errors[i] = launched.errors.get(last_row) or explain_row(
+                    plan.requests[i], launched.logits[last_row], launched.transformed[last_row]
+                )
         if verified.matches is not None:
             for i, (greedy, sampled) in zip(rows, fetched[2].tolist(), strict=True):
                 if not isnan(greedy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from math import isfinite
 
 import numpy as np
 from torch import Tensor
@@ -47,6 +48,27 @@ def transform_rows(
             for row in np.flatnonzero(is_early).tolist():
                 forbidden[first + row] |= request.stop_token_ids
     return transform_logits(logits, transforms, forbidden, upload)
+
+
+def explain_row(request: Request, logits: Tensor, transformed: Tensor) -> str:
+    """Say why nothing can be sampled from a row of logits; waits for the device.
+
+    Args:
+        request: of the row.
+        logits: [vocab], as the model computed them.
+        transformed: [vocab], as `transform_rows` left them.
+    """
+    largest = float(transformed.max())
+    if not logits.max().isfinite() or isfinite(largest):
+        return "the target's logits are not finite"
+    params = request.params
+    options = [
+        *(name for name in ("logits_processors", "allowed_token_ids", "bad_words") if getattr(params, name)),
+        *([f"min_tokens={params.min_tokens} with {len(request.stop_token_ids)} stop tokens"] if _holds_stops_back(request) else []),
+        *([f"repetition_penalty={params.repetition_penalty}"] if params.repetition_penalty != 1.0 else []),
+    ]
+    names = " and ".join(options)
+    return f"{names}: no token can be sampled, for the largest logit becomes {largest}; allowed is what keeps it finite"
 
 
 def _holds_stops_back(request: Request) -> bool:

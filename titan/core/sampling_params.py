@@ -114,7 +114,7 @@ class SamplingParams:
             n=check_integer("n", self.n, 1),
             temperature=temperature if as_float32(temperature) else 0.0,  # as the engine uses it
             top_p=check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True),
-            top_k=check_integer("top_k", self.top_k, -1),
+            top_k=check_integer("top_k", self.top_k, -1, 2**63 - 1),
             min_p=check_number("min_p", self.min_p, low=0.0, high=1.0),
             repetition_penalty=check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True),
             presence_penalty=check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0),

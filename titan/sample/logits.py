@@ -6,7 +6,7 @@ Transforms that look back use this prefix, so that a draft token counts for the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,8 +17,6 @@ from torch import Tensor
 from titan.core.arrays import Ints
 from titan.core.sampling_params import SamplingParams
 from titan.core.trees import Upload
-
-NOTHING_LEFT = "logits_processors, allowed_token_ids, bad_words and min_tokens leave no token that can be sampled"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,10 +30,10 @@ class TransformedRows:
 
 
 class TransformResult(NamedTuple):
-    """Transformed logits, and the errors of the transforms."""
+    """Transformed logits, and what failed."""
 
     logits: Tensor  # float32 [L, vocab]; NaN in the rows that have an error
-    errors: dict[int, str]  # by row
+    errors: dict[int, str]  # of the users' processors, by row
 
 
 def transform_logits(
@@ -43,7 +41,7 @@ def transform_logits(
 ) -> TransformResult:
     """Apply logit bias, the users' processors, allowed and forbidden tokens, and penalties, in this order.
 
-    Rows from which nothing can be sampled have an error. Waits for the device only if there are processors, which may leave such.
+    They may leave rows from which nothing can be sampled.
 
     Args:
         logits: [L, vocab], any float dtype; not changed.
@@ -53,20 +51,11 @@ def transform_logits(
     """
     scores = logits.to(torch.float32, copy=True)
     _add_bias(scores, [each for each in requests if each.params.logit_bias], upload)
-    processed = [each for each in requests if each.params.logits_processors]
-    errors = _process(scores, processed)
+    errors = _process(scores, [each for each in requests if each.params.logits_processors])
     _allow(scores, [each for each in requests if each.params.allowed_token_ids], upload)
     if forbidden:
         scores[tuple(upload(_entries([(row, list(token_ids)) for row, token_ids in forbidden.items()])))] = float("-inf")
     _penalize(scores, [each for each in requests if each.params.has_penalties], upload)
-    if processed:
-        rows = [row for each in processed for row in each.paths]
-        is_possible = scores.index_select(0, *upload([np.array(rows, np.int64)])).amax(-1).isfinite().tolist()
-        for row, possible in zip(rows, is_possible, strict=True):
-            if not possible:
-                errors.setdefault(row, NOTHING_LEFT)
-    for row in _impossible(requests, forbidden, scores.shape[-1]):
-        errors.setdefault(row, NOTHING_LEFT)
     return TransformResult(scores, errors)
 
 
@@ -109,15 +98,6 @@ def _allow(scores: Tensor, requests: list[TransformedRows], upload: Upload) -> N
     is_masked = torch.ones(len(requests), scores.shape[-1], dtype=torch.bool, device=scores.device)
     is_masked[tuple(entries)] = False
     scores[rows] = scores[rows].masked_fill(is_masked[owners], float("-inf"))
-
-
-def _impossible(requests: Sequence[TransformedRows], forbidden: Mapping[int, Set[int]], vocab_size: int) -> Iterator[int]:
-    """Return the rows all of whose allowed tokens are forbidden."""
-    allowed = {row: each.params.allowed_token_ids for each in requests for row in each.paths}
-    for row, token_ids in forbidden.items():
-        ids = allowed.get(row)
-        if len(token_ids) == vocab_size if ids is None else token_ids >= set(ids):
-            yield row
 
 
 def _check_result(result: object, logits: Tensor) -> None:

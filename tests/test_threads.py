@@ -1,0 +1,284 @@
+"""One `LLM` for many threads: what each gets is what it would get alone, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import pytest
+from stepping import check_blocks, greedy
+from zoo import Zoo
+
+from titan import LLM, RequestOutput, SamplingParams
+from titan.core.step import StepPlan
+from titan.core.trees import DraftTree
+from titan.draft.base import NoDrafter
+from titan.engine import StepObserver
+
+WATCHDOG_S = 60
+"""A test that takes so long hangs."""
+PROMPTS = ["the quick brown fox", "in the morning", "the", "dog jumps over the lazy dog"]
+PARAMS = [
+    greedy(9),
+    greedy(30, ignore_eos=True),
+    SamplingParams(temperature=1.2, seed=5, n=2, max_tokens=12, repetition_penalty=1.2),
+    SamplingParams(temperature=0.7, seed=6, max_tokens=20, stop=["e"], top_p=0.9),
+]
+
+
+@pytest.fixture(scope="module")
+def llm(zoo: Zoo) -> LLM:
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_kv_blocks": 64, "max_batch_size": 8}
+    return LLM(zoo.path("llama+text"), zoo.path("llama~+text"), draft_sampling="greedy", **options)
+
+
+@pytest.fixture(autouse=True)
+def _engine_is_left_clean(llm: LLM) -> Iterator[None]:
+    faulthandler.dump_traceback_later(3 * WATCHDOG_S, exit=True)  # if the main thread is the one that hangs
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    assert not llm.engine.scheduler.has_unfinished
+    check_blocks(llm.engine)
+    assert llm.engine.kv.pool.num_free == llm.engine.kv.pool.num_blocks
+
+
+def generate(llm: LLM, prompt: str, params: SamplingParams) -> list[tuple[list[int], str, str | None]]:
+    return essence(llm.generate(prompt, params, use_tqdm=False)[0])
+
+
+def essence(output: RequestOutput) -> list[tuple[list[int], str, str | None]]:
+    """All but numbers that rounding decides."""
+    return [(each.token_ids, each.text, each.finish_reason) for each in output.outputs]
+
+
+def in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    """What each function returns, or the error that it raises."""
+    results: list[Any] = [None] * len(functions)
+
+    def run(i: int) -> None:
+        try:
+            results[i] = functions[i]()
+        except BaseException as error:  # noqa: BLE001
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + WATCHDOG_S
+    for thread in threads:
+        thread.join(max(end - time.monotonic(), 0))
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    return results
+
+
+@contextmanager
+def observed(llm: LLM, observe: StepObserver) -> Iterator[None]:
+    llm.engine.observers.append(observe)
+    try:
+        yield
+    finally:
+        llm.engine.observers.remove(observe)
+
+
+def once(function: Callable[[], None]) -> StepObserver:
+    """An observer of the first step only."""
+    left = [function]
+    return lambda *_: left.pop()() if left else None
+
+
+def await_callers(llm: LLM, count: int) -> None:
+    """Inside a step: wait until so many threads wait for the loop."""
+    while len(llm.frontend.loop._callers) < count:
+        time.sleep(0.001)
+
+
+def test_every_output_of_8_threads_with_50_calls_each_is_the_lonely_one(llm: LLM, zoo: Zoo) -> None:
+    lonely = {(prompt, i): generate(llm, prompt, params) for prompt in PROMPTS for i, params in enumerate(PARAMS)}
+    drafts = ["ngram", None, zoo.path("llama~+text"), zoo.path("other")]
+
+    def call_50_times(seed: int) -> int:
+        random, num_outputs = Random(seed), 0
+        for _ in range(50):
+            key = prompt, i = random.choice(PROMPTS), random.randrange(len(PARAMS))
+            match random.choice(["generate"] * 4 + ["stream"] * 2 + ["abandon", "abandon", "swap", "metrics"]):
+                case "generate":
+                    assert generate(llm, prompt, PARAMS[i]) == lonely[key]
+                    num_outputs += 1
+                case "stream":
+                    assert essence([*llm.stream(prompt, PARAMS[i])][-1]) == lonely[key]
+                    num_outputs += 1
+                case "abandon":
+                    stream = llm.stream(prompt, PARAMS[i])
+                    for _ in range(random.randrange(4)):
+                        next(stream, None)
+                case "swap":
+                    llm.swap_draft(random.choice(drafts))
+                case "metrics":
+                    assert 0 <= llm.metrics().num_running <= 8 and isinstance(llm.diagnose(), list)
+        return num_outputs
+
+    counts = in_threads(*(lambda seed=seed: call_50_times(seed) for seed in range(8)))
+    assert all(isinstance(count, int) and count > 20 for count in counts), counts
+
+
+def test_threads_join_one_batch(llm: LLM) -> None:
+    """The first step is that of the thread that came first; all others join in the second: 16 steps, for 15 tokens each."""
+    llm.swap_draft(None)
+    before = llm.metrics()
+    params = greedy(15, ignore_eos=True)
+    with observed(llm, once(lambda: await_callers(llm, 8))):
+        in_threads(*(lambda prompt=prompt: generate(llm, prompt, params) for prompt in PROMPTS * 2))
+    after = llm.metrics()
+    assert (after.num_steps - before.num_steps, after.num_emitted_tokens - before.num_emitted_tokens) == (16, 8 * 15)
+
+
+def test_calls_from_coroutines(llm: LLM) -> None:
+    async def all_atonce() -> list[Any]:
+        return await asyncio.gather(*(asyncio.to_thread(generate, llm, prompt, PARAMS[1]) for prompt in PROMPTS))
+
+    assert asyncio.run(all_atonce()) == [generate(llm, prompt, PARAMS[1]) for prompt in PROMPTS]
+
+
+CALLS: dict[str, Callable[[LLM], Any]] = {
+    "generate": lambda llm: llm.generate("the"),
+    "stream": lambda llm: llm.stream("the"),
+    "swap_draft": lambda llm: llm.swap_draft(None),
+    "metrics": lambda llm: llm.metrics(),
+    "diagnose": lambda llm: llm.diagnose(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_from_inside_a_step_is_refused(llm: LLM, name: str) -> None:
+    expected, refusals = generate(llm, "the", greedy(5)), []
+
+    def call() -> None:
+        with pytest.raises(RuntimeError, match="an LLM cannot be called from inside its own step"):
+            CALLS[name](llm)
+        refusals.append(name)
+
+    class Calling(NoDrafter):
+        def propose(self, plan: StepPlan) -> Sequence[DraftTree]:
+            call()
+            return super().propose(plan)
+
+    with observed(llm, once(call)):
+        assert generate(llm, "the", greedy(5)) == expected
+    llm.swap_draft(Calling())
+    assert generate(llm, "the", greedy(5)) == expected
+    llm.swap_draft("ngram")
+    assert len(refusals) > 2
+    [output] = llm.generate("the", greedy(5, logits_processors=[lambda _, logits: CALLS[name](llm) or logits]), use_tqdm=False)
+    assert output.error is not None and output.error.startswith("logits_processors: RuntimeError: an LLM cannot be called from in")
+
+
+def test_a_stream_may_be_abandoned_inside_a_step_and_in_another_thread(llm: LLM) -> None:
+    expected = generate(llm, "the", PARAMS[1])
+    streams = [llm.stream(prompt, greedy(200, ignore_eos=True)) for prompt in PROMPTS[:3]]
+    assert all(map(next, streams))
+
+    def abandon() -> None:
+        streams.pop()
+        [error] = in_threads(streams.pop().close)  # type: ignore[attr-defined]
+        assert error is None
+
+    with observed(llm, once(abandon)):
+        assert generate(llm, "the", PARAMS[1]) == expected
+    assert len(llm.engine.scheduler.running) == 1
+    in_threads(streams.clear)
+    assert not llm.engine.scheduler.has_unfinished
+
+
+@pytest.mark.parametrize("error", [ValueError("out of luck"), KeyboardInterrupt()], ids=repr)
+def test_a_step_that_fails_ends_all_calls_and_the_engine_goes_on(llm: LLM, error: BaseException) -> None:
+    expected = [generate(llm, prompt, PARAMS[1]) for prompt in PROMPTS]
+    paused = llm.stream("the", greedy(40, ignore_eos=True))
+    next(paused)
+
+    def fail() -> None:
+        await_callers(llm, 4)
+        raise error
+
+    with observed(llm, once(fail)):
+        results = in_threads(*(lambda prompt=prompt: generate(llm, prompt, PARAMS[1]) for prompt in PROMPTS))
+    assert sum(each is error for each in results) == 1, "the thread that stepped"
+    others = [each for each in results if each is not error]
+    with pytest.raises(RuntimeError) as other:
+        next(paused)
+    for each in [*others, other.value]:
+        assert isinstance(each, RuntimeError)
+        assert str(each) == f"a step failed, which ended all requests in flight: {type(error).__name__}: {error}"
+    assert [generate(llm, prompt, PARAMS[1]) for prompt in PROMPTS] == expected
+
+
+def test_an_engine_that_a_failed_step_left_damaged_says_so(zoo: Zoo) -> None:
+    llm = LLM(zoo.path("llama+text"), dtype="float32", device="cpu", num_kv_blocks=64)
+
+    def fail() -> None:
+        llm.engine.kv.pool.allocate(1)  # a block that is nobody's
+        raise ValueError("out of luck")
+
+    with observed(llm, once(fail)), pytest.raises(ValueError, match="out of luck"):
+        generate(llm, "the", greedy(5))
+    for call in CALLS.values():
+        with pytest.raises(RuntimeError, match="cannot be used any more, make another LLM; a step failed: ValueError: out of luck"):
+            call(llm)
+    other = LLM(zoo.path("llama+text"), dtype="float32", device="cpu", num_kv_blocks=64)
+    with observed(other, lambda plan, _: other.engine.scheduler.running.clear()), pytest.raises(RuntimeError, match="interrupted"):
+        generate(other, "the", greedy(5))
+
+
+def test_a_thread_that_is_interrupted_while_it_waits_costs_no_other(llm: LLM) -> None:
+    expected = generate(llm, "the", PARAMS[1])
+    leads = threading.Event()
+
+    def interrupt() -> None:
+        leads.set()
+        await_callers(llm, 2)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        while len(llm.frontend.loop._callers) > 1:
+            time.sleep(0.001)
+
+    results: list[Any] = []
+    with observed(llm, once(interrupt)):
+        thread = threading.Thread(target=lambda: results.append(generate(llm, "the", PARAMS[1])), daemon=True)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            assert leads.wait(WATCHDOG_S)
+            generate(llm, "in the morning", PARAMS[1])
+        thread.join(WATCHDOG_S)
+    assert results == [expected]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a platform without fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("name", [*CALLS, "next", "make"])
+def test_a_forked_process_is_refused(llm: LLM, zoo: Zoo, name: str) -> None:
+    stream = llm.stream("the", greedy(40, ignore_eos=True))
+    next(stream)
+    path = zoo.path("llama+text")
+    calls = CALLS | {"next": lambda _: next(stream), "make": lambda _: LLM(path, device="cpu")}
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        signal.alarm(WATCHDOG_S)
+        try:
+            calls[name](llm)
+            message = "was not refused"
+        except BaseException as error:  # noqa: BLE001
+            message = f"{type(error).__name__}: {error}"
+        os.write(writer, message.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        message = file.read()
+    assert os.waitpid(child, 0) == (child, 0)
+    assert message.startswith(f"RuntimeError: process {child} was forked from process {os.getpid()}") and "'spawn'" in message
+    stream.close()  # type: ignore[attr-defined]

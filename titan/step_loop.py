@@ -1,0 +1,192 @@
+"""The step loop: one engine for the callers of all threads, of which one at a time steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Lock, get_ident
+from typing import Any, TypeVar
+
+from titan.core.request import Request
+from titan.engine import Engine, check_process
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Caller:
+    """A thread that waits for an answer, which whoever steps asks for between steps."""
+
+    ask: Callable[[], Any]  # returns None as long as there is no answer
+    woken: SimpleQueue[None] = field(default_factory=SimpleQueue)
+    answer: Any = None
+    error: Exception | None = None  # raised instead of an answer
+
+    @property
+    def is_answered(self) -> bool:
+        return self.answer is not None or self.error is not None
+
+
+class StepLoop:
+    """Steps an engine for all threads that wait for it; there is no thread of its own.
+
+    A caller without its answer **leads**, that is, steps, unless another does; then it sleeps. Between steps, the leader asks on
+    behalf of all, and wakes those who have their answer. When it has its own, the next caller leads.
+
+    What is left to a leader, callers and requests to abort, is stored first; then the lead is tried. Who has ceased to lead looks
+    again. So nothing is overlooked, and nobody waits for a lock: not even a finalizer inside a step.
+
+    Args:
+        engine: used through the loop only, while there are several threads.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._lock = Lock()  # of the leader
+        self._leader: int | None = None  # its thread
+        self._callers: dict[_Caller, None] = {}  # in order of arrival; the leader is among them
+        self._abandoned: deque[Request] = deque()
+        self._failures: list[str] = []  # steps that raised
+        self._is_damaged = False
+
+    def run(self, requests: Sequence[Request], find_news: Callable[[], T | None], *, in_turn: bool) -> Generator[T]:
+        """Queue requests, and yield what ``find_news`` finds between steps whenever it finds something, without an end.
+
+        The requests that are unfinished when the iteration is closed are aborted, at the latest after the step that runs.
+
+        Args:
+            requests: not queued yet.
+            find_news: called between steps, perhaps by another thread; must not wait.
+            in_turn: queue them as the waiting queue has room; otherwise all at once, which a full queue refuses.
+
+        Raises:
+            RuntimeError: a step failed; that ends all iterations. The thread that made the step gets the error itself.
+            RuntimeError: as `between_steps`.
+        """
+        to_queue, num_failures = deque(requests), len(self._failures)
+        scheduler = self.engine.scheduler
+
+        def ask() -> T | None:
+            if len(self._failures) > num_failures:
+                raise RuntimeError(f"a step failed, which ended all requests in flight: {self._failures[num_failures]}")
+            while to_queue and not (in_turn and scheduler.is_full):
+                scheduler.add(to_queue.popleft())
+            return find_news()
+
+        try:
+            while True:
+                yield self._wait(ask)
+        finally:
+            to_queue.clear()  # lest a leader that is asking just now queues more
+            self._abandon([request for request in requests if not request.is_finished])
+
+    def between_steps(self, function: Callable[[], T]) -> T:
+        """Call a function before the next step, perhaps in another thread, and return its result.
+
+        Raises:
+            RuntimeError: the caller is inside a step, or in a forked process, or an earlier step left the engine damaged.
+        """
+        return self._wait(lambda: (function(),))[0]
+
+    def check_caller(self) -> None:
+        """Refuse a caller that would wait forever, or for an engine that is damaged.
+
+        Raises:
+            RuntimeError: as `between_steps`.
+        """
+        check_process()
+        if self._leader == get_ident():
+            raise RuntimeError(
+                "an LLM cannot be called from inside its own step, by a logits processor, an observer or a drafter: call it "
+                "when generate() has returned, or between the outputs of stream()"
+            )
+        if self._is_damaged:
+            raise RuntimeError(f"the engine cannot be used any more, make another LLM; a step failed: {self._failures[-1]}")
+
+    def _wait(self, ask: Callable[[], T | None]) -> T:
+        """Return the first answer of ``ask`` that is not ``None``; step meanwhile, unless another thread does."""
+        self.check_caller()
+        caller = _Caller(ask)
+        self._callers[caller] = None
+        try:
+            while not caller.is_answered:
+                if not self._lead(lambda: self._step_for(caller)):
+                    caller.woken.get()
+        finally:
+            self._callers.pop(caller, None)
+            self._hand_over()
+        if caller.error is not None:
+            raise caller.error
+        answer: T = caller.answer
+        return answer
+
+    def _lead(self, work: Callable[[], None]) -> bool:
+        """Do work that is between steps or consists of them, and return True, unless another thread leads."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._leader = get_ident()
+            work()
+        finally:
+            self._leader = None
+            self._lock.release()
+        return True
+
+    def _step_for(self, own: _Caller) -> None:
+        """Step until there is an answer for a caller; wake the others when there is one for them."""
+        while True:
+            self._abort_abandoned()
+            for caller in tuple(self._callers):
+                try:
+                    caller.answer = caller.ask()
+                except Exception as error:  # noqa: BLE001 - it is raised in the caller's thread
+                    caller.error = error
+                if caller.is_answered:
+                    self._callers.pop(caller, None)
+                    caller.woken.put(None)
+            if own.is_answered:
+                return
+            self._step()
+
+    def _step(self) -> None:
+        """Step; end all requests if that fails, since nothing tells what it left half done."""
+        scheduler = self.engine.scheduler
+        if not scheduler.has_unfinished:
+            raise RuntimeError("a request is neither waiting nor running, since a step was interrupted: it cannot be finished")
+        try:
+            self.engine.step()
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._failures.append(reason)
+            try:
+                for request in (*scheduler.running, *scheduler.waiting):
+                    scheduler.abort(request, reason)
+                self.engine.kv.pool.check([])
+            except Exception:  # noqa: BLE001 - whatever it is, the error that is raised came before
+                self._is_damaged = True
+            raise
+
+    def _abandon(self, requests: Sequence[Request]) -> None:
+        """Abort requests that nobody waits for, at the latest after the step that runs.
+
+        Never waits: finalizers call it, at any time, in any thread, and inside a step.
+        """
+        self._abandoned.extend(requests)
+        self._hand_over()
+
+    def _abort_abandoned(self) -> None:
+        scheduler = self.engine.scheduler
+        while self._abandoned:
+            request = self._abandoned.popleft()
+            if request in scheduler.running or request in scheduler.waiting:
+                scheduler.abort(request)
+
+    def _hand_over(self) -> None:
+        """Unless another thread leads, do what was left for a leader, and wake the caller that leads next."""
+        while self._abandoned and self._lead(self._abort_abandoned):
+            pass
+        if not self._lock.locked():
+            for caller in tuple(self._callers)[:1]:
+                caller.woken.put(None)
