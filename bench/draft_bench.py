@@ -13,14 +13,14 @@ from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.engine_run import make_idle, profile_workload
 from titan.bench.predict import AcceptanceCounts
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import bench_parser, format_label, positive
+from titan.bench.report import add_target, bench_parser, format_label, positive
 from titan.bench.runs import Run, share_equal
 from titan.bench.samples import NO_DRAFT, Label, Sample
 from titan.bench.turns import Turns, error_line, in_rounds
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.limits import MAX_NODES
 from titan.draft.base import Drafter
-from titan.models.loader import DEMO, DTYPES
+from titan.models.loader import DTYPES
 
 QUICK = {"output_len": 48, "repeats": 1}
 BLOCK_SIZE = 16
@@ -123,7 +123,7 @@ def draft_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """The parser of both subcommands; ``--quick`` means `QUICK`."""
     parser = bench_parser(name, description)
     parser.add_argument("--quick", action="store_true", help="a first look: {output_len} tokens, {repeats} round".format(**QUICK))
-    parser.add_argument("--model", default=DEMO, help="folder or hub id of the target (default: %(default)s)")
+    add_target(parser)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="of the requests (default: %(default)s)")
     parser.add_argument("--concurrency", type=positive, default=1, help="requests at once (default: %(default)s)")

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from titan.bench.draft_bench import QUICK, DraftBench, Setting, draft_parser, take_workloads
 from titan.bench.draft_recipes import DraftRecipe
 from titan.bench.draft_report import make_report
-from titan.bench.prompts import SOURCES, SYNTHETIC, find_tokenizer
+from titan.bench.prompts import SOURCES, SYNTHETIC
 from titan.bench.report import measure_and_publish, parse, positive
-from titan.models.loader import DEMO, resolve_model
+from titan.models.loader import DEMO, load_tokenizer, resolve_model
 
 DEMO_DRAFTS = ("demo", "demo,tokens=2", "demo,tree=dynamic,tokens=8", "demo,bits=4", "truncated:1", "ngram")
 OTHER_DRAFTS = ("truncated:1", "truncated:2", "ngram")
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(parser, argv, QUICK)
     drafts = args.draft or (DEMO_DRAFTS if args.model == DEMO else OTHER_DRAFTS)
     recipes = [DraftRecipe.parse(text, args.max_draft_tokens) for text in dict.fromkeys(drafts)]
-    has_text = find_tokenizer(resolve_model(args.model, "target")) is not None
+    has_text = load_tokenizer(resolve_model(args.model, "target")) is not None
     settings, problems = [], []
     for source in args.workload or (SOURCES if has_text else [SYNTHETIC]):
         try:

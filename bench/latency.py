@@ -29,7 +29,7 @@ from titan.bench.arrivals import TraceEntry, draw_arrivals, read_trace, read_var
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.latency_report import RATE, latency_report, load_figures
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import bench_parser, measure_and_publish, parse, positive
+from titan.bench.report import add_target, bench_parser, measure_and_publish, parse, positive
 from titan.bench.runs import Run, latency_figures
 from titan.bench.samples import NO_DRAFT, Sample
 from titan.bench.turns import Turns, in_rounds
@@ -161,7 +161,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = bench_parser("latency", __doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="a first look: two rates, 32 requests, one round")
-    add("--model", default=DEMO, help="folder or hub id of the target (default: the demo pair)")
+    add_target(parser)
     add("--draft-model", help="folder or hub id of the draft, or ngram (default: the demo's, or none)")
     add("--dtype", choices=list(DTYPES), default="bfloat16")
     add("--max-draft-tokens", type=positive, default=4, help="per request and step (default: %(default)s)")

@@ -45,7 +45,7 @@ def prompt_stream(model: str, source: str, lengths: Lengths, seed: int) -> Itera
         ValueError: the source is unknown, needs a tokenizer that the model lacks, or holds no prompts.
     """
     folder = resolve_model(model, "target")
-    tokenizer = find_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     if source == "auto":
         source = SYNTHETIC if tokenizer is None else "code"
     if source == SYNTHETIC:
@@ -58,14 +58,6 @@ def prompt_stream(model: str, source: str, lengths: Lengths, seed: int) -> Itera
         return file_prompts(tokenizer, Path(source), lengths)
     make_prompts = chat_prompts if source == "chat" else text_prompts
     return make_prompts(tokenizer, builtin_texts(source), lengths, seed)
-
-
-def find_tokenizer(folder: str) -> Any | None:
-    """The tokenizer of a model's folder or hub id; ``None`` if it has none."""
-    try:
-        return load_tokenizer(folder)
-    except ValueError:
-        return None
 
 
 def random_prompts(lengths: Lengths, vocab_size: int, seed: int) -> Iterator[list[int]]:

@@ -21,6 +21,7 @@ from titan.bench.provenance import Provenance, collect_provenance, provenance_li
 from titan.bench.samples import Label, Row, Sample
 from titan.bench.turns import log
 from titan.kernels.cpu.threads import available_cores
+from titan.models.loader import DEMO, download, resolve_model
 
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
@@ -97,6 +98,12 @@ def bench_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which model is the target; `parse` downloads the revision, and makes it ``args.model``."""
+    parser.add_argument("--model", default=DEMO, help="folder or hub id of the target (default: the demo pair)")
+    parser.add_argument("--revision", help="branch, tag or commit of a target on the hub (default: its main branch)")
+
+
 def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, quick: Mapping[str, Any] | None = None
 ) -> argparse.Namespace:
@@ -110,6 +117,8 @@ def parse(
         parser.error("--html needs matplotlib: pip install 'titan-spec[bench]'")
     args.command = f"{parser.prog} {shlex.join(argv)}".rstrip()
     torch.set_num_threads(args.threads)
+    if getattr(args, "revision", None):
+        args.model = download(resolve_model(args.model, "target"), args.revision)
     return args
 
 

@@ -25,7 +25,7 @@ from titan.bench.engine_run import profile_workload
 from titan.bench.floor import floor_seconds
 from titan.bench.modes import MODES, PEERS, TITAN, TITAN_DRAFT, LoadedModes, RunMode, load_modes, modes_at, possible_modes
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import bench_parser, count, measure_and_publish, parse, positive
+from titan.bench.report import add_target, bench_parser, count, measure_and_publish, parse, positive
 from titan.bench.runs import Run, latency_figures, share_equal
 from titan.bench.samples import Label, Sample
 from titan.bench.throughput_report import throughput_report
@@ -159,7 +159,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = bench_parser("throughput", __doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="a first look: float32, 1 and 8 at once, outputs of 16-64 tokens")
-    add("--model", default=DEMO, help="folder or hub id of the target (default: the demo pair)")
+    add_target(parser)
     add("--draft-model", help="folder or hub id of the draft, or ngram (default: the demo's, or none)")
     add("--dtype", nargs="+", choices=list(DTYPES), default=["float32", "bfloat16"], help="default: float32 bfloat16")
     add("--device", default="auto", help="of Titan: auto, cpu, cuda, cuda:N (default: %(default)s)")

@@ -74,6 +74,7 @@ class DraftContext:
     dtype: str
     backend: Backend
     prepare: Callable[[Any, KVTensor], Runner]
+    download_dir: str | None
     tokenizer: Any | None  # the target's, a transformers tokenizer
 
 

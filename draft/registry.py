@@ -35,6 +35,17 @@ def register(name: str, factory: DrafterFactory) -> None:
     _FACTORIES[name] = factory
 
 
+def check_draft(spec: DraftSpec, download_dir: str | None) -> None:
+    """Check that a draft's config, if it is a model, can be used; nothing else of it is downloaded.
+
+    Raises:
+        ValueError: it is not a model that can be loaded.
+    """
+    if isinstance(spec, str) and spec not in _FACTORIES:
+        with _naming_the_draft(spec):
+            load_config(resolve_model(spec, "draft"), download_dir=download_dir)
+
+
 def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
     """Create the drafter that ``spec`` stands for.
 
@@ -54,12 +65,12 @@ def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
     factory = _FACTORIES.get(spec)
     if factory is not None:
         return factory(context)
-    folder = resolve_model(spec, "draft")
+    folder, place = resolve_model(spec, "draft"), context.download_dir
     with _naming_the_draft(spec):
-        config = load_config(folder)
-    _check_vocabulary(spec, config, _find_tokenizer(folder), context)
+        config, tokenizer = load_config(folder, download_dir=place), load_tokenizer(folder, download_dir=place)
+    _check_vocabulary(spec, config, tokenizer, context)
     with _naming_the_draft(spec):
-        model = load_model(folder, dtype=context.dtype, backend=context.backend)
+        model = load_model(folder, dtype=context.dtype, backend=context.backend, download_dir=place)
     return DraftModelDrafter(spec, model, context)
 
 
@@ -85,14 +96,6 @@ def _naming_the_draft(spec: str) -> Iterator[None]:
     except ValueError as error:
         names = ", ".join(map(repr, sorted(_FACTORIES)))
         raise ValueError(f"draft_model={spec!r} cannot be used; besides models, {names} are allowed: {error}") from error
-
-
-def _find_tokenizer(folder: str) -> Any | None:
-    """Return the draft's tokenizer, or ``None`` if its folder has none."""
-    try:
-        return load_tokenizer(folder)
-    except ValueError:
-        return None
 
 
 def _check_vocabulary(spec: str, config: ModelConfig, tokenizer: Any | None, context: DraftContext) -> None:

@@ -321,6 +321,9 @@ class Backend(Protocol):
             ValueError: the kernels do not support the model.
         """
 
+    def free_memory(self) -> int:
+        """Return how many bytes can be allocated on the device."""
+
     def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
         """Return how many bytes the KV caches may take.
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.cuda_graphs import Capture, Replay, cuda_graph_capture
 from titan.kernels.triton.tools import INTERPRETED
@@ -40,4 +41,7 @@ make_capture = eager_capture if INTERPRETED else cuda_graph_capture
 
 def triton_backend() -> TritonBackend:
     """The back end of a CUDA device, on `DEVICE`."""
-    return TritonBackend(DEVICE, make_capture)
+    backend = TritonBackend(DEVICE, make_capture)
+    if INTERPRETED:
+        backend.free_memory = TorchBackend(DEVICE).free_memory  # type: ignore[method-assign]
+    return backend

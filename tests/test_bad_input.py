@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from stepping import greedy
 from text_tools import make_byte_tokenizer, make_tokenizer
 from tiny_models import make_model
@@ -29,6 +28,8 @@ from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import register
 from titan.draft.replay import ReplayDrafter
 from titan.memory.block_pool import BlockPool
+from titan.models.decoder import Decoder
+from titan.models.loader import load_model
 
 CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
 SEED = "an integer from 0 to 9223372036854775807"
@@ -83,6 +84,8 @@ ENGINE: dict[str, tuple[str, list[Any]]] = {
     "scheduling_policy": ("'fcfs'", ["lifo"]),
     "preemption_mode": ("'recompute'", ["swap"]),
     "swap_space": ("0", [4]),
+    "revision": ("a non-empty str or None", ["", 5]),
+    "download_dir": ("a non-empty str or None", [""]),
     "block_size": ("8, 16, 32, 64, 128", [24]),
     "num_kv_blocks": ("an integer >= 1", [0]),
     "kv_cache_memory": ("an integer >= 1", [1.5]),
@@ -159,6 +162,8 @@ class Homeless(NoDrafter):
         ({"device": "cuda:99"}, ["device='cuda:99'", "CUDA devices were found"]),
         ({"max_model_len": 257}, ["max_model_len=257", "at most 256"]),
         ({"kv_cache_memory": 100}, ["kv_cache_memory=100", "one block takes 12288 bytes"]),
+        ({"kv_cache_memory": 10**15}, ["kv_cache_memory=1000000000000000 is more than the", "bytes that are free", "at most"]),
+        ({"num_kv_blocks": 10**12}, ["num_kv_blocks=1000000000000 takes 12288000000000000 bytes", "are free: at most", "blocks"]),
         ({"tokenizer": "/no/such/folder"}, ["tokenizer='/no/such/folder'", "does not exist"]),
         ({"draft_model": "/no/such/folder"}, ["draft_model='/no/such/folder'", "'ngram'", "does not exist"]),
         ({"draft_model": 5}, ["draft_model=5", "None, a name, a folder, a hub id, or a Drafter"]),
@@ -311,16 +316,20 @@ def test_swapping_the_draft_of_an_engine_that_must_not_speculate(zoo: Zoo, optio
         llm.swap_draft("ngram")
 
 
-def test_logits_that_are_not_finite_abort_the_request_that_met_them(zoo: Zoo, tmp_path: Path) -> None:
+def test_logits_that_are_not_finite_abort_the_request_that_met_them(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedding of one token is NaN; the last request may find the second's blocks in the cache."""
-    make_model(tmp_path)
+
+    def load(*args: Any, **options: Any) -> Decoder:
+        model = load_model(*args, **options)
+        model.embedding[unused] = torch.nan
+        return model
+
     good = random_prompts(3, seed=9, max_len=30)
     expected = [zoo.greedy("llama", prompt, 10, ignore_eos=True) for prompt in good]
     unused = min(set(range(3, 131)) - {token for tokens in (*good, *expected) for token in tokens})
-    weights = load_file(file := tmp_path / "model.safetensors")
-    weights["model.embed_tokens.weight"][unused] = torch.nan
-    save_file(weights, file, metadata={"format": "pt"})
-    llm = LLM(str(tmp_path), str(tmp_path), num_kv_blocks=40, block_size=8, prefill_chunk_size=8, max_batch_size=2, **CPU)
+    for room in ("titan.engine", "titan.draft.registry"):
+        monkeypatch.setattr(f"{room}.load_model", load)
+    llm = LLM(zoo.path("llama"), zoo.path("llama"), num_kv_blocks=40, block_size=8, prefill_chunk_size=8, max_batch_size=2, **CPU)
     bad = [*good[1][:9], unused, *good[1][9:]]
     outputs = llm.generate([good[0], bad, *good[1:], bad], greedy(10, ignore_eos=True), use_tqdm=False)
     assert [outputs.pop(i).error for i in (4, 1)] == ["the target's logits are not finite"] * 2

@@ -13,13 +13,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from back_ends import BEST
-from tiny_models import reference_logits
+from tiny_models import make_model, reference_logits
 from zoo import Zoo
 
 from titan import LLM, RequestOutput, SamplingParams, __version__
 from titan.cli import main
 from titan.kernels.cpu.kinds import CPU_KERNELS
 from titan.kernels.cpu.library import LoadedLibrary, load_library
+from titan.kernels.cpu.runner import TRAITS
 
 ESCAPE = "\x1b["
 ROOT = Path(__file__).parents[1]
@@ -118,12 +119,13 @@ def test_a_drafter_that_found_nothing_has_an_empty_tree(zoo: Zoo, capsys: pytest
     assert result["trees"][0]["token_ids"] == result["trees"][0]["path"] == []
 
 
-def info(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    assert main(["info", "--json"]) == 0
+def info(capsys: pytest.CaptureFixture[str], *options: str, status: int = 0) -> dict[str, str]:
+    assert main(["info", "--json", *options]) == status
     facts: dict[str, str] = json.loads(capsys.readouterr().out)
-    assert main(["info"]) == 0
+    assert main(["info", *options]) == status
     lines = [line.split("  ", 1) for line in capsys.readouterr().out.splitlines()]
-    assert {name: value.strip() for name, value in lines} == facts
+    changing = {"free memory": facts["free memory"]} if "free memory" in facts else {}
+    assert {name: value.strip() for name, value in lines} | changing == facts
     return facts
 
 
@@ -156,6 +158,37 @@ def test_info_outlives_a_card_that_is_too_old(capsys: pytest.CaptureFixture[str]
     facts = info(capsys)
     assert (facts["device"], facts["kernels"]) == ("Tesla T4", "Triton")
     assert facts["layers, float32"].startswith("none: device='cuda:0' is a Tesla T4 of compute capability 7.5")
+
+
+def test_info_tells_from_the_config_alone_whether_a_model_runs_and_in_how_much_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CPU_KERNELS, "auto")
+    if (loaded := load_library(BEST)).library is None:
+        pytest.skip(loaded.description)
+    model = make_model(tmp_path, "qwen2", tie_word_embeddings=True, max_position_embeddings=4096)
+    (tmp_path / "model.safetensors").unlink()
+    facts = info(capsys, "--model", str(tmp_path), "--dtype", "float16")
+    assert f"Qwen2ForCausalLM, {model.num_parameters():,} weights in float32" in facts["model"]
+    assert facts["runs"].startswith("yes, natively in float16: operation by operation in PyTorch, for ")
+    assert facts["runs"].endswith(" has no float16")
+    assert f"({2 * model.num_parameters():,} bytes) in float16" in facts["weights"]
+    sizes = {name: size for name, size in facts.items() if name.startswith("KV")}
+    assert sizes == {  # K and V, layers, heads, head_dim, float16
+        "KV, 1 token": f"{2 * 3 * 2 * 16 * 2} bytes",
+        "KV, 2,048 tokens": "768.0 KiB (786,432 bytes)",
+        "KV, 4,096 tokens (all)": "1.5 MiB (1,572,864 bytes)",
+    }
+    assert info(capsys, "--model", str(tmp_path))["runs"] == "yes, natively in float32: compiled C++ in every layer"
+    monkeypatch.setattr("titan.kernels.cpu.backend.TRAITS", TRAITS - {"tied_embedding"})
+    assert info(capsys, "--model", str(tmp_path))["runs"].endswith("for compiled C++ has no tied_embedding")
+
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "gelu"}))
+    facts = info(capsys, "--model", str(tmp_path), status=1)
+    assert facts["runs"].startswith("no: model ") and "hidden_act='gelu' is not supported" in facts["runs"]
+    assert main(["info", "--model", str(tmp_path / "none")]) == 2
+    assert "does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
@@ -24,6 +24,7 @@ from titan.core.step import Acceptance, StepPlan
 from titan.kernels.backend import choose_backend, choose_device
 from titan.kernels.interfaces import Backend
 from titan.llm import LLM
+from titan.model_info import model_facts
 from titan.models.loader import DTYPES as TORCH_DTYPES
 from titan.tree_view import LEGEND, VerifiedTree, render_tree, token_text, verified_trees
 
@@ -41,9 +42,11 @@ BENCHES = {
 WARM_UP_TOKENS = 24
 """Tokens generated before timing starts, so that one-time set-up is not measured."""
 
+REVISION_HELP = "branch, tag or commit of a model on the hub (default: its main branch)"
+
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "ignore_eos")
 """Options of ``titan generate`` that `SamplingParams` takes under the same names."""
-ENGINE_OPTIONS = ("dtype", "device", "num_threads", "max_draft_tokens", "draft_tree", "draft_sampling")
+ENGINE_OPTIONS = ("dtype", "revision", "device", "num_threads", "max_draft_tokens", "draft_tree", "draft_sampling")
 """Options of ``titan generate`` that `LLM` takes under the same names."""
 
 
@@ -116,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="continue a prompt and show the speed", description=_generate.__doc__))
     info = commands.add_parser("info", help="versions, device and kernels in use", description=_info.__doc__)
+    info.add_argument("--model", help="say instead, from its config alone, whether and how this model runs, and in how much memory")
+    info.add_argument("--revision", help=REVISION_HELP)
+    info.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model's weights and KV (default: auto)")
     info.add_argument("--json", action="store_true", help="print one JSON object")
     bench = commands.add_parser("bench", help=f"benchmarks: {', '.join(BENCHES)}", add_help=False)
     bench.add_argument("bench", nargs="?", choices=BENCHES, help="which benchmark; its own options follow (try --help)")
@@ -146,6 +152,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("prompt", help='the text to continue, for example "def quicksort("')
     add("--model", default="demo", help="target: demo, a folder or a hub id (default: demo)")
     add("--draft-model", help="draft: demo, a folder, a hub id, ngram, or none (default: demo with the demo model, else none)")
+    add("--revision", help=REVISION_HELP)
     add("--max-tokens", type=int, default=256, help="most tokens to generate (default: 256)")
     add("--max-draft-tokens", type=int, default=6, help="most draft tokens per step (default: 6)")
     add(
@@ -319,8 +326,12 @@ def _as_json(run: Run, plain: Run | None, difference: Difference | None) -> dict
 
 
 def _info(args: argparse.Namespace) -> int:
-    """Print the versions of Titan and its dependencies, the device, and the kernels in use."""
+    """Print the versions of Titan and its dependencies, the device, and the kernels in use; or what running a model takes."""
     backend = choose_backend(choose_device("auto"))
+    if args.model:
+        runs, facts = model_facts(args.model, args.revision, args.dtype, backend)
+        _print_facts({**facts, **backend.facts()}, args.json)
+        return 0 if runs else 1
     facts = {
         "titan": __version__,
         "python": platform.python_version(),
@@ -328,12 +339,16 @@ def _info(args: argparse.Namespace) -> int:
         **backend.facts(),
         **{f"layers, {name}": _layer_kernels(backend, dtype) for name, dtype in TORCH_DTYPES.items()},
     }
-    if args.json:
+    _print_facts(facts, args.json)
+    return 0
+
+
+def _print_facts(facts: Mapping[str, str], as_json: bool) -> None:
+    if as_json:
         print(json.dumps(facts))
     else:
         width = max(map(len, facts))
         print("\n".join(f"{name:{width}}  {value}" for name, value in facts.items()))
-    return 0
 
 
 def _layer_kernels(backend: Backend, dtype: torch.dtype) -> str:

@@ -16,7 +16,7 @@ from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees, TreeLimits
 from titan.draft.base import CachingDrafter, DraftContext, Drafter
-from titan.draft.registry import DraftSpec, create_drafter
+from titan.draft.registry import DraftSpec, check_draft, create_drafter
 from titan.execute.batch import split_logits, target_batch
 from titan.execute.memory_profile import run_largest_pass
 from titan.kernels.backend import choose_backend, choose_device
@@ -64,15 +64,23 @@ class Engine:
         self.backend.activate()
         block_size, max_batch_size = config.memory.block_size, config.schedule.max_batch_size
         self.backend.check_limits(block_size=block_size, max_batch_size=max_batch_size)
+        is_drafting = config.speculation.use_speculative and config.speculation.max_draft_tokens > 0
+        if is_drafting:
+            check_draft(draft, config.model.download_dir)  # before the target's weights are downloaded
         target = model
         if not isinstance(target, Decoder):
-            target = load_model(resolve_model(target, "target"), dtype=config.model.dtype, backend=self.backend)
+            target = load_model(
+                resolve_model(target, "target"),
+                dtype=config.model.dtype,
+                backend=self.backend,
+                revision=config.model.revision,
+                download_dir=config.model.download_dir,
+            )
         self.model_config = target.config
         self.dtype = target.dtype
         self.max_model_len = _max_model_len(config.model, self.model_config)
         self.passes = PassCounts()
         self._tokenizer = tokenizer
-        is_drafting = config.speculation.use_speculative and config.speculation.max_draft_tokens > 0
         max_blocks = -(-self.max_model_len // block_size)
         num_drafts = config.speculation.max_draft_tokens if is_drafting else 0
         self._pass_limits = PassLimits(max_batch_size, 1 + num_drafts, max_blocks)
@@ -82,6 +90,7 @@ class Engine:
             [target.kv_layout, *([] if drafter.kv is None else [drafter.kv])],
             max_batch_size * max_blocks,
             lambda: self._free_memory(target, config.memory.memory_utilization),
+            self.backend.free_memory,
         )
         self.limits = Limits(
             vocab_size=self.model_config.vocab_size,
@@ -195,6 +204,7 @@ class Engine:
             dtype=str(self.dtype).removeprefix("torch."),
             backend=self.backend,
             prepare=self._prepare,
+            download_dir=self.config.model.download_dir,
             tokenizer=self._tokenizer,
         )
 

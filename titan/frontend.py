@@ -249,21 +249,27 @@ class FrontEnd:
                 logprob.decoded_token = self.tokenizer.decode([token_id])
 
 
-def choose_tokenizer(model: str, tokenizer: str | None) -> Any | None:
+def choose_tokenizer(model: str, tokenizer: str | None, revision: str | None = None, download_dir: str | None = None) -> Any | None:
     """Load the requested tokenizer, or else the target model's; return ``None`` if it has none.
 
+    Args:
+        model: "demo", a folder or a hub id.
+        tokenizer: likewise; ``None`` = the model's.
+        revision: of the model on the hub; a requested tokenizer is that of its main branch.
+        download_dir: as of `titan.core.options.ModelOptions`.
+
     Raises:
-        ValueError: the requested tokenizer cannot be used.
+        ValueError: the tokenizer cannot be used, or the requested one does not exist.
     """
-    if tokenizer is not None:
-        try:
-            return load_tokenizer(resolve_model(tokenizer, "target"))
-        except ValueError as error:
-            raise ValueError(f"tokenizer={tokenizer!r} cannot be used: {error}") from error
+    if tokenizer is None:
+        return load_tokenizer(resolve_model(model, "target"), revision, download_dir)
     try:
-        return load_tokenizer(resolve_model(model, "target"))
-    except ValueError:
-        return None
+        loaded = load_tokenizer(resolve_model(tokenizer, "target"), download_dir=download_dir)
+    except ValueError as error:
+        raise ValueError(f"tokenizer={tokenizer!r} cannot be used: {error}") from error
+    if loaded is None:
+        raise ValueError(f"tokenizer={tokenizer!r} has no tokenizer: it must be a folder or hub id with tokenizer.json")
+    return loaded
 
 
 def _draw_seed(source: np.random.SeedSequence) -> int:

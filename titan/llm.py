@@ -14,7 +14,7 @@ from titan.core.sampling_params import SamplingParams
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 from titan.frontend import FrontEnd, choose_tokenizer
-from titan.models.loader import load_sampling_defaults, resolve_model
+from titan.models.loader import load_config, load_sampling_defaults, resolve_model
 from titan.prompts import Prompt, as_prompts
 from titan.vllm_names import LLMOptions, translate
 
@@ -55,9 +55,14 @@ class LLM:
         config, draft_model = translate(options, _as_draft(draft_model))
         if not isinstance(model, str | PathLike):
             raise ValueError(f"model={model!r} is not allowed: it must be 'demo', a folder or a Hugging Face hub id")
-        self._default_params = _default_params(fspath(model)) if config.model.generation_config == "auto" else SamplingParams()
-        target_tokenizer = choose_tokenizer(fspath(model), tokenizer)
-        self.engine = Engine(config, fspath(model), _as_draft(draft_model), target_tokenizer)
+        target = fspath(model)
+        place = config.model.revision, config.model.download_dir
+        load_config(resolve_model(target, "target"), *place)  # before more is downloaded
+        self._default_params = SamplingParams()
+        if config.model.generation_config == "auto":
+            self._default_params = _default_params(target, *place)
+        target_tokenizer = choose_tokenizer(target, tokenizer, *place)
+        self.engine = Engine(config, target, draft_model, target_tokenizer)
         self.frontend = FrontEnd(self.engine, target_tokenizer)
 
     def get_tokenizer(self) -> Any:
@@ -203,8 +208,8 @@ class LLM:
         return self.frontend.loop.between_steps(lambda: _diagnose(self.engine))
 
 
-def _default_params(model: str) -> SamplingParams:
-    values = load_sampling_defaults(resolve_model(model, "target"))
+def _default_params(model: str, revision: str | None, download_dir: str | None) -> SamplingParams:
+    values = load_sampling_defaults(resolve_model(model, "target"), revision, download_dir)
     try:
         return SamplingParams(**values)
     except ValueError as error:

@@ -1,6 +1,7 @@
 """Compiles the C++ of this folder for a kind of processor, once, and loads it.
 
-The library is kept in the user's cache folder under a name that changes with the source, the compiler and the processor.
+The library is kept in the user's cache folder, under a name that changes with the source, the compiler and the processor, and that
+holds its checksum: a file that was cut short would be loaded, and crash later.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ FLAGS = (
     f"-DTITAN_MAX_NODES={MAX_NODES}",
     *(f"-DTITAN_{purpose.name}={purpose.value}" for purpose in Purpose),
 )
+LOG = logging.getLogger(__name__)
 COMPILE_SECONDS = 120
 """Time limit of a run of the compiler."""
 
@@ -56,28 +58,29 @@ def load_library(kind: Kind) -> LoadedLibrary:
         return _without_library("no C++ compiler was found (c++, g++, clang++, or the variable CXX)")
     command = [*shlex.split(compiler), *FLAGS, *kind.flags]
     try:
-        path = _library_path(command)
-        library = _open(command, path)
+        identity = _identity(command)
+        folder = _cache_folder()
+        path = folder and _find(folder, identity)
+        if path is None and folder is not None and os.access(folder, os.W_OK):
+            path = _compile(command, folder, identity, "once")
+        if path is not None:
+            library, place = ctypes.CDLL(str(path)), str(path)
+        else:
+            with tempfile.TemporaryDirectory(prefix="titan-") as temporary:  # loaded, it needs its file no more
+                note = "at every start, because the cache folder cannot be written: set XDG_CACHE_HOME to one that can"
+                library, place = ctypes.CDLL(str(_compile(command, Path(temporary), identity, note))), "not kept"
     except (OSError, subprocess.SubprocessError) as error:
         return _without_library(f"{compiler}: {_reason(error)}")
-    return LoadedLibrary(library, f"{kind.name} ({kind.description}), compiled by {compiler}: {path}")
+    return LoadedLibrary(library, f"{kind.name} ({kind.description}), compiled by {compiler}: {place}")
 
 
 def _without_library(reason: str) -> LoadedLibrary:
-    logging.getLogger(__name__).warning(
-        "the kernels of this CPU are PyTorch's, which are several times slower; not compiled: %s", reason
+    LOG.warning(
+        "the kernels of this CPU are PyTorch's, which are several times slower; not compiled: %s; with TITAN_CPU_KERNELS=torch "
+        "nothing is compiled, and this is not said",
+        reason,
     )
     return LoadedLibrary(None, f"not compiled: {reason}")
-
-
-def _open(command: list[str], path: Path) -> ctypes.CDLL:
-    if not path.exists():
-        _compile(command, path)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:  # a truncated file
-        _compile(command, path)
-        return ctypes.CDLL(str(path))
 
 
 def _reason(error: Exception) -> str:
@@ -86,21 +89,31 @@ def _reason(error: Exception) -> str:
     return next((line for line in lines if "error" in line), lines[-1] if lines else str(error))
 
 
-def _library_path(command: list[str]) -> Path:
+def _identity(command: list[str]) -> str:
+    """Return text that differs between libraries of different sources, compilers and processors."""
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS).stdout
     sources = [file.read_text(encoding="utf-8") for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
-    identity = "\n".join((*sources, version, *command, platform.machine(), _processor()))
-    return _cache_folder() / f"cpu_kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    return _digest("\n".join((*sources, version, *command, platform.machine(), _processor())).encode())
 
 
-def _cache_folder() -> Path:
-    """Return the user's cache folder, or one for this process if the user has none that is writable."""
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _cache_folder() -> Path | None:
+    """Return the user's cache folder; ``None`` if the user has none."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # Path.home() raises the latter for a user without a home
-        return Path(tempfile.mkdtemp(prefix="titan-"))
-    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="titan-"))
+        return None
+    return folder
+
+
+def _find(folder: Path, identity: str) -> Path | None:
+    """Return the library of an identity, if there is one that is whole."""
+    paths = folder.glob(f"cpu_kernels-{identity}-*.so")
+    return next((path for path in paths if path.stem.endswith(_digest(path.read_bytes()))), None)
 
 
 def _processor() -> str:
@@ -112,9 +125,11 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
-def _compile(command: list[str], path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # other processes may compile at the same time
-        built = Path(folder) / path.name
+def _compile(command: list[str], folder: Path, identity: str, how_often: str) -> Path:
+    """Compile the library into a folder and return its path; ``how_often`` is for the message."""
+    LOG.warning("compiling the kernels of this CPU, which takes some seconds (%s)", how_often)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:  # other processes may compile at the same time
+        built = Path(temporary) / "cpu_kernels.so"
         full_command = [*command, str(SOURCE), "-o", str(built)]
         subprocess.run(full_command, capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
-        built.replace(path)
+        return built.replace(folder / f"cpu_kernels-{identity}-{_digest(built.read_bytes())}.so")

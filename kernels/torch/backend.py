@@ -59,11 +59,13 @@ class TorchBackend:
     def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:
         return TorchRunner(self, model, kv)
 
+    def free_memory(self) -> int:
+        return int(psutil.virtual_memory().available)
+
     def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
-        memory = psutil.virtual_memory()
         if utilization is None:
-            return int(memory.available * KV_MEMORY_SHARE)
-        return max(0, int(memory.available - (1 - utilization) * memory.total))
+            return int(self.free_memory() * KV_MEMORY_SHARE)
+        return max(0, int(self.free_memory() - (1 - utilization) * psutil.virtual_memory().total))
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         return [torch.from_numpy(array).to(self.device) for array in arrays]

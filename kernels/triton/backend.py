@@ -74,6 +74,11 @@ class TritonBackend:
             return TritonRunner(self, model, kv, limits, counts, self._capture())
         return TorchRunner(self, model, kv)
 
+    def free_memory(self) -> int:
+        """See `titan.kernels.interfaces.Backend`; what PyTorch holds in reserve for later allocations counts as free."""
+        in_reserve = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + in_reserve
+
     def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
         """See `titan.kernels.interfaces.Backend`; what PyTorch holds in reserve for later allocations counts as free."""
         torch.cuda.empty_cache()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -37,16 +39,21 @@ def load_again(kind: Kind = NATIVE) -> str:
     return loaded.description
 
 
-def test_it_is_compiled_once_for_a_source_and_again_where_it_was_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_is_compiled_once_for_a_source_and_again_where_it_was_cut_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     description = load_again()
     (built,) = (tmp_path / "titan").iterdir()
     assert str(built) in description
     cut_off = tmp_path / "other" / "titan" / built.name  # of a path that this process has loaded, the system reads no file
     cut_off.parent.mkdir(parents=True)
-    cut_off.write_bytes(b"\x7fELF")
+    cut_off.write_bytes(built.read_bytes()[:-1])  # it could be loaded
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     load_again()
+    assert cut_off.read_bytes() == built.read_bytes()
+    assert caplog.text.count("compiling the kernels of this CPU, which takes some seconds (once)") == 2
     monkeypatch.setattr(cpu_library, "_compile", None)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # it need not be writable
     load_again()
     cpu_library.SOURCE.write_text(cpu_library.SOURCE.read_text(encoding="utf-8") + "\n", encoding="utf-8")
     load_library.cache_clear()
@@ -71,17 +78,34 @@ def test_a_compiler_that_fails_is_told_with_its_error(
     assert list(tmp_path.glob("titan/*")) == []
 
 
-def test_a_user_without_a_home_gets_a_folder_and_may_name_a_compiler_with_options(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
+def test_without_a_compiler_what_it_costs_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert load_library(NATIVE).library is load_library(NATIVE).library is None
+    assert caplog.messages == [
+        "the kernels of this CPU are PyTorch's, which are several times slower; not compiled: no C++ compiler was found (c++, g++, "
+        "clang++, or the variable CXX); with TITAN_CPU_KERNELS=torch nothing is compiled, and this is not said"
+    ]
 
+
+@pytest.mark.parametrize("cache", ["a file", "no home", "read-only"])
+def test_without_a_cache_folder_nothing_is_left_behind_and_a_compiler_may_have_options(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, cache: str
+) -> None:
     monkeypatch.setenv("CXX", f"{COMPILER} -DNOTHING")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert str(tmp_path) in load_again()
+    if cache == "a file":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cpu_library.SOURCE))
+    elif cache == "read-only":
+        monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", MagicMock(side_effect=RuntimeError("Could not determine home directory.")))
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    assert load_again().endswith(f"compiled by {COMPILER} -DNOTHING: not kept")
+    assert load_library(NATIVE).library.one() == 1  # type: ignore[union-attr]
+    assert list(temporary.iterdir()) == list(tmp_path.glob("titan/*")) == []
+    assert "at every start, because the cache folder cannot be written: set XDG_CACHE_HOME" in caplog.text
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="kinds of other processors")

@@ -88,3 +88,10 @@ def unknown_names(unknown: Iterable[str], allowed: Sequence[str]) -> str:
         close = get_close_matches(name, allowed, n=1)
         listed.append(f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name))
     return f"there is no option {', '.join(listed)}; allowed: {', '.join(allowed)}"
+
+
+def check_text(name: str, value: object) -> str | None:
+    """Return a value that must be text that is not empty, or ``None``."""
+    if value is not None and not (isinstance(value, str) and value):
+        raise ValueError(f"{name}={value!r} is not allowed: it must be a non-empty str or None")
+    return value

@@ -18,6 +18,7 @@ from titan.core.checks import (
     check_choice,
     check_integer,
     check_number,
+    check_text,
     is_integer,
     store,
     unknown_names,
@@ -47,6 +48,8 @@ class ModelOptions:
         num_threads: threads of a CPU; ``None`` = one per physical core that the process may use, at most as many as PyTorch has.
         seed: for the requests that have none; ``None`` = another one for each engine.
         max_model_len: maximum tokens of a request, prompt and output; ``None`` = the model's positions.
+        revision: branch, tag or commit of the target, and of its tokenizer, on the hub; ``None`` = the main branch.
+        download_dir: folder for downloads from the hub; ``None`` = the hub library's cache.
         generation_config: where a call has no sampling params, "auto" uses those of the model's generation_config.json, and
             "vllm" (its name for it) `SamplingParams()`.
     """
@@ -56,6 +59,8 @@ class ModelOptions:
     num_threads: int | None = None
     seed: int | None = 0
     max_model_len: int | None = None
+    revision: str | None = None
+    download_dir: str | None = None
     generation_config: str = "auto"
 
     def __post_init__(self) -> None:
@@ -67,6 +72,8 @@ class ModelOptions:
             seed=randbits(63) if self.seed is None else check_integer("seed", self.seed, 0, 2**63 - 1),
             num_threads=_check_optional("num_threads", self.num_threads, MAX_THREADS),
             max_model_len=_check_optional("max_model_len", self.max_model_len),
+            revision=check_text("revision", self.revision),
+            download_dir=check_text("download_dir", self.download_dir),
             generation_config=check_choice("generation_config", self.generation_config, GENERATION_CONFIGS),
         )
 
@@ -209,6 +216,8 @@ class EngineOptions(TypedDict, total=False):
     num_threads: int | None
     seed: int | None
     max_model_len: int | None
+    revision: str | None
+    download_dir: str | None
     generation_config: str
     use_speculative: bool
     max_draft_tokens: int

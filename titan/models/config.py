@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from titan.core.batch import Window
+from titan.core.checks import check_choice, check_integer
 from titan.core.kv_tensor import KVGroup, KVLayout
 from titan.models.registry import ARCHITECTURES
 from titan.models.rope import Rope, read_rope
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
+MAX_SIZE = 2**24
+"""Above all sizes that models have, and low enough that nothing made of one size alone exceeds memory."""
+CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,8 @@ class ModelConfig:
             raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
         if head_dim % 2:
             raise ValueError(f"head_dim={head_dim} is odd: rotary embeddings need an even one")
+        if not 0 <= config.rms_norm_eps < 1:
+            raise ValueError(f"rms_norm_eps={config.rms_norm_eps} is not allowed: it must be a number in [0, 1)")
         family = ARCHITECTURES[architecture](config)
         max_position_embeddings = config.max_position_embeddings
         # A window as long as the model's positions is no window.
@@ -94,8 +104,27 @@ class ModelConfig:
         return KVLayout((KVGroup(self.num_layers, self.num_kv_heads, self.head_dim),), dtype)
 
 
-def as_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Return the token ids of a config entry, which may be one id, a list or ``None``."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def check_fields(content: Mapping[str, Any]) -> None:
+    """Check entries of a config.json on which others are based; what is missing has transformers' defaults.
+
+    Raises:
+        ValueError: names the entry, its value and what is allowed.
+    """
+    for name in (*SIZES, *OPTIONAL_SIZES):
+        if name in content and (content[name] is not None or name in SIZES):
+            check_integer(name, content[name], 1, MAX_SIZE)
+    for name in ("dtype", "torch_dtype"):
+        if content.get(name) is not None:
+            check_choice(name, content[name], CHECKPOINT_DTYPES)
+
+
+def as_token_ids(value: object) -> tuple[int, ...]:
+    """Return the end tokens of a config, which may be one id, a list or ``None``.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    token_ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in token_ids):
+        raise ValueError(f"eos_token_id={value!r} is not allowed: it must be a token id, a list of them, or null")
+    return tuple(token_ids)

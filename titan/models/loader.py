@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from titan.kernels.interfaces import Backend
-from titan.models.config import ModelConfig, as_token_ids
+from titan.models.config import ModelConfig, as_token_ids, check_fields
 from titan.models.decoder import Decoder
+from titan.models.files import WHAT_IS_READ, ModelFiles, one_line
 from titan.models.registry import check_supported
 
 if TYPE_CHECKING:
@@ -29,18 +31,21 @@ WEIGHT_DTYPES = {"F32", "BF16", "F16"}
 CHUNK_BYTES = 8 * 2**20
 """Approximate size of the pieces in which weights are copied, so that few pages of a file are mapped at a time."""
 
-GENERATION_CONFIG = "generation_config.json"
 SAMPLING_DEFAULTS = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
 SAMPLING_DEFAULTS |= {"max_new_tokens": "max_tokens"}
 """Names in a generation config, and in `SamplingParams`."""
-CONFIG_FILES = ["*.json"]
-TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 MAX_SHARED_NUMBERS = 2**24
 """Size of the largest weight whose place in memory is shared while it is packed; the allocator gives larger ones back at once."""
 
-WEIGHT_FILES = ["*.json", "*.safetensors"]
+CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
 WEIGHT_INDEX = "model.safetensors.index.json"
 SINGLE_WEIGHT_FILE = "model.safetensors"
+CONFIG_FILES = (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG, WEIGHT_INDEX)
+"""Small files, which say what else is read."""
+
+TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+TOKENIZER_SIGNS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model")
+"""Files of which a folder with a tokenizer has at least one."""
 
 
 def resolve_model(name: str, role: Literal["target", "draft"]) -> str:
@@ -65,48 +70,98 @@ def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, backend: Ba
     raise ValueError(f"dtype={dtype!r} is not allowed: it must be one of auto, {', '.join(DTYPES)}")
 
 
-def load_config(path_or_id: str) -> ModelConfig:
-    """Read the config of a model from a folder or a hub id.
+def load_config(path_or_id: str, revision: str | None = None, download_dir: str | None = None) -> ModelConfig:
+    """Read the config of a model from a folder or a hub id; nothing else is downloaded.
+
+    Args:
+        path_or_id: a folder or hub id.
+        revision: branch, tag or commit on the hub; ``None`` = its main branch.
+        download_dir: folder for downloads; ``None`` = the hub library's cache.
 
     Raises:
         ValueError: the model does not exist, has no config, or is not supported.
     """
-    return _read_config(_locate(path_or_id, CONFIG_FILES), path_or_id)
+    return read_config(ModelFiles(path_or_id, revision, download_dir))
 
 
-def load_sampling_defaults(path_or_id: str) -> dict[str, Any]:
+def load_sampling_defaults(path_or_id: str, revision: str | None = None, download_dir: str | None = None) -> dict[str, Any]:
     """Read what the generation_config.json of a model says about sampling, by the names of `SamplingParams`; empty without one.
+
+    Args:
+        path_or_id: a folder or hub id.
+        revision: as in `load_config`.
+        download_dir: as in `load_config`.
 
     Raises:
         ValueError: the model does not exist, or the file is not a JSON object.
     """
-    file = _locate(path_or_id, CONFIG_FILES) / GENERATION_CONFIG
-    content = _read_json(file, path_or_id) if file.is_file() else {}
+    files = ModelFiles(path_or_id, revision, download_dir)
+    is_there = (files.fetch(GENERATION_CONFIG) / GENERATION_CONFIG).is_file()
+    content = files.read_json(GENERATION_CONFIG) if is_there else {}
     return {ours: content[name] for name, ours in SAMPLING_DEFAULTS.items() if content.get(name) is not None}
 
 
-def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
-    """Read the tokenizer of a model from a folder or a hub id.
+def load_tokenizer(path_or_id: str, revision: str | None = None, download_dir: str | None = None) -> PreTrainedTokenizerBase | None:
+    """Read the tokenizer of a model from a folder or a hub id; ``None`` if the model has none.
+
+    Args:
+        path_or_id: a folder or hub id.
+        revision: as in `load_config`.
+        download_dir: as in `load_config`.
 
     Raises:
-        ValueError: the model does not exist, or has no tokenizer that can be read.
+        ValueError: the model does not exist, or its tokenizer cannot be read.
     """
     from transformers import AutoTokenizer
 
-    folder = _locate(path_or_id, TOKENIZER_FILES)
+    files = ModelFiles(path_or_id, revision, download_dir)
+    folder = files.fetch(*TOKENIZER_FILES)
+    found = sorted({path.name for pattern in TOKENIZER_SIGNS for path in folder.glob(pattern)})
+    if not found:
+        return None
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"model {path_or_id!r} has no tokenizer that can be read: {error}") from error
+    except Exception as error:  # transformers and tokenizers raise whatever the damage leads to
+        for file in found:
+            if file.endswith(".json"):
+                files.read_json(file)
+        raise ValueError(f"model {path_or_id!r} has a tokenizer that cannot be read ({_some(found)}): {one_line(error)}") from error
+    if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}:
+        raise ValueError(
+            f"model {path_or_id!r} has a tokenizer without a vocabulary ({_some(found)}): it knows special tokens only"
+        )
     return tokenizer
 
 
+def download(path_or_id: str, revision: str | None) -> str:
+    """Return the folder of a model, of one on the hub after downloading all that is read of it.
+
+    Args:
+        path_or_id: a folder or hub id.
+        revision: as in `load_config`.
+
+    Raises:
+        ValueError: the model does not exist or is not supported.
+    """
+    files = ModelFiles(path_or_id, revision)
+    read_config(files)
+    return str(files.fetch(*CONFIG_FILES, *TOKENIZER_FILES, *_weight_files(files)))
+
+
 def load_model(
-    path_or_id: str, *, dtype: str | torch.dtype, backend: Backend, max_positions: int | None = None, pack: bool = True
+    path_or_id: str,
+    *,
+    dtype: str | torch.dtype,
+    backend: Backend,
+    max_positions: int | None = None,
+    pack: bool = True,
+    revision: str | None = None,
+    download_dir: str | None = None,
 ) -> Decoder:
     """Read a model from a folder or a hub id, ready to run.
 
-    The weights are streamed into the decoder piece by piece: besides them, only a few MiB of the files are mapped.
+    The config is read before any weights are downloaded, and only those files are that are loaded. The weights are streamed
+    into the decoder piece by piece: besides them, only a few MiB of the files are mapped.
 
     Args:
         path_or_id: a folder with config.json and safetensors weights, or a hub id.
@@ -114,96 +169,113 @@ def load_model(
         backend: that runs the model.
         max_positions: positions that can be run; by default all that the model was trained for.
         pack: pack the weights where possible; see `Decoder.prepare`.
+        revision: as in `load_config`.
+        download_dir: as in `load_config`.
 
     Raises:
         ValueError: the model does not exist, is not supported, or has weights that do not fit its config.
     """
     from accelerate import init_empty_weights
 
-    folder = _locate(path_or_id, WEIGHT_FILES)
-    config = _read_config(folder, path_or_id)
+    files = ModelFiles(path_or_id, revision, download_dir)
+    config = read_config(files)
     run_dtype = resolve_dtype(dtype, config.dtype, backend)
     with init_empty_weights(include_buffers=False):
         model = Decoder(config, dtype=run_dtype, backend=backend, max_positions=max_positions)
-    destinations, tensors = destinations_of(model), _find_tensors(folder, path_or_id)
+    destinations, tensors = destinations_of(model), _find_tensors(files)
     _check_weights(destinations, tensors, config, path_or_id)
     _load_weights(model, destinations, tensors, pack)
     model.prepare(pack=pack)
     return model
 
 
-def _locate(path_or_id: str, patterns: list[str]) -> Path:
-    """Return the folder of a model, downloading the files that match ``patterns`` if it is a hub id."""
-    folder = Path(path_or_id).expanduser()
-    if path_or_id and folder.is_dir():
-        return folder
-    if not path_or_id or path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") > 1:
-        raise ValueError(f"model {path_or_id!r} does not exist: it must be {DEMO!r}, a folder or a Hugging Face hub id")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+def read_config(files: ModelFiles) -> ModelConfig:
+    """Read the config of a model.
 
-    try:
-        return Path(snapshot_download(path_or_id, allow_patterns=patterns))
-    except GatedRepoError as error:
-        raise ValueError(f"model {path_or_id!r} is gated: ask for access on its hub page, then run `hf auth login`") from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(
-            f"model {path_or_id!r} does not exist: it must be {DEMO!r}, a folder or a Hugging Face hub id "
-            "(a private one needs `hf auth login`)"
-        ) from error
-    except (OSError, ValueError) as error:  # no network, a malformed id
-        raise ValueError(f"model {path_or_id!r} is no folder, and it cannot be had from the Hugging Face hub: {error}") from error
-
-
-def _read_config(folder: Path, name: str) -> ModelConfig:
+    Raises:
+        ValueError: as `load_config`.
+    """
     from transformers import AutoConfig
 
-    content = _read_json(folder / "config.json", name)
-    architecture = check_supported(content, name)
-    generation = folder / GENERATION_CONFIG
-    eos = as_token_ids(_read_json(generation, name).get("eos_token_id")) if generation.exists() else ()
-    try:
-        return ModelConfig.read(AutoConfig.from_pretrained(folder), architecture, eos or None)
-    except ValueError as error:
-        raise ValueError(f"model {name!r} has a config that cannot be used: {error}") from error
+    name, folder = files.name, files.fetch(*CONFIG_FILES)
+    if not (folder / CONFIG).is_file():
+        raise ValueError(_no_model(files) or f"model {name!r} has no {CONFIG} (found {_some(files.names())}): {WHAT_IS_READ}")
+    content = files.read_json(CONFIG)
+    generation = files.read_json(GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else {}
+    with _naming(name, GENERATION_CONFIG):
+        eos_token_ids = as_token_ids(generation.get("eos_token_id"))
+    with _naming(name, CONFIG):
+        architecture = check_supported(content)
+        check_fields(content)
+        return ModelConfig.read(AutoConfig.from_pretrained(folder), architecture, eos_token_ids or None)
 
 
-def _read_json(path: Path, name: str) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"model {name!r} has no {path.name}")
+@contextmanager
+def _naming(name: str, file: str) -> Iterator[None]:
+    """Add to an error which model and file it is about."""
     try:
-        content = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"model {name!r} has a {path.name} that is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"model {name!r} has a {path.name} that is not a JSON object")
-    return content
+        yield
+    except Exception as error:  # transformers raises whatever the damage leads to
+        raise ValueError(f"model {name!r} has a {file} that cannot be used: {one_line(error)}") from error
+
+
+def _no_model(files: ModelFiles) -> str | None:
+    """Return why files without a config or without weights are no model, if they are something else that is known."""
+    name, names = files.name, files.names()
+    if ADAPTER_CONFIG in names:
+        base = files.read_json(ADAPTER_CONFIG).get("base_model_name_or_path")
+        return f"model {name!r} is an adapter (LoRA) of {base!r}, not a model: merge it into that one, and give the merged model"
+    if gguf := [each for each in names if each.endswith(".gguf")]:
+        return f"model {name!r} has weights in GGUF ({_some(gguf)}), which is not supported: {WHAT_IS_READ}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
     """Location of a tensor of the checkpoint."""
 
+    model: str
     file: Path
+    key: str
     shape: tuple[int, ...]
 
 
-def _find_tensors(folder: Path, name: str) -> dict[str, _StoredTensor]:
-    """Read the headers of all weight files; return the tensors by name."""
+def _weight_files(files: ModelFiles) -> list[str]:
+    """Return the names of the weight files that are loaded.
+
+    Raises:
+        ValueError: the index is damaged.
+    """
+    if not (files.fetch(*CONFIG_FILES) / WEIGHT_INDEX).is_file():
+        return [SINGLE_WEIGHT_FILE]
+    weight_map = files.read_json(WEIGHT_INDEX).get("weight_map")
+    place = f"model {files.name!r} has a {WEIGHT_INDEX} with weight_map"
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(
+            f"{place}={reprlib.repr(weight_map)}, which is not allowed: it must be an object of weights and their files"
+        )
+    for key, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(
+                f"{place}[{key!r}]={file!r}, which is not allowed: it must be the name of a .safetensors file beside it"
+            )
+    return sorted(set(weight_map.values()))
+
+
+def _find_tensors(files: ModelFiles) -> dict[str, _StoredTensor]:
+    """Read the headers of all weight files, downloading them if need be; return the tensors by name."""
     from safetensors import SafetensorError, safe_open
 
-    index = folder / WEIGHT_INDEX
-    if index.is_file():
-        files = sorted({folder / file for file in _read_json(index, name).get("weight_map", {}).values()})
-    else:
-        files = [folder / SINGLE_WEIGHT_FILE]
+    name, weight_files = files.name, _weight_files(files)
+    folder = files.fetch(*weight_files)
     tensors = {}
-    for file in files:
+    for file in (folder / each for each in weight_files):
         if not file.is_file():
-            others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "none of another format"
+            found = [each for each in files.names() if each.endswith((".bin", ".safetensors", ".pt", ".pth"))]
             raise ValueError(
-                f"model {name!r} has no weight file {file.name}: weights must be in {SINGLE_WEIGHT_FILE} "
-                f"or in the files of {WEIGHT_INDEX} (found {others})"
+                _no_model(files)
+                or f"model {name!r} has no weight file {file.name}: weights must be in {SINGLE_WEIGHT_FILE} "
+                f"or in the files of {WEIGHT_INDEX} (found {_some(found)})"
             )
         try:
             with safe_open(file, framework="pt") as reader:
@@ -211,12 +283,12 @@ def _find_tensors(folder: Path, name: str) -> dict[str, _StoredTensor]:
                     stored = reader.get_slice(key)
                     if stored.get_dtype() not in WEIGHT_DTYPES:
                         raise ValueError(
-                            f"model {name!r} has weight {key!r} of dtype {stored.get_dtype()}, which is not supported: "
-                            f"it must be one of {', '.join(sorted(WEIGHT_DTYPES))}"
+                            f"model {name!r} has weight {key!r} of dtype {stored.get_dtype()} in {file.name}, which is not "
+                            f"supported: it must be one of {', '.join(sorted(WEIGHT_DTYPES))}"
                         )
-                    tensors[key] = _StoredTensor(file, tuple(stored.get_shape()))
-        except SafetensorError as error:
-            raise ValueError(f"model {name!r} has a damaged weight file {file.name}: {error}") from error
+                    tensors[key] = _StoredTensor(name, file, key, tuple(stored.get_shape()))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"model {name!r} has a damaged weight file {file.name}: {one_line(error)}") from error
     return tensors
 
 
@@ -285,7 +357,7 @@ def _check_weights(destinations: dict[str, Destination], tensors: dict[str, _Sto
     for key, destination in destinations.items():
         if tensors[key].shape != destination.shape:
             raise ValueError(
-                f"model {name!r} has weight {key!r} of shape {list(tensors[key].shape)}: "
+                f"model {name!r} has weight {key!r} of shape {list(tensors[key].shape)} in {tensors[key].file.name}: "
                 f"its config asks for {list(destination.shape)}"
             )
 
@@ -310,7 +382,7 @@ def _load_weights(model: Decoder, destinations: dict[str, Destination], tensors:
         is_shared = is_packed and shape.numel() <= MAX_SHARED_NUMBERS
         value = (buffer[: shape.numel()] if is_shared else empty(shape.numel())).view(shape)
         for key in keys:
-            _copy_tensor(value[destinations[key].rows], tensors[key], key)
+            _copy_tensor(value[destinations[key].rows], tensors[key])
         setattr(owner, parameter, nn.Parameter(model.ops.pack(value) if is_packed else value, requires_grad=False))
         del value
 
@@ -320,18 +392,22 @@ def _some(names: list[str], limit: int = 5) -> str:
     return f"{listed} and {len(names) - limit} more" if len(names) > limit else listed
 
 
-def _copy_tensor(target: Tensor, tensor: _StoredTensor, key: str) -> None:
-    """Copy a stored tensor piece by piece; one without the target's first dimension is broadcast along it."""
+def _copy_tensor(target: Tensor, tensor: _StoredTensor) -> None:
+    """Copy a stored tensor piece by piece; one without the target's first dimension is broadcast along it.
+
+    Raises:
+        ValueError: numbers of it are not finite, or not in the target's dtype.
+    """
     if target.dim() > len(tensor.shape):
-        target.copy_(_read_rows(tensor, key, slice(None)))
+        target.copy_(_read_rows(tensor, slice(None), target.dtype))
         return
     step = max(1, CHUNK_BYTES // max(1, target[:1].nbytes))
     for first in range(0, len(target), step):
-        target[first : first + step].copy_(_read_rows(tensor, key, slice(first, first + step)))
+        target[first : first + step].copy_(_read_rows(tensor, slice(first, first + step), target.dtype))
 
 
-def _read_rows(tensor: _StoredTensor, key: str, rows: slice) -> Tensor:
-    """Map some rows of a stored tensor.
+def _read_rows(tensor: _StoredTensor, rows: slice, dtype: torch.dtype) -> Tensor:
+    """Map some rows of a stored tensor, and check that a dtype holds their numbers.
 
     The file is reopened each time, because pages that were read stay mapped, and count as memory of the process,
     as long as the file is open.
@@ -339,5 +415,11 @@ def _read_rows(tensor: _StoredTensor, key: str, rows: slice) -> Tensor:
     from safetensors import safe_open
 
     with safe_open(tensor.file, framework="pt") as reader:
-        read: Tensor = reader.get_slice(key)[rows]
+        read: Tensor = reader.get_slice(tensor.key)[rows]
+    low, high = read.aminmax()
+    if not (low >= torch.finfo(dtype).min and high <= torch.finfo(dtype).max):  # a NaN fails as well
+        raise ValueError(
+            f"model {tensor.model!r} has weight {tensor.key!r} with numbers that are not finite in "
+            f"{str(dtype).removeprefix('torch.')}, in {tensor.file.name}: NaN and infinities are not allowed"
+        )
     return read

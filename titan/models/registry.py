@@ -52,27 +52,29 @@ ARCHITECTURES: dict[str, Callable[[PretrainedConfig], Family]] = {
 }
 
 
-def check_supported(config: Mapping[str, Any], name: str) -> str:
+def check_supported(content: Mapping[str, Any]) -> str:
     """Return the architecture named by the content of a config.json.
-
-    Args:
-        config: the parsed file.
-        name: the model's name, for messages.
 
     Raises:
         ValueError: the architecture or a feature is not supported.
     """
-    architectures = config.get("architectures") or ()
-    architecture = next((str(each) for each in architectures if each in ARCHITECTURES), None)
+    architectures: list[str] = content.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(each, str) for each in architectures):
+        raise ValueError(f"architectures={architectures!r} is not allowed: it must be a list of names")
+    architecture = next((each for each in architectures if each in ARCHITECTURES), None)
     if architecture is None:
         found = ", ".join(architectures) or "no architecture"
-        raise ValueError(f"model {name!r} is not supported: its config names {found}; supported are {', '.join(ARCHITECTURES)}")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ValueError(f"architectures names {found}; supported are {', '.join(ARCHITECTURES)}")
+    model_type, expected = content.get("model_type"), architecture.removesuffix("ForCausalLM").lower()
+    if model_type != expected:
+        raise ValueError(f"model_type={model_type!r} does not fit {architecture}: it must be {expected!r}")
+    if quantization := content.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise ValueError(
-            f"model {name!r} is quantized ({method}), which is not supported: use float32, bfloat16 or float16 weights"
+            f"quantization_config says that the weights are quantized ({method}), which is not supported: use float32, bfloat16 or "
+            "float16 weights"
         )
-    activation = config.get("hidden_act", "silu")
+    activation = content.get("hidden_act", "silu")
     if activation != "silu":
-        raise ValueError(f"model {name!r} has hidden_act={activation!r}, which is not supported: it must be 'silu'")
+        raise ValueError(f"hidden_act={activation!r} is not supported: it must be 'silu'")
     return architecture

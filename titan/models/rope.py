@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_NUMBERS = (
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow"),
+)
+"""Entries of ``rope_parameters`` that, where they are given, are above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +37,7 @@ def read_rope(config: PretrainedConfig, head_dim: int) -> Rope:
     """Read the rotary embedding of a transformers config.
 
     Raises:
-        ValueError: the rope type or a partial rotation is not supported.
+        ValueError: the rope type or a partial rotation is not supported, or an entry is not the number that it must be.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -42,6 +48,10 @@ def read_rope(config: PretrainedConfig, head_dim: int) -> Rope:
     partial = parameters.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise ValueError(f"partial_rotary_factor={partial} is not supported: it must be 1")
+    for name in ROPE_NUMBERS:
+        value = parameters.get(name)
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf):
+            raise ValueError(f"{name}={value!r} of the rotary embedding is not allowed: it must be a number above 0")
     if rope_type == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         inverse_frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0

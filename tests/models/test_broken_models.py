@@ -1,0 +1,305 @@
+"""Folders, files and hub repositories that are no models, or damaged ones: the command line says in one line what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
+from text_tools import make_tokenizer
+from tiny_models import make_model
+from torch import Tensor
+
+from titan import LLM
+from titan.bench.latency import parse_arguments
+from titan.cli import main
+from titan.kernels.torch.backend import TorchBackend
+from titan.models.loader import load_model
+
+Damage = Callable[[Path], object]
+INDEX = "model.safetensors.index.json"
+READ = "a model is a folder or hub id with config.json and weights in safetensors"
+CONFIG = "has a config.json that cannot be used: "
+SIZE = "is not allowed: it must be an integer from 1 to 16777216"
+NOT_FINITE = "with numbers that are not finite in float32, in model.safetensors: NaN and infinities are not allowed"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in one file, and beside it another in shards."""
+    folder = tmp_path_factory.mktemp("whole")
+    for name, size in (("one", "1GB"), ("shards", "30KB")):
+        make_model(folder / name, max_shard_size=size)
+        make_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+def write(file: str, content: str) -> Damage:
+    return lambda folder: (folder / file).write_text(content, encoding="utf-8")
+
+
+def edit(file: str, **changes: Any) -> Damage:
+    """Change entries of a JSON file."""
+    return lambda folder: (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
+
+
+def config(**changes: Any) -> Damage:
+    return edit("config.json", **changes)
+
+
+def weights(**changes: Tensor | None) -> Damage:
+    """Replace or add weights, or take them away; "__" stands for a dot."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        changed = load_file(path) | {name.replace("__", "."): weight for name, weight in changes.items()}
+        save_file({name: weight for name, weight in changed.items() if weight is not None}, path, metadata={"format": "pt"})
+
+    return damage
+
+
+def only(file: str, content: str) -> Damage:
+    """Leave nothing but a file."""
+
+    def damage(folder: Path) -> None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        write(file, content)(folder)
+
+    return damage
+
+
+ADAPTER = "is an adapter (LoRA) of 'some/base', not a model: merge it into that one, and give the merged model"
+BROKEN: dict[str, tuple[Damage, str]] = {
+    "no config": (only("notes.txt", ""), f"has no config.json (found notes.txt): {READ}"),
+    "GGUF": (only("a-Q4.gguf", ""), f"has weights in GGUF (a-Q4.gguf), which is not supported: {READ}"),
+    "adapter": (only("adapter_config.json", '{"base_model_name_or_path": "some/base"}'), ADAPTER),
+    "half a config": (write("config.json", "{"), "has a config.json that is not JSON: ..."),
+    "binary config": (lambda folder: (folder / "config.json").write_bytes(b"\xff"), "has a config.json that is not JSON: ..."),
+    "config of a list": (write("config.json", "[]"), "has a config.json that is not a JSON object"),
+    "architecture": (config(architectures=["GPT2"]), f"{CONFIG}architectures names GPT2; supported are LlamaForCausalLM, ..."),
+    "no architecture": (config(architectures=None), f"{CONFIG}architectures names no architecture; supported are ..."),
+    "architectures": (config(architectures=5), f"{CONFIG}architectures=5 is not allowed: it must be a list of names"),
+    "model type": (config(model_type="bert"), f"{CONFIG}model_type='bert' does not fit LlamaForCausalLM: it must be 'llama'"),
+    "quantized": (
+        config(quantization_config={"quant_method": "gptq"}),
+        f"{CONFIG}quantization_config says that the weights are quantized (gptq), which is not supported: use float32, ...",
+    ),
+    "activation": (config(hidden_act="gelu"), f"{CONFIG}hidden_act='gelu' is not supported: it must be 'silu'"),
+    "no KV heads": (config(num_key_value_heads=0), f"{CONFIG}num_key_value_heads=0 {SIZE}"),
+    "text for a size": (config(hidden_size="48"), f"{CONFIG}hidden_size='48' {SIZE}"),
+    "null for a size": (config(num_hidden_layers=None), f"{CONFIG}num_hidden_layers=None {SIZE}"),
+    "part of a head": (config(head_dim=2.5), f"{CONFIG}head_dim=2.5 {SIZE}"),
+    "heads": (config(num_key_value_heads=3), f"{CONFIG}num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
+    "odd head": (config(head_dim=3), f"{CONFIG}head_dim=3 is odd: rotary embeddings need an even one"),
+    "dtype": (config(dtype="int8"), f"{CONFIG}dtype='int8' is not supported; allowed: 'float32', 'bfloat16', 'float16'"),
+    "eps": (config(rms_norm_eps=-1.0), f"{CONFIG}rms_norm_eps=-1.0 is not allowed: it must be a number in [0, 1)"),
+    "truth": (config(mlp_bias="no"), f"{CONFIG}...mlp_bias"),  # in the words of transformers
+    "theta": (
+        config(rope_parameters={"rope_type": "default", "rope_theta": "1e4"}),
+        f"{CONFIG}rope_theta='1e4' of the rotary embedding is not allowed: it must be a number above 0",
+    ),
+    "rope type": (config(rope_parameters={"rope_type": "spiral"}), f"{CONFIG}rope type 'spiral' is not supported: ... default, "),
+    "rope without a factor": (config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), f"{CONFIG}...factor"),
+    "part of a rotation": (config(partial_rotary_factor=0.5), f"{CONFIG}partial_rotary_factor=0.5 is not supported: it must be 1"),
+    "end token": (
+        edit("generation_config.json", eos_token_id="a"),
+        "has a generation_config.json that cannot be used: eos_token_id='a' is not allowed: it must be a token id, a list ...",
+    ),
+    "tokenizer": (write("tokenizer.json", '{"a'), "has a tokenizer.json that is not JSON: ..."),
+    "tokenizer of a list": (write("tokenizer.json", "[]"), "has a tokenizer.json that is not a JSON object"),
+    "tokenizer of no parts": (write("tokenizer.json", "{}"), "has a tokenizer that cannot be read (tokenizer.json, ..."),
+    "tokenizer of nothing": (
+        edit("tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": []}),
+        "has a tokenizer without a vocabulary (tokenizer.json, ...): it knows special tokens only",
+    ),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "a.bin"),
+        f"has no weight file model.safetensors: weights must be in model.safetensors or in the files of {INDEX} (found a.bin)",
+    ),
+    "weights cut short": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"\x00" * 20),
+        "has a damaged weight file model.safetensors: ...",
+    ),
+    "another name": (
+        weights(lm_head__weight=None, gate__weight=torch.ones(1)),
+        "has weights that do not fit LlamaForCausalLM: missing lm_head.weight; unexpected gate.weight",
+    ),
+    "many missing": (config(num_hidden_layers=5), "has weights that do not fit ... and 13 more; unexpected none"),
+    "shape": (
+        weights(model__norm__weight=torch.ones(7)),
+        "has weight 'model.norm.weight' of shape [7] in model.safetensors: its config asks for [48]",
+    ),
+    "integers": (
+        weights(model__norm__weight=torch.ones(48, dtype=torch.int8)),
+        "has weight 'model.norm.weight' of dtype I8 in model.safetensors, which is not supported: it must be one of BF16, F16, F32",
+    ),
+    "NaN": (weights(model__norm__weight=torch.full((48,), torch.nan)), f"has weight 'model.norm.weight' {NOT_FINITE}"),
+    "infinity": (
+        weights(lm_head__weight=torch.ones(131, 48).index_fill(0, torch.tensor(130), -torch.inf)),
+        f"has weight 'lm_head.weight' {NOT_FINITE}",
+    ),
+    "a number for a shard": (
+        edit(f"../shards/{INDEX}", weight_map={"lm_head.weight": 7}),
+        f"has a {INDEX} with weight_map['lm_head.weight']=7, which is not allowed: it must be the name of a .safetensors file ...",
+    ),
+    "no map of shards": (
+        edit(f"../shards/{INDEX}", weight_map=None),
+        f"has a {INDEX} with weight_map=None, which is not allowed: it must be an object of weights and their files",
+    ),
+    "a shard is missing": (
+        lambda folder: min((folder / "../shards").glob("model-*")).unlink(),
+        "has no weight file model-00001-of-...",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_folder_is_refused_by_what_is_wrong(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    damage, message = BROKEN[name]
+    damage(tmp_path / "one")
+    folder = tmp_path / ("shards" if "shard" in name else "one")
+    assert_refused(capsys, str(folder), f"model {str(folder)!r} {message}")
+
+
+def assert_refused(capsys: pytest.CaptureFixture[str], model: str, message: str, *options: str) -> None:
+    """The command line ends with 2 and this line; "..." stands for anything."""
+    assert main(["generate", "the", "--model", model, "--dtype", "float32", *options]) == 2
+    out, err = capsys.readouterr()
+    [line] = [line for line in err.splitlines() if line.startswith("titan: ")]
+    start, *rest = f"titan: {message}".split("...")
+    assert out == "" and line.startswith(start) and err.endswith(f"{line}\n")
+    assert all(part in line[len(start) :] for part in rest) if rest else line == start
+
+
+def test_a_file_is_no_folder(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (gguf := tmp_path / "a.gguf").touch()
+    folder = whole / "one"
+    file = str(folder / "model.safetensors")
+    assert_refused(capsys, str(gguf), f"model {str(gguf)!r} is a GGUF file, which is not supported: {READ}")
+    assert_refused(capsys, file, f"model {file!r} is a file: give its folder, {str(folder)!r}, with config.json in it")
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./none", "a/b/c", "a\0b/c/d", ""])
+def test_a_name_that_is_no_hub_id_must_be_a_folder(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert_refused(capsys, name, f"model {name!r} does not exist: it must be 'demo', a folder or a Hugging Face hub id")
+
+
+class Hub:
+    """A hub with a copy of a model as any repository; ``files`` are those that were downloaded, ``revisions`` those asked for."""
+
+    COMMIT = "0123456789abcdef"
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.repositories, self.cache = folder / "hub", folder / "cache"
+        self.files: list[str] = []
+        self.revisions: list[str | None] = []
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
+        monkeypatch.setattr(huggingface_hub, "list_repo_files", self.list_files)
+
+    def list_files(self, name: str, revision: str | None = None) -> list[str]:
+        return [path.name for path in (self.repositories / name).iterdir()]
+
+    def download(self, name: str, *, revision: str | None, cache_dir: str | None, allow_patterns: Sequence[str]) -> str:
+        self.revisions.append(revision)
+        folder = Path(cache_dir or self.cache, name, self.COMMIT)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in filter_repo_objects(self.list_files(name), allow_patterns=list(allow_patterns)):
+            if not (folder / file).exists():
+                shutil.copy(self.repositories / name / file, folder)
+                self.files.append(file)
+        return str(folder)
+
+
+@pytest.fixture
+def hub(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    for name, copied in (("some/model", "shards"), ("some/draft", "one")):
+        shutil.copytree(whole / copied, folder := tmp_path / "hub" / name)
+        for unread in ("consolidated.safetensors", "pytorch_model.bin", "model-Q4.gguf", "stray.safetensors", "README.md"):
+            (folder / unread).touch()
+    return Hub(tmp_path, monkeypatch)
+
+
+SMALL = {"config.json", "generation_config.json"}
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
+
+
+def test_of_a_hub_id_what_is_read_is_downloaded_once_and_of_one_commit(hub: Hub, tmp_path: Path) -> None:
+    arguments = ["generate", "the", "--model", "some/model", "--draft-model", "some/draft", "--max-tokens", "1"]
+    assert main([*arguments, "--revision", "v1"]) == 0
+    shards = [path.name for path in (hub.repositories / "some/model").glob("model-*.safetensors")]
+    target, draft = [*SMALL, *TOKENIZER, INDEX, *shards], [*SMALL, *TOKENIZER, "model.safetensors"]
+    assert len(shards) > 3 and sorted(hub.files) == sorted([*target, *draft])
+    assert set(hub.revisions) == {"v1", Hub.COMMIT, None}, "the draft's is its main branch"
+    LLM("some/model", device="cpu", download_dir=str(tmp_path / "elsewhere"), num_kv_blocks=8)
+    assert {path.name for path in (tmp_path / "elsewhere/some/model" / Hub.COMMIT).iterdir()} == set(target)
+
+
+def test_a_bench_downloads_a_revision_and_takes_its_folder(hub: Hub) -> None:
+    args = parse_arguments(["--model", "some/draft", "--revision", "v1"])
+    assert args.model == str(hub.cache / "some/draft" / Hub.COMMIT)
+    assert hub.revisions[0] == "v1" and set(hub.files) == SMALL | TOKENIZER | {"model.safetensors"}
+
+
+@pytest.mark.parametrize("broken", ["some/model", "some/draft"])
+def test_nothing_large_is_downloaded_before_both_configs_were_read(
+    hub: Hub, capsys: pytest.CaptureFixture[str], broken: str
+) -> None:
+    config(quantization_config={"quant_method": "awq"})(hub.repositories / broken)
+    options = ["--draft-model", "some/draft"]
+    assert_refused(capsys, "some/model", f"{'draft_model=' if 'draft' in broken else 'model'}... quantized (awq)", *options)
+    assert {name for name in hub.files if "safetensors" in name} == {INDEX}
+
+
+def test_repositories_of_something_else_are_refused_by_name_without_downloading_it(
+    hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (hub.repositories / "some/draft/config.json").unlink()
+    message = f"model 'some/draft' has weights in GGUF (model-Q4.gguf), which is not supported: {READ}"
+    assert_refused(capsys, "some/draft", message)
+    write("adapter_config.json", '{"base_model_name_or_path": "some/base"}')(hub.repositories / "some/draft")
+    assert_refused(capsys, "some/draft", f"model 'some/draft' {ADAPTER}")
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", Mock(side_effect=OSError))
+    assert_refused(capsys, "some/draft", f"model 'some/draft' {ADAPTER}")
+    assert not any("safetensors" in name for name in hub.files)
+
+
+NOT_FOUND = Mock(headers={}, status_code=404)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (GatedRepoError("gated", response=NOT_FOUND), "is gated: ask for access on its hub page, then run `hf auth login`"),
+        (RepositoryNotFoundError("none", response=NOT_FOUND), "does not exist: it must be 'demo', ... `hf auth login`"),
+        (RevisionNotFoundError("none", response=NOT_FOUND), "has no revision='v9': it must be a branch, tag or commit"),
+        (LocalEntryNotFoundError("off\nline"), "is no folder, and it cannot be had from the Hugging Face hub: off line"),
+        (TypeError("odd"), "is no folder, and it cannot be had from the Hugging Face hub: TypeError: odd"),
+    ],
+)
+def test_hub_errors_name_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, message: str
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error))
+    assert_refused(capsys, "some/model", f"model 'some/model' {message}", "--revision", "v9")
+
+
+def test_numbers_beyond_a_dtype_are_refused_in_that_dtype_only(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole / "one", tmp_path, dirs_exist_ok=True)
+    weights(model__norm__weight=torch.full((48,), 1e5))(tmp_path)
+    backend = TorchBackend(torch.device("cpu"))
+    load_model(str(tmp_path), dtype="float32", backend=backend)
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' with numbers that are not finite in float16"):
+        load_model(str(tmp_path), dtype="float16", backend=backend)

@@ -1,0 +1,89 @@
+"""What a model's config says about running it: whether, how, and in how much memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from titan.kernels.interfaces import Backend
+from titan.models.config import ModelConfig
+from titan.models.files import ModelFiles
+from titan.models.layers import layer_shapes
+from titan.models.loader import read_config, resolve_dtype, resolve_model
+
+LENGTHS = (2048, 8192, 32768, 131072)
+"""Tokens of requests whose KV is told, besides the longest."""
+
+
+def model_facts(name: str, revision: str | None, dtype: str, backend: Backend) -> tuple[bool, dict[str, str]]:
+    """Read a model's config, and nothing else of it.
+
+    Args:
+        name: "demo", a folder or a hub id.
+        revision: branch, tag or commit on the hub; ``None`` = its main branch.
+        dtype: as of `titan.core.options.ModelOptions`.
+        backend: that would run it.
+
+    Returns:
+        Whether it runs, and facts to show, by name.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    files = ModelFiles(resolve_model(name, "target"), revision)
+    files.fetch("config.json")
+    try:
+        config = read_config(files)
+        run_dtype = resolve_dtype(dtype, config.dtype, backend)
+        how = _how_it_runs(config, run_dtype, backend)
+    except ValueError as error:
+        return False, {"model": name, "runs": f"no: {error}"}
+    num_weights = count_weights(config)
+    facts = {
+        "model": f"{name}, {config.architecture}, {num_weights:,} weights in {_name(config.dtype)}",
+        "runs": f"yes, natively in {_name(run_dtype)}: {how}",
+        "weights": f"{_size(num_weights * run_dtype.itemsize)} in {_name(run_dtype)}",
+        "KV, 1 token": _size(bytes_per_token := config.kv_layout(run_dtype).bytes_per_token),
+    }
+    longest = config.max_position_embeddings
+    for length in (*(each for each in LENGTHS if each < longest), longest):
+        facts[f"KV, {length:,} tokens{' (all)' * (length == longest)}"] = _size(length * bytes_per_token)
+    return True, {**facts, "free memory": _size(backend.free_memory())}
+
+
+def count_weights(config: ModelConfig) -> int:
+    """Return how many numbers the weights of a model are in memory; those that are tied count once."""
+    per_layer = sum(math.prod(shape) for shape in layer_shapes(config).values())
+    num_embeddings = 1 if "tied_embedding" in config.traits else 2
+    return config.num_layers * per_layer + (num_embeddings * config.vocab_size + 1) * config.hidden_size
+
+
+def _how_it_runs(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> str:
+    if backend.layer_ops(dtype, config.traits).name == backend.name:
+        return f"{backend.name} in every layer"
+    missing = ", ".join(_missing(config, dtype, backend))
+    return f"operation by operation in PyTorch, for {backend.name} has no {missing}"
+
+
+def _missing(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> Iterator[str]:
+    """Yield what keeps a model from the back end's fast path."""
+    if backend.layer_ops(dtype, frozenset()).name != backend.name:
+        yield _name(dtype)
+        return
+    for trait in sorted(config.traits):
+        if backend.layer_ops(dtype, frozenset({trait})).name != backend.name:
+            yield trait
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(num_bytes: int) -> str:
+    """Write a number of bytes, also in the largest unit of which there is at least one."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit} ({num_bytes:,} bytes)"
+    return f"{num_bytes} bytes"

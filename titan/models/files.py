@@ -1,0 +1,102 @@
+"""The files of a model: in a folder, or on the Hugging Face hub, from which they are downloaded as they are asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ALLOWED_NAMES = "it must be 'demo', a folder or a Hugging Face hub id"
+WHAT_IS_READ = "a model is a folder or hub id with config.json and weights in safetensors"
+
+
+class ModelFiles:
+    """The files of one model; on the hub all are of the commit that the revision stands for when the first are asked for.
+
+    Args:
+        name: a folder or a hub id.
+        revision: branch, tag or commit on the hub; ``None`` = its main branch. A folder has none, and it is ignored.
+        download_dir: folder for downloads; ``None`` = the hub library's cache.
+
+    Raises:
+        ValueError: the name is that of a file, or can be neither a folder nor a hub id.
+    """
+
+    def __init__(self, name: str, revision: str | None = None, download_dir: str | None = None) -> None:
+        self.name = name
+        self._revision = revision
+        self._download_dir = download_dir
+        self._downloaded: Path | None = None
+        path = os.path.expanduser(name)  # noqa: PTH111 - Path("") is a folder
+        self._folder = Path(path) if os.path.isdir(path) else None  # noqa: PTH112 - any text may be asked about
+        if os.path.isfile(path):  # noqa: PTH113
+            if path.endswith(".gguf"):
+                raise ValueError(f"model {name!r} is a GGUF file, which is not supported: {WHAT_IS_READ}")
+            raise ValueError(f"model {name!r} is a file: give its folder, {str(Path(path).parent)!r}, with config.json in it")
+        if self._folder is None and (not name or name.startswith((".", "/", "~")) or name.count("/") > 1):
+            raise ValueError(f"model {name!r} does not exist: {ALLOWED_NAMES}")
+
+    def fetch(self, *patterns: str) -> Path:
+        """Return the model's folder; of one on the hub, with the files that match the patterns, as far as there are such.
+
+        Raises:
+            ValueError: the hub does not have the model or the revision, or not for this user, or it cannot be reached.
+        """
+        if self._folder is not None:
+            return self._folder
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+        name = self.name
+        try:
+            folder = snapshot_download(name, revision=self._revision, cache_dir=self._download_dir, allow_patterns=list(patterns))
+        except GatedRepoError as error:
+            raise ValueError(f"model {name!r} is gated: ask for access on its hub page, then run `hf auth login`") from error
+        except RevisionNotFoundError as error:
+            raise ValueError(f"model {name!r} has no revision={self._revision!r}: it must be a branch, tag or commit") from error
+        except RepositoryNotFoundError as error:
+            raise ValueError(f"model {name!r} does not exist: {ALLOWED_NAMES} (a private one needs `hf auth login`)") from error
+        except Exception as error:  # a malformed id, or no network, of which every version has its own errors
+            raise ValueError(
+                f"model {name!r} is no folder, and it cannot be had from the Hugging Face hub: {one_line(error)}"
+            ) from error
+        self._downloaded = Path(folder)
+        self._revision = self._downloaded.name  # the commit, lest two downloads be of different ones
+        return self._downloaded
+
+    def names(self) -> list[str]:
+        """Return the names of all files; of a model on a hub that cannot be reached, those that were downloaded."""
+        if self._folder is None:
+            from huggingface_hub import list_repo_files
+
+            with suppress(Exception):
+                return sorted(list_repo_files(self.name, revision=self._revision))
+        folder = self._folder or self._downloaded
+        return sorted(path.name for path in folder.iterdir()) if folder else []
+
+    def read_json(self, file: str) -> dict[str, Any]:
+        """Return the content of a file that holds a JSON object.
+
+        Raises:
+            ValueError: there is no such file, or it holds something else.
+        """
+        path = self.fetch(file) / file
+        if not path.is_file():
+            raise ValueError(f"model {self.name!r} has no {file}")
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"model {self.name!r} has a {file} that cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"model {self.name!r} has a {file} that is not JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"model {self.name!r} has a {file} that is not a JSON object")
+        return content
+
+
+def one_line(error: Exception) -> str:
+    """Return what an error says, in one line; errors whose message is not meant for people also say their kind."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
