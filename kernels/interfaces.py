@@ -338,11 +338,12 @@ class Backend(Protocol):
     def free_memory(self) -> int:
         """Return how many bytes can be allocated on the device."""
 
-    def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> int:
-        """Return how many bytes the KV caches may take by default.
+    def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
+        """Return how many bytes the KV caches may take.
 
         Args:
             run_largest_passes: called by back ends that measure what is left.
+            utilization: share of the memory that may be in use, by anyone; ``None`` = this back end's choice.
         """
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:

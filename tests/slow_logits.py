@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
@@ -22,7 +23,7 @@ from titan.core.sampling_params import SamplingParams
 def slow_transform(
     logits: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop_token_ids: Iterable[int] = ()
 ) -> Tensor:
-    """Logits of one row, [vocab], after all transforms that come before the temperature."""
+    """Logits of one row, [vocab], after all transforms that come before the temperature; the bad words are digits, a token each."""
     scores = logits.clone()
     prefix = [*prompt, *output]
     if params.logit_bias:
@@ -30,6 +31,11 @@ def slow_transform(
         scores = bias(torch.tensor([prefix]), scores[None])[0]
     for processor in params.logits_processors or ():
         scores = processor(list(prefix), scores).to(logits.dtype)
+    if params.allowed_token_ids is not None:
+        scores[[token_id for token_id in range(len(scores)) if token_id not in params.allowed_token_ids]] = -torch.inf
+    if params.bad_words:
+        banned = NoBadWordsLogitsProcessor([[int(digit) for digit in word] for word in params.bad_words])
+        scores = banned(torch.tensor([output], dtype=torch.int64), scores[None])[0]
     if len(output) < params.min_tokens:
         scores[list(stop_token_ids)] = -torch.inf
     if params.repetition_penalty != 1:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from text_tools import DigitTokenizer
 from torch import Tensor
 from zoo import VOCAB_SIZE
 
@@ -43,7 +44,7 @@ def greedy(max_tokens: int | None, **options: Any) -> SamplingParams:
 
 
 def submit(engine: Engine, prompts: Iterable[Sequence[int]], params: Iterable[SamplingParams]) -> list[Request]:
-    frontend = FrontEnd(engine)
+    frontend = FrontEnd(engine, DigitTokenizer())
     requests = [frontend.make_request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     for request in requests:
         engine.scheduler.add(request)

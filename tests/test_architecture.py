@@ -26,7 +26,7 @@ ORDER = [
     {"titan.execute"},
     {"titan.draft", "titan.verify"},
     {"titan.schedule"},
-    {"titan.engine", "titan.detokenizer", "titan.model_info", "titan.tree_view"},
+    {"titan.engine", "titan.detokenizer", "titan.model_info", "titan.tree_view", "titan.prompts", "titan.chat", "titan.vllm_names"},
     {"titan.step_loop"},
     {"titan.frontend"},
     {"titan.llm"},

@@ -11,11 +11,13 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from stepping import greedy
 from text_tools import make_byte_tokenizer, make_tokenizer
 from tiny_models import make_model
+from tqdm import tqdm
 from zoo import Zoo, random_prompts
 
 from titan import LLM, CompletionOutput, SamplingParams
@@ -50,7 +52,10 @@ SAMPLING: dict[str, tuple[str, list[Any]]] = {
     "frequency_penalty": ("[-2, 2]", [-2.5]),
     "logit_bias": ("a dict of token ids to numbers, or None", [[1, 2.0]]),
     "logits_processors": ("a sequence of callables, or None", [print, [print, 5], "ab"]),
-    "logprobs": ("an integer from 0 to 20", [-1, 21, True]),
+    "allowed_token_ids": ("a list of token ids or None", [7]),
+    "bad_words": ("a list of non-empty str, or None", ["ab", [""], [5]]),
+    "logprobs": ("an integer from -1 to 20", [-2, 21, True]),
+    "prompt_logprobs": ("an integer from -1 to 20", [-2, 21]),
     "seed": (SEED, [-1, 2**63]),
     "stop": ("a non-empty str, a list of such, or None", ["", ["a", ""], [1], 5]),
     "stop_token_ids": ("a list of token ids or None", [7, "7"]),
@@ -59,12 +64,14 @@ SAMPLING: dict[str, tuple[str, list[Any]]] = {
     "max_draft_tokens": (NODES, [-1, 64]),
     "include_stop_str_in_output": (TRUTH, [0]),
     "ignore_eos": (TRUTH, [1]),
+    "detokenize": (TRUTH, [0]),
     "skip_special_tokens": (TRUTH, [None]),
     "use_speculative": (TRUTH, ["no"]),
 }
 ENGINE: dict[str, tuple[str, list[Any]]] = {
     "dtype": ("'auto', 'float32', 'bfloat16', 'float16'", ["int8"]),
-    "seed": (SEED, [-1, None]),
+    "seed": (SEED, [-1, 1.5]),
+    "generation_config": ("'auto', 'vllm'", ["none", None]),
     "num_threads": ("an integer from 1 to 1024", [0, 1025, 2.0]),
     "max_model_len": ("an integer >= 1", [0]),
     "warm_up": (TRUTH, [1]),
@@ -83,6 +90,7 @@ ENGINE: dict[str, tuple[str, list[Any]]] = {
     "block_size": ("8, 16, 32, 64, 128", [24]),
     "num_kv_blocks": ("an integer >= 1", [0]),
     "kv_cache_memory": ("an integer >= 1", [1.5]),
+    "memory_utilization": ("(0, 1]", [0, 1.1, "half"]),
     "enable_prefix_caching": (TRUTH, [1]),
 }
 
@@ -93,7 +101,9 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (SamplingParams, {"max_draft_tokens": 2, "use_speculative": False}, ["=2 contradicts use_speculative=False", "None and 0"]),
     (SamplingParams, {"stop_token_ids": [-1]}, ["stop_token_ids=-1", "an integer >= 0"]),
     (SamplingParams, {"stop_token_ids": [1.0]}, ["stop_token_ids=1.0", "an integer >= 0"]),
-    (SamplingParams, {"logit_bias": {"1": 2.0}}, ["logit_bias='1'", "an integer >= 0"]),
+    (SamplingParams, {"logit_bias": {"-1": 2.0}}, ["logit_bias='-1'", "an integer >= 0"]),
+    (SamplingParams, {"allowed_token_ids": []}, ["allowed_token_ids=[]", "at least one token id"]),
+    (SamplingParams, {"stop": "a", "detokenize": False}, ["stop='a' contradicts detokenize=False", "None"]),
     (SamplingParams, {"logit_bias": {-1: 2.0}}, ["logit_bias=-1", "an integer >= 0"]),
     (SamplingParams, {"logit_bias": {1: 100.5}}, ["logit_bias[1]=100.5", "[-100, 100]"]),
     (SamplingParams, {"logit_bias": {1: nan}}, ["logit_bias[1]=nan", "[-100, 100]"]),
@@ -107,6 +117,7 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (EngineConfig.of, {"draft_tree": [-1] * 7}, ["has 7 nodes", "at most max_draft_tokens=6"]),
     (EngineConfig.of, {"max_num_batched_tokens": 31}, ["max_num_batched_tokens=31", "max_batch_size=32", "at least one token"]),
     (EngineConfig.of, {"num_kv_blocks": 3, "kv_cache_memory": 5}, ["num_kv_blocks=3", "kv_cache_memory=5", "at most one"]),
+    (EngineConfig.of, {"num_kv_blocks": 3, "memory_utilization": 0.5}, ["=3", "memory_utilization=0.5", "at most one"]),
     (partial(NgramDrafter, 4), {"min_ngram": 0}, ["min_ngram=0", "1 <= min_ngram <= max_ngram"]),
     (partial(NgramDrafter, 4), {"min_ngram": 5}, ["min_ngram=5", "max_ngram=4"]),
     (REPLAY, {"acceptance": 1.1, "vocab_size": 10}, ["acceptance=1.1", "[0, 1]"]),
@@ -132,8 +143,11 @@ def test_options_that_are_not_allowed(make: Callable[..., Any], options: dict[st
 
 
 def test_an_option_that_there_is_not() -> None:
-    with pytest.raises(TypeError, match=r"there is no option 'blocksize', 'sede'; allowed: dtype, device, .*, block_size, "):
-        LLM("demo", seed=3, blocksize=8, sede=3)  # type: ignore[call-arg]
+    said = r"no option 'blocksize' \(did you mean 'block_size'\?\), 'xyz'; allowed: dtype, .*, block_size, .*, max_num_seqs"
+    with pytest.raises(TypeError, match=said):
+        LLM("demo", seed=3, blocksize=8, xyz=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"no option 'temprature' \(did you mean 'temperature'\?\); allowed: n, "):
+        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
 
 
 class Homeless(NoDrafter):
@@ -168,7 +182,8 @@ def test_options_that_the_model_and_the_machine_decide_on(zoo: Zoo, options: dic
 @pytest.fixture(scope="module")
 def llm(zoo: Zoo) -> LLM:
     llm = LLM(zoo.path("llama+text"), zoo.path("llama~"), num_kv_blocks=8, max_model_len=200, **CPU)
-    llm.frontend.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"  # type: ignore[union-attr]
+    refusing = "{% if m.content == 'refuse' %}{{ raise_exception('not this') }}{% endif %}"
+    llm.get_tokenizer().chat_template = "{% for m in messages %}" + refusing + "{{ m.content }}{% endfor %}"
     return llm
 
 
@@ -181,11 +196,20 @@ BAD_REQUESTS: dict[str, tuple[Any, dict[str, Any], list[object]]] = {
     "token not whole": ([5, 1.5], {}, ["1.5", "not a token id", "list of int"]),
     "token a truth": ([5, True], {}, ["True", "not a token id", "list of int"]),
     "words in a list": (["the", "dog"], {}, ["'the'", "not a token id", "list of int"]),
+    "an array of floats": (np.array([5.0, 6.0]), {}, ["5.0", "not a token id", "list of int"]),
+    "a number": (5.5, {}, ["prompt=5.5", "a str or a list of int"]),
+    "a dict of nothing": ({}, {}, ["prompt={}", "'prompt' or 'prompt_token_ids'"]),
+    "a dict of more": (
+        {"prompt": "the", "multi_modal_data": 5},
+        {},
+        ["prompt=", "no option 'multi_modal_data'", "allowed: prompt, prompt_token_ids"],
+    ),
     "half a character": ("a\ud800", {}, ["'a\\ud800'", "surrogate", "UTF-8"]),
     "bytes": (b"the", {}, ["b'the'", "a str or a list of int"]),
     "never fits": ([5] * 120, {"n": 2}, ["120 tokens", "max_tokens=16", "128 tokens", "num_kv_blocks=8"]),
     "stop token": ("the", {"stop_token_ids": [5, 131]}, ["stop_token_ids has token id 131", "0 to 130"]),
     "biased token": ("the", {"logit_bias": {131: 1}}, ["logit_bias has token id 131", "0 to 130"]),
+    "allowed token": ("the", {"allowed_token_ids": [131]}, ["allowed_token_ids has token id 131", "0 to 130"]),
 }
 
 
@@ -204,28 +228,40 @@ def test_one_bad_prompt_is_refused_and_the_others_keep_their_outputs(llm: LLM, n
     with pytest.warns(UserWarning, match="prompt 1 was not run: .*" + re.escape(str(parts[0]))):
         first, refused, last = llm.generate([good[0], prompt, good[1]], [params, bad_params, params], use_tqdm=False)
     assert [first.outputs, last.outputs] == [output.outputs for output in expected]
-    assert (refused.prompt, refused.prompt_token_ids) == ((prompt, []) if isinstance(prompt, str) else (None, list(prompt)))
+    if isinstance(prompt, str | dict):
+        assert (refused.prompt, refused.prompt_token_ids) == (prompt if isinstance(prompt, str) else prompt.get("prompt"), [])
+    else:
+        assert (refused.prompt, refused.prompt_token_ids) == (None, [] if isinstance(prompt, float) else list(prompt))
     assert refused.outputs == [CompletionOutput(i, "", [], finish_reason="abort") for i in range(bad_params.n)]
     assert refused.finished and refused.metrics.num_emitted_tokens == 0 and refused.metrics.finished_time is not None
     with raises(*parts):
         raise ValueError(refused.error)
 
 
-NO_PROMPTS = "a str, a list of str, a list of int or a list of such lists"
+NO_PROMPTS = "a str or a list of int, alone or in a dict as 'prompt' or 'prompt_token_ids', or a list of these"
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+BAD_MESSAGES: list[tuple[Any, list[str]]] = [
+    ([5], ["messages has 5", "not a conversation"]),
+    ([[{"role": "user"}]], ["messages[0]=", "has no content", "tool_calls"]),
+    ([{"role": "user", "content": 5}], ["messages[0] has content 5", "a str or a list of text parts"]),
+    ([{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}], ["messages[0]", "'image_url'", "allowed: ", "text"]),
+    ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], ["messages[0]", "tool call", "JSON"]),
+    ([{"role": "assistant", "tool_calls": 5}], ["messages[0]", "the tool call 5", "function"]),
+    ([{"role": "user", "content": "refuse"}], ["messages=", "cannot be rendered by the chat template", "not this"]),
+]
 NO_PARAMS = "a SamplingParams, a list of them, or None"
 
 
 @pytest.mark.parametrize(
     ("method", "arguments", "parts"),
     [
-        *(("generate", [prompts], ["prompts=", NO_PROMPTS]) for prompts in (None, 5, {"prompt": "a"}, {"a"}, b"abc", iter(["a"]))),
-        ("generate", [[]], ["prompts=[]", "at least one prompt"]),
-        ("generate", [["a", 5]], ["5", "not a prompt", "str and list of int"]),
+        *(("generate", [prompts], ["prompts=", NO_PROMPTS]) for prompts in (None, 5, {"a"}, b"abc", iter(["a"]))),
+        ("generate", ["a", None, tqdm], ["use_tqdm=", "True or False"]),
         ("generate", [["a", "b"], [SamplingParams()] * 3], ["sampling_params", "3 entries", "2 prompts"]),
         *(("generate", ["a", params], ["sampling_params=", NO_PARAMS]) for params in (5, {"temperature": 0}, [5], "greedy")),
         *(("stream", ["a", params], ["sampling_params=", NO_PARAMS]) for params in (5, {"temperature": 0}, [5], "greedy")),
         *(("chat", [messages], ["messages"]) for messages in ([], "the dog", 5, [[]], [{"role": "user"}], [{"content": "a"}])),
-        *(("chat", [messages], ["messages has", "not a conversation"]) for messages in ([[{"role": "user"}]], [5])),
+        *(("chat", [messages], parts) for messages, parts in BAD_MESSAGES),
     ],
 )
 def test_arguments_of_another_kind(llm: LLM, method: str, arguments: list[Any], parts: list[str]) -> None:
@@ -239,6 +275,10 @@ def test_text_needs_a_tokenizer(zoo: Zoo) -> None:
         llm.generate("the")
     with raises("stop='a'", "needs a tokenizer", "None"):
         llm.generate([[5]], SamplingParams(stop="a"))
+    with raises("bad_words=['a']", "needs a tokenizer", "None"):
+        llm.generate([[5]], SamplingParams(bad_words=["a"]))
+    with raises("no tokenizer", "tokenizer=..."):
+        llm.get_tokenizer()
     for each in (llm, LLM(zoo.path("llama+text"), num_kv_blocks=8, **CPU)):
         with raises("chat()", "chat template", "generate()"):
             each.chat([{"role": "user", "content": "a"}])

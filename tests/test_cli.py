@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -11,16 +13,17 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from back_ends import BEST
-from tiny_models import make_model
+from tiny_models import make_model, reference_logits
 from zoo import Zoo
 
-from titan import LLM, __version__
+from titan import LLM, RequestOutput, SamplingParams, __version__
 from titan.cli import main
 from titan.kernels.cpu.kinds import CPU_KERNELS
 from titan.kernels.cpu.library import LoadedLibrary, load_library
 from titan.kernels.cpu.runner import TRAITS
 
 ESCAPE = "\x1b["
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -186,3 +189,51 @@ def test_info_tells_from_the_config_alone_whether_a_model_runs_and_in_how_much_m
     assert facts["runs"].startswith("no: model ") and "hidden_act='gelu' is not supported" in facts["runs"]
     assert main(["info", "--model", str(tmp_path / "none")]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ([], "passes over other rows round differently in float32, and the two largest logits are {gap:.2g} apart there;"),
+        (["--dtype", "bfloat16"], "{gap:.2g} apart there (--dtype float32 gives the same text);"),
+        (["--temperature", "1"], "sampled drafts keep the distribution of the tokens, not the tokens of a seed;"),
+        (["--temperature", "1", "--draft-sampling", "greedy"], "passes over other rows round differently in float32;"),
+    ],
+)
+def test_compare_says_where_and_why_texts_differ(
+    models: list[str], zoo: Zoo, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str], why: str
+) -> None:
+    stream = LLM.stream
+
+    def other_sixth_token(llm: LLM, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
+        for output in stream(llm, prompt, params):
+            if not params.use_speculative:
+                token_ids = output.outputs[0].token_ids
+                token_ids[5:6] = [129 - token_ids[5]] if len(token_ids) > 5 else []
+            yield output
+
+    monkeypatch.setattr(LLM, "stream", other_sixth_token)
+    result = generate_json(capsys, *models, *options, "--compare")
+    if "--temperature" in options and "greedy" not in options:
+        assert result["difference"]["place"] <= 5
+    else:
+        assert result["difference"]["place"] == 5
+        prefix = [*LLM(models[1], num_kv_blocks=8).get_tokenizer().encode("the dog"), *result["token_ids"][:5]]
+        best, second = reference_logits(zoo.model("llama+text"), prefix)[-1].topk(2).values.tolist()
+        assert result["difference"]["top2_gap"] == pytest.approx(best - second, abs=0.05 if "bfloat16" in options else 1e-4)
+    assert generate(*models, *options, "--compare") == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    place, gap = result["difference"]["place"], result["difference"]["top2_gap"]
+    assert f"different text from token {place + 1} on, because " in line and why.format(gap=gap) in line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_a_reader_that_leaves_and_a_full_disk_are_no_tracebacks() -> None:
+    command = [sys.executable, "-m", "titan.cli", "info"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as run:
+        assert run.stdout is not None and run.stderr is not None
+        run.stdout.close()
+        assert run.stderr.read() == b"" and run.wait() == 141
+    with open("/dev/full", "w") as full:  # noqa: PTH123 - no file
+        failed = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    assert (failed.returncode, failed.stderr) == (1, "titan: [Errno 28] No space left on device\n")

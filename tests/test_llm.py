@@ -20,6 +20,7 @@ from titan import LLM, RequestOutput, SamplingParams
 from titan.core.options import EngineConfig, EngineOptions, MemoryOptions, ModelOptions, ScheduleOptions, SpeculationOptions
 from titan.draft.ngram import NgramDrafter
 from titan.engine import choose_device
+from titan.vllm_names import TRANSLATIONS, LLMOptions
 
 CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_kv_blocks": 64}
 NEVER = "\0"
@@ -58,7 +59,8 @@ def test_the_public_names() -> None:
 
 
 def test_every_engine_option_is_an_argument() -> None:
-    assert get_type_hints(LLM.__init__)["options"] == Unpack[EngineOptions]
+    assert get_type_hints(LLM.__init__)["options"] == Unpack[LLMOptions]
+    assert set(get_type_hints(LLMOptions)) == {*get_type_hints(EngineOptions), *TRANSLATIONS}
     groups = get_type_hints(EngineConfig).values()
     assert get_type_hints(EngineOptions) == {name: kind for group in groups for name, kind in get_type_hints(group).items()}
     assert EngineConfig.of() == EngineConfig()

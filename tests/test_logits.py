@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slow_logits import by_last_token, slow_transform
 from stepping import host_trees
@@ -45,9 +45,13 @@ OPTIONS: list[dict[str, Any]] = [
     {"logit_bias": {3: 5, 7: -100.0}},
     {"logits_processors": [by_length, by_last_token]},
     {"min_tokens": 4, "logit_bias": {STOP: 9.5}},
+    {"allowed_token_ids": [1, 3, STOP, 9], "min_tokens": 3},
+    {"bad_words": ["7", "12", "21", "00", "3123"], "repetition_penalty": 1.2},
     {
         "logit_bias": {0: 1.5},
         "logits_processors": (by_last_token,),
+        "allowed_token_ids": [0, 1, 2, 3, 5, 6, 10],
+        "bad_words": ["01", "2"],
         "min_tokens": 2,
         "repetition_penalty": 1.3,
         "presence_penalty": 0.2,
@@ -61,7 +65,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 def make_request(options: dict[str, Any], prompt: Sequence[int], output: Sequence[int]) -> Request:
     params = SamplingParams(**options)
-    request = Request("r", None, list(prompt), params, 5, 1000, frozenset({STOP}), RequestMetrics(0.0), detokenizer=None)
+    words = tuple(tuple(map(int, word)) for word in params.bad_words or ())
+    request = Request("r", None, list(prompt), params, 5, 1000, frozenset({STOP}), RequestMetrics(0.0), None, words)
     request.token_ids += output
     return request
 
@@ -96,6 +101,7 @@ def transform(logits: Tensor, requests: Sequence[Request], trees: Sequence[Draft
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
 )
+@example(rows=[(make_request(each, [1, 2], [3, 1]), DraftTree.chain([2, 1])) for each in OPTIONS], dtype=torch.float32, seed=0)
 def test_each_row_gets_its_requests_transforms_with_its_own_drafted_prefix(
     rows: list[tuple[Request, DraftTree | None]], dtype: torch.dtype, seed: int
 ) -> None:
@@ -152,6 +158,27 @@ def test_a_bad_processor_costs_its_own_rows_only(name: str) -> None:
         assert message in (result.errors.get(row) or explain_row(requests[1], logits[row], result.logits[row]))
     for row, output in ((0, [3]), (1, [3, 1]), (4, [3]), (5, [3, 1])):
         torch.testing.assert_close(result.logits[row], slow_transform(logits[row], requests[0].params, [1, 2], output))
+
+
+@pytest.mark.parametrize(
+    ("options", "stops", "empty"),
+    [
+        ({"min_tokens": 2}, range(VOCAB_SIZE), [0]),
+        ({"min_tokens": 2}, range(1, VOCAB_SIZE), []),
+        ({"allowed_token_ids": [STOP], "min_tokens": 2}, [STOP], [0]),
+        ({"allowed_token_ids": [1, 7], "bad_words": ["21", "7"]}, [STOP], [0]),
+        ({"bad_words": ["3" + str(STOP), *"012356789"], "logit_bias": {10: -100}}, [STOP], []),
+    ],
+)
+def test_rows_on_which_options_leave_nothing_say_so(options: dict[str, Any], stops: Sequence[int], empty: list[int]) -> None:
+    """Not that the logits are not finite, which they are; the second row has a token more before it, and goes on."""
+    request = make_request(options, [1], [2])
+    request.stop_token_ids = frozenset(stops)
+    result = transform(torch.zeros(2, VOCAB_SIZE), [request], [DraftTree.chain([3])], [0, 2])
+    assert (~result.logits.isfinite().any(-1)).nonzero().flatten().tolist() == empty and not result.errors
+    for row in empty:
+        reason = explain_row(request, torch.zeros(VOCAB_SIZE), result.logits[row])
+        assert "no token can be sampled" in reason and all(name in reason for name in options)
 
 
 def test_a_row_on_which_a_processor_and_min_tokens_leave_nothing() -> None:

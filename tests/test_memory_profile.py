@@ -65,6 +65,12 @@ def test_pool_takes_its_share_of_what_the_largest_passes_leave(zoo: Zoo, device:
     assert engine.kv.num_blocks == min(int((FREE - PEAK) * 0.9) // bytes_per_block, useful) < useful
 
 
+def test_a_share_of_the_memory_leaves_the_rest_of_it_free(zoo: Zoo) -> None:
+    """0.9 of 2 * `FREE` bytes, half of which others use."""
+    engine = make_engine(zoo.path("llama"), backend=triton_backend(), memory_utilization=0.9, **OPTIONS)
+    assert engine.kv.num_blocks == int(FREE - PEAK - 0.1 * 2 * FREE) // (16 * 3 * 2 * 2 * 16 * 4) < 3 * 16
+
+
 def test_given_sizes_are_kept_and_nothing_is_profiled(zoo: Zoo, device: Device) -> None:
     for given in ({"num_kv_blocks": 9}, {"kv_cache_memory": 9 * 16 * 3 * 2 * 2 * 16 * 4}):
         assert make_engine(zoo.path("llama"), backend=triton_backend(), **given).kv.num_blocks == 9

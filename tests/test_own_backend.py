@@ -69,7 +69,7 @@ class OwnBackend(Only):
         self.calls["prepare"] += 1
         return Only(Runner, TorchRunner(self, model, kv), self.calls)  # type: ignore[arg-type]
 
-    def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> int:
+    def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
         run_largest_passes()
         return self.KV_MEMORY
 

@@ -52,6 +52,13 @@ def make_piece_tokenizer() -> PreTrainedTokenizerFast:
     return _wrap(tokenizer)
 
 
+class DigitTokenizer:
+    """Each digit is the token of its value; nothing else is a token."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [int(character) for character in text if character.isdigit()]
+
+
 def _byte_level(vocab_size: int, alphabet: list[str], corpus: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -66,8 +67,36 @@ class Run:
         return self.num_tokens / self.seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first output token at which two runs differ, and by how much the two largest logits do there."""
+
+    place: int
+    top2_gap: float
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status."""
+    """Run a command and return the exit status: 2 for bad use, 1 for a failure."""
+    try:
+        try:
+            return _run_command(argv)
+        finally:
+            sys.stdout.flush()  # here, where an error can still be told
+    except BrokenPipeError:  # whoever reads has enough
+        _discard_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"titan: {error}", file=sys.stderr)
+        _discard_output()
+        return 1
+
+
+def _discard_output() -> None:
+    """Send what is left of the output nowhere: Python writes it when it exits, and would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(_join_parents(sys.argv[1:] if argv is None else argv))
     if rest and args.command != "bench":
@@ -173,8 +202,9 @@ def _generate(args: argparse.Namespace) -> int:
         llm.generate(args.prompt, replace(warm_up, max_tokens=WARM_UP_TOKENS, ignore_eos=True, stop=None), use_tqdm=False)
     run = _run(llm, args.prompt, params, echo=not args.json, keep_trees=args.show_tree)
     plain = _run(llm, args.prompt, plain_params, echo=False) if args.compare else None
+    difference = None if plain is None else _find_difference(llm, run, plain)
     if args.json:
-        result = _as_json(run, plain)
+        result = _as_json(run, plain, difference)
         if args.show_tree:
             result["trees"] = [_tree_as_json(each) for each in run.trees]
         print(json.dumps(result))
@@ -184,12 +214,38 @@ def _generate(args: argparse.Namespace) -> int:
         _print_trees(llm, run.trees)
     print(_summary(run))
     if plain is not None:
-        same = "same text" if plain.output.outputs[0].token_ids == run.output.outputs[0].token_ids else "different text"
         print(
-            f"without speculation: {plain.num_tokens} tokens, {plain.tokens_per_second:.1f} tokens/s, {same}; "
-            f"speed-up {run.tokens_per_second / plain.tokens_per_second:.2f}x"
+            f"without speculation: {plain.num_tokens} tokens, {plain.tokens_per_second:.1f} tokens/s, "
+            f"{_comparison(difference, llm, params)}; speed-up {run.tokens_per_second / plain.tokens_per_second:.2f}x"
         )
     return 0
+
+
+def _find_difference(llm: LLM, run: Run, plain: Run) -> Difference | None:
+    """Return where two runs differ, if they do; the model then computes the logits after what they share once more."""
+    ours, others = run.output.outputs[0].token_ids, plain.output.outputs[0].token_ids
+    if ours == others:
+        return None
+    place = next((i for i, (one, other) in enumerate(zip(ours, others, strict=False)) if one != other), min(len(ours), len(others)))
+    one_token = SamplingParams(temperature=0, max_tokens=1, logprobs=2, use_speculative=False)
+    [output] = llm.generate([[*run.output.prompt_token_ids, *ours[:place]]], one_token, use_tqdm=False)
+    [logprobs] = output.outputs[0].logprobs or [{}]
+    best, second = sorted((each.logprob for each in logprobs.values()), reverse=True)
+    return Difference(place, best - second)
+
+
+def _comparison(difference: Difference | None, llm: LLM, params: SamplingParams) -> str:
+    """Return whether the texts are the same, and if not, why; see docs/equality.md."""
+    if difference is None:
+        return "same text"
+    where = f"different text from token {difference.place + 1} on"
+    if params.temperature > 0 and llm.engine.config.speculation.draft_sampling != "greedy":
+        return f"{where}, because sampled drafts keep the distribution of the tokens, not the tokens of a seed"
+    dtype = str(llm.engine.dtype).removeprefix("torch.")
+    why = f"passes over other rows round differently in {dtype}"
+    if params.is_greedy:
+        why += f", and the two largest logits are {difference.top2_gap:.2g} apart there"
+    return f"{where}, because {why}" + ("" if dtype == "float32" else " (--dtype float32 gives the same text)")
 
 
 def _run(llm: LLM, prompt: str, params: SamplingParams, *, echo: bool, keep_trees: bool = False) -> Run:
@@ -250,7 +306,7 @@ def _acceptance_per_depth(metrics: RequestMetrics) -> list[float]:
     return [count / proposed for count, proposed in zip(accepted, metrics.proposed_per_depth, strict=False)]
 
 
-def _as_json(run: Run, plain: Run | None) -> dict[str, object]:
+def _as_json(run: Run, plain: Run | None, difference: Difference | None) -> dict[str, object]:
     completion = run.output.outputs[0]
     result: dict[str, object] = {
         "prompt": run.output.prompt,
@@ -266,6 +322,7 @@ def _as_json(run: Run, plain: Run | None) -> dict[str, object]:
     if plain is not None:
         result["without_speculation"] = {"seconds": plain.seconds, "tokens_per_second": plain.tokens_per_second}
         result["speed_up"] = run.tokens_per_second / plain.tokens_per_second
+        result["difference"] = None if difference is None else asdict(difference)
     return result
 
 

@@ -19,7 +19,7 @@ from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees, TreeLimits
 from titan.draft.base import CachingDrafter, DraftContext, Drafter
 from titan.draft.registry import DraftSpec, check_draft, create_drafter
-from titan.execute.batch import target_batch
+from titan.execute.batch import split_logits, target_batch
 from titan.execute.memory_profile import run_largest_pass
 from titan.kernels.backend import choose_backend, choose_device
 from titan.kernels.interfaces import Backend, PassCounts, PassLimits, Runner, WarmUp
@@ -31,6 +31,7 @@ from titan.models.loader import load_model, resolve_model
 from titan.schedule.admission import Limits
 from titan.schedule.scheduler import Lookahead, Scheduler
 from titan.verify.accept import collect, launch
+from titan.verify.logprobs import prompt_logprobs
 
 StepObserver = Callable[[StepPlan, Acceptance], None]
 """Called after a step's verification, while the requests' last tokens are still their roots; must not change anything."""
@@ -90,7 +91,7 @@ class Engine:
             config.memory,
             [target.kv_layout, *([] if drafter.kv is None else [drafter.kv])],
             max_batch_size * max_blocks,
-            lambda: self._free_memory(target),
+            lambda: self._free_memory(target, config.memory.memory_utilization),
             self.backend.free_memory,
         )
         self.limits = Limits(
@@ -122,8 +123,10 @@ class Engine:
             self.kv.clear_new_blocks()
             trees = self._propose(plan)
             batch = target_batch(plan, trees, block_size=self.kv.block_size)
-            logits = self.runner.forward(batch)
+            logits, prompt_logits = split_logits(batch, self.runner.forward(batch), self.backend.upload)
             acceptance = collect(self.backend, launch(self.backend, plan, trees, batch.logits_start_loc, logits))
+            if prompt_logits is not None:
+                acceptance.prompt_logprobs.update(prompt_logprobs(plan, prompt_logits, self.backend.upload))
             for observe in self.observers:
                 observe(plan, acceptance)
             self.drafter.commit(plan, acceptance)
@@ -223,9 +226,9 @@ class Engine:
                 for run in tqdm(passes, desc="Warming up", unit="pass", dynamic_ncols=True):
                     run()
 
-    def _free_memory(self, target: Decoder) -> int:
+    def _free_memory(self, target: Decoder, utilization: float | None) -> int:
         return self.backend.memory_for_kv(
-            lambda: run_largest_pass(self.backend, target, self.config, self._pass_limits, self.max_model_len)
+            lambda: run_largest_pass(self.backend, target, self.config, self._pass_limits, self.max_model_len), utilization
         )
 
 

@@ -22,10 +22,9 @@ from titan.core.sampling_params import SamplingParams
 from titan.detokenizer import IncrementalDetokenizer
 from titan.engine import Engine
 from titan.models.loader import load_tokenizer, resolve_model
-from titan.schedule.admission import check_request
+from titan.prompts import Prompt, read_prompt, shown_prompt
+from titan.schedule.admission import check_request, check_token_ids
 from titan.step_loop import StepLoop
-
-Prompt = str | Sequence[int]
 
 BAR_INTERVAL_S = 0.1
 """Seconds between updates of a progress bar."""
@@ -45,8 +44,13 @@ class FrontEnd:
         self.loop = StepLoop(engine)
         self._numbers = count()
 
-    def generate(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        """Run prompts to completion, each with its own options; `titan.LLM.generate` says how refused prompts are handled."""
+    def generate(
+        self, prompts: Sequence[Prompt | ValueError], params: Sequence[SamplingParams], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Run prompts to completion, each with its own options; `titan.LLM.generate` says how refused prompts are handled.
+
+        An error in place of a prompt says why there is none, and counts as a refused one.
+        """
         self.loop.check_caller()
         made = [self._try_request(*each) for each in zip(prompts, params, strict=True)]
         requests = [request for request in made if isinstance(request, Request)]
@@ -54,7 +58,7 @@ class FrontEnd:
             if isinstance(refusal, ValueError):
                 if not requests:
                     raise refusal
-                warnings.warn(f"prompt {i} was not run: {refusal}", stacklevel=3)  # at the caller of the LLM
+                warnings.warn(f"prompt {i} was not run: {refusal}", stacklevel=4)  # at the caller of the LLM
         self._run_all([each for request in requests for each in request.family], use_tqdm)
         return [
             self.output(request) if isinstance(request, Request) else _refused_output(i, prompts[i], params[i], request)
@@ -74,26 +78,30 @@ class FrontEnd:
         """Check a prompt and return its request; for ``params.n`` completions, the first of that many siblings.
 
         Args:
-            prompt: text or token ids.
+            prompt: in any form that `titan.prompts.read_prompt` takes.
             params: options.
             needs_text: keep the text up to date while the request runs.
 
         Raises:
-            ValueError: the prompt is empty, too long, has tokens outside the vocabulary, or could never fit the KV cache; or it or
-                its options need a tokenizer, and there is none.
+            ValueError: the prompt is none, is empty, too long, has tokens outside the vocabulary, or could never fit the KV cache;
+                or it or its options need a tokenizer, and there is none.
         """
-        text = prompt if isinstance(prompt, str) else None
-        prompt_token_ids = self._encode(prompt) if isinstance(prompt, str) else _as_token_ids(prompt)
+        text, token_ids = read_prompt(prompt)
+        prompt_token_ids = self._encode(text or "") if token_ids is None else token_ids
         max_tokens = check_request(text, prompt_token_ids, params, self.engine.limits)
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop!r} needs a tokenizer, and the model has none: allowed is None")
+        for name in ("stop", "bad_words"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise ValueError(f"{name}={getattr(params, name)!r} needs a tokenizer, and the model has none: allowed is None")
+        bad_word_ids = tuple(self._encode_bad_words(params.bad_words or ()))
         number = next(self._numbers)
-        is_text_needed = self.tokenizer is not None and (needs_text or params.stop_strings)
+        is_text_needed = self.tokenizer is not None and params.detokenize and (needs_text or params.stop_strings)
         eos_token_ids = () if params.ignore_eos else self.engine.model_config.eos_token_ids
         stop_token_ids = frozenset((*eos_token_ids, *(params.stop_token_ids or ())))
         seed = params.seed
         if seed is None:
-            seed = _draw_seed(np.random.SeedSequence([self.engine.config.model.seed, number]))
+            engine_seed = self.engine.config.model.seed
+            assert engine_seed is not None, "the options have drawn one"
+            seed = _draw_seed(np.random.SeedSequence([engine_seed, number]))
         family = tuple(
             Request(
                 request_id=f"{number}-{index}" if index else str(number),
@@ -103,6 +111,7 @@ class FrontEnd:
                 seed=_draw_seed(np.random.SeedSequence(seed, spawn_key=(index,))) if index else seed,
                 max_tokens=max_tokens,
                 stop_token_ids=stop_token_ids,
+                bad_word_ids=bad_word_ids,
                 metrics=RequestMetrics(arrival_time=time.monotonic()),
                 detokenizer=self._make_detokenizer(prompt_token_ids, params) if is_text_needed else None,
                 index=index,
@@ -125,6 +134,7 @@ class FrontEnd:
             all(each.is_finished for each in family),
             merge_metrics([each.metrics for each in family]) if request.siblings else request.metrics,
             next((each.error for each in family if each.error is not None), None),
+            self._prompt_logprobs(family[0]),
         )
 
     def _run_all(self, requests: Sequence[Request], use_tqdm: bool) -> None:
@@ -167,8 +177,10 @@ class FrontEnd:
                 if output.finished:
                     return
 
-    def _try_request(self, prompt: Prompt, params: SamplingParams) -> Request | ValueError:
+    def _try_request(self, prompt: Prompt | ValueError, params: SamplingParams) -> Request | ValueError:
         """Return a request, or why the prompt is refused: one bad prompt must not cost the others their output."""
+        if isinstance(prompt, ValueError):
+            return prompt
         try:
             return self.make_request(prompt, params)
         except ValueError as error:
@@ -182,6 +194,18 @@ class FrontEnd:
         token_ids: list[int] = self.tokenizer.encode(prompt)
         return token_ids
 
+    def _encode_bad_words(self, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
+        """Return the tokens of words: of each as it is, at the beginning of a text, and after a space."""
+        for word in words:
+            bare = word.lstrip()
+            forms = {word, bare, f" {bare}"} if bare else {word}
+            encoded = {tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms} - {()}  # type: ignore[union-attr]
+            if not encoded:
+                raise ValueError(f"bad_words has {word!r}, which has no tokens: allowed are words of at least one token")
+            for token_ids in sorted(encoded):
+                check_token_ids("bad_words", token_ids, self.engine.limits.vocab_size)
+                yield token_ids
+
     def _make_detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(self.tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
@@ -189,12 +213,12 @@ class FrontEnd:
         reason = request.finish_reason
         token_ids = request.output_token_ids
         detokenizer = request.detokenizer
-        if detokenizer is None and self.tokenizer is not None:
+        if detokenizer is None and self.tokenizer is not None and request.params.detokenize:
             detokenizer = self._make_detokenizer(request.prompt_token_ids, request.params)
             detokenizer.finish(token_ids)
         logprobs, cumulative_logprob = request.logprobs, None
         if logprobs is not None:
-            self._decode_logprobs(logprobs)
+            self._decode_logprobs(logprobs, request.params)
             logprobs = logprobs.copy()  # the request's own list keeps growing
             cumulative_logprob = sum(entry[token_id].logprob for token_id, entry in zip(token_ids, logprobs, strict=True))
         return CompletionOutput(
@@ -207,9 +231,16 @@ class FrontEnd:
             request.stop_reason,
         )
 
-    def _decode_logprobs(self, logprobs: list[dict[int, Logprob]]) -> None:
+    def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
+        logprobs = request.prompt_logprobs
+        if logprobs is None:
+            return None
+        self._decode_logprobs([entry for entry in logprobs if entry is not None], request.params)
+        return logprobs.copy()
+
+    def _decode_logprobs(self, logprobs: list[dict[int, Logprob]], params: SamplingParams) -> None:
         """Fill in the token text of the entries added since the last call."""
-        if self.tokenizer is None:
+        if self.tokenizer is None or not params.detokenize:
             return
         for entry in reversed(logprobs):
             if next(iter(entry.values())).decoded_token is not None:
@@ -241,15 +272,6 @@ def choose_tokenizer(model: str, tokenizer: str | None, revision: str | None = N
     return loaded
 
 
-def _as_token_ids(prompt: object) -> list[int]:
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        raise ValueError(f"prompt={prompt!r} is not allowed: a prompt is a str or a list of int")
-    for token_id in prompt:
-        if not isinstance(token_id, int) or isinstance(token_id, bool):
-            raise ValueError(f"prompt has {token_id!r}, which is not a token id: a prompt is a str or a list of int")
-    return list(prompt)
-
-
 def _draw_seed(source: np.random.SeedSequence) -> int:
     return int(source.generate_state(1, np.uint64)[0])
 
@@ -259,14 +281,13 @@ def _progress(request: Request) -> tuple[int, bool]:
     return sum(each.num_output_tokens for each in request.family), all(each.is_finished for each in request.family)
 
 
-def _refused_output(index: int, prompt: str | Sequence[int], params: SamplingParams, error: ValueError) -> RequestOutput:
+def _refused_output(index: int, prompt: Prompt | ValueError, params: SamplingParams, error: ValueError) -> RequestOutput:
     """Return the output of a prompt that was not run."""
     now = time.monotonic()
-    text = prompt if isinstance(prompt, str) else None
-    token_ids = [] if isinstance(prompt, str) else list(prompt)
+    text, token_ids = shown_prompt(prompt)
     completions = [CompletionOutput(i, "", [], finish_reason=FinishReason.ABORT.value) for i in range(params.n)]
     metrics = RequestMetrics(arrival_time=now, finished_time=now)
-    return RequestOutput(f"refused-{index}", text, token_ids, completions, True, metrics, str(error))
+    return RequestOutput(f"refused-{index}", text, token_ids or [], completions, True, metrics, str(error))
 
 
 def _hold_back(output: RequestOutput, num_characters: int) -> RequestOutput:

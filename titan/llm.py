@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any, Unpack
 
+from titan.chat import Conversation, render_chat
+from titan.core.checks import check_bool
 from titan.core.metrics import EngineMetrics
-from titan.core.options import EngineConfig, EngineOptions
 from titan.core.outputs import RequestOutput
 from titan.core.sampling_params import SamplingParams
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
-from titan.frontend import FrontEnd, Prompt, choose_tokenizer
-from titan.models.loader import load_config, resolve_model
+from titan.frontend import FrontEnd, choose_tokenizer
+from titan.models.loader import load_config, load_sampling_defaults, resolve_model
+from titan.prompts import Prompt, as_prompts
+from titan.vllm_names import LLMOptions, translate
 
-Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]]
+Prompts = Prompt | Sequence[Prompt]
 
 
 class LLM:
@@ -32,9 +35,11 @@ class LLM:
             `titan.draft.base.Drafter`, or ``None`` for no speculation.
         tokenizer: folder or hub id of the tokenizer; ``None`` = the model's.
         options: ``device``, ``max_draft_tokens``, ``max_batch_size`` and the other fields of `ModelOptions`,
-            `SpeculationOptions`, `ScheduleOptions` and `MemoryOptions`, documented in `titan.core.options`.
+            `SpeculationOptions`, `ScheduleOptions` and `MemoryOptions`, documented in `titan.core.options`; some may be given under
+            vLLM's names, which `titan.vllm_names` lists.
 
     Raises:
+        TypeError: there is no option of a name.
         ValueError: an argument is not allowed or a model cannot be loaded; the message names the argument, the value and
             what is allowed.
     """
@@ -45,17 +50,37 @@ class LLM:
         draft_model: DraftSpec | PathLike[str] = None,
         *,
         tokenizer: str | None = None,
-        **options: Unpack[EngineOptions],
+        **options: Unpack[LLMOptions],
     ) -> None:
-        config = EngineConfig.of(**options)
+        config, draft_model = translate(options, _as_draft(draft_model))
         if not isinstance(model, str | PathLike):
             raise ValueError(f"model={model!r} is not allowed: it must be 'demo', a folder or a Hugging Face hub id")
         target = fspath(model)
         place = config.model.revision, config.model.download_dir
         load_config(resolve_model(target, "target"), *place)  # before more is downloaded
+        self._default_params = SamplingParams()
+        if config.model.generation_config == "auto":
+            self._default_params = _default_params(target, *place)
         target_tokenizer = choose_tokenizer(target, tokenizer, *place)
-        self.engine = Engine(config, target, _as_draft(draft_model), target_tokenizer)
+        self.engine = Engine(config, target, draft_model, target_tokenizer)
         self.frontend = FrontEnd(self.engine, target_tokenizer)
+
+    def get_tokenizer(self) -> Any:
+        """Return the transformers tokenizer of the model.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        if self.frontend.tokenizer is None:
+            raise ValueError("the model has no tokenizer: give tokenizer=... to LLM")
+        return self.frontend.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what applies where a call has no sampling params: those of the model's generation_config.json.
+
+        With ``generation_config="vllm"``, they are `SamplingParams()`.
+        """
+        return self._default_params
 
     def generate(
         self,
@@ -65,51 +90,73 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; outputs are in the order of the prompts.
 
-        A prompt is text or a list of token ids; its output has ``SamplingParams.n`` completions. If some prompts of a call are
-        not allowed, the others run, and the bad ones are returned with finish_reason "abort" and ``error`` set, with a warning
-        each; if none is allowed, the error is raised.
+        A prompt is text, token ids, or a dict of one of them (see `titan.prompts`); its output has ``SamplingParams.n``
+        completions. If some prompts of a call are not allowed, the others run, and the bad ones are returned with finish_reason
+        "abort" and ``error`` set, with a warning each; if none is allowed, the error is raised.
 
         Args:
-            prompts: one prompt or a sequence of them.
-            sampling_params: one for all prompts, or one per prompt; ``None`` = `SamplingParams()`.
+            prompts: one prompt or a sequence of them, which may be empty.
+            sampling_params: one for all prompts, or one per prompt; ``None`` = `get_default_sampling_params`.
             use_tqdm: show a progress bar with tokens/s and mean acceptance length.
 
         Raises:
             ValueError: no prompt is allowed, or ``sampling_params`` does not match ``prompts``.
         """
-        prompt_list = _as_prompt_list(prompts)
-        params_list = _as_params_list(sampling_params, len(prompt_list))
-        return self.frontend.generate(prompt_list, params_list, use_tqdm)
+        return self._generate(as_prompts(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
-        messages: Sequence[dict[str, str]] | Sequence[Sequence[dict[str, str]]],
+        messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation or many, using the tokenizer's chat template.
 
+        Conversations that are not allowed are refused as prompts are in `generate`.
+
         Args:
-            messages: ``[{"role": "user", "content": "..."}, ...]``, or a sequence of such conversations.
+            messages: ``[{"role": "user", "content": "..."}, ...]``, or a sequence of such conversations. Content is text, or a list
+                of parts ``{"type": "text", "text": "..."}``, which become lines; a message with ``tool_calls`` may have none.
             sampling_params: as in `generate`.
             use_tqdm: as in `generate`.
+            chat_template: used in place of the tokenizer's.
+            add_generation_prompt: end the prompt with the beginning of an assistant's message.
+            continue_final_message: leave the last message open, to be continued; needs ``add_generation_prompt=False``.
+            tools: descriptions of functions, in JSON schema, for the template.
+            chat_template_kwargs: other arguments of the template.
 
         Raises:
-            ValueError: the tokenizer has no chat template, or as in `generate`.
+            ValueError: there is no chat template, or as in `generate`.
         """
         tokenizer = self.frontend.tokenizer
-        if tokenizer is None or not tokenizer.chat_template:
+        if tokenizer is None or not (chat_template or tokenizer.chat_template):
             raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message=True contradicts add_generation_prompt=True: allowed with it is False")
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise ValueError(f"chat_template_kwargs={chat_template_kwargs!r} is not allowed: it must be a dict, or None")
         if not isinstance(messages, Sequence) or not messages:
             raise ValueError(f"messages={messages!r} is not allowed: give at least one message")
-        conversations: Sequence[Any] = [messages] if isinstance(messages[0], dict) else messages
-        for conversation in conversations:
-            _check_conversation(conversation)
-        prompts = [
-            tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=True, return_dict=False)
-            for conversation in conversations
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        options: dict[str, Any] = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        options |= chat_template_kwargs or {}
+        prompts: list[Prompt | ValueError] = []
+        for conversation in [messages] if isinstance(messages[0], Mapping) else messages:
+            try:
+                prompts.append(render_chat(tokenizer, conversation, **options))
+            except ValueError as error:
+                prompts.append(error)
+        return self._generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output when a completion grows: text and tokens so far, complete characters only.
@@ -119,8 +166,13 @@ class LLM:
         Raises:
             ValueError: the prompt is not allowed.
         """
-        [params] = _as_params_list(sampling_params, 1)
+        [params] = _as_params_list(self._default_params if sampling_params is None else sampling_params, 1)
         return self.frontend.stream(prompt, params)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; requests in flight keep their blocks. Return True, as vLLM does where it succeeds."""
+        self.frontend.loop.between_steps(self.engine.kv.pool.forget_cached)
+        return True
 
     def swap_draft(self, draft_model: DraftSpec | PathLike[str]) -> None:
         """Replace the drafter between steps; requests in flight continue.
@@ -138,6 +190,15 @@ class LLM:
         """Return totals since the engine started, and its current state."""
         return self.frontend.loop.between_steps(self.engine.metrics)
 
+    def _generate(
+        self,
+        prompts: Sequence[Prompt | ValueError],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _as_params_list(self._default_params if sampling_params is None else sampling_params, len(prompts))
+        return self.frontend.generate(prompts, params, check_bool("use_tqdm", use_tqdm))
+
     def diagnose(self) -> list[str]:
         """Check the engine and return what is wrong or slow, one sentence each; an empty list means nothing was found.
 
@@ -147,28 +208,21 @@ class LLM:
         return self.frontend.loop.between_steps(lambda: _diagnose(self.engine))
 
 
+def _default_params(model: str, revision: str | None, download_dir: str | None) -> SamplingParams:
+    values = load_sampling_defaults(resolve_model(model, "target"), revision, download_dir)
+    try:
+        return SamplingParams(**values)
+    except ValueError as error:
+        raise ValueError(
+            f"model {model!r} has a generation_config.json that cannot be used: {error}; generation_config='vllm' does without it"
+        ) from error
+
+
 def _as_draft(draft_model: DraftSpec | PathLike[str]) -> DraftSpec:
     return fspath(draft_model) if isinstance(draft_model, PathLike) else draft_model
 
 
-def _as_prompt_list(prompts: Prompts) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise ValueError(f"prompts={prompts!r} is not allowed: give a str, a list of str, a list of int or a list of such lists")
-    if len(prompts) == 0:
-        raise ValueError("prompts=[] is empty: give at least one prompt")
-    if all(isinstance(prompt, int) for prompt in prompts):
-        return [prompts]  # type: ignore[list-item]
-    for prompt in prompts:
-        if not isinstance(prompt, Sequence):
-            raise ValueError(f"prompts has {prompt!r}, which is not a prompt: allowed are str and list of int")
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _as_params_list(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * num_prompts
+def _as_params_list(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
@@ -176,15 +230,6 @@ def _as_params_list(params: SamplingParams | Sequence[SamplingParams] | None, nu
     if len(params) != num_prompts:
         raise ValueError(f"sampling_params has {len(params)} entries for {num_prompts} prompts: give one, or one per prompt")
     return list(params)
-
-
-def _check_conversation(conversation: object) -> None:
-    is_list = isinstance(conversation, list | tuple) and len(conversation) > 0
-    if not is_list or not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in conversation):  # type: ignore[attr-defined]
-        raise ValueError(
-            f"messages has {conversation!r}, which is not a conversation: it must be a list of messages, "
-            f'{{"role": "...", "content": "..."}} each'
-        )
 
 
 def _diagnose(engine: Engine) -> list[str]:

@@ -1,6 +1,8 @@
-"""Log-probabilities of the tokens that a step emits, for the requests that ask for them."""
+"""Log-probabilities of the tokens that a step emits, and of prompts, for the requests that ask for them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -9,7 +11,11 @@ from torch import Tensor
 from titan.core.arrays import Ints
 from titan.core.outputs import Logprob
 from titan.core.request import Request
+from titan.core.step import StepPlan
 from titan.core.trees import Upload
+
+MAX_ROWS = 256
+"""Rows whose log-probabilities are computed at once: a prompt may have many."""
 
 
 def emitted_logprobs(
@@ -21,8 +27,6 @@ def emitted_logprobs(
     upload: Upload,
 ) -> dict[int, list[dict[int, Logprob]]]:
     """Compute the model's own log-probabilities, from the logits before any transform, temperature or filter.
-
-    Makes one copy to the device and one back.
 
     Args:
         requests: R of them.
@@ -36,24 +40,57 @@ def emitted_logprobs(
         By index of each request that asks for them, an entry per emitted token: by id, the token, then the most likely ones.
     """
     asking = [i for i, request in enumerate(requests) if request.params.logprobs is not None and token_ids[i]]
-    if not asking:
-        return {}
     emitted = [(i, node, token_id) for i in asking for node, token_id in zip([-1, *paths[i]], token_ids[i], strict=False)]
-    rows = np.array([start_loc[i] + 1 + node for i, node, _ in emitted], np.int64)
-    tokens = np.array([[token_id] for *_, token_id in emitted], np.int64)
-    row_index, token_index = upload([rows, tokens])
-    logprobs = logits.index_select(0, row_index).float().log_softmax(-1)
-    own = logprobs.gather(1, token_index)
-    ranks = (logprobs > own).sum(-1, keepdim=True) + 1
-    num_best = min(max(requests[i].params.logprobs or 0 for i in asking), logprobs.shape[-1])
-    best = logprobs.topk(num_best, dim=-1)
-    # float64 holds ids, ranks and float32 numbers exactly
-    table = torch.cat([each.double() for each in (own, ranks, best.values, best.indices)], 1).tolist()
-
+    rows = [int(start_loc[i]) + 1 + node for i, node, _ in emitted]
+    counts = [requests[i].params.logprobs or 0 for i, *_ in emitted]
     result: dict[int, list[dict[int, Logprob]]] = {i: [] for i in asking}
-    for (i, _, token_id), (logprob, rank, *both) in zip(emitted, table, strict=True):
-        best_logprobs, best_ids = both[:num_best], map(int, both[num_best:])
-        pairs = list(zip(best_ids, best_logprobs, strict=True))[: requests[i].params.logprobs]
-        entries = {best_id: Logprob(best_logprob, k) for k, (best_id, best_logprob) in enumerate(pairs, start=1)}
-        result[i].append({token_id: Logprob(logprob, int(rank))} | entries)
+    for (i, *_), entry in zip(emitted, _entries(logits, rows, [each for *_, each in emitted], counts, upload), strict=True):
+        result[i].append(entry)
     return result
+
+
+def prompt_logprobs(plan: StepPlan, logits: Tensor, upload: Upload) -> dict[int, list[dict[int, Logprob]]]:
+    """Compute the model's own log-probabilities of prompt tokens.
+
+    Args:
+        plan: of the step, before the counters of its requests advance.
+        logits: [any, vocab], those that `Request.prompt_logits` asks for, request by request.
+        upload: uploads arrays to the device of the logits.
+
+    Returns:
+        By row of the plan, an entry for the token after each of these positions.
+    """
+    asked = [
+        (i, request.prompt_token_ids[position + 1], request.params.prompt_logprobs or 0)
+        for i, (request, num_tokens) in enumerate(zip(plan.requests, plan.num_tokens, strict=True))
+        for position in request.prompt_logits(num_tokens)
+    ]
+    owners, token_ids, counts = zip(*asked, strict=True)
+    result: dict[int, list[dict[int, Logprob]]] = {i: [] for i in owners}
+    for i, entry in zip(owners, _entries(logits, range(len(asked)), token_ids, counts, upload), strict=True):
+        result[i].append(entry)
+    return result
+
+
+def _entries(
+    logits: Tensor, rows: Sequence[int], token_ids: Sequence[int], counts: Sequence[int], upload: Upload
+) -> Iterator[dict[int, Logprob]]:
+    """Return for each row a token's entry, then those of the most likely tokens, as many as its count says; -1 = all.
+
+    Makes one copy to the device and one back per `MAX_ROWS` rows.
+    """
+    vocab_size = logits.shape[-1]
+    for first in range(0, len(rows), MAX_ROWS):
+        part = slice(first, first + MAX_ROWS)
+        of_part = [vocab_size if count < 0 else min(count, vocab_size) for count in counts[part]]
+        row_index, token_index = upload([np.array(rows[part], np.int64), np.array(token_ids[part], np.int64)[:, None]])
+        logprobs = logits.index_select(0, row_index).float().log_softmax(-1)
+        own = logprobs.gather(1, token_index)
+        ranks = (logprobs > own).sum(-1, keepdim=True) + 1
+        best = logprobs.topk(max(of_part), dim=-1)
+        # float64 holds ids, ranks and float32 numbers exactly
+        table = torch.cat([each.double() for each in (own, ranks, best.values, best.indices)], 1).tolist()
+        for token_id, count, (logprob, rank, *both) in zip(token_ids[part], of_part, table, strict=True):
+            pairs = zip(both[max(of_part) :][:count], both[:count], strict=True)
+            entries = {int(best_id): Logprob(best_logprob, k) for k, (best_id, best_logprob) in enumerate(pairs, start=1)}
+            yield {token_id: Logprob(logprob, int(rank))} | entries

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from math import isfinite
 
 import numpy as np
@@ -32,18 +33,20 @@ def transform_rows(
         upload: uploads arrays to the device of the logits.
     """
     transforms: list[TransformedRows] = []
-    forbidden: list[tuple[int, list[int]]] = []
+    forbidden: dict[int, set[int]] = defaultdict(set)
     for i, (request, first, end) in enumerate(zip(requests, start_loc.tolist(), start_loc[1:].tolist(), strict=False)):
         if first == end or not looks_at_prefix(request):
             continue
         tree = EMPTY_TREE if trees is None else trees[i]
         if request.params.has_transforms:
-            paths = _paths(tree, first)
-            transforms.append(TransformedRows(request.params, request.prompt_token_ids, request.output_token_ids, paths))
+            paths, output = _paths(tree, first), request.output_token_ids
+            transforms.append(TransformedRows(request.params, request.prompt_token_ids, output, paths))
+            for row, path in paths.items() if request.bad_word_ids else ():
+                forbidden[row].update(_last_of_bad_words([*output, *path], request.bad_word_ids))
         if _holds_stops_back(request):
             is_early = request.num_output_tokens + np.append(0, tree.topology.depths) < request.params.min_tokens
-            stop_ids = sorted(request.stop_token_ids)
-            forbidden += [(first + row, stop_ids) for row in np.flatnonzero(is_early).tolist()]
+            for row in np.flatnonzero(is_early).tolist():
+                forbidden[first + row] |= request.stop_token_ids
     return transform_logits(logits, transforms, forbidden, upload)
 
 
@@ -60,7 +63,7 @@ def explain_row(request: Request, logits: Tensor, transformed: Tensor) -> str:
         return "the target's logits are not finite"
     params = request.params
     options = [
-        *(["logits_processors"] if params.logits_processors else []),
+        *(name for name in ("logits_processors", "allowed_token_ids", "bad_words") if getattr(params, name)),
         *([f"min_tokens={params.min_tokens} with {len(request.stop_token_ids)} stop tokens"] if _holds_stops_back(request) else []),
         *([f"repetition_penalty={params.repetition_penalty}"] if params.repetition_penalty != 1.0 else []),
     ]
@@ -71,6 +74,11 @@ def explain_row(request: Request, logits: Tensor, transformed: Tensor) -> str:
 def _holds_stops_back(request: Request) -> bool:
     min_tokens = request.params.min_tokens
     return min_tokens > 0 and request.num_output_tokens < min_tokens and bool(request.stop_token_ids)
+
+
+def _last_of_bad_words(output: list[int], words: Iterable[tuple[int, ...]]) -> Iterator[int]:
+    """Return the tokens that would complete a bad word, given the tokens before them."""
+    return (word[-1] for word in words if len(word) <= len(output) + 1 and output[len(output) + 1 - len(word) :] == [*word[:-1]])
 
 
 def _paths(tree: DraftTree, first_row: int) -> dict[int, list[int]]:

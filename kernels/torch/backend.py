@@ -62,8 +62,10 @@ class TorchBackend:
     def free_memory(self) -> int:
         return int(psutil.virtual_memory().available)
 
-    def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> int:
-        return int(self.free_memory() * KV_MEMORY_SHARE)
+    def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
+        if utilization is None:
+            return int(self.free_memory() * KV_MEMORY_SHARE)
+        return max(0, int(self.free_memory() - (1 - utilization) * psutil.virtual_memory().total))
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         return [torch.from_numpy(array).to(self.device) for array in arrays]

@@ -82,7 +82,7 @@ class TritonBackend:
         in_reserve = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return torch.cuda.mem_get_info(self.device)[0] + in_reserve
 
-    def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> int:
+    def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
         """See `titan.kernels.interfaces.Backend`; what PyTorch holds in reserve for later allocations counts as free."""
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
@@ -92,7 +92,10 @@ class TritonBackend:
         peak = torch.cuda.max_memory_reserved(self.device) - before
         torch.cuda.empty_cache()
         # free memory now: what was loaded for the first pass stays
-        return int(max(0, torch.cuda.mem_get_info(self.device)[0] - peak) * KV_MEMORY_SHARE)
+        free, total = torch.cuda.mem_get_info(self.device)
+        if utilization is None:
+            return int(max(0, free - peak) * KV_MEMORY_SHARE)
+        return max(0, int(free - peak - (1 - utilization) * total))
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         return upload(arrays, self.device)

@@ -52,6 +52,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "processor": {"logits_processors": [by_last_token]},
     "min_tokens": {"min_tokens": 2, "stop_token_ids": [STOP], "logit_bias": {STOP: 1.5}},
 }
+SAMPLINGS["words"] = {"allowed_token_ids": [0, 1, 2, 3, 5, 6, 7], "bad_words": ["6", "12", "33", "727"], "temperature": 1.3}
 SAMPLINGS["all"] = {"temperature": 1.4, "top_k": 7, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.2}
 SAMPLINGS["all"] |= {"presence_penalty": 0.4, "frequency_penalty": 0.5} | SAMPLINGS["processor"] | SAMPLINGS["min_tokens"]
 
@@ -225,6 +226,7 @@ def no_paths(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
         (no_residual, "hot", "chain", "torch"),
         (no_paths, "repetition", "bush", "cpu"),
         (no_paths, "presence_frequency", "bush", "cpu"),
+        (no_paths, "words", "bush", "cpu"),
     ],
 )
 def test_the_chi_square_notices_mistakes(

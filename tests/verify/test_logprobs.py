@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from zoo import Zoo, random_prompts
 from titan import LLM, CompletionOutput, Logprob, SamplingParams
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
+from titan.frontend import FrontEnd
 from titan.verify.logprobs import emitted_logprobs
 
 upload = make_back_end("torch").upload
@@ -27,14 +30,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def check(zoo: Zoo, prompt: list[int], completion: CompletionOutput, num_logprobs: int) -> None:
+def check(zoo: Zoo, prompt: list[int], completion: CompletionOutput, num_logprobs: int, model: str = "llama+text") -> None:
     assert completion.logprobs is not None and completion.cumulative_logprob is not None
     assert len(completion.logprobs) == len(completion.token_ids)
-    logits = reference_logits(zoo.model("llama+text"), prompt + completion.token_ids)[len(prompt) - 1 : -1]
+    logits = reference_logits(zoo.model(model), prompt + completion.token_ids)[len(prompt) - 1 : -1]
     expected = logits.log_softmax(-1)
     ordered = expected.sort(-1, descending=True)
     for i, (token_id, entry) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
-        best = ordered.indices[i, :num_logprobs].tolist()
+        best = ordered.indices[i, : None if num_logprobs < 0 else num_logprobs].tolist()
         assert list(entry) == list(dict.fromkeys([token_id, *best])), "the token itself, then the most likely ones"
         for other_id, logprob in entry.items():
             assert logprob.logprob == pytest.approx(float(expected[i, other_id]), abs=1e-4)
@@ -49,7 +52,7 @@ def test_every_emitted_token_has_the_models_own_logprobs(zoo: Zoo, name: str, dr
     """Requests that ask for different numbers, or for none, side by side; some of them are preempted."""
     pool: dict[str, Any] = {"block_size": 8, "num_kv_blocks": 9, "max_batch_size": 4}
     llm = LLM(zoo.path("llama+text"), draft and zoo.path(draft), dtype="float32", device="cpu", **pool)
-    counts = [0, 1, 5, 20, None, 2]
+    counts = [0, 1, 5, 20, None, -1]
     params = [SamplingParams(max_tokens=16, logprobs=count, **OPTIONS[name]) for count in counts]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     for prompt, count, output in zip(PROMPTS, counts, outputs, strict=True):
@@ -60,6 +63,40 @@ def test_every_emitted_token_has_the_models_own_logprobs(zoo: Zoo, name: str, dr
     assert llm.metrics().num_preemptions > 0
     if draft is not None and name == "greedy":
         assert sum(output.metrics.num_accepted_tokens for output in outputs) > 10
+
+
+@pytest.mark.parametrize(
+    ("back_end", "is_caching", "max_tokens"),
+    [*product(("torch", "cpu"), (True, False), (16,)), ("triton", True, 2)],  # its interpreter takes seconds per step
+)
+def test_prompts_have_the_models_own_logprobs(zoo: Zoo, back_end: str, is_caching: bool, max_tokens: int) -> None:
+    """Of prompts in chunks and in the cache already, beside others and siblings; some requests are preempted."""
+    shared = PROMPTS[1] + PROMPTS[3]
+    prompts = [*PROMPTS[:2], shared, [*shared, 7], shared, [*shared[:30], 9, 9]]
+    counts = [2, 0, None, 3, -1, 1]
+    pool: dict[str, Any] = {"num_kv_blocks": 7, "max_batch_size": 4, "prefill_chunk_size": 6}
+    if max_tokens == 2:
+        prompts, counts = [shared[:20], shared[:21]], [-1, 1]
+        pool["prefill_chunk_size"] = 16
+    options = pool | {"enable_prefix_caching": is_caching, "backend": make_back_end(back_end)}
+    frontend = FrontEnd(make_engine(zoo.path("llama"), zoo.path("llama~"), **options))
+    frontend.generate([shared], [greedy(2)], use_tqdm=False)
+    params = [
+        greedy(max_tokens, ignore_eos=True, prompt_logprobs=count, logprobs=count, n=1 + i % 2, repetition_penalty=1.3)
+        for i, count in enumerate(counts)
+    ]
+    outputs = frontend.generate(prompts, params, use_tqdm=False)
+    plain = [replace(each, prompt_logprobs=None, use_speculative=False) for each in params]
+    for prompt, count, output, other in zip(prompts, counts, outputs, frontend.generate(prompts, plain, False), strict=True):
+        assert [each.token_ids for each in output.outputs] == [each.token_ids for each in other.outputs]
+        if count is None:
+            assert output.prompt_logprobs is None
+            continue
+        assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+        scored = [entry for entry in output.prompt_logprobs if entry is not None]
+        completion = CompletionOutput(0, "", prompt[1:], sum(e[t].logprob for e, t in zip(scored, prompt[1:], strict=True)), scored)
+        check(zoo, prompt[:1], completion, count, model="llama")
+    assert (frontend.engine.counters.num_preemptions > 0) == (max_tokens > 2)
 
 
 def test_tokens_carry_their_text_in_generate_and_stream(zoo: Zoo) -> None:

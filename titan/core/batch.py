@@ -26,6 +26,7 @@ class QueryRow(NamedTuple):
     start: int
     token_ids: Sequence[int]
     needs_logits: bool = True  # for the last token, and for the nodes of the tree below it
+    prompt_logits: range = range(0)  # indices of the tokens before it that need logits too
 
 
 class NodeQueries(NamedTuple):
@@ -74,10 +75,11 @@ class RaggedBatch:
 
     token_ids: Ints  # [T]
     slot_mapping: Ints  # [T], block * block_size + offset
-    logits_rows: Ints  # [L], rows of T whose logits are computed
-    logits_start_loc: Ints  # [R + 1], prefix sums of logits rows per request
+    logits_rows: Ints  # [L], ascending, rows of T whose logits are computed
+    logits_start_loc: Ints  # [R + 1], prefix sums of logits rows per request, those of its prompt left out
     attention: AttentionLayout
     nodes: NodeQueries | None = None
+    prompt_logits: Ints | None = None  # ascending, rows of the logits that are for the logprobs of prompts; None: there are none
 
     def node_places(self) -> NodePlaces:
         """Return where the nodes go; the batch must have some."""
@@ -126,11 +128,18 @@ def build_batch(rows: Sequence[QueryRow], trees: DraftTrees | None = None, *, bl
     logits_lens = np.where([row.needs_logits for row in rows], counts + 1, 0)
     logits_start_loc = prefix_sums(logits_lens)
     num_skipped = query_start_loc[1:] - logits_start_loc[1:]  # rows without logits, up to the last rows of each request
+    logits_rows = np.arange(int(logits_start_loc[-1])) + np.repeat(num_skipped, logits_lens)
+    prompt_logits = None
+    if any(row.prompt_logits for row in rows):
+        of_rows = zip(query_start_loc.tolist(), rows, strict=False)
+        of_prompts = np.array([first + index for first, row in of_rows for index in row.prompt_logits])
+        logits_rows = np.sort(np.append(logits_rows, of_prompts))
+        prompt_logits = np.flatnonzero(np.isin(logits_rows, of_prompts))
     table = pad_block_tables([row.block_ids for row in rows])
     return RaggedBatch(
         token_ids=token_ids,
         slot_mapping=physical_slots(table, owners, slots, block_size),
-        logits_rows=np.arange(int(logits_start_loc[-1])) + np.repeat(num_skipped, logits_lens),
+        logits_rows=logits_rows,
         logits_start_loc=logits_start_loc,
         attention=AttentionLayout(
             query_start_loc=query_start_loc,
@@ -143,6 +152,7 @@ def build_batch(rows: Sequence[QueryRow], trees: DraftTrees | None = None, *, bl
             block_size=block_size,
         ),
         nodes=nodes,
+        prompt_logits=prompt_logits,
     )
 
 

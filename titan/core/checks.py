@@ -1,29 +1,97 @@
-"""Checks of option values: each raises a `ValueError` that names the argument, the value and what is allowed."""
+"""Checks of option values: each raises a `ValueError` that names the argument, the value and what is allowed.
+
+They return the value as Python's own type: NumPy's scalars, arrays and tensors are taken wherever numbers and lists of them are.
+"""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Hashable, Iterable, Sequence
+from difflib import get_close_matches
+from math import inf, isfinite, nan
+from numbers import Integral, Real
+from typing import Any, TypeVar
 
-def check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Check that a value is an integer from ``low`` to ``high``; ``None`` = no upper bound."""
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or value < low or (high is not None and value > high):  # type: ignore[operator]
+import numpy as np
+
+Choice = TypeVar("Choice")
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer of Python or NumPy; truth values are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
+    """Return a value that must be an integer from ``low`` to ``high``; ``None`` = no upper bound."""
+    if not is_integer(value) or value < low or (high is not None and value > high):  # type: ignore[operator]
         allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
         raise ValueError(f"{name}={value!r} is not allowed: it must be {allowed}")
+    return int(value)  # type: ignore[call-overload,no-any-return]
 
 
-def check_bool(name: str, value: object) -> None:
-    """Check that a value is True or False."""
-    if not isinstance(value, bool):
+def check_number(name: str, value: object, *, low: float, high: float | None = None, open_low: bool = False) -> float:
+    """Return a value that must be a number in these bounds, and finite in float32, as the engine uses it."""
+    number = nan if isinstance(value, bool) or not isinstance(value, Real) else _as_float(value)
+    used = as_float32(number)
+    if not isfinite(used) or number < low or (open_low and used == low) or (high is not None and number > high):
+        bounds = f"{'(' if open_low else '['}{low:g}, {'inf)' if high is None else f'{high:g}]'}"
+        raise ValueError(f"{name}={value!r} is outside the allowed range {bounds}")
+    return number
+
+
+def check_bool(name: str, value: object) -> bool:
+    """Return a value that must be True or False."""
+    if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name}={value!r} is not allowed: it must be True or False")
+    return bool(value)
 
 
-def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Check that a value is one of the allowed ones."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not supported; allowed: {', '.join(map(repr, allowed))}")
+def check_choice(name: str, value: object, allowed: tuple[Choice, ...]) -> Choice:
+    """Return the one of the allowed values that a value equals."""
+    for choice in allowed:
+        if isinstance(value, Hashable) and value == choice:
+            return choice
+    raise ValueError(f"{name}={value!r} is not supported; allowed: {', '.join(map(repr, allowed))}")
 
 
-def check_text(name: str, value: object) -> None:
-    """Check that a value is text that is not empty, or ``None``."""
+def _as_float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return inf
+
+
+def as_float32(value: float) -> float:
+    """Round a number to float32."""
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]  # type: ignore[no-any-return]
+    except OverflowError:
+        return inf
+
+
+def as_list(value: Any) -> Any:
+    """Return the numbers of an array or a tensor as nested lists; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def store(options: object, **values: object) -> None:
+    """Set fields of a frozen dataclass while it is made."""
+    for name, value in values.items():
+        object.__setattr__(options, name, value)
+
+
+def unknown_names(unknown: Iterable[str], allowed: Sequence[str]) -> str:
+    """Return a message on names that there are not, with the closest of the allowed ones."""
+    listed = []
+    for name in unknown:
+        close = get_close_matches(name, allowed, n=1)
+        listed.append(f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name))
+    return f"there is no option {', '.join(listed)}; allowed: {', '.join(allowed)}"
+
+
+def check_text(name: str, value: object) -> str | None:
+    """Return a value that must be text that is not empty, or ``None``."""
     if value is not None and not (isinstance(value, str) and value):
         raise ValueError(f"{name}={value!r} is not allowed: it must be a non-empty str or None")
+    return value

@@ -7,12 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from secrets import randbits
 from typing import Any, TypedDict, Unpack
 
-from titan.core.checks import check_bool, check_choice, check_integer, check_text
+import torch
+
+from titan.core.checks import (
+    as_list,
+    check_bool,
+    check_choice,
+    check_integer,
+    check_number,
+    check_text,
+    is_integer,
+    store,
+    unknown_names,
+)
 from titan.core.limits import MAX_NODES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"} | {f"torch.{name}": name for name in DTYPES[1:]}
+"""Other names of dtypes, among them those that torch's own print."""
+GENERATION_CONFIGS = ("auto", "vllm")
 DRAFT_TREES = ("auto", "dynamic", "chain")
 DRAFT_SAMPLINGS = ("auto", "greedy", "sampled")
 SCHEDULING_POLICIES = ("fcfs",)
@@ -26,36 +42,44 @@ class ModelOptions:
     """How the models run, and settings common to all requests.
 
     Args:
-        dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions), "float32", "bfloat16", "float16".
+        dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions), "float32", "bfloat16", "float16", or the
+            torch dtype; "float" and "half" are float32 and float16.
         device: "auto" (CUDA if available), "cpu", "cuda", "cuda:N".
         num_threads: threads of a CPU; ``None`` = one per physical core that the process may use, at most as many as PyTorch has.
-        seed: for the requests that have none.
+        seed: for the requests that have none; ``None`` = another one for each engine.
         max_model_len: maximum tokens of a request, prompt and output; ``None`` = the model's positions.
         warm_up: compile and record all that passes on a GPU need at the start, and for each new draft, with a progress bar;
             ``False``: when it is first needed, which delays requests. On a CPU there is nothing to compile or record, either way.
         revision: branch, tag or commit of the target, and of its tokenizer, on the hub; ``None`` = the main branch.
         download_dir: folder for downloads from the hub; ``None`` = the hub library's cache.
+        generation_config: where a call has no sampling params, "auto" uses those of the model's generation_config.json, and
+            "vllm" (its name for it) `SamplingParams()`.
     """
 
-    dtype: str = "auto"
+    dtype: str | torch.dtype = "auto"
     device: str = "auto"
     num_threads: int | None = None
-    seed: int = 0
+    seed: int | None = 0
     max_model_len: int | None = None
     warm_up: bool = True
     revision: str | None = None
     download_dir: str | None = None
+    generation_config: str = "auto"
 
     def __post_init__(self) -> None:
-        check_choice("dtype", self.dtype, DTYPES)
-        check_integer("seed", self.seed, 0, 2**63 - 1)
-        if self.num_threads is not None:
-            check_integer("num_threads", self.num_threads, 1, MAX_THREADS)
-        if self.max_model_len is not None:
-            check_integer("max_model_len", self.max_model_len, 1)
-        check_bool("warm_up", self.warm_up)
-        for name in ("revision", "download_dir"):
-            check_text(name, getattr(self, name))
+        dtype = str(self.dtype)
+        check_choice("dtype", DTYPE_ALIASES.get(dtype, dtype), DTYPES)
+        store(
+            self,
+            dtype=DTYPE_ALIASES.get(dtype, dtype),
+            seed=randbits(63) if self.seed is None else check_integer("seed", self.seed, 0, 2**63 - 1),
+            num_threads=_check_optional("num_threads", self.num_threads, MAX_THREADS),
+            max_model_len=_check_optional("max_model_len", self.max_model_len),
+            warm_up=check_bool("warm_up", self.warm_up),
+            revision=check_text("revision", self.revision),
+            download_dir=check_text("download_dir", self.download_dir),
+            generation_config=check_choice("generation_config", self.generation_config, GENERATION_CONFIGS),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +101,13 @@ class SpeculationOptions:
     draft_sampling: str = "auto"
 
     def __post_init__(self) -> None:
-        check_choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS)
-        check_bool("use_speculative", self.use_speculative)
-        check_integer("max_draft_tokens", self.max_draft_tokens, 0, MAX_NODES)
+        store(
+            self,
+            use_speculative=check_bool("use_speculative", self.use_speculative),
+            max_draft_tokens=check_integer("max_draft_tokens", self.max_draft_tokens, 0, MAX_NODES),
+            draft_tree=as_list(self.draft_tree),
+            draft_sampling=check_choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS),
+        )
         self._check_draft_tree()
 
     def _check_draft_tree(self) -> None:
@@ -87,7 +115,7 @@ class SpeculationOptions:
         if isinstance(parents, str):
             check_choice("draft_tree", parents, DRAFT_TREES)
             return
-        is_list = isinstance(parents, Sequence) and all(isinstance(each, int) and not isinstance(each, bool) for each in parents)
+        is_list = isinstance(parents, Sequence) and all(map(is_integer, parents))
         if not is_list or len(parents) == 0:
             raise ValueError(
                 f"draft_tree={parents!r} is not allowed: it must be {', '.join(map(repr, DRAFT_TREES))} or a list of parents, "
@@ -128,11 +156,14 @@ class ScheduleOptions:
     swap_space: int = 0
 
     def __post_init__(self) -> None:
-        check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
-        check_choice("swap_space", self.swap_space, (0,))
+        store(
+            self,
+            scheduling_policy=check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES),
+            preemption_mode=check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES),
+            swap_space=check_choice("swap_space", self.swap_space, (0,)),
+        )
         for name in ("max_batch_size", "max_num_batched_tokens", "prefill_chunk_size", "max_waiting_requests"):
-            check_integer(name, getattr(self, name), 1)
+            store(self, **{name: check_integer(name, getattr(self, name), 1)})
         if self.max_num_batched_tokens < self.max_batch_size:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_batch_size={self.max_batch_size}: "
@@ -149,38 +180,50 @@ class MemoryOptions:
         num_kv_blocks: blocks in the KV cache; ``None`` = sized by memory.
         kv_cache_memory: bytes for the KV cache of target and draft together; ``None`` = what ``max_batch_size`` requests of
             ``max_model_len`` tokens need, within 40 % of a CPU's free memory, or 90 % of what the largest passes leave on a GPU.
+        memory_utilization: share of the device's memory that may be in use, by anyone: the KV cache leaves the rest free. On a
+            CPU the device's memory is the machine's. ``None`` = as said above; in (0, 1].
         enable_prefix_caching: reuse the KV of common prefixes.
     """
 
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
+    memory_utilization: float | None = None
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        check_choice("block_size", self.block_size, BLOCK_SIZES)
-        for name in ("num_kv_blocks", "kv_cache_memory"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 1)
-        if self.num_kv_blocks is not None and self.kv_cache_memory is not None:
-            raise ValueError(
-                f"num_kv_blocks={self.num_kv_blocks} and kv_cache_memory={self.kv_cache_memory} both set the size of the "
-                f"KV cache: give at most one of them"
-            )
-        check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        store(
+            self,
+            block_size=check_choice("block_size", self.block_size, BLOCK_SIZES),
+            num_kv_blocks=_check_optional("num_kv_blocks", self.num_kv_blocks),
+            kv_cache_memory=_check_optional("kv_cache_memory", self.kv_cache_memory),
+            enable_prefix_caching=check_bool("enable_prefix_caching", self.enable_prefix_caching),
+        )
+        if self.memory_utilization is not None:
+            share = check_number("memory_utilization", self.memory_utilization, low=0.0, high=1.0, open_low=True)
+            store(self, memory_utilization=share)
+        sizes = ("num_kv_blocks", "kv_cache_memory", "memory_utilization")
+        given = [f"{name}={getattr(self, name)}" for name in sizes if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} set the size of the KV cache: give at most one of them")
+
+
+def _check_optional(name: str, value: int | None, high: int | None = None) -> int | None:
+    return None if value is None else check_integer(name, value, 1, high)
 
 
 class EngineOptions(TypedDict, total=False):
     """The options of all groups by name, for type checkers; the groups define defaults and meanings."""
 
-    dtype: str
+    dtype: str | torch.dtype
     device: str
     num_threads: int | None
-    seed: int
+    seed: int | None
     max_model_len: int | None
     warm_up: bool
     revision: str | None
     download_dir: str | None
+    generation_config: str
     use_speculative: bool
     max_draft_tokens: int
     draft_tree: str | Sequence[int]
@@ -195,6 +238,7 @@ class EngineOptions(TypedDict, total=False):
     block_size: int
     num_kv_blocks: int | None
     kv_cache_memory: int | None
+    memory_utilization: float | None
     enable_prefix_caching: bool
 
 
@@ -220,6 +264,5 @@ class EngineConfig:
             group: Any = each.default_factory
             groups[each.name] = group(**{option.name: left.pop(option.name) for option in fields(group) if option.name in left})
         if left:
-            unknown, allowed = ", ".join(map(repr, left)), ", ".join(EngineOptions.__annotations__)
-            raise TypeError(f"there is no option {unknown}; allowed: {allowed}")
+            raise TypeError(unknown_names(left, list(EngineOptions.__annotations__)))
         return cls(**groups)

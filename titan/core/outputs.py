@@ -92,10 +92,18 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    def finished(self) -> bool:
+        """Whether the sequence has ended."""
+        return self.finish_reason is not None
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The output of one request, ``n`` completions of one prompt; ``error`` says why one of them was aborted, if one was."""
+    """The output of one request, ``n`` completions of one prompt; ``error`` says why one of them was aborted, if one was.
+
+    ``prompt_logprobs`` has, if requested, an entry per prompt token, like those of ``CompletionOutput.logprobs``; the first is
+    ``None``, for nothing predicts it.
+    """
 
     request_id: str
     prompt: str | None
@@ -104,3 +112,9 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Number of prompt tokens found in the prefix cache, those of all completions together."""
+        return self.metrics.num_cached_tokens

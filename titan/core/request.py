@@ -52,6 +52,7 @@ class Request:
     stop_token_ids: frozenset[int]  # the params' and, unless ignored, the model's end-of-sequence tokens
     metrics: RequestMetrics
     detokenizer: Detokenizer | None  # None unless text is needed while the request runs
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # tokens of the words that must not be generated
     index: int = 0  # among its siblings
     siblings: tuple[Request, ...] = ()  # all completions of the prompt, itself included; empty if it is the only one
 
@@ -66,10 +67,12 @@ class Request:
     stop_reason: int | str | None = None  # the stop token or string that ended the request
     error: str | None = None  # why the request was aborted
     logprobs: list[dict[int, Logprob]] | None = field(init=False)  # of each output token, if requested
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False)  # of each prompt token; siblings leave it to one
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.logprobs = None if self.params.logprobs is None else []
+        self.prompt_logprobs = None if self.params.prompt_logprobs is None or self.index else [None]
 
     @property
     def family(self) -> tuple[Request, ...]:
@@ -97,6 +100,13 @@ class Request:
     def num_remaining_tokens(self) -> int:
         """Number of tokens that the request may still emit."""
         return self.max_tokens - self.num_output_tokens
+
+    def prompt_logits(self, num_tokens: int) -> range:
+        """Return which of the next ``num_tokens`` positions still need logits, for the logprobs of the prompt tokens after them."""
+        if self.prompt_logprobs is None:
+            return range(0)
+        start = self.num_computed_tokens
+        return range(max(start, len(self.prompt_logprobs) - 1), min(start + num_tokens, self.num_prompt_tokens - 1))
 
     @property
     def is_finished(self) -> bool:

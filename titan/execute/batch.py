@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+from torch import Tensor
+
 from titan.core.batch import QueryRow, RaggedBatch, build_batch
 from titan.core.step import StepPlan
-from titan.core.trees import DraftTrees
+from titan.core.trees import DraftTrees, Upload
 
 
 def target_batch(plan: StepPlan, trees: DraftTrees, *, block_size: int) -> RaggedBatch:
@@ -19,5 +22,22 @@ def target_batch(plan: StepPlan, trees: DraftTrees, *, block_size: int) -> Ragge
     for request, num_tokens in zip(plan.requests, plan.num_tokens, strict=True):
         start = request.num_computed_tokens
         end = start + num_tokens
-        rows.append(QueryRow(request.block_ids, start, request.token_ids[start:end], end == request.num_tokens))
+        positions = request.prompt_logits(num_tokens)
+        prompt_logits = range(positions.start - start, positions.stop - start) if positions else positions
+        rows.append(QueryRow(request.block_ids, start, request.token_ids[start:end], end == request.num_tokens, prompt_logits))
     return build_batch(rows, trees, block_size=block_size)
+
+
+def split_logits(batch: RaggedBatch, logits: Tensor, upload: Upload) -> tuple[Tensor, Tensor | None]:
+    """Return the logits of roots and nodes, and those that are only for the logprobs of prompts, if there are any.
+
+    Args:
+        batch: of the pass.
+        logits: [L, vocab], of that pass.
+        upload: uploads arrays to the device of the logits.
+    """
+    if batch.prompt_logits is None:
+        return logits, None
+    others = np.delete(np.arange(len(logits)), batch.prompt_logits)
+    rows, of_prompts = upload([others, batch.prompt_logits])
+    return logits.index_select(0, rows), logits.index_select(0, of_prompts)

@@ -71,7 +71,7 @@ def _use_logits(backend: Backend, logits: Tensor, num_requests: int) -> None:
     num_rows = len(logits)
     of_requests = np.array_split(np.arange(num_rows), num_requests)
     penalized = [TransformedRows(ALL_PENALTIES, [0], [0], {row: [] for row in each.tolist()}) for each in of_requests]
-    scores = transform_logits(logits, penalized, (), backend.upload).logits
+    scores = transform_logits(logits, penalized, {}, backend.upload).logits
     rows = SamplingRows.of([(ALL_PENALTIES, 0, 0)] * num_rows)
     [places] = backend.upload([np.arange(num_rows)])
     probs, children = torch.empty_like(scores), torch.empty((num_rows, 1), dtype=torch.int64, device=scores.device)

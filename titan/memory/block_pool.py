@@ -108,6 +108,11 @@ class BlockPool:
         if self._block_of.setdefault(block_hash, block_id) == block_id:
             self._hash_of[block_id] = block_hash
 
+    def forget_cached(self) -> None:
+        """Forget all hashes, so that no block is found any more."""
+        self._block_of.clear()
+        self._hash_of.clear()
+
     def mark_drafted(self, block_id: int, epoch: int) -> None:
         """Record that the draft of this epoch has written its KV of the whole block."""
         self.draft_epochs[block_id] = epoch

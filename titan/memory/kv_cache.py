@@ -194,7 +194,12 @@ class KVCache:
         return -(-num_slots // self.block_size)
 
     def _find_prefix(self, request: Request) -> Prefix:
-        """Return the computed blocks that hold a prefix of the tokens of a request without blocks, its root excluded."""
+        """Return the computed blocks that hold a prefix of the tokens of a request without blocks, its root excluded.
+
+        There are none for a request whose prompt still needs logits, which blocks do not hold.
+        """
+        if request.prompt_logits(request.num_prompt_tokens):
+            return Prefix([], [], 0)
         return self._cached_prefix(request) if self.pool.enable_caching else self._siblings_prefix(request)
 
     def _cached_prefix(self, request: Request) -> Prefix:

@@ -45,5 +45,6 @@ def num_kv_blocks(
         return num_blocks
     num_bytes = default_memory()
     if num_bytes < bytes_per_block:
-        raise ValueError(f"{num_bytes} bytes of KV cache memory are too few: one block takes {bytes_per_block} bytes")
+        why = "" if options.memory_utilization is None else f"memory_utilization={options.memory_utilization} leaves too few: "
+        raise ValueError(f"{why}{num_bytes} bytes of KV cache memory are too few: one block takes {bytes_per_block} bytes")
     return min(num_useful, num_bytes // bytes_per_block)

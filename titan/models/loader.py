@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ WEIGHT_DTYPES = {"F32", "BF16", "F16"}
 CHUNK_BYTES = 8 * 2**20
 """Approximate size of the pieces in which weights are copied, so that few pages of a file are mapped at a time."""
 
+SAMPLING_DEFAULTS = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
+SAMPLING_DEFAULTS |= {"max_new_tokens": "max_tokens"}
+"""Names in a generation config, and in `SamplingParams`."""
 MAX_SHARED_NUMBERS = 2**24
 """Size of the largest weight whose place in memory is shared while it is packed; the allocator gives larger ones back at once."""
 
@@ -79,6 +82,23 @@ def load_config(path_or_id: str, revision: str | None = None, download_dir: str 
         ValueError: the model does not exist, has no config, or is not supported.
     """
     return read_config(ModelFiles(path_or_id, revision, download_dir))
+
+
+def load_sampling_defaults(path_or_id: str, revision: str | None = None, download_dir: str | None = None) -> dict[str, Any]:
+    """Read what the generation_config.json of a model says about sampling, by the names of `SamplingParams`; empty without one.
+
+    Args:
+        path_or_id: a folder or hub id.
+        revision: as in `load_config`.
+        download_dir: as in `load_config`.
+
+    Raises:
+        ValueError: the model does not exist, or the file is not a JSON object.
+    """
+    files = ModelFiles(path_or_id, revision, download_dir)
+    is_there = (files.fetch(GENERATION_CONFIG) / GENERATION_CONFIG).is_file()
+    content = files.read_json(GENERATION_CONFIG) if is_there else {}
+    return {ours: content[name] for name, ours in SAMPLING_DEFAULTS.items() if content.get(name) is not None}
 
 
 def load_tokenizer(path_or_id: str, revision: str | None = None, download_dir: str | None = None) -> PreTrainedTokenizerBase | None:

@@ -6,7 +6,7 @@ Transforms that look back use this prefix, so that a draft token counts for the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,23 +37,24 @@ class TransformResult(NamedTuple):
 
 
 def transform_logits(
-    logits: Tensor, requests: Sequence[TransformedRows], forbidden: Sequence[tuple[int, list[int]]], upload: Upload
+    logits: Tensor, requests: Sequence[TransformedRows], forbidden: Mapping[int, Set[int]], upload: Upload
 ) -> TransformResult:
-    """Apply logit bias, the users' processors, forbidden tokens and penalties, in this order.
+    """Apply logit bias, the users' processors, allowed and forbidden tokens, and penalties, in this order.
 
     They may leave rows from which nothing can be sampled.
 
     Args:
         logits: [L, vocab], any float dtype; not changed.
         requests: those whose options change logits, with their rows.
-        forbidden: (row, token ids) that must not be sampled.
+        forbidden: by row, token ids that must not be sampled.
         upload: uploads arrays to the device of the logits.
     """
     scores = logits.to(torch.float32, copy=True)
     _add_bias(scores, [each for each in requests if each.params.logit_bias], upload)
     errors = _process(scores, [each for each in requests if each.params.logits_processors])
+    _allow(scores, [each for each in requests if each.params.allowed_token_ids], upload)
     if forbidden:
-        scores[tuple(upload(_entries(forbidden)))] = float("-inf")
+        scores[tuple(upload(_entries([(row, list(token_ids)) for row, token_ids in forbidden.items()])))] = float("-inf")
     _penalize(scores, [each for each in requests if each.params.has_penalties], upload)
     return TransformResult(scores, errors)
 
@@ -80,6 +81,23 @@ def _process(scores: Tensor, requests: list[TransformedRows]) -> dict[int, str]:
                 errors[row] = f"logits_processors: {type(error).__name__}: {error}"
                 scores[row] = torch.nan
     return errors
+
+
+def _allow(scores: Tensor, requests: list[TransformedRows], upload: Upload) -> None:
+    """Mask all tokens but the allowed ones."""
+    if not requests:
+        return
+    allowed = [each.params.allowed_token_ids or [] for each in requests]
+    rows, owners, *entries = upload(
+        [
+            np.array([row for each in requests for row in each.paths], np.int64),
+            np.repeat(np.arange(len(requests)), [len(each.paths) for each in requests]),
+            *_entries(enumerate(allowed)),
+        ]
+    )
+    is_masked = torch.ones(len(requests), scores.shape[-1], dtype=torch.bool, device=scores.device)
+    is_masked[tuple(entries)] = False
+    scores[rows] = scores[rows].masked_fill(is_masked[owners], float("-inf"))
 
 
 def _check_result(result: object, logits: Tensor) -> None:

@@ -32,9 +32,10 @@ def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: S
     num_tokens = len(prompt_token_ids)
     if num_tokens == 0:
         raise ValueError(f"prompt={prompt_token_ids if prompt is None else prompt!r} is empty: it must have at least one token")
-    _check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
-    _check_token_ids("stop_token_ids", params.stop_token_ids or (), limits.vocab_size)
-    _check_token_ids("logit_bias", params.logit_bias or (), limits.vocab_size)
+    check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
+    check_token_ids("stop_token_ids", params.stop_token_ids or (), limits.vocab_size)
+    check_token_ids("logit_bias", params.logit_bias or (), limits.vocab_size)
+    check_token_ids("allowed_token_ids", params.allowed_token_ids or (), limits.vocab_size)
     if num_tokens >= limits.max_model_len:
         raise ValueError(
             f"prompt has {num_tokens} tokens, which leaves no room to generate: at most {limits.max_model_len - 1} are "
@@ -54,7 +55,12 @@ def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: S
     return max_tokens
 
 
-def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Check that token ids are in the vocabulary.
+
+    Raises:
+        ValueError: one is not; the message calls them ``name``.
+    """
     outside = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
     if outside is not None:
         raise ValueError(f"{name} has token id {outside}, which is outside the vocabulary: allowed are 0 to {vocab_size - 1}")

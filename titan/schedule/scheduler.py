@@ -121,6 +121,8 @@ class Scheduler:
         for i, request in enumerate(plan.requests):
             if acceptance.token_ids[i] or acceptance.errors[i] is not None:
                 changed.append(request)
+            if request.prompt_logprobs is not None:
+                request.prompt_logprobs += acceptance.prompt_logprobs.get(i, ())
             if acceptance.token_ids[i]:
                 num_emitted = append_tokens(request, acceptance.token_ids[i])
                 if request.logprobs is not None:

@@ -1,0 +1,93 @@
+"""Conversations: messages to token ids by a tokenizer's chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of content parts that are text; each has it under "text"."""
+
+
+def render_chat(tokenizer: Any, messages: object, **options: Any) -> list[int]:
+    """Return the prompt of a conversation.
+
+    Args:
+        tokenizer: a transformers tokenizer with a chat template.
+        messages: of the conversation.
+        options: of the tokenizer's ``apply_chat_template``: ``tools``, ``add_generation_prompt`` and so on, and what the template
+            itself takes.
+
+    Raises:
+        ValueError: a message cannot be used, or the template refuses the conversation.
+    """
+    from jinja2 import TemplateError
+
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"messages has {messages!r}, which is not a conversation: it must be a non-empty list of messages")
+    read = [_read_message(i, message) for i, message in enumerate(messages)]
+    try:
+        token_ids: list[int] = tokenizer.apply_chat_template(read, tokenize=True, return_dict=False, **options)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise ValueError(f"messages={messages!r} cannot be rendered by the chat template: {error}") from error
+    return token_ids
+
+
+def _read_message(index: int, message: object) -> dict[str, Any]:
+    """Return a message whose content is text, and whose tool calls have their arguments as dicts, as templates expect them."""
+    name = f"messages[{index}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f'{name}={message!r} is not allowed: it must be {{"role": "...", "content": "..."}}')
+    read = dict(message)
+    calls = read.pop("tool_calls", None)
+    content = read.get("content")
+    if content is None and not calls:
+        raise ValueError(f"{name}={message!r} has no content: only an assistant's message with tool_calls may have none")
+    read["content"] = _read_content(name, content)
+    if calls:
+        read["tool_calls"] = [_read_call(name, call) for call in (calls if isinstance(calls, list | tuple) else [calls])]
+    return read
+
+
+def _read_content(name: str, content: object) -> str:
+    """Return content as text; parts are lines, as in vLLM."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        raise ValueError(f"{name} has content {content!r}: it must be a str or a list of text parts")
+    return "\n".join(_read_part(name, part) for part in content)
+
+
+def _read_part(name: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get("text") if isinstance(part, Mapping) and kind in TEXT_PARTS else None
+    if not isinstance(text, str):
+        allowed = '{"type": "text", "text": "..."}'
+        raise ValueError(f"{name} has a content part of type {kind!r}, which is not supported; allowed: {allowed}: {part!r:.200}")
+    return text
+
+
+def _read_call(name: str, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        _refuse_call(name, call)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            _refuse_call(name, call)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _refuse_call(name: str, call: object) -> NoReturn:
+    raise ValueError(
+        f'{name} has the tool call {call!r}: it must be {{"type": "function", "function": {{"name": "...", "arguments": a dict or '
+        f"JSON of one}}}}"
+    )

@@ -1,0 +1,72 @@
+"""Prompts as users give them: text, token ids, or vLLM's dicts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from titan.core.checks import as_list, is_integer, unknown_names
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text; token ids, also as an array or a tensor; or ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or both."""
+
+KEYS = ("prompt", "prompt_token_ids")
+FORMS = "a str or a list of int, alone or in a dict as 'prompt' or 'prompt_token_ids'"
+
+
+class ReadPrompt(NamedTuple):
+    """A prompt as text, as token ids, or as both, which are then the same."""
+
+    text: str | None
+    token_ids: list[int] | None
+
+
+def read_prompt(prompt: object) -> ReadPrompt:
+    """Read a prompt in any of its forms.
+
+    Raises:
+        ValueError: it is in none of them.
+    """
+    if isinstance(prompt, str):
+        return ReadPrompt(prompt, None)
+    if not isinstance(prompt, Mapping):
+        return ReadPrompt(None, _read_token_ids(prompt))
+    if unknown := [key for key in prompt if key not in KEYS]:
+        raise ValueError(f"prompt={prompt!r} is not allowed: {unknown_names(map(str, unknown), KEYS)}")
+    text, token_ids = (prompt.get(key) for key in KEYS)
+    if not isinstance(text, str | None) or (text is None and token_ids is None):
+        raise ValueError(f"prompt={prompt!r} is not allowed: a prompt is {FORMS}")
+    return ReadPrompt(text, None if token_ids is None else _read_token_ids(token_ids))
+
+
+def as_prompts(prompts: Any) -> list[Any]:
+    """Return the prompts of a call, one or a sequence of them, as a list; what is no prompt is found when it is read.
+
+    Raises:
+        ValueError: it is neither a prompt nor a sequence.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = as_list(prompts)
+    if not isinstance(listed, Sequence) or isinstance(listed, bytes):
+        raise ValueError(f"prompts={prompts!r} is not allowed: give {FORMS}, or a list of these")
+    return [listed] if len(listed) and all(map(is_integer, listed)) else list(listed)
+
+
+def shown_prompt(prompt: Any) -> ReadPrompt:
+    """Return what the output of a refused prompt shows."""
+    if isinstance(prompt, str):
+        return ReadPrompt(prompt, [])
+    text, token_ids = (prompt.get(key) for key in KEYS) if isinstance(prompt, Mapping) else (None, prompt)
+    listed = as_list(token_ids)
+    return ReadPrompt(text, list(listed) if isinstance(listed, Sequence) else [])
+
+
+def _read_token_ids(prompt: object) -> list[int]:
+    listed = as_list(prompt)
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
+        raise ValueError(f"prompt={prompt!r} is not allowed: a prompt is {FORMS}")
+    for token_id in listed:
+        if not is_integer(token_id):
+            raise ValueError(f"prompt has {token_id!r}, which is not a token id: a prompt is {FORMS}")
+    return list(map(int, listed))

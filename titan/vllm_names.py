@@ -1,0 +1,124 @@
+"""Names of vLLM's for options of `titan.LLM`: one table says what becomes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from titan.core.checks import check_choice, unknown_names
+from titan.core.options import EngineConfig, EngineOptions
+from titan.draft.ngram import NgramDrafter
+from titan.draft.registry import DraftSpec
+
+
+class LLMOptions(EngineOptions, total=False):
+    """The options of an engine under Titan's names and vLLM's, for type checkers."""
+
+    max_num_seqs: int
+    gpu_memory_utilization: float | None
+    kv_cache_memory_bytes: int | None
+    trust_remote_code: bool
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    quantization: None
+    enable_chunked_prefill: bool
+    speculative_config: Mapping[str, Any] | None
+
+
+Translation = Callable[[str, Any], dict[str, Any]]
+"""Returns what an option becomes: values by Titan's names, "draft_model" among them."""
+
+
+def _renamed(ours: str) -> Translation:
+    return lambda _, value: {ours: value}
+
+
+def _only(allowed: Any) -> Translation:
+    """An option of which Titan does what one value asks for, and nothing else."""
+
+    def check(name: str, value: Any) -> dict[str, Any]:
+        check_choice(name, value, (allowed,))
+        return {}
+
+    return check
+
+
+def _speculation(name: str, config: Any) -> dict[str, Any]:
+    """Translate vLLM's dict about speculation: with a draft model, or with "ngram", prompt lookup."""
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            f"{name}={config!r} is not allowed: it must be a dict such as {{'model': ..., 'num_speculative_tokens': 4}}"
+        )
+    if unknown := config.keys() - SPECULATION_KEYS:
+        raise ValueError(f"{name}: {unknown_names(sorted(map(str, unknown)), SPECULATION_KEYS)}")
+    model, method = config.get("model"), config.get("method")
+    if method is None:
+        method = "ngram" if model in ("ngram", "[ngram]") else "draft_model"
+    options: dict[str, Any] = {}
+    if config.get("num_speculative_tokens") is not None:
+        options["max_draft_tokens"] = config["num_speculative_tokens"]
+    lengths = [config[key] for key in ("prompt_lookup_min", "prompt_lookup_max") if config.get(key) is not None]
+    match check_choice(f"{name}['method']", method, ("draft_model", "ngram")):
+        case "ngram" if lengths:  # vLLM takes one of them for both
+            num_tokens = config.get("num_speculative_tokens") or EngineConfig().speculation.max_draft_tokens
+            return options | {"draft_model": NgramDrafter(num_tokens, min_ngram=lengths[0], max_ngram=lengths[-1])}
+        case "ngram":
+            return options | {"draft_model": "ngram"}
+    if model is None or lengths:
+        keys = "prompt_lookup_min and prompt_lookup_max are for 'ngram'" if lengths else "'model' is missing"
+        raise ValueError(f"{name}={dict(config)!r} is not allowed: {keys}")
+    return options | {"draft_model": model}
+
+
+SPECULATION_KEYS = ("model", "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+
+TRANSLATIONS: Mapping[str, Translation] = {
+    "max_num_seqs": _renamed("max_batch_size"),
+    "gpu_memory_utilization": _renamed("memory_utilization"),
+    "kv_cache_memory_bytes": _renamed("kv_cache_memory"),
+    "trust_remote_code": _only(False),  # no code of a checkpoint is run
+    "tensor_parallel_size": _only(1),
+    "pipeline_parallel_size": _only(1),
+    "quantization": _only(None),
+    "enable_chunked_prefill": _only(True),
+    "speculative_config": _speculation,
+}
+
+
+class Translated(NamedTuple):
+    """What the options of an LLM mean."""
+
+    config: EngineConfig
+    draft_model: DraftSpec
+
+
+def translate(options: Mapping[str, Any], draft_model: DraftSpec) -> Translated:
+    """Translate options under Titan's names and vLLM's.
+
+    Args:
+        options: as given.
+        draft_model: as given.
+
+    Raises:
+        TypeError: there is no option of a name.
+        ValueError: a value is not allowed, or an option is given twice, under two names.
+    """
+    names = (*EngineOptions.__annotations__, *TRANSLATIONS)
+    if unknown := [name for name in options if name not in names]:
+        raise TypeError(unknown_names(unknown, names))
+    ours: dict[str, Any] = {} if draft_model is None else {"draft_model": draft_model}
+    sources: dict[str, str] = {}  # by Titan's name, where the user gave another
+    ours |= {name: value for name, value in options.items() if name not in TRANSLATIONS}
+    for name in options.keys() & TRANSLATIONS.keys():
+        for own, value in TRANSLATIONS[name](name, options[name]).items():
+            if own in ours:
+                raise ValueError(f"{name} and {own} are the same option: give one of them")
+            ours[own], sources[own] = value, name
+    draft_model = ours.pop("draft_model", None)
+    try:
+        return Translated(EngineConfig.of(**ours), draft_model)
+    except ValueError as error:
+        given = ", ".join(f"{own} was given as {name}" for own, name in sources.items() if own in str(error))
+        raise ValueError(f"{error} ({given})" if given else str(error)) from error
