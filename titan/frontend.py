@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import time
 import warnings
 from collections import deque
@@ -150,7 +151,7 @@ class FrontEnd:
 
         with (
             tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar,
-            closing(self.loop.run(requests, count_finished, in_turn=True)) as counts,
+            closing(self.loop.run(requests, count_finished)) as counts,
         ):
             for bar.n in counts:
                 emitted = counters.num_emitted_tokens - num_tokens
@@ -171,7 +172,7 @@ class FrontEnd:
             before, shown = shown, _progress(request)
             return self.output(request) if shown != before else None
 
-        with closing(self.loop.run(request.family, find_output, in_turn=False)) as outputs:
+        with closing(self.loop.run(request.family, find_output)) as outputs:
             for output in outputs:
                 yield _hold_back(output, num_held) if num_held else output
                 if output.finished:
@@ -189,14 +190,14 @@ class FrontEnd:
     def _encode(self, prompt: str) -> list[int]:
         if self.tokenizer is None:
             raise ValueError(f"prompt={prompt!r} is text, and the model has no tokenizer: allowed are token ids")
-        if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise ValueError(f"prompt={prompt!r} has a surrogate, which is half a character: allowed is what UTF-8 can hold")
+        _check_characters("prompt", prompt)
         token_ids: list[int] = self.tokenizer.encode(prompt)
         return token_ids
 
     def _encode_bad_words(self, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
         """Return the tokens of words: of each as it is, at the beginning of a text, and after a space."""
         for word in words:
+            _check_characters("bad_words", word)
             bare = word.lstrip()
             forms = {word, bare, f" {bare}"} if bare else {word}
             encoded = {tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms} - {()}  # type: ignore[union-attr]
@@ -270,6 +271,11 @@ def choose_tokenizer(model: str, tokenizer: str | None, revision: str | None = N
     if loaded is None:
         raise ValueError(f"tokenizer={tokenizer!r} has no tokenizer: it must be a folder or hub id with tokenizer.json")
     return loaded
+
+
+def _check_characters(name: str, text: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{name}={reprlib.repr(text)} has a surrogate, which is half a character: allowed is what UTF-8 can hold")
 
 
 def _draw_seed(source: np.random.SeedSequence) -> int:
