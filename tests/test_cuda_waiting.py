@@ -5,9 +5,11 @@ The device is PyTorch's "meta", from which nothing can be read, since nothing is
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -180,6 +182,25 @@ def make_meta_engine(zoo: Zoo, device: Device, name: str = "llama", **options: A
     if engine.config.speculation.use_speculative:
         engine._use_drafter(DraftModelDrafter("draft", draft, engine._draft_context()))
     return engine
+
+
+def test_an_engine_that_is_done_with_keeps_no_stream(device: Device, zoo: Zoo) -> None:
+    """Nor that of its draft, though no cycle is collected."""
+    captures = list[ref[Any]]()
+
+    def make_capture() -> Any:
+        captures.append(ref(capture := eager_capture()))
+        return capture
+
+    device._capture = make_capture
+    gc.disable()
+    try:
+        engine = make_meta_engine(zoo, device, warm_up=False)
+        assert [capture() is None for capture in captures] == [False, False]
+        del engine
+        assert [capture() is None for capture in captures] == [True, True]
+    finally:
+        gc.enable()
 
 
 LOOKING_BACK: dict[str, Any] = {"min_tokens": 30, "stop_token_ids": [9]}
