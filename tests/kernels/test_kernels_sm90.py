@@ -87,7 +87,7 @@ KERNELS = {
     "_select_kernel": (2, 128),
     "_lay_out_depth_kernel": (2, 64),
 }
-"""How often each is built, and the most registers it may use: Triton 3.6 takes up to 40 % more than 3.7."""
+"""How often each is built, and the most registers it may use: the compiler of Triton 3.6 takes up to 40 % more than that of 3.7."""
 MAX_SHARED_BYTES = {"_rope_and_write_kv_kernel": 0, "_norm_kernel": 1024, "_silu_mul_kernel": 0}
 """Of the kernels of layers: for the sum of a row only; the others take up to 48 KiB."""
 
