@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None, run_section: RunSection = run_isolat
         args.json = RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', torch.cuda.get_device_name(device).lower())}.json"
     sections = [each for name, each in SECTIONS.items() if name in (ceilings.SECTION.name, *(args.only or SECTIONS))]
     seconds = args.seconds or sum(section.seconds for section in sections)
-    setting = Setting(device, args.tiny, args.seed, args.threads)
+    setting = Setting(device, args.tiny, args.seed, args.threads, args.batches)
     rows: list[Row] = []
     base = {} if args.base is None else read_base(args.base)
 
@@ -163,6 +163,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = bench_parser("gpu_check", __doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections (default: all); ceilings are always measured")
+    parser.add_argument("--batches", nargs="+", type=positive, default=(), help="of whole engines (default: as planned)")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes; times mean nothing then")
     parser.add_argument("--base", type=Path, metavar="FILE", help="another run that --json wrote, to compare with row by row")
     parser.add_argument("--seconds", type=positive, help="for everything (default: as the sections are planned)")

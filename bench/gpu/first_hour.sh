@@ -15,7 +15,7 @@
 set -uo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-call=${1:-} tiny=${2:-} PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-400} SECTIONS=${SECTIONS:-end_to_end_8b}
+call=${1:-} tiny=${2:-} PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-400} SECTIONS=${SECTIONS:-end_to_end_8b} BATCHES=${BATCHES:-1 8 32}
 mkdir -p "${OUT:=first_hour}" && OUT=$(cd "$OUT" && pwd) || exit 2
 if [[ $call != [abcd] || ($tiny != "" && $tiny != --tiny) ]]; then
     echo "usage: [OUT=FOLDER] [LIMIT=SECONDS] [PYTHON=FILE] [BASE=FOLDER] first_hour.sh a|b|c|d [--tiny]"
@@ -130,12 +130,14 @@ run_call() {
         diff -u kernels/triton/tuning.py "$OUT/tuning.py" && echo "the table stays as it is"
         ;;
     d)
-        for turn in 1 2; do
-            rm -f "$OUT/base-$turn.json" # of an earlier call
-            check "base-$turn" "$BASE" "$(left $((6 - 2 * turn)))" --only $SECTIONS
-            base=()
-            [[ -f $OUT/base-$turn.json ]] && base=(--base "$OUT/base-$turn.json")
-            check "here-$turn" "$ROOT" "$(left $((5 - 2 * turn)))" --only $SECTIONS ${base[@]+"${base[@]}"}
+        local options=(--only $SECTIONS --batches $BATCHES) of_base=(--only $SECTIONS) base
+        grep -qs '"--batches"' "$BASE/bench/gpu_check.py" && of_base=("${options[@]}") # older ones do not know it
+        for turn in 1 2; do # the first turn compiles what the second one finds
+            base=$OUT/base-$turn.json
+            rm -f "$base" # of an earlier call
+            check "base-$turn" "$BASE" "$(left $((4 - turn)))" "${of_base[@]}"
+            [[ -f $base ]] && options+=(--base "$base")
+            check "here-$turn" "$ROOT" "$(left $((3 - turn)))" "${options[@]}"
         done
         ;;
     esac
