@@ -49,8 +49,8 @@ NUM_PROFILED = 8
 NUM_OTHERS = 6 + 2 * NUM_WARM_UPS + 2 * NUM_PROFILED
 """Steps outside the window, those included in which the first requests decode while the last prompts are computed."""
 
-REPLAYED, SAMPLED = "replay, paid", "sampled"
-"""The drafters; they are registered with the name of the draft behind."""
+SAMPLED = "sampled"
+"""The drafter that samples with the first draft; those beside recordings have the names of their drafts."""
 NO_DRAFT = "-"
 SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 
@@ -60,7 +60,7 @@ class Mode:
     """A way in which Titan generates."""
 
     acceptance: float | None = None  # of draft tokens, each on its own; None: no speculation
-    drafter: str = REPLAYED
+    drafter: str | None = None  # None: a draft beside a recording
     options: Mapping[str, Any] = field(default_factory=dict)  # of the requests
 
 
@@ -91,17 +91,6 @@ class Plan:
     prompt_len: int = 128
     min_rows: int = 512  # steps times requests of a window, so that acceptance is measured to a few per cent
     min_steps: int = 32
-
-    def with_batches(self, batches: Sequence[int]) -> Plan:
-        """Only these batches, and nothing that needs an engine of a larger one."""
-        most = max(batches)
-        return replace(
-            self,
-            batches=batches,
-            few_batches=[each for each in self.few_batches if each in batches],
-            prefills=[each for each in self.prefills if each[0] <= most],
-            num_swapping=min(self.num_swapping, most),
-        )
 
     def num_steps(self, batch: int) -> int:
         return max(self.min_rows // batch, self.min_steps)
@@ -158,11 +147,6 @@ class PaidReplayDrafter(DraftModelDrafter):
         return replace(drafted, nodes=drafted.nodes._replace(token_ids=token_ids))
 
 
-def drafter_name(drafter: str, draft: str) -> str:
-    """Return the name under which `EndToEnd` registers a drafter."""
-    return f"{drafter}, {draft}"
-
-
 class EndToEnd:
     """One target with its drafts, and one engine for all runs of Titan, with and without speculation."""
 
@@ -171,8 +155,11 @@ class EndToEnd:
         self.setting = setting
         self.replay = ReplayDrafter({}, acceptance=1.0, vocab_size=plan.target.vocab_size, max_draft_tokens=NUM_DRAFTS)
         self.target = random_models.make_decoder(plan.target, backend=backend, seed=setting.seed)
-        for name, config_of_draft in plan.drafts.items():
-            self._register(name, random_models.make_decoder(config_of_draft, backend=backend, seed=setting.seed))
+        drafts = {name: random_models.make_decoder(each, backend=backend, seed=setting.seed) for name, each in plan.drafts.items()}
+        for name, draft in drafts.items():
+            register(name, partial(PaidReplayDrafter, name, draft, self.replay))
+        first, draft = next(iter(drafts.items()))
+        register(SAMPLED, lambda context: DraftModelDrafter(SAMPLED, draft, replace(context, draft_sampling="sampled")))
         max_batch = max(plan.batches)
         num_tokens = max(batch * (plan.prompt_len + plan.max_output_len(batch)) for batch in plan.batches)
         config = EngineConfig.of(
@@ -186,12 +173,7 @@ class EndToEnd:
             num_kv_blocks=num_tokens // 16 + 2 * max_batch,
             enable_prefix_caching=False,
         )
-        self.engine = Engine(config, self.target, drafter_name(REPLAYED, next(iter(plan.drafts))), backend=backend)
-
-    def _register(self, name: str, draft: Decoder) -> None:
-        replayed, sampled = drafter_name(REPLAYED, name), drafter_name(SAMPLED, name)
-        register(replayed, lambda context: PaidReplayDrafter(replayed, draft, self.replay, context))
-        register(sampled, lambda context: DraftModelDrafter(sampled, draft, replace(context, draft_sampling="sampled")))
+        self.engine = Engine(config, self.target, first, backend=backend)
 
     def workload(self, num_requests: int, output_len: int, prompt_len: int | None = None) -> Workload:
         """Requests with random prompts."""
@@ -208,8 +190,8 @@ class EndToEnd:
             RuntimeError: a request ended early.
         """
         engine, vocab_size, acceptance = self.engine, self.plan.target.vocab_size, MODES[mode].acceptance
-        if acceptance is not None and engine.drafter.name != (name := drafter_name(MODES[mode].drafter, draft)):
-            engine.swap_draft(name)
+        if acceptance is not None and engine.drafter.name != (drafter := MODES[mode].drafter or draft):
+            engine.swap_draft(drafter)
         output_len = self.plan.max_output_len(batch)
         workload = self.workload(batch, output_len)
         requests = make_requests(engine, workload, use_speculative=acceptance is not None, **MODES[mode].options)
@@ -307,8 +289,7 @@ class EndToEnd:
 def make_tasks(setting: Setting) -> Sequence[Task]:
     """Without speculation and with it, then the rest; what goals speak of comes first."""
     plan = TINY if setting.is_tiny else PLAN
-    if setting.batches:
-        plan = plan.with_batches(setting.batches)
+    plan = replace(plan, batches=setting.batches or plan.batches)
     bench = EndToEnd(plan, setting, InterpretedBackend() if INTERPRETED else choose_backend(setting.device))
     first, *others = plan.drafts
 
@@ -319,21 +300,19 @@ def make_tasks(setting: Setting) -> Sequence[Task]:
     def run(batch: int, mode: str, draft: str = first) -> Task:
         is_plain = MODES[mode].acceptance is None
         draft = NO_DRAFT if is_plain else draft
-        return task(batch, mode, draft, partial(bench.measure_titan, batch, mode, draft), 4 if is_plain else 6)
+        return task(batch, mode, draft, partial(bench.measure_titan, batch, mode, draft), 4 if is_plain else 8)
 
-    def prefill(count: int, size: int) -> Task:
-        return task(count, f"prefill of {size}", NO_DRAFT, partial(bench.measure_prefill, count, size), 4)
-
-    swapping = plan.num_swapping
-    return [
+    swap = partial(bench.measure_swap, plan.num_swapping, AT_GOAL, first)
+    tasks = [
         *(run(batch, mode) for batch in plan.few_batches for mode in plan.modes[:2]),
         *(run(batch, AT_GOAL, draft) for draft in others for batch in plan.few_batches),
         *(run(batch, mode) for batch in plan.batches if batch not in plan.few_batches for mode in plan.modes[:2]),
-        *(prefill(count, size) for count, size in plan.prefills),
-        task(swapping, "swap of the draft", first, partial(bench.measure_swap, swapping, AT_GOAL, first), 8),
+        *(task(n, f"prefill of {size}", NO_DRAFT, partial(bench.measure_prefill, n, size), 4) for n, size in plan.prefills),
+        task(plan.num_swapping, "swap of the draft", first, swap, 8),
         *(run(batch, mode) for mode in (PLAIN_SAMPLED, DRAFTS_SAMPLED) for batch in plan.few_batches),
         *(run(batch, mode) for batch in plan.batches for mode in plan.modes[2:]),
     ]
+    return [each for each in tasks if not setting.batches or each.labels["requests"] in setting.batches]
 
 
 SECTION = Section(
