@@ -351,7 +351,7 @@ def test_products_and_sampling_run_at_tiny_shapes(make_tasks: Any) -> None:
 
 
 def test_rows_are_compared_with_those_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fine = replace(FINE, measure=lambda: {"other": 4.0, "figure": 3.0})
+    fine = replace(FINE, labels={"row": "fine", "draft": "-"}, measure=lambda: {"other": 4.0, "figure": 3.0})
     monkeypatch.setattr(gpu_check, "SECTIONS", {"a": section_of(FINE, name="a")})
     options = ["--tiny", "--threads", "1", "--json", str(tmp_path / "base.json")]
     gpu_check.main(options, in_this_process)
