@@ -40,6 +40,7 @@ MAX_SHARED_NUMBERS = 2**24
 CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
 WEIGHT_INDEX = "model.safetensors.index.json"
 SINGLE_WEIGHT_FILE = "model.safetensors"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 CONFIG_FILES = (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG, WEIGHT_INDEX)
 """Small files, which say what else is read."""
 
@@ -120,11 +121,17 @@ def load_tokenizer(path_or_id: str, revision: str | None = None, download_dir: s
     if not found:
         return None
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise whatever the damage leads to
         for file in found:
             if file.endswith(".json"):
                 files.read_json(file)
+        if "trust_remote_code" in str(error):  # which transformers advises to set
+            auto_map = files.read_json(TOKENIZER_CONFIG).get("auto_map")
+            raise ValueError(
+                f"model {path_or_id!r} has a {TOKENIZER_CONFIG} with auto_map={reprlib.repr(auto_map)}, which is not allowed: "
+                f"no code of checkpoints is run, and transformers itself has no such tokenizer"
+            ) from error
         raise ValueError(f"model {path_or_id!r} has a tokenizer that cannot be read ({_some(found)}): {one_line(error)}") from error
     if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}:
         raise ValueError(
@@ -207,7 +214,7 @@ def read_config(files: ModelFiles) -> ModelConfig:
     with _naming(name, CONFIG):
         architecture = check_supported(content)
         check_fields(content)
-        return ModelConfig.read(AutoConfig.from_pretrained(folder), architecture, eos_token_ids or None)
+        return ModelConfig.read(AutoConfig.from_pretrained(folder, trust_remote_code=False), architecture, eos_token_ids or None)
 
 
 @contextmanager
