@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from titan.bench.step_times import model_of
@@ -113,8 +112,7 @@ def truncate(model: Decoder, num_layers: int, backend: Backend) -> Decoder:
     if not 1 <= num_layers < config.num_layers:
         raise ValueError(f"{TRUNCATED}:{num_layers} is not allowed: the target has {config.num_layers} layers, so 1 to one less")
     shorter = replace(config, num_layers=num_layers, layer_windows=config.layer_windows[:num_layers])
-    with init_empty_weights(include_buffers=False):
-        draft = Decoder(shorter, dtype=model.dtype, backend=backend, max_positions=model.max_positions)
+    draft = Decoder(shorter, dtype=model.dtype, backend=backend, max_positions=model.max_positions, is_empty=True)
     draft.embedding, draft.final_norm, draft.lm_head = model.embedding, model.final_norm, model.lm_head
     draft.layers = nn.ModuleList(list(model.layers)[:num_layers])
     draft.prepare()

@@ -336,7 +336,7 @@ def _info(args: argparse.Namespace) -> int:
     facts = {
         "titan": __version__,
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "transformers", "triton", "accelerate", "safetensors", "tokenizers")},
+        **{name: _version(name) for name in ("torch", "transformers", "triton", "safetensors", "tokenizers")},
         **backend.facts(),
         **{f"layers, {name}": _layer_kernels(backend, dtype) for name, dtype in TORCH_DTYPES.items()},
     }

@@ -37,7 +37,8 @@ def load(options: dict[str, Any]) -> StaticPeer | ContinuousPeer:
 
 
 def _load_model(folder: str, options: dict[str, Any]) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options["dtype"])).eval().to(options["device"])
+    dtype = getattr(torch, options["dtype"])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval().to(options["device"])
     model.generation_config.eos_token_id = None  # it goes on after an end of sequence
     return model
 

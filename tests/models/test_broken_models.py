@@ -192,6 +192,19 @@ def test_a_file_is_no_folder(whole: Path, tmp_path: Path, capsys: pytest.Capture
     assert_refused(capsys, file, f"model {file!r} is a file: give its folder, {str(folder)!r}, with config.json in it")
 
 
+def test_code_of_a_checkpoint_is_neither_run_nor_asked_about(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", asked := Mock(return_value="y"))
+    shutil.copytree(whole / "one", folder := tmp_path / "one")
+    write("custom.py", f"open({str(tmp_path / 'was run')!r}, 'w')\nclass Custom: pass")(folder)
+    edit("tokenizer_config.json", tokenizer_class="Custom", auto_map={"AutoTokenizer": ["custom.Custom", None]})(folder)
+    config(auto_map={"AutoConfig": "custom.Custom", "AutoModelForCausalLM": "custom.Custom"})(folder)
+    message = f"model {str(folder)!r} has a tokenizer_config.json with auto_map=...custom.Custom...: no code of checkpoints is run"
+    assert_refused(capsys, str(folder), f"{message}...")
+    assert not asked.called and not (tmp_path / "was run").exists()
+
+
 @pytest.mark.parametrize("name", ["/no/such/folder", "./none", "a/b/c", "a\0b/c/d", ""])
 def test_a_name_that_is_no_hub_id_must_be_a_folder(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert_refused(capsys, name, f"model {name!r} does not exist: it must be 'demo', a folder or a Hugging Face hub id")

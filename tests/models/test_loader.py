@@ -95,12 +95,41 @@ def test_other_dtypes_are_refused(tmp_path: Path, dtype: str | torch.dtype) -> N
         load(tmp_path, dtype)
 
 
-def test_importing_the_decoder_loads_neither_transformers_nor_accelerate() -> None:
+def test_importing_the_decoder_does_not_load_transformers() -> None:
     script = (
-        "import sys, titan.models.decoder, titan.models.loader; "
-        "assert not {'transformers', 'accelerate', 'huggingface_hub'} & set(sys.modules)"
+        "import sys, titan.models.decoder, titan.models.loader; assert not {'transformers', 'huggingface_hub'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
+
+
+LOAD_IN_THREADS = """
+import threading, torch
+from titan import LLM, SamplingParams
+from titan.models import loader
+params, outputs, devices, start = SamplingParams(temperature=0, max_tokens=8), [], [], threading.Barrier(2)
+class WatchedDecoder(loader.Decoder):
+    def register_parameter(self, name, parameter):
+        devices.append(torch.nn.Linear(2, 2).weight.device.type)
+        super().register_parameter(name, parameter)
+loader.Decoder = WatchedDecoder
+def load():
+    llm = LLM("demo", "demo", device="cpu", num_kv_blocks=32)
+    outputs.append(llm.generate("def f(", params, use_tqdm=False)[0].outputs[0].token_ids)
+def load_at_once():
+    start.wait()
+    load()
+threads = [threading.Thread(target=load_at_once) for _ in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+load()
+print(set(devices), torch.nn.Linear(2, 2).weight.device.type, outputs[0] == outputs[1] == outputs[2] != [])
+"""
+
+
+def test_models_can_be_loaded_in_two_threads_and_loading_changes_nothing_of_torch() -> None:
+    arguments = [sys.executable, "-c", LOAD_IN_THREADS]
+    run = subprocess.run(arguments, check=True, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert run.stdout.split() == ["{'cpu'}", "cpu", "True"] and "Exception in thread" not in run.stderr
 
 
 MEASURE_PEAKS = """

@@ -23,12 +23,21 @@ class Decoder(nn.Module):
         dtype: of weights, activations and logits.
         backend: that runs it; the weights are allocated on its device.
         max_positions: positions that can be run, at most (and by default) ``config.max_position_embeddings``.
+        is_empty: leave the weights on the meta device, without memory, for the caller to replace.
 
     Raises:
         ValueError: ``max_positions`` is more than the model was trained for.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, backend: Backend, max_positions: int | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        backend: Backend,
+        max_positions: int | None = None,
+        is_empty: bool = False,
+    ) -> None:
         super().__init__()
         limit = config.max_position_embeddings
         self.max_positions = limit if max_positions is None else max_positions
@@ -39,8 +48,10 @@ class Decoder(nn.Module):
         self.device = device = backend.device
         self.ops = backend.layer_ops(dtype, config.traits)
 
+        weight_device = torch.device("meta") if is_empty else device
+
         def empty(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=weight_device), requires_grad=False)
 
         self.embedding = empty(config.vocab_size, config.hidden_size)
         shapes = layer_shapes(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,12 +41,16 @@ MAX_SHARED_NUMBERS = 2**24
 CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
 WEIGHT_INDEX = "model.safetensors.index.json"
 SINGLE_WEIGHT_FILE = "model.safetensors"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 CONFIG_FILES = (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG, WEIGHT_INDEX)
 """Small files, which say what else is read."""
 
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 TOKENIZER_SIGNS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model")
 """Files of which a folder with a tokenizer has at least one."""
+
+_TRANSFORMERS_LOCK = threading.Lock()
+"""Held while configs and tokenizers are read: the lazy imports of transformers fail in threads that run into each other."""
 
 
 def resolve_model(name: str, role: Literal["target", "draft"]) -> str:
@@ -112,19 +117,26 @@ def load_tokenizer(path_or_id: str, revision: str | None = None, download_dir: s
     Raises:
         ValueError: the model does not exist, or its tokenizer cannot be read.
     """
-    from transformers import AutoTokenizer
-
     files = ModelFiles(path_or_id, revision, download_dir)
     folder = files.fetch(*TOKENIZER_FILES)
     found = sorted({path.name for pattern in TOKENIZER_SIGNS for path in folder.glob(pattern)})
     if not found:
         return None
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+        with _TRANSFORMERS_LOCK:
+            from transformers import AutoTokenizer
+
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise whatever the damage leads to
         for file in found:
             if file.endswith(".json"):
                 files.read_json(file)
+        if "trust_remote_code" in str(error):  # which transformers advises to set
+            auto_map = files.read_json(TOKENIZER_CONFIG).get("auto_map")
+            raise ValueError(
+                f"model {path_or_id!r} has a {TOKENIZER_CONFIG} with auto_map={reprlib.repr(auto_map)}, which is not allowed: "
+                f"no code of checkpoints is run, and transformers itself has no such tokenizer"
+            ) from error
         raise ValueError(f"model {path_or_id!r} has a tokenizer that cannot be read ({_some(found)}): {one_line(error)}") from error
     if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}:
         raise ValueError(
@@ -175,13 +187,10 @@ def load_model(
     Raises:
         ValueError: the model does not exist, is not supported, or has weights that do not fit its config.
     """
-    from accelerate import init_empty_weights
-
     files = ModelFiles(path_or_id, revision, download_dir)
     config = read_config(files)
     run_dtype = resolve_dtype(dtype, config.dtype, backend)
-    with init_empty_weights(include_buffers=False):
-        model = Decoder(config, dtype=run_dtype, backend=backend, max_positions=max_positions)
+    model = Decoder(config, dtype=run_dtype, backend=backend, max_positions=max_positions, is_empty=True)
     destinations, tensors = destinations_of(model), _find_tensors(files)
     _check_weights(destinations, tensors, config, path_or_id)
     _load_weights(model, destinations, tensors, pack)
@@ -195,8 +204,6 @@ def read_config(files: ModelFiles) -> ModelConfig:
     Raises:
         ValueError: as `load_config`.
     """
-    from transformers import AutoConfig
-
     name, folder = files.name, files.fetch(*CONFIG_FILES)
     if not (folder / CONFIG).is_file():
         raise ValueError(_no_model(files) or f"model {name!r} has no {CONFIG} (found {_some(files.names())}): {WHAT_IS_READ}")
@@ -207,7 +214,11 @@ def read_config(files: ModelFiles) -> ModelConfig:
     with _naming(name, CONFIG):
         architecture = check_supported(content)
         check_fields(content)
-        return ModelConfig.read(AutoConfig.from_pretrained(folder), architecture, eos_token_ids or None)
+        with _TRANSFORMERS_LOCK:
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            return ModelConfig.read(config, architecture, eos_token_ids or None)
 
 
 @contextmanager
@@ -363,7 +374,7 @@ def _check_weights(destinations: dict[str, Destination], tensors: dict[str, _Sto
 
 
 def _load_weights(model: Decoder, destinations: dict[str, Destination], tensors: dict[str, _StoredTensor], pack: bool) -> None:
-    """Fill the parameters of an empty-initialised decoder one by one, and pack those that can be."""
+    """Fill the parameters of an empty decoder one by one, and pack those that can be."""
     parts: dict[tuple[nn.Module, str], list[str]] = {}
     for key, destination in destinations.items():
         parts.setdefault((destination.owner, destination.parameter), []).append(key)
