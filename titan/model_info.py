@@ -11,7 +11,7 @@ from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig
 from titan.models.files import ModelFiles
 from titan.models.layers import layer_shapes
-from titan.models.loader import read_config, resolve_dtype, resolve_model
+from titan.models.loader import read_config, read_config_file, resolve_dtype, resolve_model
 
 LENGTHS = (2048, 8192, 32768, 131072)
 """Tokens of requests whose KV is told, besides the longest."""
@@ -30,10 +30,10 @@ def model_facts(name: str, revision: str | None, dtype: str, backend: Backend) -
         Whether it runs, and facts to show, by name.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: there is no such model, or it is none.
     """
     files = ModelFiles(resolve_model(name, "target"), revision)
-    files.fetch("config.json")
+    read_config_file(files)
     try:
         config = read_config(files)
         run_dtype = resolve_dtype(dtype, config.dtype, backend)

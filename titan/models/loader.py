@@ -197,10 +197,8 @@ def read_config(files: ModelFiles) -> ModelConfig:
     """
     from transformers import AutoConfig
 
+    content = read_config_file(files)
     name, folder = files.name, files.fetch(*CONFIG_FILES)
-    if not (folder / CONFIG).is_file():
-        raise ValueError(_no_model(files) or f"model {name!r} has no {CONFIG} (found {_some(files.names())}): {WHAT_IS_READ}")
-    content = files.read_json(CONFIG)
     generation = files.read_json(GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else {}
     with _naming(name, GENERATION_CONFIG):
         eos_token_ids = as_token_ids(generation.get("eos_token_id"))
@@ -208,6 +206,17 @@ def read_config(files: ModelFiles) -> ModelConfig:
         architecture = check_supported(content)
         check_fields(content)
         return ModelConfig.read(AutoConfig.from_pretrained(folder), architecture, eos_token_ids or None)
+
+
+def read_config_file(files: ModelFiles) -> dict[str, Any]:
+    """Return what config.json holds, whether or not such a model is supported.
+
+    Raises:
+        ValueError: there is none, or it is not JSON.
+    """
+    if not (files.fetch(*CONFIG_FILES) / CONFIG).is_file():
+        raise ValueError(_no_model(files) or f"model {files.name!r} has no {CONFIG} (found {_some(files.names())}): {WHAT_IS_READ}")
+    return files.read_json(CONFIG)
 
 
 @contextmanager
