@@ -69,7 +69,8 @@ SAMPLING: dict[str, tuple[str, list[Any]]] = {
     "use_speculative": (TRUTH, ["no"]),
 }
 ENGINE: dict[str, tuple[str, list[Any]]] = {
-    "dtype": ("'auto', 'float32', 'bfloat16', 'float16'", ["int8"]),
+    "dtype": ("'auto', 'float32', 'bfloat16', 'float16'", ["int8", None, 5, []]),
+    "device": ("'auto', 'cpu', 'cuda', 'cuda:N'", [None, 5]),
     "seed": (SEED, [-1, 1.5]),
     "generation_config": ("'auto', 'vllm'", ["none", None]),
     "num_threads": ("an integer from 1 to 1024", [0, 1025, 2.0]),
@@ -86,7 +87,7 @@ ENGINE: dict[str, tuple[str, list[Any]]] = {
     "preemption_mode": ("'recompute'", ["swap"]),
     "swap_space": ("0", [4]),
     "revision": ("a non-empty str or None", ["", 5]),
-    "download_dir": ("a non-empty str or None", [""]),
+    "download_dir": ("a non-empty str, a path or None", ["", 5]),
     "block_size": ("8, 16, 32, 64, 128", [24]),
     "num_kv_blocks": ("an integer >= 1", [0]),
     "kv_cache_memory": ("an integer >= 1", [1.5]),
@@ -104,6 +105,8 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (SamplingParams, {"logit_bias": {"-1": 2.0}}, ["logit_bias='-1'", "an integer >= 0"]),
     (SamplingParams, {"allowed_token_ids": []}, ["allowed_token_ids=[]", "at least one token id"]),
     (SamplingParams, {"stop": "a", "detokenize": False}, ["stop='a' contradicts detokenize=False", "None"]),
+    (SamplingParams, {"logit_bias": {"9" * 5000: 1}}, ["logit_bias=", "an integer >= 0"]),
+    (SamplingParams, {"logit_bias": {"5": 1, 5: 2}}, ["logit_bias has token id 5 twice"]),
     (SamplingParams, {"logit_bias": {-1: 2.0}}, ["logit_bias=-1", "an integer >= 0"]),
     (SamplingParams, {"logit_bias": {1: 100.5}}, ["logit_bias[1]=100.5", "[-100, 100]"]),
     (SamplingParams, {"logit_bias": {1: nan}}, ["logit_bias[1]=nan", "[-100, 100]"]),
@@ -159,6 +162,7 @@ class Homeless(NoDrafter):
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
+        ({"tokenizer": 5}, ["tokenizer=5", "a non-empty str, a path or None"]),
         ({"model": 5}, ["model=5", "'demo'", "a folder", "hub id"]),
         ({"device": "tpu"}, ["device='tpu'", "'auto', 'cpu', 'cuda', 'cuda:N'"]),
         ({"device": "meta"}, ["device='meta'", "'auto', 'cpu', 'cuda', 'cuda:N'"]),

@@ -7,7 +7,7 @@ from os import PathLike, fspath
 from typing import Any, Unpack
 
 from titan.chat import Conversation, render_chat
-from titan.core.checks import check_bool
+from titan.core.checks import check_bool, check_path
 from titan.core.metrics import EngineMetrics
 from titan.core.outputs import RequestOutput
 from titan.core.sampling_params import SamplingParams
@@ -49,7 +49,7 @@ class LLM:
         model: str | PathLike[str],
         draft_model: DraftSpec | PathLike[str] = None,
         *,
-        tokenizer: str | None = None,
+        tokenizer: str | PathLike[str] | None = None,
         **options: Unpack[LLMOptions],
     ) -> None:
         config, draft_model = translate(options, _as_draft(draft_model))
@@ -61,7 +61,7 @@ class LLM:
         self._default_params = SamplingParams()
         if config.model.generation_config == "auto":
             self._default_params = _default_params(target, *place)
-        target_tokenizer = choose_tokenizer(target, tokenizer, *place)
+        target_tokenizer = choose_tokenizer(target, check_path("tokenizer", tokenizer), *place)
         self.engine = Engine(config, target, draft_model, target_tokenizer)
         self.frontend = FrontEnd(self.engine, target_tokenizer)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from titan.core.checks import check_choice, check_integer, unknown_names
+from titan.core.checks import check_choice, check_integer, check_path, unknown_names
 from titan.core.limits import MAX_NODES
 from titan.core.options import EngineConfig, EngineOptions
 from titan.draft.ngram import NgramDrafter
@@ -54,7 +54,7 @@ def _speculation(name: str, config: Any) -> dict[str, Any]:
         )
     if unknown := config.keys() - SPECULATION_KEYS:
         raise ValueError(f"{name}: {unknown_names(sorted(map(str, unknown)), SPECULATION_KEYS)}")
-    model, method = config.get("model"), config.get("method")
+    model, method = check_path(f"{name}['model']", config.get("model")), config.get("method")
     if method is None:
         method = "ngram" if model in ("ngram", "[ngram]") else "draft_model"
     options: dict[str, Any] = {}

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from difflib import get_close_matches
 from math import inf, isfinite, nan
 from numbers import Integral, Real
+from os import PathLike, fspath
 from typing import Any, TypeVar
 
 import numpy as np
@@ -88,6 +89,14 @@ def unknown_names(unknown: Iterable[str], allowed: Sequence[str]) -> str:
         close = get_close_matches(name, allowed, n=1)
         listed.append(f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name))
     return f"there is no option {', '.join(listed)}; allowed: {', '.join(allowed)}"
+
+
+def check_path(name: str, value: object) -> str | None:
+    """Return as text a value that must be a path, text that is not empty, or ``None``."""
+    path = fspath(value) if isinstance(value, PathLike) else value
+    if path is not None and not (isinstance(path, str) and path):
+        raise ValueError(f"{name}={value!r} is not allowed: it must be a non-empty str, a path or None")
+    return path
 
 
 def check_text(name: str, value: object) -> str | None:

@@ -16,6 +16,8 @@ LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]
 """A user's function that changes logits: (token ids so far, logits float32 [vocab]) -> logits [vocab]."""
 
 MAX_LOGPROBS = 20
+MAX_DIGITS = 20
+"""Of a token id in text: Python itself refuses to read more than some thousands."""
 
 OPTIONAL_INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("logprobs", -1, MAX_LOGPROBS),
@@ -195,8 +197,10 @@ def _check_logit_bias(bias: object) -> dict[int, float] | None:
         raise ValueError(f"logit_bias={bias!r} is not allowed: it must be a dict of token ids to numbers, or None")
     checked = {}
     for key, value in bias.items():
-        is_digits = isinstance(key, str) and key.isascii() and key.isdigit()
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < MAX_DIGITS
         token_id = check_integer("logit_bias", int(key) if is_digits else key, 0)
+        if token_id in checked:
+            raise ValueError(f"logit_bias has token id {token_id} twice: allowed is once, as an int or a str")
         checked[token_id] = check_number(f"logit_bias[{token_id}]", value, low=-100.0, high=100.0)
     return checked
 
