@@ -151,8 +151,39 @@ def test_an_option_that_there_is_not() -> None:
     said = r"no option 'blocksize' \(did you mean 'block_size'\?\), 'xyz'; allowed: dtype, .*, block_size, .*, max_num_seqs"
     with pytest.raises(TypeError, match=said):
         LLM("demo", seed=3, blocksize=8, xyz=3)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"no option 'temprature' \(did you mean 'temperature'\?\); allowed: n, "):
+    with pytest.raises(TypeError, match=r"no option 'temprature' \(did you mean 'temperature'\?\)$"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"no option 'best_of'; allowed: n, temperature, "):
+        SamplingParams(best_of=5)  # type: ignore[call-arg]
+
+
+HUGE: list[Any] = [
+    "the " * 10**5, list(range(10**5)), np.zeros((90, 90)), 10**5000, {i: [i] * 99 for i in range(999)}, [["a" * 999] * 99] * 99
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", HUGE, ids=lambda value: type(value).__name__)
+def test_messages_are_short_and_one_line(llm: LLM, value: Any) -> None:
+    tries: list[Callable[[], Any]] = [
+        *(partial(SamplingParams, **{name: value}) for name in SAMPLING if name not in ("stop", "max_tokens", "n")),
+        *(partial(EngineConfig.of, **{name: value}) for name in ("dtype", "device", "draft_tree", "block_size", "revision")),
+        partial(LLM, "demo", speculative_config=value),
+        *(partial(llm.generate, prompt) for prompt in (value, [value], [5, value], {"prompt": value}, {"a": value})),
+        *(partial(llm.generate, "the", params) for params in (value, [value])),
+        *(partial(llm.chat, messages) for messages in (value, [value], [{"role": "user", "content": [value, 5]}])),
+    ]
+    messages = []
+    for each in tries:
+        try:
+            each()
+        except ValueError as error:  # some take it
+            messages.append(str(error))
+    assert (
+        len(messages) > len(tries) - 7
+        and max(map(len, messages)) < 1000
+        and "\n" not in "".join(messages)
+        and not any("Exceeds" in each for each in messages)
+    )
 
 
 class Homeless(NoDrafter):
@@ -248,6 +279,7 @@ NO_PROMPTS = "a str or a list of int, alone or in a dict as 'prompt' or 'prompt_
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
 BAD_MESSAGES: list[tuple[Any, list[str]]] = [
     ([5], ["messages has 5", "not a conversation"]),
+    *((messages, ["messages=", "'the'", "a non-empty list of messages"]) for messages in ("the", {"role": "the"})),
     ([[{"role": "user"}]], ["messages[0]=", "has no content", "tool_calls"]),
     ([{"role": "user", "content": 5}], ["messages[0] has content 5", "a str or a list of text parts"]),
     ([{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}], ["messages[0]", "'image_url'", "allowed: ", "text"]),

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any, Unpack
 
-from titan.chat import Conversation, render_chat
-from titan.core.checks import check_bool, check_path
+from titan.chat import Conversation, as_conversations, render_chat
+from titan.core.checks import check_bool, check_path, shown
 from titan.core.metrics import EngineMetrics
 from titan.core.outputs import RequestOutput
 from titan.core.sampling_params import SamplingParams
@@ -54,7 +54,7 @@ class LLM:
     ) -> None:
         config, draft_model = translate(options, _as_draft(draft_model))
         if not isinstance(model, str | PathLike):
-            raise ValueError(f"model={model!r} is not allowed: it must be 'demo', a folder or a Hugging Face hub id")
+            raise ValueError(f"model={shown(model)} is not allowed: it must be 'demo', a folder or a Hugging Face hub id")
         target = fspath(model)
         place = config.model.revision, config.model.download_dir
         load_config(resolve_model(target, "target"), *place)  # before more is downloaded
@@ -140,9 +140,7 @@ class LLM:
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message=True contradicts add_generation_prompt=True: allowed with it is False")
         if not isinstance(chat_template_kwargs, Mapping | None):
-            raise ValueError(f"chat_template_kwargs={chat_template_kwargs!r} is not allowed: it must be a dict, or None")
-        if not isinstance(messages, Sequence) or not messages:
-            raise ValueError(f"messages={messages!r} is not allowed: give at least one message")
+            raise ValueError(f"chat_template_kwargs={shown(chat_template_kwargs)} is not allowed: it must be a dict, or None")
         options: dict[str, Any] = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -151,7 +149,7 @@ class LLM:
         }
         options |= chat_template_kwargs or {}
         prompts: list[Prompt | ValueError] = []
-        for conversation in [messages] if isinstance(messages[0], Mapping) else messages:
+        for conversation in as_conversations(messages):
             try:
                 prompts.append(render_chat(tokenizer, conversation, **options))
             except ValueError as error:
@@ -226,7 +224,7 @@ def _as_params_list(params: SamplingParams | Sequence[SamplingParams], num_promp
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
-        raise ValueError(f"sampling_params={params!r} is not allowed: it must be a SamplingParams, a list of them, or None")
+        raise ValueError(f"sampling_params={shown(params)} is not allowed: it must be a SamplingParams, a list of them, or None")
     if len(params) != num_prompts:
         raise ValueError(f"sampling_params has {len(params)} entries for {num_prompts} prompts: give one, or one per prompt")
     return list(params)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from titan.core.checks import check_choice, check_integer, check_path, unknown_names
+from titan.core.checks import check_choice, check_integer, check_path, shown, unknown_names
 from titan.core.limits import MAX_NODES
 from titan.core.options import EngineConfig, EngineOptions
 from titan.draft.ngram import NgramDrafter
@@ -50,7 +50,7 @@ def _speculation(name: str, config: Any) -> dict[str, Any]:
         return {}
     if not isinstance(config, Mapping):
         raise ValueError(
-            f"{name}={config!r} is not allowed: it must be a dict such as {{'model': ..., 'num_speculative_tokens': 4}}"
+            f"{name}={shown(config)} is not allowed: it must be a dict such as {{'model': ..., 'num_speculative_tokens': 4}}"
         )
     if unknown := config.keys() - SPECULATION_KEYS:
         raise ValueError(f"{name}: {unknown_names(sorted(map(str, unknown)), SPECULATION_KEYS)}")
@@ -75,7 +75,7 @@ def _speculation(name: str, config: Any) -> dict[str, Any]:
             return options | {"draft_model": "ngram"}
     if model is None or lengths:
         keys = "prompt_lookup_min and prompt_lookup_max are for 'ngram'" if lengths else "'model' is missing"
-        raise ValueError(f"{name}={dict(config)!r} is not allowed: {keys}")
+        raise ValueError(f"{name}={shown(dict(config))} is not allowed: {keys}")
     return options | {"draft_model": model}
 
 

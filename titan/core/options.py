@@ -22,6 +22,7 @@ from titan.core.checks import (
     check_path,
     check_text,
     is_integer,
+    shown,
     store,
     unknown_names,
 )
@@ -71,7 +72,7 @@ class ModelOptions:
     def __post_init__(self) -> None:
         dtype, device = (str(each) if isinstance(each, torch.dtype | torch.device) else each for each in (self.dtype, self.device))
         if not isinstance(device, str):
-            raise ValueError(f"device={device!r} is not supported: allowed are 'auto', 'cpu', 'cuda', 'cuda:N'")
+            raise ValueError(f"device={shown(device)} is not supported: allowed are 'auto', 'cpu', 'cuda', 'cuda:N'")
         store(
             self,
             dtype=check_choice("dtype", DTYPE_ALIASES.get(dtype, dtype) if isinstance(dtype, str) else dtype, DTYPES),
@@ -122,18 +123,19 @@ class SpeculationOptions:
         is_list = isinstance(parents, Sequence) and all(map(is_integer, parents))
         if not is_list or len(parents) == 0:
             raise ValueError(
-                f"draft_tree={parents!r} is not allowed: it must be {', '.join(map(repr, DRAFT_TREES))} or a list of parents, "
+                f"draft_tree={shown(parents)} is not allowed: it must be {', '.join(map(repr, DRAFT_TREES))} or a list of parents, "
                 f"such as [-1, 0, -1]"
             )
         if len(parents) > self.max_draft_tokens:
             raise ValueError(
-                f"draft_tree={list(parents)} has {len(parents)} nodes: at most max_draft_tokens={self.max_draft_tokens} are allowed"
+                f"draft_tree={shown(parents)} has {len(parents)} nodes: "
+                f"at most max_draft_tokens={self.max_draft_tokens} are allowed"
             )
         for node, parent in enumerate(parents):
             if not -1 <= parent < node:
                 raise ValueError(
-                    f"draft_tree={list(parents)} is not topological: the parent of node {node} is {parent}, allowed are -1 (the "
-                    f"root) to {node - 1}"
+                    f"draft_tree={shown(parents)} is not topological: the parent of node {node} is {parent}, allowed are -1 "
+                    f"(the root) to {node - 1}"
                 )
 
 
