@@ -38,6 +38,7 @@ from titan.bench.report import (
     parse,
     positive,
 )
+from titan.bench.samples import Label
 from titan.bench.turns import log
 from titan.bench.workloads import read_text
 from titan.kernels.triton.tools import INTERPRETED
@@ -75,7 +76,8 @@ def run_sections(sections: Sequence[Section], setting: Setting, seconds: float, 
             known: dict[str, Any] = {name: row.figures[rate] for name, rate in ceilings.RATES.items() if rate in row.figures}
             setting = replace(setting, **known)
             text = row.problem or ", ".join(f"{name} {figure:.4g}" for name, figure in row.figures.items())
-            log(f"{time.monotonic() - start:.0f} of {seconds:.0f} s: {_name(row)}: {row.status}; {text} ({row.seconds:.1f} s)")
+            name, took = _name(row.labels), time.monotonic() - start
+            log(f"{took:.0f} of {seconds:.0f} s: {name}: {row.status}; {text} ({row.seconds:.1f} s)")
             yield row
 
 
@@ -84,7 +86,7 @@ def make_report(rows: Sequence[Row], base: Mapping[str, Figures]) -> Report:
     names = dict.fromkeys(str(row.labels["section"]) for row in rows)
     compared = {name: SECTIONS[name].compare([row for row in rows if row.labels["section"] == name]) for name in names}
     for name, mine in compared.items():
-        mine[:] = [with_base(row, base.get(_name(row), {}), SECTIONS[name].columns) for row in mine]
+        mine[:] = [with_base(row, base.get(_name(row.labels), {}), SECTIONS[name].columns) for row in mine]
     met = [each for row in chain(*compared.values()) for each in row.is_met.values()]
     num_ok = sum(row.status == "ok" for row in rows)
     return Report(
@@ -93,7 +95,7 @@ def make_report(rows: Sequence[Row], base: Mapping[str, Figures]) -> Report:
         {"rows": list(chain(*compared.values()))},
         [section_table(SECTIONS[name], mine) for name, mine in compared.items()],
         notes=list(dict.fromkeys(SECTIONS[name].notes for name in names)),
-        warnings=[f"{_name(row)}: {row.problem}" for row in rows if row.status in ("failed", "wrong")],
+        warnings=[f"{_name(row.labels)}: {row.problem}" for row in rows if row.status in ("failed", "wrong")],
         versions={"triton": version("triton")},
     )
 
@@ -101,7 +103,7 @@ def make_report(rows: Sequence[Row], base: Mapping[str, Figures]) -> Report:
 def read_base(path: Path) -> dict[str, Figures]:
     """Figures of a run that ``--json`` wrote, by the name of the row."""
     rows = json.loads(read_text(path, f"--base {path}"))["rows"]
-    return {", ".join(map(format_label, row["labels"].values())): row["figures"] for row in rows}
+    return {_name(row["labels"]): row["figures"] for row in rows}
 
 
 def with_base(row: Row, base: Figures, names: Iterable[str]) -> Row:
@@ -133,7 +135,7 @@ def main(argv: Sequence[str] | None = None, run_section: RunSection = run_isolat
         args.json = RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', torch.cuda.get_device_name(device).lower())}.json"
     sections = [each for name, each in SECTIONS.items() if name in (ceilings.SECTION.name, *(args.only or SECTIONS))]
     seconds = args.seconds or sum(section.seconds for section in sections)
-    setting = Setting(device, args.tiny, args.seed, args.threads)
+    setting = Setting(device, args.tiny, args.seed, args.threads, args.batches)
     rows: list[Row] = []
     base = {} if args.base is None else read_base(args.base)
 
@@ -163,14 +165,16 @@ def make_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = bench_parser("gpu_check", __doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections (default: all); ceilings are always measured")
+    parser.add_argument("--batches", nargs="+", type=positive, default=(), help="of whole engines (default: as planned)")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes; times mean nothing then")
     parser.add_argument("--base", type=Path, metavar="FILE", help="another run that --json wrote, to compare with row by row")
     parser.add_argument("--seconds", type=positive, help="for everything (default: as the sections are planned)")
     return parser
 
 
-def _name(row: Row) -> str:
-    return ", ".join(map(format_label, row.labels.values()))
+def _name(labels: Mapping[str, Label]) -> str:
+    """A label that says nothing is left out, as older runs may not have it."""
+    return ", ".join(format_label(each) for each in labels.values() if each != end_to_end.NO_DRAFT)
 
 
 if __name__ == "__main__":

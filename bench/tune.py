@@ -8,7 +8,7 @@ An entry of the table holds, for a compute capability, a padded head_dim and the
 number of query rows of a tile (block_m), and names the device that it was timed on. Every candidate runs the batches that get its
 tiles: decodes for 16 rows; draft trees of 6, 15 and 63 nodes for 32, 64 and 128; prefill chunks for 128 as well. Its figure is the
 geometric mean of its times over those of the present configuration. It must agree with the present one's output, and be faster by
-more than noise. The file is written after each number of rows, so that an interrupted run keeps what it found.
+more than noise. The file is written after each candidate, so that an interrupted run keeps what it found.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ Key = tuple[int, int, int]
 """Of `titan.kernels.triton.tuning.TABLE`: capability, padded head_dim, bytes per element."""
 
 
-def tune(key: Key, block_m: int, setting: Setting, tried: list[Row]) -> TileConfig:
-    """Find the fastest configuration for tiles of so many rows; the present one if nothing beats it.
+def tune(key: Key, block_m: int, setting: Setting, tried: list[Row]) -> Iterator[TileConfig]:
+    """Yield after each candidate the fastest configuration so far for tiles of so many rows; the present one if none beats it.
 
     All tiles are tried with the present number of programs, and the best of them with others; ``tried`` gets each.
     """
@@ -74,22 +74,22 @@ def tune(key: Key, block_m: int, setting: Setting, tried: list[Row]) -> TileConf
     num_tried = NUM_TINY if setting.is_tiny else None
     relatives: dict[TileConfig, float] = {}
 
-    def attempt(config: TileConfig) -> None:
+    def attempt(config: TileConfig) -> TileConfig:
         labels = dict(zip(LABELS, (key[1], *astuple(config)), strict=True))
         [row] = run_tasks([Task(labels, partial(compare, key, config, cases, baseline), 0)], math.inf)
         log(f"heads of {key[1]}: {config}: {row.problem or format(row.figures[RELATIVE], '.3f')}")
         tried.append(row)
         if row.status == "ok":
             relatives[config] = row.figures[RELATIVE]
+        best = min(relatives, key=relatives.__getitem__, default=present)
+        return best if relatives.get(best, 1.0) <= 1 - MIN_GAIN else present
 
     for tile in TILES[:num_tried]:
-        attempt(TileConfig(block_m, *tile, present.programs_per_multiprocessor))
+        yield attempt(TileConfig(block_m, *tile, present.programs_per_multiprocessor))
     for good in sorted(relatives, key=relatives.__getitem__)[:NUM_REFINED]:
         for programs in PROGRAMS[:num_tried]:
             if programs != present.programs_per_multiprocessor:
-                attempt(replace(good, programs_per_multiprocessor=programs))
-    best = min(relatives, key=relatives.__getitem__, default=present)
-    return best if relatives.get(best, 1.0) <= 1 - MIN_GAIN else present
+                yield attempt(replace(good, programs_per_multiprocessor=programs))
 
 
 def compare(key: Key, config: TileConfig, cases: Sequence[Case], baseline: Sequence[tuple[Tensor, float]]) -> Figures:
@@ -192,11 +192,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             key = table_key(head_dim, device)
             configs = {config.block_m: config for config in tuning.TABLE.get(key, tuning.SAFE_CONFIGS)}
             for block_m in args.block_m:
-                best = tune(key, block_m, setting, tried)
+                for best in tune(key, block_m, setting, tried):
+                    present = output.read_text(encoding="utf-8")
+                    rows = sorted((configs | {best.block_m: best}).items())
+                    output.write_text(with_entry(present, key, [config for _, config in rows], timed_on), encoding="utf-8")
+                    yield
                 configs[best.block_m] = best
-                changed = with_entry(output.read_text(encoding="utf-8"), key, [configs[rows] for rows in sorted(configs)], timed_on)
-                output.write_text(changed, encoding="utf-8")
-                yield
 
     measure_and_publish(args, measure, lambda: make_report(tried, f"Timed on {timed_on}; written to {output}."))
 

@@ -279,7 +279,7 @@ class PassLimits(NamedTuple):
     """Bounds on an engine's small passes: decodes, verifications and drafting."""
 
     num_requests: int
-    query_len: int  # of one request: the root and its draft tokens
+    query_len: int  # of one request: the root and its draft tokens; 0: no pass is small
     num_blocks: int  # for the tokens of one request
 
 

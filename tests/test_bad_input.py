@@ -220,7 +220,7 @@ def test_options_that_the_model_and_the_machine_decide_on(zoo: Zoo, options: dic
 def llm(zoo: Zoo) -> LLM:
     llm = LLM(zoo.path("llama+text"), zoo.path("llama~"), num_kv_blocks=8, max_model_len=200, **CPU)
     refusing = "{% if m.content == 'refuse' %}{{ raise_exception('not this') }}{% endif %}"
-    llm.get_tokenizer().chat_template = "{% for m in messages %}" + refusing + "{{ m.content }}{% endfor %}"
+    llm.frontend.tokenizer.chat_template = "{% for m in messages %}" + refusing + "{{ m.content }}{% endfor %}"
     return llm
 
 

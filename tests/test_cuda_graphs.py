@@ -130,6 +130,10 @@ def test_an_owner_of_graphs_has_one_stream_that_no_other_has_as_long_as_it_lives
     cuda.reset_mock()
     cuda_graph_capture()(lambda: output)
     assert cuda.graph.call_args.kwargs["stream"] == Stream(5)
+    owners[6].itself = owners[6]  # type: ignore[attr-defined]
+    del owners[6]
+    cuda_graph_capture()(lambda: output)
+    assert cuda.graph.call_args.kwargs["stream"] == Stream(7), "an owner in a cycle is collected before streams are short"
 
 
 def test_a_capture_without_memory_gives_none_and_other_errors_are_raised(cuda: MagicMock) -> None:

@@ -5,8 +5,11 @@ The device is PyTorch's "meta", from which nothing can be read, since nothing is
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -169,15 +172,35 @@ def test_logprobs_take_one_copy_there_and_one_back(device: Device, uploads: Uplo
     assert uploads.count == 1 and [each.shape for each in read] == [(6, 2 + 2 * 20)]
 
 
-def make_meta_engine(zoo: Zoo, device: Device, **options: Any) -> Engine:
+def make_meta_engine(zoo: Zoo, device: Device, name: str = "llama", **options: Any) -> Engine:
     """A target and a draft without weights."""
-    configs = [load_config(zoo.path(name)) for name in ("llama", "llama~")]
+    configs = [load_config(zoo.path(each)) for each in (name, f"{name}~")]
     target, draft = (Decoder(config, dtype=torch.bfloat16, backend=device) for config in configs)
     for decoder in (target, draft):
         decoder.prepare(pack=False)
     engine = Engine(EngineConfig.of(prefill_chunk_size=16, num_kv_blocks=60, **options), target, backend=device)
-    engine._use_drafter(DraftModelDrafter("draft", draft, engine._draft_context()))
+    if engine.config.speculation.use_speculative:
+        engine._use_drafter(DraftModelDrafter("draft", draft, engine._draft_context()))
     return engine
+
+
+def test_an_engine_that_is_done_with_keeps_no_stream(device: Device, zoo: Zoo) -> None:
+    """Nor that of its draft, though no cycle is collected."""
+    captures = list[ref[Any]]()
+
+    def make_capture() -> Any:
+        captures.append(ref(capture := eager_capture()))
+        return capture
+
+    device._capture = make_capture
+    gc.disable()
+    try:
+        engine = make_meta_engine(zoo, device, warm_up=False)
+        assert [capture() is None for capture in captures] == [False, False]
+        del engine
+        assert [capture() is None for capture in captures] == [True, True]
+    finally:
+        gc.enable()
 
 
 LOOKING_BACK: dict[str, Any] = {"min_tokens": 30, "stop_token_ids": [9]}
@@ -251,23 +274,32 @@ class Kernels:
         self.found.add((kernel.fn.__name__, *kinds, *sorted(options.items())))
 
 
-@pytest.mark.parametrize(("draft_tree", "draft_sampling"), [("chain", "greedy"), ("auto", "auto"), ("dynamic", "sampled")])
+SERVED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"draft_tree": "chain", "draft_sampling": "greedy"}),
+    ("llama", {"draft_tree": "auto", "draft_sampling": "auto"}),
+    ("llama", {"draft_tree": "dynamic", "draft_sampling": "sampled"}),
+    ("llama", {"use_speculative": False}),
+    ("qwen3", {"draft_tree": "chain", "draft_sampling": "greedy"}),  # with as many KV heads as query heads
+]
+
+
+@pytest.mark.parametrize(("model", "options"), SERVED)
 def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
-    draft_tree: str, draft_sampling: str, device: Device, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+    model: str, options: dict[str, Any], device: Device, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches that grow and shrink, with chunks and without, sampled and greedy; none of what ran before is counted."""
     kernels, captures = Kernels(), list[object]()
     monkeypatch.setattr(type(_walk_kernel), "run", lambda kernel, *args, **options: kernels.run(kernel, *args, **options))
     capture = eager_capture()
     device._capture = lambda: lambda passes: (captures.append(passes), capture(passes))[1]
-    options = {"draft_tree": draft_tree, "draft_sampling": draft_sampling, "max_draft_tokens": 12}
-    engine = make_meta_engine(zoo, device, max_batch_size=20, **options)
+    engine = make_meta_engine(zoo, device, model, max_batch_size=20, **({"max_draft_tokens": 12} | options))
     warm, num_captures = set(kernels.found), len(captures)
     assert engine.passes == PassCounts() and not engine.runner.kv.groups[0].is_inference()
     kernels.found.clear()
     params = [
         SamplingParams(temperature=0.7 * (i % 3), top_k=5 * (i % 2), max_tokens=4 + i, ignore_eos=True, seed=i) for i in range(20)
     ]
+    params[-1] = replace(params[-1], presence_penalty=0.5)  # the longest: with it, all logits are float32
     submit(engine, [[5] * (1 + 3 * i) for i in range(20)], params)
     while engine.scheduler.has_unfinished:
         engine.step()

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from interpreted import triton_backend
+from interpreted import DEVICE, triton_backend
 from stepping import greedy, make_engine, run_all
 from tiny_models import make_model
 from torch import Tensor
@@ -18,6 +18,7 @@ from titan.core.batch import RaggedBatch
 from titan.kernels.triton import layers as triton_layers
 from titan.kernels.triton.attention_plan import TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.runner import TritonRunner
 
 HELD, PEAK, FREE = 300_000, 1_000_000, 1_900_000
@@ -75,6 +76,16 @@ def test_given_sizes_are_kept_and_nothing_is_profiled(zoo: Zoo, device: Device) 
     for given in ({"num_kv_blocks": 9}, {"kv_cache_memory": 9 * 16 * 3 * 2 * 2 * 16 * 4}):
         assert make_engine(zoo.path("llama"), backend=triton_backend(), **given).kv.num_blocks == 9
     assert device.passes == []
+
+
+def test_no_graph_is_captured_while_memory_is_measured(zoo: Zoo, device: Device) -> None:
+    """Though the largest pass is as small as one that is replayed later."""
+    make_engine(
+        zoo.path("llama"),
+        backend=TritonBackend(DEVICE, lambda: MagicMock(side_effect=AssertionError)),
+        **OPTIONS | {"max_num_batched_tokens": 15},
+    )
+    assert device.passes == [(15, 3, 15)]
 
 
 def test_passes_stay_within_the_models_positions(zoo: Zoo, device: Device) -> None:

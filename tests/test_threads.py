@@ -188,7 +188,7 @@ def test_a_stream_may_be_abandoned_inside_a_step_and_in_another_thread(llm: LLM)
 
 
 @pytest.mark.parametrize("error", [ValueError("out of luck"), KeyboardInterrupt()], ids=repr)
-def test_a_step_that_fails_ends_all_calls_and_the_engine_goes_on(llm: LLM, error: BaseException) -> None:
+def test_a_step_that_fails_ends_all_requests_in_flight_and_the_engine_goes_on(llm: LLM, error: BaseException) -> None:
     expected = [generate(llm, prompt, PARAMS[1]) for prompt in PROMPTS]
     paused = llm.stream("the", greedy(40, ignore_eos=True))
     next(paused)
@@ -200,12 +200,11 @@ def test_a_step_that_fails_ends_all_calls_and_the_engine_goes_on(llm: LLM, error
     in_next_step(llm, fail)
     results = in_threads(*(lambda prompt=prompt: generate(llm, prompt, PARAMS[1]) for prompt in PROMPTS))
     assert sum(each is error for each in results) == 1, "the thread that stepped"
-    others = [each for each in results if each is not error]
-    with pytest.raises(RuntimeError) as other:
+    with pytest.raises(RuntimeError) as ended:
         next(paused)
-    for each in [*others, other.value]:
-        assert isinstance(each, RuntimeError)
-        assert str(each) == f"a step failed, which ended all requests in flight: {type(error).__name__}: {error}"
+    assert str(ended.value) == f"a step failed, which ended all requests in flight: {type(error).__name__}: {error}"
+    for each, alone in zip(results, expected, strict=True):  # requests that were not in flight yet run as if nothing had been
+        assert each is error or each == alone or str(each) == str(ended.value)
     assert [generate(llm, prompt, PARAMS[1]) for prompt in PROMPTS] == expected
 
 
@@ -273,3 +272,32 @@ def test_a_forked_process_is_refused(llm: LLM, zoo: Zoo, name: str) -> None:
     assert os.waitpid(child, 0) == (child, 0)
     assert message.startswith(f"RuntimeError: process {child} was forked from process {os.getpid()}") and "'spawn'" in message
     stream.close()  # type: ignore[attr-defined]
+
+
+def test_a_stream_joins_although_another_caller_keeps_the_queue_full(zoo: Zoo) -> None:
+    llm = LLM(zoo.path("llama+text"), dtype="float32", device="cpu", num_kv_blocks=64, max_waiting_requests=2, max_batch_size=1)
+    many, params = [f"the {i}" for i in range(12)], greedy(6, n=3, ignore_eos=True)
+    alone = [generate(llm, prompt, params) for prompt in ["in the", *many]]
+    stream = llm.stream("in the", params)
+    first = next(stream)
+    together = llm.generate(many, params, use_tqdm=False)
+    assert not first.finished
+    assert [essence(each) for each in (list(stream)[-1], *together)] == alone
+
+
+def test_a_stream_that_is_complete_outlives_a_step_that_fails(llm: LLM) -> None:
+    stream = llm.stream("the", greedy(6, ignore_eos=True))
+    next(stream)
+    llm.generate("in the", greedy(12, ignore_eos=True), use_tqdm=False)  # steps the stream to its end as well
+
+    def fail(*_: object) -> None:
+        raise OSError("observed")
+
+    llm.engine.observers.append(fail)
+    try:
+        with pytest.raises(OSError, match="observed"):
+            llm.generate("the", greedy(2), use_tqdm=False)
+    finally:
+        llm.engine.observers.remove(fail)
+    *_, last = stream
+    assert last.finished and last.error is None

@@ -15,7 +15,11 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts that are text; each has it under "text"."""
 
 
-def render_chat(tokenizer: Any, messages: object, **options: Any) -> list[int]:
+OWN_OPTIONS = ("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
+"""Arguments of ``apply_chat_template`` that are no variables of a template; some would cut prompts, of other threads as well."""
+
+
+def render_chat(tokenizer: Any, messages: object, /, **options: Any) -> list[int]:
     """Return the prompt of a conversation.
 
     Args:
@@ -27,15 +31,16 @@ def render_chat(tokenizer: Any, messages: object, **options: Any) -> list[int]:
     Raises:
         ValueError: a message cannot be used, or the template refuses the conversation.
     """
-    from jinja2 import TemplateError
-
+    if own := [name for name in OWN_OPTIONS if name in options]:
+        raise ValueError(f"chat_template_kwargs has {', '.join(own)}, which Titan sets itself: allowed is what the template takes")
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"messages has {shown(messages)}, which is not a conversation: it must be a non-empty list of messages")
     read = [_read_message(i, message) for i, message in enumerate(messages)]
     try:
         token_ids: list[int] = tokenizer.apply_chat_template(read, tokenize=True, return_dict=False, **options)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise ValueError(f"messages={messages!r} cannot be rendered by the chat template: {error}") from error
+    except Exception as error:  # a template can raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"messages={shown(messages)} cannot be rendered by the chat template: {reason}") from error
     return token_ids
 
 
@@ -47,8 +52,8 @@ def as_conversations(messages: Any) -> list[Any]:
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise ValueError(
-            f'messages={shown(messages)} is not allowed: it must be a non-empty list of messages {{"role": "...", "content": "..."}}, '
-            f"or a list of such lists"
+            f"messages={shown(messages)} is not allowed: it must be a non-empty list of messages "
+            f'{{"role": "...", "content": "..."}}, or a list of such lists'
         )
     return [messages] if isinstance(messages[0], Mapping) else list(messages)
 

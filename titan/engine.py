@@ -103,9 +103,9 @@ class Engine:
         self.kv = KVCache(num_blocks, block_size, config.memory.enable_prefix_caching, self.backend.cache)
         target_kv = KVTensor(target.kv_layout, num_blocks, block_size, self.backend.device)
         self.kv.attach("target", target_kv)
-        self.runner = self._prepare(target, target_kv)
+        self.runner = self.backend.prepare(target, target_kv, self._pass_limits, self.passes)
         vocab_size = self.model_config.vocab_size
-        self._warm_up([*self.runner.warm_up((), vocab_size), *self.backend.warm_up(vocab_size, self.dtype)])
+        _warm_up(config, [*self.runner.warm_up((), vocab_size), *self.backend.warm_up(vocab_size, self.dtype)])
         self.counters = EngineCounters()
         self.scheduler = Scheduler(config.schedule, self.kv, self.counters)
         self.observers: list[StepObserver] = []
@@ -199,37 +199,39 @@ class Engine:
         self.drafter, self._lookahead = drafter, lookahead
 
     def _draft_context(self) -> DraftContext:
+        config, backend, limits, passes = self.config, self.backend, self._pass_limits, self.passes
+        vocab_size = self.model_config.vocab_size
+
+        def prepare(model: Decoder, kv: KVTensor, specs: Sequence[GrowthSpec]) -> Runner:
+            # without the engine, which would be in a reference cycle, and keep its memory until the collector runs
+            runner = backend.prepare(model, kv, limits, passes)
+            _warm_up(config, runner.warm_up(specs, vocab_size))
+            return runner
+
         return DraftContext(
-            target_vocab_size=self.model_config.vocab_size,
+            target_vocab_size=vocab_size,
             max_draft_tokens=self.config.speculation.max_draft_tokens,
             draft_tree=self.config.speculation.draft_tree,
             draft_sampling=self.config.speculation.draft_sampling,
             max_num_batched_tokens=self.config.schedule.max_num_batched_tokens,
             dtype=str(self.dtype).removeprefix("torch."),
-            backend=self.backend,
-            prepare=self._prepare_draft,
+            backend=backend,
+            prepare=prepare,
             download_dir=self.config.model.download_dir,
             tokenizer=self._tokenizer,
         )
-
-    def _prepare(self, model: Decoder, kv: KVTensor) -> Runner:
-        return self.backend.prepare(model, kv, self._pass_limits, self.passes)
-
-    def _prepare_draft(self, model: Decoder, kv: KVTensor, specs: Sequence[GrowthSpec]) -> Runner:
-        runner = self._prepare(model, kv)
-        self._warm_up(runner.warm_up(specs, self.model_config.vocab_size))
-        return runner
-
-    def _warm_up(self, passes: Sequence[WarmUp]) -> None:
-        if passes and self.config.model.warm_up:
-            with torch.inference_mode():
-                for run in tqdm(passes, desc="Warming up", unit="pass", dynamic_ncols=True):
-                    run()
 
     def _free_memory(self, target: Decoder, utilization: float | None) -> int:
         return self.backend.memory_for_kv(
             lambda: run_largest_pass(self.backend, target, self.config, self._pass_limits, self.max_model_len), utilization
         )
+
+
+def _warm_up(config: EngineConfig, passes: Sequence[WarmUp]) -> None:
+    if passes and config.model.warm_up:
+        with torch.inference_mode():
+            for run in tqdm(passes, desc="Warming up", unit="pass", dynamic_ncols=True):
+                run()
 
 
 def check_process() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from titan.core.checks import shown
 from titan.core.metrics import ratio
 from titan.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, merge_metrics
 from titan.core.request import FinishReason, Request
@@ -91,7 +92,9 @@ class FrontEnd:
         max_tokens = check_request(text, prompt_token_ids, params, self.engine.limits)
         for name in ("stop", "bad_words"):
             if getattr(params, name) and self.tokenizer is None:
-                raise ValueError(f"{name}={getattr(params, name)!r} needs a tokenizer, and the model has none: allowed is None")
+                raise ValueError(
+                    f"{name}={shown(getattr(params, name))} needs a tokenizer, and the model has none: allowed is None"
+                )
         bad_word_ids = tuple(self._encode_bad_words(params.bad_words or ()))
         number = next(self._numbers)
         is_text_needed = self.tokenizer is not None and params.detokenize and (needs_text or params.stop_strings)
@@ -150,7 +153,7 @@ class FrontEnd:
 
         with (
             tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar,
-            closing(self.loop.run(requests, count_finished, in_turn=True)) as counts,
+            closing(self.loop.run(requests, count_finished)) as counts,
         ):
             for bar.n in counts:
                 emitted = counters.num_emitted_tokens - num_tokens
@@ -171,7 +174,7 @@ class FrontEnd:
             before, shown = shown, _progress(request)
             return self.output(request) if shown != before else None
 
-        with closing(self.loop.run(request.family, find_output, in_turn=False)) as outputs:
+        with closing(self.loop.run(request.family, find_output)) as outputs:
             for output in outputs:
                 yield _hold_back(output, num_held) if num_held else output
                 if output.finished:
@@ -188,20 +191,20 @@ class FrontEnd:
 
     def _encode(self, prompt: str) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError(f"prompt={prompt!r} is text, and the model has no tokenizer: allowed are token ids")
-        if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise ValueError(f"prompt={prompt!r} has a surrogate, which is half a character: allowed is what UTF-8 can hold")
+            raise ValueError(f"prompt={shown(prompt)} is text, and the model has no tokenizer: allowed are token ids")
+        _check_characters("prompt", prompt)
         token_ids: list[int] = self.tokenizer.encode(prompt)
         return token_ids
 
     def _encode_bad_words(self, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
         """Return the tokens of words: of each as it is, at the beginning of a text, and after a space."""
         for word in words:
+            _check_characters("bad_words", word)
             bare = word.lstrip()
             forms = {word, bare, f" {bare}"} if bare else {word}
             encoded = {tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms} - {()}  # type: ignore[union-attr]
             if not encoded:
-                raise ValueError(f"bad_words has {word!r}, which has no tokens: allowed are words of at least one token")
+                raise ValueError(f"bad_words has {shown(word)}, which has no tokens: allowed are words of at least one token")
             for token_ids in sorted(encoded):
                 check_token_ids("bad_words", token_ids, self.engine.limits.vocab_size)
                 yield token_ids
@@ -270,6 +273,11 @@ def choose_tokenizer(model: str, tokenizer: str | None, revision: str | None = N
     if loaded is None:
         raise ValueError(f"tokenizer={tokenizer!r} has no tokenizer: it must be a folder or hub id with tokenizer.json")
     return loaded
+
+
+def _check_characters(name: str, text: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{name}={shown(text)} has a surrogate, which is half a character: allowed is what UTF-8 can hold")
 
 
 def _draw_seed(source: np.random.SeedSequence) -> int:

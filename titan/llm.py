@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from os import PathLike, fspath
 from typing import Any, Unpack
 
@@ -66,14 +67,14 @@ class LLM:
         self.frontend = FrontEnd(self.engine, target_tokenizer)
 
     def get_tokenizer(self) -> Any:
-        """Return the transformers tokenizer of the model.
+        """Return a copy of the model's transformers tokenizer, which keeps state between calls.
 
         Raises:
             ValueError: the model has none.
         """
         if self.frontend.tokenizer is None:
             raise ValueError("the model has no tokenizer: give tokenizer=... to LLM")
-        return self.frontend.tokenizer
+        return deepcopy(self.frontend.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what applies where a call has no sampling params: those of the model's generation_config.json.
@@ -139,8 +140,12 @@ class LLM:
             raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message=True contradicts add_generation_prompt=True: allowed with it is False")
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            raise ValueError(f"chat_template_kwargs={shown(chat_template_kwargs)} is not allowed: it must be a dict, or None")
+        if not isinstance(chat_template_kwargs, Mapping | None) or not all(
+            isinstance(key, str) for key in chat_template_kwargs or ()
+        ):
+            raise ValueError(
+                f"chat_template_kwargs={shown(chat_template_kwargs)} is not allowed: it must be a dict with names as keys, or None"
+            )
         options: dict[str, Any] = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,

@@ -48,30 +48,28 @@ class StepLoop:
         self._leader: int | None = None  # its thread
         self._callers: dict[_Caller, None] = {}  # in order of arrival; the leader is among them
         self._abandoned: deque[Request] = deque()
-        self._failures: list[str] = []  # steps that raised
-        self._is_damaged = False
+        self._ended: dict[Request, str] = {}  # requests that a failed step ended, and why; until their callers know
+        self._damage: str | None = None  # the failure that left the engine unusable
 
-    def run(self, requests: Sequence[Request], find_news: Callable[[], T | None], *, in_turn: bool) -> Generator[T]:
+    def run(self, requests: Sequence[Request], find_news: Callable[[], T | None]) -> Generator[T]:
         """Queue requests, and yield what ``find_news`` finds between steps whenever it finds something, without an end.
 
         The requests that are unfinished when the iteration is closed are aborted, at the latest after the step that runs.
 
         Args:
-            requests: not queued yet.
+            requests: not queued yet; they are as the waiting queue has room, callers taking turns.
             find_news: called between steps, perhaps by another thread; must not wait.
-            in_turn: queue them as the waiting queue has room; otherwise all at once, which a full queue refuses.
 
         Raises:
-            RuntimeError: a step failed; that ends all iterations. The thread that made the step gets the error itself.
+            RuntimeError: a step failed, which ended one of the requests. The thread that made the step gets the error itself.
             RuntimeError: as `between_steps`.
         """
-        to_queue, num_failures = deque(requests), len(self._failures)
-        scheduler = self.engine.scheduler
+        to_queue, scheduler = deque(requests), self.engine.scheduler
 
         def ask() -> T | None:
-            if len(self._failures) > num_failures:
-                raise RuntimeError(f"a step failed, which ended all requests in flight: {self._failures[num_failures]}")
-            while to_queue and not (in_turn and scheduler.is_full):
+            if self._ended and (ended := self._ended.keys() & requests):
+                raise RuntimeError(f"a step failed, which ended all requests in flight: {self._ended[ended.pop()]}")
+            while to_queue and not scheduler.is_full:
                 scheduler.add(to_queue.popleft())
             return find_news()
 
@@ -80,6 +78,8 @@ class StepLoop:
                 yield self._wait(ask)
         finally:
             to_queue.clear()  # lest a leader that is asking just now queues more
+            for request in requests:
+                self._ended.pop(request, None)
             self._abandon([request for request in requests if not request.is_finished])
 
     def between_steps(self, function: Callable[[], T]) -> T:
@@ -102,8 +102,8 @@ class StepLoop:
                 "an LLM cannot be called from inside its own step, by a logits processor, an observer or a drafter: call it "
                 "when generate() has returned, or between the outputs of stream()"
             )
-        if self._is_damaged:
-            raise RuntimeError(f"the engine cannot be used any more, make another LLM; a step failed: {self._failures[-1]}")
+        if self._damage is not None:
+            raise RuntimeError(f"the engine cannot be used any more, make another LLM; a step failed: {self._damage}")
 
     def _wait(self, ask: Callable[[], T | None]) -> T:
         """Return the first answer of ``ask`` that is not ``None``; step meanwhile, unless another thread does."""
@@ -148,6 +148,8 @@ class StepLoop:
                     caller.woken.put(None)
             if own.is_answered:
                 return
+            first = next(iter(self._callers))  # another one is asked first next time, and may queue its requests
+            self._callers[first] = self._callers.pop(first)
             self._step()
 
     def _step(self) -> None:
@@ -159,13 +161,13 @@ class StepLoop:
             self.engine.step()
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
-            self._failures.append(reason)
             try:
                 for request in (*scheduler.running, *scheduler.waiting):
+                    self._ended[request] = reason
                     scheduler.abort(request, reason)
                 self.engine.kv.pool.check([])
             except Exception:  # noqa: BLE001 - whatever it is, the error that is raised came before
-                self._is_damaged = True
+                self._damage = reason
             raise
 
     def _abandon(self, requests: Sequence[Request]) -> None:

@@ -1,8 +1,8 @@
 """Tokens per second of whole engines, with and without speculation.
 
 Every figure of decoding is of a window of steps in which all requests decode: it begins some steps after the last prompt is done,
-when graphs are captured, and ends before a request does. With speculation, a draft model of a tenth of the target's cost runs in
-full, and a recording, corrupted with a dialled probability, takes the place of its tokens; sampled ones stay, and are all right.
+when graphs are captured, and ends before a request does. With speculation, a draft model runs in full, and a recording, corrupted
+with a dialled probability, takes the place of its tokens; sampled ones stay, and are all right.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from transformers import LlamaConfig
 
 from titan.bench.engine_run import make_idle, make_requests
 from titan.bench.gpu import random_models
+from titan.bench.gpu.interpreted import InterpretedBackend
 from titan.bench.gpu.sections import Figures, Section, Setting, Task, WrongNumbersError
 from titan.bench.gpu.timing import busy_seconds, heaviest, synchronize
 from titan.bench.predict import expected_tokens
 from titan.bench.prompts import random_prompts
-from titan.bench.samples import with_ratio
+from titan.bench.samples import Label, with_ratio
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.options import EngineConfig
 from titan.core.step import StepPlan
@@ -37,6 +38,7 @@ from titan.draft.replay import ReplayDrafter
 from titan.engine import Engine
 from titan.kernels.backend import choose_backend
 from titan.kernels.interfaces import Backend
+from titan.kernels.triton.tools import INTERPRETED
 from titan.models.decoder import Decoder
 
 NUM_DRAFTS = 6
@@ -47,8 +49,9 @@ NUM_PROFILED = 8
 NUM_OTHERS = 6 + 2 * NUM_WARM_UPS + 2 * NUM_PROFILED
 """Steps outside the window, those included in which the first requests decode while the last prompts are computed."""
 
-REPLAYED, SAMPLED = "replay, paid", "sampled"
-"""The drafters, by the names under which they are registered."""
+SAMPLED = "sampled"
+"""The drafter that samples with the first draft; those beside recordings have the names of their drafts."""
+NO_DRAFT = "-"
 SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 
 
@@ -57,7 +60,7 @@ class Mode:
     """A way in which Titan generates."""
 
     acceptance: float | None = None  # of draft tokens, each on its own; None: no speculation
-    drafter: str = REPLAYED
+    drafter: str | None = None  # None: a draft beside a recording
     options: Mapping[str, Any] = field(default_factory=dict)  # of the requests
 
 
@@ -77,11 +80,11 @@ class Plan:
     """What is compared, and for how long; ``goals`` are by requests and mode."""
 
     target: LlamaConfig
-    draft: LlamaConfig
+    drafts: Mapping[str, LlamaConfig]  # the first is measured in all modes and batches
     goals: Mapping[tuple[int, str], Figures] = field(default_factory=dict)
     modes: Sequence[str] = (PLAIN, AT_GOAL, "acceptance 0.6", "acceptance 0.7", "acceptance 0.9")
     batches: Sequence[int] = (1, 8, 32, 128, 40, 72, 4, 16, 64)  # the most important first
-    sampled_batches: Sequence[int] = (1, 8, 32)
+    few_batches: Sequence[int] = (1, 8, 32)  # when sampling, and with other drafts
     prefills: Sequence[tuple[int, int]] = ((1, 512), (1, 2048), (16, 512))  # requests, tokens each
     profiled: Sequence[int] = (1, 32)
     num_swapping: int = 8  # requests
@@ -99,7 +102,7 @@ class Plan:
 
 PLAN = Plan(
     random_models.LLAMA_8B,
-    random_models.DRAFT_OF_8B,
+    {"1 B": random_models.LLAMA_1B, "0.1 B": random_models.DRAFT_OF_8B},
     {
         (1, PLAIN): {"weights' share": 0.8},
         (32, PLAIN): {"busy": 0.8},
@@ -110,16 +113,16 @@ PLAN = Plan(
 )
 TINY = Plan(
     target=random_models.llama(64, 128, 2, 4, 2, 16, vocab_size=300),
-    draft=random_models.llama(32, 64, 1, 2, 1, 16, vocab_size=300),
+    drafts=dict.fromkeys(("tiny", "tiny, too"), random_models.llama(32, 64, 1, 2, 1, 16, vocab_size=300)),
     modes=(PLAIN, AT_GOAL),
     batches=(1, 3),
-    sampled_batches=(2,),
+    few_batches=(1,),
     prefills=((2, 20),),
     profiled=(1,),
     num_swapping=2,
     prompt_len=6,
-    min_rows=8,
-    min_steps=3,
+    min_rows=4,
+    min_steps=2,
 )
 
 
@@ -131,8 +134,8 @@ class PaidReplayDrafter(DraftModelDrafter):
     copy brings the recorded tokens there.
     """
 
-    def __init__(self, model: Decoder, replay: ReplayDrafter, context: DraftContext) -> None:
-        super().__init__(REPLAYED, model, context)
+    def __init__(self, name: str, model: Decoder, replay: ReplayDrafter, context: DraftContext) -> None:
+        super().__init__(name, model, context)
         self.replay = replay
 
     def propose(self, plan: StepPlan) -> DraftTrees:
@@ -145,15 +148,17 @@ class PaidReplayDrafter(DraftModelDrafter):
 
 
 class EndToEnd:
-    """One target with its draft, and one engine for all runs of Titan, with and without speculation."""
+    """One target with its drafts, and one engine for all runs of Titan, with and without speculation."""
 
     def __init__(self, plan: Plan, setting: Setting, backend: Backend) -> None:
         self.plan = plan
         self.setting = setting
         self.replay = ReplayDrafter({}, acceptance=1.0, vocab_size=plan.target.vocab_size, max_draft_tokens=NUM_DRAFTS)
         self.target = random_models.make_decoder(plan.target, backend=backend, seed=setting.seed)
-        draft = random_models.make_decoder(plan.draft, backend=backend, seed=setting.seed)
-        register(REPLAYED, lambda context: PaidReplayDrafter(draft, self.replay, context))
+        drafts = {name: random_models.make_decoder(each, backend=backend, seed=setting.seed) for name, each in plan.drafts.items()}
+        for name, draft in drafts.items():
+            register(name, partial(PaidReplayDrafter, name, draft, self.replay))
+        first, draft = next(iter(drafts.items()))
         register(SAMPLED, lambda context: DraftModelDrafter(SAMPLED, draft, replace(context, draft_sampling="sampled")))
         max_batch = max(plan.batches)
         num_tokens = max(batch * (plan.prompt_len + plan.max_output_len(batch)) for batch in plan.batches)
@@ -168,7 +173,7 @@ class EndToEnd:
             num_kv_blocks=num_tokens // 16 + 2 * max_batch,
             enable_prefix_caching=False,
         )
-        self.engine = Engine(config, self.target, REPLAYED, backend=backend)
+        self.engine = Engine(config, self.target, first, backend=backend)
 
     def workload(self, num_requests: int, output_len: int, prompt_len: int | None = None) -> Workload:
         """Requests with random prompts."""
@@ -177,7 +182,7 @@ class EndToEnd:
         return take_workload(prompts, num_requests, repeat(output_len))
 
     @contextmanager
-    def window(self, batch: int, mode: str) -> Iterator[Callable[[int], float]]:
+    def window(self, batch: int, mode: str, draft: str) -> Iterator[Callable[[int], float]]:
         """Bring ``batch`` requests to their window, and end them after it; yields a function that runs steps and returns seconds.
 
         Raises:
@@ -185,8 +190,8 @@ class EndToEnd:
             RuntimeError: a request ended early.
         """
         engine, vocab_size, acceptance = self.engine, self.plan.target.vocab_size, MODES[mode].acceptance
-        if acceptance is not None and engine.drafter.name != MODES[mode].drafter:
-            engine.swap_draft(MODES[mode].drafter)
+        if acceptance is not None and engine.drafter.name != (drafter := MODES[mode].drafter or draft):
+            engine.swap_draft(drafter)
         output_len = self.plan.max_output_len(batch)
         workload = self.workload(batch, output_len)
         requests = make_requests(engine, workload, use_speculative=acceptance is not None, **MODES[mode].options)
@@ -217,7 +222,7 @@ class EndToEnd:
         if any(request.output_token_ids != text[: request.num_output_tokens] for request, text in pairs):
             raise WrongNumbersError("other tokens were written than the weights say")
 
-    def measure_titan(self, batch: int, mode: str) -> Figures:
+    def measure_titan(self, batch: int, mode: str, draft: str) -> Figures:
         """Measure a window."""
         passes, counters, num_steps, acceptance = (
             self.engine.passes,
@@ -225,7 +230,7 @@ class EndToEnd:
             self.plan.num_steps(batch),
             MODES[mode].acceptance,
         )
-        with self.window(batch, mode) as step:
+        with self.window(batch, mode, draft) as step:
             num_tokens = counters.num_emitted_tokens
             passes.num_replayed = passes.num_eager = 0
             seconds = step(num_steps)
@@ -246,10 +251,10 @@ class EndToEnd:
         }
         return {name: figure for name, figure in found.items() if figure is not None} | parts
 
-    def measure_swap(self, batch: int, mode: str) -> Figures:
+    def measure_swap(self, batch: int, mode: str, draft: str) -> Figures:
         """Change the draft in the middle of a window, for another one like it: what the change costs, and the step after it."""
         engine, device, num_steps = self.engine, self.setting.device, self.plan.num_steps(batch) // 2
-        with self.window(batch, mode) as step:
+        with self.window(batch, mode, draft) as step:
             before = step(num_steps)
             start = time.perf_counter()
             engine.swap_draft(engine.drafter.name)
@@ -284,31 +289,41 @@ class EndToEnd:
 def make_tasks(setting: Setting) -> Sequence[Task]:
     """Without speculation and with it, then the rest; what goals speak of comes first."""
     plan = TINY if setting.is_tiny else PLAN
-    bench = EndToEnd(plan, setting, choose_backend(setting.device))
+    plan = replace(plan, batches=setting.batches or plan.batches)
+    bench = EndToEnd(plan, setting, InterpretedBackend() if INTERPRETED else choose_backend(setting.device))
+    first, *others = plan.drafts
 
-    def task(batch: int, mode: str, figures: Callable[[], Figures], seconds: float) -> Task:
-        return Task({"requests": batch, "mode": mode}, figures, seconds, goals=plan.goals.get((batch, mode), {}))
+    def task(batch: int, mode: str, draft: str, figures: Callable[[], Figures], seconds: float) -> Task:
+        labels: Mapping[str, Label] = {"requests": batch, "mode": mode, "draft": draft}
+        return Task(labels, figures, seconds, goals=plan.goals.get((batch, mode), {}))
 
-    def run(batch: int, mode: str) -> Task:
-        return task(batch, mode, partial(bench.measure_titan, batch, mode), 4 if mode == PLAIN else 6)
+    def run(batch: int, mode: str, draft: str = first) -> Task:
+        is_plain = MODES[mode].acceptance is None
+        draft = NO_DRAFT if is_plain else draft
+        return task(batch, mode, draft, partial(bench.measure_titan, batch, mode, draft), 4 if is_plain else 8)
 
-    return [
-        *(run(batch, mode) for batch in plan.batches for mode in plan.modes[:2]),
-        *(task(count, f"prefill of {size}", partial(bench.measure_prefill, count, size), 4) for count, size in plan.prefills),
-        task(plan.num_swapping, "swap of the draft", partial(bench.measure_swap, plan.num_swapping, AT_GOAL), 8),
-        *(run(batch, mode) for mode in (PLAIN_SAMPLED, DRAFTS_SAMPLED) for batch in plan.sampled_batches),
+    swap = partial(bench.measure_swap, plan.num_swapping, AT_GOAL, first)
+    tasks = [
+        *(run(batch, mode) for batch in plan.few_batches for mode in plan.modes[:2]),
+        *(run(batch, AT_GOAL, draft) for draft in others for batch in plan.few_batches),
+        *(run(batch, mode) for batch in plan.batches if batch not in plan.few_batches for mode in plan.modes[:2]),
+        *(task(n, f"prefill of {size}", NO_DRAFT, partial(bench.measure_prefill, n, size), 4) for n, size in plan.prefills),
+        task(plan.num_swapping, "swap of the draft", first, swap, 8),
+        *(run(batch, mode) for mode in (PLAIN_SAMPLED, DRAFTS_SAMPLED) for batch in plan.few_batches),
         *(run(batch, mode) for batch in plan.batches for mode in plan.modes[2:]),
     ]
+    return [each for each in tasks if not setting.batches or each.labels["requests"] in setting.batches]
 
 
 SECTION = Section(
     "end_to_end_8b",
-    "End to end, Llama of 8 B parameters with a draft of 0.75 B, requests at once",
+    "End to end, Llama of 8 B parameters with drafts of 1 B and 0.1 B, requests at once",
     "End to end: tokens/s while all requests decode, x plain over Titan without speculation at the same batch; tokens/step per "
     f"request, and expected of the acceptance for {NUM_DRAFTS} draft tokens; weights' share: the time that the step's weights take "
     "at the speed of a copy, over the step; busy: share of the step in which the device runs something; graphs: passes replayed as "
     "CUDA graphs; of peak: operations of the prompts' products, over those of a large product in the same time; x before: a step "
-    "after a swap of the draft over one before. Drafts read a tenth of what their targets read.",
+    "after a swap of the draft over one before; start: until the models are made, and all that the engine needs is compiled and "
+    "recorded.",
     seconds=200,
     columns={
         "tokens/s": ".0f",
@@ -325,7 +340,8 @@ SECTION = Section(
         "first step, ms": ".1f",
         "warm-up, ms": ".1f",
         "x before": ".2f",
+        "start, s": ".1f",
     },
     make_tasks=make_tasks,
-    compare=partial(with_ratio, name="x plain", figure="tokens/s", mode=PLAIN),
+    compare=partial(with_ratio, name="x plain", figure="tokens/s", mode=PLAIN, draft=NO_DRAFT),
 )

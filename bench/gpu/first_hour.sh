@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first hour on a GPU, in four calls of under ten minutes each:
+# The first hour on a GPU, in four calls of under seven minutes each:
 #
 #   bash bench/gpu/first_hour.sh a               versions; the tests of every kernel; matrix products and sampling
 #   bash bench/gpu/first_hour.sh b               attention against the bandwidth and others; whole engines of 8 B parameters
@@ -8,12 +8,14 @@
 #   bash bench/gpu/first_hour.sh a --tiny        a rehearsal in Triton's interpreter; so do the others
 #
 # Nothing is installed or downloaded. A call prints what it finds at once, leaves JSON and its log in OUT (default: first_hour),
-# goes on behind what fails or is not there, and ends within LIMIT seconds (default: 570) with what it has. PYTHON is the
-# interpreter, SECTIONS are those that d compares. The status is 1 if a part failed, and 2 if a call cannot be made.
+# goes on behind what fails or is not there, and ends within LIMIT seconds (default: 400) with what it has. PYTHON is the
+# interpreter. d compares SECTIONS (default: end_to_end_8b; attention is another) of BATCHES (default: 1 8 32) requests; its
+# BASE may lack the demo, 34 MB: git archive COMMIT | tar x -C BASE --exclude=titan/demo. The status is 1 if a part failed, and
+# 2 if a call cannot be made.
 set -uo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-call=${1:-} tiny=${2:-} PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-570} SECTIONS=${SECTIONS:-attention end_to_end_8b}
+call=${1:-} tiny=${2:-} PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-400} SECTIONS=${SECTIONS:-end_to_end_8b} BATCHES=${BATCHES:-1 8 32}
 mkdir -p "${OUT:=first_hour}" && OUT=$(cd "$OUT" && pwd) || exit 2
 if [[ $call != [abcd] || ($tiny != "" && $tiny != --tiny) ]]; then
     echo "usage: [OUT=FOLDER] [LIMIT=SECONDS] [PYTHON=FILE] [BASE=FOLDER] first_hour.sh a|b|c|d [--tiny]"
@@ -23,8 +25,12 @@ if [[ $call == d && ! -d ${BASE:-}/titan ]]; then
     echo "d compares with an older checkout: BASE=${BASE:-} must be its folder"
     exit 2
 fi
+[[ $call == d ]] && BASE=$(cd "$BASE" && pwd)
+[[ $PYTHON == */* ]] && PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON")
 [[ $tiny ]] && export TRITON_INTERPRET=1
 export PYTHONUNBUFFERED=1 PYTHONPATH=$ROOT
+# later calls and trees find compiled kernels there; beside OUT, since OUT is what is copied from the machine
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/titan-triton}
 cd "$ROOT" || exit 2
 failed=()
 
@@ -51,18 +57,25 @@ check() { # name, tree, seconds at most, options of gpu_check: its rows as they 
     shift 3
     planned=$((seconds > 40 ? seconds - 25 : seconds)) # the last task may take longer than is planned for it
     tables=$(mktemp)
-    cd "$tree" || return
+    if ! cd "$tree"; then
+        failed+=("$name (no folder $tree)")
+        return
+    fi
     PYTHONPATH=$tree part "$name" "$seconds" \
         "$PYTHON" -m titan.bench.gpu_check $tiny --seconds "$planned" --json "$OUT/$name.json" "$@" >"$tables"
-    cd "$ROOT" || return
+    cd "$ROOT" || exit 2
     grep -v '^| tests/.*| ok ' "$tables"
     rm "$tables"
 }
 
 versions() {
     "$PYTHON" - <<'END'
+import os
 import platform
+import shutil
+import sysconfig
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 print("python", platform.python_version())
 needed = dict.fromkeys(("torch", "triton", "transformers", "numpy", "psutil", "tqdm"), "nothing runs without it")
@@ -73,6 +86,10 @@ for name, loss in needed.items():
         print(name, version(name))
     except PackageNotFoundError:
         print(name, "is missing:", loss)
+header = Path(sysconfig.get_path("include"), "Python.h")
+compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+for name, found in {"C compiler": compiler, "Python.h": header if header.exists() else None}.items():
+    print(name, found or "is missing: Triton launches nothing without it")
 END
     nvidia-smi || echo "there is no nvidia-smi"
     command -v compute-sanitizer || echo "there is no compute-sanitizer: c leaves it out"
@@ -87,7 +104,7 @@ sanitize() { # illegal accesses and the like; without PyTorch's cache, memory be
         tool=() # the tests alone are rehearsed
     fi
     [[ $tiny ]] && select="[triton and test_copies"
-    part memcheck "$(left 3)" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${tool[@]}" \
+    part memcheck "$(left 3)" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 ${tool[@]+"${tool[@]}"} \
         "$PYTHON" -m pytest -v --no-header -p no:cacheprovider -W default \
         -m "not cuda" -k "$select or test_output_is_that_of_the_twin and not [triton" tests/kernels/test_tree_attention.py \
         tests/kernels/test_conformance_{cache,trees,sampling}.py
@@ -96,13 +113,15 @@ sanitize() { # illegal accesses and the like; without PyTorch's cache, memory be
 run_call() {
     case $call in
     a)
-        part versions 60 bash -c "$(declare -f versions); PYTHON=$PYTHON ROOT=$ROOT; versions"
+        export PYTHON ROOT
+        part versions 60 bash -c "$(declare -f versions); versions"
         check a "$ROOT" "$(left)" --only tests products sampling
         ;;
     b) check b "$ROOT" "$(left)" --only attention end_to_end_8b ;;
     c)
         sanitize
-        cp kernels/triton/tuning.py "$OUT/tuning.py"
+        rm -f "$OUT/tuning.py"
+        cat kernels/triton/tuning.py >"$OUT/tuning.py" # a copy of a read-only file cannot be written to
         local rows=(32 16 128 64)
         for i in "${!rows[@]}"; do
             part "tiles-${rows[i]}" "$(left $((${#rows[@]} - i)))" "$PYTHON" -m titan.bench.tune $tiny \
@@ -111,9 +130,14 @@ run_call() {
         diff -u kernels/triton/tuning.py "$OUT/tuning.py" && echo "the table stays as it is"
         ;;
     d)
-        for turn in 1 2; do
-            check "base-$turn" "$BASE" "$(left $((6 - 2 * turn)))" --only $SECTIONS
-            check "here-$turn" "$ROOT" "$(left $((5 - 2 * turn)))" --only $SECTIONS --base "$OUT/base-$turn.json"
+        local options=(--only $SECTIONS --batches $BATCHES) of_base=(--only $SECTIONS) base
+        grep -qs '"--batches"' "$BASE/bench/gpu_check.py" && of_base=("${options[@]}") # older ones do not know it
+        for turn in 1 2; do # the first turn compiles what the second one finds
+            base=$OUT/base-$turn.json
+            rm -f "$base" # of an earlier call
+            check "base-$turn" "$BASE" "$(left $((4 - turn)))" "${of_base[@]}"
+            [[ -f $base ]] && options+=(--base "$base")
+            check "here-$turn" "$ROOT" "$(left $((3 - turn)))" "${options[@]}"
         done
         ;;
     esac

@@ -40,8 +40,10 @@ def llama(
 
 LLAMA_8B = llama(4096, 14336, 32, 32, 8, 128)
 """Llama 3.1 8B."""
-DRAFT_OF_8B = llama(2048, 8192, 8, 32, 8, 64)
-"""0.75 B, half the layers of Llama 3.2 1B: a pass reads a tenth of what a pass of the 8 B reads."""
+LLAMA_1B = llama(2048, 8192, 16, 32, 8, 64)
+"""Llama 3.2 1B: a pass reads 1.24 B parameters, a sixth of what a pass of the 8 B reads."""
+DRAFT_OF_8B = llama(512, 2048, 8, 8, 4, 64)
+"""0.1 B: a pass reads 66 M parameters of the head, which must have the 8 B's vocabulary, and 31 M of layers."""
 
 
 def make_decoder(config: LlamaConfig, *, backend: Backend, seed: int) -> Decoder:

@@ -24,6 +24,8 @@ Status = Literal["ok", "wrong", "failed", "unavailable", "skipped"]
 
 GRACE = 20.0
 """Seconds that a section may run past its time, for the task that it is at, before its process is ended."""
+START = 300.0
+"""Seconds that a section may take at least until its tasks are known: an engine compiles and records all that it may need."""
 PATIENCE = 5
 """Times the seconds planned for a task that it may take, and `GRACE` besides, before its process is ended."""
 
@@ -40,6 +42,7 @@ class Setting:
     is_tiny: bool  # shapes so small that Triton's interpreter can run them; they have no goals
     seed: int = 0
     num_threads: int = 1  # of PyTorch on the host
+    batches: Sequence[int] = ()  # of whole engines; if empty, those that are planned
     copy_bandwidth: float | None = None  # bytes per second, read and written, as measured in the same run
     peak: float | None = None  # operations per second of a matrix product, likewise
 
@@ -107,8 +110,8 @@ def run_tasks(tasks: Sequence[Task], deadline: float, clock: Callable[[], float]
 def run_isolated(section: Section, setting: Setting, seconds: float, *, grace: float = GRACE) -> Iterator[Row]:
     """Run a section in a process of its own: a task that crashes, hangs, or leaves the device unusable costs its own row alone.
 
-    The tasks after it run in a new process. Yields rows as soon as they are known; there are no more after one without labels,
-    whose process did not get as far as its tasks within ``seconds`` and ``grace``.
+    The tasks after it run in a new process. Yields rows as soon as they are known, the first of which says how long it took until
+    the tasks were; there are no more after one without labels, whose process did not get as far within `START` and ``grace``.
     """
     deadline = time.time() + seconds
     num_known, left = (
@@ -119,7 +122,10 @@ def run_isolated(section: Section, setting: Setting, seconds: float, *, grace: f
         start = time.time()
         try:
             with _process(section.make_tasks, setting, deadline, num_known) as receive:
-                left = receive(deadline + grace - start)
+                left = receive((deadline - start if num_known else max(seconds, START)) + grace)
+                if left and not num_known:
+                    took = time.time() - start
+                    yield Row({next(iter(left[0][0].labels)): "start"}, 0, {"start, s": took}, seconds=took)
                 while left:
                     start = time.time()
                     row = receive(min(PATIENCE * left[0][1], max(deadline - start, 0)) + grace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -105,7 +106,8 @@ class TritonBackend:
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype) -> Sequence[WarmUp]:
         few, many, _ = CANDIDATES  # the third is more than any drafter here selects from
-        return [partial(verify_idle_trees, self, vocab_size, dtype, number) for number in (few, many)]
+        dtypes = {dtype, torch.float32}  # the second where a request's options change logits
+        return [partial(verify_idle_trees, self, vocab_size, *each) for each in product(dtypes, (few, many))]
 
     def facts(self) -> dict[str, str]:
         return {"device": torch.cuda.get_device_name(self.device), "kernels": "Triton"}

@@ -6,6 +6,7 @@ before it serves: to capture one on first use waits for the device, and may comp
 
 from __future__ import annotations
 
+import gc
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
@@ -170,12 +171,19 @@ def cuda_graph_capture() -> Capture:
 
 def _own_stream() -> torch.cuda.Stream:
     """Return a stream of the current device that no other capture has, for as long as it is referenced."""
-    for _ in range(POOL_STREAMS):
-        stream = torch.cuda.Stream()
-        if stream not in _owned_streams:
-            _owned_streams.add(stream)
-            return stream
-    raise RuntimeError(f"{POOL_STREAMS} models run from CUDA graphs on one device: no stream is left for another one")
+    stream = _unowned_stream()
+    if stream is None:
+        gc.collect()  # a user's reference cycle keeps an engine that is done with, and its streams
+        stream = _unowned_stream()
+    if stream is None:
+        raise RuntimeError(f"{POOL_STREAMS} models run from CUDA graphs on one device: no stream is left for another one")
+    _owned_streams.add(stream)
+    return stream
+
+
+def _unowned_stream() -> torch.cuda.Stream | None:
+    streams = (torch.cuda.Stream() for _ in range(POOL_STREAMS))
+    return next((stream for stream in streams if stream not in _owned_streams), None)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -113,7 +113,9 @@ class DraftChains:
     ) -> None:
         self._backend, self._model, self._kv, self._geometry = backend, model, kv, geometry
         self._request_counts = request_counts
-        self._max_fed, self._max_depths = num_nodes - 1, max(1, min(num_nodes - 1, MAX_DEPTHS))
+        self._max_fed, longest = num_nodes - 1, max(1, min(num_nodes - 1, MAX_DEPTHS))
+        # of the graphs, longest first; powers of two add up to any other number in a few replays
+        self._depths = [longest, *(2**i for i in reversed(range((longest - 1).bit_length())))]
         self._replays = replays
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -160,7 +162,7 @@ class DraftChains:
             ChainSize(count, children_per_node(spec), depths, num_tokens)
             for count in self._request_counts
             for spec in specs
-            for depths in (1, self._max_depths)
+            for depths in self._depths
             if children_per_node(spec) and depths <= spec.num_slots
         }
         return [partial(self._record, size) for size in sorted(sizes, reverse=True)]
@@ -210,8 +212,11 @@ class DraftChains:
     def _sizes(self, num_requests: int, num_children: int, num_fed: int, num_tokens: int) -> list[ChainSize]:
         """Return the graphs that feed this many depths, one after the other."""
         count = next(count for count in self._request_counts if count >= num_requests)
-        num_full, num_single = divmod(num_fed, self._max_depths)
-        return [ChainSize(count, num_children, depths, num_tokens) for depths in [self._max_depths] * num_full + [1] * num_single]
+        sizes = list[ChainSize]()
+        for depths in self._depths:
+            num_replays, num_fed = divmod(num_fed, depths)
+            sizes += [ChainSize(count, num_children, depths, num_tokens)] * num_replays
+        return sizes
 
     def _record(self, size: ChainSize) -> None:
         """Capture a graph, unless it was before; no chain goes on meanwhile, so that nothing is written to the cache."""

@@ -34,7 +34,10 @@ CHUNK = 4096
 GROUP = 64
 """Tokens per group, of which only the largest logit is kept for the first bound."""
 
-MAX_CANDIDATES = 4096
+NEAR_TOKENS = 1024
+"""Tokens of such groups that a program processes together: few, so that two programs fit on a multiprocessor."""
+
+MAX_CANDIDATES = 2048
 """Largest number of logits per row that a program bisects in registers."""
 
 NUM_LINEAR_STEPS = 12
@@ -201,9 +204,9 @@ def _find_bound(group_peaks, peak, scale, limit, BY_COUNT: tl.constexpr, GROUP: 
 
 
 @triton.jit
-def _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr):
-    """Load ids and logits, [CHUNK] each, of the tokens of listed groups from the ``first`` on; past the last, ids are too large."""
-    tokens = tl.arange(0, CHUNK)
+def _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE: tl.constexpr, NEAR_TOKENS: tl.constexpr, GROUP: tl.constexpr):
+    """Load ids and logits, [NEAR_TOKENS] each, of listed groups from the ``first`` on; past the last, ids are too large."""
+    tokens = tl.arange(0, NEAR_TOKENS)
     places = first + tokens // GROUP
     groups = tl.load(near_groups_ptr + places, mask=places < num_near, other=VOCAB_SIZE // GROUP + 1)
     ids = groups * GROUP + tokens % GROUP
@@ -222,7 +225,7 @@ def _find_threshold(
     scale,
     BY_COUNT: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    NEAR_TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     MAX_CANDIDATES: tl.constexpr,
     NUM_LINEAR_STEPS: tl.constexpr,
@@ -237,9 +240,9 @@ def _find_threshold(
     middle, step = low, 0
     while (low < high) & (num_reaching - count_above > MAX_CANDIDATES):
         threshold = _logit(middle)
-        counts, masses = tl.zeros((CHUNK,), tl.int32), tl.zeros((CHUNK,), tl.float64)
-        for first in range(0, num_near, CHUNK // GROUP):
-            _, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, CHUNK, GROUP)
+        counts, masses = tl.zeros((NEAR_TOKENS,), tl.int32), tl.zeros((NEAR_TOKENS,), tl.float64)
+        for first in range(0, num_near, NEAR_TOKENS // GROUP):
+            _, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, NEAR_TOKENS, GROUP)
             counts += (logits >= threshold).to(tl.int32)
             masses += tl.where(logits >= threshold, weigh(logits, peak, scale), 0.0).to(tl.float64)
         count, mass = tl.sum(counts, axis=0), tl.sum(masses, axis=0)
@@ -256,8 +259,8 @@ def _find_threshold(
         step += 1
 
     num_candidates = tl.zeros((), tl.int32)
-    for first in range(0, num_near, CHUNK // GROUP):
-        _, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, CHUNK, GROUP)
+    for first in range(0, num_near, NEAR_TOKENS // GROUP):
+        _, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, NEAR_TOKENS, GROUP)
         is_candidate = ((logits >= _logit(low)) & (logits < _logit(high + 1))).to(tl.int32)
         places = num_candidates + tl.cumsum(is_candidate, axis=0) - 1
         tl.store(candidates_ptr + places, logits, mask=(is_candidate > 0) & (places < MAX_CANDIDATES))
@@ -303,6 +306,7 @@ def _cut_rows_kernel(
     CHUNKS: tl.constexpr,  # NUM_CHUNKS, padded to a power of two
     GROUPS: tl.constexpr,  # NUM_GROUPS, padded to a power of two
     CHUNK: tl.constexpr,
+    NEAR_TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     MAX_CANDIDATES: tl.constexpr,
     NUM_BOUND_STEPS: tl.constexpr,
@@ -355,7 +359,7 @@ def _cut_rows_kernel(
             if has_top_k:
                 low, count_above, mass_above = _find_threshold(
                     row_ptr, near_groups_ptr, num_near, candidates_ptr, low, top_k, peak, scale,
-                    True, VOCAB_SIZE, CHUNK, GROUP, MAX_CANDIDATES, NUM_LINEAR_STEPS,
+                    True, VOCAB_SIZE, NEAR_TOKENS, GROUP, MAX_CANDIDATES, NUM_LINEAR_STEPS,
                 )  # fmt: skip
                 num_ties = top_k - count_above
                 total = mass_above + num_ties * weigh(_logit(low), peak, scale)
@@ -363,7 +367,7 @@ def _cut_rows_kernel(
                 target = top_p * total
                 low, _, mass_above = _find_threshold(
                     row_ptr, near_groups_ptr, num_near, candidates_ptr, low, target, peak, scale,
-                    False, VOCAB_SIZE, CHUNK, GROUP, MAX_CANDIDATES, NUM_LINEAR_STEPS,
+                    False, VOCAB_SIZE, NEAR_TOKENS, GROUP, MAX_CANDIDATES, NUM_LINEAR_STEPS,
                 )  # fmt: skip
                 weight = tl.maximum(weigh(_logit(low), peak, scale).to(tl.float64), 1e-300)
                 num_ties = tl.minimum(tl.ceil((target - mass_above) / weight), VOCAB_SIZE).to(tl.int32)
@@ -375,8 +379,8 @@ def _cut_rows_kernel(
             num_ties_before = tl.zeros((), tl.int32)
             last_tie = tl.full((), -1, tl.int32)
             masses = tl.zeros((CHUNKS,), tl.float64)
-            for first in range(0, num_near, CHUNK // GROUP):
-                ids, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, CHUNK, GROUP)
+            for first in range(0, num_near, NEAR_TOKENS // GROUP):
+                ids, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, NEAR_TOKENS, GROUP)
                 is_tie = (logits == threshold) & (ids < VOCAB_SIZE)
                 num_ties_here = tl.sum(is_tie.to(tl.int32), axis=0)
                 if num_ties_before + num_ties_here > num_ties:
@@ -384,7 +388,7 @@ def _cut_rows_kernel(
                 last_tie = tl.maximum(last_tie, tl.max(tl.where(is_tie, ids, -1), axis=0))
                 num_ties_before += num_ties_here
                 weights = weigh_kept(logits, ids, peak, scale, threshold, last_tie).to(tl.float64)
-                shape: tl.constexpr = (CHUNK // GROUP, GROUP)
+                shape: tl.constexpr = (NEAR_TOKENS // GROUP, GROUP)
                 group_masses = tl.sum(tl.reshape(weights, shape), axis=1)
                 chunks_of_groups = tl.max(tl.reshape(ids, shape), axis=1) // CHUNK
                 is_of_chunk = chunks_of_groups[:, None] == chunks[None, :]
@@ -456,10 +460,11 @@ def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top
         NUM_GROUPS=num_groups,
         CHUNKS=triton.next_power_of_2(num_chunks),
         GROUPS=triton.next_power_of_2(num_groups),
+        NEAR_TOKENS=NEAR_TOKENS,
         MAX_CANDIDATES=MAX_CANDIDATES,
         NUM_BOUND_STEPS=NUM_BOUND_STEPS,
         NUM_LINEAR_STEPS=NUM_LINEAR_STEPS,
-        num_warps=16,
+        num_warps=8,
     )
     return RowDistributions(logits, peaks, scales, thresholds, last_ties, chunk_masses)
 

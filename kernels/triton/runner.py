@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import product
 
@@ -89,17 +89,18 @@ class TritonRunner:
         passes: list[WarmUp] = [partial(self._padded_hidden_states, idle([1]), size) for size in self._sizes.reachable()]
         if specs:
             passes += self._chains.warm_up(specs, vocab_size)
-        most, chunk = self._sizes.request_counts[-1], self._max_query_len + 1
+        most, query_lens = self._sizes.request_counts[-1], self._query_lens_of_tiles()
+        chunk = max(self._max_query_len, *query_lens) + 1  # longer than the query beside it, or it would not count as a chunk
         numbers = {max(2, min(2**i, most)) for i in range(4, max(4, most.bit_length()) + 1)}  # plans are for powers of two
-        for number, query_len in product(sorted(numbers), self._query_lens_of_tiles()):
+        for number, query_len in product(sorted(numbers), query_lens):
             passes.append(partial(self._eager_logits, idle([chunk, query_len, *[1] * (number - 2)])))
         return passes
 
-    def _query_lens_of_tiles(self) -> Iterable[int]:
+    def _query_lens_of_tiles(self) -> list[int]:
         """Return one query length for each size of tiles that attention is compiled for."""
         geometry = self._geometry
         tile = partial(tile_config, head_dim=geometry.padded_head_dim, dtype=geometry.dtype, device=self.backend.device)
-        return {tile(query_len * geometry.group): query_len for query_len in (1, 2, 4, 8, 16, 32, 64, 128)}.values()
+        return list({tile(query_len * geometry.group): query_len for query_len in (1, 2, 4, 8, 16, 32, 64, 128)}.values())
 
     def _eager_logits(self, batch: RaggedBatch) -> Tensor:
         inputs = upload_inputs(batch, self._geometry, self.backend.device, self._max_query_len)

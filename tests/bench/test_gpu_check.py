@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -104,7 +105,8 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_what_ends_a_process_or_its_device_costs_one_row_and_the_next_begins_in_a_new_process(made_up: Any) -> None:
     names = ["fine", "status", "fine", "signal", "device", "error", "hang", "fine"]
     section = replace(section_of(), make_tasks=partial(made_up.make_tasks, names))
-    rows = list(run_isolated(section, replace(TINY, seed=5), 1000, grace=2))
+    start, *rows = run_isolated(section, replace(TINY, seed=5), 1000, grace=2)
+    assert start.labels == {"row": "start"} and start.figures["start, s"] > 0
     assert [row.labels["row"] for row in rows] == names
     assert [row.figures for row in rows if row.status == "ok"] == [{"figure": 5.0}] * 3
     assert [(row.status, row.problem) for row in rows if row.status != "ok"] == [
@@ -143,7 +145,7 @@ def test_tests_are_rows_and_one_that_crashes_costs_the_others_nothing(made_up: A
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nfilterwarnings = ['error']\n")
     (tmp_path / "tests" / "kernels" / "test_conformance_cache.py").write_text(MADE_UP_TESTS)
     section = replace(section_of(), make_tasks=partial(made_up.make_tests, str(tmp_path)))
-    rows = list(run_isolated(section, TINY, 1000))
+    _, *rows = run_isolated(section, TINY, 1000)
     name = "tests/kernels/test_conformance_cache.py::test_it[triton-"
     assert [row.labels["test"] for row in rows] == [f"{name}{each}]" for each in range(4)]
     assert [(row.figures, row.problem) for row in rows] == [
@@ -261,18 +263,30 @@ def bench() -> EndToEnd:
     return EndToEnd(end_to_end.TINY, TINY, choose_backend(TINY.device))
 
 
-def test_whole_engines_run_at_tiny_shapes() -> None:
+def test_whole_engines_run_at_tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(end_to_end, "InterpretedBackend", partial(choose_backend, TINY.device))  # it takes a tenth of the time
     section = end_to_end.SECTION
     rows = section.compare(list(run_tasks(section.make_tasks(TINY), 1000, lambda: 0.0)))
     assert [row.problem for row in rows if row.status != "ok"] == []
-    found = {(row.labels["requests"], row.labels["mode"]): row.figures for row in rows}
-    assert list(found)[:4] == [(1, PLAIN), (1, AT_GOAL), (3, PLAIN), (3, AT_GOAL)]
-    assert list(found)[4:] == [(2, each) for each in ("prefill of 20", "swap of the draft", "plain, sampled", DRAFTS_SAMPLED)]
-    assert found[2, DRAFTS_SAMPLED]["tokens/step"] == 7.0
-    assert any(name.startswith("host, us/step: aten::") for name in found[1, PLAIN])
-    plain, drafted = found[1, PLAIN], found[1, AT_GOAL]
+    found = {tuple(row.labels.values()): row.figures for row in rows}
+    decoding = [(1, PLAIN, "-"), (1, AT_GOAL, "tiny"), (1, AT_GOAL, "tiny, too"), (3, PLAIN, "-"), (3, AT_GOAL, "tiny")]
+    others = [(2, "prefill of 20", "-"), (2, "swap of the draft", "tiny"), (1, "plain, sampled", "-"), (1, DRAFTS_SAMPLED, "tiny")]
+    assert list(found) == decoding + others
+    assert found[others[-1]]["tokens/step"] == 7.0
+    assert any(name.startswith("host, us/step: aten::") for name in found[decoding[0]])
+    plain, drafted = found[decoding[0]], found[decoding[2]]
     assert plain["tokens/step"] == 1.0 and drafted["expected"] == pytest.approx(3.951, abs=1e-3)
     assert drafted["x plain"] == pytest.approx(drafted["tokens/s"] / plain["tokens/s"])
+
+
+def test_only_the_batches_asked_for_are_planned_on_the_cuda_path_with_goals_for_each_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Mock()
+    monkeypatch.setattr(end_to_end, "EndToEnd", made)
+    tasks = end_to_end.make_tasks(replace(TINY, is_tiny=False, batches=(1, 8)))
+    plan, _, backend = made.call_args.args
+    assert max(plan.batches) == 8 and {task.labels["requests"] for task in tasks} == {1, 8} and backend.name == "Triton"
+    goals = {(task.labels["draft"], task.labels["requests"]): task.goals for task in tasks if task.labels["mode"] == AT_GOAL}
+    assert goals == {(draft, n): {"x plain": least} for draft in ("1 B", "0.1 B") for n, least in ((1, 2.2), (8, 1.6))}
 
 
 @pytest.mark.parametrize(("acceptance", "tokens_per_step"), [(1.0, 7), (0.0, 1)])
@@ -281,9 +295,11 @@ def test_acceptance_is_dialled_and_the_draft_is_paid_for(
 ) -> None:
     monkeypatch.setitem(end_to_end.MODES, "dialled", Mode(acceptance))
     with step_times(bench.engine) as times:
-        assert bench.measure_titan(2, "dialled")["tokens/step"] == tokens_per_step
+        assert bench.measure_titan(2, "dialled", "tiny")["tokens/step"] == tokens_per_step
     assert times.draft.num_calls == 6 * times.step.num_calls
     assert not bench.engine.scheduler.has_unfinished
+    assert bench.measure_titan(2, "dialled", "tiny, too")["tokens/step"] == tokens_per_step
+    assert bench.engine.drafter.name == "tiny, too"
 
 
 def test_recorded_tokens_take_the_place_of_those_that_a_draft_left_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,11 +308,11 @@ def test_recorded_tokens_take_the_place_of_those_that_a_draft_left_on_the_device
         monkeypatch.setattr(end_to_end, name, value)
     monkeypatch.setitem(end_to_end.MODES, "all", Mode(1.0))
     model = random_models.llama(32, 32, 1, 2, 1, 16, vocab_size=40)
-    plan = replace(end_to_end.TINY, target=model, draft=model, batches=(2,), prompt_len=2, min_rows=1, min_steps=1)
+    plan = replace(end_to_end.TINY, target=model, drafts={"it": model}, batches=(2,), prompt_len=2, min_rows=1, min_steps=1)
     bench = EndToEnd(plan, TINY, triton_backend())
     found: list[Acceptance] = []
     bench.engine.observers.append(lambda plan, acceptance: found.append(acceptance))
-    assert bench.measure_titan(2, "all")["tokens/step"] == 3  # it refuses other tokens than those of the recording
+    assert bench.measure_titan(2, "all", "it")["tokens/step"] == 3  # it refuses other tokens than those of the recording
     assert {len(path) for each in found for path in each.paths} == {0, 2}
     trees = [each.trees for each in found[1:]]  # the first step is the prefill's
     assert all((each.counts == 2).all() and each.is_chain.all() for each in trees)
@@ -306,7 +322,7 @@ def test_recorded_tokens_take_the_place_of_those_that_a_draft_left_on_the_device
 def test_a_swap_of_the_draft_in_a_window_is_one(bench: EndToEnd) -> None:
     drafter, found = bench.engine.drafter, []
     bench.engine.observers.append(lambda plan, acceptance: found.append((bench.engine.drafter, len(plan.requests))))
-    figures = bench.measure_swap(2, AT_GOAL)
+    figures = bench.measure_swap(2, AT_GOAL, "tiny")
     assert bench.engine.drafter is not drafter and {each for each, _ in found} == {drafter, bench.engine.drafter}
     assert found[-1][1] == 2 and all(figure > 0 for figure in figures.values())
 
@@ -317,11 +333,11 @@ def test_a_request_that_ends_early_and_a_text_that_the_weights_do_not_say_are_no
     with monkeypatch.context() as patch:
         patch.setattr(end_to_end.Plan, "max_output_len", lambda plan, batch: 3)
         with pytest.raises(RuntimeError, match="ended early"):
-            bench.measure_titan(1, PLAIN)
+            bench.measure_titan(1, PLAIN, "-")
     assert not bench.engine.scheduler.has_unfinished
     bench.target.head.copy_(bench.target.head.roll(1, 0))
     with pytest.raises(WrongNumbersError, match="other tokens were written than the weights say"):
-        bench.measure_titan(1, PLAIN)
+        bench.measure_titan(1, PLAIN, "-")
 
 
 # ----- the rest
@@ -335,7 +351,7 @@ def test_products_and_sampling_run_at_tiny_shapes(make_tasks: Any) -> None:
 
 
 def test_rows_are_compared_with_those_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fine = replace(FINE, measure=lambda: {"other": 4.0, "figure": 3.0})
+    fine = replace(FINE, labels={"row": "fine", "draft": "-"}, measure=lambda: {"other": 4.0, "figure": 3.0})
     monkeypatch.setattr(gpu_check, "SECTIONS", {"a": section_of(FINE, name="a")})
     options = ["--tiny", "--threads", "1", "--json", str(tmp_path / "base.json")]
     gpu_check.main(options, in_this_process)

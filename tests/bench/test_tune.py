@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,7 @@ def test_the_fastest_candidate_wins_if_it_is_faster_by_more_than_noise(
 
     monkeypatch.setattr(tune, "seconds_per_layer", seconds_per_layer)
     rows: list[Row] = []
-    assert tune.tune(KEY, 32, TINY, rows) == best
+    assert list(tune.tune(KEY, 32, TINY, rows))[-1] == best
     found = {(row.labels["block_n"], row.labels["programs"]): row.figures[RELATIVE] for row in rows}
     assert found == pytest.approx({(n, programs): times.get((n, programs), 2.0) for n in (16, 32) for programs in (2, 3)})
     assert tuning.TABLE == {KEY: PRESENT}
@@ -83,7 +85,7 @@ def test_a_candidate_that_is_wrong_or_does_not_run_is_none(monkeypatch: pytest.M
 
     monkeypatch.setattr(tune, "titan", titan)
     rows: list[Row] = []
-    assert tune.tune(KEY, 32, TINY, rows) == PRESENT[1]
+    assert set(tune.tune(KEY, 32, TINY, rows)) == {PRESENT[1]}
     failed, wrong = tune.make_report(rows, "").warnings
     assert failed == "1 candidate left out: RuntimeError: out of shared memory"
     assert wrong.startswith("1 candidate left out: disagrees with titan by 1.0e-01")
@@ -108,6 +110,21 @@ def test_a_rehearsal_writes_a_copy_and_reports_what_it_tried(tmp_path: Path, cap
     assert candidates and all(each["problem"] is None and each["figures"][RELATIVE] > 0 for each in candidates)
     assert f"{len(candidates)} of {len(candidates)} candidates could run" in capsys.readouterr().out
     assert Path(tuning.__file__).read_text(encoding="utf-8") == SOURCE
+
+
+def test_what_interrupts_a_run_leaves_the_fastest_so_far_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = TileConfig(32, 128, 8, 7, 3)
+
+    def interrupted(*_: object) -> Iterator[TileConfig]:
+        yield found
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "tune", interrupted)
+    copy = tmp_path / "tuning.py"
+    copy.write_text(SOURCE)
+    with pytest.raises(KeyboardInterrupt):
+        tune.main(["--tiny", "--threads", "1", "--head-dims", "128", "--block-m", "32", "--output", str(copy)])
+    assert astuple(found) in table_of(copy.read_text())[KEY]
 
 
 def test_outputs_that_are_no_copy_of_the_table_are_refused_before_the_work(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from titan.core.trees import chain_parents
 from titan.kernels.interfaces import PassCounts
 from titan.kernels.triton import draft_chain
 from titan.kernels.triton.backend import TritonBackend
+from titan.kernels.triton.cuda_graphs import Replays
 from titan.kernels.triton.draft_chain import DraftChains
 
 
@@ -78,6 +79,23 @@ def test_chains_are_those_that_pytorch_grows(
     # a pass per depth beside that over the roots, of which one has a chunk; padded roots are not replayed the first time
     per_round = sum(1 + depths for depths in (5, 4, 0))
     assert twins.counts == PassCounts(num_replayed=2 * per_round - 4, num_eager=4)
+
+
+def test_a_chain_of_any_length_is_a_few_replays_of_what_was_recorded_before(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins, depths, run = GrowthTwins(zoo.path("eight"), 8, make_back_end("triton")), list[int](), Replays.run
+    recorded = {each.args[0] for each in twins.runner._chains.warm_up(chains(6), 8)}
+
+    def noted(self: Replays, key: Any, *args: Any) -> Any:
+        if isinstance(key, draft_chain.ChainSize):
+            assert key in recorded
+            depths.append(key.num_depths)
+        return run(self, key, *args)
+
+    monkeypatch.setattr(Replays, "run", noted)
+    for num_nodes, expected in {6: [5], 5: [4], 4: [2, 1], 3: [2], 2: [1], 1: []}.items():
+        depths.clear()
+        twins.grow(feeds_at(twins, (20, 31), chains(num_nodes, 1)))
+        assert depths == expected
 
 
 @pytest.mark.parametrize("vocab_size", [8, 12, 5])

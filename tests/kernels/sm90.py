@@ -32,6 +32,7 @@ class Build:
     shared_bytes: int  # per program
     has_wgmma: bool  # warp-group matrix products
     has_mma: bool  # warp-level matrix products
+    minus_infinities: list[int]  # written out in each loop: what masks put in
 
 
 def compile_launches(code: str) -> list[Build]:
@@ -58,6 +59,7 @@ def _describe(compiled: Any, constants: dict[str, str]) -> Build:
         ).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()  # type: ignore[union-attr]
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
+    loops = re.finditer(r"^(\$L__BB\w+):.*?\bbra(\.uni)?\s+\1;", ptx, re.MULTILINE | re.DOTALL)
     return Build(
         name=metadata.name,
         constants=constants,
@@ -68,6 +70,7 @@ def _describe(compiled: Any, constants: dict[str, str]) -> Build:
         shared_bytes=metadata.shared,
         has_wgmma="wgmma.mma_async" in ptx,
         has_mma="mma.sync" in ptx,
+        minus_infinities=[loop[0].count("0fFF800000") for loop in loops],
     )
 
 

@@ -84,10 +84,10 @@ KERNELS = {
     "_draw_kernel": (2, 128),
     "_first_residuals_kernel": (2, 64),
     "_reject_kernel": (2, 128),
-    "_select_kernel": (2, 96),
+    "_select_kernel": (2, 128),
     "_lay_out_depth_kernel": (2, 64),
 }
-"""How often each is built, and the most registers it may use."""
+"""How often each is built, and the most registers it may use: the compiler of Triton 3.6 takes up to 40 % more than that of 3.7."""
 MAX_SHARED_BYTES = {"_rope_and_write_kv_kernel": 0, "_norm_kernel": 1024, "_silu_mul_kernel": 0}
 """Of the kernels of layers: for the sum of a row only; the others take up to 48 KiB."""
 
@@ -98,6 +98,7 @@ def test_every_size_of_layers_sampling_and_trees_is_built_once_and_leaves_room_f
     assert not any(build.constants.get("EMU") == "True" for build in others)
     assert [build for build in others if build.stack_bytes or build.registers > KERNELS[build.name][1]] == []
     assert all(32 * build.num_warps * build.registers <= NUM_REGISTERS for build in others)
+    assert all(2 * 32 * build.num_warps * build.registers <= NUM_REGISTERS for build in others if build.name == "_cut_rows_kernel")
     assert [build for build in others if build.shared_bytes > MAX_SHARED_BYTES.get(build.name, 48 * 1024)] == []
 
 
@@ -199,6 +200,8 @@ def test_every_configuration_fits_as_the_table_says_with_its_buffers_and_tensor_
         # products of a warp group where there are 64 rows for it; float32 is multiplied exactly, without tensor cores
         is_half = launch.dtype.itemsize == 2
         assert (build.has_wgmma, build.has_mma) == (is_half and config.block_m >= 64, is_half and config.block_m < 64), build
+        hot, masked = build.minus_infinities  # most slots, verified trees' as well, are seen by all rows, and need no mask
+        assert hot == 0 < masked, build
 
 
 def test_safe_configurations_fit_devices_with_little_shared_memory(builds: list[Build]) -> None:

@@ -90,8 +90,11 @@ def as_float32(value: float) -> float:
 
 
 def as_list(value: Any) -> Any:
-    """Return the numbers of an array or a tensor as nested lists; anything else as it is."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    """Return the numbers of an array or a tensor as nested lists; anything else, and a tensor that cannot be listed, as it is."""
+    try:
+        return value.tolist()
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return value
 
 
 def store(options: object, **values: object) -> None:

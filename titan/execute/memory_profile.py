@@ -61,7 +61,8 @@ def _run(backend: Backend, model: Decoder, config: EngineConfig, limits: PassLim
     )
     kv = KVTensor(model.kv_layout, 1, block_size, backend.device)
     with torch.inference_mode():
-        runner = backend.prepare(model, kv, limits, PassCounts())
+        eager = limits._replace(query_len=0)  # a graph would keep memory of its own
+        runner = backend.prepare(model, kv, eager, PassCounts())
         logits = runner.forward(build_batch([row] * num_requests, trees, block_size=block_size))
         _use_logits(backend, logits, num_requests)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from titan.core.checks import shown
 from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig, as_token_ids, check_fields
 from titan.models.decoder import Decoder
@@ -260,9 +260,7 @@ def _weight_files(files: ModelFiles) -> list[str]:
     weight_map = files.read_json(WEIGHT_INDEX).get("weight_map")
     place = f"model {files.name!r} has a {WEIGHT_INDEX} with weight_map"
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(
-            f"{place}={reprlib.repr(weight_map)}, which is not allowed: it must be an object of weights and their files"
-        )
+        raise ValueError(f"{place}={shown(weight_map)}, which is not allowed: it must be an object of weights and their files")
     for key, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise ValueError(

@@ -1,0 +1,38 @@
+"""The CUDA path of an engine on a CPU: Triton's kernels run in its interpreter, and a pass is replayed by running it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from titan.kernels.torch.backend import TorchBackend
+from titan.kernels.triton.backend import TritonBackend
+from titan.kernels.triton.cuda_graphs import Capture, Replay
+
+
+def eager_capture() -> Capture:
+    """A capture keeps the function, as a graph keeps its launches: a replay finds new inputs only where the old ones lay."""
+
+    def capture(function: Callable[[], Tensor]) -> Replay:
+        output = function().clone()
+        output.fill_(torch.nan if output.is_floating_point() else -1)
+
+        def replay() -> None:
+            output.copy_(function())
+
+        return Replay(replay, output)
+
+    return capture
+
+
+class InterpretedBackend(TritonBackend):
+    """The back end of a CUDA device, on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), eager_capture)
+
+    def free_memory(self) -> int:
+        """See `titan.kernels.interfaces.Backend`."""
+        return TorchBackend(self.device).free_memory()
