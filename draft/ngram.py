@@ -9,22 +9,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from titan.core.checks import check_integer
+from titan.core.limits import MAX_NODES
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree
 
 
 class NgramDrafter:
-    """Looks up the longest suffix of ``min_ngram`` to ``max_ngram`` tokens in the request's own tokens."""
+    """Looks up the longest suffix of ``min_ngram`` to ``max_ngram`` tokens in the request's own tokens.
+
+    Raises:
+        ValueError: an argument is not an integer, or not 1 <= min_ngram <= max_ngram.
+    """
 
     name = "ngram"
     kv = None
 
     def __init__(self, max_draft_tokens: int, *, min_ngram: int = 2, max_ngram: int = 4) -> None:
-        if not 1 <= min_ngram <= max_ngram:
+        self.max_draft_tokens = check_integer("max_draft_tokens", max_draft_tokens, 0, MAX_NODES)
+        self.min_ngram = check_integer("min_ngram", min_ngram, 1)
+        self.max_ngram = check_integer("max_ngram", max_ngram, 1)
+        if self.min_ngram > self.max_ngram:
             raise ValueError(f"min_ngram={min_ngram}, max_ngram={max_ngram}: 1 <= min_ngram <= max_ngram must hold")
-        self.max_draft_tokens = max_draft_tokens
-        self.min_ngram = min_ngram
-        self.max_ngram = max_ngram
 
     def propose(self, plan: StepPlan) -> list[DraftTree]:
         return [

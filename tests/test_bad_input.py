@@ -69,7 +69,8 @@ SAMPLING: dict[str, tuple[str, list[Any]]] = {
     "use_speculative": (TRUTH, ["no"]),
 }
 ENGINE: dict[str, tuple[str, list[Any]]] = {
-    "dtype": ("'auto', 'float32', 'bfloat16', 'float16'", ["int8"]),
+    "dtype": ("'auto', 'float32', 'bfloat16', 'float16'", ["int8", None, 5, []]),
+    "device": ("'auto', 'cpu', 'cuda', 'cuda:N'", [None, 5]),
     "seed": (SEED, [-1, 1.5]),
     "generation_config": ("'auto', 'vllm'", ["none", None]),
     "num_threads": ("an integer from 1 to 1024", [0, 1025, 2.0]),
@@ -86,7 +87,7 @@ ENGINE: dict[str, tuple[str, list[Any]]] = {
     "preemption_mode": ("'recompute'", ["swap"]),
     "swap_space": ("0", [4]),
     "revision": ("a non-empty str or None", ["", 5]),
-    "download_dir": ("a non-empty str or None", [""]),
+    "download_dir": ("a non-empty str, a path or None", ["", 5]),
     "block_size": ("8, 16, 32, 64, 128", [24]),
     "num_kv_blocks": ("an integer >= 1", [0]),
     "kv_cache_memory": ("an integer >= 1", [1.5]),
@@ -104,6 +105,8 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (SamplingParams, {"logit_bias": {"-1": 2.0}}, ["logit_bias='-1'", "an integer >= 0"]),
     (SamplingParams, {"allowed_token_ids": []}, ["allowed_token_ids=[]", "at least one token id"]),
     (SamplingParams, {"stop": "a", "detokenize": False}, ["stop='a' contradicts detokenize=False", "None"]),
+    (SamplingParams, {"logit_bias": {"9" * 5000: 1}}, ["logit_bias=", "an integer >= 0"]),
+    (SamplingParams, {"logit_bias": {"5": 1, 5: 2}}, ["logit_bias has token id 5 twice"]),
     (SamplingParams, {"logit_bias": {-1: 2.0}}, ["logit_bias=-1", "an integer >= 0"]),
     (SamplingParams, {"logit_bias": {1: 100.5}}, ["logit_bias[1]=100.5", "[-100, 100]"]),
     (SamplingParams, {"logit_bias": {1: nan}}, ["logit_bias[1]=nan", "[-100, 100]"]),
@@ -118,7 +121,9 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (EngineConfig.of, {"max_num_batched_tokens": 31}, ["max_num_batched_tokens=31", "max_batch_size=32", "at least one token"]),
     (EngineConfig.of, {"num_kv_blocks": 3, "kv_cache_memory": 5}, ["num_kv_blocks=3", "kv_cache_memory=5", "at most one"]),
     (EngineConfig.of, {"num_kv_blocks": 3, "memory_utilization": 0.5}, ["=3", "memory_utilization=0.5", "at most one"]),
-    (partial(NgramDrafter, 4), {"min_ngram": 0}, ["min_ngram=0", "1 <= min_ngram <= max_ngram"]),
+    (partial(NgramDrafter, 4), {"min_ngram": 0}, ["min_ngram=0", "an integer >= 1"]),
+    (partial(NgramDrafter, 4), {"max_ngram": 2.5}, ["max_ngram=2.5", "an integer >= 1"]),
+    (NgramDrafter, {"max_draft_tokens": 64}, ["max_draft_tokens=64", "an integer from 0 to 63"]),
     (partial(NgramDrafter, 4), {"min_ngram": 5}, ["min_ngram=5", "max_ngram=4"]),
     (REPLAY, {"acceptance": 1.1, "vocab_size": 10}, ["acceptance=1.1", "[0, 1]"]),
     (REPLAY, {"acceptance": 0.5, "vocab_size": 1}, ["vocab_size=1", "at least 2"]),
@@ -146,8 +151,39 @@ def test_an_option_that_there_is_not() -> None:
     said = r"no option 'blocksize' \(did you mean 'block_size'\?\), 'xyz'; allowed: dtype, .*, block_size, .*, max_num_seqs"
     with pytest.raises(TypeError, match=said):
         LLM("demo", seed=3, blocksize=8, xyz=3)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"no option 'temprature' \(did you mean 'temperature'\?\); allowed: n, "):
+    with pytest.raises(TypeError, match=r"no option 'temprature' \(did you mean 'temperature'\?\)$"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"no option 'best_of'; allowed: n, temperature, "):
+        SamplingParams(best_of=5)  # type: ignore[call-arg]
+
+
+HUGE: list[Any] = [
+    "the " * 10**5, list(range(10**5)), np.zeros((90, 90)), 10**5000, {i: [i] * 99 for i in range(999)}, [["a" * 999] * 99] * 99
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", HUGE, ids=lambda value: type(value).__name__)
+def test_messages_are_short_and_one_line(llm: LLM, value: Any) -> None:
+    tries: list[Callable[[], Any]] = [
+        *(partial(SamplingParams, **{name: value}) for name in SAMPLING if name not in ("stop", "max_tokens", "n")),
+        *(partial(EngineConfig.of, **{name: value}) for name in ("dtype", "device", "draft_tree", "block_size", "revision")),
+        partial(LLM, "demo", speculative_config=value),
+        *(partial(llm.generate, prompt) for prompt in (value, [value], [5, value], {"prompt": value}, {"a": value})),
+        *(partial(llm.generate, "the", params) for params in (value, [value])),
+        *(partial(llm.chat, messages) for messages in (value, [value], [{"role": "user", "content": [value, 5]}])),
+    ]
+    messages = []
+    for each in tries:
+        try:
+            each()
+        except ValueError as error:  # some take it
+            messages.append(str(error))
+    assert (
+        len(messages) > len(tries) - 7
+        and max(map(len, messages)) < 1000
+        and "\n" not in "".join(messages)
+        and not any("Exceeds" in each for each in messages)
+    )
 
 
 class Homeless(NoDrafter):
@@ -157,6 +193,7 @@ class Homeless(NoDrafter):
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
+        ({"tokenizer": 5}, ["tokenizer=5", "a non-empty str, a path or None"]),
         ({"model": 5}, ["model=5", "'demo'", "a folder", "hub id"]),
         ({"device": "tpu"}, ["device='tpu'", "'auto', 'cpu', 'cuda', 'cuda:N'"]),
         ({"device": "meta"}, ["device='meta'", "'auto', 'cpu', 'cuda', 'cuda:N'"]),
@@ -242,6 +279,7 @@ NO_PROMPTS = "a str or a list of int, alone or in a dict as 'prompt' or 'prompt_
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
 BAD_MESSAGES: list[tuple[Any, list[str]]] = [
     ([5], ["messages has 5", "not a conversation"]),
+    *((messages, ["messages=", "'the'", "a non-empty list of messages"]) for messages in ("the", {"role": "the"})),
     ([[{"role": "user"}]], ["messages[0]=", "has no content", "tool_calls"]),
     ([{"role": "user", "content": 5}], ["messages[0] has content 5", "a str or a list of text parts"]),
     ([{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}], ["messages[0]", "'image_url'", "allowed: ", "text"]),

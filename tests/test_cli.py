@@ -21,6 +21,8 @@ from titan.cli import main
 from titan.kernels.cpu.kinds import CPU_KERNELS
 from titan.kernels.cpu.library import LoadedLibrary, load_library
 from titan.kernels.cpu.runner import TRAITS
+from titan.models.decoder import Decoder
+from titan.models.loader import load_model
 
 ESCAPE = "\x1b["
 ROOT = Path(__file__).parents[1]
@@ -87,6 +89,41 @@ def test_what_cannot_be_is_one_line(
     assert generate(*models[:2], *options) == 2  # without a draft
     captured = capsys.readouterr()
     assert captured.err.startswith("titan: ") and message in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--compare"]])
+@pytest.mark.parametrize("method", ["generate", "stream"])  # the runs that warm up, and those that are shown
+def test_a_generation_that_is_aborted_is_a_failure(
+    models: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str], method: str
+) -> None:
+    loaded: list[Decoder] = []
+    run = getattr(LLM, method)
+
+    def load(*args: Any, **kwargs: Any) -> Decoder:
+        loaded.append(load_model(*args, **kwargs))
+        return loaded[-1]
+
+    def break_and_run(*args: Any, **kwargs: Any) -> Any:
+        loaded[0].embedding.fill_(torch.nan)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr("titan.engine.load_model", load)
+    monkeypatch.setattr(LLM, method, break_and_run)
+    assert generate(*models, *options) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("titan: ") and "finite" in captured.err and captured.err.count("\n") == 1
+    assert captured.out == ("the dog\n" if method == "stream" and "--json" not in options else "")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [(RuntimeError("a\nb"), "a b"), (MemoryError(), "MemoryError"), (RecursionError("too deep"), "too deep")],
+)
+def test_an_error_of_the_machine_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception, line: str
+) -> None:
+    monkeypatch.setattr("titan.cli.LLM", MagicMock(side_effect=error))
+    assert generate() == 1 and capsys.readouterr().err == f"titan: {line}\n"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +205,7 @@ def test_info_tells_from_the_config_alone_whether_a_model_runs_and_in_how_much_m
         pytest.skip(loaded.description)
     model = make_model(tmp_path, "qwen2", tie_word_embeddings=True, max_position_embeddings=4096)
     (tmp_path / "model.safetensors").unlink()
-    facts = info(capsys, "--model", str(tmp_path), "--dtype", "float16")
+    facts = info(capsys, "--model", str(tmp_path), "--dtype", "half")
     assert f"Qwen2ForCausalLM, {model.num_parameters():,} weights in float32" in facts["model"]
     assert facts["runs"].startswith("yes, natively in float16: operation by operation in PyTorch, for ")
     assert facts["runs"].endswith(" has no float16")
@@ -187,8 +224,11 @@ def test_info_tells_from_the_config_alone_whether_a_model_runs_and_in_how_much_m
     config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "gelu"}))
     facts = info(capsys, "--model", str(tmp_path), status=1)
     assert facts["runs"].startswith("no: model ") and "hidden_act='gelu' is not supported" in facts["runs"]
-    assert main(["info", "--model", str(tmp_path / "none")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    config.rename(tmp_path / "adapter_config.json")
+    refused = {("--model", str(tmp_path)): "LoRA", ("--model", str(tmp_path / "none")): "does not exist", ("--model", ""): "''"}
+    refused |= {("--revision", "main"): "--revision='main' needs --model", ("--dtype", "half"): "--dtype='half' needs --model"}
+    for options, why in refused.items():
+        assert main(["info", *options]) == 2 and why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -234,6 +274,8 @@ def test_a_reader_that_leaves_and_a_full_disk_are_no_tracebacks() -> None:
         assert run.stdout is not None and run.stderr is not None
         run.stdout.close()
         assert run.stderr.read() == b"" and run.wait() == 141
+    closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], stderr=subprocess.PIPE, check=False, cwd=ROOT)
+    assert (closed.returncode, closed.stderr) == (0, b"")
     with open("/dev/full", "w") as full:  # noqa: PTH123 - no file
         failed = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     assert (failed.returncode, failed.stderr) == (1, "titan: [Errno 28] No space left on device\n")

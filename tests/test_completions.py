@@ -132,11 +132,10 @@ def test_the_first_completion_and_the_next_request_are_as_without_siblings(zoo: 
     assert len({tuple(completion.token_ids) for completion in first.outputs}) == 3
 
 
-def test_a_stream_of_more_completions_than_may_wait_leaves_nothing_behind(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="max_waiting_requests=6"):
-        next(llm.stream("the dog", greedy(4, n=9)))
-    assert not llm.engine.scheduler.has_unfinished
-    assert len(llm.generate("the dog", greedy(4, n=9), use_tqdm=False)[0].outputs) == 9
+def test_a_stream_of_more_completions_than_may_wait_is_that_of_generate(llm: LLM) -> None:
+    *_, last = llm.stream("the dog", greedy(4, n=9))
+    [output] = llm.generate("the dog", greedy(4, n=9), use_tqdm=False)
+    assert [each.token_ids for each in last.outputs] == [each.token_ids for each in output.outputs] and len(last.outputs) == 9
 
 
 def test_an_error_in_one_completion_is_named_and_costs_no_other(llm: LLM) -> None:

@@ -127,6 +127,8 @@ def as_options(config: EngineConfig) -> dict[str, Any]:
         ({"max_num_seqs": 5, "gpu_memory_utilization": 0.5}, {"max_batch_size": 5, "memory_utilization": 0.5}),
         ({"dtype": torch.bfloat16}, {"dtype": "bfloat16"}),
         ({"dtype": "half"}, {"dtype": "float16"}),
+        ({"device": torch.device("cuda:0"), "download_dir": Path("a")}, {"device": "cuda:0", "download_dir": "a"}),
+        ({"speculative_config": {"model": Path("m")}}, {"draft_model": "m"}),
         ({"speculative_config": {"model": "m", "num_speculative_tokens": 3}}, {"draft_model": "m", "max_draft_tokens": 3}),
         ({"speculative_config": {"model": "[ngram]"}}, {"draft_model": "ngram"}),
         ({"speculative_config": None, "tensor_parallel_size": 1}, {}),
@@ -151,6 +153,10 @@ def test_what_has_no_single_translation() -> None:
     assert len(seeds) == 3
 
 
+def lookup(**lengths: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": "ngram"} | {f"prompt_lookup_{key}": value for key, value in lengths.items()}}
+
+
 @pytest.mark.parametrize(
     ("options", "draft", "parts"),
     [
@@ -159,9 +165,17 @@ def test_what_has_no_single_translation() -> None:
         ({"gpu_memory_utilization": 1.5}, None, r"memory_utilization=1.5.*\(0, 1\].*given as gpu_memory_utilization"),
         ({"trust_remote_code": True}, None, "trust_remote_code=True is not supported; allowed: False"),
         ({"speculative_config": {"model": "m"}}, "n", "speculative_config and draft_model are the same option"),
-        ({"speculative_config": {"model": "m", "num_speculative_tokens": 99}}, None, "=99 .* from 0 to 63.*as speculative_config"),
+        (
+            {"speculative_config": {"model": "m", "num_speculative_tokens": 99}},
+            None,
+            r"speculative_config\['num_speculative_tokens'\]=99 .* from 0 to 63",
+        ),
+        (lookup(max=2.5), None, r"speculative_config\['prompt_lookup_max'\]=2.5 is not allowed: it must be an integer >= 1"),
+        (lookup(min=True), None, r"speculative_config\['prompt_lookup_min'\]=True is not allowed: it must be an integer >= 1"),
+        (lookup(min=3, max=2), None, r"speculative_config\['prompt_lookup_min'\]=3 .*prompt_lookup_max'\]=2.* at most"),
         ({"speculative_config": {"method": "eagle"}}, None, r"speculative_config\['method'\]='eagle' .*'draft_model', 'ngram'"),
-        ({"speculative_config": {"num_tokens": 2}}, None, "'num_tokens' .did you mean 'num_speculative_tokens'"),
+        ({"speculative_config": {"model": 5}}, None, r"speculative_config\['model'\]=5 is not allowed: .*a path"),
+        ({"speculative_config": {"num_spec_tokens": 2}}, None, "'num_spec_tokens' .did you mean 'num_speculative_tokens'"),
         ({"speculative_config": {}}, None, "'model' is missing"),
         ({"speculative_config": {"model": "m", "prompt_lookup_min": 2}}, None, "prompt_lookup_min .* are for 'ngram'"),
         ({"speculative_config": "m"}, None, "speculative_config='m' is not allowed: it must be a dict"),

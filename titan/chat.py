@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
+
+from titan.core.checks import shown
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
@@ -33,26 +34,40 @@ def render_chat(tokenizer: Any, messages: object, /, **options: Any) -> list[int
     if own := [name for name in OWN_OPTIONS if name in options]:
         raise ValueError(f"chat_template_kwargs has {', '.join(own)}, which Titan sets itself: allowed is what the template takes")
     if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"messages has {messages!r}, which is not a conversation: it must be a non-empty list of messages")
+        raise ValueError(f"messages has {shown(messages)}, which is not a conversation: it must be a non-empty list of messages")
     read = [_read_message(i, message) for i, message in enumerate(messages)]
     try:
         token_ids: list[int] = tokenizer.apply_chat_template(read, tokenize=True, return_dict=False, **options)
     except Exception as error:  # a template can raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"messages={reprlib.repr(messages)} cannot be rendered by the chat template: {reason}") from error
+        raise ValueError(f"messages={shown(messages)} cannot be rendered by the chat template: {reason}") from error
     return token_ids
+
+
+def as_conversations(messages: Any) -> list[Any]:
+    """Return the conversations of a call, one or a sequence of them, as a list; what is none is found when it is rendered.
+
+    Raises:
+        ValueError: it is neither a conversation nor a sequence.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise ValueError(
+            f"messages={shown(messages)} is not allowed: it must be a non-empty list of messages "
+            f'{{"role": "...", "content": "..."}}, or a list of such lists'
+        )
+    return [messages] if isinstance(messages[0], Mapping) else list(messages)
 
 
 def _read_message(index: int, message: object) -> dict[str, Any]:
     """Return a message whose content is text, and whose tool calls have their arguments as dicts, as templates expect them."""
     name = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError(f'{name}={message!r} is not allowed: it must be {{"role": "...", "content": "..."}}')
+        raise ValueError(f'{name}={shown(message)} is not allowed: it must be {{"role": "...", "content": "..."}}')
     read = dict(message)
     calls = read.pop("tool_calls", None)
     content = read.get("content")
     if content is None and not calls:
-        raise ValueError(f"{name}={message!r} has no content: only an assistant's message with tool_calls may have none")
+        raise ValueError(f"{name}={shown(message)} has no content: only an assistant's message with tool_calls may have none")
     read["content"] = _read_content(name, content)
     if calls:
         read["tool_calls"] = [_read_call(name, call) for call in (calls if isinstance(calls, list | tuple) else [calls])]
@@ -64,7 +79,7 @@ def _read_content(name: str, content: object) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list | tuple):
-        raise ValueError(f"{name} has content {content!r}: it must be a str or a list of text parts")
+        raise ValueError(f"{name} has content {shown(content)}: it must be a str or a list of text parts")
     return "\n".join(_read_part(name, part) for part in content)
 
 
@@ -75,7 +90,9 @@ def _read_part(name: str, part: object) -> str:
     text = part.get("text") if isinstance(part, Mapping) and kind in TEXT_PARTS else None
     if not isinstance(text, str):
         allowed = '{"type": "text", "text": "..."}'
-        raise ValueError(f"{name} has a content part of type {kind!r}, which is not supported; allowed: {allowed}: {part!r:.200}")
+        raise ValueError(
+            f"{name} has a content part of type {shown(kind)}, which is not supported; allowed: {allowed}: {shown(part)}"
+        )
     return text
 
 
@@ -94,6 +111,6 @@ def _read_call(name: str, call: object) -> dict[str, Any]:
 
 def _refuse_call(name: str, call: object) -> NoReturn:
     raise ValueError(
-        f'{name} has the tool call {call!r}: it must be {{"type": "function", "function": {{"name": "...", "arguments": a dict or '
-        f"JSON of one}}}}"
+        f'{name} has the tool call {shown(call)}: it must be {{"type": "function", "function": {{"name": "...", "arguments": a '
+        f"dict or JSON of one}}}}"
     )

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from titan import __version__
-from titan.core.options import DRAFT_SAMPLINGS, DTYPES
+from titan.core.options import DRAFT_SAMPLINGS, DTYPES, ModelOptions
 from titan.core.outputs import RequestMetrics, RequestOutput
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
@@ -42,6 +42,7 @@ BENCHES = {
 WARM_UP_TOKENS = 24
 """Tokens generated before timing starts, so that one-time set-up is not measured."""
 
+DTYPE_HELP = f"of weights and KV: {', '.join(DTYPES)} (default: auto)"
 REVISION_HELP = "branch, tag or commit of a model on the hub (default: its main branch)"
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "ignore_eos")
@@ -77,6 +78,8 @@ class Difference:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status: 2 for bad use, 1 for a failure."""
+    if sys.stdout is None:  # it was closed, as by >&-
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the rest of the process
     try:
         try:
             return _run_command(argv)
@@ -105,6 +108,9 @@ def _run_command(argv: Sequence[str] | None) -> int:
         if args.command == "bench":
             return _bench(args.bench, rest)
         return _generate(args) if args.command == "generate" else _info(args)
+    except (RuntimeError, MemoryError) as error:  # RecursionError is a RuntimeError
+        print(f"titan: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return 1
     except ValueError as error:
         print(f"titan: {error}", file=sys.stderr)
         return 2
@@ -121,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="versions, device and kernels in use", description=_info.__doc__)
     info.add_argument("--model", help="say instead, from its config alone, whether and how this model runs, and in how much memory")
     info.add_argument("--revision", help=REVISION_HELP)
-    info.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model's weights and KV (default: auto)")
+    info.add_argument("--dtype", help=DTYPE_HELP)
     info.add_argument("--json", action="store_true", help="print one JSON object")
     bench = commands.add_parser("bench", help=f"benchmarks: {', '.join(BENCHES)}", add_help=False)
     bench.add_argument("bench", nargs="?", choices=BENCHES, help="which benchmark; its own options follow (try --help)")
@@ -178,7 +184,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="random seed (default: 0)")
     add("--stop", action="append", help="stop at this text; may be given again")
     add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
-    add("--dtype", choices=DTYPES, default="auto", help="of weights and KV (default: auto)")
+    add("--dtype", default="auto", help=DTYPE_HELP)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--num-threads", type=int, help="of a CPU (default: one per physical core)")
     add("--no-warm-up", dest="warm_up", action="store_false", help="of a GPU: compile kernels when they are first needed")
@@ -199,7 +205,8 @@ def _generate(args: argparse.Namespace) -> int:
     llm = LLM(args.model, draft, max_batch_size=1, enable_prefix_caching=False, **options)
     plain_params = replace(params, use_speculative=False)
     for warm_up in (params, plain_params) if args.compare else (params,):
-        llm.generate(args.prompt, replace(warm_up, max_tokens=WARM_UP_TOKENS, ignore_eos=True, stop=None), use_tqdm=False)
+        warm_up = replace(warm_up, max_tokens=WARM_UP_TOKENS, ignore_eos=True, stop=None)
+        _check_completed(llm.generate(args.prompt, warm_up, use_tqdm=False)[0])
     run = _run(llm, args.prompt, params, echo=not args.json, keep_trees=args.show_tree)
     plain = _run(llm, args.prompt, plain_params, echo=False) if args.compare else None
     difference = None if plain is None else _find_difference(llm, run, plain)
@@ -229,6 +236,7 @@ def _find_difference(llm: LLM, run: Run, plain: Run) -> Difference | None:
     place = next((i for i, (one, other) in enumerate(zip(ours, others, strict=False)) if one != other), min(len(ours), len(others)))
     one_token = SamplingParams(temperature=0, max_tokens=1, logprobs=2, use_speculative=False)
     [output] = llm.generate([[*run.output.prompt_token_ids, *ours[:place]]], one_token, use_tqdm=False)
+    _check_completed(output)
     [logprobs] = output.outputs[0].logprobs or [{}]
     best, second = sorted((each.logprob for each in logprobs.values()), reverse=True)
     return Difference(place, best - second)
@@ -269,7 +277,15 @@ def _run(llm: LLM, prompt: str, params: SamplingParams, *, echo: bool, keep_tree
     seconds = time.perf_counter() - start
     if keep_trees:
         llm.engine.observers.remove(keep)
+    if echo and output.error:
+        print()
+    _check_completed(output)
     return Run(output, seconds, kept)
+
+
+def _check_completed(output: RequestOutput) -> None:
+    if output.error is not None:
+        raise RuntimeError(output.error)
 
 
 def _print_trees(llm: LLM, trees: Sequence[VerifiedTree]) -> None:
@@ -328,15 +344,19 @@ def _as_json(run: Run, plain: Run | None, difference: Difference | None) -> dict
 
 def _info(args: argparse.Namespace) -> int:
     """Print the versions of Titan and its dependencies, the device, and the kernels in use; or what running a model takes."""
+    for name in ("revision", "dtype"):
+        if args.model is None and getattr(args, name) is not None:
+            raise ValueError(f"--{name}={getattr(args, name)!r} needs --model: it is an option of a model")
     backend = choose_backend(choose_device("auto"))
-    if args.model:
-        runs, facts = model_facts(args.model, args.revision, args.dtype, backend)
+    if args.model is not None:
+        dtype = str(ModelOptions(dtype=args.dtype or "auto").dtype)
+        runs, facts = model_facts(args.model, args.revision, dtype, backend)
         _print_facts({**facts, **backend.facts()}, args.json)
         return 0 if runs else 1
     facts = {
         "titan": __version__,
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "transformers", "triton", "safetensors", "tokenizers")},
+        **{name: _version(name) for name in ("torch", "transformers", "triton", "accelerate", "safetensors", "tokenizers")},
         **backend.facts(),
         **{f"layers, {name}": _layer_kernels(backend, dtype) for name, dtype in TORCH_DTYPES.items()},
     }

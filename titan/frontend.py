@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 import time
 import warnings
 from collections import deque
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from titan.core.checks import shown
 from titan.core.metrics import ratio
 from titan.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, merge_metrics
 from titan.core.request import FinishReason, Request
@@ -92,7 +92,9 @@ class FrontEnd:
         max_tokens = check_request(text, prompt_token_ids, params, self.engine.limits)
         for name in ("stop", "bad_words"):
             if getattr(params, name) and self.tokenizer is None:
-                raise ValueError(f"{name}={getattr(params, name)!r} needs a tokenizer, and the model has none: allowed is None")
+                raise ValueError(
+                    f"{name}={shown(getattr(params, name))} needs a tokenizer, and the model has none: allowed is None"
+                )
         bad_word_ids = tuple(self._encode_bad_words(params.bad_words or ()))
         number = next(self._numbers)
         is_text_needed = self.tokenizer is not None and params.detokenize and (needs_text or params.stop_strings)
@@ -189,7 +191,7 @@ class FrontEnd:
 
     def _encode(self, prompt: str) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError(f"prompt={prompt!r} is text, and the model has no tokenizer: allowed are token ids")
+            raise ValueError(f"prompt={shown(prompt)} is text, and the model has no tokenizer: allowed are token ids")
         _check_characters("prompt", prompt)
         token_ids: list[int] = self.tokenizer.encode(prompt)
         return token_ids
@@ -202,7 +204,7 @@ class FrontEnd:
             forms = {word, bare, f" {bare}"} if bare else {word}
             encoded = {tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms} - {()}  # type: ignore[union-attr]
             if not encoded:
-                raise ValueError(f"bad_words has {word!r}, which has no tokens: allowed are words of at least one token")
+                raise ValueError(f"bad_words has {shown(word)}, which has no tokens: allowed are words of at least one token")
             for token_ids in sorted(encoded):
                 check_token_ids("bad_words", token_ids, self.engine.limits.vocab_size)
                 yield token_ids
@@ -275,7 +277,7 @@ def choose_tokenizer(model: str, tokenizer: str | None, revision: str | None = N
 
 def _check_characters(name: str, text: str) -> None:
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"{name}={reprlib.repr(text)} has a surrogate, which is half a character: allowed is what UTF-8 can hold")
+        raise ValueError(f"{name}={shown(text)} has a surrogate, which is half a character: allowed is what UTF-8 can hold")
 
 
 def _draw_seed(source: np.random.SeedSequence) -> int:

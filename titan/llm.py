@@ -7,8 +7,8 @@ from copy import deepcopy
 from os import PathLike, fspath
 from typing import Any, Unpack
 
-from titan.chat import Conversation, render_chat
-from titan.core.checks import check_bool
+from titan.chat import Conversation, as_conversations, render_chat
+from titan.core.checks import check_bool, check_path, shown
 from titan.core.metrics import EngineMetrics
 from titan.core.outputs import RequestOutput
 from titan.core.sampling_params import SamplingParams
@@ -50,19 +50,19 @@ class LLM:
         model: str | PathLike[str],
         draft_model: DraftSpec | PathLike[str] = None,
         *,
-        tokenizer: str | None = None,
+        tokenizer: str | PathLike[str] | None = None,
         **options: Unpack[LLMOptions],
     ) -> None:
         config, draft_model = translate(options, _as_draft(draft_model))
         if not isinstance(model, str | PathLike):
-            raise ValueError(f"model={model!r} is not allowed: it must be 'demo', a folder or a Hugging Face hub id")
+            raise ValueError(f"model={shown(model)} is not allowed: it must be 'demo', a folder or a Hugging Face hub id")
         target = fspath(model)
         place = config.model.revision, config.model.download_dir
         load_config(resolve_model(target, "target"), *place)  # before more is downloaded
         self._default_params = SamplingParams()
         if config.model.generation_config == "auto":
             self._default_params = _default_params(target, *place)
-        target_tokenizer = choose_tokenizer(target, tokenizer, *place)
+        target_tokenizer = choose_tokenizer(target, check_path("tokenizer", tokenizer), *place)
         self.engine = Engine(config, target, draft_model, target_tokenizer)
         self.frontend = FrontEnd(self.engine, target_tokenizer)
 
@@ -144,10 +144,8 @@ class LLM:
             isinstance(key, str) for key in chat_template_kwargs or ()
         ):
             raise ValueError(
-                f"chat_template_kwargs={chat_template_kwargs!r} is not allowed: it must be a dict with names as keys, or None"
+                f"chat_template_kwargs={shown(chat_template_kwargs)} is not allowed: it must be a dict with names as keys, or None"
             )
-        if not isinstance(messages, Sequence) or not messages:
-            raise ValueError(f"messages={messages!r} is not allowed: give at least one message")
         options: dict[str, Any] = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -156,7 +154,7 @@ class LLM:
         }
         options |= chat_template_kwargs or {}
         prompts: list[Prompt | ValueError] = []
-        for conversation in [messages] if isinstance(messages[0], Mapping) else messages:
+        for conversation in as_conversations(messages):
             try:
                 prompts.append(render_chat(tokenizer, conversation, **options))
             except ValueError as error:
@@ -231,7 +229,7 @@ def _as_params_list(params: SamplingParams | Sequence[SamplingParams], num_promp
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
-        raise ValueError(f"sampling_params={params!r} is not allowed: it must be a SamplingParams, a list of them, or None")
+        raise ValueError(f"sampling_params={shown(params)} is not allowed: it must be a SamplingParams, a list of them, or None")
     if len(params) != num_prompts:
         raise ValueError(f"sampling_params has {len(params)} entries for {num_prompts} prompts: give one, or one per prompt")
     return list(params)

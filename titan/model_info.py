@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 
 from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig
+from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles
-from titan.models.layers import layer_shapes
-from titan.models.loader import read_config, resolve_dtype, resolve_model
+from titan.models.loader import read_config, read_config_file, resolve_dtype, resolve_model
 
 LENGTHS = (2048, 8192, 32768, 131072)
 """Tokens of requests whose KV is told, besides the longest."""
@@ -30,34 +29,30 @@ def model_facts(name: str, revision: str | None, dtype: str, backend: Backend) -
         Whether it runs, and facts to show, by name.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: there is no such model, or it is none.
     """
+    from accelerate.utils import compute_module_sizes
+
     files = ModelFiles(resolve_model(name, "target"), revision)
-    files.fetch("config.json")
+    read_config_file(files)
     try:
         config = read_config(files)
         run_dtype = resolve_dtype(dtype, config.dtype, backend)
         how = _how_it_runs(config, run_dtype, backend)
     except ValueError as error:
         return False, {"model": name, "runs": f"no: {error}"}
-    num_weights = count_weights(config)
+    weights = Decoder(config, dtype=run_dtype, backend=backend, max_positions=1, is_empty=True)
+    num_bytes = compute_module_sizes(weights)[""]
     facts = {
-        "model": f"{name}, {config.architecture}, {num_weights:,} weights in {_name(config.dtype)}",
+        "model": f"{name}, {config.architecture}, {num_bytes // run_dtype.itemsize:,} weights in {_name(config.dtype)}",
         "runs": f"yes, natively in {_name(run_dtype)}: {how}",
-        "weights": f"{_size(num_weights * run_dtype.itemsize)} in {_name(run_dtype)}",
+        "weights": f"{_size(num_bytes)} in {_name(run_dtype)}",
         "KV, 1 token": _size(bytes_per_token := config.kv_layout(run_dtype).bytes_per_token),
     }
     longest = config.max_position_embeddings
     for length in (*(each for each in LENGTHS if each < longest), longest):
         facts[f"KV, {length:,} tokens{' (all)' * (length == longest)}"] = _size(length * bytes_per_token)
     return True, {**facts, "free memory": _size(backend.free_memory())}
-
-
-def count_weights(config: ModelConfig) -> int:
-    """Return how many numbers the weights of a model are in memory; those that are tied count once."""
-    per_layer = sum(math.prod(shape) for shape in layer_shapes(config).values())
-    num_embeddings = 1 if "tied_embedding" in config.traits else 2
-    return config.num_layers * per_layer + (num_embeddings * config.vocab_size + 1) * config.hidden_size
 
 
 def _how_it_runs(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> str:

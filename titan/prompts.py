@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from titan.core.checks import as_list, is_integer, unknown_names
+from titan.core.checks import as_list, is_integer, shown, unknown_names
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text; token ids, also as an array or a tensor; or ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or both."""
@@ -32,10 +32,10 @@ def read_prompt(prompt: object) -> ReadPrompt:
     if not isinstance(prompt, Mapping):
         return ReadPrompt(None, _read_token_ids(prompt))
     if unknown := [key for key in prompt if key not in KEYS]:
-        raise ValueError(f"prompt={prompt!r} is not allowed: {unknown_names(map(str, unknown), KEYS)}")
+        raise ValueError(f"prompt={shown(prompt)} is not allowed: {unknown_names(map(str, unknown), KEYS)}")
     text, token_ids = (prompt.get(key) for key in KEYS)
     if not isinstance(text, str | None) or (text is None and token_ids is None):
-        raise ValueError(f"prompt={prompt!r} is not allowed: a prompt is {FORMS}")
+        raise ValueError(f"prompt={shown(prompt)} is not allowed: a prompt is {FORMS}")
     return ReadPrompt(text, None if token_ids is None else _read_token_ids(token_ids))
 
 
@@ -49,7 +49,7 @@ def as_prompts(prompts: Any) -> list[Any]:
         return [prompts]
     listed = as_list(prompts)
     if not isinstance(listed, Sequence) or isinstance(listed, bytes):
-        raise ValueError(f"prompts={prompts!r} is not allowed: give {FORMS}, or a list of these")
+        raise ValueError(f"prompts={shown(prompts)} is not allowed: give {FORMS}, or a list of these")
     return [listed] if len(listed) and all(map(is_integer, listed)) else list(listed)
 
 
@@ -65,8 +65,8 @@ def shown_prompt(prompt: Any) -> ReadPrompt:
 def _read_token_ids(prompt: object) -> list[int]:
     listed = as_list(prompt)
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
-        raise ValueError(f"prompt={prompt!r} is not allowed: a prompt is {FORMS}")
+        raise ValueError(f"prompt={shown(prompt)} is not allowed: a prompt is {FORMS}")
     for token_id in listed:
         if not is_integer(token_id):
-            raise ValueError(f"prompt has {token_id!r}, which is not a token id: a prompt is {FORMS}")
+            raise ValueError(f"prompt has {shown(token_id)}, which is not a token id: a prompt is {FORMS}")
     return list(map(int, listed))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from titan.core.checks import check_choice, unknown_names
+from titan.core.checks import check_choice, check_integer, check_path, shown, unknown_names
+from titan.core.limits import MAX_NODES
 from titan.core.options import EngineConfig, EngineOptions
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import DraftSpec
@@ -49,26 +50,32 @@ def _speculation(name: str, config: Any) -> dict[str, Any]:
         return {}
     if not isinstance(config, Mapping):
         raise ValueError(
-            f"{name}={config!r} is not allowed: it must be a dict such as {{'model': ..., 'num_speculative_tokens': 4}}"
+            f"{name}={shown(config)} is not allowed: it must be a dict such as {{'model': ..., 'num_speculative_tokens': 4}}"
         )
     if unknown := config.keys() - SPECULATION_KEYS:
         raise ValueError(f"{name}: {unknown_names(sorted(map(str, unknown)), SPECULATION_KEYS)}")
-    model, method = config.get("model"), config.get("method")
+    model, method = check_path(f"{name}['model']", config.get("model")), config.get("method")
     if method is None:
         method = "ngram" if model in ("ngram", "[ngram]") else "draft_model"
     options: dict[str, Any] = {}
-    if config.get("num_speculative_tokens") is not None:
-        options["max_draft_tokens"] = config["num_speculative_tokens"]
-    lengths = [config[key] for key in ("prompt_lookup_min", "prompt_lookup_max") if config.get(key) is not None]
+    if (num_tokens := config.get("num_speculative_tokens")) is not None:
+        num_tokens = options["max_draft_tokens"] = check_integer(f"{name}['num_speculative_tokens']", num_tokens, 0, MAX_NODES)
+    given = [key for key in ("prompt_lookup_min", "prompt_lookup_max") if config.get(key) is not None]
+    lengths = [check_integer(f"{name}[{key!r}]", config[key], 1) for key in given]
     match check_choice(f"{name}['method']", method, ("draft_model", "ngram")):
         case "ngram" if lengths:  # vLLM takes one of them for both
-            num_tokens = config.get("num_speculative_tokens") or EngineConfig().speculation.max_draft_tokens
+            if lengths[0] > lengths[-1]:
+                raise ValueError(
+                    f"{name}['prompt_lookup_min']={lengths[0]} is more than {name}['prompt_lookup_max']={lengths[-1]}: "
+                    f"prompt_lookup_min must be at most prompt_lookup_max"
+                )
+            num_tokens = num_tokens or EngineConfig().speculation.max_draft_tokens
             return options | {"draft_model": NgramDrafter(num_tokens, min_ngram=lengths[0], max_ngram=lengths[-1])}
         case "ngram":
             return options | {"draft_model": "ngram"}
     if model is None or lengths:
         keys = "prompt_lookup_min and prompt_lookup_max are for 'ngram'" if lengths else "'model' is missing"
-        raise ValueError(f"{name}={dict(config)!r} is not allowed: {keys}")
+        raise ValueError(f"{name}={shown(dict(config))} is not allowed: {keys}")
     return options | {"draft_model": model}
 
 

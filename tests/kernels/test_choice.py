@@ -91,7 +91,8 @@ def test_threads_are_as_many_as_physical_cores_that_the_process_may_use(monkeypa
 
 
 def test_fast_operations_are_given_to_models_whose_traits_they_know(backend: Backend) -> None:
-    fast = {TorchBackend: TorchOps, CpuBackend: CompiledOps, TritonBackend: TritonOps}[type(backend)]  # type: ignore[index]
+    of_back_ends = {CpuBackend: CompiledOps, TritonBackend: TritonOps, TorchBackend: TorchOps}  # a C++ one is one of PyTorch
+    fast = next(ops for kind, ops in of_back_ends.items() if isinstance(backend, kind))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         is_known = dtype != torch.float16 or not isinstance(backend, CpuBackend)
         assert type(backend.layer_ops(dtype, TRAITS - {"tied_embedding"})) is (fast if is_known else TorchOps)

@@ -8,13 +8,32 @@ from __future__ import annotations
 import struct
 from collections.abc import Hashable, Iterable, Sequence
 from difflib import get_close_matches
+from itertools import islice
 from math import inf, isfinite, nan
 from numbers import Integral, Real
+from os import PathLike, fspath
+from reprlib import Repr
 from typing import Any, TypeVar
 
 import numpy as np
 
 Choice = TypeVar("Choice")
+
+MAX_SHOWN = 200
+"""Characters of a value, and of a text in it, in a message."""
+MAX_NAMES = 5
+"""Unknown names in a message."""
+_REPR = Repr()
+_REPR.maxstring = _REPR.maxother = MAX_SHOWN
+
+
+def shown(value: object) -> str:
+    """Return what a message shows of a value: one line of bounded length, as Python would write it where that is short."""
+    try:
+        text = " ".join(_REPR.repr(value).splitlines())
+    except ValueError:  # an integer of thousands of digits
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 2 * MAX_SHOWN else f"{text[:MAX_SHOWN]}...{text[-MAX_SHOWN:]}"
 
 
 def is_integer(value: object) -> bool:
@@ -26,7 +45,7 @@ def check_integer(name: str, value: object, low: int, high: int | None = None) -
     """Return a value that must be an integer from ``low`` to ``high``; ``None`` = no upper bound."""
     if not is_integer(value) or value < low or (high is not None and value > high):  # type: ignore[operator]
         allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-        raise ValueError(f"{name}={value!r} is not allowed: it must be {allowed}")
+        raise ValueError(f"{name}={shown(value)} is not allowed: it must be {allowed}")
     return int(value)  # type: ignore[call-overload,no-any-return]
 
 
@@ -36,14 +55,14 @@ def check_number(name: str, value: object, *, low: float, high: float | None = N
     used = as_float32(number)
     if not isfinite(used) or number < low or (open_low and used == low) or (high is not None and number > high):
         bounds = f"{'(' if open_low else '['}{low:g}, {'inf)' if high is None else f'{high:g}]'}"
-        raise ValueError(f"{name}={value!r} is outside the allowed range {bounds}")
+        raise ValueError(f"{name}={shown(value)} is outside the allowed range {bounds}")
     return number
 
 
 def check_bool(name: str, value: object) -> bool:
     """Return a value that must be True or False."""
     if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"{name}={value!r} is not allowed: it must be True or False")
+        raise ValueError(f"{name}={shown(value)} is not allowed: it must be True or False")
     return bool(value)
 
 
@@ -52,7 +71,7 @@ def check_choice(name: str, value: object, allowed: tuple[Choice, ...]) -> Choic
     for choice in allowed:
         if isinstance(value, Hashable) and value == choice:
             return choice
-    raise ValueError(f"{name}={value!r} is not supported; allowed: {', '.join(map(repr, allowed))}")
+    raise ValueError(f"{name}={shown(value)} is not supported; allowed: {', '.join(map(repr, allowed))}")
 
 
 def _as_float(value: Real) -> float:
@@ -85,16 +104,25 @@ def store(options: object, **values: object) -> None:
 
 
 def unknown_names(unknown: Iterable[str], allowed: Sequence[str]) -> str:
-    """Return a message on names that there are not, with the closest of the allowed ones."""
-    listed = []
-    for name in unknown:
-        close = get_close_matches(name, allowed, n=1)
-        listed.append(f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name))
-    return f"there is no option {', '.join(listed)}; allowed: {', '.join(allowed)}"
+    """Return a message on names that there are not, with the closest of the allowed ones, or all where a name is close to none."""
+    listed, all_close = [], True
+    for name in islice(unknown, MAX_NAMES):
+        close = get_close_matches(name[:MAX_SHOWN], allowed, n=1, cutoff=0.75)
+        listed.append(f"{shown(name)} (did you mean {close[0]!r}?)" if close else shown(name))
+        all_close &= bool(close)
+    return f"there is no option {', '.join(listed)}" + ("" if all_close else f"; allowed: {', '.join(allowed)}")
+
+
+def check_path(name: str, value: object) -> str | None:
+    """Return as text a value that must be a path, text that is not empty, or ``None``."""
+    path = fspath(value) if isinstance(value, PathLike) else value
+    if path is not None and not (isinstance(path, str) and path):
+        raise ValueError(f"{name}={shown(value)} is not allowed: it must be a non-empty str, a path or None")
+    return path
 
 
 def check_text(name: str, value: object) -> str | None:
     """Return a value that must be text that is not empty, or ``None``."""
     if value is not None and not (isinstance(value, str) and value):
-        raise ValueError(f"{name}={value!r} is not allowed: it must be a non-empty str or None")
+        raise ValueError(f"{name}={shown(value)} is not allowed: it must be a non-empty str or None")
     return value

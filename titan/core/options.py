@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from os import PathLike
 from secrets import randbits
 from typing import Any, TypedDict, Unpack
 
@@ -18,8 +19,10 @@ from titan.core.checks import (
     check_choice,
     check_integer,
     check_number,
+    check_path,
     check_text,
     is_integer,
+    shown,
     store,
     unknown_names,
 )
@@ -44,7 +47,7 @@ class ModelOptions:
     Args:
         dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions), "float32", "bfloat16", "float16", or the
             torch dtype; "float" and "half" are float32 and float16.
-        device: "auto" (CUDA if available), "cpu", "cuda", "cuda:N".
+        device: "auto" (CUDA if available), "cpu", "cuda", "cuda:N", or the torch device.
         num_threads: threads of a CPU; ``None`` = one per physical core that the process may use, at most as many as PyTorch has.
         seed: for the requests that have none; ``None`` = another one for each engine.
         max_model_len: maximum tokens of a request, prompt and output; ``None`` = the model's positions.
@@ -67,17 +70,19 @@ class ModelOptions:
     generation_config: str = "auto"
 
     def __post_init__(self) -> None:
-        dtype = str(self.dtype)
-        check_choice("dtype", DTYPE_ALIASES.get(dtype, dtype), DTYPES)
+        dtype, device = (str(each) if isinstance(each, torch.dtype | torch.device) else each for each in (self.dtype, self.device))
+        if not isinstance(device, str):
+            raise ValueError(f"device={shown(device)} is not supported: allowed are 'auto', 'cpu', 'cuda', 'cuda:N'")
         store(
             self,
-            dtype=DTYPE_ALIASES.get(dtype, dtype),
+            dtype=check_choice("dtype", DTYPE_ALIASES.get(dtype, dtype) if isinstance(dtype, str) else dtype, DTYPES),
+            device=device,
             seed=randbits(63) if self.seed is None else check_integer("seed", self.seed, 0, 2**63 - 1),
             num_threads=_check_optional("num_threads", self.num_threads, MAX_THREADS),
             max_model_len=_check_optional("max_model_len", self.max_model_len),
             warm_up=check_bool("warm_up", self.warm_up),
             revision=check_text("revision", self.revision),
-            download_dir=check_text("download_dir", self.download_dir),
+            download_dir=check_path("download_dir", self.download_dir),
             generation_config=check_choice("generation_config", self.generation_config, GENERATION_CONFIGS),
         )
 
@@ -118,18 +123,19 @@ class SpeculationOptions:
         is_list = isinstance(parents, Sequence) and all(map(is_integer, parents))
         if not is_list or len(parents) == 0:
             raise ValueError(
-                f"draft_tree={parents!r} is not allowed: it must be {', '.join(map(repr, DRAFT_TREES))} or a list of parents, "
+                f"draft_tree={shown(parents)} is not allowed: it must be {', '.join(map(repr, DRAFT_TREES))} or a list of parents, "
                 f"such as [-1, 0, -1]"
             )
         if len(parents) > self.max_draft_tokens:
             raise ValueError(
-                f"draft_tree={list(parents)} has {len(parents)} nodes: at most max_draft_tokens={self.max_draft_tokens} are allowed"
+                f"draft_tree={shown(parents)} has {len(parents)} nodes: "
+                f"at most max_draft_tokens={self.max_draft_tokens} are allowed"
             )
         for node, parent in enumerate(parents):
             if not -1 <= parent < node:
                 raise ValueError(
-                    f"draft_tree={list(parents)} is not topological: the parent of node {node} is {parent}, allowed are -1 (the "
-                    f"root) to {node - 1}"
+                    f"draft_tree={shown(parents)} is not topological: the parent of node {node} is {parent}, allowed are -1 "
+                    f"(the root) to {node - 1}"
                 )
 
 
@@ -216,13 +222,13 @@ class EngineOptions(TypedDict, total=False):
     """The options of all groups by name, for type checkers; the groups define defaults and meanings."""
 
     dtype: str | torch.dtype
-    device: str
+    device: str | torch.device
     num_threads: int | None
     seed: int | None
     max_model_len: int | None
     warm_up: bool
     revision: str | None
-    download_dir: str | None
+    download_dir: str | PathLike[str] | None
     generation_config: str
     use_speculative: bool
     max_draft_tokens: int

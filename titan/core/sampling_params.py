@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from titan.core.checks import as_float32, as_list, check_bool, check_integer, check_number, store, unknown_names
+from titan.core.checks import as_float32, as_list, check_bool, check_integer, check_number, shown, store, unknown_names
 from titan.core.limits import MAX_NODES
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]
 """A user's function that changes logits: (token ids so far, logits float32 [vocab]) -> logits [vocab]."""
 
 MAX_LOGPROBS = 20
+MAX_DIGITS = 20
+"""Of a token id in text: Python itself refuses to read more than some thousands."""
 
 OPTIONAL_INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("logprobs", -1, MAX_LOGPROBS),
@@ -135,7 +137,8 @@ class SamplingParams:
         """Check strings and functions, and that options do not contradict each other."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
-                f"min_tokens={self.min_tokens} contradicts max_tokens={self.max_tokens}: min_tokens must be at most max_tokens"
+                f"min_tokens={shown(self.min_tokens)} contradicts max_tokens={self.max_tokens}: "
+                f"min_tokens must be at most max_tokens"
             )
         if self.max_draft_tokens and not self.use_speculative:
             raise ValueError(
@@ -145,13 +148,13 @@ class SamplingParams:
             raise ValueError("allowed_token_ids=[] is not allowed: it must have at least one token id, or be None")
         processors, words = self.logits_processors, self.bad_words
         if processors is not None and not (isinstance(processors, Sequence) and all(map(callable, processors))):
-            raise ValueError(f"logits_processors={processors!r} is not allowed: it must be a sequence of callables, or None")
+            raise ValueError(f"logits_processors={shown(processors)} is not allowed: it must be a sequence of callables, or None")
         if not isinstance(self.stop, str | list | tuple | None) or not all(isinstance(s, str) and s for s in self.stop_strings):
-            raise ValueError(f"stop={self.stop!r} is not allowed: it must be a non-empty str, a list of such, or None")
+            raise ValueError(f"stop={shown(self.stop)} is not allowed: it must be a non-empty str, a list of such, or None")
         if self.stop_strings and not self.detokenize:
-            raise ValueError(f"stop={self.stop!r} contradicts detokenize=False: allowed with it is None")
+            raise ValueError(f"stop={shown(self.stop)} contradicts detokenize=False: allowed with it is None")
         if not isinstance(words, list | tuple | None) or not all(isinstance(word, str) and word for word in words or ()):
-            raise ValueError(f"bad_words={words!r} is not allowed: it must be a list of non-empty str, or None")
+            raise ValueError(f"bad_words={shown(words)} is not allowed: it must be a list of non-empty str, or None")
         store(
             self, bad_words=words and list(words), stop=self.stop if isinstance(self.stop, str) else self.stop and list(self.stop)
         )
@@ -192,11 +195,13 @@ def _check_logit_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, dict):
-        raise ValueError(f"logit_bias={bias!r} is not allowed: it must be a dict of token ids to numbers, or None")
+        raise ValueError(f"logit_bias={shown(bias)} is not allowed: it must be a dict of token ids to numbers, or None")
     checked = {}
     for key, value in bias.items():
-        is_digits = isinstance(key, str) and key.isascii() and key.isdigit()
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < MAX_DIGITS
         token_id = check_integer("logit_bias", int(key) if is_digits else key, 0)
+        if token_id in checked:
+            raise ValueError(f"logit_bias has token id {token_id} twice: allowed is once, as an int or a str")
         checked[token_id] = check_number(f"logit_bias[{token_id}]", value, low=-100.0, high=100.0)
     return checked
 
@@ -204,5 +209,5 @@ def _check_logit_bias(bias: object) -> dict[int, float] | None:
 def _check_token_ids(name: str, token_ids: object) -> list[int] | None:
     token_ids = as_list(token_ids)
     if not isinstance(token_ids, list | tuple | None):
-        raise ValueError(f"{name}={token_ids!r} is not allowed: it must be a list of token ids or None")
+        raise ValueError(f"{name}={shown(token_ids)} is not allowed: it must be a list of token ids or None")
     return None if token_ids is None else [check_integer(name, token_id, 0) for token_id in token_ids]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from titan.core.checks import shown
 from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig, as_token_ids, check_fields
 from titan.models.decoder import Decoder
@@ -134,7 +134,7 @@ def load_tokenizer(path_or_id: str, revision: str | None = None, download_dir: s
         if "trust_remote_code" in str(error):  # which transformers advises to set
             auto_map = files.read_json(TOKENIZER_CONFIG).get("auto_map")
             raise ValueError(
-                f"model {path_or_id!r} has a {TOKENIZER_CONFIG} with auto_map={reprlib.repr(auto_map)}, which is not allowed: "
+                f"model {path_or_id!r} has a {TOKENIZER_CONFIG} with auto_map={shown(auto_map)}, which is not allowed: "
                 f"no code of checkpoints is run, and transformers itself has no such tokenizer"
             ) from error
         raise ValueError(f"model {path_or_id!r} has a tokenizer that cannot be read ({_some(found)}): {one_line(error)}") from error
@@ -204,10 +204,8 @@ def read_config(files: ModelFiles) -> ModelConfig:
     Raises:
         ValueError: as `load_config`.
     """
+    content = read_config_file(files)
     name, folder = files.name, files.fetch(*CONFIG_FILES)
-    if not (folder / CONFIG).is_file():
-        raise ValueError(_no_model(files) or f"model {name!r} has no {CONFIG} (found {_some(files.names())}): {WHAT_IS_READ}")
-    content = files.read_json(CONFIG)
     generation = files.read_json(GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else {}
     with _naming(name, GENERATION_CONFIG):
         eos_token_ids = as_token_ids(generation.get("eos_token_id"))
@@ -219,6 +217,17 @@ def read_config(files: ModelFiles) -> ModelConfig:
 
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             return ModelConfig.read(config, architecture, eos_token_ids or None)
+
+
+def read_config_file(files: ModelFiles) -> dict[str, Any]:
+    """Return what config.json holds, whether or not such a model is supported.
+
+    Raises:
+        ValueError: there is none, or it is not JSON.
+    """
+    if not (files.fetch(*CONFIG_FILES) / CONFIG).is_file():
+        raise ValueError(_no_model(files) or f"model {files.name!r} has no {CONFIG} (found {_some(files.names())}): {WHAT_IS_READ}")
+    return files.read_json(CONFIG)
 
 
 @contextmanager
@@ -262,9 +271,7 @@ def _weight_files(files: ModelFiles) -> list[str]:
     weight_map = files.read_json(WEIGHT_INDEX).get("weight_map")
     place = f"model {files.name!r} has a {WEIGHT_INDEX} with weight_map"
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(
-            f"{place}={reprlib.repr(weight_map)}, which is not allowed: it must be an object of weights and their files"
-        )
+        raise ValueError(f"{place}={shown(weight_map)}, which is not allowed: it must be an object of weights and their files")
     for key, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from titan.core.checks import shown
 from titan.core.sampling_params import SamplingParams
 
 
@@ -63,4 +64,6 @@ def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> Non
     """
     outside = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
     if outside is not None:
-        raise ValueError(f"{name} has token id {outside}, which is outside the vocabulary: allowed are 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"{name} has token id {shown(outside)}, which is outside the vocabulary: allowed are 0 to {vocab_size - 1}"
+        )
