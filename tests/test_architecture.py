@@ -112,7 +112,7 @@ def test_violation_is_found(module: str, source: str) -> None:
 
 ASKING = {"takes_triton", "kinds_here", "load_library", "is_cpu", "is_cuda", "is_mps", "cuda", "mkldnn", "mps"}
 """Functions, attributes and modules that tell a device or a library."""
-DEVICES = {"cpu", "cuda", "mps", "meta", "PyTorch", "compiled C++", "Triton"}
+DEVICES = {"cpu", "cuda", "mps", "PyTorch", "compiled C++", "Triton"}
 """And the names of the back ends."""
 PROTOCOLS = {"Backend", "Runner", "LayerOps", "CacheOps", "SamplingOps", "TreeOps"}
 BACKENDS = ("titan.kernels.torch", "titan.kernels.cpu", "titan.kernels.triton")
