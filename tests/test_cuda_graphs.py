@@ -31,7 +31,7 @@ from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.kernels.triton import cuda_graphs
 from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.cuda_graphs import POOL_STREAMS, GraphSizes, PassSize, Replay, cuda_graph_capture
-from titan.kernels.triton.upload import ALIGNMENT, download, packed_size, upload
+from titan.kernels.triton.upload import ALIGNMENT, download, upload
 
 # sizes
 
@@ -80,7 +80,8 @@ def test_arrays_go_there_as_aligned_copies_to_the_same_places_and_come_back_as_t
         np.array([0.5, -np.inf]),
         np.array([2**40]),
     ]
-    memory = torch.full((packed_size(arrays) + 7,), 255, dtype=torch.uint8)
+    num_bytes = sum(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)
+    memory = torch.full((num_bytes + 7,), 255, dtype=torch.uint8)
     for into in (None, memory, memory):
         tensors = upload(arrays, torch.device("cpu"), into=into)
         assert all((tensor.data_ptr() - tensors[0].data_ptr()) % ALIGNMENT == 0 for tensor in tensors)

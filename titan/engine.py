@@ -210,14 +210,14 @@ class Engine:
 
         return DraftContext(
             target_vocab_size=vocab_size,
-            max_draft_tokens=self.config.speculation.max_draft_tokens,
-            draft_tree=self.config.speculation.draft_tree,
-            draft_sampling=self.config.speculation.draft_sampling,
-            max_num_batched_tokens=self.config.schedule.max_num_batched_tokens,
+            max_draft_tokens=config.speculation.max_draft_tokens,
+            draft_tree=config.speculation.draft_tree,
+            draft_sampling=config.speculation.draft_sampling,
+            max_num_batched_tokens=config.schedule.max_num_batched_tokens,
             dtype=str(self.dtype).removeprefix("torch."),
             backend=backend,
             prepare=prepare,
-            download_dir=self.config.model.download_dir,
+            download_dir=config.model.download_dir,
             tokenizer=self._tokenizer,
         )
 

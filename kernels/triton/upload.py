@@ -30,8 +30,8 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device, *, into: Tensor
     Args:
         arrays: of any shapes, and of the dtypes bool, uint8, int32, int64, float32 or float64.
         device: the target of the copy.
-        into: uint8 [at least `packed_size`] on the device, whose beginning is overwritten; ``None``: new memory. Arrays of the
-            same shapes and dtypes always get the same addresses in it.
+        into: uint8 on the device, whose beginning is overwritten: as many bytes as the arrays have, each rounded up to a multiple
+            of `ALIGNMENT`; ``None``: new memory. Arrays of the same shapes and dtypes always get the same addresses in it.
 
     Returns:
         Tensors of the same dtypes and shapes, one after the other in memory.
@@ -71,11 +71,6 @@ def download(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
         arrays.append(packed[start:end].view(_NUMPY_DTYPES[tensor.dtype]).reshape(tensor.shape))
         start = end
     return arrays
-
-
-def packed_size(arrays: Sequence[NDArray[Any]]) -> int:
-    """Return the number of bytes that `upload` needs for the arrays."""
-    return sum(_aligned(array.nbytes) for array in arrays)
 
 
 def _aligned(num_bytes: int) -> int:
