@@ -23,6 +23,25 @@ from titan.core.trees import Parents, topology
 
 
 @dataclass(frozen=True, slots=True)
+class Worth:
+    """What nodes of one request's beam are worth, and what time costs; both in tokens.
+
+    A node at depth d with cumulative log-probability s is expected to be accepted with probability ``agreement**d * exp(s)``, its
+    **value**. Prices are seconds times the tokens per second that the engine emits anyway.
+
+    A node is fed if its value times ``acceptance`` exceeds ``node_price + row_price``; the difference is its profit. A depth is fed
+    if, summed over all requests that grow together, profits in units of their ``pass_price`` exceed 1. A node stays in the tree if
+    its value is at least ``node_price``.
+    """
+
+    agreement: float  # in (0, 1]
+    acceptance: float  # expected p of a node's best child, in (0, 1]
+    node_price: float  # of verifying a node
+    row_price: float  # of feeding a node to the draft
+    pass_price: float  # of a pass of the draft, however many nodes it feeds; above 0
+
+
+@dataclass(frozen=True, slots=True)
 class BeamSpec:
     """A beam: expand the nodes with the greatest cumulative probability at each depth, and keep the best of all depths."""
 
@@ -31,6 +50,7 @@ class BeamSpec:
     width: int  # nodes expanded per depth
     num_children: int  # candidate tokens after each of them, at least `width` and 2
     temperature: float  # at which probabilities are compared
+    worth: Worth | None = None  # ends the growth where it does not pay; None: it goes on to its depth
 
     @property
     def num_slots(self) -> int:
