@@ -17,6 +17,12 @@ FIRST_CALIBRATION_RATE, LAST_CALIBRATION_RATE = 2.0, 0.3
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.02, 2.0
 
+LAST_NODES = 5.0
+"""Number of nodes that the last few are."""
+
+CONTRADICTION = 0.45
+"""Difference of acceptance between the last few nodes and all others that is no chance: 2.7 standard deviations or more."""
+
 
 @dataclass(slots=True)
 class Average:
@@ -33,6 +39,49 @@ class Average:
 
 
 @dataclass(slots=True)
+class AcceptanceCounts:
+    """How often first children were accepted where verification reached their parents, compared with the draft's probabilities.
+
+    Older nodes count less. If the last few nodes contradict the others, only they are kept: acceptance has changed. A draft that
+    gives no probabilities counts as sure of all that it proposes.
+    """
+
+    memory: float = 0.97  # weight of the past when a node is added
+    num_accepted: float = 0.0
+    num_expected: float = 0.0  # sum of the draft's probabilities of these children
+    confidence: float = 1.0  # mean probability of the first child of a root, verified or not
+    num_drafts: float = 0.0  # that the mean is of
+    last_accepted: float = 0.5  # share of the last few nodes
+    last_expected: float = 0.5
+
+    @property
+    def agreement(self) -> float:
+        """Accepted children as a multiple of those that the draft expected."""
+        return self.num_accepted / self.num_expected if self.num_expected else 1.0
+
+    def note_draft(self, probability: float) -> None:
+        """Add a draft: the probability of the first child of its root."""
+        self.num_drafts = self.memory * self.num_drafts + 1
+        self.confidence += (probability - self.confidence) / self.num_drafts
+
+    def note(self, probability: float, is_accepted: bool) -> None:
+        """Add a verified node: the draft's probability of its first child, and whether that was accepted."""
+        self.num_accepted = self.memory * self.num_accepted + is_accepted
+        self.num_expected = self.memory * self.num_expected + probability
+        self.last_accepted += (is_accepted - self.last_accepted) / LAST_NODES
+        self.last_expected += (probability - self.last_expected) / LAST_NODES
+        surprise = self.last_accepted - self.agreement * self.last_expected
+        if self.num_expected > 2 * LAST_NODES and abs(surprise) > CONTRADICTION:
+            self.num_accepted, self.num_expected = LAST_NODES * self.last_accepted, LAST_NODES * self.last_expected
+
+    def fade(self, share: float) -> None:
+        """Let what was seen count less, because time went by without anything new."""
+        self.num_accepted *= share
+        self.num_expected *= share
+        self.num_drafts *= share
+
+
+@dataclass(slots=True)
 class DraftHistory:
     """Averages over a request's steps; they depend only on the request's own past."""
 
@@ -43,6 +92,7 @@ class DraftHistory:
     temperature: float | None = None  # at which the draft's probabilities match acceptance; None: not known yet
     num_confidences: int = 0
     num_drafts: int = 0
+    acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
 
     def note_draft(self, depth: int) -> None:
         """Record that a tree of this depth was drafted."""

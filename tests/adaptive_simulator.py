@@ -1,0 +1,194 @@
+"""A simulated engine for the controller: made-up texts and costs, no clock and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import exp, log
+
+import numpy as np
+
+from titan.adaptive.controller import Candidate, Controller, Load, Outcome
+from titan.adaptive.cost import PassCost
+from titan.core.draft_history import AcceptanceCounts
+from titan.core.growth import Worth
+
+Cost = Callable[[float, float], float]  # seconds of rows and context tokens
+
+
+@dataclass(frozen=True)
+class Machine:
+    """True times of passes."""
+
+    name: str
+    target: Cost
+    draft: Cost
+    host: Callable[[int, bool], float]  # of requests, and whether they draft
+    sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    is_padded: bool = False
+
+    def curve(self, cost: Cost) -> PassCost:
+        """As profiled: without context, and one length of context."""
+        per_token = (cost(8, 8 * 512) - cost(8, 0)) / (8 * 512)
+        return PassCost(self.sizes, [cost(size, 0) for size in self.sizes], per_token, is_padded=self.is_padded)
+
+
+def through(points: dict[int, float], per_token: float) -> Cost:
+    """A line through measured points, in milliseconds, and a cost per context token."""
+    sizes, times = list(points), [time / 1e3 for time in points.values()]
+
+    def cost(rows: float, context: float) -> float:
+        beyond = max(0.0, rows - sizes[-1]) * (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+        return float(np.interp(rows, sizes, times)) + beyond + per_token * context
+
+    return cost
+
+
+def stairs(base: float, per_step: float, step: int, compute: float, per_token: float) -> Cost:
+    """A GPU: passes are padded to a multiple of ``step``; memory-bound until compute exceeds it."""
+    return lambda rows, context: max(base, compute * -(-rows // step) * step) + per_step * -(-rows // step) + per_token * context
+
+
+@dataclass
+class Text:
+    """One request: how often the draft is right, how that varies from token to token, and how well the draft knows it."""
+
+    acceptance: float
+    spread: float = 2.0  # of Beta: a + b
+    honesty: float = 1.0  # power of the draft's confidence: below 1 it is too sure of itself
+    counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
+    context: int = 128
+    num_missing: int = 128
+
+    def probability(self, rng: np.random.Generator) -> float:
+        """Of the next draft token to be accepted."""
+        a = min(max(self.acceptance, 0.005), 0.995)
+        return float(rng.beta(a * self.spread, (1 - a) * self.spread))
+
+
+@dataclass
+class Fleet:
+    """Requests that run for ever."""
+
+    machine: Machine
+    texts: list[Text]
+    max_nodes: int = 6
+    seed: int = 0
+    noise: float = 0.03
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+
+    def run(self, controller: Controller | None, num_steps: int, fixed: int = 0) -> tuple[float, float, list[float]]:
+        """Emitted tokens, seconds, and nodes per request of each step."""
+        tokens, seconds, nodes = 0, 0.0, []
+        for _ in range(num_steps):
+            step = self.step(controller, fixed)
+            tokens, seconds = tokens + step[0], seconds + step[1]
+            nodes.append(step[2] / len(self.texts))
+        return tokens, seconds, nodes
+
+    def step(self, controller: Controller | None, fixed: int) -> tuple[int, float, int]:
+        texts, machine, n = self.texts, self.machine, len(self.texts)
+        context = sum(text.context for text in texts)
+        num_nodes, worths = [fixed] * n, [None] * n
+        if controller is not None:
+            load = Load([Candidate(text.counts, self.max_nodes, text.num_missing) for text in texts], n, context)
+            decision = controller.choose(load)
+            num_nodes, worths = list(decision.num_nodes), list(decision.worths)
+        most = [self.max_nodes if worth else count for worth, count in zip(worths, num_nodes, strict=True)]
+        chains, num_passes, num_rows, draft_seconds = self._grow(most, worths, context)
+        trees = [
+            [node for node in chain if worth is None or node[2] >= worth.node_price]
+            for chain, worth in zip(chains, worths, strict=True)
+        ]
+        total = sum(map(len, trees))
+        target_seconds = self._noisy(machine.target(n + total, context))
+        seconds = self._noisy(machine.host(n, num_passes > 0)) + draft_seconds + target_seconds
+        emitted = 0
+        for text, tree, chain, count in zip(texts, trees, chains, num_nodes, strict=True):
+            length = 0
+            if controller is not None and chain:
+                for counts in (text.counts, controller.fleet):
+                    counts.note_draft(chain[0][1])
+            for p, q, _ in tree:
+                is_accepted = self.rng.random() < p
+                if controller is not None:
+                    for counts in (text.counts, controller.fleet):
+                        counts.note(q, bool(is_accepted))
+                if not is_accepted:
+                    break
+                length += 1
+            emitted += 1 + length
+            text.context = 128 + (text.context + 1 + length) % 128  # as if requests ended and others began
+            text.num_missing = 1 if count else text.num_missing + 1 + length
+        if controller is not None:
+            controller.observe(Outcome(emitted, total, emitted - n, num_passes, num_rows, seconds, draft_seconds, target_seconds))
+        return emitted, seconds, total
+
+    def _grow(self, most: Sequence[int], worths: Sequence[Worth | None], context: int) -> tuple[list[list[tuple[float, float, float]]], int, int, float]:
+        """Chains of (p, q, value) by the law of `Worth`; passes, rows and seconds of the draft."""
+        chains: list[list[tuple[float, float, float]]] = [[] for _ in most]
+        open_chains = [i for i, count in enumerate(most) if count]
+        scores, num_passes, num_rows, seconds, per_request = [0.0] * len(most), 0, 0, 0.0, context / len(most)
+        while open_chains:
+            rows = sum(self.texts[i].num_missing for i in open_chains) if not num_passes else len(open_chains)
+            seconds += self._noisy(self.machine.draft(rows, per_request * len(open_chains)))
+            num_passes, num_rows = num_passes + 1, num_rows + rows
+            profit, going_on = 0.0, []
+            for i in open_chains:
+                p = self.texts[i].probability(self.rng)
+                q = min(max(p, 1e-6), 1 - 1e-6) ** self.texts[i].honesty
+                scores[i] += log(q)
+                worth = worths[i]
+                depth = len(chains[i]) + 1
+                value = 1.0 if worth is None else worth.agreement**depth * exp(scores[i])
+                chains[i].append((p, q, value))
+                if depth >= most[i]:
+                    continue
+                gain = float("inf") if worth is None else value * worth.acceptance - worth.node_price - worth.row_price
+                if gain > 0:
+                    profit += gain / (worth.pass_price if worth else 1.0)
+                    going_on.append(i)
+            open_chains = going_on if profit > 1 else []
+        return chains, num_passes, num_rows, seconds
+
+    def _noisy(self, seconds: float) -> float:
+        return seconds * exp(self.noise * self.rng.standard_normal()) * (2.0 if self.rng.random() < 0.01 else 1.0)
+
+
+def controller_of(machine: Machine, *, stops_early: bool = True) -> Controller:
+    """With costs as profiled."""
+    return Controller(machine.curve(machine.target), machine.curve(machine.draft), stops_early=stops_early)
+
+
+# measured on two cores of an AMD EPYC (Zen 5): float32 and bfloat16, milliseconds by rows
+MACHINES = {
+    "demo float32": Machine(
+        "demo float32",
+        through({1: 0.5, 7: 0.65, 9: 0.8, 16: 1.13, 32: 2.0, 64: 3.78, 128: 7.36, 256: 14.8}, 3e-7),
+        through({1: 0.06, 16: 0.08, 32: 0.11, 64: 0.2, 128: 0.34, 256: 0.6}, 7e-8),
+        lambda n, drafts: (0.25 + 0.012 * n + (0.15 + 0.01 * n) * drafts) / 1e3,
+    ),
+    "150M float32": Machine(
+        "150M float32",
+        through({1: 4.9, 4: 5.7, 7: 6.8, 9: 8.4, 16: 12.0, 32: 21.8, 64: 41.6, 128: 72.4, 256: 150.0}, 3e-6),
+        through({1: 1.33, 8: 1.5, 16: 1.83, 32: 2.68, 64: 4.36, 128: 7.5, 256: 15.1}, 1.15e-6),
+        lambda n, drafts: (0.25 + 0.012 * n + (0.15 + 0.01 * n) * drafts) / 1e3,
+    ),
+    "150M bfloat16": Machine(
+        "150M bfloat16",
+        through({1: 6.2, 8: 7.0, 16: 8.4, 32: 13.4, 64: 23.8, 128: 44.0, 256: 85.6}, 1.6e-6),
+        through({1: 1.05, 8: 1.1, 16: 1.31, 32: 1.79, 64: 2.72, 128: 4.7, 256: 8.9}, 5.7e-7),
+        lambda n, drafts: (0.25 + 0.012 * n + (0.15 + 0.01 * n) * drafts) / 1e3,
+    ),
+    # shapes of GPU curves, not measurements: memory-bound passes, padded to captured sizes
+    "GPU, 8 B and 1 B": Machine(
+        "GPU, 8 B and 1 B",
+        stairs(4.2e-3, 1e-5, 16, 2.2e-5, 2e-9),
+        stairs(0.75e-3, 4e-6, 16, 3e-6, 5e-10),
+        lambda n, drafts: (0.3 + 0.012 * n + (0.2 + 0.01 * n) * drafts) / 1e3,
+        sizes=tuple(range(16, 513, 16)),
+        is_padded=True,
+    ),
+}

@@ -1,0 +1,330 @@
+"""The law of adaptive speculation: which requests draft in a step, how much, and where growth ends.
+
+A step that drafts is worth its time if it emits more tokens per second than one that does not. With p the probability that a node's
+first child is accepted, n requests that emit one token each anyway, and chains that reach depth d with probability p**d::
+
+    rate(L, B) = (n + sum of the B largest p_i**d with d <= L) / (host + draft(L passes, B rows) + target(rows + B, context))
+
+The best L and B say which requests draft. Where the draft's own confidence is known while a tree grows, growth then ends by prices,
+which are seconds times that rate (`titan.core.growth.Worth`): at the optimum of a quotient, a part pays as long as its own quotient
+is above the whole's (Dinkelbach, "On nonlinear fractional programming", 1967; the marginal value theorem of Charnov, 1976). Where
+it is not known, requests draft the nodes that the optimum has of them.
+
+Everything here is a function of what it is given: there is no clock and no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from titan.adaptive.cost import PassCost
+from titan.core.draft_history import AcceptanceCounts
+from titan.core.growth import Worth
+
+DWELL = 8
+"""Steps for which an optimum stands if the requests stay the same."""
+
+PRIOR_AGREEMENT, PRIOR_NODES = 0.7, 3.0
+"""Accepted nodes as a multiple of those that the draft expects, before any was verified, and the number of nodes that this counts as."""
+
+FLEET_MEMORY = 0.99
+"""Weight of the past in the counts of all requests together."""
+
+FLEET_NODES = 4.0
+"""Number of nodes that the fleet's average counts as in the estimate of one request."""
+
+IDLE_FADE = 0.98
+"""Share that counts of a request keep per step in which it does not draft, so that its estimate returns to the fleet's."""
+
+MAX_PROBE_SHARE, MIN_PROBE_SHARE = 0.015, 0.004
+"""Shares of the time for probes while nothing drafts: one node of a few requests, to see whether it would pay again."""
+
+PROBE_BACKOFF = 0.8
+"""Factor of that share for each probe without an accepted node."""
+
+MAX_PROBED = 4
+"""Largest number of requests that a probe drafts for."""
+
+MAX_OVERDRAFT = 3
+"""Number of probes that may be run in advance while they succeed."""
+
+OPTIMISM = 1.0
+"""Standard deviations by which the draft may turn out better than it seems; while that would make it pay, it is probed at once."""
+
+MARGIN = 0.01
+"""Share by which drafting must be expected to gain before it begins."""
+
+GRID_SIZES, GRID_DEPTHS = 16, 8
+"""Numbers of nodes, and of depths, up to which all are compared; further ones are a quarter apart."""
+
+DEBT_STEPS = 16
+"""Steps over which the cost of feeding the draft what it has missed is spread."""
+
+
+class Candidate(NamedTuple):
+    """A request that emits tokens in a step."""
+
+    counts: AcceptanceCounts
+    max_nodes: int  # that it may draft; 0: none
+    num_missing: int  # committed tokens that the draft has not seen, the root included
+    weight: float = 1.0  # of its tokens
+
+
+class Load(NamedTuple):
+    """A step without drafts."""
+
+    candidates: Sequence[Candidate]
+    num_rows: int  # of the target's pass: the candidates' roots and prefill chunks
+    num_context_tokens: int  # before these rows, of all requests
+
+
+class Decision(NamedTuple):
+    """What each candidate drafts."""
+
+    num_nodes: Sequence[int]  # 0: nothing
+    worths: Sequence[Worth | None]  # where growth may go on beyond these nodes or end before, by confidence; None: it may not
+    is_probe: bool = False
+
+    @property
+    def drafts(self) -> bool:
+        """Whether any candidate drafts."""
+        return any(self.num_nodes)
+
+
+class Outcome(NamedTuple):
+    """What came of a step."""
+
+    num_tokens: int  # emitted
+    num_nodes: int  # verified
+    num_accepted: int
+    num_draft_passes: int
+    num_draft_rows: int
+    seconds: float  # of the step
+    draft_seconds: float
+    target_seconds: float
+
+
+@dataclass(slots=True)
+class Optimum:
+    """The best of the compared settings of a load, as far as histories say; zero nodes if not drafting is the best."""
+
+    num_nodes: list[int]
+    rate: float  # weighted tokens per second
+    off_rate: float
+    node_seconds: float = 0.0  # of one more node in the target's pass
+    row_seconds: float = 0.0  # of one more row in a pass of the draft
+    pass_seconds: float = 0.0  # of a pass of the draft, without its rows
+
+    @property
+    def drafts(self) -> bool:
+        """Whether any request drafts."""
+        return any(self.num_nodes)
+
+
+@dataclass(slots=True)
+class HostTime:
+    """Seconds of a step beyond its passes, by requests' power of two, with and without drafts."""
+
+    seconds: dict[tuple[bool, int], float] = field(default_factory=dict)
+
+    def note(self, is_drafting: bool, num_requests: int, seconds: float) -> None:
+        """Add a step."""
+        key = is_drafting, num_requests.bit_length()
+        before = self.seconds.get(key, seconds)
+        self.seconds[key] = before + (min(seconds, 3 * before) - before) / 8
+
+    def knows(self, is_drafting: bool, num_requests: int) -> bool:
+        """Whether such a step was seen."""
+        return (is_drafting, num_requests.bit_length()) in self.seconds
+
+    def predict(self, is_drafting: bool, num_requests: int) -> float:
+        """Return the expected seconds; where only the other kind of step is known, those."""
+        octave = num_requests.bit_length()
+        known = self.seconds.get((is_drafting, octave))
+        return self.seconds.get((not is_drafting, octave), 0.0) if known is None else known
+
+
+class Controller:
+    """Decides, from measured costs and acceptance, what each step drafts.
+
+    Args:
+        target: cost of the target's passes.
+        draft: cost of the draft's passes; ``None``: proposals cost nothing.
+        stops_early: whether growth may end by confidence; else requests draft as many nodes as histories say.
+    """
+
+    def __init__(self, target: PassCost, draft: PassCost | None, *, stops_early: bool) -> None:
+        self.target, self.draft, self.stops_early = target, draft, stops_early
+        self.host = HostTime()
+        self.fleet = AcceptanceCounts(memory=FLEET_MEMORY)
+        self.optimum = Optimum([], 0.0, 0.0)
+        self._key: tuple[int, ...] = ()
+        self._age, self._is_promising = 0, False
+        self._probe_share, self._probe_cost, self._credit = MAX_PROBE_SHARE, 0.0, 0.0
+        self._load: Load = Load((), 0, 0)
+        self._decision = Decision((), ())
+
+    def agreement(self, counts: AcceptanceCounts) -> float:
+        """Return accepted first children as a multiple of those that the draft expects, after a request's counts; at most 1."""
+        return min(1.0, (counts.num_accepted + FLEET_NODES * self.fleet_agreement) / (counts.num_expected + FLEET_NODES))
+
+    def acceptance(self, counts: AcceptanceCounts) -> float:
+        """Return the probability that the first child of a root is accepted, after a request's counts."""
+        drafted = counts.num_drafts
+        confidence = (drafted * counts.confidence + FLEET_NODES * self.fleet.confidence) / (drafted + FLEET_NODES)
+        return self.agreement(counts) * confidence
+
+    @property
+    def fleet_agreement(self) -> float:
+        """Agreement of all requests together."""
+        return (self.fleet.num_accepted + PRIOR_NODES * PRIOR_AGREEMENT) / (self.fleet.num_expected + PRIOR_NODES)
+
+    def choose(self, load: Load) -> Decision:
+        """Decide what the candidates of a step draft."""
+        self._load = load
+        self._decision = self._decide(load)
+        return self._decision
+
+    def _decide(self, load: Load) -> Decision:
+        n = len(load.candidates)
+        nothing = Decision([0] * n, [None] * n)
+        if not n or not self.host.knows(False, n):  # a plain step shows what it costs to draft
+            return nothing
+        key = n, load.num_rows.bit_length(), max(each.max_nodes for each in load.candidates)
+        self._age += 1
+        if key != self._key or self._age >= DWELL:
+            self._key, self._age = key, 0
+            self.optimum = self.best(load)
+            self._is_promising = not self.optimum.drafts and self.best(load, optimism=OPTIMISM).drafts
+        best = self.optimum
+        num_nodes = [min(count, each.max_nodes) for count, each in zip(best.num_nodes, load.candidates, strict=True)]
+        if not any(num_nodes) or not self.fleet.num_drafts:
+            return self._probe(load) or nothing
+        worths = [self._worth(each, best) if count else None for count, each in zip(num_nodes, load.candidates, strict=True)]
+        return Decision(num_nodes, worths)
+
+    def _worth(self, candidate: Candidate, best: Optimum) -> Worth | None:
+        if not self.stops_early:
+            return None
+        price = best.rate / candidate.weight
+        counts = candidate.counts
+        return Worth(
+            self.agreement(counts),
+            self.acceptance(counts),
+            price * best.node_seconds,
+            price * best.row_seconds,
+            max(price * best.pass_seconds, 1e-9),
+        )
+
+    def best(self, load: Load, optimism: float = 0.0) -> Optimum:
+        """Compare the settings of a load, and return the best.
+
+        Args:
+            load: of the step.
+            optimism: standard deviations that acceptance may be above its estimate, for lack of observations.
+        """
+        candidates, n = load.candidates, len(load.candidates)
+        weights = np.array([each.weight for each in candidates])
+        most = np.array([each.max_nodes for each in candidates])
+        longest = int(most.max())
+        base = self.target.predict(load.num_rows, load.num_context_tokens)
+        off_rate = float(weights.sum()) / (self.host.predict(False, n) + base)
+        optimum = Optimum([0] * n, off_rate, off_rate)
+        if not longest:
+            return optimum
+        acceptance = np.array([self.acceptance(each.counts) for each in candidates])
+        if optimism:
+            variance = acceptance * (1 - acceptance) / (self.fleet.num_expected + PRIOR_NODES)
+            acceptance = np.minimum(acceptance + optimism * np.sqrt(variance), 1.0)
+        depths = np.arange(1, longest + 1)
+        values = np.where(depths <= most[:, None], acceptance[:, None] ** depths * weights[:, None], 0.0)
+        order = np.argsort(-values, axis=None, kind="stable")[: int(most.sum())]
+        of_request, of_depth = np.divmod(order, longest)
+        sorted_values = values.ravel()[order]
+        pass_seconds, row_seconds = self._draft_line(n, load)
+        missing = np.array([1 + (each.num_missing - 1) / DEBT_STEPS for each in candidates])
+        sizes = _grid(len(order), GRID_SIZES)
+        target = np.array([self.target.predict(load.num_rows + size, load.num_context_tokens) for size in [*sizes, 2 * sizes[-1]]])
+        for num_passes in _grid(longest, GRID_DEPTHS):
+            kept = of_depth < num_passes
+            requests = of_request[kept]
+            gains = sorted_values[kept].cumsum()
+            rows = np.where(of_depth[kept] == 0, missing[requests], 1.0).cumsum()
+            at = np.array([size for size in sizes if size <= len(gains)]) - 1
+            seconds = self.host.predict(True, n) + num_passes * pass_seconds + row_seconds * rows[at] + target[: len(at)]
+            rates = (weights.sum() + gains[at]) / seconds
+            place = int(rates.argmax())
+            if rates[place] > optimum.rate * (1 + (MARGIN if optimum.rate == off_rate else 0.0)):
+                size, above = sizes[place], [*sizes, 2 * sizes[-1]][place + 1]
+                counts = np.bincount(requests[:size], minlength=n).tolist()
+                slope = max(float(target[place + 1] - target[place]), 0.0) / (above - size)
+                optimum = Optimum(counts, float(rates[place]), off_rate, slope, row_seconds, pass_seconds)
+        return optimum
+
+    def _draft_line(self, n: int, load: Load) -> tuple[float, float]:
+        """Return the seconds of a pass of the draft, whatever its rows, and of each row, near n rows."""
+        if self.draft is None:
+            return 0.0, 0.0
+        context = load.num_context_tokens
+        first, second = self.draft.predict(n, context), self.draft.predict(2 * n, context)
+        per_row = min(max((second - first) / n, 0.0), first / n)
+        return first - n * per_row, per_row
+
+    def _probe(self, load: Load) -> Decision | None:
+        """Return a probe if there is time for one."""
+        n = len(load.candidates)
+        able = sorted((each.num_missing, i) for i, each in enumerate(load.candidates) if each.max_nodes)[:MAX_PROBED]
+        if not able:
+            return None
+        self._probe_cost = self._probe_seconds(load, able)
+        if self.fleet.num_drafts and not self._is_promising and self._credit < self._probe_cost:
+            return None
+        probed = {i for _, i in able}
+        return Decision([int(i in probed) for i in range(n)], [None] * n, is_probe=True)
+
+    def _probe_seconds(self, load: Load, able: Sequence[tuple[int, int]]) -> float:
+        n, context = len(load.candidates), load.num_context_tokens
+        rows = max(1, sum(missing for missing, _ in able))
+        draft = 0.0 if self.draft is None else self.draft.predict(rows, context * len(able) / n)
+        more = self.target.predict(load.num_rows + len(able), context) - self.target.predict(load.num_rows, context)
+        return draft + max(more, 0.0) + max(self.host.predict(True, n) - self.host.predict(False, n), 0.0)
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learn from the step that was last decided."""
+        load, decision = self._load, self._decision
+        n = len(load.candidates)
+        host = outcome.seconds - outcome.draft_seconds - outcome.target_seconds
+        self.target.note(load.num_rows + outcome.num_nodes, load.num_context_tokens, outcome.target_seconds)
+        if not n:
+            return
+        self.host.note(decision.drafts, n, host)
+        if self.draft is not None and (passes := outcome.num_draft_passes):
+            context = load.num_context_tokens * sum(map(bool, decision.num_nodes)) // n
+            self.draft.note(max(1.0, outcome.num_draft_rows / passes), context, outcome.draft_seconds / passes)
+        if decision.is_probe:
+            self._key = ()
+        if decision.is_probe and outcome.num_accepted:
+            self._probe_share = MAX_PROBE_SHARE
+            self._credit = max(self._credit - self._probe_cost, (1 - MAX_OVERDRAFT) * self._probe_cost)
+        elif decision.is_probe:
+            self._probe_share = max(MIN_PROBE_SHARE, PROBE_BACKOFF * self._probe_share)
+            self._credit -= self._probe_cost
+        elif decision.drafts:
+            self._credit, self._probe_share = 0.0, MAX_PROBE_SHARE
+        else:
+            self._credit += self._probe_share * outcome.seconds
+        for count, candidate in zip(decision.num_nodes, load.candidates, strict=True):
+            if not count:
+                candidate.counts.fade(IDLE_FADE)
+
+
+def _grid(most: int, exact: int) -> list[int]:
+    """Return numbers from 1 to ``most``: all up to ``exact``, then those about a quarter apart."""
+    numbers = list(range(1, min(most, exact) + 1))
+    while numbers[-1] < most:
+        numbers.append(min(most, numbers[-1] * 5 // 4))
+    return numbers
