@@ -59,6 +59,7 @@ class DraftBench:
         self.engine = LLM(
             args.model,
             dtype=args.dtype,
+            speculation="fixed",
             max_draft_tokens=max(recipe.num_tokens for recipe in recipes.values()),
             max_batch_size=args.concurrency,
             max_model_len=max_model_len,

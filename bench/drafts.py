@@ -11,7 +11,7 @@ bits=2..8, which rounds the weights of its linear layers to integers and back: t
 not the speed of integer arithmetic, because the rounded weights run in the model's own dtype.
 
 The drafts take turns, with no draft among them, in rounds of new prompts that are the same for all. The end of sequence is
-ignored, and request i has seed i. Ctrl-C ends the measurement and reports what there is.
+ignored, and request i has the same random numbers in all. Ctrl-C ends the measurement and reports what there is.
 """
 
 from __future__ import annotations

@@ -26,12 +26,15 @@ STEPS_PER_GPU_SAMPLE = 16
 
 
 def make_requests(engine: Engine, workload: Workload, **options: Any) -> list[Request]:
-    """The requests of a workload, which ignore the end of sequence; request i has seed i, and by default temperature 0."""
+    """The requests of a workload, which ignore the end of sequence, and have by default temperature 0.
+
+    Request i has the same random numbers each time, and no seed of its own, with which its drafts would not be sampled.
+    """
     frontend = FrontEnd(engine)
     options = {"temperature": 0.0, "ignore_eos": True, **options}
     return [
-        frontend.make_request(prompt, SamplingParams(**options, seed=i, max_tokens=output_len))
-        for i, (prompt, output_len) in enumerate(zip(workload.prompts, workload.output_lens, strict=True))
+        frontend.make_request(prompt, SamplingParams(**options, max_tokens=output_len))
+        for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
     ]
 
 

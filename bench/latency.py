@@ -70,6 +70,7 @@ class LatencyBench:
         self.llm = LLM(
             args.model,
             dtype=args.dtype,
+            speculation="fixed",
             max_draft_tokens=args.max_draft_tokens,
             max_batch_size=args.max_batch_size,
             max_model_len=max(workload.max_len for workload in self.workloads),

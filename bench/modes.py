@@ -115,7 +115,7 @@ def load_modes(
     plain = {**options, "draft_model": None}
     engine = None
     if any(MODES[name].run is not None for name in names):
-        engine = LLM(**plain, enable_prefix_caching=False).engine  # all modes see the same prompts
+        engine = LLM(**plain, speculation="fixed", enable_prefix_caching=False).engine  # all modes see the same prompts
     loaded = LoadedModes(options["dtype"], engine)
     with ExitStack() as stack:
         for name in names:

@@ -5,7 +5,8 @@
     titan bench trees --model DIR/target --draft-model DIR/draft
 
 The shapes take turns, with no draft among them, in rounds of new prompts that are the same for all. The end of sequence is
-ignored, and request i has seed i. Nothing else should run on the machine. Ctrl-C ends the measurement and reports what there is.
+ignored, and request i has the same random numbers in all. Nothing else should run on the machine. Ctrl-C ends the measurement and
+reports what there is.
 """
 
 from __future__ import annotations

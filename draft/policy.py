@@ -99,11 +99,16 @@ class DraftPolicy:
         return BeamSpec(budget, min(budget, self.beam_depth), self.width, self.width + 1, score_temperature(request))
 
     def _is_sampled(self, request: Request) -> bool:
-        """Whether to sample the proposal; with "auto", whether sampled ones have matched better at this request's roots."""
+        """Whether to sample the proposal; with "auto", whether sampled ones have matched better at this request's roots.
+
+        A request with a seed of its own is drafted greedily with "auto": its tokens depend on nothing but itself.
+        """
         if request.params.is_greedy or self.draft_sampling == "greedy":
             return False
         if self.draft_sampling == "sampled":
             return True
+        if request.params.seed is not None:
+            return False
         history = request.draft_history
         is_greedy_better = history.greedy_match.value > history.sampled_match.value + MIN_GREEDY_GAIN
         return not is_greedy_better or history.num_drafts % COMPARE_EVERY == 0

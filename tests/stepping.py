@@ -29,6 +29,7 @@ AMPLE: dict[str, Any] = {"max_batch_size": 32, "block_size": 16, "num_kv_blocks"
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
     "device": "cpu",
+    "speculation": "fixed",  # what "adaptive" drafts depends on times
     "draft_tree": "chain",
     "draft_sampling": "greedy",
     "warm_up": False,

@@ -31,7 +31,7 @@ from titan.memory.block_pool import BlockPool
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
 
-CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
+CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu", "speculation": "fixed"}
 SEED = "an integer from 0 to 9223372036854775807"
 NODES = "an integer from 0 to 63"
 TRUTH = "True or False"
@@ -76,7 +76,8 @@ ENGINE: dict[str, tuple[str, list[Any]]] = {
     "num_threads": ("an integer from 1 to 1024", [0, 1025, 2.0]),
     "max_model_len": ("an integer >= 1", [0]),
     "warm_up": (TRUTH, [1]),
-    "use_speculative": (TRUTH, ["no"]),
+    "speculation": ("'adaptive', 'fixed', 'off'", ["on", False, None]),
+    "speculation_target": ("'throughput', 'latency'", ["cost", None]),
     "max_draft_tokens": (NODES, [64, True]),
     "draft_sampling": ("'auto', 'greedy', 'sampled'", ["random"]),
     "max_batch_size": ("an integer >= 1", [0]),
@@ -155,6 +156,9 @@ def test_an_option_that_there_is_not() -> None:
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"no option 'best_of'; allowed: n, temperature, "):
         SamplingParams(best_of=5)  # type: ignore[call-arg]
+    for make in (partial(LLM, "demo"), EngineConfig.of):  # its old name
+        with pytest.raises(TypeError, match=r"no option 'use_speculative' \(did you mean 'speculation'\?\)$"):
+            make(use_speculative=False)
 
 
 HUGE: list[Any] = [
@@ -345,13 +349,13 @@ def test_a_draft_of_another_vocabulary(zoo: Zoo, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "allowed"), [({"use_speculative": False}, "use_speculative=True"), ({"max_draft_tokens": 0}, "at least 1")]
+    ("options", "allowed"), [({"speculation": "off"}, "'adaptive' and 'fixed'"), ({"max_draft_tokens": 0}, "at least 1")]
 )
 def test_swapping_the_draft_of_an_engine_that_must_not_speculate(zoo: Zoo, options: dict[str, Any], allowed: str) -> None:
     [(name, value)] = options.items()
-    llm = LLM(zoo.path("llama"), zoo.path("llama"), num_kv_blocks=8, **options, **CPU)
+    llm = LLM(zoo.path("llama"), zoo.path("llama"), num_kv_blocks=8, **CPU | options)
     assert llm.metrics().draft == "none" and "draft" not in llm.engine.kv.tensors
-    with raises("swap_draft()", f"{name}={value}", allowed):
+    with raises("swap_draft()", f"{name}={value!r}", allowed):
         llm.swap_draft("ngram")
 
 

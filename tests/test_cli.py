@@ -34,7 +34,7 @@ def models(zoo: Zoo) -> list[str]:
 
 
 def generate(*args: str) -> int:
-    return main(["generate", "the dog", "--max-tokens", "12", "--ignore-eos", *args])
+    return main(["generate", "the dog", "--max-tokens", "12", "--ignore-eos", "--speculation", "fixed", *args])
 
 
 def generate_json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
@@ -81,6 +81,7 @@ def test_a_shape_is_a_name_or_parents(
         (["--draft-tree", "star"], "draft_tree='star' is not supported; allowed: 'auto', 'dynamic', 'chain'"),
         (["--show-tree"], "--show-tree has no trees to show without a draft"),
         (["--show-tree", "--draft-model", "ngram", "--max-draft-tokens", "0"], "--show-tree has no trees to show without a draft"),
+        (["--show-tree", "--draft-model", "ngram", "--speculation", "off"], "--show-tree has no trees to show without a draft"),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -236,8 +237,11 @@ def test_info_tells_from_the_config_alone_whether_a_model_runs_and_in_how_much_m
     [
         ([], "passes over other rows round differently in float32, and the two largest logits are {gap:.2g} apart there;"),
         (["--dtype", "bfloat16"], "{gap:.2g} apart there (--dtype float32 gives the same text);"),
-        (["--temperature", "1"], "sampled drafts keep the distribution of the tokens, not the tokens of a seed;"),
-        (["--temperature", "1", "--draft-sampling", "greedy"], "passes over other rows round differently in float32;"),
+        (
+            ["--temperature", "1", "--draft-sampling", "sampled"],
+            "sampled drafts keep the distribution of the tokens, not the tokens of a seed;",
+        ),
+        (["--temperature", "1"], "passes over other rows round differently in float32;"),
     ],
 )
 def test_compare_says_where_and_why_texts_differ(
@@ -254,7 +258,7 @@ def test_compare_says_where_and_why_texts_differ(
 
     monkeypatch.setattr(LLM, "stream", other_sixth_token)
     result = generate_json(capsys, *models, *options, "--compare")
-    if "--temperature" in options and "greedy" not in options:
+    if "sampled" in options:
         assert result["difference"]["place"] <= 5
     else:
         assert result["difference"]["place"] == 5

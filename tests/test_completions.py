@@ -18,7 +18,7 @@ from titan.engine import Engine
 from titan.frontend import FrontEnd
 
 PROMPT = random_prompts(2, seed=8, max_len=40)[1]  # 40 tokens
-CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu", "draft_sampling": "greedy"}  # so that a seed fixes the output
+CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu", "speculation": "fixed", "draft_sampling": "greedy"}
 
 
 def sampled(n: int, max_tokens: int = 14, **options: Any) -> SamplingParams:

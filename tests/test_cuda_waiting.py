@@ -178,8 +178,10 @@ def make_meta_engine(zoo: Zoo, device: Device, name: str = "llama", **options: A
     target, draft = (Decoder(config, dtype=torch.bfloat16, backend=device) for config in configs)
     for decoder in (target, draft):
         decoder.prepare(pack=False)
-    engine = Engine(EngineConfig.of(prefill_chunk_size=16, num_kv_blocks=60, **options), target, backend=device)
-    if engine.config.speculation.use_speculative:
+    engine = Engine(
+        EngineConfig.of(**{"prefill_chunk_size": 16, "num_kv_blocks": 60, "speculation": "fixed"} | options), target, backend=device
+    )
+    if engine.config.speculation.speculation != "off":
         engine._use_drafter(DraftModelDrafter("draft", draft, engine._draft_context()))
     return engine
 
@@ -240,7 +242,7 @@ def test_a_step_looks_at_the_device_once(
     options = {"draft_tree": draft_tree, "draft_sampling": draft_sampling, "max_num_batched_tokens": 200}
     engine = make_meta_engine(zoo, device, max_draft_tokens=63 if draft_tree == "dynamic" else 6, **options)
     hot, cold = ({"temperature": each, "max_tokens": 30, "ignore_eos": True} for each in (temperature, 0.0))
-    params = [SamplingParams(**hot, seed=1), SamplingParams(**hot, **others, seed=2), SamplingParams(**cold, max_draft_tokens=4)]
+    params = [SamplingParams(**hot), SamplingParams(**hot, **others), SamplingParams(**cold, max_draft_tokens=4)]
     requests = submit(engine, [[5] * 40, [6] * 3, [7] * 5], params)
     moves: list[int] = []
     move_paths = device.cache.move_paths
@@ -278,7 +280,7 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"draft_tree": "chain", "draft_sampling": "greedy"}),
     ("llama", {"draft_tree": "auto", "draft_sampling": "auto"}),
     ("llama", {"draft_tree": "dynamic", "draft_sampling": "sampled"}),
-    ("llama", {"use_speculative": False}),
+    ("llama", {"speculation": "off"}),
     ("qwen3", {"draft_tree": "chain", "draft_sampling": "greedy"}),  # with as many KV heads as query heads
 ]
 
@@ -296,9 +298,7 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     warm, num_captures = set(kernels.found), len(captures)
     assert engine.passes == PassCounts() and not engine.runner.kv.groups[0].is_inference()
     kernels.found.clear()
-    params = [
-        SamplingParams(temperature=0.7 * (i % 3), top_k=5 * (i % 2), max_tokens=4 + i, ignore_eos=True, seed=i) for i in range(20)
-    ]
+    params = [SamplingParams(temperature=0.7 * (i % 3), top_k=5 * (i % 2), max_tokens=4 + i, ignore_eos=True) for i in range(20)]
     params[-1] = replace(params[-1], presence_penalty=0.5)  # the longest: with it, all logits are float32
     submit(engine, [[5] * (1 + 3 * i) for i in range(20)], params)
     while engine.scheduler.has_unfinished:

@@ -25,6 +25,7 @@ AXES = {
     "draft_tree": ("auto", "dynamic", "chain", "shape"),
     "draft_sampling": ("auto", "greedy", "sampled"),
     "temperature": ("0", "above 0"),
+    "seed": ("own", "engine's"),
     "swap_draft": ("no", "yes"),
     "KV blocks": ("ample", "scarce"),
     "back end": ("torch", "cpu"),
@@ -82,7 +83,10 @@ def generate(zoo: Zoo, case: Case) -> list[list[int]]:
             engine.swap_draft(None if step == 5 else draft)
 
     temperature = 0.0 if case["temperature"] == "0" else 0.8
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=NUM_TOKENS) for i in range(len(PROMPTS))]
+    params = [
+        SamplingParams(temperature=temperature, seed=i if case["seed"] == "own" else None, max_tokens=NUM_TOKENS)
+        for i in range(len(PROMPTS))
+    ]
     outputs = run_all(engine, PROMPTS, params, before_step=swap)
     assert (engine.counters.num_preemptions > 0) == (case["KV blocks"] == "scarce")
     if case["drafter"] == "model":
@@ -91,10 +95,15 @@ def generate(zoo: Zoo, case: Case) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def plain(zoo: Zoo) -> dict[str, list[list[int]]]:
-    values = {axis: names[0] for axis, names in AXES.items()}
-    sampled = generate(zoo, values | {"temperature": "above 0"})
-    return {"0": [zoo.greedy("llama", prompt, NUM_TOKENS) for prompt in PROMPTS], "above 0": sampled}
+def plain(zoo: Zoo) -> dict[tuple[str, str], list[list[int]]]:
+    """Outputs without speculation, by temperature and seed."""
+    values = {axis: names[0] for axis, names in AXES.items()} | {"temperature": "above 0"}
+    greedy = [zoo.greedy("llama", prompt, NUM_TOKENS) for prompt in PROMPTS]
+    return {
+        (t, seed): generate(zoo, values | {"seed": seed}) if t != "0" else greedy
+        for t in AXES["temperature"]
+        for seed in AXES["seed"]
+    }
 
 
 def test_every_case_has_a_promise() -> None:
@@ -102,14 +111,14 @@ def test_every_case_has_a_promise() -> None:
 
 
 @pytest.mark.parametrize("case", list(pairwise()), ids=lambda case: "-".join(case.values()))
-def test_promises_are_kept(zoo: Zoo, plain: dict[str, list[list[int]]], case: Case) -> None:
+def test_promises_are_kept(zoo: Zoo, plain: dict[tuple[str, str], list[list[int]]], case: Case) -> None:
     """That sampled drafts keep the distribution is shown in tests/verify/test_distribution.py; here, that a seed repeats them."""
     match promise_of(case):
         case "refused":
             with pytest.raises(ValueError, match="needs a draft model"):
                 generate(zoo, case)
         case "exact in float32":
-            assert generate(zoo, case) == plain[case["temperature"]]
+            assert generate(zoo, case) == plain[case["temperature"], case["seed"]]
         case "same distribution":
             outputs = generate(zoo, case)
-            assert outputs == generate(zoo, case) != plain[case["temperature"]]
+            assert outputs == generate(zoo, case) != plain[case["temperature"], case["seed"]]

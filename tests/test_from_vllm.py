@@ -29,7 +29,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments.x }}"
     "{% endfor %}{{ '\n' }}{% endfor %}{{ tools | length if tools }}{{ mood }}{% if add_generation_prompt %}assistant:{% endif %}"
 )
-CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_kv_blocks": 64}
+CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu", "speculation": "fixed", "num_kv_blocks": 64}
 SCRIPT = """
 from vllm import LLM, SamplingParams
 

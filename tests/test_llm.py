@@ -23,7 +23,7 @@ from titan.draft.ngram import NgramDrafter
 from titan.engine import choose_device
 from titan.vllm_names import TRANSLATIONS, LLMOptions
 
-CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_kv_blocks": 64}
+CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu", "speculation": "fixed", "num_kv_blocks": 64}
 NEVER = "\0"
 PROMPTS = ["the quick brown fox", "in the morning", "the", "dog jumps over the lazy dog"]
 ASK = [{"role": "user", "content": "the dog?"}]

@@ -140,7 +140,7 @@ def test_a_model_with_a_trait_of_its_own_takes_the_general_path(back_end: str, z
     fast = make_engine(path, backend=backend, num_kv_blocks=40)
     assert type(fast.runner.model.ops) is ops and type(fast.runner) is runner  # type: ignore[attr-defined]
 
-    config = EngineConfig.of(num_kv_blocks=40, max_draft_tokens=4, draft_tree=[-1, -1, 0, 1])
+    config = EngineConfig.of(num_kv_blocks=40, speculation="fixed", max_draft_tokens=4, draft_tree=[-1, -1, 0, 1])
     engine = Engine(config, GeluDecoder(path, backend), backend=backend)
     engine._use_drafter(DraftModelDrafter("gelu", GeluDecoder(path, backend), engine._draft_context()))
     assert isinstance(engine.drafter, DraftModelDrafter)

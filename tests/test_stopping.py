@@ -89,7 +89,8 @@ def make_llm(zoo: Zoo) -> Make:
 
     def make(draft: str = "none", **options: Any) -> LLM:
         specs = {"none": None, "itself": zoo.path("llama+text"), "perturbed": zoo.path("llama~")}
-        return LLM(zoo.path("llama+text"), specs[draft], dtype="float32", device="cpu", num_kv_blocks=64, **options)
+        pool: dict[str, Any] = {"dtype": "float32", "device": "cpu", "speculation": "fixed", "num_kv_blocks": 64}
+        return LLM(zoo.path("llama+text"), specs[draft], **pool | options)
 
     return make
 

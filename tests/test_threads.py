@@ -34,7 +34,13 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def llm(zoo: Zoo) -> LLM:
-    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_kv_blocks": 64, "max_batch_size": 8}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "speculation": "fixed",
+        "num_kv_blocks": 64,
+        "max_batch_size": 8,
+    }
     return LLM(zoo.path("llama+text"), zoo.path("llama~+text"), draft_sampling="greedy", **options)
 
 

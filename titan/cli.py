@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from titan import __version__
-from titan.core.options import DRAFT_SAMPLINGS, DTYPES, ModelOptions
+from titan.core.options import DRAFT_SAMPLINGS, DTYPES, SPECULATION_TARGETS, SPECULATIONS, ModelOptions
 from titan.core.outputs import RequestMetrics, RequestOutput
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
@@ -47,7 +47,10 @@ REVISION_HELP = "branch, tag or commit of a model on the hub (default: its main 
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "ignore_eos")
 """Options of ``titan generate`` that `SamplingParams` takes under the same names."""
-ENGINE_OPTIONS = ("dtype", "revision", "device", "num_threads", "warm_up", "max_draft_tokens", "draft_tree", "draft_sampling")
+ENGINE_OPTIONS = (
+    *("dtype", "revision", "device", "num_threads", "warm_up"),
+    *("speculation", "speculation_target", "max_draft_tokens", "draft_tree", "draft_sampling"),
+)
 """Options of ``titan generate`` that `LLM` takes under the same names."""
 
 
@@ -160,6 +163,18 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--draft-model", help="draft: demo, a folder, a hub id, ngram, or none (default: demo with the demo model, else none)")
     add("--revision", help=REVISION_HELP)
     add("--max-tokens", type=int, default=256, help="most tokens to generate (default: 256)")
+    add(
+        "--speculation",
+        choices=SPECULATIONS,
+        default="adaptive",
+        help="draft as much as pays at each step, always as much as allowed, or nothing (default: adaptive)",
+    )
+    add(
+        "--speculation-target",
+        choices=SPECULATION_TARGETS,
+        default="throughput",
+        help="what adaptive speculation maximises: tokens/s of all requests, or of each (default: throughput)",
+    )
     add("--max-draft-tokens", type=int, default=6, help="most draft tokens per step (default: 6)")
     add(
         "--draft-tree",
@@ -173,7 +188,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--draft-sampling",
         choices=DRAFT_SAMPLINGS,
         default="auto",
-        help="propose the draft's most likely tokens, sample them, or what has done better; at temperature 0 all are greedy "
+        help="propose the draft's most likely tokens, or sample them; auto and temperature 0 are greedy here, as there is a seed "
         "(default: auto)",
     )
     add("--show-tree", action="store_true", help="print the draft tree of each step; with --json, add them to the object")
@@ -195,9 +210,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 def _generate(args: argparse.Namespace) -> int:
     """Continue a prompt and stream the text; then print the speed, the mean acceptance length and the acceptance per depth."""
     draft_model = args.draft_model or ("demo" if args.model == "demo" else "none")
-    if args.show_tree and (draft_model == "none" or args.max_draft_tokens == 0):
+    if args.show_tree and (draft_model == "none" or args.max_draft_tokens == 0 or args.speculation == "off"):
         raise ValueError(
-            "--show-tree has no trees to show without a draft: give --draft-model, and --max-draft-tokens of 1 or more"
+            "--show-tree has no trees to show without a draft: give --draft-model, --max-draft-tokens of 1 or more, and no "
+            "--speculation off"
         )
     params = SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS})
     options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
@@ -247,7 +263,7 @@ def _comparison(difference: Difference | None, llm: LLM, params: SamplingParams)
     if difference is None:
         return "same text"
     where = f"different text from token {difference.place + 1} on"
-    if params.temperature > 0 and llm.engine.config.speculation.draft_sampling != "greedy":
+    if params.temperature > 0 and llm.engine.config.speculation.draft_sampling == "sampled":
         return f"{where}, because sampled drafts keep the distribution of the tokens, not the tokens of a seed"
     dtype = str(llm.engine.dtype).removeprefix("torch.")
     why = f"passes over other rows round differently in {dtype}"

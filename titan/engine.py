@@ -66,7 +66,7 @@ class Engine:
         self.backend.activate()
         block_size, max_batch_size = config.memory.block_size, config.schedule.max_batch_size
         self.backend.check_limits(block_size=block_size, max_batch_size=max_batch_size)
-        is_drafting = config.speculation.use_speculative and config.speculation.max_draft_tokens > 0
+        is_drafting = config.speculation.speculation != "off" and config.speculation.max_draft_tokens > 0
         if is_drafting:
             check_draft(draft, config.model.download_dir)  # before the target's weights are downloaded
         target = model
@@ -153,8 +153,8 @@ class Engine:
         Raises:
             ValueError: as in the constructor; the current drafter then stays.
         """
-        if not self.config.speculation.use_speculative:
-            raise ValueError("swap_draft() contradicts use_speculative=False: allowed with use_speculative=True only")
+        if self.config.speculation.speculation == "off":
+            raise ValueError("swap_draft() contradicts speculation='off': allowed with 'adaptive' and 'fixed'")
         if self.config.speculation.max_draft_tokens == 0:
             raise ValueError("swap_draft() contradicts max_draft_tokens=0: allowed with at least 1")
         self.backend.activate()

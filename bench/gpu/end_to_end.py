@@ -164,6 +164,7 @@ class EndToEnd:
         num_tokens = max(batch * (plan.prompt_len + plan.max_output_len(batch)) for batch in plan.batches)
         config = EngineConfig.of(
             dtype="bfloat16",
+            speculation="fixed",
             max_draft_tokens=NUM_DRAFTS,
             draft_tree="chain",
             draft_sampling="greedy",

@@ -104,9 +104,9 @@ def milliseconds(draft_tree: str, num_requests: int, context_len: int, seed: int
     draft = f"idle, {draft_tree}, {num_requests} x {context_len}"
     register(draft, lambda context: DraftModelDrafter(draft, decoder(), context))
     config = EngineConfig.of(
-        dtype="bfloat16", draft_tree=draft_tree, draft_sampling="greedy", max_draft_tokens=NUM_DRAFTS, max_batch_size=num_requests,
-        max_num_batched_tokens=8192, num_kv_blocks=num_requests * ((context_len + output_len) // 16 + 2),
-        warm_up=False,
+        dtype="bfloat16", speculation="fixed", draft_tree=draft_tree, draft_sampling="greedy", max_draft_tokens=NUM_DRAFTS,
+        max_batch_size=num_requests, max_num_batched_tokens=8192, warm_up=False,
+        num_kv_blocks=num_requests * ((context_len + output_len) // 16 + 2),
     )  # fmt: skip
     engine = Engine(config, decoder(), draft, backend=backend)
     prompts = random_prompts(Lengths(context_len, context_len), VOCAB_SIZE, seed)

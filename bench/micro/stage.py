@@ -105,6 +105,7 @@ def make_engine(
 ) -> Engine:
     """Return an engine whose requests have all run their prompts of `CONTEXT_LEN` random tokens."""
     config = EngineConfig.of(
+        speculation="fixed",
         max_draft_tokens=NUM_DRAFT_TOKENS,
         draft_tree=draft_tree,
         draft_sampling="sampled" if temperature else "auto",

@@ -27,7 +27,7 @@ WORKLOAD = Workload(random_prompts(6, seed=1), OUTPUT_LENS)
 @pytest.fixture(scope="module")
 def engine(zoo: Zoo) -> Engine:
     options: dict[str, Any] = {"max_draft_tokens": 3, "max_batch_size": 4, "max_model_len": 80, "enable_prefix_caching": False}
-    return LLM(zoo.path("llama"), zoo.path("llama~"), dtype="float32", device="cpu", **options).engine
+    return LLM(zoo.path("llama"), zoo.path("llama~"), dtype="float32", device="cpu", speculation="fixed", **options).engine
 
 
 class StepClock:

@@ -146,9 +146,8 @@ SAMPLED = [
 
 
 @pytest.mark.parametrize("shape", ["chain", "auto", "dynamic", "parents"])
-@pytest.mark.parametrize("sampling", ["sampled", "auto"])
-def test_a_sampled_output_is_its_own_whatever_the_neighbours_chunks_and_preemptions(zoo: Zoo, sampling: str, shape: str) -> None:
-    options = {"draft_sampling": sampling} | SHAPES[shape]
+def test_a_sampled_output_is_its_own_whatever_the_neighbours_chunks_and_preemptions(zoo: Zoo, shape: str) -> None:
+    options = {"draft_sampling": "sampled"} | SHAPES[shape]
     models = zoo.path("llama"), zoo.path("llama~")
     alone = [
         run_all(make_engine(*models, **AMPLE | options), [prompt], [params])[0]
@@ -159,6 +158,18 @@ def test_a_sampled_output_is_its_own_whatever_the_neighbours_chunks_and_preempti
     scarce = make_engine(*models, **SCARCE | options)
     assert run_all(scarce, PROMPTS, SAMPLED) == alone
     assert scarce.counters.num_preemptions > 0
+
+
+@pytest.mark.parametrize("max_draft_tokens", [0, 2, 6, 20])
+@pytest.mark.parametrize("speculation", ["adaptive", "fixed"])
+def test_the_tokens_of_a_seed_depend_on_nothing_but_their_request(zoo: Zoo, speculation: str, max_draft_tokens: int) -> None:
+    """Where drafts may be sampled, too: those of requests with a seed of their own are not."""
+    plain = run_all(make_engine(zoo.path("llama"), **AMPLE), PROMPTS, SAMPLED)
+    options = {"speculation": speculation, "max_draft_tokens": max_draft_tokens, "draft_tree": "auto", "draft_sampling": "auto"}
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE | options)
+    assert run_all(engine, PROMPTS, SAMPLED) == plain
+    assert [run_all(engine, [prompt], [params])[0] for prompt, params in zip(PROMPTS, SAMPLED, strict=True)] == plain
+    assert speculation == "adaptive" or (sum(engine.counters.accepted_per_depth) > 20) == (max_draft_tokens > 0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -50,7 +50,7 @@ def check(zoo: Zoo, prompt: list[int], completion: CompletionOutput, num_logprob
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_emitted_token_has_the_models_own_logprobs(zoo: Zoo, name: str, draft: str | None) -> None:
     """Requests that ask for different numbers, or for none, side by side; some of them are preempted."""
-    pool: dict[str, Any] = {"block_size": 8, "num_kv_blocks": 9, "max_batch_size": 4}
+    pool: dict[str, Any] = {"speculation": "fixed", "block_size": 8, "num_kv_blocks": 9, "max_batch_size": 4}
     llm = LLM(zoo.path("llama+text"), draft and zoo.path(draft), dtype="float32", device="cpu", **pool)
     counts = [0, 1, 5, 20, None, -1]
     params = [SamplingParams(max_tokens=16, logprobs=count, **OPTIONS[name]) for count in counts]
@@ -100,7 +100,7 @@ def test_prompts_have_the_models_own_logprobs(zoo: Zoo, back_end: str, is_cachin
 
 
 def test_tokens_carry_their_text_in_generate_and_stream(zoo: Zoo) -> None:
-    llm = LLM(zoo.path("llama+text"), zoo.path("llama~"), dtype="float32", device="cpu", num_kv_blocks=64)
+    llm = LLM(zoo.path("llama+text"), zoo.path("llama~"), dtype="float32", device="cpu", speculation="fixed", num_kv_blocks=64)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
     [whole] = llm.generate("the dog", params, use_tqdm=False)
     pieces = [piece.outputs[0] for piece in llm.stream("the dog", params)]

@@ -107,7 +107,7 @@ def unknown_names(unknown: Iterable[str], allowed: Sequence[str]) -> str:
     """Return a message on names that there are not, with the closest of the allowed ones, or all where a name is close to none."""
     listed, all_close = [], True
     for name in islice(unknown, MAX_NAMES):
-        close = get_close_matches(name[:MAX_SHOWN], allowed, n=1, cutoff=0.75)
+        close = get_close_matches(name[:MAX_SHOWN], allowed, n=1, cutoff=0.65)
         listed.append(f"{shown(name)} (did you mean {close[0]!r}?)" if close else shown(name))
         all_close &= bool(close)
     return f"there is no option {', '.join(listed)}" + ("" if all_close else f"; allowed: {', '.join(allowed)}")

@@ -32,6 +32,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"} | {f"torch.{name}": name for name in DTYPES[1:]}
 """Other names of dtypes, among them those that torch's own print."""
 GENERATION_CONFIGS = ("auto", "vllm")
+SPECULATIONS = ("adaptive", "fixed", "off")
+SPECULATION_TARGETS = ("throughput", "latency")
 DRAFT_TREES = ("auto", "dynamic", "chain")
 DRAFT_SAMPLINGS = ("auto", "greedy", "sampled")
 SCHEDULING_POLICIES = ("fcfs",)
@@ -92,15 +94,20 @@ class SpeculationOptions:
     """How much is drafted, and how.
 
     Args:
-        use_speculative: ``False`` disables drafting, whatever the draft model.
+        speculation: how much is drafted: "adaptive", as much as pays, at each step; "fixed", always ``max_draft_tokens``; "off",
+            nothing, whatever the draft model.
+        speculation_target: what "adaptive" maximises: "throughput", tokens per second of all requests together, or "latency", the
+            geometric mean of the requests' tokens per second.
         max_draft_tokens: maximum draft tokens per request and step, 0 to 63.
         draft_tree: shape of the draft tree: "chain"; "dynamic", grown by the draft's cumulative probability; a list of parents
             (-1 = the root); or "auto", chosen per request and step.
         draft_sampling: "greedy" proposes the draft's most likely tokens, "sampled" samples them at the request's temperature,
-            "auto" chooses what the target has matched better at the request's roots so far. At temperature 0 all three are greedy.
+            "auto" chooses what the target has matched better at the request's roots so far, and "greedy" for requests with a seed
+            of their own, whose tokens then do not depend on what is drafted. At temperature 0 all three are greedy.
     """
 
-    use_speculative: bool = True
+    speculation: str = "adaptive"
+    speculation_target: str = "throughput"
     max_draft_tokens: int = 6
     draft_tree: str | Sequence[int] = "auto"
     draft_sampling: str = "auto"
@@ -108,7 +115,8 @@ class SpeculationOptions:
     def __post_init__(self) -> None:
         store(
             self,
-            use_speculative=check_bool("use_speculative", self.use_speculative),
+            speculation=check_choice("speculation", self.speculation, SPECULATIONS),
+            speculation_target=check_choice("speculation_target", self.speculation_target, SPECULATION_TARGETS),
             max_draft_tokens=check_integer("max_draft_tokens", self.max_draft_tokens, 0, MAX_NODES),
             draft_tree=as_list(self.draft_tree),
             draft_sampling=check_choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS),
@@ -230,7 +238,8 @@ class EngineOptions(TypedDict, total=False):
     revision: str | None
     download_dir: str | PathLike[str] | None
     generation_config: str
-    use_speculative: bool
+    speculation: str
+    speculation_target: str
     max_draft_tokens: int
     draft_tree: str | Sequence[int]
     draft_sampling: str
