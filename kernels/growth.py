@@ -1,7 +1,8 @@
 """Growth of draft trees by passes of a draft model: the general form, for any runner's `forward`.
 
-What is fed at which depth is known on the host before the first pass; tokens and probabilities stay on the device until all passes
-are done and `TreeOps.select` chooses the trees.
+What may be fed at which depth is known on the host before the first pass; tokens and probabilities stay on the device until all
+passes are done and `TreeOps.select` chooses the trees. Only where all trees that go on are beams with a `Worth`, the host looks,
+before each pass, whether it pays.
 
 Legend: n requests of a growth, V vocabulary of the target, W beam width, k children considered per node, I inner nodes.
 """
@@ -29,10 +30,10 @@ from titan.core.batch import (
     physical_slots,
     prefix_sums,
 )
-from titan.core.growth import BeamSpec, Feed, ShapeSpec
+from titan.core.growth import BeamSpec, Feed, ShapeSpec, Worth
 from titan.core.limits import MAX_NODES
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import DraftTrees
+from titan.core.trees import DraftTrees, Upload
 from titan.kernels.interfaces import Backend, Candidates
 
 Forward = Callable[[RaggedBatch], Tensor]
@@ -72,6 +73,9 @@ def grow_by_passes(
     slots_of = [growth.fed_slots for growth in growths]
     for depth, layout in enumerate(_lay_out_frontiers(ordered, [*chain(*slots_of)], block_size), start=1):
         active = [growth for growth, slots in zip(growths, slots_of, strict=True) if max(map(len, slots)) >= depth]
+        gains = [growth.gain for growth in active if growth.gain is not None]
+        if len(gains) == len(active) and torch.stack(gains).sum().item() <= 1:
+            break
         token_ids, bits = zip(*(growth.frontier(depth) for growth in active), strict=True)
         # a shape may have more children than the draft has tokens
         fed = _cat(token_ids).clamp(max=draft_vocab_size - 1) if num_missing > 0 else _cat(token_ids)
@@ -79,7 +83,8 @@ def grow_by_passes(
         of_growths = widened(forward(batch)).split([len(each) for each in token_ids])
         for growth, logits in zip(active, of_growths, strict=True):
             growth.extend(depth, logits)
-    return backend.trees.select([growth.candidates() for growth in growths], num_rows)
+    trees = backend.trees.select([growth.candidates() for growth in growths], num_rows)
+    return trees.packed() if backend.is_host else trees
 
 
 def feed_roots(forward: Forward, feeds: Sequence[Feed], block_size: int) -> Tensor:
@@ -92,7 +97,7 @@ class BeamGrowth:
     """Expands, at each depth, the nodes with the greatest cumulative probability.
 
     Args:
-        feeds: n feeds with beam specs of equal width and number of children.
+        feeds: n feeds with beam specs of equal width and number of children, all with a worth, or none.
         logits: of their roots, [n, V].
         backend: the one the draft runs on.
     """
@@ -105,7 +110,11 @@ class BeamGrowth:
         # one per depth, for all requests: the columns of Candidates
         self._levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._beam: Tensor  # int64 [n, W], the candidates of the last level that are fed
+        self._beam_scores: Tensor  # float32 [n, W]; -inf where they are not worth it: what follows is no candidate
         self._bits: Tensor  # int64 [n, W], their ancestor bits
+        # of feeding the beam: the profits of all nodes, in prices of a pass; None: infinite
+        self.gain: Tensor | None = None
+        self._worths = BeamWorths.of([spec.worth for spec in specs if spec.worth is not None], backend.upload)
         depths = range(1, int(self._max_depths.max()) + 1)
         self._temperatures, *columns = backend.upload(
             [
@@ -136,7 +145,7 @@ class BeamGrowth:
         temperatures = self._temperatures[index].repeat_interleave(width)
         token_ids, logprobs = self._backend.sampling.top_candidates(logits, k, temperatures)
         scores = logprobs.new_full((n, width * k), float("-inf"))
-        parent_scores = self._levels[-1][1].gather(1, self._beam)[index]
+        parent_scores = self._beam_scores[index]
         scores[index] = (logprobs.reshape(-1, width, k) + parent_scores[:, :, None]).flatten(1)
         all_tokens = token_ids.new_zeros(n, width * k)
         all_tokens[index] = token_ids.reshape(-1, width * k)
@@ -144,19 +153,57 @@ class BeamGrowth:
         self._add_level(all_tokens, scores, parent_slots, self._bits.repeat_interleave(k, dim=1), depth=depth + 1)
 
     def candidates(self) -> Candidates:
-        num_nodes = np.array([spec.num_nodes for spec in self._specs])
         token_ids, scores, parent_slots, slots = (torch.cat(column, 1) for column in zip(*self._levels, strict=True))
+        slots[:, -self._levels[-1][0].shape[1] :] = -1  # the last level was not fed
+        num_nodes = np.array([min(spec.num_nodes, token_ids.shape[1]) for spec in self._specs])
         is_chain = np.zeros(len(num_nodes), np.bool_)
         return Candidates(self._rows, num_nodes, is_chain, True, token_ids, scores, parent_slots, slots)
 
     def _add_level(self, token_ids: Tensor, scores: Tensor, parent_slots: Tensor, parent_bits: Tensor, depth: int) -> None:
         """Add the candidates of a depth, [n, c] each, and choose which of them are fed."""
+        is_last = self._is_last[depth - 1]
+        if self._worths is not None:
+            scores = self._worths.cut(scores, depth)
         self._beam = scores.topk(self._width, dim=-1).indices
-        fed = torch.arange((depth - 1) * self._width, depth * self._width, device=scores.device).expand_as(self._beam)
-        slots = torch.full_like(token_ids, -1).scatter(1, self._beam, fed)
+        self._beam_scores = scores.gather(1, self._beam)
+        places = torch.arange((depth - 1) * self._width, depth * self._width, device=scores.device).expand_as(self._beam)
         # nodes of the deepest level are never fed: no node has its parent in their slots
-        self._bits = parent_bits.gather(1, self._beam) | (1 << fed.clamp(max=MAX_NODES - 1))
-        self._levels.append((token_ids, scores, parent_slots, slots.masked_fill(self._is_last[depth - 1], -1)))
+        self._bits = parent_bits.gather(1, self._beam) | (1 << places.clamp(max=MAX_NODES - 1))
+        fed = places.masked_fill(is_last, -1)
+        if self._worths is not None:
+            profits = self._worths.profits(self._beam_scores, depth).masked_fill(is_last, 0)
+            self.gain = (profits / self._worths.pass_price).sum()
+            fed = fed.where(profits > 0, -1)
+            self._beam_scores = self._beam_scores.where(profits > 0, float("-inf"))
+        self._levels.append((token_ids, scores, parent_slots, torch.full_like(token_ids, -1).scatter(1, self._beam, fed)))
+
+
+class BeamWorths(NamedTuple):
+    """What the nodes of n beams are worth, and what time costs, see `titan.core.growth.Worth`: float32 [n, 1] each."""
+
+    agreement: Tensor
+    acceptance: Tensor
+    node_price: Tensor
+    row_price: Tensor
+    pass_price: Tensor
+
+    @classmethod
+    def of(cls, worths: Sequence[Worth], upload: Upload) -> BeamWorths | None:
+        """Upload the worths of n beams; ``None`` if there are none."""
+        columns = (np.array([[getattr(worth, name)] for worth in worths], np.float32) for name in cls._fields)
+        return cls(*upload([*columns])) if worths else None
+
+    def cut(self, scores: Tensor, depth: int) -> Tensor:
+        """Set scores of candidates at a depth that are not worth verifying to -inf: [n, c]."""
+        return scores.where(self._values(scores, depth) >= self.node_price, float("-inf"))
+
+    def profits(self, scores: Tensor, depth: int) -> Tensor:
+        """Compute the profits of feeding candidates at a depth, 0 if they are not worth it: [n, c]."""
+        profits = self._values(scores, depth) * self.acceptance - (self.node_price + self.row_price)
+        return profits.where(profits > 0, 0)
+
+    def _values(self, scores: Tensor, depth: int) -> Tensor:
+        return self.agreement**depth * scores.exp()
 
 
 class ShapeLevel(NamedTuple):
@@ -177,6 +224,8 @@ class ShapeGrowth:
         logits: of their roots, [n, V].
         backend: the one the draft runs on.
     """
+
+    gain = None  # infinite: a shape is filled whatever that costs
 
     def __init__(self, feeds: Sequence[Feed], logits: Tensor, backend: Backend) -> None:
         specs = [feed.spec for feed in feeds if isinstance(feed.spec, ShapeSpec)]
@@ -261,8 +310,8 @@ def _group(feeds: Sequence[Feed]) -> list[tuple[type[Growth], list[int]]]:
     members: dict[tuple[type[Growth], object], list[int]] = {}
     for i, feed in enumerate(feeds):
         match feed.spec:
-            case BeamSpec(width=width, num_children=num_children):
-                members.setdefault((BeamGrowth, (width, num_children)), []).append(i)
+            case BeamSpec(width=width, num_children=num_children, worth=worth):
+                members.setdefault((BeamGrowth, (width, num_children, worth is None)), []).append(i)
             case ShapeSpec(params=params):
                 members.setdefault((ShapeGrowth, params is not None), []).append(i)
             case _:

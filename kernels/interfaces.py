@@ -145,7 +145,7 @@ class Runner(Protocol):
         """Run one pass over a ragged batch; return logits [L, vocab] of the rows that need them."""
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
-        """Feed a draft model the tokens it lacks, and grow draft trees as specified.
+        """Feed a draft model the tokens it lacks, and grow draft trees as specified, without empty places if they are on the host.
 
         Args:
             feeds: one or more requests.
@@ -302,6 +302,7 @@ class Backend(Protocol):
 
     name: str
     device: torch.device
+    is_host: bool  # whether tensors are in the host's memory, so that reading them costs nothing
     cache: CacheOps
     sampling: SamplingOps
     trees: TreeOps

@@ -73,14 +73,18 @@ def shape_struct(plan: ShapePlan) -> TreeShapeStruct:
     return TreeShapeStruct(len(plan.parents), plan.inner.shape[1], *(array.ctypes.data for array in arrays))
 
 
+WORTH = np.dtype([(name, "f4") for name in ("agreement", "acceptance", "node_price", "row_price", "pass_price")])
+"""``Worth`` of the C++."""
+
 TREE_GROWTH = np.dtype(
     [
-        *((name, "i8") for name in ("shape", "root", "depth", "width", "num_children", "num_places")),
-        *((name, "i8") for name in ("first_node", "first_row", "first_inner")),
+        *((name, "i8") for name in ("shape", "root", "depth", "width", "num_children", "max_nodes", "row", "first_inner")),
         ("seed", "u8"),
         ("temperature", "f4"),
         ("is_sampled", "i4"),
-    ]
+        ("worth", WORTH),
+    ],
+    align=True,
 )
 """``TreeGrowth`` of the C++; ``shape`` is the address of a `TreeShapeStruct`, or 0."""
 
@@ -92,7 +96,7 @@ class GrowingStruct(ctypes.Structure):
         *((name, _INT) for name in ("num_requests", "block_size", "table_width", "target_vocab_size", "num_slots")),
         *((name, _POINTER) for name in ("growths", "block_table", "root_logits", "fed_tokens", "num_fed")),
         ("nodes", NodeColumnsStruct),
-        *((name, _POINTER) for name in ("draft_rows", "is_chain", "probs")),
+        *((name, _POINTER) for name in ("draft_rows", "counts", "is_chain", "probs")),
         ("num_passes", _INT),
         ("pass_seconds", ctypes.c_double),
     ]

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -36,6 +37,16 @@ struct NodeColumns {
   int32_t* draft_slots;
 };
 
+// What the nodes of a beam are worth, see `Worth` of `titan/core/growth.py`. A tree that grows to its end, whatever that costs, has
+// a node price of -inf: all its profits are infinite.
+struct Worth {
+  float agreement;
+  float acceptance;
+  float node_price;
+  float row_price;
+  float pass_price;
+};
+
 // How the tree of one request grows: it fills a shape, or a beam expands the best nodes of each depth.
 struct TreeGrowth {
   const TreeShape* shape; // null: a beam
@@ -43,16 +54,16 @@ struct TreeGrowth {
   int64_t depth;          // of a beam's deepest nodes
   int64_t width;          // nodes that a beam expands at each depth
   int64_t num_children;   // tokens that a beam considers after each; if 1, it follows the most likely ones, whatever their scores
-  int64_t num_places;     // of the tree among all nodes
-  int64_t first_node;     // the first of these places
-  int64_t first_row;      // of the tree's root in `draft_rows`
+  int64_t max_nodes;      // of the tree
+  int64_t row;            // of the plan
   int64_t first_inner;    // where the inner nodes' rows of `probs` begin
   uint64_t seed;
   float temperature;  // of samples, or of the probabilities that a beam compares
   int32_t is_sampled; // whether the nodes of a shape are sampled
+  Worth worth;
 };
 
-static_assert(sizeof(TreeGrowth) == 88, "as TREE_GROWTH of decoder.py");
+static_assert(sizeof(TreeGrowth) == 104, "as TREE_GROWTH of decoder.py");
 
 // The trees of n requests, and where their draft's KV is.
 struct Growing {
@@ -61,14 +72,15 @@ struct Growing {
   int64_t table_width;
   int64_t target_vocab_size; // tokens from there on are not proposed
   int64_t num_slots;
-  const TreeGrowth* growths;  // [n]
+  const TreeGrowth* growths;  // [n], rows of the plan ascending
   const int64_t* block_table; // [n, table_width]
   const void* root_logits;    // [n, vocab_size of the draft], or null: the tokens below are fed first
   const int64_t* fed_tokens;  // [F]
   const int64_t* num_fed;     // [n], at least 1; the last of a request's is its root
   // outputs
-  NodeColumns nodes;    // of all trees
+  NodeColumns nodes;    // of all trees, one after another
   int32_t* draft_rows;  // rows of `probs`, of roots and nodes; null if nothing is sampled
+  int64_t* counts;      // [n], nodes of each tree
   int32_t* is_chain;    // [n], whether each node is a child of the one before it
   float* probs;         // [all inner nodes of sampled shapes, target_vocab_size]
   int64_t num_passes;
@@ -103,18 +115,13 @@ inline void write_node(const NodeColumns& nodes, int64_t first, int64_t node, co
   nodes.draft_slots[first + node] = candidate.slot;
 }
 
-// Write the places that no candidate is left for as empty.
-inline void write_empty(const NodeColumns& nodes, int64_t first, int64_t begin, int64_t end) {
-  for (int64_t node = begin; node < end; ++node) write_node(nodes, first, node, {-1, kMinusInfinity, -1, -1}, -2);
-}
-
-// Write the best ancestor-closed set of c candidates, the path of first children first, see `titan/kernels/torch/trees.py`; return
-// the number of its nodes.
-inline int64_t select_tree(const Candidate* candidates, int64_t c, int64_t num_places, int64_t first, const NodeColumns& nodes) {
+// Write the best ancestor-closed set of at most max_nodes of c candidates, the path of first children first, see
+// `titan/kernels/torch/trees.py`; return the number of its nodes.
+inline int64_t select_tree(const Candidate* candidates, int64_t c, int64_t max_nodes, int64_t first, const NodeColumns& nodes) {
   std::vector<int64_t> best;
   for (int64_t j = 0; j < c; ++j)
     if (std::isfinite(candidates[j].score)) best.push_back(j);
-  const int64_t count = std::min<int64_t>(num_places, best.size());
+  const int64_t count = std::min<int64_t>(max_nodes, best.size());
   std::partial_sort(best.begin(), best.begin() + count, best.end(),
                     [&](int64_t a, int64_t b) { return is_better(candidates, a, b); });
   std::vector<int64_t> order; // places in `best`
@@ -134,7 +141,6 @@ inline int64_t select_tree(const Candidate* candidates, int64_t c, int64_t num_p
       if (slot(order[other]) == candidate.parent_slot) parent = static_cast<int32_t>(other);
     write_node(nodes, first, node, candidate, parent);
   }
-  write_empty(nodes, first, count, num_places);
   return count;
 }
 
@@ -144,12 +150,19 @@ struct FedNode {
   int64_t place; // index among a shape's inner nodes, or among a beam's expanded nodes
 };
 
+// A candidate that is worth feeding at the next depth.
+struct Expanded {
+  int64_t candidate;
+  int64_t bits;  // its ancestor bits
+  int32_t slot;  // where it is fed
+  float profit;
+};
+
 // A tree while it grows.
 struct Growth {
   std::vector<Candidate> candidates; // of a beam
-  std::vector<int64_t> expanded;     // candidates that are fed at the next depth
-  std::vector<int64_t> bits;         // their ancestor bits
-  std::vector<int64_t> children;     // [I, kMaxNodes] of a shape, -1 where there is none
+  std::vector<Expanded> expanded;
+  std::vector<int64_t> children; // [I, kMaxNodes] of a shape, -1 where there is none
 };
 
 // Tokens of all requests that are fed together.
@@ -228,35 +241,39 @@ private:
     forward_rows();
   }
 
-  // Feed the nodes of a depth that will have children; return whether there are any.
+  // Feed the nodes of a depth that will have children, if that pays; return whether it does.
   bool feed_frontier(int64_t depth) {
     rows_.clear();
     nodes_.clear();
+    double gain = 0; // of all requests, in prices of a pass
     for (int64_t i = 0; i < growing_.num_requests; ++i) {
       const TreeGrowth& growth = growing_.growths[i];
-      Growth& mine = growths_[i];
-      const auto feed = [&](int64_t place, int64_t token, int64_t slot, int64_t bits) {
+      const Growth& mine = growths_[i];
+      const auto feed = [&](int64_t place, int64_t token, int64_t slot, int64_t bits, float profit) {
         add_row(i, token, growth.root + depth, growth.root + 1 + slot, growth.root + 1, bits);
         nodes_.push_back({i, place});
+        gain += profit / growth.worth.pass_price;
       };
       rows_.tree_starts[i] = growth.root + 1;
       if (const TreeShape* shape = growth.shape) {
         const int64_t size = shape->num_inner;
         const int64_t *nodes = shape->inner, *depths = nodes + size, *parents = depths + size, *ranks = parents + size;
         for (int64_t place = 0; place < size; ++place)
-          if (depths[place] == depth)
-            feed(place, mine.children[parents[place] * kMaxNodes + ranks[place]], nodes[place], ranks[size + place]);
-      } else if (depth < growth.depth) {
-        for (size_t j = 0; j < mine.expanded.size(); ++j) {
-          const Candidate& candidate = mine.candidates[mine.expanded[j]];
-          feed(j, candidate.token, candidate.slot, mine.bits[j]);
-        }
+          if (depths[place] == depth) {
+            const int64_t token = mine.children[parents[place] * kMaxNodes + ranks[place]];
+            feed(place, token, nodes[place], ranks[size + place], -kMinusInfinity);
+          }
+      }
+      for (size_t j = 0; j < mine.expanded.size(); ++j) {
+        const Expanded& node = mine.expanded[j];
+        feed(j, mine.candidates[node.candidate].token, node.slot, node.bits, node.profit);
       }
       end_request(i);
     }
+    if (gain <= 1) return false;
     for (int64_t row = 0; row < rows_.size(); ++row) rows_.kept.push_back(row);
-    if (rows_.size()) forward_rows();
-    return rows_.size();
+    forward_rows();
+    return true;
   }
 
   // Choose the children of the nodes fed at a depth.
@@ -306,65 +323,77 @@ private:
     }
   }
 
-  // Add the children of a beam's nodes, rows `first` to `last`, as candidates at `depth`, and choose which of them are fed.
+  // Add the children of a beam's nodes, which were fed as rows `first` to `last`, as candidates at `depth`, except those that are
+  // not worth verifying, and choose those that are worth feeding.
   void expand(int64_t request, int64_t depth, int64_t first, int64_t last, int64_t stride) {
     const TreeGrowth& growth = growing_.growths[request];
+    const Worth& worth = growth.worth;
     Growth& mine = growths_[request];
+    const float agreement = static_cast<float>(std::pow(worth.agreement, depth));
     const int64_t begin = mine.candidates.size(), k = growth.num_children;
+    const std::vector<Expanded> parents = std::exchange(mine.expanded, {}); // none: the root
     for (int64_t row = first; row < last; ++row) {
-      const bool is_root = mine.expanded.empty();
-      const Candidate parent = is_root ? Candidate{0, 0, -1, -1} : mine.candidates[mine.expanded[row - first]];
-      for (int64_t j = 0; j < k; ++j)
-        mine.candidates.push_back({tokens_[row * stride + j], parent.score + logprobs_[row * stride + j], parent.slot, -1});
+      Candidate parent{0, 0, -1, -1};
+      if (!parents.empty()) {
+        Candidate& fed = mine.candidates[parents[row - first].candidate];
+        fed.slot = parents[row - first].slot;
+        parent = fed;
+      }
+      for (int64_t j = 0; j < k; ++j) {
+        const float score = parent.score + logprobs_[row * stride + j];
+        const bool is_worth_it = agreement * std::exp(score) >= worth.node_price;
+        mine.candidates.push_back({tokens_[row * stride + j], is_worth_it ? score : kMinusInfinity, parent.slot, -1});
+      }
     }
     if (depth >= growth.depth) return;
-    std::vector<int64_t> best(mine.candidates.size() - begin), bits;
+    std::vector<int64_t> best(mine.candidates.size() - begin);
     for (size_t j = 0; j < best.size(); ++j) best[j] = begin + j;
     const int64_t width = std::min<int64_t>(growth.width, best.size());
-    std::partial_sort(best.begin(), best.begin() + width, best.end(), [&](int64_t a, int64_t b) { return is_better(mine.candidates.data(), a, b); });
-    best.resize(width);
+    std::partial_sort(best.begin(), best.begin() + width, best.end(),
+                      [&](int64_t a, int64_t b) { return is_better(mine.candidates.data(), a, b); });
     for (int64_t j = 0; j < width; ++j) {
-      Candidate& candidate = mine.candidates[best[j]];
-      candidate.slot = static_cast<int32_t>((depth - 1) * growth.width + j);
-      const int64_t above = mine.bits.empty() ? 0 : mine.bits[(best[j] - begin) / k];
-      bits.push_back(above | int64_t{1} << candidate.slot);
+      const float value = agreement * std::exp(mine.candidates[best[j]].score);
+      const float profit = value * worth.acceptance - (worth.node_price + worth.row_price);
+      if (!(profit > 0)) break; // nor are those after it, whose scores are lower or not finite
+      const int32_t slot = static_cast<int32_t>((depth - 1) * growth.width + j);
+      const int64_t above = parents.empty() ? 0 : parents[(best[j] - begin) / k].bits;
+      mine.expanded.push_back({best[j], above | int64_t{1} << slot, slot, profit});
     }
-    mine.expanded = best;
-    mine.bits = bits;
   }
 
-  // Write the tree of a request to its places.
+  // Write the tree of a request after those of the requests before it.
   void finish(int64_t request) {
     const TreeGrowth& growth = growing_.growths[request];
-    const Growth& mine = growths_[request];
-    const int64_t first = growth.first_node;
-    if (growth.shape)
-      fill_shape(growth, mine);
-    else
-      select_tree(mine.candidates.data(), mine.candidates.size(), growth.num_places, first, growing_.nodes);
+    const std::vector<Candidate>& found = growths_[request].candidates;
+    const int64_t first = num_nodes_;
+    const int64_t count = growth.shape ? fill_shape(growth, growths_[request], first)
+                                       : select_tree(found.data(), found.size(), growth.max_nodes, first, growing_.nodes);
+    growing_.counts[request] = count;
     growing_.is_chain[request] = 1;
-    for (int64_t node = 0; node < growth.num_places; ++node)
+    for (int64_t node = 0; node < count; ++node)
       if (growing_.nodes.parents[first + node] != node - 1) growing_.is_chain[request] = 0;
+    num_nodes_ += count;
   }
 
-  // Fill a shape; nodes that no token was left for are left out, and so are their descendants.
-  void fill_shape(const TreeGrowth& growth, const Growth& mine) {
+  // Fill a shape; nodes that no token was left for are left out, and so are their descendants. Return the number of the others.
+  int64_t fill_shape(const TreeGrowth& growth, const Growth& mine, int64_t first) {
     const TreeShape& shape = *growth.shape;
+    const int64_t first_row = first + growth.row; // each row of the plan before it has a root
     std::vector<int32_t> places(shape.num_nodes, -1); // of the shape's nodes in the tree
     int64_t count = 0;
-    if (growth.is_sampled) growing_.draft_rows[growth.first_row] = static_cast<int32_t>(growth.first_inner);
+    if (growth.is_sampled) growing_.draft_rows[first_row] = static_cast<int32_t>(growth.first_inner);
     for (int64_t node = 0; node < shape.num_nodes; ++node) {
       const int64_t token = mine.children[shape.node_parents[node] * kMaxNodes + shape.ranks[node]];
       const int64_t above = shape.inner[shape.node_parents[node]];
       const int32_t parent = above < 0 ? -1 : places[above];
       if (token < 0 || (above >= 0 && parent < 0)) continue;
       const int32_t slot = shape.inner_rows[1 + node] > 0 ? static_cast<int32_t>(node) : -1;
-      write_node(growing_.nodes, growth.first_node, count, {token, 0, 0, slot}, parent);
+      write_node(growing_.nodes, first, count, {token, 0, 0, slot}, parent);
       if (growth.is_sampled)
-        growing_.draft_rows[growth.first_row + 1 + count] = static_cast<int32_t>(growth.first_inner + shape.inner_rows[1 + node]);
+        growing_.draft_rows[first_row + 1 + count] = static_cast<int32_t>(growth.first_inner + shape.inner_rows[1 + node]);
       places[node] = static_cast<int32_t>(count++);
     }
-    write_empty(growing_.nodes, growth.first_node, count, growth.num_places);
+    return count;
   }
 
   const Decoder& decoder_;
@@ -376,14 +405,18 @@ private:
   std::vector<int64_t> tokens_;
   std::vector<float> logprobs_;
   int64_t vocab_size_;
+  int64_t num_nodes_ = 0; // of the trees that are finished
 };
 
 } // namespace
 
-// Select the trees of n requests from c candidates each, see `select_tree`.
+// Select the trees of n requests from c candidates each, see `select_tree`; places that no candidate is left for are empty.
 extern "C" void select_trees(const Candidate* candidates, int64_t num_requests, int64_t c, const int64_t* first_nodes,
                              const int64_t* num_places, const NodeColumns* nodes) {
-  for (int64_t i = 0; i < num_requests; ++i) select_tree(candidates + i * c, c, num_places[i], first_nodes[i], *nodes);
+  for (int64_t i = 0; i < num_requests; ++i) {
+    int64_t node = select_tree(candidates + i * c, c, num_places[i], first_nodes[i], *nodes);
+    for (; node < num_places[i]; ++node) write_node(*nodes, first_nodes[i], node, {-1, kMinusInfinity, -1, -1}, -2);
+  }
 }
 
 #define TITAN_DEFINE_GROWTH(T, NAME)                                                                                           \

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,9 @@ from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.batch import RaggedBatch, pad_block_tables, prefix_sums
-from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec
+from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, Worth
 from titan.core.kv_tensor import KVTensor
-from titan.core.trees import DraftTrees, allocate_nodes
+from titan.core.trees import DraftTrees, NodeColumns, allocate_nodes
 from titan.kernels.cpu.compiled import CompiledKernels, address
 from titan.kernels.cpu.decoder import (
     TREE_GROWTH,
@@ -37,6 +39,9 @@ TRAITS = frozenset(
     {"rms_norm", "silu", "rope", "sliding_window", "attention_bias", "output_bias", "mlp_bias", "qk_norm", "tied_embedding"}
 )
 """Traits of models that the C++ supports; see `titan.models.config.ModelConfig.traits`."""
+
+UNPRICED = Worth(agreement=1.0, acceptance=1.0, node_price=-math.inf, row_price=0.0, pass_price=1.0)
+"""The worth of nodes that are fed whatever that costs: each has an infinite profit."""
 
 
 class CompiledRunner(TorchRunner):
@@ -93,6 +98,7 @@ class CompiledRunner(TorchRunner):
         return logits
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
+        feeds = sorted(feeds, key=attrgetter("row"))  # the order of the trees
         growing = [feed for feed in feeds if feed.spec is not None]
         if not self._is_compiled(growing):
             return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
@@ -111,38 +117,39 @@ class CompiledRunner(TorchRunner):
 
     def _grow(self, feeds: Sequence[Feed], roots: Tensor | tuple[Ints, Ints], num_rows: int, vocab_size: int) -> DraftTrees:
         specs = [feed.spec for feed in feeds if feed.spec is not None]
-        counts = [0] * num_rows
-        for feed, spec in zip(feeds, specs, strict=True):
-            counts[feed.row] = spec.num_nodes
-        start_loc, trees, num_probs = prefix_sums(counts), list[tuple[Any, ...]](), 0
+        trees, max_nodes, num_probs = list[tuple[Any, ...]](), 0, 0
         for feed, spec in zip(feeds, specs, strict=True):
             if (last_slot := feed.root + spec.num_slots) >= len(feed.block_ids) * self.kv.block_size:
                 raise IndexError(f"a block table of {len(feed.block_ids)} blocks does not cover slot {last_slot}")
-            first_node = int(start_loc[feed.row])
-            trees.append(_growth(spec, feed.root, first_node, first_node + feed.row, num_probs))
+            trees.append(_growth(spec, feed.root, feed.row, num_probs))
+            max_nodes += spec.num_nodes
             if isinstance(spec, ShapeSpec) and spec.params is not None:
                 num_probs += spec.plan.inner.shape[1]
         growths, rows = np.array(trees, TREE_GROWTH), [feed.row for feed in feeds]
         self.model.check_positions(growths["root"] + growths["depth"] - 1)
-        is_chain, is_sampled, has_scores = np.zeros((3, num_rows), np.bool_)
+        is_chain, (is_sampled, has_scores) = np.ones(num_rows, np.bool_), np.zeros((2, num_rows), np.bool_)
         is_sampled[rows], has_scores[rows] = growths["is_sampled"], growths["shape"] == 0
-        table, nodes = pad_block_tables([feed.block_ids for feed in feeds]), allocate_nodes(int(start_loc[-1]), None)
-        are_chains, probs, draft_rows = np.empty(len(feeds), np.int32), None, None
+        table, nodes = pad_block_tables([feed.block_ids for feed in feeds]), allocate_nodes(max_nodes, None)
+        of_trees, are_chains, probs, draft_rows = np.empty(len(feeds), np.int64), np.empty(len(feeds), np.int32), None, None
         if num_probs:
             probs = torch.empty(num_probs, vocab_size, dtype=torch.float32)
-            draft_rows = torch.zeros(int(start_loc[-1]) + num_rows, dtype=torch.int32)
+            draft_rows = torch.zeros(max_nodes + num_rows, dtype=torch.int32)
         self._run_growth(
             GrowingStruct(
                 *(len(feeds), self.kv.block_size, table.shape[1], vocab_size, self._num_slots),
                 *(address(growths), address(table)),
                 *((roots.data_ptr(), 0, 0) if isinstance(roots, Tensor) else (0, *map(address, roots))),
                 NodeColumnsStruct(*(column.data_ptr() for column in nodes)),
-                *(0 if draft_rows is None else draft_rows.data_ptr(), address(are_chains)),
+                *(0 if draft_rows is None else draft_rows.data_ptr(), address(of_trees), address(are_chains)),
                 0 if probs is None else probs.data_ptr(),
             )
         )
-        is_chain[rows] = are_chains
-        return DraftTrees(start_loc, is_chain, is_sampled, has_scores, nodes, probs, draft_rows)
+        counts = np.zeros(num_rows, np.int64)
+        counts[rows], is_chain[rows] = of_trees, are_chains
+        num_nodes = int(counts.sum())
+        nodes = NodeColumns(*(column[:num_nodes] for column in nodes))
+        draft_rows = None if draft_rows is None else draft_rows[: num_nodes + num_rows]
+        return DraftTrees(prefix_sums(counts), is_chain, is_sampled, has_scores, nodes, probs, draft_rows)
 
     def _run_growth(self, growing: GrowingStruct) -> GrowingStruct:
         """Grow all depths of all trees in one call; the struct then says how long its passes took."""
@@ -150,15 +157,17 @@ class CompiledRunner(TorchRunner):
         return growing
 
 
-def _growth(spec: GrowthSpec, root: int, first_node: int, first_row: int, first_inner: int) -> tuple[Any, ...]:
+def _growth(spec: GrowthSpec, root: int, row: int, first_inner: int) -> tuple[Any, ...]:
     """Return one record of `TREE_GROWTH`."""
-    places = spec.num_nodes, first_node, first_row, first_inner
+    worth = spec.worth if isinstance(spec, BeamSpec) and spec.worth is not None else UNPRICED
+    prices = worth.agreement, worth.acceptance, worth.node_price, worth.row_price, worth.pass_price
+    places = spec.num_nodes, row, first_inner
     match spec:
         case BeamSpec(depth=depth, width=width, num_children=num_children, temperature=temperature):
-            return 0, root, depth, width, num_children, *places, 0, temperature, False
+            return 0, root, depth, width, num_children, *places, 0, temperature, False, prices
         case ShapeSpec(plan=plan, params=params, seed=seed):
             address, temperature = ctypes.addressof(shape_struct(plan)), 1.0 if params is None else params.temperature
-            return address, root, 1 + len(plan.feeds), 0, 0, *places, seed, temperature, params is not None
+            return address, root, 1 + len(plan.feeds), 0, 0, *places, seed, temperature, params is not None, prices
     raise TypeError(f"{type(spec).__name__} is not a spec that can be grown")
 
 

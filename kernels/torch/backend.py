@@ -35,6 +35,7 @@ class TorchBackend:
 
     def __init__(self, device: torch.device, description: str = "PyTorch", num_threads: int | None = None) -> None:
         self.device = device
+        self.is_host = device.type == "cpu"
         self.num_threads = torch.get_num_threads() if num_threads is None else num_threads
         self._description = description
         self.cache: CacheOps = TorchCache(self.upload)

@@ -45,6 +45,7 @@ class TritonBackend:
     """
 
     name = "Triton"
+    is_host = False
 
     def __init__(self, device: torch.device, capture: Callable[[], Capture] = cuda_graph_capture) -> None:
         self.device = device

@@ -50,9 +50,12 @@ class Chains(NamedTuple):
 
 
 def children_per_node(spec: GrowthSpec) -> int:
-    """Return the number of children considered after each node of a chain: 1 if it is greedy; 0 for any other tree."""
+    """Return the number of children considered after each node of a chain: 1 if it is greedy; 0 for any other tree.
+
+    A beam whose growth may end before its depth counts as another tree.
+    """
     if isinstance(spec, BeamSpec):
-        return spec.num_children if spec.width == 1 else 0
+        return spec.num_children if spec.width == 1 and spec.worth is None else 0
     return int(spec.plan.is_chain and spec.params is None)
 
 

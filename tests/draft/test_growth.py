@@ -80,15 +80,15 @@ def test_trees_are_those_that_pytorch_grows(back_end: str, kind: str, logits: st
     found, expected = (
         grow_by_passes(draft.forward, draft.backend, feeds, NUM_ROWS + 1, VOCAB_SIZE, BLOCK_SIZE) for draft in drafts
     )
-    assert found.is_chain.tolist() == expected.is_chain.tolist()
     assert_same_trees(drafts[0].backend, found, expected, range(NUM_ROWS + 1), 1e-5)
     for feed, tree in zip(feeds, trees_on_host(drafts[1].backend, expected)[:-1], strict=True):
         num_slots = 0 if feed.spec is None else feed.spec.num_slots
         assert drafts[1].ends[feed.row] == feed.root + 1 + num_slots
         assert tree.draft_slots is not None and tree.draft_slots.max(initial=-1) < num_slots
         assert tree.num_nodes > 0 or feed.spec is None or logits == "broken"
-    num_nodes = int((expected.nodes.token_ids >= 0).sum())
-    assert num_nodes > 0 and (num_nodes < expected.num_nodes or logits == "plain" or kind == "chain"), "places stay empty"
+    num_places = sum(feed.spec.num_nodes for feed in feeds if feed.spec is not None)
+    assert 0 < expected.num_nodes <= num_places
+    assert expected.num_nodes < num_places or logits == "plain" or kind == "chain", "places stay empty"
     assert int(expected.nodes.token_ids.max()) < DRAFT_VOCAB_SIZE
 
 

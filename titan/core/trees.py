@@ -9,8 +9,9 @@ are ``-1, 0, 1, ...``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -171,7 +172,8 @@ class DraftTrees:
     """The trees of a step, one per row of its plan, R rows; tensors are on the device that verifies them.
 
     The host knows how many **places** each tree has, N in total, but not whether it has as many tokens. If it has fewer, its last
-    places are **empty**: children of no node, so that nothing is ever accepted there.
+    places are **empty**: children of no node, so that nothing is ever accepted there. Where tensors are in the host's memory, trees
+    are grown without such places, each of which would be a row of the target's pass.
     """
 
     start_loc: Ints  # [R + 1], on the host: prefix sums of places
@@ -315,12 +317,24 @@ class DraftTrees:
         Args:
             nodes: the node columns, copied to the host.
         """
-        start_loc = self.start_loc
-        if nodes[0].min(initial=0) < 0:
-            is_node = nodes[0] >= 0
-            start_loc = np.concatenate(([0], is_node.cumsum()))[start_loc]
-            nodes = [column[is_node] for column in nodes]
-        return DraftTrees(start_loc, self.is_chain, self.is_sampled, self.has_scores, NodeColumns(*nodes))
+        return replace(self, nodes=NodeColumns(*nodes), draft_probs=None, draft_rows=None)._without_empty_places()
+
+    def packed(self) -> DraftTrees:
+        """Return trees whose tensors are in the host's memory without their empty places, and with all chains known as such."""
+        trees = self._without_empty_places()
+        parents, bounds = np.asarray(trees.nodes.parents), pairwise(trees.start_loc.tolist())
+        is_chain = [np.array_equal(parents[first:last], chain_parents(last - first)) for first, last in bounds]
+        return replace(trees, is_chain=np.array(is_chain))
+
+    def _without_empty_places(self) -> DraftTrees:
+        is_node = self.nodes.token_ids >= 0
+        if is_node.all():
+            return self
+        start_loc = np.concatenate(([0], np.asarray(is_node).cumsum()))[self.start_loc]
+        nodes, draft_rows = NodeColumns(*(column[is_node] for column in self.nodes)), self.draft_rows
+        if draft_rows is not None:  # each root has an entry before those of its nodes
+            draft_rows = draft_rows[np.insert(np.asarray(is_node), self.start_loc[:-1], True)]
+        return replace(self, start_loc=start_loc, nodes=nodes, draft_rows=draft_rows)
 
     def __getitem__(self, row: int) -> DraftTree:
         """Return the tree of one row, without q; the trees must be on the host."""
