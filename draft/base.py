@@ -63,6 +63,25 @@ class CachingDrafter(Drafter, Protocol):
         ...
 
 
+@runtime_checkable
+class ModelDrafter(Drafter, Protocol):
+    """A drafter whose proposals take passes of a model, which cost time."""
+
+    @property
+    def runner(self) -> Runner:
+        """The model; once a cache is attached."""
+        ...
+
+
+@runtime_checkable
+class ConfidentDrafter(Drafter, Protocol):
+    """A drafter that knows how sure it is of its tokens while a tree grows, and ends it where ``plan.worths`` say so."""
+
+    def stops_early(self, request: Request) -> bool:
+        """Whether the tree of a request would be grown in that way."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DraftContext:
     """What a drafter may need to know about its engine.
@@ -74,6 +93,7 @@ class DraftContext:
     max_draft_tokens: int
     draft_tree: str | Sequence[int]
     draft_sampling: str
+    is_adaptive: bool  # whether plans have worths
     max_num_batched_tokens: int
     dtype: str
     backend: Backend

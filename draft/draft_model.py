@@ -39,7 +39,12 @@ class DraftModelDrafter:
         self.vocab_size = model.config.vocab_size
         self.target_vocab_size = context.target_vocab_size
         self.max_len = model.config.max_position_embeddings
-        self.policy = DraftPolicy(context.draft_tree, context.draft_sampling, context.max_draft_tokens)
+        self.policy = DraftPolicy(
+            context.draft_tree,
+            context.draft_sampling,
+            context.max_draft_tokens,
+            stops_early=context.is_adaptive and context.backend.is_host,
+        )
         self.runner: Runner
         self._context = context
 
@@ -48,6 +53,9 @@ class DraftModelDrafter:
 
     def lookahead(self, request: Request, budget: int) -> int:
         return self.policy.lookahead(request, self._budget(request, budget))
+
+    def stops_early(self, request: Request) -> bool:
+        return self.policy.stops_early(request)
 
     def propose(self, plan: StepPlan) -> DraftTrees:
         feeds = self._feeds(plan)
@@ -85,11 +93,12 @@ class DraftModelDrafter:
         feeds = []
         for i, request in enumerate(plan.requests):
             budget, start = self._budget(request, plan.draft_budgets[i]), request.num_drafted_context
-            is_wanted = request.params.use_speculative and (budget > 0 or not plan.reaches_root(i))
+            is_prompt = plan.drafts_prompts and not plan.reaches_root(i)
+            is_wanted = request.params.use_speculative and (budget > 0 or is_prompt)
             end = min(request.num_computed_tokens + plan.num_tokens[i], self.max_len, start + left)
             if is_wanted and end > start:
                 grows = budget > 0 and end == request.num_tokens
-                spec = self.policy.spec(request, budget, plan.num_slots[i]) if grows else None
+                spec = self.policy.spec(request, budget, plan.num_slots[i], plan.worths.get(i)) if grows else None
                 feeds.append(Feed(i, request.block_ids, start, self._known(request.token_ids[start:end]), spec))
                 left -= end - start
         return feeds

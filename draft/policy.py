@@ -6,10 +6,11 @@ Everything here depends only on the request, its options and its own history, ne
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec, main_path_order, shape_plan
+from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec, Worth, main_path_order, shape_plan
 from titan.core.limits import MAX_NODES
 from titan.core.request import Request
 from titan.core.trees import Parents, chain_parents
@@ -42,36 +43,46 @@ class DraftPolicy:
         draft_tree: "chain", "dynamic", "auto", or the int32 parents of a fixed shape.
         draft_sampling: "greedy", "sampled" or "auto".
         max_draft_tokens: maximum nodes of a tree.
+        stops_early: whether trees end where they do not pay; chains then have scores, which say so.
     """
 
-    def __init__(self, draft_tree: str | Sequence[int], draft_sampling: str, max_draft_tokens: int) -> None:
+    def __init__(
+        self, draft_tree: str | Sequence[int], draft_sampling: str, max_draft_tokens: int, *, stops_early: bool = False
+    ) -> None:
         self.draft_tree = draft_tree
         self.draft_sampling = draft_sampling
         self.fixed_shape: Parents | None = None
         if not isinstance(draft_tree, str):
             self.fixed_shape = main_path_order(np.array(draft_tree, np.int32).tobytes()).parents
         self.max_draft_tokens = max_draft_tokens
+        self._stops_early = stops_early
         self.width = max(2, max_draft_tokens // 8)
         self.beam_depth = min(max_draft_tokens, 6 + max_draft_tokens // 8, 1 + MAX_NODES // self.width)
 
-    def spec(self, request: Request, budget: int, num_slots: int) -> GrowthSpec:
+    def stops_early(self, request: Request) -> bool:
+        """Whether the tree of a request has scores, by which it may end where it does not pay."""
+        return self._stops_early and self.fixed_shape is None and not self._is_sampled(request)
+
+    def spec(self, request: Request, budget: int, num_slots: int, worth: Worth | None = None) -> GrowthSpec:
         """Return how the tree of one request grows.
 
         Args:
             request: to draft for.
             budget: maximum nodes, at least 1.
             num_slots: slots reserved after the root.
+            worth: where it ends, if it stops early; ``None``: at the budget.
         """
         if self._is_sampled(request):
             return ShapeSpec(shape_plan(self._shape(request, budget).tobytes()), request.params, request.seed)
         if self.fixed_shape is not None:
             return ShapeSpec(shape_plan(self.fixed_shape[:budget].tobytes()))
-        if self._is_chain(budget):
+        if self._is_chain(budget) and not self._stops_early:
             return _chain(budget)
-        wide = self._beam(request, budget)
+        wide = replace(self._beam(request, budget), worth=worth)
         if not self._is_narrow(budget) and wide.num_slots <= num_slots:
             return wide
-        return BeamSpec(budget, min(budget, _worthwhile_depth(request)), 1, CHAIN_CHILDREN, wide.temperature)
+        depth = min(budget, _worthwhile_depth(request)) if worth is None else budget
+        return BeamSpec(budget, depth, 1, 1 if self.draft_tree == "chain" else CHAIN_CHILDREN, wide.temperature, worth)
 
     def largest_specs(self) -> list[GrowthSpec]:
         """Return the trees along one chain, the largest of each kind, that `spec` may return for a greedy request."""
@@ -118,7 +129,7 @@ class DraftPolicy:
 
     def _is_narrow(self, budget: int) -> bool:
         """Whether one node per depth is expanded."""
-        return self.draft_tree == "auto" and budget <= MAX_NARROW_NODES
+        return self.draft_tree == "chain" or (self.draft_tree == "auto" and budget <= MAX_NARROW_NODES)
 
     def _shape(self, request: Request, budget: int) -> Parents:
         """Return a tree shape that does not depend on the tokens."""

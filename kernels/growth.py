@@ -9,6 +9,7 @@ Legend: n requests of a growth, V vocabulary of the target, W beam width, k chil
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -33,7 +35,7 @@ from titan.core.batch import (
 from titan.core.growth import BeamSpec, Feed, ShapeSpec, Worth
 from titan.core.limits import MAX_NODES
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import DraftTrees, Upload
+from titan.core.trees import DraftTrees, GrowthReport, Upload
 from titan.kernels.interfaces import Backend, Candidates
 
 Forward = Callable[[RaggedBatch], Tensor]
@@ -53,7 +55,8 @@ def grow_by_passes(
         vocab_size: of the target.
         block_size: tokens per KV block.
     """
-    root_logits = feed_roots(forward, feeds, block_size)
+    passes = TimedPasses(forward)
+    root_logits = feed_roots(passes.run, feeds, block_size)
     growing = [feed for feed in feeds if feed.spec is not None]
     if not growing:
         return DraftTrees.empty(num_rows, backend.device)
@@ -80,11 +83,38 @@ def grow_by_passes(
         # a shape may have more children than the draft has tokens
         fed = _cat(token_ids).clamp(max=draft_vocab_size - 1) if num_missing > 0 else _cat(token_ids)
         batch = replace(layout, nodes=NodeQueries(layout.logits_start_loc, fed, _cat(bits), None))
-        of_growths = widened(forward(batch)).split([len(each) for each in token_ids])
+        of_growths = widened(passes.run(batch)).split([len(each) for each in token_ids])
         for growth, logits in zip(active, of_growths, strict=True):
             growth.extend(depth, logits)
     trees = backend.trees.select([growth.candidates() for growth in growths], num_rows)
-    return trees.packed() if backend.is_host else trees
+    if not backend.is_host:
+        return trees
+    first_scores = np.full(num_rows, np.nan, np.float32)
+    for growth in growths:
+        if isinstance(growth, BeamGrowth):
+            first_scores[growth.rows] = growth.first_scores.numpy()
+    return replace(trees.packed(), growth=passes.report(first_scores))
+
+
+class TimedPasses:
+    """Runs and times passes."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._num_passes = self._num_rows = 0
+        self._seconds = 0.0
+
+    def run(self, batch: RaggedBatch) -> Tensor:
+        """Run one pass."""
+        start = time.perf_counter()
+        logits = self._forward(batch)
+        self._seconds += time.perf_counter() - start
+        self._num_passes, self._num_rows = self._num_passes + 1, self._num_rows + len(batch.token_ids)
+        return logits
+
+    def report(self, first_scores: NDArray[np.float32]) -> GrowthReport:
+        """Return what the passes took."""
+        return GrowthReport(self._num_passes, self._num_rows, self._seconds, first_scores)
 
 
 def feed_roots(forward: Forward, feeds: Sequence[Feed], block_size: int) -> Tensor:
@@ -104,7 +134,7 @@ class BeamGrowth:
 
     def __init__(self, feeds: Sequence[Feed], logits: Tensor, backend: Backend) -> None:
         specs = [feed.spec for feed in feeds if isinstance(feed.spec, BeamSpec)]
-        self._rows, self._specs, self._backend = np.array([feed.row for feed in feeds]), specs, backend
+        self.rows, self._specs, self._backend = np.array([feed.row for feed in feeds]), specs, backend
         self._max_depths = np.array([spec.depth for spec in specs])
         self._width, self._num_children = specs[0].width, specs[0].num_children
         # one per depth, for all requests: the columns of Candidates
@@ -126,6 +156,7 @@ class BeamGrowth:
         # per depth, from 1 on: the requests that feed nodes of that depth; bool [n, 1], those that feed none of them
         self._going_on, self._is_last = columns[: len(depths)], columns[len(depths) :]
         token_ids, scores = backend.sampling.top_candidates(logits, self._num_children, self._temperatures)
+        self.first_scores = scores[:, 0]  # float32 [n]
         self._add_level(token_ids, scores, torch.full_like(token_ids, -1), torch.zeros_like(token_ids), depth=1)
 
     @property
@@ -157,7 +188,7 @@ class BeamGrowth:
         slots[:, -self._levels[-1][0].shape[1] :] = -1  # the last level was not fed
         num_nodes = np.array([min(spec.num_nodes, token_ids.shape[1]) for spec in self._specs])
         is_chain = np.zeros(len(num_nodes), np.bool_)
-        return Candidates(self._rows, num_nodes, is_chain, True, token_ids, scores, parent_slots, slots)
+        return Candidates(self.rows, num_nodes, is_chain, True, token_ids, scores, parent_slots, slots)
 
     def _add_level(self, token_ids: Tensor, scores: Tensor, parent_slots: Tensor, parent_bits: Tensor, depth: int) -> None:
         """Add the candidates of a depth, [n, c] each, and choose which of them are fed."""

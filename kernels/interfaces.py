@@ -139,7 +139,13 @@ WarmUp = Callable[[], object]
 
 
 class Runner(Protocol):
-    """A model with its KV cache."""
+    """A model with its KV cache.
+
+    ``padded_sizes`` are the numbers of tokens, ascending, that smaller passes are padded to; none if passes are not padded.
+    """
+
+    @property
+    def padded_sizes(self) -> Sequence[int]: ...
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         """Run one pass over a ragged batch; return logits [L, vocab] of the rows that need them."""

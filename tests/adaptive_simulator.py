@@ -73,6 +73,7 @@ class Fleet:
     machine: Machine
     texts: list[Text]
     max_nodes: int = 6
+    stops_early: bool = True
     seed: int = 0
     noise: float = 0.03
 
@@ -93,7 +94,7 @@ class Fleet:
         context = sum(text.context for text in texts)
         num_nodes, worths = [fixed] * n, [None] * n
         if controller is not None:
-            load = Load([Candidate(text.counts, self.max_nodes, text.num_missing) for text in texts], n, context)
+            load = Load([Candidate(text.counts, self.max_nodes, text.num_missing, self.stops_early) for text in texts], n, context)
             decision = controller.choose(load)
             num_nodes, worths = list(decision.num_nodes), list(decision.worths)
         most = [self.max_nodes if worth else count for worth, count in zip(worths, num_nodes, strict=True)]
@@ -126,7 +127,9 @@ class Fleet:
             controller.observe(Outcome(emitted, total, emitted - n, num_passes, num_rows, seconds, draft_seconds, target_seconds))
         return emitted, seconds, total
 
-    def _grow(self, most: Sequence[int], worths: Sequence[Worth | None], context: int) -> tuple[list[list[tuple[float, float, float]]], int, int, float]:
+    def _grow(
+        self, most: Sequence[int], worths: Sequence[Worth | None], context: int
+    ) -> tuple[list[list[tuple[float, float, float]]], int, int, float]:
         """Chains of (p, q, value) by the law of `Worth`; passes, rows and seconds of the draft."""
         chains: list[list[tuple[float, float, float]]] = [[] for _ in most]
         open_chains = [i for i, count in enumerate(most) if count]
@@ -157,9 +160,9 @@ class Fleet:
         return seconds * exp(self.noise * self.rng.standard_normal()) * (2.0 if self.rng.random() < 0.01 else 1.0)
 
 
-def controller_of(machine: Machine, *, stops_early: bool = True) -> Controller:
+def controller_of(machine: Machine) -> Controller:
     """With costs as profiled."""
-    return Controller(machine.curve(machine.target), machine.curve(machine.draft), stops_early=stops_early)
+    return Controller(machine.curve(machine.target), machine.curve(machine.draft))
 
 
 # measured on two cores of an AMD EPYC (Zen 5): float32 and bfloat16, milliseconds by rows

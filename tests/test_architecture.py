@@ -25,7 +25,7 @@ ORDER = [
     {"titan.memory", "titan.sample"},
     {"titan.execute"},
     {"titan.draft", "titan.verify"},
-    {"titan.schedule"},
+    {"titan.schedule", "titan.adaptive"},
     {"titan.engine", "titan.detokenizer", "titan.model_info", "titan.tree_view", "titan.prompts", "titan.chat", "titan.vllm_names"},
     {"titan.step_loop"},
     {"titan.frontend"},

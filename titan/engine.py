@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -10,6 +12,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from titan.adaptive.controller import Controller
+from titan.adaptive.cost import PassCost
+from titan.adaptive.profile import measure
+from titan.adaptive.speculation import AdaptiveSpeculation, StepTimes
 from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.metrics import EngineCounters, EngineMetrics, ratio
@@ -17,7 +23,7 @@ from titan.core.options import EngineConfig, ModelOptions
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees, TreeLimits
-from titan.draft.base import CachingDrafter, DraftContext, Drafter
+from titan.draft.base import CachingDrafter, DraftContext, Drafter, ModelDrafter
 from titan.draft.registry import DraftSpec, check_draft, create_drafter
 from titan.execute.batch import split_logits, target_batch
 from titan.execute.memory_profile import run_largest_pass
@@ -32,6 +38,9 @@ from titan.schedule.admission import Limits
 from titan.schedule.scheduler import Lookahead, Scheduler
 from titan.verify.accept import collect, launch
 from titan.verify.logprobs import prompt_logprobs
+
+MAX_PROFILED_BLOCKS = 1024
+"""Most KV blocks on which passes are measured at the start."""
 
 StepObserver = Callable[[StepPlan, Acceptance], None]
 """Called after a step's verification, while the requests' last tokens are still their roots; must not change anything."""
@@ -109,29 +118,43 @@ class Engine:
         self.counters = EngineCounters()
         self.scheduler = Scheduler(config.schedule, self.kv, self.counters)
         self.observers: list[StepObserver] = []
+        self._target_cost: PassCost | None = None  # measured when it is first needed
         self._use_drafter(drafter)
 
     def step(self) -> list[Request]:
         """Run one step and return the requests whose output changed."""
+        start = time.perf_counter()
         self.backend.activate()
+        adaptive = self.adaptive
         with torch.inference_mode():
-            plan = self.scheduler.schedule(
-                min(self.drafter.max_draft_tokens, self.config.speculation.max_draft_tokens), self._lookahead
-            )
+            plan = self.scheduler.schedule(self._max_draft_tokens if adaptive is None or adaptive.reserves else 0, self._lookahead)
             if not plan.requests:
                 return []
             self.kv.clear_new_blocks()
+            if adaptive is not None:
+                adaptive.decide(plan)
+            begin_draft = time.perf_counter()
             trees = self._propose(plan)
+            end_draft = time.perf_counter()
             batch = target_batch(plan, trees, block_size=self.kv.block_size)
+            begin_target = time.perf_counter()
             logits, prompt_logits = split_logits(batch, self.runner.forward(batch), self.backend.upload)
+            end_target = time.perf_counter()
             acceptance = collect(self.backend, launch(self.backend, plan, trees, batch.logits_start_loc, logits))
+            end_device = time.perf_counter()
             if prompt_logits is not None:
                 acceptance.prompt_logprobs.update(prompt_logprobs(plan, prompt_logits, self.backend.upload))
             for observe in self.observers:
                 observe(plan, acceptance)
             self.drafter.commit(plan, acceptance)
             self.kv.commit(plan, acceptance)
-            return self.scheduler.update(plan, acceptance)
+            changed = self.scheduler.update(plan, acceptance)
+            if adaptive is not None:
+                draft, target = end_draft - begin_draft, end_target - begin_target
+                if not self.backend.is_host:  # the host waits for both at once
+                    draft, target = 0.0, end_device - begin_draft
+                adaptive.observe(plan, acceptance, trees.growth, StepTimes(time.perf_counter() - start, draft, target))
+            return changed
 
     def _propose(self, plan: StepPlan) -> DraftTrees:
         limits = [
@@ -197,6 +220,42 @@ class Engine:
         if kv is not None:
             self.kv.attach("draft", kv)
         self.drafter, self._lookahead = drafter, lookahead
+        self._max_draft_tokens = min(drafter.max_draft_tokens, self.config.speculation.max_draft_tokens)
+        self.adaptive = self._make_adaptive(drafter)
+
+    def _make_adaptive(self, drafter: Drafter) -> AdaptiveSpeculation | None:
+        options = self.config.speculation
+        if options.speculation != "adaptive" or not self._max_draft_tokens:
+            return None
+        runner = drafter.runner if isinstance(drafter, ModelDrafter) else None
+        try:
+            if self._target_cost is None:
+                self._target_cost = self._measure(self.runner, self._max_draft_tokens)
+            draft_cost = None if runner is None else self._measure(runner, 0)
+        except (RuntimeError, ValueError) as error:
+            warnings.warn(f"passes could not be measured, so speculation='fixed' is used: {error}", stacklevel=2)
+            return None
+        controller = Controller(self._target_cost, draft_cost, is_timed=self.backend.is_host)
+        return AdaptiveSpeculation(controller, drafter, self._max_draft_tokens, options.speculation_target == "latency")
+
+    def _measure(self, runner: Runner, num_nodes: int) -> PassCost:
+        """Measure a model's passes on blocks that are free."""
+        schedule, pool = self.config.schedule, self.kv.pool
+        max_rows = min(schedule.max_num_batched_tokens, schedule.max_batch_size * (1 + self._max_draft_tokens))
+        block_ids = pool.allocate(min(pool.num_free, MAX_PROFILED_BLOCKS))
+        try:
+            return measure(
+                runner,
+                self.backend,
+                block_ids,
+                block_size=self.kv.block_size,
+                num_nodes=num_nodes,
+                num_requests=schedule.max_batch_size,
+                max_rows=max_rows,
+                max_len=self.max_model_len,
+            )
+        finally:
+            pool.release(block_ids)
 
     def _draft_context(self) -> DraftContext:
         config, backend, limits, passes = self.config, self.backend, self._pass_limits, self.passes
@@ -213,6 +272,7 @@ class Engine:
             max_draft_tokens=config.speculation.max_draft_tokens,
             draft_tree=config.speculation.draft_tree,
             draft_sampling=config.speculation.draft_sampling,
+            is_adaptive=config.speculation.speculation == "adaptive",
             max_num_batched_tokens=config.schedule.max_num_batched_tokens,
             dtype=str(self.dtype).removeprefix("torch."),
             backend=backend,

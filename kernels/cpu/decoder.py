@@ -96,8 +96,8 @@ class GrowingStruct(ctypes.Structure):
         *((name, _INT) for name in ("num_requests", "block_size", "table_width", "target_vocab_size", "num_slots")),
         *((name, _POINTER) for name in ("growths", "block_table", "root_logits", "fed_tokens", "num_fed")),
         ("nodes", NodeColumnsStruct),
-        *((name, _POINTER) for name in ("draft_rows", "counts", "is_chain", "probs")),
-        ("num_passes", _INT),
+        *((name, _POINTER) for name in ("draft_rows", "counts", "is_chain", "probs", "first_scores")),
+        *((name, _INT) for name in ("num_passes", "num_rows")),
         ("pass_seconds", ctypes.c_double),
     ]
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -53,7 +54,7 @@ struct TreeGrowth {
   int64_t root;           // position of the root
   int64_t depth;          // of a beam's deepest nodes
   int64_t width;          // nodes that a beam expands at each depth
-  int64_t num_children;   // tokens that a beam considers after each; if 1, it follows the most likely ones, whatever their scores
+  int64_t num_children;   // tokens that a beam considers after each
   int64_t max_nodes;      // of the tree
   int64_t row;            // of the plan
   int64_t first_inner;    // where the inner nodes' rows of `probs` begin
@@ -83,7 +84,9 @@ struct Growing {
   int64_t* counts;      // [n], nodes of each tree
   int32_t* is_chain;    // [n], whether each node is a child of the one before it
   float* probs;         // [all inner nodes of sampled shapes, target_vocab_size]
+  float* first_scores;  // [n], log-probability of the first child of a beam's root; NaN for shapes
   int64_t num_passes;
+  int64_t num_rows; // of all passes together
   double pass_seconds; // time of all passes together
 };
 }
@@ -227,6 +230,7 @@ private:
     forward(decoder_, plan, pass, logits_.data());
     growing_.pass_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     growing_.num_passes += 1;
+    growing_.num_rows += rows_.size();
   }
 
   // Feed the committed tokens that the draft lacks.
@@ -312,7 +316,7 @@ private:
       softmax_row(logits, growth.temperature, probs, vocab_size_);
       std::fill(probs + vocab_size_, probs + growing_.target_vocab_size, 0.0f);
       draw_siblings(probs, growth.seed, growth.root + 1 + depth, kDraft, count, tokens, growing_.target_vocab_size);
-    } else if (count == 1) {
+    } else if (growth.shape && count == 1) {
       *tokens = std::max<int64_t>(argmax_row(logits, vocab_size_), 0);
       *logprobs = 0;
     } else if (growth.shape) {
@@ -332,6 +336,7 @@ private:
     const float agreement = static_cast<float>(std::pow(worth.agreement, depth));
     const int64_t begin = mine.candidates.size(), k = growth.num_children;
     const std::vector<Expanded> parents = std::exchange(mine.expanded, {}); // none: the root
+    if (depth == 1) growing_.first_scores[request] = logprobs_[first * stride];
     for (int64_t row = first; row < last; ++row) {
       Candidate parent{0, 0, -1, -1};
       if (!parents.empty()) {
@@ -369,6 +374,7 @@ private:
     const int64_t count = growth.shape ? fill_shape(growth, growths_[request], first)
                                        : select_tree(found.data(), found.size(), growth.max_nodes, first, growing_.nodes);
     growing_.counts[request] = count;
+    if (growth.shape) growing_.first_scores[request] = std::numeric_limits<float>::quiet_NaN();
     growing_.is_chain[request] = 1;
     for (int64_t node = 0; node < count; ++node)
       if (growing_.nodes.parents[first + node] != node - 1) growing_.is_chain[request] = 0;

@@ -17,7 +17,7 @@ from titan.core.arrays import Ints
 from titan.core.batch import RaggedBatch, pad_block_tables, prefix_sums
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, Worth
 from titan.core.kv_tensor import KVTensor
-from titan.core.trees import DraftTrees, NodeColumns, allocate_nodes
+from titan.core.trees import DraftTrees, GrowthReport, NodeColumns, allocate_nodes
 from titan.kernels.cpu.compiled import CompiledKernels, address
 from titan.kernels.cpu.decoder import (
     TREE_GROWTH,
@@ -134,22 +134,26 @@ class CompiledRunner(TorchRunner):
         if num_probs:
             probs = torch.empty(num_probs, vocab_size, dtype=torch.float32)
             draft_rows = torch.zeros(max_nodes + num_rows, dtype=torch.int32)
-        self._run_growth(
+        of_roots = np.empty(len(feeds), np.float32)
+        grown = self._run_growth(
             GrowingStruct(
                 *(len(feeds), self.kv.block_size, table.shape[1], vocab_size, self._num_slots),
                 *(address(growths), address(table)),
                 *((roots.data_ptr(), 0, 0) if isinstance(roots, Tensor) else (0, *map(address, roots))),
                 NodeColumnsStruct(*(column.data_ptr() for column in nodes)),
                 *(0 if draft_rows is None else draft_rows.data_ptr(), address(of_trees), address(are_chains)),
-                0 if probs is None else probs.data_ptr(),
+                *(0 if probs is None else probs.data_ptr(), address(of_roots)),
             )
         )
+        first_scores = np.full(num_rows, np.nan, np.float32)
+        first_scores[rows] = of_roots
         counts = np.zeros(num_rows, np.int64)
         counts[rows], is_chain[rows] = of_trees, are_chains
         num_nodes = int(counts.sum())
         nodes = NodeColumns(*(column[:num_nodes] for column in nodes))
         draft_rows = None if draft_rows is None else draft_rows[: num_nodes + num_rows]
-        return DraftTrees(prefix_sums(counts), is_chain, is_sampled, has_scores, nodes, probs, draft_rows)
+        report = GrowthReport(grown.num_passes, grown.num_rows, grown.pass_seconds, first_scores)
+        return DraftTrees(prefix_sums(counts), is_chain, is_sampled, has_scores, nodes, probs, draft_rows, report)
 
     def _run_growth(self, growing: GrowingStruct) -> GrowingStruct:
         """Grow all depths of all trees in one call; the struct then says how long its passes took."""

@@ -25,6 +25,8 @@ class TorchRunner:
         kv: of the model.
     """
 
+    padded_sizes: Sequence[int] = ()
+
     def __init__(self, backend: Backend, model: Model, kv: KVTensor) -> None:
         self.backend = backend
         self.model = model

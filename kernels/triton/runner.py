@@ -68,6 +68,10 @@ class TritonRunner:
             self.backend, self.model, self.kv, self._geometry, request_counts, num_nodes, self._num_blocks, self._replays
         )
 
+    @property
+    def padded_sizes(self) -> Sequence[int]:
+        return sorted({size.num_tokens for size in self._sizes.reachable()})
+
     def forward(self, batch: RaggedBatch) -> Tensor:
         self.model.check_positions(batch.attention.positions)
         size = self._sizes.find(size_of(batch)) if self._static.have_room_for(batch) else None

@@ -29,7 +29,7 @@ DWELL = 8
 """Steps for which an optimum stands if the requests stay the same."""
 
 PRIOR_AGREEMENT, PRIOR_NODES = 0.7, 3.0
-"""Accepted nodes as a multiple of those that the draft expects, before any was verified, and the number of nodes that this counts as."""
+"""Accepted nodes as a multiple of those that the draft expects, before any was verified, and how many nodes this counts as."""
 
 FLEET_MEMORY = 0.99
 """Weight of the past in the counts of all requests together."""
@@ -71,6 +71,7 @@ class Candidate(NamedTuple):
     counts: AcceptanceCounts
     max_nodes: int  # that it may draft; 0: none
     num_missing: int  # committed tokens that the draft has not seen, the root included
+    stops_early: bool  # whether the draft's confidence may end its tree; else it drafts the nodes that its history says
     weight: float = 1.0  # of its tokens
 
 
@@ -153,12 +154,12 @@ class Controller:
 
     Args:
         target: cost of the target's passes.
-        draft: cost of the draft's passes; ``None``: proposals cost nothing.
-        stops_early: whether growth may end by confidence; else requests draft as many nodes as histories say.
+        draft: cost of the draft's passes; ``None``: it is part of the host's time.
+        is_timed: whether the times of passes are known; else only those of steps.
     """
 
-    def __init__(self, target: PassCost, draft: PassCost | None, *, stops_early: bool) -> None:
-        self.target, self.draft, self.stops_early = target, draft, stops_early
+    def __init__(self, target: PassCost, draft: PassCost | None, *, is_timed: bool = True) -> None:
+        self.target, self.draft, self._is_timed = target, draft, is_timed
         self.host = HostTime()
         self.fleet = AcceptanceCounts(memory=FLEET_MEMORY)
         self.optimum = Optimum([], 0.0, 0.0)
@@ -208,7 +209,7 @@ class Controller:
         return Decision(num_nodes, worths)
 
     def _worth(self, candidate: Candidate, best: Optimum) -> Worth | None:
-        if not self.stops_early:
+        if not candidate.stops_early:
             return None
         price = best.rate / candidate.weight
         counts = candidate.counts
@@ -293,18 +294,27 @@ class Controller:
         more = self.target.predict(load.num_rows + len(able), context) - self.target.predict(load.num_rows, context)
         return draft + max(more, 0.0) + max(self.host.predict(True, n) - self.host.predict(False, n), 0.0)
 
+    @property
+    def is_probe_due(self) -> bool:
+        """Whether the next step may be a probe."""
+        return self._is_promising or not self.fleet.num_drafts or self._credit >= self._probe_cost
+
     def observe(self, outcome: Outcome) -> None:
         """Learn from the step that was last decided."""
         load, decision = self._load, self._decision
-        n = len(load.candidates)
-        host = outcome.seconds - outcome.draft_seconds - outcome.target_seconds
-        self.target.note(load.num_rows + outcome.num_nodes, load.num_context_tokens, outcome.target_seconds)
+        n, num_drafting = len(load.candidates), sum(map(bool, decision.num_nodes))
+        rows, context = load.num_rows + outcome.num_nodes, load.num_context_tokens
+        if not self._is_timed:
+            self._note_together(outcome, rows, num_drafting)
+        else:
+            self.target.note(rows, context, outcome.target_seconds)
         if not n:
             return
-        self.host.note(decision.drafts, n, host)
-        if self.draft is not None and (passes := outcome.num_draft_passes):
-            context = load.num_context_tokens * sum(map(bool, decision.num_nodes)) // n
-            self.draft.note(max(1.0, outcome.num_draft_rows / passes), context, outcome.draft_seconds / passes)
+        self.host.note(decision.drafts, n, outcome.seconds - outcome.draft_seconds - outcome.target_seconds)
+        is_caught_up = all(each.num_missing <= 2 for count, each in zip(decision.num_nodes, load.candidates, strict=True) if count)
+        if self.draft is not None and (passes := outcome.num_draft_passes) and is_caught_up:
+            per_pass = max(1.0, outcome.num_draft_rows / passes)
+            self.draft.note(per_pass, context * num_drafting / n, outcome.draft_seconds / passes)
         if decision.is_probe:
             self._key = ()
         if decision.is_probe and outcome.num_accepted:
@@ -320,6 +330,19 @@ class Controller:
         for count, candidate in zip(decision.num_nodes, load.candidates, strict=True):
             if not count:
                 candidate.counts.fade(IDLE_FADE)
+
+    def _note_together(self, outcome: Outcome, num_rows: int, num_drafting: int) -> None:
+        """Note passes of target and draft, whose time together is known: each as the same multiple of what was expected."""
+        context = self._load.num_context_tokens
+        target = self.target.predict(num_rows, context)
+        if self.draft is None or not num_drafting:
+            self.target.note(num_rows, context, outcome.target_seconds)
+            return
+        of_draft, passes = context * num_drafting / len(self._load.candidates), max(self._decision.num_nodes)
+        draft = self.draft.predict(num_drafting, of_draft)
+        ratio = outcome.target_seconds / (target + passes * draft)
+        self.target.note(num_rows, context, ratio * target)
+        self.draft.note(num_drafting, of_draft, ratio * draft)
 
 
 def _grid(most: int, exact: int) -> list[int]:

@@ -90,7 +90,9 @@ def _batch(
     blocks_each = -(-(start + max(counts)) // block_size)
     nodes = [min(count - 1, num_nodes) for count in counts]
     rows = [
-        QueryRow([block_ids[(i * blocks_each + j) % len(block_ids)] for j in range(blocks_each)], start, [0] * (count - of_tree), True)
+        QueryRow(
+            [block_ids[(i * blocks_each + j) % len(block_ids)] for j in range(blocks_each)], start, [0] * (count - of_tree), True
+        )
         for i, (count, of_tree) in enumerate(zip(counts, nodes, strict=True))
     ]
     trees = DraftTrees.of(

@@ -2,48 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import exp
 from typing import NamedTuple
 
 from titan.adaptive.controller import Candidate, Controller, Decision, Load, Outcome
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import GrowthReport
 from titan.draft.base import ConfidentDrafter, Drafter
-from titan.kernels.interfaces import GrowthWork
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a step's parts."""
+    """Seconds of a step and of its parts."""
 
     whole: float
-    draft: float  # from the call of the drafter to its return
-    target: float  # of the target's pass; on a device that works on its own: from the call of the drafter to the results
+    draft: float  # proposing; on a device that works on its own, until that is launched
+    target: float  # the target's pass; on such a device, until all results are there
 
 
+@dataclass(slots=True)
 class AdaptiveSpeculation:
-    """Tells a controller what a step would be, lowers the step's budgets to its decision, and tells it what came of that.
+    """Applies a controller to the steps of an engine."""
 
-    Args:
-        controller: of the target and this drafter.
-        drafter: proposes.
-        max_nodes: maximum draft tokens per request.
-        is_host: whether times of single passes can be measured.
-        is_latency: whether each request's tokens count the more, the fewer it gets.
-    """
-
-    def __init__(self, controller: Controller, drafter: Drafter, max_nodes: int, *, is_host: bool, is_latency: bool) -> None:
-        self.controller, self.max_nodes = controller, max_nodes
-        self._confident = drafter if isinstance(drafter, ConfidentDrafter) else None
-        self._is_host, self._is_latency = is_host, is_latency
-        self._rows: list[int] = []  # of the plan, that emit tokens
-        self._stops_early: list[bool] = []
-        self._decision = Decision((), ())
-        self.may_draft = True
-        """Whether room for drafts should be reserved in the next step."""
+    controller: Controller
+    drafter: Drafter
+    max_nodes: int  # per request
+    is_latency: bool = False  # whether a request's tokens count the more, the fewer it gets
+    reserves: bool = True  # whether the next step should reserve room for drafts
+    _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
+    _load: Load = Load((), 0, 0)
+    _decision: Decision = Decision((), ())
 
     def decide(self, plan: StepPlan) -> None:
-        """Set what the rows of a plan draft: budgets and worths."""
+        """Set budgets and worths of a plan's rows."""
         rows, candidates = [], []
         num_rows = num_context = 0
         for i, (request, num_tokens) in enumerate(zip(plan.requests, plan.num_tokens, strict=True)):
@@ -52,36 +45,79 @@ class AdaptiveSpeculation:
             if plan.reaches_root(i):
                 rows.append(i)
                 candidates.append(self._candidate(request))
-        decision = self.controller.choose(Load(candidates, num_rows, num_context))
+        self._rows, self._load = rows, Load(candidates, num_rows, num_context)
+        decision = self._decision = self.controller.choose(self._load)
+        self.reserves = decision.drafts
         for i, count, worth in zip(rows, decision.num_nodes, decision.worths, strict=True):
-            if worth is None or not count:
+            if worth is None:
                 plan.draft_budgets[i] = min(plan.draft_budgets[i], count)
-            plan.worths[i] = worth
+            else:
+                plan.worths[i] = worth
         plan.drafts_prompts = self.controller.optimum.drafts
-        self._rows, self._decision = rows, decision
 
     def _candidate(self, request: Request) -> Candidate:
-        params = request.params
+        params, history = request.params, request.draft_history
         most = self.max_nodes if params.max_draft_tokens is None else min(self.max_nodes, params.max_draft_tokens)
-        history = request.draft_history
         return Candidate(
             history.acceptance,
             max(0, min(most, request.num_remaining_tokens - 1)) if params.use_speculative else 0,
             request.num_tokens - request.num_drafted_context,
-            self._confident is not None and self._confident.stops_early(request),
-            1 / history.tokens_per_step.value if self._is_latency else 1.0,
+            isinstance(self.drafter, ConfidentDrafter) and self.drafter.stops_early(request),
+            1 / history.tokens_per_step.value if self.is_latency else 1.0,
         )
 
-    def observe(self, plan: StepPlan, acceptance: Acceptance, work: GrowthWork | None, times: StepTimes) -> None:
+    def observe(self, plan: StepPlan, acceptance: Acceptance, growth: GrowthReport | None, times: StepTimes) -> None:
         """Learn from a step.
 
         Args:
             plan: as decided.
             acceptance: of its rows.
-            work: of the draft model's passes; ``None``: there is no draft model.
+            growth: of its trees, if a draft model grew them.
             times: of the step.
         """
-        num_tokens = num_nodes = 0
-        for i, candidate in zip(self._rows, self.controller.load.candidates, strict=True):
-            num_tokens += len(acceptance.token_ids[i])
-        ...
+        trees = acceptance.trees
+        starts, parents, scores = trees.start_loc.tolist(), trees.nodes.parents.tolist(), trees.nodes.scores.tolist()
+        first_scores = None if growth is None else growth.first_scores.tolist()
+        num_tokens = num_accepted = 0
+        for i, candidate in zip(self._rows, self._load.candidates, strict=True):
+            request, path, first, end = plan.requests[i], acceptance.paths[i], starts[i], starts[i + 1]
+            num_tokens, num_accepted = num_tokens + len(acceptance.token_ids[i]), num_accepted + len(path)
+            request.draft_history.tokens_per_step.note(1 + len(path))
+            fleets = () if request.params.has_transforms else (self.controller.fleet,)
+            counts = candidate.counts, *fleets
+            is_confident = candidate.stops_early and first_scores is not None and first_scores[i] == first_scores[i]
+            if is_confident or end > first:
+                for each in counts:
+                    each.note_draft(exp(first_scores[i]) if is_confident and first_scores else 1.0)
+            if end > first:
+                own = scores[first:end] if is_confident else [0.0] * (end - first)
+                for probability, is_accepted in _first_children(parents[first:end], own, path):
+                    for each in counts:
+                        each.note(probability, is_accepted)
+        draft_seconds = times.draft if growth is None else growth.seconds
+        outcome = Outcome(
+            num_tokens,
+            trees.num_nodes,
+            num_accepted,
+            0 if growth is None else growth.num_passes,
+            0 if growth is None else growth.num_rows,
+            times.whole,
+            draft_seconds,
+            times.target,
+        )
+        self.controller.observe(outcome)
+        self.reserves = self.reserves or self.controller.is_probe_due
+
+
+def _first_children(parents: list[int], scores: Sequence[float], path: Sequence[int]) -> list[tuple[float, bool]]:
+    """Return the draft's probability of the first child of each node that verification reached, and whether it was accepted."""
+    found = []
+    score, accepted = 0.0, iter([*path, -1])
+    for node in (-1, *path):
+        child = next(accepted)
+        if node not in parents:
+            break
+        first = parents.index(node)
+        found.append((exp(scores[first] - score), first == child))
+        score = scores[child]
+    return found

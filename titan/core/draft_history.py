@@ -93,6 +93,7 @@ class DraftHistory:
     num_confidences: int = 0
     num_drafts: int = 0
     acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
+    tokens_per_step: Average = field(default_factory=lambda: Average(1.0))
 
     def note_draft(self, depth: int) -> None:
         """Record that a tree of this depth was drafted."""

@@ -48,7 +48,7 @@ class BeamSpec:
     max_nodes: int  # of the tree
     depth: int  # greatest depth of its nodes
     width: int  # nodes expanded per depth
-    num_children: int  # candidate tokens after each of them, at least `width` and 2
+    num_children: int  # candidate tokens after each of them, at least `width`
     temperature: float  # at which probabilities are compared
     worth: Worth | None = None  # ends the growth where it does not pay; None: it goes on to its depth
 

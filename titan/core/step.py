@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from titan.core.growth import Worth
 from titan.core.outputs import Logprob
 from titan.core.request import Request
 from titan.core.trees import DraftTrees
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan:
     """The requests of a step, as parallel lists. Blocks for all of it are reserved.
 
     The target processes ``num_tokens[i]`` committed tokens of ``requests[i]``, from its ``num_computed_tokens`` on. If
     they reach the root, up to ``draft_budgets[i]`` draft nodes follow; otherwise the budget is 0. ``num_slots[i]`` slots after the
-    root are reserved, at least as many as the budget: a beam writes the draft's KV of more nodes than it keeps.
+    root are reserved, at least as many as the budget: a beam writes the draft's KV of more nodes than it keeps. Where ``worths`` has
+    an entry, the draft's own confidence is to end the tree where it does not pay; no row has one by default.
     """
 
     requests: list[Request]
     num_tokens: list[int]
     draft_budgets: list[int]
     num_slots: list[int]
+    worths: dict[int, Worth] = field(default_factory=dict)  # by row
+    drafts_prompts: bool = True  # whether a draft model should be fed prompts while the target is
 
     def add(self, request: Request, num_tokens: int, draft_budget: int) -> int:
         """Add a row and return its number of tokens, drafts included."""

@@ -167,6 +167,16 @@ NODE_DTYPES = NodeColumns(torch.int64, torch.int32, torch.int64, torch.int64, to
 """Dtypes of the tensors of `NodeColumns`."""
 
 
+class GrowthReport(NamedTuple):
+    """What it took a draft model to grow the trees of a step, and how sure it was."""
+
+    num_passes: int
+    num_rows: int  # of all these passes
+    seconds: float  # of all these passes; 0 where the host does not wait for them
+    # float32 [R], log-probability of the first child of each root, whether or not it was worth keeping; NaN: not known
+    first_scores: NDArray[np.float32]
+
+
 @dataclass(frozen=True, eq=False)
 class DraftTrees:
     """The trees of a step, one per row of its plan, R rows; tensors are on the device that verifies them.
@@ -185,6 +195,7 @@ class DraftTrees:
     # int32 [N + R], the row of draft_probs that the children were sampled from: per tree the root's children, then each node's;
     # arbitrary where there are no children or nothing was sampled
     draft_rows: Tensor | None = None
+    growth: GrowthReport | None = None  # None: not grown by a draft model
 
     @property
     def num_rows(self) -> int:
