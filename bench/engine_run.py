@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import islice
 from statistics import mean
 from typing import Any
 
@@ -68,7 +69,7 @@ def run_workload(
         for arrival, request in zip(workload.arrivals, requests, strict=True)
     ]
     figures = {
-        "tokens/step": _tokens_per_step(requests),
+        **_step_figures(requests),
         "batch": sum(request.metrics.num_sequence_steps for request in requests) / len(kv_use),
         "ms/step": 1e3 * seconds / len(kv_use),
         "CPU": cpu_seconds / seconds / torch.get_num_threads(),
@@ -113,7 +114,21 @@ def profile_workload(
         for seconds, _ in steps:  # noqa: B007 - the last counts
             pass
     runs = [RequestRun(request.output_token_ids, seconds, None) for request in requests]
-    return Run(runs, seconds, {"tokens/step": _tokens_per_step(requests), **times.figures})
+    return Run(runs, seconds, {**_step_figures(requests), **times.figures})
+
+
+def run_first_steps(engine: Engine, workload: Workload, num_steps: int) -> Run:
+    """Run the first steps of requests that all arrive together, and abort them.
+
+    Raises:
+        RuntimeError: as `run_workload`.
+    """
+    requests = make_requests(engine, workload)
+    seconds = 0.0
+    for seconds, _ in islice(_serve(engine, workload, requests, len(requests)), num_steps):  # noqa: B007 - the last counts
+        pass
+    make_idle(engine)
+    return Run([RequestRun(request.output_token_ids, seconds, None) for request in requests], seconds, _step_figures(requests))
 
 
 def make_idle(engine: Engine) -> None:
@@ -147,9 +162,14 @@ def _serve(
         yield time.monotonic() - start, changed
 
 
-def _tokens_per_step(requests: Sequence[Request]) -> float:
+def _step_figures(requests: Sequence[Request]) -> dict[str, float]:
+    """Tokens that were emitted, and draft tokens that were verified, per request and step."""
     metrics = [request.metrics for request in requests]
-    return sum(each.num_emitted_tokens for each in metrics) / sum(each.num_sequence_steps for each in metrics)
+    num_steps = sum(each.num_sequence_steps for each in metrics)
+    return {
+        "tokens/step": sum(each.num_emitted_tokens for each in metrics) / num_steps,
+        "nodes/step": sum(each.num_draft_tokens for each in metrics) / num_steps,
+    }
 
 
 @contextmanager

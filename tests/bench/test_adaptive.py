@@ -1,0 +1,153 @@
+"""The adaptive bench: every setting gives a row, useless drafts are useless, and what it adds up means what it says."""
+
+from __future__ import annotations
+
+import json
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from back_ends import make_back_end
+from zoo import Zoo
+
+from titan.bench import adaptive
+from titan.bench.adaptive import AdaptiveBench, main, parse_arguments
+from titan.bench.adaptive_report import adaptive_answer, bootstrap_median, compare, interval_rows, mean_samples
+from titan.bench.engine_run import make_requests, run_first_steps
+from titan.bench.hopeless_drafts import load_shuffled
+from titan.bench.runs import Run
+from titan.bench.samples import Sample
+from titan.bench.workloads import Workload
+from titan.engine import Engine
+from titan.models.loader import load_model
+
+SIZES = ["--prompt-len", "4-20", "--output-len", "12", "--rounds", "2", "--concurrency", "1", "3", "--fixed", "1", "3"]
+
+
+def options(zoo: Zoo, *more: str) -> list[str]:
+    models = ["--model", zoo.path("llama"), "--draft-model", zoo.path("llama~"), "--threads", str(torch.get_num_threads())]
+    return [*models, "--dtype", "float32", *SIZES, *more]
+
+
+def run(zoo: Zoo, folder: Path, *more: str) -> dict[str, Any]:
+    main(options(zoo, *(f"--{kind}={folder / 'run'}.{kind}" for kind in ("json", "html")), *more))
+    result: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return result
+
+
+def test_every_setting_gives_a_row(zoo: Zoo, tmp_path: Path) -> None:
+    result = run(zoo, tmp_path)
+    rows = {tuple(row["labels"].values()): row["figures"] for row in result["rows"]}
+    settings = ["off", "fixed 1", "fixed 3", "adaptive"]
+    assert list(rows) == [(at_once, setting) for at_once in (1, 3, "all") for setting in settings]
+    for (at_once, setting), figures in rows.items():
+        assert figures["tokens/s"]["num_rounds"] == 2 and ("x off" in figures) == (setting != "off")
+        if at_once != "all":
+            nodes, tokens = (figures[name]["median"] for name in ("nodes/step", "tokens/step"))
+            assert (nodes > 0) == (setting != "off") or setting == "adaptive"
+            assert nodes <= {"off": 0, "fixed 1": 1, "fixed 3": 3, "adaptive": 6}[setting] and 1 <= tokens <= 1 + nodes
+    for at_once in (1, 3, "all"):
+        assert sum("x best fixed" in rows[at_once, setting] for setting in settings) == 3
+    page = (tmp_path / "run.html").read_text()
+    assert "<h2>Tokens/s</h2>" in page and "<h2>Draft tokens per request and step</h2>" in page
+
+
+@pytest.mark.parametrize(("draft", "helps"), [([], [True, True]), (["--hopeless"], [False, False]), (["--mixed"], [True, False])])
+def test_a_useless_draft_is_useless_and_drafts_as_much(zoo: Zoo, draft: list[str], helps: list[bool]) -> None:
+    """For none of the requests, or for every second one; outputs are the target's in any case."""
+    engine = AdaptiveBench(parse_arguments(options(zoo, *draft)))._engines["fixed 3"]
+    prompts = [[5, 9, 77, 14], [7] * 9, [21, 8]]
+    requests = make_requests(engine, Workload(prompts, [20] * 3))
+    for request in requests:
+        engine.scheduler.add(request)
+    while engine.scheduler.has_unfinished:
+        engine.step()
+    for i, request in enumerate(requests):
+        metrics, num_accepted = request.metrics, request.metrics.num_accepted_tokens
+        assert request.output_token_ids == zoo.greedy("llama", prompts[i], 20, ignore_eos=True)
+        assert num_accepted > 6 if helps[i % 2] else num_accepted <= 2
+        assert metrics.num_draft_tokens >= 2.5 * (metrics.num_sequence_steps - 1)
+
+
+def test_a_shuffled_draft_has_the_same_numbers_elsewhere(zoo: Zoo) -> None:
+    backend = make_back_end("torch")
+    shuffled, again = (load_shuffled(zoo.path("llama~"), "float32", backend, seed=3) for _ in range(2))
+    plain = load_model(zoo.path("llama~"), dtype="float32", backend=backend)
+    for one, same, other in zip(shuffled.parameters(), again.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, same) and torch.equal(one.flatten().sort().values, other.flatten().sort().values)
+        assert (one != other).any() == (one.dim() == 2)
+
+
+def test_first_steps_are_those_of_a_new_engine_each_time(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Engine] = []
+
+    def watched(engine: Engine, workload: Workload, num_steps: int) -> Run:
+        assert engine not in seen and engine.counters.num_steps == 0
+        found = run_first_steps(engine, workload, num_steps)
+        seen.append(engine)
+        assert engine.counters.num_steps == num_steps == 5 and not engine.scheduler.has_unfinished
+        is_off = engine.config.speculation.speculation == "off"
+        assert [len(request.token_ids) == 5 for request in found.requests] == [True] * len(workload) or not is_off
+        return found
+
+    monkeypatch.setattr(adaptive, "run_first_steps", watched)
+    result = run(zoo, tmp_path, "--first-steps", "5", "--concurrency", "2")
+    assert [tuple(row["labels"].values()) for row in result["rows"]] == [(2, "off"), (2, "adaptive")]
+    assert len(seen) == 4 and result["warnings"] == []
+
+
+def test_what_rates_add_up_to() -> None:
+    """At 1 the second number is best, at 8 and over both the first; one round lacks a setting."""
+    rates = {(1, "off"): 10, (1, "fixed 2"): 12, (1, "fixed 6"): 20, (1, "adaptive"): 19}
+    rates |= {(8, "off"): 90, (8, "fixed 2"): 75, (8, "fixed 6"): 20, (8, "adaptive"): 88}
+    samples = [
+        Sample({"at once": at_once, "setting": setting}, round_id, {"tokens/s": rate * (1.0 + round_id)})
+        for round_id in range(3)
+        for (at_once, setting), rate in rates.items()
+        if (round_id, at_once, setting) != (2, 8, "fixed 2")
+    ]
+    found_rows = interval_rows(compare([*samples, *mean_samples(samples)]))
+    rows = {tuple(row.labels.values()): row.figures for row in found_rows}
+    for place, figure, ratio in (
+        ((1, "adaptive"), "x off", 1.9),
+        ((1, "adaptive"), "x best fixed", 0.95),
+        ((8, "adaptive"), "x best fixed", 88 / 75),
+        (("all", "adaptive"), "x off", (1.9 * 88 / 90) ** 0.5),
+        (("all", "adaptive"), "x best fixed", (19 * 88 / (12 * 75)) ** 0.5),
+    ):
+        found = rows[place][figure]
+        assert (found.median, found.minimum, found.maximum) == pytest.approx((ratio, ratio, ratio))
+    assert rows["all", "fixed 2"]["tokens/s"].num_rounds == 2 and mean_samples(samples[:4]) == []
+    assert "1.90x at 1, 0.98x at 8, 1.36x at all over no speculation; 0.95x at 1," in adaptive_answer(found_rows)
+
+
+@pytest.mark.parametrize("num_rounds", [5, 9, 15])
+def test_the_interval_is_that_of_all_resamples(num_rounds: int) -> None:
+    """The median of a resample is at most the k-th of n values if at least (n + 1) / 2 draws are, each with probability k / n."""
+
+    def below(k: int) -> float:
+        share, least = k / num_rounds, (num_rounds + 1) // 2
+        return sum(comb(num_rounds, i) * share**i * (1 - share) ** (num_rounds - i) for i in range(least, num_rounds + 1))
+
+    low, high = (next(k for k in range(1, num_rounds + 1) if below(k) >= level) for level in (0.025, 0.975))
+    found = bootstrap_median([float(k) for k in range(num_rounds, 0, -1)])
+    assert (found.median, found.minimum, found.maximum) == ((num_rounds + 1) / 2, low, high)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (["--draft-model", ""], "needs a draft: give --draft-model"),
+        (["--draft-model", "ngram", "--mixed"], "--mixed needs a draft model: --draft-model ngram is none"),
+        (["--draft-model", "ngram", "--hopeless"], "model 'ngram'"),
+        (["--hopeless", "--mixed"], "argument --mixed: not allowed with argument --hopeless"),
+        (["--fixed", "64"], "max_draft_tokens=64 is not allowed: it must be an integer from 0 to 63"),
+        (["--first-steps", "0"], "argument --first-steps: 0 is not allowed: it must be an integer of at least 1"),
+    ],
+)
+def test_bad_options_are_refused(zoo: Zoo, bad: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((ValueError, SystemExit)) as refusal:
+        main(options(zoo, *bad))
+    assert message in f"{refusal.value} {capsys.readouterr().err}"
