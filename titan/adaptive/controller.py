@@ -15,6 +15,7 @@ Everything here is a function of what it is given: there is no clock and no devi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -60,6 +61,9 @@ MARGIN = 0.01
 
 GRID_SIZES, GRID_DEPTHS = 16, 8
 """Numbers of nodes, and of depths, up to which all are compared; further ones are a quarter apart."""
+
+FIRST_STEPS = 2
+"""Steps of a kind after which their host's time counts as known."""
 
 DEBT_STEPS = 16
 """Steps over which the cost of feeding the draft what it has missed is spread."""
@@ -131,16 +135,21 @@ class HostTime:
     """Seconds of a step beyond its passes, by requests' power of two, with and without drafts."""
 
     seconds: dict[tuple[bool, int], float] = field(default_factory=dict)
+    counts: Counter[tuple[bool, int]] = field(default_factory=Counter)
 
     def note(self, is_drafting: bool, num_requests: int, seconds: float) -> None:
-        """Add a step."""
+        """Add a step. Of the first few, which may have been held up by anything, the shortest counts."""
         key = is_drafting, num_requests.bit_length()
         before = self.seconds.get(key, seconds)
-        self.seconds[key] = before + (min(seconds, 3 * before) - before) / 8
+        self.counts[key] += 1
+        if self.counts[key] <= FIRST_STEPS:
+            self.seconds[key] = min(seconds, before)
+        else:
+            self.seconds[key] = before + (min(seconds, 2 * before) - before) / 8
 
     def knows(self, is_drafting: bool, num_requests: int) -> bool:
-        """Whether such a step was seen."""
-        return (is_drafting, num_requests.bit_length()) in self.seconds
+        """Whether a few such steps were seen."""
+        return self.counts[is_drafting, num_requests.bit_length()] >= FIRST_STEPS
 
     def predict(self, is_drafting: bool, num_requests: int) -> float:
         """Return the expected seconds; where only the other kind of step is known, those."""
