@@ -32,22 +32,19 @@ DWELL = 8
 PRIOR_AGREEMENT, PRIOR_NODES = 0.7, 3.0
 """Accepted nodes as a multiple of those that the draft expects, before any was verified, and how many nodes this counts as."""
 
-FLEET_MEMORY = 0.99
-"""Weight of the past in the counts of all requests together."""
-
 FLEET_NODES = 4.0
 """Number of nodes that the fleet's average counts as in the estimate of one request."""
 
 IDLE_FADE = 0.98
 """Share that counts of a request keep per step in which it does not draft, so that its estimate returns to the fleet's."""
 
-MAX_PROBE_SHARE, MIN_PROBE_SHARE = 0.015, 0.004
+MAX_PROBE_SHARE, MIN_PROBE_SHARE = 0.015, 0.006
 """Shares of the time for probes while nothing drafts: one node of a few requests, to see whether it would pay again."""
 
 PROBE_BACKOFF = 0.8
 """Factor of that share for each probe without an accepted node."""
 
-MAX_PROBED = 4
+MAX_PROBED = 2
 """Largest number of requests that a probe drafts for."""
 
 MAX_OVERDRAFT = 3
@@ -170,10 +167,10 @@ class Controller:
     def __init__(self, target: PassCost, draft: PassCost | None, *, is_timed: bool = True) -> None:
         self.target, self.draft, self._is_timed = target, draft, is_timed
         self.host = HostTime()
-        self.fleet = AcceptanceCounts(memory=FLEET_MEMORY)
+        self.fleet = AcceptanceCounts()
         self.optimum = Optimum([], 0.0, 0.0)
         self._key: tuple[int, ...] = ()
-        self._age, self._is_promising = 0, False
+        self._age, self._is_promising, self._has_succeeded = 0, False, False
         self._probe_share, self._probe_cost, self._credit = MAX_PROBE_SHARE, 0.0, 0.0
         self._load: Load = Load((), 0, 0)
         self._decision = Decision((), ())
@@ -290,23 +287,24 @@ class Controller:
         able = sorted((each.num_missing, i) for i, each in enumerate(load.candidates) if each.max_nodes)[:MAX_PROBED]
         if not able:
             return None
-        self._probe_cost = self._probe_seconds(load, able)
-        if self.fleet.num_drafts and not self._is_promising and self._credit < self._probe_cost:
+        self._probe_cost = self._probe_seconds(load, len(able))
+        if not self.is_probe_due:
             return None
         probed = {i for _, i in able}
         return Decision([int(i in probed) for i in range(n)], [None] * n, is_probe=True)
 
-    def _probe_seconds(self, load: Load, able: Sequence[tuple[int, int]]) -> float:
+    def _probe_seconds(self, load: Load, num_probed: int) -> float:
+        """Return what a probe costs, except for what the draft has missed, which it would have to be fed sooner or later."""
         n, context = len(load.candidates), load.num_context_tokens
-        rows = max(1, sum(missing for missing, _ in able))
-        draft = 0.0 if self.draft is None else self.draft.predict(rows, context * len(able) / n)
-        more = self.target.predict(load.num_rows + len(able), context) - self.target.predict(load.num_rows, context)
+        draft = 0.0 if self.draft is None else self.draft.predict(num_probed, context * num_probed / n)
+        more = self.target.predict(load.num_rows + num_probed, context) - self.target.predict(load.num_rows, context)
         return draft + max(more, 0.0) + max(self.host.predict(True, n) - self.host.predict(False, n), 0.0)
 
     @property
     def is_probe_due(self) -> bool:
-        """Whether the next step may be a probe."""
-        return self._is_promising or not self.fleet.num_drafts or self._credit >= self._probe_cost
+        """Whether there is time for a probe, or reason to take it."""
+        floor = -MAX_OVERDRAFT if self._has_succeeded else 1
+        return self._is_promising or not self.fleet.num_drafts or self._credit >= floor * self._probe_cost
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from the step that was last decided."""
@@ -325,15 +323,11 @@ class Controller:
             per_pass = max(1.0, outcome.num_draft_rows / passes)
             self.draft.note(per_pass, context * num_drafting / n, outcome.draft_seconds / passes)
         if decision.is_probe:
-            self._key = ()
-        if decision.is_probe and outcome.num_accepted:
-            self._probe_share = MAX_PROBE_SHARE
-            self._credit = max(self._credit - self._probe_cost, (1 - MAX_OVERDRAFT) * self._probe_cost)
-        elif decision.is_probe:
-            self._probe_share = max(MIN_PROBE_SHARE, PROBE_BACKOFF * self._probe_share)
+            self._key, self._has_succeeded = (), outcome.num_accepted > 0
             self._credit -= self._probe_cost
+            self._probe_share = MAX_PROBE_SHARE if self._has_succeeded else max(MIN_PROBE_SHARE, PROBE_BACKOFF * self._probe_share)
         elif decision.drafts:
-            self._credit, self._probe_share = 0.0, MAX_PROBE_SHARE
+            self._credit, self._probe_share, self._has_succeeded = 0.0, MAX_PROBE_SHARE, False
         else:
             self._credit += self._probe_share * outcome.seconds
         for count, candidate in zip(decision.num_nodes, load.candidates, strict=True):

@@ -17,6 +17,9 @@ FIRST_CALIBRATION_RATE, LAST_CALIBRATION_RATE = 2.0, 0.3
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.02, 2.0
 
+CONFIDENCE_MEMORY = 0.93
+"""The same of the draft's confidence, which tells at once if a text becomes easier or harder."""
+
 LAST_NODES = 5.0
 """Number of nodes that the last few are."""
 
@@ -46,7 +49,6 @@ class AcceptanceCounts:
     gives no probabilities counts as sure of all that it proposes.
     """
 
-    memory: float = 0.97  # weight of the past when a node is added
     num_accepted: float = 0.0
     num_expected: float = 0.0  # sum of the draft's probabilities of these children
     confidence: float = 1.0  # mean probability of the first child of a root, verified or not
@@ -61,13 +63,13 @@ class AcceptanceCounts:
 
     def note_draft(self, probability: float) -> None:
         """Add a draft: the probability of the first child of its root."""
-        self.num_drafts = self.memory * self.num_drafts + 1
+        self.num_drafts = CONFIDENCE_MEMORY * self.num_drafts + 1
         self.confidence += (probability - self.confidence) / self.num_drafts
 
     def note(self, probability: float, is_accepted: bool) -> None:
         """Add a verified node: the draft's probability of its first child, and whether that was accepted."""
-        self.num_accepted = self.memory * self.num_accepted + is_accepted
-        self.num_expected = self.memory * self.num_expected + probability
+        self.num_accepted = LONGEST_MEMORY * self.num_accepted + is_accepted
+        self.num_expected = LONGEST_MEMORY * self.num_expected + probability
         self.last_accepted += (is_accepted - self.last_accepted) / LAST_NODES
         self.last_expected += (probability - self.last_expected) / LAST_NODES
         surprise = self.last_accepted - self.agreement * self.last_expected
