@@ -80,7 +80,7 @@ def record(engine: Engine) -> list[Proposal]:
 
 
 def assert_same_trees(backend: Backend, actual: DraftTrees, expected: DraftTrees, rows: Iterable[int], tolerance: float) -> None:
-    """The same nodes in the same places; scores and q but for rounding. Of a back end on the host: no empty places, known chains."""
+    """The same nodes in the same places; scores and q but for rounding. On the host, no place is empty and all chains are known."""
     for name in ("is_sampled", "has_scores"):
         assert getattr(actual, name).tolist() == getattr(expected, name).tolist()
     ours, others = trees_on_host(backend, actual), trees_on_host(backend, expected)

@@ -232,6 +232,19 @@ def test_on_the_host_empty_places_are_left_out() -> None:
     assert [found[row].token_ids.tolist() for row in range(3)] == [[4], [], [5, 6]]
     assert found[0].scores is not None and found[0].scores.tolist() == [-0.5]
     assert found[1].scores is not None and found[2].scores is None
+    assert (trees.packed().is_chain.tolist(), trees.packed().start_loc.tolist()) == ([True, True, True], [0, 1, 1, 3])
     whole = on_device().on_host([column.numpy() for column in on_device().nodes])
     assert whole.draft_probs is None and whole.draft_rows is None and whole.start_loc.tolist() == [0, 0, 3, 3]
     assert DraftTrees.empty(2, torch.device("cpu"))[1].num_nodes == 0
+
+
+def test_packed_trees_keep_their_rows_of_q() -> None:
+    """Of an empty row, a tree with one empty place, and one with nothing else; each has an entry for its root."""
+    nodes = NodeColumns(*map(torch.tensor, ([4, 5, -1, -1], [-1, -1, -2, -2], [1] * 4, [1, 2, 4, 1], [0.0] * 4, [0, -1, -1, -1])))
+    flags, q = np.ones(3, np.bool_), torch.rand(9, 6)
+    rows = torch.tensor([8, 10, 11, 12, 13, 20, 21], dtype=torch.int32)
+    packed = DraftTrees(np.array([0, 0, 3, 4]), flags, flags, flags, nodes, q, rows).packed()
+    assert packed.start_loc.tolist() == [0, 0, 2, 2] and packed.nodes.token_ids.tolist() == [4, 5]
+    assert packed.is_chain.tolist() == [True, False, True] and packed.draft_probs is q
+    assert packed.draft_rows is not None and packed.draft_rows.tolist() == [8, 10, 11, 12, 20]
+    assert packed.draft_rows.dtype == torch.int32 and packed.packed().draft_rows is packed.draft_rows

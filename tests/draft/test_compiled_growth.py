@@ -12,10 +12,10 @@ import torch
 from back_ends import make_back_end
 from proposals import assert_same_trees, filled, trees_on_host
 from stepping import greedy, make_engine, run_all
-from twins import GrowthTwins
+from twins import BLOCK_SIZE, GrowthTwins
 from zoo import Zoo, random_prompts
 
-from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, main_path_order
+from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, Worth, main_path_order
 from titan.core.limits import MAX_NODES
 from titan.core.sampling_params import SamplingParams
 from titan.core.trees import DraftTrees, Parents, chain_parents
@@ -81,6 +81,39 @@ def test_the_trees_are_those_that_are_grown_depth_by_depth(
     twins.assert_same_kv()
     assert not torch.equal(kv, before) and trees.num_nodes >= 5
     assert int(trees.nodes.token_ids.max()) < min(vocab_size, 131)
+
+
+def priced(pass_price: float, row_price: float = 0.01) -> list[GrowthSpec]:
+    """Two beams and a chain of beams, each with prices of its own."""
+    specs = BeamSpec(16, 5, 3, 4, 0.3), BeamSpec(9, 6, 2, 3, 0.25), BeamSpec(6, 6, 1, 3, 0.2)
+    return [replace(spec, worth=Worth(0.9, 0.8, 0.01 + i / 99, row_price, pass_price)) for i, spec in enumerate(specs)]
+
+
+PRICED: dict[str, tuple[list[GrowthSpec], int]] = {  # and the greatest depth
+    "at once": (priced(9.0), 1),
+    "in the middle": (priced(0.4), 3),
+    "never": (priced(1e-6, -1.0), 6),
+    "beside a beam": ([*priced(9.0), BeamSpec(16, 4, 2, 3, 0.5)], 4),
+    "beside shapes": ([*priced(9.0, row_price=0.3), filled(LINE), sampled(BUSHY, 1)], 5),
+    "after a shape": ([*priced(0.4), filled(WIDE), sampled(chain_parents(2), 0)], 3),
+}
+
+
+@pytest.mark.parametrize("case", PRICED)
+def test_growth_that_ends_where_it_does_not_pay_is_that_of_the_general_form(zoo: Zoo, case: str, calls: list[str]) -> None:
+    """And the KV that the nodes claim is theirs."""
+    twins, (specs, max_depth) = GrowthTwins(zoo.path("other"), 131, make_back_end("cpu")), PRICED[case]
+    feeds = twins.feeds(specs)
+    trees = assert_grown(twins, feeds, calls, "compiled")
+    assert int(trees.nodes.depths.max()) == max_depth
+    slots = [
+        feed.block_ids[slot // BLOCK_SIZE] * BLOCK_SIZE + slot % BLOCK_SIZE
+        for feed, tree in zip(feeds, trees_on_host(twins.backend, trees), strict=False)
+        for slot in (feed.root + 1 + tree.draft_slots[tree.draft_slots >= 0]).tolist()  # type: ignore[index, operator]
+    ]
+    assert len(slots) >= 3 or case == "at once"
+    [kv], [expected] = (each.kv.groups for each in (twins.runner, twins.plain))
+    torch.testing.assert_close(*(each.flatten(3, 4)[:, :, :, slots] for each in (kv, expected)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("vocab_size", [8, 11], ids=["the same vocabulary", "a larger one"])
