@@ -149,10 +149,12 @@ class HostTime:
         return self.counts[is_drafting, num_requests.bit_length()] >= FIRST_STEPS
 
     def predict(self, is_drafting: bool, num_requests: int) -> float:
-        """Return the expected seconds; where only the other kind of step is known, those."""
+        """Return the expected seconds; a step without drafts takes no more than one with them."""
         octave = num_requests.bit_length()
-        known = self.seconds.get((is_drafting, octave))
-        return self.seconds.get((not is_drafting, octave), 0.0) if known is None else known
+        off, on = self.seconds.get((False, octave)), self.seconds.get((True, octave))
+        if off is None or on is None:
+            return off or on or 0.0
+        return on if is_drafting else min(on, off)
 
 
 class Controller:
