@@ -329,7 +329,9 @@ def _summary(run: Run) -> str:
     line = f"{run.num_tokens} tokens, {run.tokens_per_second:.1f} tokens/s"
     if metrics.num_draft_tokens:
         per_depth = " ".join(f"{rate:.2f}" for rate in _acceptance_per_depth(metrics))
-        line += f", mean acceptance length {metrics.mean_acceptance_length:.2f}, acceptance per depth {per_depth}"
+        nodes = metrics.num_draft_tokens / metrics.num_sequence_steps
+        line += f", mean acceptance length {metrics.mean_acceptance_length:.2f}, {nodes:.2f} draft tokens per step"
+        line += f", acceptance per depth {per_depth}"
     return line
 
 

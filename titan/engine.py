@@ -188,6 +188,7 @@ class Engine:
         """Return a snapshot of the engine's totals and state."""
         counters, scheduler, pool = self.counters, self.scheduler, self.kv.pool
         num_committed = sum(request.num_computed_tokens for request in scheduler.running)
+        mean_draft_tokens = ratio(sum(counters.proposed_per_depth), counters.num_sequence_steps)
         num_drafted = sum(min(request.num_drafted_context, request.num_computed_tokens) for request in scheduler.running)
         return EngineMetrics(
             num_running=len(scheduler.running),
@@ -207,6 +208,7 @@ class Engine:
             draft_coverage=ratio(num_drafted, num_committed) if scheduler.running else None,
             draft=self.drafter.name,
             graph_hit_rate=self.passes.hit_rate,
+            speculation=None if self.adaptive is None else self.adaptive.metrics(mean_draft_tokens),
         )
 
     def _use_drafter(self, drafter: Drafter) -> None:

@@ -117,6 +117,7 @@ class Optimum:
     num_nodes: list[int]
     rate: float  # weighted tokens per second
     off_rate: float
+    on_rate: float = 0.0  # of the best setting that drafts
     node_seconds: float = 0.0  # of one more node in the target's pass
     row_seconds: float = 0.0  # of one more row in a pass of the draft
     pass_seconds: float = 0.0  # of a pass of the draft, without its rows
@@ -267,11 +268,12 @@ class Controller:
             seconds = self.host.predict(True, n) + num_passes * pass_seconds + row_seconds * rows[at] + target[: len(at)]
             rates = (weights.sum() + gains[at]) / seconds
             place = int(rates.argmax())
+            optimum.on_rate = max(optimum.on_rate, float(rates[place]))
             if rates[place] > optimum.rate * (1 + (MARGIN if optimum.rate == off_rate else 0.0)):
                 size, above = sizes[place], [*sizes, 2 * sizes[-1]][place + 1]
                 counts = np.bincount(requests[:size], minlength=n).tolist()
                 slope = max(float(target[place + 1] - target[place]), 0.0) / (above - size)
-                optimum = Optimum(counts, float(rates[place]), off_rate, slope, row_seconds, pass_seconds)
+                optimum = Optimum(counts, float(rates[place]), off_rate, float(rates[place]), slope, row_seconds, pass_seconds)
         return optimum
 
     def _draft_line(self, n: int, load: Load) -> tuple[float, float]:

@@ -8,6 +8,7 @@ from math import exp
 from typing import NamedTuple
 
 from titan.adaptive.controller import Candidate, Controller, Decision, Load, Outcome
+from titan.core.metrics import SpeculationMetrics
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import GrowthReport
@@ -32,8 +33,8 @@ class AdaptiveSpeculation:
     is_latency: bool = False  # whether a request's tokens count the more, the fewer it gets
     reserves: bool = True  # whether the next step should reserve room for drafts
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
-    _load: Load = Load((), 0, 0)
-    _decision: Decision = Decision((), ())
+    _load: Load = field(default_factory=lambda: Load((), 0, 0))
+    _decision: Decision = field(default_factory=lambda: Decision((), ()))
 
     def decide(self, plan: StepPlan) -> None:
         """Set budgets and worths of a plan's rows."""
@@ -107,6 +108,27 @@ class AdaptiveSpeculation:
         )
         self.controller.observe(outcome)
         self.reserves = self.reserves or self.controller.is_probe_due
+
+    def metrics(self, mean_draft_tokens: float) -> SpeculationMetrics:
+        """Return what the controller knows and decided.
+
+        Args:
+            mean_draft_tokens: per request and step, since the start.
+        """
+        controller, optimum = self.controller, self.controller.optimum
+        target, draft = controller.target, controller.draft
+        return SpeculationMetrics(
+            choice="probe" if self._decision.is_probe else "on" if self._decision.drafts else "off",
+            mean_draft_tokens=mean_draft_tokens,
+            off_rate=optimum.off_rate,
+            on_rate=optimum.on_rate,
+            acceptance=controller.acceptance(controller.fleet),
+            agreement=controller.fleet_agreement,
+            target_pass={size: target.predict(size, 0) for size in target.sizes},
+            target_context_token=target.seconds_per_context_token,
+            draft_pass={} if draft is None else {size: draft.predict(size, 0) for size in draft.sizes},
+            draft_context_token=0.0 if draft is None else draft.seconds_per_context_token,
+        )
 
 
 def _first_children(parents: list[int], scores: Sequence[float], path: Sequence[int]) -> list[tuple[float, bool]]:

@@ -21,6 +21,22 @@ class EngineCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationMetrics:
+    """What adaptive speculation knows and decided; times are seconds, rates are tokens per second of all requests."""
+
+    choice: str  # in the last step: "on", "probe" (a few requests draft one token, to see whether it would pay), or "off"
+    mean_draft_tokens: float  # per request that emitted tokens, since the start
+    off_rate: float  # predicted without drafts, for the requests of the last steps
+    on_rate: float  # predicted with the best number of drafts; 0: not compared yet
+    acceptance: float  # expected probability that the first draft token of a request is accepted
+    agreement: float  # accepted draft tokens as a multiple of those that the draft's own probabilities promise
+    target_pass: dict[int, float]  # of a pass of the target by its rows, without context, as now expected
+    target_context_token: float  # more for each token of context
+    draft_pass: dict[int, float]  # the same of the draft; empty: no model drafts
+    draft_context_token: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineMetrics:
     """A snapshot of an engine."""
 
@@ -41,6 +57,7 @@ class EngineMetrics:
     draft_coverage: float | None  # share of the running requests' committed tokens with valid draft KV; None: none running
     draft: str  # name of the drafter
     graph_hit_rate: float | None  # share of target and draft passes replayed as CUDA graphs; None: no such device
+    speculation: SpeculationMetrics | None  # None: speculation is not adaptive, or nothing drafts
 
 
 def ratio(part: float, whole: float) -> float:

@@ -16,8 +16,8 @@ class StepPlan:
 
     The target processes ``num_tokens[i]`` committed tokens of ``requests[i]``, from its ``num_computed_tokens`` on. If
     they reach the root, up to ``draft_budgets[i]`` draft nodes follow; otherwise the budget is 0. ``num_slots[i]`` slots after the
-    root are reserved, at least as many as the budget: a beam writes the draft's KV of more nodes than it keeps. Where ``worths`` has
-    an entry, the draft's own confidence is to end the tree where it does not pay; no row has one by default.
+    root are reserved, at least as many as the budget: a beam writes the draft's KV of more nodes than it keeps. Where
+    ``worths`` has an entry, the draft's own confidence is to end the tree where it does not pay; no row has one by default.
     """
 
     requests: list[Request]
