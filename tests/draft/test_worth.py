@@ -87,6 +87,7 @@ CASES: dict[str, tuple[list[BeamSpec], int]] = {  # and the number of depths tha
     "nodes that are not kept": (changed(node_price=0.2), 2),
     "never": (changed(node_price=0.0, row_price=0.0, pass_price=1e-9), 6),
     "one alone": (SPECS[1:2], 2),
+    "beside one that is as deep as it may be": ([replace(changed(pass_price=0.001)[0], depth=1), *changed(pass_price=9.0)], 0),
     "beside one that goes on": ([*SPECS, BeamSpec(8, 6, 2, 3, 1.0)], 5),
     "beside one that ends before": ([*SPECS, BeamSpec(8, 2, 2, 3, 1.0)], 3),
 }
@@ -113,6 +114,7 @@ def test_trees_are_those_of_the_law(back_end: str, case: str, draft: tuple[Path,
     assert num_fed == num_depths
     passes, trees = count_passes(twins.runner), twins.grow(feeds)
     assert sum(passes) == 1 + num_fed
+    assert all(count <= spec.num_children * (1 + spec.width * num_fed) for count, spec in zip(trees.counts, specs, strict=False))
     for tree, paths in zip(trees_on_host(twins.backend, trees), expected, strict=False):
         assert tree.scores is not None
         assert dict(zip(paths_of(tree), tree.scores.tolist(), strict=True)) == pytest.approx(paths, abs=1e-4)
