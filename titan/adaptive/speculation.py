@@ -32,9 +32,13 @@ class AdaptiveSpeculation:
     max_nodes: int  # per request
     is_latency: bool = False  # whether a request's tokens count the more, the fewer it gets
     reserves: bool = True  # whether the next step should reserve room for drafts
+    _confident: ConfidentDrafter | None = None
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = field(default_factory=lambda: Decision((), ()))
+
+    def __post_init__(self) -> None:
+        self._confident = self.drafter if isinstance(self.drafter, ConfidentDrafter) else None
 
     def decide(self, plan: StepPlan) -> None:
         """Set budgets and worths of a plan's rows."""
@@ -63,7 +67,7 @@ class AdaptiveSpeculation:
             history.acceptance,
             max(0, min(most, request.num_remaining_tokens - 1)) if params.use_speculative else 0,
             request.num_tokens - request.num_drafted_context,
-            isinstance(self.drafter, ConfidentDrafter) and self.drafter.stops_early(request),
+            self._confident is not None and self._confident.stops_early(request),
             1 / history.tokens_per_step.value if self.is_latency else 1.0,
         )
 
