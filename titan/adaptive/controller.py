@@ -199,6 +199,12 @@ class Controller:
         self._decision = self._decide(load)
         return self._decision
 
+    def postpone(self) -> Decision:
+        """Return a decision to draft nothing in this step after all."""
+        n = len(self._load.candidates)
+        self._decision = Decision([0] * n, [None] * n)
+        return self._decision
+
     def _decide(self, load: Load) -> Decision:
         n = len(load.candidates)
         nothing = Decision([0] * n, [None] * n)

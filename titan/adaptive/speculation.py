@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, log
 from typing import NamedTuple
 
 from titan.adaptive.controller import Candidate, Controller, Decision, Load, Outcome
@@ -13,6 +13,10 @@ from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import GrowthReport
 from titan.draft.base import ConfidentDrafter, Drafter
+
+
+TEMPERATURE_RATE = 1 / 32
+"""Weight of one request's temperature, after a step, in the mean that new requests start at."""
 
 
 class StepTimes(NamedTuple):
@@ -33,6 +37,7 @@ class AdaptiveSpeculation:
     is_latency: bool = False  # whether a request's tokens count the more, the fewer it gets
     reserves: bool = True  # whether the next step should reserve room for drafts
     _confident: ConfidentDrafter | None = None
+    _log_temperature: float | None = None  # mean over the greedy requests of what their draft's probabilities are compared at
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = field(default_factory=lambda: Decision((), ()))
@@ -51,8 +56,12 @@ class AdaptiveSpeculation:
                 rows.append(i)
                 candidates.append(self._candidate(request))
         self._rows, self._load = rows, Load(candidates, num_rows, num_context)
-        decision = self._decision = self.controller.choose(self._load)
-        self.reserves = decision.drafts
+        decision = self.controller.choose(self._load)
+        if decision.drafts and not self.reserves:
+            self.reserves, decision = True, self.controller.postpone()
+        else:
+            self.reserves = decision.drafts
+        self._decision = decision
         for i, count, worth in zip(rows, decision.num_nodes, decision.worths, strict=True):
             if worth is None:
                 plan.draft_budgets[i] = min(plan.draft_budgets[i], count)
@@ -62,6 +71,8 @@ class AdaptiveSpeculation:
 
     def _candidate(self, request: Request) -> Candidate:
         params, history = request.params, request.draft_history
+        if history.temperature is None and params.is_greedy and self._log_temperature is not None:
+            history.start_at(exp(self._log_temperature))
         most = self.max_nodes if params.max_draft_tokens is None else min(self.max_nodes, params.max_draft_tokens)
         return Candidate(
             history.acceptance,
@@ -88,8 +99,8 @@ class AdaptiveSpeculation:
             request, path, first, end = plan.requests[i], acceptance.paths[i], starts[i], starts[i + 1]
             num_tokens, num_accepted = num_tokens + len(acceptance.token_ids[i]), num_accepted + len(path)
             request.draft_history.tokens_per_step.note(1 + len(path))
-            fleets = () if request.params.has_transforms else (self.controller.fleet,)
-            counts = candidate.counts, *fleets
+            is_typical = not request.params.has_transforms
+            counts = (candidate.counts, self.controller.fleet) if is_typical else (candidate.counts,)
             is_confident = candidate.stops_early and first_scores is not None and first_scores[i] == first_scores[i]
             if is_confident or end > first:
                 for each in counts:
@@ -99,6 +110,8 @@ class AdaptiveSpeculation:
                 for probability, is_accepted in _first_children(parents[first:end], own, path):
                     for each in counts:
                         each.note(probability, is_accepted)
+                if is_typical and request.params.is_greedy:
+                    self._follow_temperature(request)
         draft_seconds = times.draft if growth is None else growth.seconds
         outcome = Outcome(
             num_tokens,
@@ -112,6 +125,11 @@ class AdaptiveSpeculation:
         )
         self.controller.observe(outcome)
         self.reserves = self.reserves or self.controller.is_probe_due
+
+    def _follow_temperature(self, request: Request) -> None:
+        if (temperature := request.draft_history.temperature) is not None:
+            before = log(temperature) if self._log_temperature is None else self._log_temperature
+            self._log_temperature = before + (log(temperature) - before) * TEMPERATURE_RATE
 
     def metrics(self, mean_draft_tokens: float) -> SpeculationMetrics:
         """Return what the controller knows and decided.

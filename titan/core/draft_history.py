@@ -15,6 +15,9 @@ trees of six nodes start as chains."""
 FIRST_CALIBRATION_RATE, LAST_CALIBRATION_RATE = 2.0, 0.3
 """How far a surprise of 1 moves the logarithm of the temperature: far at first, less once it is about right."""
 
+CALIBRATED_CONFIDENCES = 4
+"""Number of observations that a temperature that others have found counts as."""
+
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.02, 2.0
 
 CONFIDENCE_MEMORY = 0.93
@@ -113,6 +116,11 @@ class DraftHistory:
         """Record the probabilities with which a greedy and a sampled proposal would have been accepted at a root."""
         self.greedy_match.note(greedy)
         self.sampled_match.note(sampled)
+
+    def start_at(self, temperature: float) -> None:
+        """Set the temperature from which the calibration of a new request goes on."""
+        self.temperature = temperature
+        self.num_confidences = CALIBRATED_CONFIDENCES
 
     def note_confidence(self, start: float, logprob: float, is_accepted: bool) -> None:
         """Record whether a node's most likely child was accepted: move the temperature so that such probabilities match acceptance.
