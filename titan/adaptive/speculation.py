@@ -14,7 +14,6 @@ from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import GrowthReport
 from titan.draft.base import ConfidentDrafter, Drafter
 
-
 TEMPERATURE_RATE = 1 / 32
 """Weight of one request's temperature, after a step, in the mean that new requests start at."""
 
