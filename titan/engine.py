@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from titan.adaptive.controller import Controller
 from titan.adaptive.cost import PassCost
-from titan.adaptive.profile import measure
+from titan.adaptive.profile import Room, Subject, measure
 from titan.adaptive.speculation import AdaptiveSpeculation, StepTimes
 from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVTensor
@@ -229,33 +229,27 @@ class Engine:
         options = self.config.speculation
         if options.speculation != "adaptive" or not self._max_draft_tokens:
             return None
-        runner = drafter.runner if isinstance(drafter, ModelDrafter) else None
+        subjects = [] if self._target_cost is not None else [Subject(self.runner, self._max_draft_tokens)]
+        if isinstance(drafter, ModelDrafter):
+            subjects.append(Subject(drafter.runner, 0))
         try:
-            if self._target_cost is None:
-                self._target_cost = self._measure(self.runner, self._max_draft_tokens)
-            draft_cost = None if runner is None else self._measure(runner, 0)
+            costs = self._measure(subjects)
         except (RuntimeError, ValueError) as error:
             warnings.warn(f"passes could not be measured, so speculation='fixed' is used: {error}", stacklevel=2)
             return None
-        controller = Controller(self._target_cost, draft_cost, is_timed=self.backend.is_host)
+        if self._target_cost is None:
+            self._target_cost = costs.pop(0)
+        controller = Controller(self._target_cost, costs[0] if costs else None, is_timed=self.backend.is_host)
         return AdaptiveSpeculation(controller, drafter, self._max_draft_tokens, options.speculation_target == "latency")
 
-    def _measure(self, runner: Runner, num_nodes: int) -> PassCost:
-        """Measure a model's passes on blocks that are free."""
+    def _measure(self, subjects: Sequence[Subject]) -> list[PassCost]:
+        """Measure the passes of models on blocks that are free."""
         schedule, pool = self.config.schedule, self.kv.pool
         max_rows = min(schedule.max_num_batched_tokens, schedule.max_batch_size * (1 + self._max_draft_tokens))
         block_ids = pool.allocate(min(pool.num_free, MAX_PROFILED_BLOCKS))
         try:
-            return measure(
-                runner,
-                self.backend,
-                block_ids,
-                block_size=self.kv.block_size,
-                num_nodes=num_nodes,
-                num_requests=schedule.max_batch_size,
-                max_rows=max_rows,
-                max_len=self.max_model_len,
-            )
+            room = Room(block_ids, self.kv.block_size, schedule.max_batch_size, max_rows, self.max_model_len)
+            return measure(subjects, self.backend, room)
         finally:
             pool.release(block_ids)
 
