@@ -127,7 +127,7 @@ class Engine:
         self.backend.activate()
         adaptive = self.adaptive
         with torch.inference_mode():
-            plan = self.scheduler.schedule(self._max_draft_tokens if adaptive is None or adaptive.reserves else 0, self._lookahead)
+            plan = self.scheduler.schedule(self._max_draft_tokens if adaptive is None else adaptive.num_reserved, self._lookahead)
             if not plan.requests:
                 return []
             self.kv.clear_new_blocks()
@@ -229,35 +229,40 @@ class Engine:
         options = self.config.speculation
         if options.speculation != "adaptive" or not self._max_draft_tokens:
             return None
-        runner = drafter.runner if isinstance(drafter, ModelDrafter) else None
         try:
             if self._target_cost is None:
-                self._target_cost = self._measure(self.runner, self._max_draft_tokens)
-            draft_cost = None if runner is None else self._measure(runner, 0)
+                self._target_cost = self._measure_target()
+            draft_cost = None
+            if isinstance(drafter, ModelDrafter):  # its cache is new: nothing is lost, whosever blocks these are
+                max_len, block_ids = min(self.max_model_len, drafter.max_len), range(min(self.kv.num_blocks, MAX_PROFILED_BLOCKS))
+                draft_cost = self._measure(drafter.runner, block_ids, 0, max_len)
         except (RuntimeError, ValueError) as error:
             warnings.warn(f"passes could not be measured, so speculation='fixed' is used: {error}", stacklevel=2)
             return None
         controller = Controller(self._target_cost, draft_cost, is_timed=self.backend.is_host)
         return AdaptiveSpeculation(controller, drafter, self._max_draft_tokens, options.speculation_target == "latency")
 
-    def _measure(self, runner: Runner, num_nodes: int) -> PassCost:
-        """Measure a model's passes on blocks that are free."""
-        schedule, pool = self.config.schedule, self.kv.pool
-        max_rows = min(schedule.max_num_batched_tokens, schedule.max_batch_size * (1 + self._max_draft_tokens))
-        block_ids = pool.allocate(min(pool.num_free, MAX_PROFILED_BLOCKS))
+    def _measure_target(self) -> PassCost:
+        """Measure passes on blocks that are free and not cached, or on the one whose cached content is the oldest."""
+        pool = self.kv.pool
+        block_ids = pool.allocate(min(max(pool.num_blank, 1), MAX_PROFILED_BLOCKS))
         try:
-            return measure(
-                runner,
-                self.backend,
-                block_ids,
-                block_size=self.kv.block_size,
-                num_nodes=num_nodes,
-                num_requests=schedule.max_batch_size,
-                max_rows=max_rows,
-                max_len=self.max_model_len,
-            )
+            return self._measure(self.runner, block_ids, self._max_draft_tokens, self.max_model_len)
         finally:
-            pool.release(block_ids)
+            pool.release(block_ids[::-1])  # so that they are allocated in the same order as before
+
+    def _measure(self, runner: Runner, block_ids: Sequence[int], num_nodes: int, max_len: int) -> PassCost:
+        schedule = self.config.schedule
+        return measure(
+            runner,
+            self.backend,
+            block_ids,
+            block_size=self.kv.block_size,
+            num_nodes=num_nodes,
+            num_requests=schedule.max_batch_size,
+            max_rows=min(schedule.max_num_batched_tokens, schedule.max_batch_size * (1 + self._max_draft_tokens)),
+            max_len=max_len,
+        )
 
     def _draft_context(self) -> DraftContext:
         config, backend, limits, passes = self.config, self.backend, self._pass_limits, self.passes

@@ -42,8 +42,8 @@ def measure(
         block_size: tokens per KV block.
         num_nodes: draft tokens of a request beside its root.
         num_requests: most requests of a pass.
-        max_rows: most rows of a pass.
-        max_len: maximum tokens of a request.
+        max_rows: most rows of a pass; fewer are measured if the requests cannot have as many.
+        max_len: maximum tokens of a request, at least 1.
 
     Raises:
         ValueError: there is no block.
@@ -56,6 +56,7 @@ def measure(
         batch = _batch(backend, block_ids, block_size, num_rows, num_nodes, num_requests, start)
         return min(_run(runner, backend, batch) for _ in range(NUM_RUNS))
 
+    num_nodes, max_rows = min(num_nodes, max_len - 1), min(max_rows, num_requests * max_len)
     sizes, seconds, begin = list[int](), list[float](), time.perf_counter()
     padded = [size for size in runner.padded_sizes if size <= max_rows]
     with torch.inference_mode():
@@ -65,8 +66,9 @@ def measure(
             sizes.append(size)
             seconds.append(seconds_of(size, 0))
         at = min(len(sizes) - 1, max(0, (min(num_requests, 8)).bit_length() - 1))
-        start = min(CONTEXT_LEN, max_len - 2 - num_nodes)
-        num_context = start * _num_requests(sizes[at], num_nodes, num_requests)
+        of_size = _num_requests(sizes[at], num_nodes, num_requests)
+        start = min(CONTEXT_LEN, max_len - -(-sizes[at] // of_size))
+        num_context = start * of_size
         per_token = (seconds_of(sizes[at], start) - seconds[at]) / num_context if num_context > 0 else 0.0
     return PassCost(sizes, seconds, max(per_token, 0.0), is_padded=bool(padded))
 

@@ -15,6 +15,10 @@ from titan.core.trees import GrowthReport
 from titan.draft.base import ConfidentDrafter, Drafter
 
 
+RESERVED_NODES = 8
+"""Nodes for which room is reserved, as a multiple of those expected: where the draft is sure of itself, trees grow larger."""
+
+
 class StepTimes(NamedTuple):
     """Seconds of a step and of its parts."""
 
@@ -31,7 +35,8 @@ class AdaptiveSpeculation:
     drafter: Drafter
     max_nodes: int  # per request
     is_latency: bool = False  # whether a request's tokens count the more, the fewer it gets
-    reserves: bool = True  # whether the next step should reserve room for drafts
+    num_reserved: int = 0  # draft tokens of each request for which the next step should reserve room
+    _is_reserved: bool = False  # whether this step has room for drafts
     _confident: ConfidentDrafter | None = None
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
@@ -52,7 +57,8 @@ class AdaptiveSpeculation:
                 candidates.append(self._candidate(request))
         self._rows, self._load = rows, Load(candidates, num_rows, num_context)
         decision = self._decision = self.controller.choose(self._load)
-        self.reserves = decision.drafts
+        self._is_reserved = self.num_reserved > 0
+        self.num_reserved = min(self.max_nodes, RESERVED_NODES * max(decision.num_nodes, default=0))
         for i, count, worth in zip(rows, decision.num_nodes, decision.worths, strict=True):
             if worth is None:
                 plan.draft_budgets[i] = min(plan.draft_budgets[i], count)
@@ -110,8 +116,9 @@ class AdaptiveSpeculation:
             draft_seconds,
             times.target,
         )
-        self.controller.observe(outcome)
-        self.reserves = self.reserves or self.controller.is_probe_due
+        if self._is_reserved or not self._decision.drafts:  # else it drafts from the next step on
+            self.controller.observe(outcome)
+        self.num_reserved = max(self.num_reserved, int(self.controller.is_probe_due))
 
     def metrics(self, mean_draft_tokens: float) -> SpeculationMetrics:
         """Return what the controller knows and decided.
