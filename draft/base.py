@@ -72,6 +72,11 @@ class ModelDrafter(Drafter, Protocol):
         """The model; once a cache is attached."""
         ...
 
+    @property
+    def max_len(self) -> int:
+        """Maximum tokens of a request that the model can be fed."""
+        ...
+
 
 @runtime_checkable
 class ConfidentDrafter(Drafter, Protocol):

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from titan.adaptive.controller import Controller
 from titan.adaptive.cost import PassCost
-from titan.adaptive.profile import Room, Subject, measure
+from titan.adaptive.profile import Extent, Subject, measure
 from titan.adaptive.speculation import AdaptiveSpeculation, StepTimes
 from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVTensor
@@ -127,7 +127,7 @@ class Engine:
         self.backend.activate()
         adaptive = self.adaptive
         with torch.inference_mode():
-            plan = self.scheduler.schedule(self._max_draft_tokens if adaptive is None or adaptive.reserves else 0, self._lookahead)
+            plan = self.scheduler.schedule(self._max_draft_tokens if adaptive is None else adaptive.num_reserved, self._lookahead)
             if not plan.requests:
                 return []
             self.kv.clear_new_blocks()
@@ -229,12 +229,9 @@ class Engine:
         options = self.config.speculation
         if options.speculation != "adaptive" or not self._max_draft_tokens:
             return None
-        subjects = [] if self._target_cost is not None else [Subject(self.runner, self._max_draft_tokens)]
-        if isinstance(drafter, ModelDrafter):
-            subjects.append(Subject(drafter.runner, 0))
         try:
-            costs = self._measure(subjects)
-        except (RuntimeError, ValueError) as error:
+            costs = self._measure(drafter)
+        except RuntimeError as error:
             warnings.warn(f"passes could not be measured, so speculation='fixed' is used: {error}", stacklevel=2)
             return None
         if self._target_cost is None:
@@ -242,16 +239,25 @@ class Engine:
         controller = Controller(self._target_cost, costs[0] if costs else None, is_timed=self.backend.is_host)
         return AdaptiveSpeculation(controller, drafter, self._max_draft_tokens, options.speculation_target == "latency")
 
-    def _measure(self, subjects: Sequence[Subject]) -> list[PassCost]:
-        """Measure the passes of models on blocks that are free."""
+    def _measure(self, drafter: Drafter) -> list[PassCost]:
+        """Measure the passes of the target, if they were not yet, and of the draft model, if there is one.
+
+        The target's are measured on blocks that are free and not cached, or on the one whose cached content is the oldest. The
+        draft's cache is new: nothing is lost, whosever blocks these are.
+        """
         schedule, pool = self.config.schedule, self.kv.pool
+        subjects, block_ids = list[Subject](), list[int]()
+        if self._target_cost is None:
+            block_ids = pool.allocate(min(max(pool.num_blank, 1), MAX_PROFILED_BLOCKS))
+            subjects.append(Subject(self.runner, self._max_draft_tokens, block_ids, self.max_model_len))
+        if isinstance(drafter, ModelDrafter):
+            any_blocks, max_len = range(min(pool.num_blocks, MAX_PROFILED_BLOCKS)), min(self.max_model_len, drafter.max_len)
+            subjects.append(Subject(drafter.runner, 0, any_blocks, max_len))
         max_rows = min(schedule.max_num_batched_tokens, schedule.max_batch_size * (1 + self._max_draft_tokens))
-        block_ids = pool.allocate(min(pool.num_free, MAX_PROFILED_BLOCKS))
         try:
-            room = Room(block_ids, self.kv.block_size, schedule.max_batch_size, max_rows, self.max_model_len)
-            return measure(subjects, self.backend, room)
+            return measure(subjects, self.backend, Extent(self.kv.block_size, schedule.max_batch_size, max_rows))
         finally:
-            pool.release(block_ids)
+            pool.release(block_ids[::-1])  # so that they are allocated in the same order as before
 
     def _draft_context(self) -> DraftContext:
         config, backend, limits, passes = self.config, self.backend, self._pass_limits, self.passes

@@ -32,33 +32,30 @@ class Subject(NamedTuple):
 
     runner: Runner
     num_nodes: int  # draft tokens of a request beside its root
-
-
-class Room(NamedTuple):
-    """What there is to measure on."""
-
-    block_ids: Sequence[int]  # free ones, at least one; if there are too few, requests share them
-    block_size: int  # tokens per KV block
-    num_requests: int  # most of a pass
-    max_rows: int  # most of a pass
+    block_ids: Sequence[int]  # of its KV, that may be overwritten, at least one; if there are too few, requests share them
     max_len: int  # maximum tokens of a request
 
 
-def measure(subjects: Sequence[Subject], backend: Backend, room: Room) -> list[PassCost]:
+class Extent(NamedTuple):
+    """The largest passes."""
+
+    block_size: int  # tokens per KV block
+    num_requests: int
+    num_rows: int
+
+
+def measure(subjects: Sequence[Subject], backend: Backend, extent: Extent) -> list[PassCost]:
     """Measure the passes of models, in rounds over all of them, so that what slows the machine down for a while slows all alike.
 
     Args:
         subjects: the models.
         backend: the one they run on.
-        room: where, and up to which size.
+        extent: up to which size; less if the requests cannot have as many tokens.
 
     Raises:
-        ValueError: there is no block.
         torch.OutOfMemoryError: the device has too little memory.
     """
-    if not room.block_ids:
-        raise ValueError("no block is free to measure passes on")
-    curves = [_Curve(subject, backend, room) for subject in subjects]
+    curves = [_Curve(subject, backend, extent) for subject in subjects]
     with torch.inference_mode():
         for curve in curves:
             curve.explore(MAX_SECONDS / NUM_ROUNDS / len(curves))
@@ -71,17 +68,18 @@ def measure(subjects: Sequence[Subject], backend: Backend, room: Room) -> list[P
 class _Curve:
     """The times of one model's passes so far."""
 
-    def __init__(self, subject: Subject, backend: Backend, room: Room) -> None:
-        self._subject, self._backend, self._room = subject, backend, room
-        self._padded = [size for size in subject.runner.padded_sizes if size <= room.max_rows]
+    def __init__(self, subject: Subject, backend: Backend, extent: Extent) -> None:
+        self._subject, self._backend, self._extent = subject, backend, extent
+        self._num_nodes = min(subject.num_nodes, subject.max_len - 1)
+        self._max_rows = min(extent.num_rows, extent.num_requests * subject.max_len)
+        self._padded = [size for size in subject.runner.padded_sizes if size <= self._max_rows]
         self._sizes, self._seconds = list[int](), list[float]()
         self._in_context = float("inf")  # of the pass that shows what context costs
-        self._start = min(CONTEXT_LEN, room.max_len - 2 - subject.num_nodes)
 
     def explore(self, max_seconds: float) -> None:
         """Time each size once, the smallest first, as long as there is time; two in any case."""
         begin = time.perf_counter()
-        for size in self._padded or _sizes(self._room.max_rows):
+        for size in self._padded or _sizes(self._max_rows):
             if len(self._sizes) >= 2 and time.perf_counter() - begin > max_seconds:
                 break
             self._time(size, 0)  # the first pass of a size finds nothing in the caches
@@ -91,11 +89,11 @@ class _Curve:
     def repeat(self) -> None:
         """Time all these sizes once more; the least times count."""
         self._seconds = [min(before, self._time(size, 0)) for size, before in zip(self._sizes, self._seconds, strict=True)]
-        self._in_context = min(self._in_context, self._time(self._sizes[self._at], self._start))
+        self._in_context = min(self._in_context, self._time(self._sizes[self._at], self._context_len))
 
     def cost(self) -> PassCost:
         """Return the curve."""
-        num_context = max(1, self._start * self._num_requests(self._sizes[self._at]))
+        num_context = max(1, self._context_len * self._num_requests(self._sizes[self._at]))
         per_token = max(0.0, self._in_context - self._seconds[self._at]) / num_context
         return PassCost(self._sizes, self._seconds, per_token, is_padded=bool(self._padded))
 
@@ -104,9 +102,15 @@ class _Curve:
         """Index of the size at which context is measured: many requests, but not bound by arithmetic."""
         return min(len(self._sizes) - 1, bisect_left(self._sizes, CONTEXT_ROWS))
 
+    @property
+    def _context_len(self) -> int:
+        """Tokens of each request before that pass."""
+        size = self._sizes[self._at]
+        return min(CONTEXT_LEN, self._subject.max_len - -(-size // self._num_requests(size)))
+
     def _num_requests(self, num_rows: int) -> int:
         """Return how many requests a pass of so many rows is of: as few as are needed."""
-        return min(self._room.num_requests, -(-num_rows // (1 + self._subject.num_nodes)))
+        return min(self._extent.num_requests, -(-num_rows // (1 + self._num_nodes)))
 
     def _time(self, num_rows: int, start: int) -> float:
         batch = self._batch(num_rows, start)
@@ -115,10 +119,10 @@ class _Curve:
         return time.perf_counter() - begin
 
     def _batch(self, num_rows: int, start: int) -> RaggedBatch:
-        block_ids, block_size = self._room.block_ids, self._room.block_size
+        block_ids, block_size = self._subject.block_ids, self._extent.block_size
         n = self._num_requests(num_rows)
         counts = [num_rows // n + (i < num_rows % n) for i in range(n)]
-        nodes = [min(count - 1, self._subject.num_nodes) for count in counts]
+        nodes = [min(count - 1, self._num_nodes) for count in counts]
         blocks_each = -(-(start + max(counts)) // block_size)
         tables = [[block_ids[(i * blocks_each + j) % len(block_ids)] for j in range(blocks_each)] for i in range(n)]
         rows = [

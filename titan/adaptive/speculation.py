@@ -18,6 +18,10 @@ TEMPERATURE_RATE = 1 / 32
 """Weight of one request's temperature, after a step, in the mean that new requests start at."""
 
 
+RESERVED_NODES = 8
+"""Nodes for which room is reserved, as a multiple of those expected: where the draft is sure of itself, trees grow larger."""
+
+
 class StepTimes(NamedTuple):
     """Seconds of a step and of its parts."""
 
@@ -34,7 +38,7 @@ class AdaptiveSpeculation:
     drafter: Drafter
     max_nodes: int  # per request
     is_latency: bool = False  # whether a request's tokens count the more, the fewer it gets
-    reserves: bool = True  # whether the next step should reserve room for drafts
+    num_reserved: int = 0  # draft tokens of each request for which the next step should reserve room
     _confident: ConfidentDrafter | None = None
     _log_temperature: float | None = None  # mean over the greedy requests of what their draft's probabilities are compared at
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
@@ -56,11 +60,11 @@ class AdaptiveSpeculation:
                 candidates.append(self._candidate(request))
         self._rows, self._load = rows, Load(candidates, num_rows, num_context)
         decision = self.controller.choose(self._load)
-        if decision.drafts and not self.reserves:
-            self.reserves, decision = True, self.controller.postpone()
-        else:
-            self.reserves = decision.drafts
-        self._decision = decision
+        has_room, self.num_reserved = (
+            self.num_reserved > 0,
+            min(self.max_nodes, RESERVED_NODES * max(decision.num_nodes, default=0)),
+        )
+        self._decision = decision = decision if has_room or not decision.drafts else self.controller.postpone()
         for i, count, worth in zip(rows, decision.num_nodes, decision.worths, strict=True):
             if worth is None:
                 plan.draft_budgets[i] = min(plan.draft_budgets[i], count)
@@ -123,7 +127,7 @@ class AdaptiveSpeculation:
             times.target,
         )
         self.controller.observe(outcome)
-        self.reserves = self.reserves or self.controller.is_probe_due
+        self.num_reserved = max(self.num_reserved, int(self.controller.is_probe_due))
 
     def _follow_temperature(self, request: Request) -> None:
         if (temperature := request.draft_history.temperature) is not None:

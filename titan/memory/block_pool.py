@@ -40,6 +40,11 @@ class BlockPool:
         """Number of blocks that can be allocated, cached ones included."""
         return len(self._free_queue)
 
+    @property
+    def num_blank(self) -> int:
+        """Number of free blocks that are not cached; they are allocated first."""
+        return sum(block_id not in self._hash_of for block_id in self._free_queue)
+
     def is_free(self, block_id: int) -> bool:
         """Whether the block has no references."""
         return block_id in self._free_queue
