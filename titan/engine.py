@@ -24,6 +24,7 @@ from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees, TreeLimits
 from titan.draft.base import CachingDrafter, DraftContext, Drafter, ModelDrafter
+from titan.draft.labels import note_verification
 from titan.draft.registry import DraftSpec, check_draft, create_drafter
 from titan.execute.batch import split_logits, target_batch
 from titan.execute.memory_profile import run_largest_pass
@@ -147,6 +148,7 @@ class Engine:
             for observe in self.observers:
                 observe(plan, acceptance)
             self.drafter.commit(plan, acceptance)
+            note_verification(plan, acceptance, trees.growth, None if adaptive is None else adaptive.controller.fleet)
             self.kv.commit(plan, acceptance)
             changed = self.scheduler.update(plan, acceptance)
             if adaptive is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, log
 from typing import NamedTuple
@@ -94,31 +93,20 @@ class AdaptiveSpeculation:
             growth: of its trees, if a draft model grew them.
             times: of the step.
         """
-        trees = acceptance.trees
-        starts, parents, scores = trees.start_loc.tolist(), trees.nodes.parents.tolist(), trees.nodes.scores.tolist()
-        first_scores = None if growth is None else growth.first_scores.tolist()
-        num_tokens = num_accepted = 0
-        for i, candidate in zip(self._rows, self._load.candidates, strict=True):
-            request, path, first, end = plan.requests[i], acceptance.paths[i], starts[i], starts[i + 1]
-            num_tokens, num_accepted = num_tokens + len(acceptance.token_ids[i]), num_accepted + len(path)
-            request.draft_history.tokens_per_step.note(1 + len(path))
-            is_typical = not request.params.has_transforms
-            counts = (candidate.counts, self.controller.fleet) if is_typical else (candidate.counts,)
-            is_confident = candidate.stops_early and first_scores is not None and first_scores[i] == first_scores[i]
-            if is_confident or end > first:
-                for each in counts:
-                    each.note_draft(exp(first_scores[i]) if is_confident and first_scores else 1.0)
-            if end > first:
-                own = scores[first:end] if is_confident else [0.0] * (end - first)
-                for probability, is_accepted in _first_children(parents[first:end], own, path):
-                    for each in counts:
-                        each.note(probability, is_accepted)
-                if is_typical and request.params.is_greedy:
-                    self._follow_temperature(request)
+        num_nodes = acceptance.trees.num_nodes
+        num_tokens, num_accepted = len(self._rows), 0
+        if num_nodes:
+            for i in self._rows:
+                num_accepted += len(acceptance.paths[i])
+                self._follow_temperature(plan.requests[i])
+            num_tokens += num_accepted
+        if self.is_latency:
+            for i in self._rows:
+                plan.requests[i].draft_history.tokens_per_step.note(1 + len(acceptance.paths[i]))
         draft_seconds = times.draft if growth is None else growth.seconds
         outcome = Outcome(
             num_tokens,
-            trees.num_nodes,
+            num_nodes,
             num_accepted,
             0 if growth is None else growth.num_passes,
             0 if growth is None else growth.num_rows,
@@ -130,7 +118,8 @@ class AdaptiveSpeculation:
         self.num_reserved = max(self.num_reserved, int(self.controller.is_probe_due))
 
     def _follow_temperature(self, request: Request) -> None:
-        if (temperature := request.draft_history.temperature) is not None:
+        params, temperature = request.params, request.draft_history.temperature
+        if params.is_greedy and not params.has_transforms and temperature is not None:
             before = log(temperature) if self._log_temperature is None else self._log_temperature
             self._log_temperature = before + (log(temperature) - before) * TEMPERATURE_RATE
 
@@ -154,17 +143,3 @@ class AdaptiveSpeculation:
             draft_pass={} if draft is None else {size: draft.predict(size, 0) for size in draft.sizes},
             draft_context_token=0.0 if draft is None else draft.seconds_per_context_token,
         )
-
-
-def _first_children(parents: list[int], scores: Sequence[float], path: Sequence[int]) -> list[tuple[float, bool]]:
-    """Return the draft's probability of the first child of each node that verification reached, and whether it was accepted."""
-    found = []
-    score, accepted = 0.0, iter([*path, -1])
-    for node in (-1, *path):
-        child = next(accepted)
-        if node not in parents:
-            break
-        first = parents.index(node)
-        found.append((exp(scores[first] - score), first == child))
-        score = scores[child]
-    return found
