@@ -32,26 +32,23 @@ DWELL = 8
 PRIOR_AGREEMENT, PRIOR_NODES = 0.7, 3.0
 """Accepted nodes as a multiple of those that the draft expects, before any was verified, and how many nodes this counts as."""
 
-FLEET_NODES = 4.0
-"""Number of nodes that the fleet's average counts as in the estimate of one request."""
+FLEET_DRAFTS = 4.0
+"""Number of drafts, or nodes, that the fleet's average counts as in the estimate of one request."""
 
-IDLE_FADE = 0.98
-"""Share that counts of a request keep per step in which it does not draft, so that its estimate returns to the fleet's."""
+IDLE_FADE, OFF_FADE = 0.998, 0.9
+"""Share that counts keep per step of what a request that does not draft has shown: while others draft, and while none does."""
 
-MAX_PROBE_SHARE, MIN_PROBE_SHARE = 0.015, 0.006
-"""Shares of the time for probes while nothing drafts: one node of a few requests, to see whether it would pay again."""
+LEAST_DRAFTS = 1.5
+"""Number of drafts that what the fleet has ever shown counts as at least."""
 
-PROBE_BACKOFF = 0.8
-"""Factor of that share for each probe without an accepted node."""
+PROBE_SHARE = 0.015
+"""Share of the time for probes: one node of a request that would not draft, to see whether it would pay."""
 
-MAX_PROBED = 2
-"""Largest number of requests that a probe drafts for."""
-
-MAX_OVERDRAFT = 3
-"""Number of probes that may be run in advance while they succeed."""
+OVERDRAFT = 1.5
+"""Steps whose time may be spent on probes in advance while they promise something."""
 
 OPTIMISM = 1.0
-"""Standard deviations by which the draft may turn out better than it seems; while that would make it pay, it is probed at once."""
+"""Standard errors by which the draft may turn out better than it seems; while that would make it pay, it is probed at once."""
 
 MARGIN = 0.01
 """Share by which drafting must be expected to gain before it begins."""
@@ -62,7 +59,7 @@ GRID_SIZES, GRID_DEPTHS = 16, 8
 FIRST_STEPS = 2
 """Steps of a kind after which their host's time counts as known."""
 
-DEBT_STEPS = 16
+DEBT_STEPS = 32
 """Steps over which the cost of feeding the draft what it has missed is spread."""
 
 
@@ -167,28 +164,23 @@ class Controller:
     def __init__(self, target: PassCost, draft: PassCost | None, *, is_timed: bool = True) -> None:
         self.target, self.draft, self._is_timed = target, draft, is_timed
         self.host = HostTime()
-        self.fleet = AcceptanceCounts()
+        self.fleet = AcceptanceCounts(PRIOR_NODES * PRIOR_AGREEMENT, PRIOR_NODES)
         self.optimum = Optimum([], 0.0, 0.0)
         self._key: tuple[int, ...] = ()
-        self._age, self._is_promising, self._has_succeeded = 0, False, False
-        self._probe_share, self._probe_cost, self._credit = MAX_PROBE_SHARE, 0.0, 0.0
+        self._age, self._is_promising = 0, False
+        self._credit, self._spent, self._num_probes = 0.0, 0.0, 0
         self._load: Load = Load((), 0, 0)
         self._decision = Decision((), ())
 
     def agreement(self, counts: AcceptanceCounts) -> float:
         """Return accepted first children as a multiple of those that the draft expects, after a request's counts; at most 1."""
-        return min(1.0, (counts.num_accepted + FLEET_NODES * self.fleet_agreement) / (counts.num_expected + FLEET_NODES))
+        return min(1.0, (counts.num_accepted + FLEET_DRAFTS * self.fleet.agreement) / (counts.num_expected + FLEET_DRAFTS))
 
     def acceptance(self, counts: AcceptanceCounts) -> float:
         """Return the probability that the first child of a root is accepted, after a request's counts."""
         drafted = counts.num_drafts
-        confidence = (drafted * counts.confidence + FLEET_NODES * self.fleet.confidence) / (drafted + FLEET_NODES)
+        confidence = (drafted * counts.confidence + FLEET_DRAFTS * self.fleet.confidence) / (drafted + FLEET_DRAFTS)
         return self.agreement(counts) * confidence
-
-    @property
-    def fleet_agreement(self) -> float:
-        """Agreement of all requests together."""
-        return (self.fleet.num_accepted + PRIOR_NODES * PRIOR_AGREEMENT) / (self.fleet.num_expected + PRIOR_NODES)
 
     def choose(self, load: Load) -> Decision:
         """Decide what the candidates of a step draft."""
@@ -198,9 +190,9 @@ class Controller:
 
     def _decide(self, load: Load) -> Decision:
         n = len(load.candidates)
-        nothing = Decision([0] * n, [None] * n)
+        self._spent = 0.0
         if not n or not self.host.knows(False, n):  # a plain step shows what it costs to draft
-            return nothing
+            return Decision([0] * n, [None] * n)
         key = n, load.num_rows.bit_length(), max(each.max_nodes for each in load.candidates)
         self._age += 1
         if key != self._key or self._age >= DWELL:
@@ -209,10 +201,13 @@ class Controller:
             self._is_promising = not self.optimum.drafts and self.best(load, optimism=OPTIMISM).drafts
         best = self.optimum
         num_nodes = [min(count, each.max_nodes) for count, each in zip(best.num_nodes, load.candidates, strict=True)]
-        if not any(num_nodes) or not self.fleet.num_drafts:
-            return self._probe(load) or nothing
+        if not self.fleet.num_drafts:
+            num_nodes = [0] * n
         worths = [self._worth(each, best) if count else None for count, each in zip(num_nodes, load.candidates, strict=True)]
-        return Decision(num_nodes, worths)
+        probed = self._probed(load, num_nodes)
+        if probed is not None:
+            num_nodes[probed] = 1
+        return Decision(num_nodes, worths, is_probe=probed is not None)
 
     def _worth(self, candidate: Candidate, best: Optimum) -> Worth | None:
         if not candidate.stops_early:
@@ -245,7 +240,7 @@ class Controller:
             return optimum
         acceptance = np.array([self.acceptance(each.counts) for each in candidates])
         if optimism:
-            variance = acceptance * (1 - acceptance) / (self.fleet.num_expected + PRIOR_NODES)
+            variance = acceptance * (1 - acceptance) / (self.fleet.num_drafts + 1)
             acceptance = np.minimum(acceptance + optimism * np.sqrt(variance), 1.0)
         depths = np.arange(1, longest + 1)
         values = np.where(depths <= most[:, None], acceptance[:, None] ** depths * weights[:, None], 0.0)
@@ -281,30 +276,34 @@ class Controller:
         per_row = min(max((second - first) / n, 0.0), first / n)
         return first - n * per_row, per_row
 
-    def _probe(self, load: Load) -> Decision | None:
-        """Return a probe if there is time for one."""
-        n = len(load.candidates)
-        able = sorted((each.num_missing, i) for i, each in enumerate(load.candidates) if each.max_nodes)[:MAX_PROBED]
+    def _probed(self, load: Load, num_nodes: Sequence[int]) -> int | None:
+        """Return the candidate that is to be probed in a step in which others draft so many nodes."""
+        able = [i for i, each in enumerate(load.candidates) if each.max_nodes and not num_nodes[i]]
         if not able:
             return None
-        self._probe_cost = self._probe_seconds(load, len(able))
-        if not self.is_probe_due:
-            return None
-        probed = {i for _, i in able}
-        return Decision([int(i in probed) for i in range(n)], [None] * n, is_probe=True)
-
-    def _probe_seconds(self, load: Load, num_probed: int) -> float:
-        """Return what a probe costs, except for what the draft has missed, which it would have to be fed sooner or later."""
+        promises = self._is_promising or not self.fleet.num_drafts
+        if promises or (self._num_probes % 2 and not any(num_nodes)):
+            probed = min(able, key=lambda i: load.candidates[i].num_missing)
+        else:
+            probed = min(able, key=lambda i: (load.candidates[i].counts.num_drafts, load.candidates[i].num_missing))
         n, context = len(load.candidates), load.num_context_tokens
-        draft = 0.0 if self.draft is None else self.draft.predict(num_probed, context * num_probed / n)
-        more = self.target.predict(load.num_rows + num_probed, context) - self.target.predict(load.num_rows, context)
-        return draft + max(more, 0.0) + max(self.host.predict(True, n) - self.host.predict(False, n), 0.0)
+        cost = self.target.predict(load.num_rows + 1, context) - self.target.predict(load.num_rows, context)
+        num_missing = load.candidates[probed].num_missing
+        if any(num_nodes):
+            cost += num_missing * self.optimum.row_seconds
+        else:
+            cost += 0.0 if self.draft is None else self.draft.predict(num_missing, context / n)
+            cost += max(self.host.predict(True, n) - self.host.predict(False, n), 0.0)
+        overdraft = OVERDRAFT * (self.host.predict(False, n) + self.target.predict(load.num_rows, context)) if promises else 0.0
+        if self._credit + overdraft < cost and self.fleet.num_drafts:
+            return None
+        self._spent = cost
+        return probed
 
     @property
     def is_probe_due(self) -> bool:
-        """Whether there is time for a probe, or reason to take it."""
-        floor = -MAX_OVERDRAFT if self._has_succeeded else 1
-        return self._is_promising or not self.fleet.num_drafts or self._credit >= floor * self._probe_cost
+        """Whether there may be a probe in the next step."""
+        return self._is_promising or not self.fleet.num_drafts or self._credit > 0
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from the step that was last decided."""
@@ -322,17 +321,16 @@ class Controller:
         if self.draft is not None and (passes := outcome.num_draft_passes) and is_caught_up:
             per_pass = max(1.0, outcome.num_draft_rows / passes)
             self.draft.note(per_pass, context * num_drafting / n, outcome.draft_seconds / passes)
+        self._credit += PROBE_SHARE * outcome.seconds - self._spent
         if decision.is_probe:
-            self._key, self._has_succeeded = (), outcome.num_accepted > 0
-            self._credit -= self._probe_cost
-            self._probe_share = MAX_PROBE_SHARE if self._has_succeeded else max(MIN_PROBE_SHARE, PROBE_BACKOFF * self._probe_share)
-        elif decision.drafts:
-            self._credit, self._probe_share, self._has_succeeded = 0.0, MAX_PROBE_SHARE, False
-        else:
-            self._credit += self._probe_share * outcome.seconds
+            self._num_probes += 1
+            self._key = ()
+        drafts = self.optimum.drafts
         for count, candidate in zip(decision.num_nodes, load.candidates, strict=True):
             if not count:
-                candidate.counts.fade(IDLE_FADE)
+                candidate.counts.fade(IDLE_FADE if drafts else OFF_FADE)
+        if not decision.drafts:
+            self.fleet.fade(OFF_FADE, LEAST_DRAFTS)
 
     def _note_together(self, outcome: Outcome, num_rows: int, num_drafting: int) -> None:
         """Note passes of target and draft, whose time together is known: each as the same multiple of what was expected."""
