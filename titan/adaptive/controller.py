@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titan.adaptive.cost import PassCost
+from titan.adaptive.value import estimate_fleet
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 
@@ -32,8 +33,8 @@ DWELL = 8
 PRIOR_AGREEMENT, PRIOR_NODES = 0.7, 3.0
 """Accepted nodes as a multiple of those that the draft expects, before any was verified, and how many nodes this counts as."""
 
-FLEET_DRAFTS = 4.0
-"""Number of drafts, or nodes, that the fleet's average counts as in the estimate of one request."""
+PRIOR_CONFIDENCE, PRIOR_DRAFTS = 0.6, 2.0
+"""The same of the draft's confidence."""
 
 IDLE_FADE, OFF_FADE = 0.998, 0.9
 """Share that counts keep per step of what a request that does not draft has shown: while others draft, and while none does."""
@@ -49,6 +50,8 @@ OVERDRAFT = 1.5
 
 OPTIMISM = 1.0
 """Standard errors by which the draft may turn out better than it seems; while that would make it pay, it is probed at once."""
+
+MAX_WARM = 8
 
 MARGIN = 0.01
 """Share by which drafting must be expected to gain before it begins."""
@@ -164,23 +167,14 @@ class Controller:
     def __init__(self, target: PassCost, draft: PassCost | None, *, is_timed: bool = True) -> None:
         self.target, self.draft, self._is_timed = target, draft, is_timed
         self.host = HostTime()
-        self.fleet = AcceptanceCounts(PRIOR_NODES * PRIOR_AGREEMENT, PRIOR_NODES)
+        self.fleet = AcceptanceCounts(PRIOR_NODES * PRIOR_AGREEMENT, PRIOR_NODES, PRIOR_CONFIDENCE, PRIOR_DRAFTS)
+        self._estimate = estimate_fleet(self.fleet, ())
         self.optimum = Optimum([], 0.0, 0.0)
         self._key: tuple[int, ...] = ()
         self._age, self._is_promising = 0, False
         self._credit, self._spent, self._num_probes = 0.0, 0.0, 0
         self._load: Load = Load((), 0, 0)
         self._decision = Decision((), ())
-
-    def agreement(self, counts: AcceptanceCounts) -> float:
-        """Return accepted first children as a multiple of those that the draft expects, after a request's counts; at most 1."""
-        return min(1.0, (counts.num_accepted + FLEET_DRAFTS * self.fleet.agreement) / (counts.num_expected + FLEET_DRAFTS))
-
-    def acceptance(self, counts: AcceptanceCounts) -> float:
-        """Return the probability that the first child of a root is accepted, after a request's counts."""
-        drafted = counts.num_drafts
-        confidence = (drafted * counts.confidence + FLEET_DRAFTS * self.fleet.confidence) / (drafted + FLEET_DRAFTS)
-        return self.agreement(counts) * confidence
 
     def choose(self, load: Load) -> Decision:
         """Decide what the candidates of a step draft."""
@@ -197,12 +191,11 @@ class Controller:
         self._age += 1
         if key != self._key or self._age >= DWELL:
             self._key, self._age = key, 0
-            self.optimum = self.best(load)
-            self._is_promising = not self.optimum.drafts and self.best(load, optimism=OPTIMISM).drafts
+            self._estimate = estimate_fleet(self.fleet, [each.counts for each in load.candidates])
+            self.optimum = self.best(load, -OPTIMISM)
+            self._is_promising = not self.optimum.drafts and self.best(load, OPTIMISM).drafts
         best = self.optimum
         num_nodes = [min(count, each.max_nodes) for count, each in zip(best.num_nodes, load.candidates, strict=True)]
-        if not self.fleet.num_drafts:
-            num_nodes = [0] * n
         worths = [self._worth(each, best) if count else None for count, each in zip(num_nodes, load.candidates, strict=True)]
         probed = self._probed(load, num_nodes)
         if probed is not None:
@@ -215,8 +208,8 @@ class Controller:
         price = best.rate / candidate.weight
         counts = candidate.counts
         return Worth(
-            self.agreement(counts),
-            self.acceptance(counts),
+            self._estimate.agreement_of(counts),
+            self._estimate.acceptance_of(counts),
             price * best.node_seconds,
             price * best.row_seconds,
             max(price * best.pass_seconds, 1e-9),
@@ -238,10 +231,11 @@ class Controller:
         optimum = Optimum([0] * n, off_rate, off_rate)
         if not longest:
             return optimum
-        acceptance = np.array([self.acceptance(each.counts) for each in candidates])
+        acceptance = np.array([self._estimate.acceptance_of(each.counts) for each in candidates])
         if optimism:
             variance = acceptance * (1 - acceptance) / (self.fleet.num_drafts + 1)
-            acceptance = np.minimum(acceptance + optimism * np.sqrt(variance), 1.0)
+            cold = np.array([each.num_missing > MAX_WARM for each in candidates]) | (optimism > 0)
+            acceptance = np.clip(acceptance + optimism * cold * np.sqrt(variance), 0.0, 1.0)
         depths = np.arange(1, longest + 1)
         values = np.where(depths <= most[:, None], acceptance[:, None] ** depths * weights[:, None], 0.0)
         order = np.argsort(-values, axis=None, kind="stable")[: int(most.sum())]
@@ -281,29 +275,33 @@ class Controller:
         able = [i for i, each in enumerate(load.candidates) if each.max_nodes and not num_nodes[i]]
         if not able:
             return None
-        promises = self._is_promising or not self.fleet.num_drafts
-        if promises or (self._num_probes % 2 and not any(num_nodes)):
-            probed = min(able, key=lambda i: load.candidates[i].num_missing)
-        else:
-            probed = min(able, key=lambda i: (load.candidates[i].counts.num_drafts, load.candidates[i].num_missing))
         n, context = len(load.candidates), load.num_context_tokens
-        cost = self.target.predict(load.num_rows + 1, context) - self.target.predict(load.num_rows, context)
-        num_missing = load.candidates[probed].num_missing
-        if any(num_nodes):
-            cost += num_missing * self.optimum.row_seconds
+        node_seconds = self.target.predict(load.num_rows + 1, context) - self.target.predict(load.num_rows, context)
+        costs = {i: node_seconds + self._feed_seconds(load, i, any(num_nodes)) for i in able}
+        if self._is_promising:  # most information for its time
+            probed = min(able, key=lambda i: costs[i] * (1 + load.candidates[i].counts.num_drafts))
+        elif self._num_probes % 2 and not any(num_nodes):
+            probed = min(able, key=costs.__getitem__)
         else:
-            cost += 0.0 if self.draft is None else self.draft.predict(num_missing, context / n)
-            cost += max(self.host.predict(True, n) - self.host.predict(False, n), 0.0)
-        overdraft = OVERDRAFT * (self.host.predict(False, n) + self.target.predict(load.num_rows, context)) if promises else 0.0
-        if self._credit + overdraft < cost and self.fleet.num_drafts:
+            probed = min(able, key=lambda i: (load.candidates[i].counts.num_drafts, costs[i]))
+        overdraft = self._is_promising * OVERDRAFT * n / self.optimum.off_rate
+        if self._credit + overdraft < costs[probed]:
             return None
-        self._spent = cost
+        self._spent = costs[probed]
         return probed
+
+    def _feed_seconds(self, load: Load, i: int, drafts: bool) -> float:
+        """Return what it costs to let a candidate draft a node, beside others or alone."""
+        n, num_missing = len(load.candidates), load.candidates[i].num_missing
+        if drafts:
+            return num_missing * self.optimum.row_seconds
+        draft = 0.0 if self.draft is None else self.draft.predict(num_missing, load.num_context_tokens / n)
+        return draft + max(self.host.predict(True, n) - self.host.predict(False, n), 0.0)
 
     @property
     def is_probe_due(self) -> bool:
         """Whether there may be a probe in the next step."""
-        return self._is_promising or not self.fleet.num_drafts or self._credit > 0
+        return self._is_promising or self._credit > 0
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from the step that was last decided."""
@@ -321,7 +319,10 @@ class Controller:
         if self.draft is not None and (passes := outcome.num_draft_passes) and is_caught_up:
             per_pass = max(1.0, outcome.num_draft_rows / passes)
             self.draft.note(per_pass, context * num_drafting / n, outcome.draft_seconds / passes)
-        self._credit += PROBE_SHARE * outcome.seconds - self._spent
+        self._credit += PROBE_SHARE * outcome.seconds
+        if decision.is_probe:
+            earned = outcome.num_accepted / self.optimum.off_rate if sum(decision.num_nodes) == 1 else 0.0
+            self._credit -= max(self._spent - earned, 0.0)
         if decision.is_probe:
             self._num_probes += 1
             self._key = ()
