@@ -36,7 +36,7 @@ PRIOR_AGREEMENT, PRIOR_NODES = 0.7, 3.0
 PRIOR_CONFIDENCE, PRIOR_DRAFTS = 0.6, 2.0
 """The same of the draft's confidence."""
 
-IDLE_FADE, OFF_FADE = 0.998, 0.9
+IDLE_FADE, OFF_FADE = 0.98, 0.9
 """Share that counts keep per step of what a request that does not draft has shown: while others draft, and while none does."""
 
 LEAST_DRAFTS = 1.5
@@ -171,7 +171,8 @@ class Controller:
         self._estimate = estimate_fleet(self.fleet, ())
         self.optimum = Optimum([], 0.0, 0.0)
         self._key: tuple[int, ...] = ()
-        self._age, self._is_promising = 0, False
+        self._age = 0
+        self._promising: list[int] = []
         self._credit, self._spent, self._num_probes = 0.0, 0.0, 0
         self._load: Load = Load((), 0, 0)
         self._decision = Decision((), ())
@@ -193,7 +194,7 @@ class Controller:
             self._key, self._age = key, 0
             self._estimate = estimate_fleet(self.fleet, [each.counts for each in load.candidates])
             self.optimum = self.best(load, -OPTIMISM)
-            self._is_promising = not self.optimum.drafts and self.best(load, OPTIMISM).drafts
+            self._promising = self.best(load, OPTIMISM).num_nodes
         best = self.optimum
         num_nodes = [min(count, each.max_nodes) for count, each in zip(best.num_nodes, load.candidates, strict=True)]
         worths = [self._worth(each, best) if count else None for count, each in zip(num_nodes, load.candidates, strict=True)]
@@ -233,9 +234,11 @@ class Controller:
             return optimum
         acceptance = np.array([self._estimate.acceptance_of(each.counts) for each in candidates])
         if optimism:
-            variance = acceptance * (1 - acceptance) / (self.fleet.num_drafts + 1)
+            seen = np.full(n, self.fleet.num_drafts + 1)
+            if optimism > 0:
+                seen = np.array([each.counts.num_drafts + 1 for each in candidates]) + min(self.fleet.num_drafts, self._estimate.strength)
             cold = np.array([each.num_missing > MAX_WARM for each in candidates]) | (optimism > 0)
-            acceptance = np.clip(acceptance + optimism * cold * np.sqrt(variance), 0.0, 1.0)
+            acceptance = np.clip(acceptance + optimism * cold * np.sqrt(acceptance * (1 - acceptance) / seen), 0.0, 1.0)
         depths = np.arange(1, longest + 1)
         values = np.where(depths <= most[:, None], acceptance[:, None] ** depths * weights[:, None], 0.0)
         order = np.argsort(-values, axis=None, kind="stable")[: int(most.sum())]
@@ -278,16 +281,16 @@ class Controller:
         n, context = len(load.candidates), load.num_context_tokens
         node_seconds = self.target.predict(load.num_rows + 1, context) - self.target.predict(load.num_rows, context)
         costs = {i: node_seconds + self._feed_seconds(load, i, any(num_nodes)) for i in able}
-        if self._is_promising:  # most information for its time
-            probed = min(able, key=lambda i: costs[i] * (1 + load.candidates[i].counts.num_drafts))
-        elif self._num_probes % 2 and not any(num_nodes):
-            probed = min(able, key=costs.__getitem__)
+        promising = [i for i in able if self._promising[i]]
+        if promising or (self._num_probes % 2 and not any(num_nodes)):
+            probed = min(promising or able, key=costs.__getitem__)
         else:
             probed = min(able, key=lambda i: (load.candidates[i].counts.num_drafts, costs[i]))
-        overdraft = self._is_promising * OVERDRAFT * n / self.optimum.off_rate
+        overdraft = bool(promising) * OVERDRAFT * n / self.optimum.off_rate
         if self._credit + overdraft < costs[probed]:
             return None
         self._spent = costs[probed]
+        self._before = load.candidates[probed].counts.num_drafts, self._own(load.candidates[probed].counts)
         return probed
 
     def _feed_seconds(self, load: Load, i: int, drafts: bool) -> float:
@@ -298,10 +301,13 @@ class Controller:
         draft = 0.0 if self.draft is None else self.draft.predict(num_missing, load.num_context_tokens / n)
         return draft + max(self.host.predict(True, n) - self.host.predict(False, n), 0.0)
 
+    def _own(self, counts):
+        return counts.confidence * min(1.0, (counts.num_accepted + self.fleet.agreement) / (counts.num_expected + 1))
+
     @property
     def is_probe_due(self) -> bool:
         """Whether there may be a probe in the next step."""
-        return self._is_promising or self._credit > 0
+        return any(self._promising) or self._credit > 0
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from the step that was last decided."""
@@ -323,13 +329,22 @@ class Controller:
         if decision.is_probe:
             earned = outcome.num_accepted / self.optimum.off_rate if sum(decision.num_nodes) == 1 else 0.0
             self._credit -= max(self._spent - earned, 0.0)
+            if sum(decision.num_nodes) == 1:
+                counts = load.candidates[decision.num_nodes.index(1)].counts
+                weight, own = self._before
+                surprise = abs(self._own(counts) - own) * counts.num_drafts * weight / (weight + 1)
+                share = max(0.0, 1 - surprise)
+                for each in load.candidates:
+                    if each.counts is not counts:
+                        each.counts.fade(share)
         if decision.is_probe:
             self._num_probes += 1
-            self._key = ()
+            if sum(decision.num_nodes) == 1:
+                self._key = ()
         drafts = self.optimum.drafts
         for count, candidate in zip(decision.num_nodes, load.candidates, strict=True):
             if not count:
-                candidate.counts.fade(IDLE_FADE if drafts else OFF_FADE)
+                candidate.counts.fade(.995 if drafts else IDLE_FADE)
         if not decision.drafts:
             self.fleet.fade(OFF_FADE, LEAST_DRAFTS)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from titan.core.draft_history import AcceptanceCounts
 
-STRENGTH = 4.0
+STRENGTH = 2.0
 """Observations that the fleet counts as for each request, until it is known how far requests differ."""
 
 STRENGTH_WEIGHT = 8.0
