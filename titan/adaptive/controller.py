@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from titan.adaptive.cost import PassCost
 from titan.adaptive.value import estimate_fleet
@@ -193,8 +194,14 @@ class Controller:
         if key != self._key or self._age >= DWELL:
             self._key, self._age = key, 0
             self._estimate = estimate_fleet(self.fleet, [each.counts for each in load.candidates])
-            self.optimum = self.best(load, -OPTIMISM)
-            self._promising = self.best(load, OPTIMISM).num_nodes
+            mean = np.array([self._estimate.acceptance_of(each.counts) for each in load.candidates])
+            spread = np.sqrt(mean * (1 - mean))
+            cold = np.array([each.num_missing > MAX_WARM for each in load.candidates])
+            sure = np.maximum(mean - cold * spread / np.sqrt(1 + self.fleet.num_drafts), 0.0)
+            self.optimum = self.best(load, sure)
+            seen = np.array([each.counts.num_drafts for each in load.candidates]) + min(self.fleet.num_drafts, self._estimate.strength)
+            self._hope = np.minimum(mean + spread / np.sqrt(1 + seen), 1.0)
+            self._promising = self.best(load, self._hope).num_nodes
         best = self.optimum
         num_nodes = [min(count, each.max_nodes) for count, each in zip(best.num_nodes, load.candidates, strict=True)]
         worths = [self._worth(each, best) if count else None for count, each in zip(num_nodes, load.candidates, strict=True)]
@@ -216,12 +223,12 @@ class Controller:
             max(price * best.pass_seconds, 1e-9),
         )
 
-    def best(self, load: Load, optimism: float = 0.0) -> Optimum:
+    def best(self, load: Load, acceptance: NDArray[np.float64]) -> Optimum:
         """Compare the settings of a load, and return the best.
 
         Args:
             load: of the step.
-            optimism: standard deviations that acceptance may be above its estimate, for lack of observations.
+            acceptance: of each candidate.
         """
         candidates, n = load.candidates, len(load.candidates)
         weights = np.array([each.weight for each in candidates])
@@ -232,13 +239,6 @@ class Controller:
         optimum = Optimum([0] * n, off_rate, off_rate)
         if not longest:
             return optimum
-        acceptance = np.array([self._estimate.acceptance_of(each.counts) for each in candidates])
-        if optimism:
-            seen = np.full(n, self.fleet.num_drafts + 1)
-            if optimism > 0:
-                seen = np.array([each.counts.num_drafts + 1 for each in candidates]) + min(self.fleet.num_drafts, self._estimate.strength)
-            cold = np.array([each.num_missing > MAX_WARM for each in candidates]) | (optimism > 0)
-            acceptance = np.clip(acceptance + optimism * cold * np.sqrt(acceptance * (1 - acceptance) / seen), 0.0, 1.0)
         depths = np.arange(1, longest + 1)
         values = np.where(depths <= most[:, None], acceptance[:, None] ** depths * weights[:, None], 0.0)
         order = np.argsort(-values, axis=None, kind="stable")[: int(most.sum())]
@@ -282,8 +282,10 @@ class Controller:
         node_seconds = self.target.predict(load.num_rows + 1, context) - self.target.predict(load.num_rows, context)
         costs = {i: node_seconds + self._feed_seconds(load, i, any(num_nodes)) for i in able}
         promising = [i for i in able if self._promising[i]]
-        if promising or (self._num_probes % 2 and not any(num_nodes)):
-            probed = min(promising or able, key=costs.__getitem__)
+        if promising:
+            probed = max(promising, key=self._hope.__getitem__)
+        elif self._num_probes % 2:
+            probed = min(able, key=costs.__getitem__)
         else:
             probed = min(able, key=lambda i: (load.candidates[i].counts.num_drafts, costs[i]))
         overdraft = bool(promising) * OVERDRAFT * n / self.optimum.off_rate
@@ -329,6 +331,9 @@ class Controller:
         if decision.is_probe:
             earned = outcome.num_accepted / self.optimum.off_rate if sum(decision.num_nodes) == 1 else 0.0
             self._credit -= max(self._spent - earned, 0.0)
+        if n:
+            self._credit = min(self._credit, 2 * n / self.optimum.off_rate if self.optimum.off_rate else 0.0)
+        if decision.is_probe:
             if sum(decision.num_nodes) == 1:
                 counts = load.candidates[decision.num_nodes.index(1)].counts
                 weight, own = self._before
