@@ -133,6 +133,9 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
+        for text in self.texts:
+            text.context += int(self.rng.integers(128))
+            text.num_missing = text.context
 
     def run(self, policy: Policy, num_steps: int) -> Run:
         """Make steps."""

@@ -37,7 +37,8 @@ PRIOR_AGREEMENT, PRIOR_NODES = 0.7, 3.0
 PRIOR_CONFIDENCE, PRIOR_DRAFTS = 0.6, 2.0
 """The same of the draft's confidence."""
 
-IDLE_FADE, OFF_FADE = 0.98, 0.9
+IDLE_FADE = 0.98
+OFF_FADE = 0.9
 """Share that counts keep per step of what a request that does not draft has shown: while others draft, and while none does."""
 
 LEAST_DRAFTS = 1.5
@@ -63,7 +64,7 @@ GRID_SIZES, GRID_DEPTHS = 16, 8
 FIRST_STEPS = 2
 """Steps of a kind after which their host's time counts as known."""
 
-DEBT_STEPS = 32
+DEBT_STEPS = 64
 """Steps over which the cost of feeding the draft what it has missed is spread."""
 
 
@@ -339,6 +340,7 @@ class Controller:
                 weight, own = self._before
                 surprise = abs(self._own(counts) - own) * counts.num_drafts * weight / (weight + 1)
                 share = max(0.0, 1 - surprise)
+                self.fleet.fade(share)
                 for each in load.candidates:
                     if each.counts is not counts:
                         each.counts.fade(share)
@@ -349,7 +351,7 @@ class Controller:
         drafts = self.optimum.drafts
         for count, candidate in zip(decision.num_nodes, load.candidates, strict=True):
             if not count:
-                candidate.counts.fade(.995 if drafts else IDLE_FADE)
+                candidate.counts.fade(IDLE_FADE)
         if not decision.drafts:
             self.fleet.fade(OFF_FADE, LEAST_DRAFTS)
 
