@@ -38,7 +38,6 @@ PRIOR_CONFIDENCE, PRIOR_DRAFTS = 0.6, 2.0
 """The same of the draft's confidence."""
 
 IDLE_FADE = 0.98
-OFF_FADE = 0.9
 """Share that counts keep per step of what a request that does not draft has shown: while others draft, and while none does."""
 
 LEAST_DRAFTS = 1.5
@@ -175,7 +174,7 @@ class Controller:
         self._key: tuple[int, ...] = ()
         self._age = 0
         self._promising: list[int] = []
-        self._credit, self._spent, self._num_probes = 0.0, 0.0, 0
+        self._credit, self._spent = 0.0, 0.0
         self._load: Load = Load((), 0, 0)
         self._decision = Decision((), ())
 
@@ -285,10 +284,8 @@ class Controller:
         promising = [i for i in able if self._promising[i]]
         if promising:
             probed = max(promising, key=self._hope.__getitem__)
-        elif self._num_probes % 2:
-            probed = min(able, key=costs.__getitem__)
         else:
-            probed = min(able, key=lambda i: (load.candidates[i].counts.num_drafts, costs[i]))
+            probed = min(able, key=lambda i: costs[i] * (1 + load.candidates[i].counts.num_drafts))
         overdraft = bool(promising) * OVERDRAFT * n / self.optimum.off_rate
         if self._credit + overdraft < costs[probed]:
             return None
@@ -345,7 +342,6 @@ class Controller:
                     if each.counts is not counts:
                         each.counts.fade(share)
         if decision.is_probe:
-            self._num_probes += 1
             if sum(decision.num_nodes) == 1:
                 self._key = ()
         drafts = self.optimum.drafts
@@ -353,7 +349,7 @@ class Controller:
             if not count:
                 candidate.counts.fade(IDLE_FADE)
         if not decision.drafts:
-            self.fleet.fade(OFF_FADE, LEAST_DRAFTS)
+            self.fleet.fade(IDLE_FADE, LEAST_DRAFTS)
 
     def _note_together(self, outcome: Outcome, num_rows: int, num_drafting: int) -> None:
         """Note passes of target and draft, whose time together is known: each as the same multiple of what was expected."""
