@@ -37,7 +37,7 @@ PRIOR_AGREEMENT, PRIOR_NODES = 0.7, 3.0
 PRIOR_CONFIDENCE, PRIOR_DRAFTS = 0.6, 2.0
 """The same of the draft's confidence."""
 
-IDLE_FADE = 0.98
+IDLE_FADE = 0.975
 """Share that counts keep per step of what a request that does not draft has shown: while others draft, and while none does."""
 
 LEAST_DRAFTS = 1.5
@@ -283,7 +283,7 @@ class Controller:
         costs = {i: node_seconds + self._feed_seconds(load, i, any(num_nodes)) for i in able}
         promising = [i for i in able if self._promising[i]]
         if promising:
-            probed = max(promising, key=self._hope.__getitem__)
+            probed = max(promising, key=lambda i: (self._estimate.acceptance_of(load.candidates[i].counts), -costs[i]))
         else:
             probed = min(able, key=lambda i: costs[i] * (1 + load.candidates[i].counts.num_drafts))
         overdraft = bool(promising) * OVERDRAFT * n / self.optimum.off_rate
