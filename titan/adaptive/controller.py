@@ -46,7 +46,7 @@ LEAST_DRAFTS = 1.5
 PROBE_SHARE = 0.015
 """Share of the time for probes: one node of a request that would not draft, to see whether it would pay."""
 
-OVERDRAFT = 1.5
+OVERDRAFT = 1.0
 """Steps whose time may be spent on probes in advance while they promise something."""
 
 OPTIMISM = 1.0
@@ -63,7 +63,7 @@ GRID_SIZES, GRID_DEPTHS = 16, 8
 FIRST_STEPS = 2
 """Steps of a kind after which their host's time counts as known."""
 
-DEBT_STEPS = 64
+DEBT_STEPS = 96
 """Steps over which the cost of feeding the draft what it has missed is spread."""
 
 
