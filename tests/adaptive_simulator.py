@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from titan.adaptive.controller import Candidate, Controller, Decision, Load, Outcome
+from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.cost import PassCost
+from titan.adaptive.load import Candidate, Load, Outcome
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 

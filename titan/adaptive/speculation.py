@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from math import exp
 from typing import NamedTuple
 
-from titan.adaptive.controller import Candidate, Controller, Decision, Load, Outcome
+from titan.adaptive.controller import Controller, Decision
+from titan.adaptive.load import Candidate, Load, Outcome
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import GrowthReport

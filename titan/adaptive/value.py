@@ -1,12 +1,13 @@
-"""What drafts are worth: estimates of acceptance, of each request and of the fleet.
+"""What drafts are worth: estimates of acceptance, of each request and of all.
 
-A request's own observations count as far as requests differ (Bühlmann and Straub, "Glaubwürdigkeit für Schadensätze", 1970): with
-x_i the mean of w_i observations of request i, s² the variance of an observation and t² the variance between requests::
+A request's own drafts count as far as requests differ: credibility, Bühlmann and Straub, "Glaubwürdigkeit für Schadensätze", 1970.
+With x_i the mean of w_i drafts of request i, s² the variance of one draft and t² the variance between requests::
 
     acceptance_i = (w_i * x_i + k * mean) / (w_i + k)      k = s² / t²
     mean = sum(w_i / (w_i + k) * x_i) / sum(w_i / (w_i + k))
 
-The fleet's history takes part as one more request, so that there is something to go by when all of them are new.
+so that a request that drafts all the time counts no more in the mean than one that does not. The history of all requests ever takes
+part as one more of them: there is something to go by when all are new.
 """
 
 from __future__ import annotations
@@ -14,58 +15,69 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from titan.core.draft_history import AcceptanceCounts
 
-STRENGTH = 2.0
-"""Observations that the fleet counts as for each request, until it is known how far requests differ."""
+STRENGTH, STRENGTH_DRAFTS = 2.0, 8.0
+"""k until requests have drafted, and the number of drafts after which this counts half."""
 
-STRENGTH_WEIGHT = 8.0
-"""Observations after which this is known half."""
-
-
-class FleetEstimate(NamedTuple):
-    """What is to be expected of a request before it has drafted."""
-
-    mean: float  # acceptance
-    strength: float  # number of own observations that count as much
-    agreement: float  # accepted nodes as a multiple of those that the draft expects
-
-    def agreement_of(self, counts: AcceptanceCounts) -> float:
-        """Return accepted first children as a multiple of those that the draft expects, after a request's counts; at most 1."""
-        return min(1.0, (counts.num_accepted + STRENGTH * self.agreement) / (counts.num_expected + STRENGTH))
-
-    def acceptance_of(self, counts: AcceptanceCounts) -> float:
-        """Return the probability that the first child of a root is accepted, after a request's counts."""
-        weight = _weight(counts)
-        return (weight * _own(counts, self.agreement) + self.strength * self.mean) / (weight + self.strength)
+AGREEMENT_NODES = 2.0
+"""Number of nodes that the agreement of all counts as in that of one request."""
 
 
-def estimate_fleet(fleet: AcceptanceCounts, requests: Sequence[AcceptanceCounts]) -> FleetEstimate:
-    """Estimate what requests have in common.
+class Estimates(NamedTuple):
+    """Probabilities that the first child of a root is accepted, and what they go by."""
+
+    means: NDArray[np.float64]  # [num_candidates]
+    errors: NDArray[np.float64]  # [num_candidates], standard errors
+    mean_error: float  # of the mean of all; a share of the standard deviation of one draft
+    agreements: NDArray[np.float64]  # [num_candidates], accepted nodes as a multiple of those that the draft expects; at most 1
+
+
+def own_acceptance(counts: AcceptanceCounts, agreement: float) -> float:
+    """Return the acceptance that a request's own drafts show.
 
     Args:
-        fleet: of all requests ever.
-        requests: of those that are there.
+        counts: of the request.
+        agreement: of all requests.
     """
-    observed = [(_weight(each), _own(each, fleet.agreement)) for each in (fleet, *requests)]
-    own = observed[1:]
-    total = sum(weight for weight, _ in own)
-    strength = STRENGTH
-    if total:
-        mean = sum(weight * value for weight, value in own) / total
-        variance = max(mean * (1 - mean), 1e-3)
-        between = sum(weight * (value - mean) ** 2 for weight, value in own) - (sum(weight > 0 for weight, _ in own) - 1) * variance
-        information = total - sum(weight**2 for weight, _ in own) / total
-        strength = variance * (information + STRENGTH_WEIGHT) / (max(between, 0.0) + STRENGTH_WEIGHT * variance / STRENGTH)
-    shares = [weight / (weight + strength) for weight, _ in observed]
-    mean = sum(share * value for share, (_, value) in zip(shares, observed, strict=True)) / sum(shares)
-    return FleetEstimate(mean, strength, fleet.agreement)
+    return counts.confidence * _agreement(counts, agreement)
 
 
-def _weight(counts: AcceptanceCounts) -> float:
-    return max(counts.num_drafts, counts.num_expected)
+def estimate(fleet: AcceptanceCounts, requests: Sequence[AcceptanceCounts]) -> Estimates:
+    """Estimate the acceptance of requests.
+
+    Args:
+        fleet: counts of all requests ever.
+        requests: those of the requests to estimate, at least one.
+    """
+    agreement = fleet.agreement
+    agreements = np.array([_agreement(each, agreement) for each in requests])
+    drafts = np.array([each.num_drafts for each in requests])
+    own = np.array([each.confidence for each in requests]) * agreements
+    k = _strength(drafts, own)
+    shares = drafts / (drafts + k)
+    of_fleet = fleet.num_drafts / (fleet.num_drafts + k)
+    mean = (shares @ own + of_fleet * own_acceptance(fleet, agreement)) / (shares.sum() + of_fleet)
+    means = shares * own + (1 - shares) * mean
+    deviations = np.sqrt(means * (1 - means))
+    seen = drafts + min(fleet.num_drafts, k)
+    return Estimates(means, deviations / np.sqrt(1 + seen), (1 + fleet.num_drafts) ** -0.5, agreements)
 
 
-def _own(counts: AcceptanceCounts, agreement: float) -> float:
-    """Return the acceptance that a request's own observations show, with one of the fleet's."""
-    return counts.confidence * min(1.0, (counts.num_accepted + agreement) / (counts.num_expected + 1))
+def _agreement(counts: AcceptanceCounts, agreement: float) -> float:
+    return min(1.0, (counts.num_accepted + AGREEMENT_NODES * agreement) / (counts.num_expected + AGREEMENT_NODES))
+
+
+def _strength(drafts: NDArray[np.float64], own: NDArray[np.float64]) -> float:
+    """Return k: the moments' estimate of t², with a prior."""
+    total = float(drafts.sum())
+    if not total:
+        return STRENGTH
+    mean = float(drafts @ own) / total
+    variance = max(mean * (1 - mean), 1e-3)
+    between = float(drafts @ (own - mean) ** 2) - (np.count_nonzero(drafts) - 1) * variance
+    information = total - float(drafts @ drafts) / total
+    return variance * (information + STRENGTH_DRAFTS) / (max(between, 0.0) + STRENGTH_DRAFTS * variance / STRENGTH)
