@@ -51,7 +51,7 @@ class Decision(NamedTuple):
 
     num_nodes: Sequence[int]  # 0: nothing
     worths: Sequence[Worth | None]  # where growth may go on beyond these nodes or end before, by confidence; None: it may not
-    probed: int | None = None  # candidate that drafts only to see whether it would pay
+    probed: Sequence[int] = ()  # candidates that draft only to see whether it would pay
 
     @property
     def drafts(self) -> bool:
@@ -61,7 +61,7 @@ class Decision(NamedTuple):
     @property
     def is_probe(self) -> bool:
         """Whether a probe is all that is drafted."""
-        return self.probed is not None and sum(map(bool, self.num_nodes)) == 1
+        return 0 < len(self.probed) == sum(map(bool, self.num_nodes))
 
 
 class Controller:
@@ -83,7 +83,7 @@ class Controller:
         self._num_left = 0  # steps for which the optimum stands
         self._estimates = estimate(self.fleet, (AcceptanceCounts(),))
         self._hoped: list[int] = []
-        self._before = 0.0, 0.0  # of a probe: drafts of its request, and the acceptance that they showed
+        self._before: list[tuple[float, float]] = []  # of probed requests: their drafts, and the acceptance that these showed
         self._load: Load = Load((), 0, 0)
         self._decision = Decision((), ())
 
@@ -110,10 +110,9 @@ class Controller:
         num_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
         worths = [self._worth(i, load) if count else None for i, count in enumerate(num_nodes)]
         probed = self._probes.choose(load, self._costs, num_nodes, self._estimates.means.tolist(), self._hoped)
-        if probed is not None:
-            num_nodes[probed] = 1
-            counts = load.candidates[probed].counts
-            self._before = counts.num_drafts, own_acceptance(counts, self.fleet.agreement)
+        for i in probed:
+            num_nodes[i] = 1
+        self._before = [self._showing(load.candidates[i].counts) for i in probed]
         return Decision(num_nodes, worths, probed)
 
     def _compare(self, load: Load) -> None:
@@ -159,7 +158,7 @@ class Controller:
         self._age_counts(load, decision)
         plain_seconds = self._costs.plain_seconds(load)
         self._probes.observe(outcome.seconds, plain_seconds)
-        if decision.probed is not None:
+        if decision.probed:
             self._probes.pay(outcome.num_accepted * plain_seconds / n if decision.is_probe else 0.0)
         if decision.is_probe:
             self._key = ()
@@ -171,13 +170,19 @@ class Controller:
                 candidate.counts.fade(IDLE_FADE)
         if not decision.drafts:
             self.fleet.fade(IDLE_FADE, LEAST_DRAFTS)
-        elif decision.is_probe and decision.probed is not None:
-            counts = load.candidates[decision.probed].counts
-            drafts, acceptance = self._before
-            surprise = abs(own_acceptance(counts, self.fleet.agreement) - acceptance) * counts.num_drafts  # of the probe alone
-            share = max(0.0, 1 - surprise * drafts / (drafts + 1))
-            for each in (self.fleet, *(each.counts for each in load.candidates if each.counts is not counts)):
+        elif decision.is_probe:
+            probed = [load.candidates[i].counts for i in decision.probed]
+            surprise = known = 0.0
+            for counts, (drafts, acceptance) in zip(probed, self._before, strict=True):
+                num_drafts, shown = self._showing(counts)
+                surprise += (shown - acceptance) * num_drafts * drafts / (drafts + 1)
+                known += 1
+            share = max(0.0, 1 - abs(surprise / known))
+            for each in (self.fleet, *(each.counts for i, each in enumerate(load.candidates) if i not in decision.probed)):
                 each.fade(share)
+
+    def _showing(self, counts: AcceptanceCounts) -> tuple[float, float]:
+        return counts.num_drafts, own_acceptance(counts, self.fleet.agreement)
 
     def _note_together(self, outcome: Outcome, num_rows: int, num_drafting: int) -> None:
         """Note passes of target and draft, whose time together is known: each as the same multiple of what was expected."""

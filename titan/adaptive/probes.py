@@ -1,15 +1,16 @@
-"""Probes: one node of a request that would not draft, to see whether it would pay.
+"""Probes: one node each of some requests that would not draft, to see whether it would pay.
 
-Their net cost, which is their time less that of the tokens which they save, is a share of all time. While a request's acceptance
-may well be such that drafting pays, probes are made in advance, one after the other: those of the request that seems best, so that
-it goes on as long as it wins ("play the winner", Zelen, 1969). Else whatever costs least is probed, and what has not been seen for
-long rather than what has.
+Their net cost, which is their time less that of the tokens which they save, is a share of all time. While acceptance may well be such
+that drafting pays, probes are made in advance, one after the other, of the requests that seem best: they go on as long as they win
+("play the winner", Zelen, 1969). Else those are probed that cost least, and that have not been seen for long. As many are probed at
+once as tell most for their time, which is the square root of their number: what is to be known has an error of its inverse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from titan.adaptive.load import Load
 from titan.adaptive.optimum import Costs
@@ -36,8 +37,8 @@ class Probes:
 
     def choose(
         self, load: Load, costs: Costs, num_nodes: Sequence[int], acceptance: Sequence[float], hoped: Sequence[int]
-    ) -> int | None:
-        """Return the candidate to be probed in a step.
+    ) -> Sequence[int]:
+        """Return the candidates to be probed in a step.
 
         Args:
             load: of the step.
@@ -46,18 +47,23 @@ class Probes:
             acceptance: of each candidate, estimated.
             hoped: nodes that each candidate would draft, if acceptance were as high as it may well be.
         """
-        candidates = load.candidates
+        candidates, n = load.candidates, len(load.candidates)
         idle = [i for i, each in enumerate(candidates) if each.max_nodes and not num_nodes[i]]
         if not idle:
-            return None
-        seconds = self._seconds(load, costs, any(num_nodes))
+            return ()
+        rows, context, (of_pass, of_row) = load.num_rows, load.num_context_tokens, costs.draft_line(load)
+        node_seconds = costs.target.predict(rows + 1, context) - costs.target.predict(rows, context)
+        seconds = [node_seconds + each.num_missing * of_row for each in candidates]
+        host = max(costs.host.predict(True, n) - costs.host.predict(False, n), 0.0)
         hopeful = [i for i in idle if hoped[i]]
         if hopeful:
-            probed = max(hopeful, key=lambda i: (acceptance[i], -seconds[i]))
+            order = sorted(hopeful, key=lambda i: (-acceptance[i], seconds[i]))
         else:
-            probed = min(idle, key=lambda i: seconds[i] * (1 + candidates[i].counts.num_drafts))
-        self.price, self.advance = seconds[probed], MAX_ADVANCE * costs.plain_seconds(load) if hopeful else 0.0
-        return probed if self.is_due else None
+            order = sorted(idle, key=lambda i: seconds[i] * (1 + candidates[i].counts.num_drafts))
+        prices = list(accumulate((seconds[i] for i in order), initial=0.0 if any(num_nodes) else of_pass + host))[1:]
+        most = max(range(len(order)), key=lambda i: (i + 1) ** 0.5 / prices[i])
+        self.price, self.advance = prices[most], MAX_ADVANCE * costs.plain_seconds(load) if hopeful else 0.0
+        return order[: most + 1] if self.is_due else ()
 
     def observe(self, seconds: float, plain_seconds: float) -> None:
         """Add the time of a step to the account; that of a plain one is the least that can be saved."""
@@ -66,14 +72,3 @@ class Probes:
     def pay(self, saved: float) -> None:
         """Take the probe off the account, except for seconds that it has saved."""
         self.credit -= max(self.price - saved, 0.0)
-
-    def _seconds(self, load: Load, costs: Costs, drafts: bool) -> list[float]:
-        """Return what it costs to let each candidate draft a node, beside others or alone."""
-        n, context, rows = len(load.candidates), load.num_context_tokens, load.num_rows
-        node = costs.target.predict(rows + 1, context) - costs.target.predict(rows, context)
-        if drafts or costs.draft is None:
-            row_seconds = costs.draft_line(load)[1]
-            host = 0.0 if drafts else max(costs.host.predict(True, n) - costs.host.predict(False, n), 0.0)
-            return [host + node + each.num_missing * row_seconds for each in load.candidates]
-        host = max(costs.host.predict(True, n) - costs.host.predict(False, n), 0.0)
-        return [host + node + costs.draft.predict(each.num_missing, context / n) for each in load.candidates]
