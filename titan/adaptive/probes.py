@@ -2,15 +2,14 @@
 
 Their net cost, which is their time less that of the tokens which they save, is a share of all time. While acceptance may well be such
 that drafting pays, probes are made in advance, one after the other, of the requests that seem best: they go on as long as they win
-("play the winner", Zelen, 1969). Else those are probed that cost least, and that have not been seen for long. As many are probed at
-once as tell most for their time, which is the square root of their number: what is to be known has an error of its inverse.
+("play the winner", Zelen, 1969), and as many at once as tell most for their time: what is to be known has an error of the inverse of
+the square root of their number. Else one is probed that costs little, and has not been seen for long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from titan.adaptive.load import Load
 from titan.adaptive.optimum import Costs
@@ -51,16 +50,13 @@ class Probes:
         idle = [i for i, each in enumerate(candidates) if each.max_nodes and not num_nodes[i]]
         if not idle:
             return ()
-        rows, context, (of_pass, of_row) = load.num_rows, load.num_context_tokens, costs.draft_line(load)
-        node_seconds = costs.target.predict(rows + 1, context) - costs.target.predict(rows, context)
-        seconds = [node_seconds + each.num_missing * of_row for each in candidates]
-        host = max(costs.host.predict(True, n) - costs.host.predict(False, n), 0.0)
         hopeful = [i for i in idle if hoped[i]]
         if hopeful:
-            order = sorted(hopeful, key=lambda i: (-acceptance[i], seconds[i]))
+            order = sorted(hopeful, key=lambda i: (-acceptance[i], candidates[i].num_missing))
         else:
-            order = sorted(idle, key=lambda i: seconds[i] * (1 + candidates[i].counts.num_drafts))
-        prices = list(accumulate((seconds[i] for i in order), initial=0.0 if any(num_nodes) else of_pass + host))[1:]
+            of_pass, of_row = costs.draft_line(load)
+            order = [min(idle, key=lambda i: (of_pass + of_row * candidates[i].num_missing) * (1 + candidates[i].counts.num_drafts))]
+        prices = self._prices(load, costs, num_nodes, order)
         most = max(range(len(order)), key=lambda i: (i + 1) ** 0.5 / prices[i])
         self.price, self.advance = prices[most], MAX_ADVANCE * costs.plain_seconds(load) if hopeful else 0.0
         return order[: most + 1] if self.is_due else ()
@@ -72,3 +68,19 @@ class Probes:
     def pay(self, saved: float) -> None:
         """Take the probe off the account, except for seconds that it has saved."""
         self.credit -= max(self.price - saved, 0.0)
+
+    @staticmethod
+    def _prices(load: Load, costs: Costs, num_nodes: Sequence[int], order: Sequence[int]) -> list[float]:
+        """Return the seconds that a node of the first, the first two, ... of some candidates adds to a step."""
+        n, context, target, draft = len(load.candidates), load.num_context_tokens, costs.target, costs.draft
+        node_seconds = target.predict(load.num_rows + 1, context) - target.predict(load.num_rows, context)
+        drafting = sum(map(bool, num_nodes))
+        fixed = 0.0 if drafting else max(costs.host.predict(True, n) - costs.host.predict(False, n), 0.0)
+        if draft is not None and drafting:
+            fixed -= draft.predict(drafting, context * drafting / n)
+        prices, rows = [], drafting
+        for i, each in enumerate(order, 1):
+            rows += load.candidates[each].num_missing
+            fed = 0.0 if draft is None else draft.predict(rows, context * (drafting + i) / n)
+            prices.append(max(fixed + fed + i * node_seconds, 1e-9))
+        return prices
