@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from math import exp, log
 from typing import NamedTuple
 
-from titan.adaptive.controller import Candidate, Controller, Decision, Load, Outcome
+from titan.adaptive.controller import Controller, Decision
+from titan.adaptive.load import Candidate, Load, Outcome
+from titan.adaptive.value import own_acceptance
 from titan.core.metrics import SpeculationMetrics
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
@@ -136,8 +138,8 @@ class AdaptiveSpeculation:
             mean_draft_tokens=mean_draft_tokens,
             off_rate=optimum.off_rate,
             on_rate=optimum.on_rate,
-            acceptance=controller.acceptance(controller.fleet),
-            agreement=controller.fleet_agreement,
+            acceptance=own_acceptance(controller.fleet, controller.fleet.agreement),
+            agreement=controller.fleet.agreement,
             target_pass={size: target.predict(size, 0) for size in target.sizes},
             target_context_token=target.seconds_per_context_token,
             draft_pass={} if draft is None else {size: draft.predict(size, 0) for size in draft.sizes},

@@ -79,11 +79,19 @@ class AcceptanceCounts:
         if self.num_expected > 2 * LAST_NODES and abs(surprise) > CONTRADICTION:
             self.num_accepted, self.num_expected = LAST_NODES * self.last_accepted, LAST_NODES * self.last_expected
 
-    def fade(self, share: float) -> None:
-        """Let what was seen count less, because time went by without anything new."""
-        self.num_accepted *= share
-        self.num_expected *= share
-        self.num_drafts *= share
+    def fade(self, share: float, least: float = 0.0) -> None:
+        """Let what was seen count less, because time went by without anything new.
+
+        Args:
+            share: that remains.
+            least: number of drafts, and of expected children, below which nothing fades.
+        """
+        if self.num_drafts > least:
+            self.num_drafts = max(least, share * self.num_drafts)
+        if self.num_expected > least:
+            share = max(share, least / self.num_expected)
+            self.num_accepted *= share
+            self.num_expected *= share
 
 
 @dataclass(slots=True)
