@@ -39,6 +39,9 @@ DWELL = 8
 PRIOR = AcceptanceCounts(num_accepted=2.1, num_expected=3.0, confidence=0.6, num_drafts=2.0)
 """What is known of drafts before there is one."""
 
+OFF_DWELL = 32
+"""Most steps for which it stands that nothing is drafted."""
+
 IDLE_FADE = 0.975
 """Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
 
@@ -81,6 +84,7 @@ class Controller:
         self._costs, self._probes = Costs(target, draft, self.host), Probes()
         self._key: tuple[int, ...] = ()
         self._num_left = 0  # steps for which the optimum stands
+        self._num_rested = 0  # steps since anything was decided
         self._estimates = estimate(self.fleet, (AcceptanceCounts(),))
         self._hoped: list[int] = []
         self._before: list[tuple[float, float]] = []  # of probed requests: their drafts, and the acceptance that these showed
@@ -92,9 +96,33 @@ class Controller:
         """Whether there may be a probe in the next step."""
         return self._probes.is_due
 
+    def rests(self, num_requests: int, num_rows: int) -> bool:
+        """Whether it stands that a step drafts nothing, whatever is known of its requests; it is then the last that was decided.
+
+        Args:
+            num_requests: that emit tokens.
+            num_rows: of the target's pass.
+        """
+        is_same = self._key[:2] == (num_requests, num_rows.bit_length())
+        if self._num_left <= 0 or not is_same or self.optimum.drafts or self._probes.is_due:
+            return False
+        self._num_left, self._num_rested = self._num_left - 1, self._num_rested + 1
+        return True
+
+    def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
+        """Learn from a step in which the controller rested; the load has no candidates."""
+        self.target.note(load.num_rows, load.num_context_tokens, outcome.target_seconds)
+        self.host.note(False, num_requests, outcome.seconds - outcome.draft_seconds - outcome.target_seconds)
+        self._probes.observe(outcome.seconds, outcome.seconds)
+
     def choose(self, load: Load) -> Decision:
         """Decide what the candidates of a step draft."""
         self._load = load
+        if self._num_rested:
+            for each in load.candidates:
+                each.counts.fade(IDLE_FADE**self._num_rested)
+            self.fleet.fade(IDLE_FADE**self._num_rested, LEAST_DRAFTS)
+            self._num_rested = 0
         self._decision = self._decide(load)
         return self._decision
 
@@ -111,8 +139,8 @@ class Controller:
         key = n, load.num_rows.bit_length(), max(each.max_nodes for each in load.candidates)
         self._num_left -= 1
         if key != self._key or self._num_left <= 0:
-            self._key, self._num_left = key, min(DWELL, int(self.fleet.num_drafts))
             self._compare(load)
+            self._key, self._num_left = key, min(DWELL, int(self.fleet.num_drafts)) if self.optimum.drafts else OFF_DWELL
         num_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
         worths = [self._worth(i, load) if count else None for i, count in enumerate(num_nodes)]
         probed = self._probes.choose(load, self._costs, num_nodes, self._estimates.means.tolist(), self._hoped)

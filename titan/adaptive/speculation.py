@@ -23,6 +23,9 @@ RESERVED_NODES = 8
 """Nodes for which room is reserved, as a multiple of those expected: where the draft is sure of itself, trees grow larger."""
 
 
+NOTHING = Decision((), ())
+
+
 class StepTimes(NamedTuple):
     """Seconds of a step and of its parts."""
 
@@ -43,6 +46,7 @@ class AdaptiveSpeculation:
     _confident: ConfidentDrafter | None = None
     _log_temperature: float | None = None  # mean over the greedy requests of what their draft's probabilities are compared at
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
+    _rests: bool = False  # whether the controller rested in this step
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = field(default_factory=lambda: Decision((), ()))
 
@@ -51,15 +55,16 @@ class AdaptiveSpeculation:
 
     def decide(self, plan: StepPlan) -> None:
         """Set budgets and worths of a plan's rows."""
-        rows, candidates = [], []
-        num_rows = num_context = 0
-        for i, (request, num_tokens) in enumerate(zip(plan.requests, plan.num_tokens, strict=True)):
-            num_rows += num_tokens
-            num_context += request.num_computed_tokens
-            if plan.reaches_root(i):
-                rows.append(i)
-                candidates.append(self._candidate(request))
-        self._rows, self._load = rows, Load(candidates, num_rows, num_context)
+        rows = [i for i in range(len(plan.requests)) if plan.reaches_root(i)]
+        num_rows, num_context = sum(plan.num_tokens), sum([request.num_computed_tokens for request in plan.requests])
+        plan.drafts_prompts = self.controller.optimum.drafts
+        self._rows, self._rests = rows, self.controller.rests(len(rows), num_rows)
+        if self._rests:
+            self._load, self._decision = Load((), num_rows, num_context), NOTHING
+            for i in rows:
+                plan.draft_budgets[i] = 0
+            return
+        self._load = Load([self._candidate(plan.requests[i]) for i in rows], num_rows, num_context)
         decision = self.controller.choose(self._load)
         has_room, self.num_reserved = (
             self.num_reserved > 0,
@@ -71,7 +76,6 @@ class AdaptiveSpeculation:
                 plan.draft_budgets[i] = min(plan.draft_budgets[i], count)
             else:
                 plan.worths[i] = worth
-        plan.drafts_prompts = self.controller.optimum.drafts
 
     def _candidate(self, request: Request) -> Candidate:
         params, history = request.params, request.draft_history
@@ -116,7 +120,10 @@ class AdaptiveSpeculation:
             draft_seconds,
             times.target,
         )
-        self.controller.observe(outcome)
+        if self._rests:
+            self.controller.observe_rest(self._load, len(self._rows), outcome)
+        else:
+            self.controller.observe(outcome)
         self.num_reserved = max(self.num_reserved, int(self.controller.is_probe_due))
 
     def _follow_temperature(self, request: Request) -> None:
