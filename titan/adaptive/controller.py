@@ -155,9 +155,9 @@ class Controller:
         means = estimates.means
         owing = 1 - 1 / np.array([each.num_missing for each in load.candidates])
         sure = np.maximum(means - owing * np.sqrt(means * (1 - means)) * estimates.mean_error, 0.0)
-        self.optimum = best(load, sure, self._costs)
+        self.optimum = best(load, sure.tolist(), self._costs)
         hope = np.minimum(means + estimates.errors, 1.0)
-        self._hoped = self.optimum.num_nodes if all(self.optimum.num_nodes) else best(load, hope, self._costs).num_nodes
+        self._hoped = self.optimum.num_nodes if all(self.optimum.num_nodes) else best(load, hope.tolist(), self._costs).num_nodes
 
     def _worth(self, i: int, load: Load) -> Worth | None:
         candidate = load.candidates[i]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from operator import itemgetter
 
 from titan.adaptive.cost import HostTime, PassCost
-from titan.adaptive.load import Load
+from titan.adaptive.load import Candidate, Load
 
 MARGIN = 0.01
 """Share by which drafting must be expected to gain."""
 
 GRID_SIZES, GRID_DEPTHS = 16, 8
 """Numbers of nodes, and of depths, up to which all are compared; further ones are a quarter apart."""
+
+MIN_VALUE = 0.02
+"""Value below which no node is considered."""
 
 DEBT_STEPS = 96
 """Steps over which the cost of feeding the draft what it has missed is spread."""
@@ -60,7 +62,7 @@ class Costs:
         return first - n * per_row, per_row
 
 
-def best(load: Load, acceptance: NDArray[np.float64], costs: Costs) -> Optimum:
+def best(load: Load, acceptance: Sequence[float], costs: Costs) -> Optimum:
     """Compare the settings of a load, and return the best.
 
     Args:
@@ -69,38 +71,50 @@ def best(load: Load, acceptance: NDArray[np.float64], costs: Costs) -> Optimum:
         costs: of passes and the host.
     """
     candidates, n = load.candidates, len(load.candidates)
-    weights = np.array([each.weight for each in candidates])
-    most = np.array([each.max_nodes for each in candidates])
-    longest = int(most.max())
-    off_rate = float(weights.sum()) / costs.plain_seconds(load)
+    total_weight = sum([each.weight for each in candidates])
+    off_rate = total_weight / costs.plain_seconds(load)
     optimum = Optimum([0] * n, off_rate, off_rate)
-    if not longest:
+    nodes = _nodes_by_value(candidates, acceptance)
+    if not nodes:
         return optimum
-    depths = np.arange(1, longest + 1)
-    values = np.where(depths <= most[:, None], acceptance[:, None] ** depths * weights[:, None], 0.0)
-    order = np.argsort(-values, axis=None, kind="stable")[: int(most.sum())]
-    of_request, of_depth = np.divmod(order, longest)
-    sorted_values = values.ravel()[order]
     pass_seconds, row_seconds = costs.draft_line(load)
-    missing = np.array([1 + (each.num_missing - 1) / DEBT_STEPS for each in candidates])
-    sizes = _grid(len(order), GRID_SIZES)
-    edges = [*sizes, 2 * sizes[-1]]
-    target = np.array([costs.target.predict(load.num_rows + size, load.num_context_tokens) for size in edges])
-    host = costs.host.predict(True, n)
-    for num_passes in _grid(longest, GRID_DEPTHS):
-        kept = of_depth < num_passes
-        requests = of_request[kept]
-        gains = sorted_values[kept].cumsum()
-        rows = np.where(of_depth[kept] == 0, missing[requests], 1.0).cumsum()
-        at = np.array([size for size in sizes if size <= len(gains)]) - 1
-        rates = (weights.sum() + gains[at]) / (host + num_passes * pass_seconds + row_seconds * rows[at] + target[: len(at)])
-        place = int(rates.argmax())
-        optimum.on_rate = max(optimum.on_rate, float(rates[place]))
-        if rates[place] > max(optimum.rate, off_rate * (1 + MARGIN)):
-            counts = np.bincount(requests[: sizes[place]], minlength=n).tolist()
-            slope = max(float(target[place + 1] - target[place]), 0.0) / (edges[place + 1] - edges[place])
-            optimum = Optimum(counts, float(rates[place]), off_rate, float(rates[place]), slope, row_seconds, pass_seconds)
+    missing = [1 + (each.num_missing - 1) / DEBT_STEPS for each in candidates]
+    sizes = _grid(len(nodes), GRID_SIZES)
+    target = {size: costs.target.predict(load.num_rows + size, load.num_context_tokens) for size in [*sizes, 2 * sizes[-1]]}
+    host, best_of = costs.host.predict(True, n), (0, 0)
+    for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):
+        fixed = host + num_passes * pass_seconds
+        gain, rows, size = total_weight, 0.0, 0
+        for value, depth, i in nodes:
+            if depth > num_passes:
+                continue
+            gain, size = gain + value, size + 1
+            rows += missing[i] if depth == 1 else 1.0
+            if size in target:
+                rate = gain / (fixed + row_seconds * rows + target[size])
+                if rate > optimum.on_rate:
+                    optimum.on_rate, best_of = rate, (num_passes, size)
+    if optimum.on_rate > off_rate * (1 + MARGIN):
+        num_passes, size = best_of
+        for _, _, i in [each for each in nodes if each[1] <= num_passes][:size]:
+            optimum.num_nodes[i] += 1
+        above = min((each for each in target if each > size), default=size)
+        optimum.rate, optimum.row_seconds, optimum.pass_seconds = optimum.on_rate, row_seconds, pass_seconds
+        optimum.node_seconds = max(target[above] - target[size], 0.0) / (above - size)
     return optimum
+
+
+def _nodes_by_value(candidates: Sequence[Candidate], acceptance: Sequence[float]) -> list[tuple[float, int, int]]:
+    """Return the nodes that may be drafted, the likeliest first: value, depth, and candidate."""
+    nodes = []
+    for i, (each, p) in enumerate(zip(candidates, acceptance, strict=True)):
+        value = each.weight
+        for depth in range(1, each.max_nodes + 1):
+            value *= p
+            if value < MIN_VALUE:
+                break
+            nodes.append((value, depth, i))
+    return sorted(nodes, key=itemgetter(0), reverse=True)
 
 
 def _grid(most: int, exact: int) -> list[int]:
