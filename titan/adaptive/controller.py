@@ -108,12 +108,23 @@ class Controller:
             self._key, self._num_left = key, min(DWELL, int(self.fleet.num_drafts))
             self._compare(load)
         num_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
+        self._delay(load, num_nodes)
         worths = [self._worth(i, load) if count else None for i, count in enumerate(num_nodes)]
         probed = self._probes.choose(load, self._costs, num_nodes, self._estimates.means.tolist(), self._hoped)
         for i in probed:
             num_nodes[i] = 1
         self._before = [self._showing(load.candidates[i].counts) for i in probed]
         return Decision(num_nodes, worths, probed)
+
+    def _delay(self, load: Load, num_nodes: list[int]) -> None:
+        """Let the requests that owe most wait, so that the draft is not fed for longer than a step without it takes."""
+        if self.draft is None:
+            return
+        num_rows, most = 0, self._costs.plain_seconds(load)
+        for i in sorted((i for i, count in enumerate(num_nodes) if count), key=lambda i: load.candidates[i].num_missing):
+            num_rows += load.candidates[i].num_missing
+            if num_rows > load.candidates[i].num_missing and self.draft.predict(num_rows, load.num_context_tokens) > most:
+                num_nodes[i] = self._num_left = 0
 
     def _compare(self, load: Load) -> None:
         """Find the best setting, and that which might be the best."""
