@@ -42,6 +42,8 @@ PRIOR = AcceptanceCounts(num_accepted=2.1, num_expected=3.0, confidence=0.6, num
 IDLE_FADE = 0.975
 """Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
 
+MAX_FEED = 2.0
+
 LEAST_DRAFTS = 1.5
 """Number of drafts that what was ever seen counts as at least."""
 
@@ -120,7 +122,7 @@ class Controller:
         """Let the requests that owe most wait, so that the draft is not fed for longer than a step without it takes."""
         if self.draft is None:
             return
-        num_rows, most = 0, self._costs.plain_seconds(load)
+        num_rows, most = 0, MAX_FEED * self._costs.plain_seconds(load)
         for i in sorted((i for i, count in enumerate(num_nodes) if count), key=lambda i: load.candidates[i].num_missing):
             num_rows += load.candidates[i].num_missing
             if num_rows > load.candidates[i].num_missing and self.draft.predict(num_rows, load.num_context_tokens) > most:
