@@ -169,10 +169,8 @@ class Controller:
             per_pass = max(1.0, outcome.num_draft_rows / passes)
             self.draft.note(per_pass, context * num_drafting / n, outcome.draft_seconds / passes)
         self._age_counts(load, decision)
-        plain_seconds = self._costs.plain_seconds(load)
-        self._probes.observe(outcome.seconds, plain_seconds)
-        if decision.probed:
-            self._probes.pay(outcome.num_accepted * plain_seconds / n if decision.is_probe else 0.0)
+        num_accepted = outcome.num_accepted if decision.drafts else None
+        self._probes.observe(outcome.seconds, self._costs.plain_seconds(load), num_accepted, n)
         if decision.is_probe:
             self._key = ()
 
