@@ -126,7 +126,7 @@ class Controller:
         for i in sorted((i for i, count in enumerate(num_nodes) if count), key=lambda i: load.candidates[i].num_missing):
             num_rows += load.candidates[i].num_missing
             if num_rows > load.candidates[i].num_missing and self.draft.predict(num_rows, load.num_context_tokens) > most:
-                num_nodes[i] = self._num_left = 0
+                num_nodes[i] = 0
 
     def _compare(self, load: Load) -> None:
         """Find the best setting, and that which might be the best."""
