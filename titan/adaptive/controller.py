@@ -34,7 +34,7 @@ from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 
 DWELL = 8
-"""Most steps for which an optimum stands if the requests stay the same; as many as there are drafts that it goes by."""
+"""Most steps for which an optimum stands if the requests stay the same; if it drafts, no more than the drafts that it goes by."""
 
 PRIOR = AcceptanceCounts(num_accepted=2.1, num_expected=3.0, confidence=0.6, num_drafts=2.0)
 """What is known of drafts before there is one."""
@@ -107,8 +107,9 @@ class Controller:
         key = n, load.num_rows.bit_length(), max(each.max_nodes for each in load.candidates)
         self._num_left -= 1
         if key != self._key or self._num_left <= 0:
-            self._key, self._num_left = key, min(DWELL, int(self.fleet.num_drafts))
+            self._key = key
             self._compare(load)
+            self._num_left = min(DWELL, int(self.fleet.num_drafts)) if self.optimum.drafts else DWELL
         num_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
         self._delay(load, num_nodes)
         worths = [self._worth(i, load) if count else None for i, count in enumerate(num_nodes)]
@@ -134,6 +135,7 @@ class Controller:
         means = estimates.means
         owing = 1 - 1 / np.array([each.num_missing for each in load.candidates])
         sure = np.maximum(means - owing * np.sqrt(means * (1 - means)) * estimates.mean_error, 0.0)
+        self._probes.forget()
         self.optimum = best(load, sure, self._costs)
         hope = np.minimum(means + estimates.errors, 1.0)
         self._hoped = self.optimum.num_nodes if all(self.optimum.num_nodes) else best(load, hope, self._costs).num_nodes

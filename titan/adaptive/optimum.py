@@ -67,38 +67,33 @@ def best(load: Load, acceptance: NDArray[np.float64], costs: Costs) -> Optimum:
         acceptance: probability that a node's first child is accepted, of each candidate.
         costs: of passes and the host.
     """
-    candidates, n = load.candidates, len(load.candidates)
-    weights = np.array([each.weight for each in candidates])
-    most = np.array([each.max_nodes for each in candidates])
-    longest = int(most.max())
-    off_rate = float(weights.sum()) / costs.plain_seconds(load)
-    optimum = Optimum([0] * n, off_rate, off_rate)
+    candidates, n, context = load.candidates, len(load.candidates), load.num_context_tokens
+    weights, most, missing = np.array([(each.weight, each.max_nodes, each.num_missing) for each in candidates]).T
+    longest, total = int(most.max()), float(weights.sum())
+    off_rate = total / costs.plain_seconds(load)
     if not longest:
-        return optimum
+        return Optimum([0] * n, off_rate, off_rate)
     depths = np.arange(1, longest + 1)
-    values = np.where(depths <= most[:, None], acceptance[:, None] ** depths * weights[:, None], 0.0)
-    order = np.argsort(-values, axis=None, kind="stable")[: int(most.sum())]
+    values = np.where(depths <= most[:, None], acceptance[:, None] ** depths * weights[:, None], 0.0).ravel()
+    order = np.argsort(-values, kind="stable")[: int(most.sum())]
     of_request, of_depth = np.divmod(order, longest)
-    sorted_values = values.ravel()[order]
+    num_passes, sizes = np.array(_grid(longest, GRID_DEPTHS)), np.array(_grid(len(order), GRID_SIZES))
+    is_kept = of_depth < num_passes[:, None]
+    rows = np.where(of_depth, 1.0, 1 + (missing[of_request] - 1) / DEBT_STEPS)
+    gains, num_rows, num_nodes = (np.cumsum(each * is_kept, axis=1)[:, sizes - 1] for each in (values[order], rows, 1))
+    edges = np.append(sizes, 2 * sizes[-1])
+    target = np.array([costs.target.predict(load.num_rows + size, context) for size in edges.tolist()])
     pass_seconds, row_seconds = costs.draft_line(load)
-    missing = np.array([1 + (each.num_missing - 1) / DEBT_STEPS for each in candidates])
-    sizes = _grid(len(order), GRID_SIZES)
-    edges = [*sizes, 2 * sizes[-1]]
-    target = np.array([costs.target.predict(load.num_rows + size, load.num_context_tokens) for size in edges])
-    host = costs.host.predict(True, n)
-    for num_passes in _grid(longest, GRID_DEPTHS):
-        kept = of_depth < num_passes
-        requests = of_request[kept]
-        gains = sorted_values[kept].cumsum()
-        rows = np.where(of_depth[kept] == 0, missing[requests], 1.0).cumsum()
-        at = np.array([size for size in sizes if size <= len(gains)]) - 1
-        rates = (weights.sum() + gains[at]) / (host + num_passes * pass_seconds + row_seconds * rows[at] + target[: len(at)])
-        place = int(rates.argmax())
-        if rates[place] > max(optimum.rate, off_rate * (1 + MARGIN)):
-            counts = np.bincount(requests[: sizes[place]], minlength=n).tolist()
-            slope = max(float(target[place + 1] - target[place]), 0.0) / (edges[place + 1] - edges[place])
-            optimum = Optimum(counts, float(rates[place]), off_rate, slope, row_seconds, pass_seconds)
-    return optimum
+    seconds = costs.host.predict(True, n) + num_passes[:, None] * pass_seconds + row_seconds * num_rows
+    rates = (total + gains) / (seconds + np.interp(num_nodes, edges, target))
+    depth, size = np.unravel_index(rates.argmax(), rates.shape)
+    rate = float(rates[depth, size])
+    if rate <= off_rate * (1 + MARGIN):
+        return Optimum([0] * n, off_rate, off_rate)
+    chosen = of_request[: sizes[size]][is_kept[depth, : sizes[size]]]
+    edge = int(np.searchsorted(edges, num_nodes[depth, size], side="right"))
+    node_seconds = max(float(target[edge] - target[edge - 1]), 0.0) / float(edges[edge] - edges[edge - 1])
+    return Optimum(np.bincount(chosen, minlength=n).tolist(), rate, off_rate, node_seconds, row_seconds, pass_seconds)
 
 
 def _grid(most: int, exact: int) -> list[int]:

@@ -29,10 +29,14 @@ class Probes:
     price: float = 0.0  # seconds of the probe that was last thought of
     advance: float = 0.0  # seconds that may be spent on it in advance
 
+    def forget(self) -> None:
+        """Think of another probe, because estimates or requests have changed."""
+        self.price = 0.0
+
     @property
     def is_due(self) -> bool:
         """Whether there is time for that probe."""
-        return self.credit + self.advance >= self.price
+        return not self.price or self.credit + self.advance >= self.price
 
     def choose(
         self, load: Load, costs: Costs, num_nodes: Sequence[int], acceptance: Sequence[float], hoped: Sequence[int]
@@ -46,7 +50,9 @@ class Probes:
             acceptance: of each candidate, estimated.
             hoped: nodes that each candidate would draft, if acceptance were as high as it may well be.
         """
-        candidates, n = load.candidates, len(load.candidates)
+        if not self.is_due:
+            return ()
+        candidates = load.candidates
         idle = [i for i, each in enumerate(candidates) if each.max_nodes and not num_nodes[i]]
         if not idle:
             return ()
