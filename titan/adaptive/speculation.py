@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import exp
 from typing import NamedTuple
 
-from titan.adaptive.controller import Candidate, Controller, Decision, Load, Outcome
+from titan.adaptive.controller import Candidate, Controller, Decision, Load, Optimum, Outcome
 from titan.core.metrics import SpeculationMetrics
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
@@ -41,6 +41,8 @@ class AdaptiveSpeculation:
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = field(default_factory=lambda: Decision((), ()))
+    # of the last step in which a request might have drafted
+    _shown: tuple[Decision, Optimum] = field(default_factory=lambda: (Decision((), ()), Optimum([], 0.0, 0.0)))
 
     def __post_init__(self) -> None:
         self._confident = self.drafter if isinstance(self.drafter, ConfidentDrafter) else None
@@ -57,6 +59,8 @@ class AdaptiveSpeculation:
                 candidates.append(self._candidate(request))
         self._rows, self._load = rows, Load(candidates, num_rows, num_context)
         decision = self._decision = self.controller.choose(self._load)
+        if any(each.max_nodes for each in candidates):
+            self._shown = decision, self.controller.optimum
         self._is_reserved = self.num_reserved > 0
         self.num_reserved = min(self.max_nodes, RESERVED_NODES * max(decision.num_nodes, default=0))
         for i, count, worth in zip(rows, decision.num_nodes, decision.worths, strict=True):
@@ -126,10 +130,10 @@ class AdaptiveSpeculation:
         Args:
             mean_draft_tokens: per request and step, since the start.
         """
-        controller, optimum = self.controller, self.controller.optimum
+        controller, (decision, optimum) = self.controller, self._shown
         target, draft = controller.target, controller.draft
         return SpeculationMetrics(
-            choice="probe" if self._decision.is_probe else "on" if self._decision.drafts else "off",
+            choice="probe" if decision.is_probe else "on" if decision.drafts else "off",
             mean_draft_tokens=mean_draft_tokens,
             off_rate=optimum.off_rate,
             on_rate=optimum.on_rate,
