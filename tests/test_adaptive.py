@@ -1,13 +1,13 @@
 """Adaptive speculation in engines: whatever times it sees and whatever it decides, tokens are those of the target.
 
-Machines are made up: engines are told what their passes would take on them, so that all decisions are the same in every run.
+Engines run on made-up machines, so that all decisions are the same in every run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, cycle
+from itertools import accumulate, count, cycle
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -17,21 +17,20 @@ import numpy as np
 import pytest
 import torch
 from back_ends import make_back_end
+from machines import Machine
 from stepping import AMPLE, SCARCE, drain, greedy, make_engine, run_all, submit
 from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
-from titan.adaptive.controller import Controller, Decision, Load
+from titan.adaptive.controller import Controller
 from titan.adaptive.cost import PassCost
-from titan.adaptive.speculation import AdaptiveSpeculation, StepTimes
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import BeamSpec, Feed
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import DraftTree, DraftTrees, GrowthReport
+from titan.core.trees import DraftTree
 from titan.draft.base import NoDrafter
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
-from titan.kernels.interfaces import Runner
 
 PROMPTS = random_prompts(10, seed=3, max_len=50)
 NUM_TOKENS = 28
@@ -39,45 +38,6 @@ LIMITS = [NUM_TOKENS - i for i in range(10)]
 OWN: list[dict[str, Any]] = [{}, {"max_draft_tokens": 2}, {"use_speculative": False}, {}, {"max_draft_tokens": 0}, *[{}] * 5]
 PARAMS = [greedy(limit, ignore_eos=True, **own) for limit, own in zip(LIMITS, OWN, strict=True)]
 CHANGING = {step: (0.01, 9.0)[step // 9 % 2] for step in range(0, 900, 9)}  # drafts as good as free, then too slow, and so on
-
-
-class Machine:
-    """A processor on which a pass of the draft may take longer from some step on."""
-
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        drafts: dict[int, float] = {0: 0.01},  # noqa: B006
-        target: Callable[[float], float] = lambda _: 1.0,
-    ) -> None:
-        """With the milliseconds of a pass: of the draft by step, of the target by rows."""
-        self.target, self.drafts, self.choices = target, drafts, list[str]()
-        monkeypatch.setattr(Engine, "_measure", self.curve)
-        observe = AdaptiveSpeculation.observe
-
-        def timed(own: AdaptiveSpeculation, plan: StepPlan, accepted: Acceptance, growth: GrowthReport | None, _: StepTimes) -> None:
-            seconds = target(sum(plan.num_tokens) + accepted.trees.num_nodes) / 1e3
-            of_draft = 0.0 if growth is None else growth.num_passes * self.draft_milliseconds / 1e3
-            growth = None if growth is None else growth._replace(seconds=of_draft)
-            observe(own, plan, accepted, growth, StepTimes(seconds + of_draft + 1e-4, of_draft, seconds))
-            self.choices.append(own.metrics(0.0).choice)
-
-        monkeypatch.setattr(AdaptiveSpeculation, "observe", timed)
-
-    @property
-    def draft_milliseconds(self) -> float:
-        return self.drafts[max(step for step in self.drafts if step <= len(self.choices))]
-
-    @property
-    def curve(self) -> Callable[..., PassCost]:
-        """In place of `Engine._measure`."""
-
-        def measured(engine: Engine, runner: Runner, *_: Any) -> PassCost:
-            sizes = (1, 2, 4, 8, 16, 32, 64, 128)
-            times = [self.target(size) if runner is engine.runner else self.draft_milliseconds for size in sizes]
-            return PassCost(sizes, [time / 1e3 for time in times])
-
-        return measured
 
 
 class Bush(NoDrafter):
@@ -98,9 +58,12 @@ class Bush(NoDrafter):
         return trees
 
 
+def spec_of(zoo: Zoo, draft: str | None) -> DraftSpec:
+    return Bush(zoo) if draft == "bush" else draft if draft in (None, "ngram") else zoo.path(draft)
+
+
 def adaptive_engine(zoo: Zoo, draft: str | None, **options: Any) -> Engine:
-    spec: DraftSpec = Bush(zoo) if draft == "bush" else draft if draft in (None, "ngram") else zoo.path(draft)
-    return make_engine(zoo.path("llama"), spec, **({"speculation": "adaptive", "draft_tree": "auto"} | options))
+    return make_engine(zoo.path("llama"), spec_of(zoo, draft), **{"speculation": "adaptive", "draft_tree": "auto"} | options)
 
 
 def written(zoo: Zoo, limits: Sequence[int] = LIMITS) -> list[list[int]]:
@@ -145,8 +108,8 @@ def test_drafts_may_be_swapped_and_requests_aborted(zoo: Zoo, monkeypatch: pytes
 
     def swap(step: int) -> None:
         assert (engine.adaptive is None) == (engine.drafter.name == "none")
-        if step in swaps and engine.scheduler.running:
-            engine.swap_draft(adaptive_engine(zoo, draft).drafter if (draft := swaps[step]) == "ngram" else draft and zoo.path(draft))
+        if step in swaps:
+            engine.swap_draft(spec_of(zoo, swaps[step]))
         if step == 10:
             engine.scheduler.abort(requests[1])
 
@@ -167,14 +130,14 @@ CLOCKS: dict[str, Callable[[Random], Iterator[float]]] = {  # seconds between tw
 @pytest.mark.parametrize("clock", CLOCKS)
 @pytest.mark.parametrize("sampling", ["most likely", "own seed", "greedy drafts"])
 def test_tokens_do_not_depend_on_the_clock(zoo: Zoo, sampling: str, clock: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the back end all of whose times are taken in Python; the costs that were measured are far from what the clock then says."""
+    """On the back end all of whose times are taken in Python; measured costs are far from what the clock then says."""
     hot: dict[str, Any] = {"temperature": 0.1, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     own = [SamplingParams(**hot, seed=i, top_p=0.9 if i % 2 else 1.0) for i in range(10)]
     params = {"most likely": PARAMS, "own seed": own, "greedy drafts": [SamplingParams(**hot)] * 10}[sampling]
     options = AMPLE | {"draft_sampling": "greedy" if sampling == "greedy drafts" else "auto"}
     plain = run_all(adaptive_engine(zoo, "llama", **options | {"speculation": "off"}), PROMPTS, params)
-    num_nodes, now, ticks = list[int](), [0.0], CLOCKS[clock](Random(0))
-    fake = SimpleNamespace(perf_counter=lambda: now.append(now[-1] + next(ticks)) or now[-1])
+    num_nodes, now = list[int](), accumulate(CLOCKS[clock](Random(0)))
+    fake = SimpleNamespace(perf_counter=lambda: next(now))
     for module in ("titan.engine", "titan.adaptive.profile", "titan.kernels.growth"):
         monkeypatch.setattr(f"{module}.time", fake)
     for draft_seconds in (1e-9, 1e-3, 10.0):
@@ -186,41 +149,38 @@ def test_tokens_do_not_depend_on_the_clock(zoo: Zoo, sampling: str, clock: str, 
     assert len(set(num_nodes)) > 3 and num_nodes.count(0) > 5
 
 
-def record_plans(engine: Engine) -> list[tuple[list[str], list[int]]]:
-    """A list that receives the requests of each step and their rows."""
-    plans: list[tuple[list[str], list[int]]] = []
-    engine.observers.append(lambda plan, _: plans.append(([each.request_id for each in plan.requests], list(plan.num_tokens))))
-    return plans
+class Records:
+    """Of the steps of an engine: requests, rows, drafts; and, where a draft model grows trees, their specs."""
 
+    def __init__(self, engine: Engine) -> None:
+        self.requests, self.rows, self.budgets = list[list[str]](), list[list[int]](), list[int]()
+        self.growths: dict[int, list[Any]] = {}
+        engine.observers.append(self.note)
+        if (runner := getattr(engine.drafter, "runner", None)) is not None:
+            self._grow, runner.grow = runner.grow, self.grow
 
-def record_growths(engine: Engine) -> list[tuple[int, list[Any]]]:
-    """A list that receives the step and the specs of each call of a draft model."""
-    growths: list[tuple[int, list[Any]]] = []
-    runner: Any = engine.drafter.runner  # type: ignore[attr-defined]
-    grow = runner.grow
+    def grow(self, feeds: Sequence[Feed], *args: Any) -> Any:
+        self.growths[len(self.rows)] = [feed.spec for feed in feeds if feed.spec is not None]
+        return self._grow(feeds, *args)
 
-    def recorded(feeds: Sequence[Feed], *args: Any) -> DraftTrees:
-        growths.append((engine.counters.num_steps, [feed.spec for feed in feeds]))
-        trees: DraftTrees = grow(feeds, *args)
-        return trees
-
-    runner.grow = recorded
-    return growths
+    def note(self, plan: StepPlan, _: Acceptance) -> None:
+        self.requests.append([request.request_id for request in plan.requests])
+        self.rows.append(list(plan.num_tokens))
+        self.budgets.append(sum(plan.draft_budgets))
 
 
 @pytest.mark.parametrize("memory", [AMPLE, SCARCE], ids=["ample", "scarce"])
 def test_off_is_an_engine_without_a_draft_but_for_probes(zoo: Zoo, memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With a draft of which nothing is accepted: the same rows in the same steps, and as many preemptions."""
-    machine, budgets = Machine(monkeypatch, {0: 50.0}), list[int]()
+    machine, params = Machine(monkeypatch, {0: 50.0}), [greedy(60, ignore_eos=True)] * 10
     off, engine = (adaptive_engine(zoo, draft, **memory) for draft in (None, "useless"))
-    plans, expected, growths = record_plans(engine), record_plans(off), record_growths(engine)
-    engine.observers.append(lambda plan, _: budgets.append(sum(plan.draft_budgets)))
-    params = [greedy(60, ignore_eos=True)] * 10
+    plain, seen = Records(off), Records(engine)
     assert run_all(engine, PROMPTS, params) == run_all(off, PROMPTS, params)
-    assert plans == expected and engine.counters.num_preemptions == off.counters.num_preemptions
+    assert (seen.requests, seen.rows) == (plain.requests, plain.rows)
+    assert engine.counters.num_preemptions == off.counters.num_preemptions
     probes = [step for step, choice in enumerate(machine.choices) if choice == "probe"]
-    assert [step for step, _ in growths] == [step for step, budget in enumerate(budgets) if budget] == probes
-    assert 0 < len(probes) < 0.1 * len(plans) and sum(engine.counters.accepted_per_depth) == 0
+    assert [*seen.growths] == [step for step, budget in enumerate(seen.budgets) if budget] == probes
+    assert 0 < len(probes) < 0.1 * len(seen.rows) and sum(engine.counters.accepted_per_depth) == 0
 
 
 def test_drafting_comes_back_when_it_pays_and_catches_up(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,17 +204,18 @@ def test_a_large_cap_crowds_nobody_out(zoo: Zoo, monkeypatch: pytest.MonkeyPatch
     """Eight requests that draft a few nodes each have 128 tokens per step, not enough for 63 nodes of all."""
     machine = Machine(monkeypatch, target=lambda rows: 1 + 0.1 * rows)
     engine = adaptive_engine(zoo, "llama~", max_draft_tokens=63, max_num_batched_tokens=128, **AMPLE)
-    plans = record_plans(engine)
+    seen = Records(engine)
     assert run_all(engine, PROMPTS[:8], PARAMS[:8]) == written(zoo, LIMITS[:8]) and "on" in machine.choices
-    num_rows = [len(requests) for requests, _ in plans[3:]]
+    num_rows = [len(rows) for rows in seen.rows[3:]]
     assert num_rows == sorted(num_rows, reverse=True) and num_rows[0] == 8
 
 
 def test_what_cannot_be_measured_is_drafted_as_fixed(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """For lack of memory, or of a free block when a draft is swapped in; a later swap may do better."""
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="so speculation='fixed' is used: 3 GB") as found:
+    with monkeypatch.context() as patch:
         patch.setattr("titan.engine.measure", Mock(side_effect=torch.OutOfMemoryError("3 GB are missing")))
-        engine = adaptive_engine(zoo, "llama~", **AMPLE)
+        with pytest.warns(UserWarning, match="so speculation='fixed' is used: 3 GB") as found:
+            engine = adaptive_engine(zoo, "llama~", **AMPLE)
     assert len(found) == 1 and engine.adaptive is None and engine.metrics().speculation is None
     assert run_all(engine, PROMPTS, PARAMS) == written(zoo) and engine.metrics().mean_acceptance_length > 1.3
     engine, prompt = adaptive_engine(zoo, None, block_size=8, num_kv_blocks=3), PROMPTS[1][:17]
@@ -315,6 +276,7 @@ def test_metrics_say_why_speculation_is_off(zoo: Zoo, monkeypatch: pytest.Monkey
         assert 0.9 < found.acceptance <= 1 and 0.9 < found.agreement <= 1 and 1 < found.mean_draft_tokens <= 6
         assert found.target_pass[8] == pytest.approx(1e-3, rel=0.1) and (found.draft_pass[1] > 1e-3) == (choice == "off")
         assert found.target_context_token == found.draft_context_token == 0
+    assert found is not None
     [finding] = llm.diagnose()
     assert finding.startswith(f"speculation is off: {found.off_rate:.0f} tokens/s are expected without it, {found.on_rate:.0f} at")
     for options in ({"speculation": "fixed"}, {"speculation": "off"}, {"max_draft_tokens": 0}):
@@ -326,7 +288,7 @@ def test_for_latency_tokens_count_the_more_the_fewer_there_are(zoo: Zoo, target:
     Machine(monkeypatch)
     choose, weights = Controller.choose, list[tuple[float, ...]]()
 
-    def recorded(controller: Controller, load: Load) -> Decision:
+    def recorded(controller: Controller, load: Any) -> Any:
         weights.append(tuple(each.weight for each in load.candidates))
         return choose(controller, load)
 
@@ -353,7 +315,7 @@ def test_options_that_the_draft_does_not_see_teach_only_their_request(zoo: Zoo, 
 def test_growth_ends_early_where_the_host_can_look(zoo: Zoo, back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch)
     engine = adaptive_engine(zoo, "llama~", backend=make_back_end(back_end), **AMPLE)
-    growths = record_growths(engine)
+    seen = Records(engine)
     assert run_all(engine, PROMPTS[2:4], [greedy(10, ignore_eos=True)] * 2) == written(zoo, [0, 0, 10, 10])[2:]
-    priced = [isinstance(spec, BeamSpec) and spec.worth is not None for _, specs in growths for spec in specs if spec is not None]
+    priced = [isinstance(spec, BeamSpec) and spec.worth is not None for specs in seen.growths.values() for spec in specs]
     assert len(priced) > 3 and any(priced) == (back_end != "triton")

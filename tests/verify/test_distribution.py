@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 import torch
 from back_ends import make_back_end
+from machines import Machine
 from numpy.typing import NDArray
+from proposals import trees_on_host
 from scipy import stats
 from slow_logits import by_last_token, slow_probs, slow_transform
 from stepping import make_engine, run_all
@@ -28,9 +30,10 @@ from zoo import Zoo
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
-from titan.core.trees import DraftTree, DraftTrees
+from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
 from titan.draft.base import NoDrafter
 from titan.draft.policy import DraftPolicy
+from titan.engine import Engine
 from titan.kernels.interfaces import Backend, Verified
 from titan.kernels.torch import trees as torch_trees
 from titan.verify import options
@@ -97,12 +100,15 @@ def sample(
     draft: str = "eight~",
     has_seed: bool = True,
     backend: Backend | None = None,
+    watch: Callable[[Engine], None] = lambda _: None,
+    **options: Any,
 ) -> Sampled:
     """As many sequences, of seeds 0, 1, ..."""
     choice = {"draft_sampling": "sampled"} | PROPOSALS[proposal] if isinstance(proposal, str) else {}
     pool: dict[str, Any] = {"max_batch_size": 128, "block_size": 8, "num_kv_blocks": 300, "max_waiting_requests": 5000}
     drafter = zoo.path(draft) if isinstance(proposal, str) else proposal
-    engine = make_engine(zoo.path("eight"), drafter, backend=backend, seed=5, **pool, **choice)
+    engine = make_engine(zoo.path("eight"), drafter, backend=backend, seed=5, **pool | choice | options)
+    watch(engine)
     seeds = [seed if has_seed else None for seed in range(num_sequences)]
     params = [SamplingParams(max_tokens=LENGTH + MORE, seed=seed, ignore_eos=True, **SAMPLINGS[sampling]) for seed in seeds]
     outputs = run_all(engine, [PROMPT] * num_sequences, params)
@@ -177,6 +183,30 @@ def test_a_request_may_change_between_sampled_and_most_likely_drafts(
     sampled = sample(zoo, "cuts", proposal, 2 * NUM_SEQUENCES, draft="eight_other")
     assert min(sum(kinds), len(kinds) - sum(kinds)) > NUM_SEQUENCES
     assert p_value(zoo, sampled, "cuts") > 1e-3
+
+
+class Peeking:
+    """Lets a request have no drafts at all if it does not like the token that was sampled first."""
+
+    def __init__(self, engine: Engine) -> None:
+        drafter: Any = engine.drafter
+        self.propose, self.backend, drafter.propose = drafter.propose, engine.backend, self
+
+    def __call__(self, plan: StepPlan) -> list[DraftTree]:
+        trees = trees_on_host(self.backend, self.propose(plan))
+        return [EMPTY_TREE if tree.num_nodes and tree.token_ids[0] % 2 else tree for tree in trees]
+
+
+@pytest.mark.parametrize(("draft_sampling", "watch"), [("sampled", None), ("auto", None), ("sampled", Peeking)])
+def test_how_much_is_drafted_may_depend_on_anything_but_the_sampled_tokens(
+    zoo: Zoo, draft_sampling: str, watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine where drafts come to pay and cease to, with "auto" beside beams that end where they do not pay."""
+    machine = Machine(monkeypatch, {step: (0.01, 9.0)[step // 4 % 2] for step in range(0, 2000, 4)}, lambda rows: 1 + rows / 100)
+    options: dict[str, Any] = {"speculation": "adaptive", "draft_sampling": draft_sampling, "has_seed": False}
+    sampled = sample(zoo, "cuts", "auto", 2 * NUM_SEQUENCES, watch=watch or (lambda _: None), **options)
+    assert set(machine.choices) == {"on", "off", "probe"} and sampled.accepted_per_depth[1] > 30
+    assert (p_value(zoo, sampled, "cuts") > 1e-3) == (watch is None)
 
 
 def careless(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import GrowthReport
 from titan.draft.base import ConfidentDrafter, Drafter
 
-
 RESERVED_NODES = 8
 """Nodes for which room is reserved, as a multiple of those expected: where the draft is sure of itself, trees grow larger."""
 
