@@ -7,16 +7,13 @@ grows after them is a spec of the policy, which the runner executes.
 
 from __future__ import annotations
 
-from collections import Counter
-
-from titan.core.draft_history import DraftHistory
 from titan.core.growth import Feed
 from titan.core.kv_tensor import KVTensor
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees
 from titan.draft.base import DraftContext
-from titan.draft.policy import DraftPolicy, score_temperature
+from titan.draft.policy import DraftPolicy
 from titan.kernels.interfaces import Runner
 from titan.models.decoder import Decoder
 
@@ -68,20 +65,7 @@ class DraftModelDrafter:
         return trees
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        trees = acceptance.trees
-        starts, columns = trees.start_loc.tolist(), trees.nodes
-        all_parents, all_depths, all_scores = columns.parents.tolist(), columns.depths.tolist(), columns.scores.tolist()
-        for i, (request, path) in enumerate(zip(plan.requests, acceptance.paths, strict=True)):
-            nodes = slice(starts[i], starts[i + 1])
-            if nodes.start == nodes.stop:
-                continue
-            parents = all_parents[nodes]
-            request.draft_history.note_draft(max(all_depths[nodes]))
-            if i in acceptance.matches:
-                request.draft_history.note_match(*acceptance.matches[i])
-                _note_children(request.draft_history, parents, path)
-            elif trees.has_scores[i]:
-                _note_confidence(request, parents, all_scores[nodes], path)
+        """Do nothing: what verification says about the draft is in the requests' histories."""
 
     def _budget(self, request: Request, budget: int) -> int:
         """Return the draft budget of a request, lowered to what the draft's own context length leaves."""
@@ -108,21 +92,3 @@ class DraftModelDrafter:
         if self.vocab_size >= self.target_vocab_size:
             return token_ids
         return [min(token_id, self.vocab_size - 1) for token_id in token_ids]
-
-
-def _note_children(history: DraftHistory, parents: list[int], path: list[int]) -> None:
-    """Record which child, if any, was accepted at each node that verification reached."""
-    num_children = Counter(parents)
-    for node, child in zip([-1, *path], [*path, None], strict=True):
-        if num_children[node]:
-            history.note_children(num_children[node], None if child is None else parents[:child].count(node))
-
-
-def _note_confidence(request: Request, parents: list[int], scores: list[float], path: list[int]) -> None:
-    """Record whether the most likely child of each node that verification reached was accepted."""
-    start = score_temperature(request)
-    for node, child in zip([-1, *path], [*path, -1], strict=True):
-        if node in parents:
-            first = parents.index(node)
-            logprob = scores[first] - (scores[node] if node >= 0 else 0.0)
-            request.draft_history.note_confidence(start, logprob, first == child)

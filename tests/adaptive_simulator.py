@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import exp, log
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from titan.adaptive.controller import Candidate, Controller, Load, Outcome
+from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.cost import PassCost
+from titan.adaptive.load import Candidate, Load, Outcome
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 
@@ -55,15 +57,65 @@ class Text:
 
     acceptance: float
     spread: float = 2.0  # of Beta: a + b
-    honesty: float = 1.0  # power of the draft's confidence: below 1 it is too sure of itself
+    honesty: float = 1.0  # power of the draft's confidence: below 1 it is too sure of itself, at 0 always sure
+    stretch: float = 0.0  # mean length in tokens of easy and hard stretches; 0: none
+    weight: float = 1.0
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     context: int = 128
     num_missing: int = 128
+    num_tokens: int = 0
+    is_easy: bool = True
 
     def probability(self, rng: np.random.Generator) -> float:
         """Of the next draft token to be accepted."""
-        a = min(max(self.acceptance, 0.005), 0.995)
+        swing = 0.8 * min(self.acceptance, 1 - self.acceptance) * bool(self.stretch)
+        a = min(max(self.acceptance + (swing if self.is_easy else -swing), 0.005), 0.995)
         return float(rng.beta(a * self.spread, (1 - a) * self.spread))
+
+    def advance(self, num_tokens: int, is_fed: bool, rng: np.random.Generator) -> None:
+        """Append emitted tokens."""
+        self.num_tokens += num_tokens
+        self.context = 128 + (self.context + num_tokens) % 128  # as if requests ended and others began
+        self.num_missing = 1 if is_fed else min(self.num_missing + num_tokens, self.context)
+        if self.stretch and rng.random() < num_tokens / self.stretch:
+            self.is_easy = not self.is_easy
+
+
+class Policy(Protocol):
+    """What decides in a step: the controller, or a rule to compare it with."""
+
+    fleet: AcceptanceCounts
+
+    def choose(self, load: Load) -> Decision: ...
+
+    def observe(self, outcome: Outcome) -> None: ...
+
+
+class Fixed:
+    """Each request drafts as many nodes in each step; the last number is that of all further requests."""
+
+    def __init__(self, *num_nodes: int) -> None:
+        self.num_nodes, self.fleet = num_nodes, AcceptanceCounts()
+
+    def choose(self, load: Load) -> Decision:
+        n = len(load.candidates)
+        return Decision([self.num_nodes[min(i, len(self.num_nodes) - 1)] for i in range(n)], [None] * n)
+
+    def observe(self, outcome: Outcome) -> None:
+        pass
+
+
+class Run(NamedTuple):
+    """What came of some steps."""
+
+    num_tokens: int
+    seconds: float
+    nodes: list[float]  # per request, of each step
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.num_tokens / self.seconds
 
 
 @dataclass
@@ -76,27 +128,32 @@ class Fleet:
     stops_early: bool = True
     seed: int = 0
     noise: float = 0.03
+    outliers: float = 0.01  # share of passes that take several times as long
+    outlier: float = 2.0
+    chunk: int = 0  # rows of prefill in each step
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
+        for text in self.texts:
+            text.context += int(self.rng.integers(128))
+            text.num_missing = text.context
 
-    def run(self, controller: Controller | None, num_steps: int, fixed: int = 0) -> tuple[float, float, list[float]]:
-        """Emitted tokens, seconds, and nodes per request of each step."""
+    def run(self, policy: Policy, num_steps: int) -> Run:
+        """Make steps."""
         tokens, seconds, nodes = 0, 0.0, []
         for _ in range(num_steps):
-            step = self.step(controller, fixed)
+            step = self.step(policy)
             tokens, seconds = tokens + step[0], seconds + step[1]
             nodes.append(step[2] / len(self.texts))
-        return tokens, seconds, nodes
+        return Run(tokens, seconds, nodes)
 
-    def step(self, controller: Controller | None, fixed: int) -> tuple[int, float, int]:
+    def step(self, policy: Policy) -> tuple[int, float, int]:
+        """Make a step; return emitted tokens, seconds, nodes."""
         texts, machine, n = self.texts, self.machine, len(self.texts)
         context = sum(text.context for text in texts)
-        num_nodes, worths = [fixed] * n, [None] * n
-        if controller is not None:
-            load = Load([Candidate(text.counts, self.max_nodes, text.num_missing, self.stops_early) for text in texts], n, context)
-            decision = controller.choose(load)
-            num_nodes, worths = list(decision.num_nodes), list(decision.worths)
+        candidates = [Candidate(text.counts, self.max_nodes, text.num_missing, self.stops_early, text.weight) for text in texts]
+        decision = policy.choose(Load(candidates, n + self.chunk, context))
+        num_nodes, worths = decision.num_nodes, decision.worths
         most = [self.max_nodes if worth else count for worth, count in zip(worths, num_nodes, strict=True)]
         chains, num_passes, num_rows, draft_seconds = self._grow(most, worths, context)
         trees = [
@@ -104,27 +161,24 @@ class Fleet:
             for chain, worth in zip(chains, worths, strict=True)
         ]
         total = sum(map(len, trees))
-        target_seconds = self._noisy(machine.target(n + total, context))
+        target_seconds = self._noisy(machine.target(n + self.chunk + total, context))
         seconds = self._noisy(machine.host(n, num_passes > 0)) + draft_seconds + target_seconds
         emitted = 0
-        for text, tree, chain, count in zip(texts, trees, chains, num_nodes, strict=True):
+        for text, tree, chain in zip(texts, trees, chains, strict=True):
             length = 0
-            if controller is not None and chain:
-                for counts in (text.counts, controller.fleet):
+            for counts in (text.counts, policy.fleet):
+                if chain:
                     counts.note_draft(chain[0][1])
             for p, q, _ in tree:
-                is_accepted = self.rng.random() < p
-                if controller is not None:
-                    for counts in (text.counts, controller.fleet):
-                        counts.note(q, bool(is_accepted))
+                is_accepted = bool(self.rng.random() < p)
+                for counts in (text.counts, policy.fleet):
+                    counts.note(q, is_accepted)
                 if not is_accepted:
                     break
                 length += 1
             emitted += 1 + length
-            text.context = 128 + (text.context + 1 + length) % 128  # as if requests ended and others began
-            text.num_missing = 1 if count else text.num_missing + 1 + length
-        if controller is not None:
-            controller.observe(Outcome(emitted, total, emitted - n, num_passes, num_rows, seconds, draft_seconds, target_seconds))
+            text.advance(1 + length, bool(chain), self.rng)
+        policy.observe(Outcome(emitted, total, emitted - n, num_passes, num_rows, seconds, draft_seconds, target_seconds))
         return emitted, seconds, total
 
     def _grow(
@@ -141,7 +195,7 @@ class Fleet:
             profit, going_on = 0.0, []
             for i in open_chains:
                 p = self.texts[i].probability(self.rng)
-                q = min(max(p, 1e-6), 1 - 1e-6) ** self.texts[i].honesty
+                q = min(max(p, 1e-6), 1 - 1e-6) ** self.texts[i].honesty if self.stops_early else 1.0
                 scores[i] += log(q)
                 worth = worths[i]
                 depth = len(chains[i]) + 1
@@ -157,7 +211,7 @@ class Fleet:
         return chains, num_passes, num_rows, seconds
 
     def _noisy(self, seconds: float) -> float:
-        return seconds * exp(self.noise * self.rng.standard_normal()) * (2.0 if self.rng.random() < 0.01 else 1.0)
+        return seconds * exp(self.noise * self.rng.standard_normal()) * (self.outlier if self.rng.random() < self.outliers else 1.0)
 
 
 def controller_of(machine: Machine) -> Controller:

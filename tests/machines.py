@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -11,8 +10,8 @@ from titan.adaptive.cost import PassCost
 from titan.adaptive.speculation import AdaptiveSpeculation, StepTimes
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import GrowthReport
+from titan.draft.base import Drafter, ModelDrafter
 from titan.engine import Engine
-from titan.kernels.interfaces import Runner
 
 
 class Machine:
@@ -45,12 +44,12 @@ class Machine:
         return self.drafts[max(step for step in self.drafts if step <= len(self.choices))]
 
     @property
-    def curve(self) -> Callable[..., PassCost]:
+    def curve(self) -> Callable[..., list[PassCost]]:
         """In place of `Engine._measure`."""
 
-        def measured(engine: Engine, runner: Runner, *_: Any) -> PassCost:
+        def measured(engine: Engine, drafter: Drafter) -> list[PassCost]:
             sizes = (1, 2, 4, 8, 16, 32, 64, 128)
-            times = [self.target(size) if runner is engine.runner else self.draft_milliseconds for size in sizes]
-            return PassCost(sizes, [time / 1e3 for time in times])
+            of_target = [PassCost(sizes, [self.target(size) / 1e3 for size in sizes])] if engine._target_cost is None else []
+            return [*of_target, *([PassCost([1], [self.draft_milliseconds / 1e3])] if isinstance(drafter, ModelDrafter) else [])]
 
         return measured

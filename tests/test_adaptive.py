@@ -143,8 +143,8 @@ def test_tokens_do_not_depend_on_the_clock(zoo: Zoo, sampling: str, clock: str, 
     for module in ("titan.engine", "titan.adaptive.profile", "titan.kernels.growth"):
         monkeypatch.setattr(f"{module}.time", fake)
     for draft_seconds in (1e-9, 1e-3, 10.0):
-        curves = PassCost([1, 8, 64], [1e-3, 1e-3, 4e-3]), PassCost([1], [draft_seconds])
-        monkeypatch.setattr(Engine, "_measure", lambda engine, runner, *_, c=curves: c[runner is not engine.runner])
+        curves = [PassCost([1, 8, 64], [1e-3, 1e-3, 4e-3]), PassCost([1], [draft_seconds])]
+        monkeypatch.setattr(Engine, "_measure", lambda *_, costs=curves: costs)
         engine = adaptive_engine(zoo, "llama", backend=make_back_end("torch"), **options)
         engine.observers.append(lambda _, acceptance: num_nodes.append(acceptance.trees.num_nodes))
         assert run_all(engine, PROMPTS, params) == plain
@@ -281,12 +281,14 @@ def test_metrics_say_why_speculation_is_off(zoo: Zoo, monkeypatch: pytest.Monkey
         found = llm.metrics().speculation
         assert found is not None and found.choice == choice and (found.on_rate > found.off_rate) == (choice == "on")
         assert found.off_rate == pytest.approx(1 / 1.1e-3, rel=0.1)
-        assert 0.9 < found.acceptance <= 1 and 0.9 < found.agreement <= 1 and 1 < found.mean_draft_tokens <= 6
+        assert 0.9 < found.acceptance <= 1 and 0.9 < found.agreement < 1.1 and 1 < found.mean_draft_tokens <= 6
         assert found.target_pass[8] == pytest.approx(1e-3, rel=0.1) and (found.draft_pass[1] > 1e-3) == (choice == "off")
         assert found.target_context_token == found.draft_context_token == 0
     assert found is not None
     [finding] = llm.diagnose()
-    assert finding.startswith(f"speculation is off: {found.off_rate:.0f} tokens/s are expected without it, {found.on_rate:.0f} at")
+    assert finding.startswith(
+        f"speculation is off: {found.off_rate:.0f} tokens/s are expected without it, at best {found.on_rate:.0f}"
+    )
     for options in ({"speculation": "fixed"}, {"speculation": "off"}, {"max_draft_tokens": 0}):
         assert adaptive_engine(zoo, "llama~", **AMPLE | options).metrics().speculation is None
 

@@ -79,6 +79,8 @@ def test_the_wheel_generates(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
         "sys.exit(importlib.metadata.distribution('titan-spec').entry_points['titan'].load()())"
     )
     env = {"PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", CPU_KERNELS: "auto"}
-    lines = run("-c", code, "generate", "def f(", "--max-tokens", "8", "--json", cwd=tmp_path, **env).splitlines()
+    lines = run(
+        "-c", code, "generate", "def f(", "--max-tokens", "8", "--speculation", "fixed", "--json", cwd=tmp_path, **env
+    ).splitlines()
     assert lines[:2] == [str(tmp_path / "titan" / "__init__.py"), load_library(kinds_here()[0]).description]
     assert json.loads(lines[2])["metrics"]["proposed_per_depth"]

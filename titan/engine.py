@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from titan.adaptive.controller import Controller
 from titan.adaptive.cost import PassCost
-from titan.adaptive.profile import measure
+from titan.adaptive.profile import Extent, Subject, measure
 from titan.adaptive.speculation import AdaptiveSpeculation, StepTimes
 from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVTensor
@@ -24,6 +24,7 @@ from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees, TreeLimits
 from titan.draft.base import CachingDrafter, DraftContext, Drafter, ModelDrafter
+from titan.draft.labels import note_verification
 from titan.draft.registry import DraftSpec, check_draft, create_drafter
 from titan.execute.batch import split_logits, target_batch
 from titan.execute.memory_profile import run_largest_pass
@@ -147,6 +148,7 @@ class Engine:
             for observe in self.observers:
                 observe(plan, acceptance)
             self.drafter.commit(plan, acceptance)
+            note_verification(plan, acceptance, trees.growth, None if adaptive is None else adaptive.controller.fleet)
             self.kv.commit(plan, acceptance)
             changed = self.scheduler.update(plan, acceptance)
             if adaptive is not None:
@@ -230,39 +232,34 @@ class Engine:
         if options.speculation != "adaptive" or not self._max_draft_tokens:
             return None
         try:
-            if self._target_cost is None:
-                self._target_cost = self._measure_target()
-            draft_cost = None
-            if isinstance(drafter, ModelDrafter):  # its cache is new: nothing is lost, whosever blocks these are
-                max_len, block_ids = min(self.max_model_len, drafter.max_len), range(min(self.kv.num_blocks, MAX_PROFILED_BLOCKS))
-                draft_cost = self._measure(drafter.runner, block_ids, 0, max_len)
-        except (RuntimeError, ValueError) as error:
+            costs = self._measure(drafter)
+        except RuntimeError as error:
             warnings.warn(f"passes could not be measured, so speculation='fixed' is used: {error}", stacklevel=2)
             return None
-        controller = Controller(self._target_cost, draft_cost, is_timed=self.backend.is_host)
+        if self._target_cost is None:
+            self._target_cost = costs.pop(0)
+        controller = Controller(self._target_cost, costs[0] if costs else None, is_timed=self.backend.is_host)
         return AdaptiveSpeculation(controller, drafter, self._max_draft_tokens, options.speculation_target == "latency")
 
-    def _measure_target(self) -> PassCost:
-        """Measure passes on blocks that are free and not cached, or on the one whose cached content is the oldest."""
-        pool = self.kv.pool
-        block_ids = pool.allocate(min(max(pool.num_blank, 1), MAX_PROFILED_BLOCKS))
+    def _measure(self, drafter: Drafter) -> list[PassCost]:
+        """Measure the passes of the target, if they were not yet, and of the draft model, if there is one.
+
+        The target's are measured on blocks that are free and not cached, or on the one whose cached content is the oldest. The
+        draft's cache is new: nothing is lost, whosever blocks these are.
+        """
+        schedule, pool = self.config.schedule, self.kv.pool
+        subjects, block_ids = list[Subject](), list[int]()
+        if self._target_cost is None:
+            block_ids = pool.allocate(min(max(pool.num_blank, 1), MAX_PROFILED_BLOCKS))
+            subjects.append(Subject(self.runner, self._max_draft_tokens, block_ids, self.max_model_len))
+        if isinstance(drafter, ModelDrafter):
+            any_blocks, max_len = range(min(pool.num_blocks, MAX_PROFILED_BLOCKS)), min(self.max_model_len, drafter.max_len)
+            subjects.append(Subject(drafter.runner, 0, any_blocks, max_len))
+        max_rows = min(schedule.max_num_batched_tokens, schedule.max_batch_size * (1 + self._max_draft_tokens))
         try:
-            return self._measure(self.runner, block_ids, self._max_draft_tokens, self.max_model_len)
+            return measure(subjects, self.backend, Extent(self.kv.block_size, schedule.max_batch_size, max_rows))
         finally:
             pool.release(block_ids[::-1])  # so that they are allocated in the same order as before
-
-    def _measure(self, runner: Runner, block_ids: Sequence[int], num_nodes: int, max_len: int) -> PassCost:
-        schedule = self.config.schedule
-        return measure(
-            runner,
-            self.backend,
-            block_ids,
-            block_size=self.kv.block_size,
-            num_nodes=num_nodes,
-            num_requests=schedule.max_batch_size,
-            max_rows=min(schedule.max_num_batched_tokens, schedule.max_batch_size * (1 + self._max_draft_tokens)),
-            max_len=max_len,
-        )
 
     def _draft_context(self) -> DraftContext:
         config, backend, limits, passes = self.config, self.backend, self._pass_limits, self.passes

@@ -250,7 +250,7 @@ def _diagnose(engine: Engine) -> list[str]:
         )
     if (speculation := metrics.speculation) is not None and speculation.choice != "on" and speculation.on_rate:
         findings.append(
-            f"speculation is off: {speculation.off_rate:.0f} tokens/s are expected without it, {speculation.on_rate:.0f} at best "
+            f"speculation is off: {speculation.off_rate:.0f} tokens/s are expected without it, at best {speculation.on_rate:.0f} "
             f"with the draft {metrics.draft!r}, whose first tokens are accepted with probability {speculation.acceptance:.2f}"
         )
     covers = metrics.speculation is None or metrics.speculation.choice == "on"  # else the draft's cache is let go

@@ -99,7 +99,7 @@ def count_passes(runner: Any) -> list[int]:
     forward, run_growth = runner.forward, getattr(runner, "_run_growth", None)
     runner.forward = lambda batch: (counts.append(1), forward(batch))[1]
     if run_growth is not None:
-        runner._run_growth = lambda growing: (counts.append(run_growth(growing).num_passes), growing)[1]
+        runner._run_growth = lambda growing: (grown := run_growth(growing), counts.append(grown.num_passes))[0]
     return counts
 
 

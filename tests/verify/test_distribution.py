@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from back_ends import make_back_end
-from machines import Machine
 from numpy.typing import NDArray
 from proposals import trees_on_host
 from scipy import stats
@@ -27,6 +26,9 @@ from tiny_models import reference_logits
 from torch import Tensor
 from zoo import Zoo
 
+from titan.adaptive.controller import Controller, Decision
+from titan.adaptive.load import Load
+from titan.core.growth import Worth
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
@@ -197,15 +199,25 @@ class Peeking:
         return [EMPTY_TREE if tree.num_nodes and tree.token_ids[0] % 2 else tree for tree in trees]
 
 
+def spiteful(_: Controller, load: Load) -> Decision:
+    """No drafts where the last were accepted, and the more the more of them were not."""
+    rejected = [1 - each.counts.last_accepted for each in load.candidates]
+    num_nodes = [
+        min(each.max_nodes, int(6 * share)) if share > 0.45 else 0 for each, share in zip(load.candidates, rejected, strict=True)
+    ]
+    worth = Worth(agreement=0.9, acceptance=0.8, node_price=0.05, row_price=0.01, pass_price=0.3)
+    return Decision(num_nodes, [worth if each.stops_early and num_nodes[i] else None for i, each in enumerate(load.candidates)])
+
+
 @pytest.mark.parametrize(("draft_sampling", "watch"), [("sampled", None), ("auto", None), ("sampled", Peeking)])
 def test_how_much_is_drafted_may_depend_on_anything_but_the_sampled_tokens(
     zoo: Zoo, draft_sampling: str, watch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine where drafts come to pay and cease to, with "auto" beside beams that end where they do not pay."""
-    machine = Machine(monkeypatch, {step: (0.01, 9.0)[step // 4 % 2] for step in range(0, 2000, 4)}, lambda rows: 1 + rows / 100)
+    """With "auto", sampled trees grow beside beams that end where they do not pay."""
+    monkeypatch.setattr(Controller, "_decide", spiteful)
     options: dict[str, Any] = {"speculation": "adaptive", "draft_sampling": draft_sampling, "has_seed": False}
     sampled = sample(zoo, "cuts", "auto", 2 * NUM_SEQUENCES, watch=watch or (lambda _: None), **options)
-    assert set(machine.choices) == {"on", "off", "probe"} and sampled.accepted_per_depth[1] > 30
+    assert sampled.accepted_per_depth[1] > 30 and sampled.proposed_per_depth[0] < 0.9 * 2 * NUM_SEQUENCES * (LENGTH + MORE - 1)
     assert (p_value(zoo, sampled, "cuts") > 1e-3) == (watch is None)
 
 

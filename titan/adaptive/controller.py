@@ -10,78 +10,43 @@ which are seconds times that rate (`titan.core.growth.Worth`): at the optimum of
 is above the whole's (Dinkelbach, "On nonlinear fractional programming", 1967; the marginal value theorem of Charnov, 1976). Where
 it is not known, requests draft the nodes that the optimum has of them.
 
+Estimates of p age by steps, and by surprise: what a probe shows to be no longer true of one request may be no longer true of
+others. A request whose draft must first be fed what it has missed has to pay even if p is a standard error lower than it seems; one
+that would pay if p were a standard error higher is probed.
+
 Everything here is a function of what it is given: there is no clock and no device.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from titan.adaptive.cost import PassCost
+from titan.adaptive.cost import HostTime, PassCost
+from titan.adaptive.load import Load, Outcome
+from titan.adaptive.optimum import Costs, Optimum, best
+from titan.adaptive.probes import Probes
+from titan.adaptive.value import estimate, own_acceptance
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 
 DWELL = 8
-"""Steps for which an optimum stands if the requests stay the same."""
+"""Most steps for which an optimum stands if the requests stay the same; as many as there are drafts that it goes by."""
 
-PRIOR_AGREEMENT, PRIOR_NODES = 0.7, 3.0
-"""Accepted nodes as a multiple of those that the draft expects, before any was verified, and how many nodes this counts as."""
+PRIOR = AcceptanceCounts(num_accepted=2.1, num_expected=3.0, confidence=0.6, num_drafts=2.0)
+"""What is known of drafts before there is one."""
 
-FLEET_NODES = 4.0
-"""Number of nodes that the fleet's average counts as in the estimate of one request."""
+OFF_DWELL = 32
+"""Most steps for which it stands that nothing is drafted."""
 
-IDLE_FADE = 0.98
-"""Share that counts of a request keep per step in which it does not draft, so that its estimate returns to the fleet's."""
+IDLE_FADE = 0.975
+"""Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
 
-MAX_PROBE_SHARE, MIN_PROBE_SHARE = 0.015, 0.006
-"""Shares of the time for probes while nothing drafts: one node of a few requests, to see whether it would pay again."""
-
-PROBE_BACKOFF = 0.8
-"""Factor of that share for each probe without an accepted node."""
-
-MAX_PROBED = 2
-"""Largest number of requests that a probe drafts for."""
-
-MAX_OVERDRAFT = 3
-"""Number of probes that may be run in advance while they succeed."""
-
-OPTIMISM = 1.0
-"""Standard deviations by which the draft may turn out better than it seems; while that would make it pay, it is probed at once."""
-
-MARGIN = 0.01
-"""Share by which drafting must be expected to gain before it begins."""
-
-GRID_SIZES, GRID_DEPTHS = 16, 8
-"""Numbers of nodes, and of depths, up to which all are compared; further ones are a quarter apart."""
-
-FIRST_STEPS = 2
-"""Steps of a kind after which their host's time counts as known."""
-
-DEBT_STEPS = 16
-"""Steps over which the cost of feeding the draft what it has missed is spread."""
-
-
-class Candidate(NamedTuple):
-    """A request that emits tokens in a step."""
-
-    counts: AcceptanceCounts
-    max_nodes: int  # that it may draft; 0: none
-    num_missing: int  # committed tokens that the draft has not seen, the root included
-    stops_early: bool  # whether the draft's confidence may end its tree; else it drafts the nodes that its history says
-    weight: float = 1.0  # of its tokens
-
-
-class Load(NamedTuple):
-    """A step without drafts."""
-
-    candidates: Sequence[Candidate]
-    num_rows: int  # of the target's pass: the candidates' roots and prefill chunks
-    num_context_tokens: int  # before these rows, of all requests
+LEAST_DRAFTS = 1.5
+"""Number of drafts that what was ever seen counts as at least."""
 
 
 class Decision(NamedTuple):
@@ -89,73 +54,17 @@ class Decision(NamedTuple):
 
     num_nodes: Sequence[int]  # 0: nothing
     worths: Sequence[Worth | None]  # where growth may go on beyond these nodes or end before, by confidence; None: it may not
-    is_probe: bool = False
+    probed: Sequence[int] = ()  # candidates that draft only to see whether it would pay
 
     @property
     def drafts(self) -> bool:
         """Whether any candidate drafts."""
         return any(self.num_nodes)
 
-
-class Outcome(NamedTuple):
-    """What came of a step."""
-
-    num_tokens: int  # emitted
-    num_nodes: int  # verified
-    num_accepted: int
-    num_draft_passes: int
-    num_draft_rows: int
-    seconds: float  # of the step
-    draft_seconds: float
-    target_seconds: float
-
-
-@dataclass(slots=True)
-class Optimum:
-    """The best of the compared settings of a load, as far as histories say; zero nodes if not drafting is the best."""
-
-    num_nodes: list[int]
-    rate: float  # weighted tokens per second
-    off_rate: float
-    on_rate: float = 0.0  # of the best setting that drafts
-    node_seconds: float = 0.0  # of one more node in the target's pass
-    row_seconds: float = 0.0  # of one more row in a pass of the draft
-    pass_seconds: float = 0.0  # of a pass of the draft, without its rows
-
     @property
-    def drafts(self) -> bool:
-        """Whether any request drafts."""
-        return any(self.num_nodes)
-
-
-@dataclass(slots=True)
-class HostTime:
-    """Seconds of a step beyond its passes, by requests' power of two, with and without drafts."""
-
-    seconds: dict[tuple[bool, int], float] = field(default_factory=dict)
-    counts: Counter[tuple[bool, int]] = field(default_factory=Counter)
-
-    def note(self, is_drafting: bool, num_requests: int, seconds: float) -> None:
-        """Add a step. Of the first few, which may have been held up by anything, the shortest counts."""
-        key = is_drafting, num_requests.bit_length()
-        before = self.seconds.get(key, seconds)
-        self.counts[key] += 1
-        if self.counts[key] <= FIRST_STEPS:
-            self.seconds[key] = min(seconds, before)
-        else:
-            self.seconds[key] = before + (min(seconds, 2 * before) - before) / 8
-
-    def knows(self, is_drafting: bool, num_requests: int) -> bool:
-        """Whether a few such steps were seen."""
-        return self.counts[is_drafting, num_requests.bit_length()] >= FIRST_STEPS
-
-    def predict(self, is_drafting: bool, num_requests: int) -> float:
-        """Return the expected seconds; a step without drafts takes no more than one with them."""
-        octave = num_requests.bit_length()
-        off, on = self.seconds.get((False, octave)), self.seconds.get((True, octave))
-        if off is None or on is None:
-            return off or on or 0.0
-        return on if is_drafting else min(on, off)
+    def is_probe(self) -> bool:
+        """Whether a probe is all that is drafted."""
+        return 0 < len(self.probed) == sum(map(bool, self.num_nodes))
 
 
 class Controller:
@@ -170,145 +79,99 @@ class Controller:
     def __init__(self, target: PassCost, draft: PassCost | None, *, is_timed: bool = True) -> None:
         self.target, self.draft, self._is_timed = target, draft, is_timed
         self.host = HostTime()
-        self.fleet = AcceptanceCounts()
+        self.fleet = replace(PRIOR)
         self.optimum = Optimum([], 0.0, 0.0)
+        self._costs, self._probes = Costs(target, draft, self.host), Probes()
         self._key: tuple[int, ...] = ()
-        self._age, self._is_promising, self._has_succeeded = 0, False, False
-        self._probe_share, self._probe_cost, self._credit = MAX_PROBE_SHARE, 0.0, 0.0
+        self._num_left = 0  # steps for which the optimum stands
+        self._num_rested = 0  # steps since anything was decided
+        self._estimates = estimate(self.fleet, (AcceptanceCounts(),))
+        self._hoped: list[int] = []
+        self._before: list[tuple[float, float]] = []  # of probed requests: their drafts, and the acceptance that these showed
         self._load: Load = Load((), 0, 0)
         self._decision = Decision((), ())
 
-    def agreement(self, counts: AcceptanceCounts) -> float:
-        """Return accepted first children as a multiple of those that the draft expects, after a request's counts; at most 1."""
-        return min(1.0, (counts.num_accepted + FLEET_NODES * self.fleet_agreement) / (counts.num_expected + FLEET_NODES))
-
-    def acceptance(self, counts: AcceptanceCounts) -> float:
-        """Return the probability that the first child of a root is accepted, after a request's counts."""
-        drafted = counts.num_drafts
-        confidence = (drafted * counts.confidence + FLEET_NODES * self.fleet.confidence) / (drafted + FLEET_NODES)
-        return self.agreement(counts) * confidence
-
     @property
-    def fleet_agreement(self) -> float:
-        """Agreement of all requests together."""
-        return (self.fleet.num_accepted + PRIOR_NODES * PRIOR_AGREEMENT) / (self.fleet.num_expected + PRIOR_NODES)
+    def is_probe_due(self) -> bool:
+        """Whether there may be a probe in the next step."""
+        return self._probes.is_due
+
+    def rests(self, num_requests: int, num_rows: int) -> bool:
+        """Whether it stands that a step drafts nothing, whatever is known of its requests; it is then the last that was decided.
+
+        Args:
+            num_requests: that emit tokens.
+            num_rows: of the target's pass.
+        """
+        is_same = self._key[:2] == (num_requests, num_rows.bit_length())
+        if self._num_left <= 0 or not is_same or self.optimum.drafts or self._probes.is_due:
+            return False
+        self._num_left, self._num_rested = self._num_left - 1, self._num_rested + 1
+        return True
+
+    def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
+        """Learn from a step in which the controller rested; the load has no candidates."""
+        self.target.note(load.num_rows, load.num_context_tokens, outcome.target_seconds)
+        self.host.note(False, num_requests, outcome.seconds - outcome.draft_seconds - outcome.target_seconds)
+        self._probes.observe(outcome.seconds, outcome.seconds)
 
     def choose(self, load: Load) -> Decision:
         """Decide what the candidates of a step draft."""
         self._load = load
+        if self._num_rested:
+            for each in load.candidates:
+                each.counts.fade(IDLE_FADE**self._num_rested)
+            self.fleet.fade(IDLE_FADE**self._num_rested, LEAST_DRAFTS)
+            self._num_rested = 0
         self._decision = self._decide(load)
+        return self._decision
+
+    def postpone(self) -> Decision:
+        """Return a decision to draft nothing in this step after all."""
+        n = len(self._load.candidates)
+        self._decision = Decision([0] * n, [None] * n)
         return self._decision
 
     def _decide(self, load: Load) -> Decision:
         n = len(load.candidates)
-        nothing = Decision([0] * n, [None] * n)
         if not n or not self.host.knows(False, n):  # a plain step shows what it costs to draft
-            return nothing
+            return Decision([0] * n, [None] * n)
         key = n, load.num_rows.bit_length(), max(each.max_nodes for each in load.candidates)
-        self._age += 1
-        if key != self._key or self._age >= DWELL:
-            self._key, self._age = key, 0
-            self.optimum = self.best(load)
-            self._is_promising = not self.optimum.drafts and self.best(load, optimism=OPTIMISM).drafts
-        best = self.optimum
-        num_nodes = [min(count, each.max_nodes) for count, each in zip(best.num_nodes, load.candidates, strict=True)]
-        if not any(num_nodes) or not self.fleet.num_drafts:
-            return self._probe(load) or nothing
-        worths = [self._worth(each, best) if count else None for count, each in zip(num_nodes, load.candidates, strict=True)]
-        return Decision(num_nodes, worths)
+        self._num_left -= 1
+        if key != self._key or self._num_left <= 0:
+            self._compare(load)
+            self._key, self._num_left = key, min(DWELL, int(self.fleet.num_drafts)) if self.optimum.drafts else OFF_DWELL
+        num_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
+        worths = [self._worth(i, load) if count else None for i, count in enumerate(num_nodes)]
+        probed = self._probes.choose(load, self._costs, num_nodes, self._estimates.means.tolist(), self._hoped)
+        for i in probed:
+            num_nodes[i] = 1
+        self._before = [self._showing(load.candidates[i].counts) for i in probed]
+        return Decision(num_nodes, worths, probed)
 
-    def _worth(self, candidate: Candidate, best: Optimum) -> Worth | None:
+    def _compare(self, load: Load) -> None:
+        """Find the best setting, and that which might be the best."""
+        estimates = self._estimates = estimate(self.fleet, [each.counts for each in load.candidates])
+        means = estimates.means
+        owing = 1 - 1 / np.array([each.num_missing for each in load.candidates])
+        sure = np.maximum(means - owing * np.sqrt(means * (1 - means)) * estimates.mean_error, 0.0)
+        self.optimum = best(load, sure.tolist(), self._costs)
+        hope = np.minimum(means + estimates.errors, 1.0)
+        self._hoped = self.optimum.num_nodes if all(self.optimum.num_nodes) else best(load, hope.tolist(), self._costs).num_nodes
+
+    def _worth(self, i: int, load: Load) -> Worth | None:
+        candidate = load.candidates[i]
         if not candidate.stops_early:
             return None
-        price = best.rate / candidate.weight
-        counts = candidate.counts
+        optimum, estimates = self.optimum, self._estimates
+        price = optimum.rate / candidate.weight
         return Worth(
-            self.agreement(counts),
-            self.acceptance(counts),
-            price * best.node_seconds,
-            price * best.row_seconds,
-            max(price * best.pass_seconds, 1e-9),
+            float(estimates.agreements[i]),
+            float(estimates.means[i]),
+            price * optimum.node_seconds,
+            price * optimum.row_seconds,
+            max(price * optimum.pass_seconds, 1e-9),
         )
-
-    def best(self, load: Load, optimism: float = 0.0) -> Optimum:
-        """Compare the settings of a load, and return the best.
-
-        Args:
-            load: of the step.
-            optimism: standard deviations that acceptance may be above its estimate, for lack of observations.
-        """
-        candidates, n = load.candidates, len(load.candidates)
-        weights = np.array([each.weight for each in candidates])
-        most = np.array([each.max_nodes for each in candidates])
-        longest = int(most.max())
-        base = self.target.predict(load.num_rows, load.num_context_tokens)
-        off_rate = float(weights.sum()) / (self.host.predict(False, n) + base)
-        optimum = Optimum([0] * n, off_rate, off_rate)
-        if not longest:
-            return optimum
-        acceptance = np.array([self.acceptance(each.counts) for each in candidates])
-        if optimism:
-            variance = acceptance * (1 - acceptance) / (self.fleet.num_expected + PRIOR_NODES)
-            acceptance = np.minimum(acceptance + optimism * np.sqrt(variance), 1.0)
-        depths = np.arange(1, longest + 1)
-        values = np.where(depths <= most[:, None], acceptance[:, None] ** depths * weights[:, None], 0.0)
-        order = np.argsort(-values, axis=None, kind="stable")[: int(most.sum())]
-        of_request, of_depth = np.divmod(order, longest)
-        sorted_values = values.ravel()[order]
-        pass_seconds, row_seconds = self._draft_line(n, load)
-        missing = np.array([1 + (each.num_missing - 1) / DEBT_STEPS for each in candidates])
-        sizes = _grid(len(order), GRID_SIZES)
-        target = np.array([self.target.predict(load.num_rows + size, load.num_context_tokens) for size in [*sizes, 2 * sizes[-1]]])
-        for num_passes in _grid(longest, GRID_DEPTHS):
-            kept = of_depth < num_passes
-            requests = of_request[kept]
-            gains = sorted_values[kept].cumsum()
-            rows = np.where(of_depth[kept] == 0, missing[requests], 1.0).cumsum()
-            at = np.array([size for size in sizes if size <= len(gains)]) - 1
-            seconds = self.host.predict(True, n) + num_passes * pass_seconds + row_seconds * rows[at] + target[: len(at)]
-            rates = (weights.sum() + gains[at]) / seconds
-            place = int(rates.argmax())
-            optimum.on_rate = max(optimum.on_rate, float(rates[place]))
-            if rates[place] > optimum.rate * (1 + (MARGIN if optimum.rate == off_rate else 0.0)):
-                size, above = sizes[place], [*sizes, 2 * sizes[-1]][place + 1]
-                counts = np.bincount(requests[:size], minlength=n).tolist()
-                slope = max(float(target[place + 1] - target[place]), 0.0) / (above - size)
-                optimum = Optimum(counts, float(rates[place]), off_rate, float(rates[place]), slope, row_seconds, pass_seconds)
-        return optimum
-
-    def _draft_line(self, n: int, load: Load) -> tuple[float, float]:
-        """Return the seconds of a pass of the draft, whatever its rows, and of each row, near n rows."""
-        if self.draft is None:
-            return 0.0, 0.0
-        context = load.num_context_tokens
-        first, second = self.draft.predict(n, context), self.draft.predict(2 * n, context)
-        per_row = min(max((second - first) / n, 0.0), first / n)
-        return first - n * per_row, per_row
-
-    def _probe(self, load: Load) -> Decision | None:
-        """Return a probe if there is time for one."""
-        n = len(load.candidates)
-        able = sorted((each.num_missing, i) for i, each in enumerate(load.candidates) if each.max_nodes)[:MAX_PROBED]
-        if not able:
-            return None
-        self._probe_cost = self._probe_seconds(load, len(able))
-        if not self.is_probe_due:
-            return None
-        probed = {i for _, i in able}
-        return Decision([int(i in probed) for i in range(n)], [None] * n, is_probe=True)
-
-    def _probe_seconds(self, load: Load, num_probed: int) -> float:
-        """Return what a probe costs, except for what the draft has missed, which it would have to be fed sooner or later."""
-        n, context = len(load.candidates), load.num_context_tokens
-        draft = 0.0 if self.draft is None else self.draft.predict(num_probed, context * num_probed / n)
-        more = self.target.predict(load.num_rows + num_probed, context) - self.target.predict(load.num_rows, context)
-        return draft + max(more, 0.0) + max(self.host.predict(True, n) - self.host.predict(False, n), 0.0)
-
-    @property
-    def is_probe_due(self) -> bool:
-        """Whether there is time for a probe, or reason to take it."""
-        floor = -MAX_OVERDRAFT if self._has_succeeded else 1
-        return self._is_promising or not self.fleet.num_drafts or self._credit >= floor * self._probe_cost
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from the step that was last decided."""
@@ -326,17 +189,34 @@ class Controller:
         if self.draft is not None and (passes := outcome.num_draft_passes) and is_caught_up:
             per_pass = max(1.0, outcome.num_draft_rows / passes)
             self.draft.note(per_pass, context * num_drafting / n, outcome.draft_seconds / passes)
+        self._age_counts(load, decision)
+        plain_seconds = self._costs.plain_seconds(load)
+        self._probes.observe(outcome.seconds, plain_seconds)
+        if decision.probed:
+            self._probes.pay(outcome.num_accepted * plain_seconds / n if decision.is_probe else 0.0)
         if decision.is_probe:
-            self._key, self._has_succeeded = (), outcome.num_accepted > 0
-            self._credit -= self._probe_cost
-            self._probe_share = MAX_PROBE_SHARE if self._has_succeeded else max(MIN_PROBE_SHARE, PROBE_BACKOFF * self._probe_share)
-        elif decision.drafts:
-            self._credit, self._probe_share, self._has_succeeded = 0.0, MAX_PROBE_SHARE, False
-        else:
-            self._credit += self._probe_share * outcome.seconds
+            self._key = ()
+
+    def _age_counts(self, load: Load, decision: Decision) -> None:
+        """Let older drafts count less."""
         for count, candidate in zip(decision.num_nodes, load.candidates, strict=True):
             if not count:
                 candidate.counts.fade(IDLE_FADE)
+        if not decision.drafts:
+            self.fleet.fade(IDLE_FADE, LEAST_DRAFTS)
+        elif decision.is_probe:
+            probed = [load.candidates[i].counts for i in decision.probed]
+            surprise = known = 0.0
+            for counts, (drafts, acceptance) in zip(probed, self._before, strict=True):
+                num_drafts, shown = self._showing(counts)
+                surprise += (shown - acceptance) * num_drafts * drafts / (drafts + 1)
+                known += 1
+            share = max(0.0, 1 - abs(surprise / known))
+            for each in (self.fleet, *(each.counts for i, each in enumerate(load.candidates) if i not in decision.probed)):
+                each.fade(share)
+
+    def _showing(self, counts: AcceptanceCounts) -> tuple[float, float]:
+        return counts.num_drafts, own_acceptance(counts, self.fleet.agreement)
 
     def _note_together(self, outcome: Outcome, num_rows: int, num_drafting: int) -> None:
         """Note passes of target and draft, whose time together is known: each as the same multiple of what was expected."""
@@ -350,11 +230,3 @@ class Controller:
         ratio = outcome.target_seconds / (target + passes * draft)
         self.target.note(num_rows, context, ratio * target)
         self.draft.note(num_drafting, of_draft, ratio * draft)
-
-
-def _grid(most: int, exact: int) -> list[int]:
-    """Return numbers from 1 to ``most``: all up to ``exact``, then those about a quarter apart."""
-    numbers = list(range(1, min(most, exact) + 1))
-    while numbers[-1] < most:
-        numbers.append(min(most, numbers[-1] * 5 // 4))
-    return numbers

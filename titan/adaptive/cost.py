@@ -1,10 +1,11 @@
-"""The time of passes, as a function of their rows and context: measured once, then followed."""
+"""The time of passes, as a function of their rows and context: measured once, then followed; and that of the rest of a step."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import log2
 
@@ -19,6 +20,12 @@ NUM_OCTAVES = 24
 
 MIN_DEVIATION = 0.05
 """Least deviation, as a share, that observations are expected to have."""
+
+SHORTER_RATE, LONGER_RATE = 1 / 4, 1 / 16
+"""Weights of a new observation of the host's time."""
+
+FIRST_STEPS = 2
+"""Steps of a kind after which their host's time counts as known."""
 
 
 @dataclass(slots=True)
@@ -93,3 +100,31 @@ class PassCost:
         last = min(max(last, 1), len(sizes) - 1)
         share = (num_rows - sizes[last - 1]) / (sizes[last] - sizes[last - 1])
         return seconds[last - 1] + max(share, 0.0) * (seconds[last] - seconds[last - 1])
+
+
+@dataclass(slots=True)
+class HostTime:
+    """Seconds of a step beyond its passes, by requests' power of two, with and without drafts."""
+
+    seconds: dict[tuple[bool, int], float] = field(default_factory=dict)
+    counts: Counter[tuple[bool, int]] = field(default_factory=Counter)
+
+    def note(self, is_drafting: bool, num_requests: int, seconds: float) -> None:
+        """Add a step. Anything may hold up a step, and nothing makes it shorter: short ones count more."""
+        key = is_drafting, num_requests.bit_length()
+        before = self.seconds.get(key, seconds)
+        self.counts[key] += 1
+        rate = SHORTER_RATE if seconds < before else LONGER_RATE
+        self.seconds[key] = before + rate * (min(seconds, 2 * before) - before)
+
+    def knows(self, is_drafting: bool, num_requests: int) -> bool:
+        """Whether a few such steps were seen."""
+        return self.counts[is_drafting, num_requests.bit_length()] >= FIRST_STEPS
+
+    def predict(self, is_drafting: bool, num_requests: int) -> float:
+        """Return the expected seconds; a step without drafts takes no more than one with them."""
+        octave = num_requests.bit_length()
+        off, on = self.seconds.get((False, octave)), self.seconds.get((True, octave))
+        if off is None or on is None:
+            return off or on or 0.0
+        return on if is_drafting else min(on, off)

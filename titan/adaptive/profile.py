@@ -1,9 +1,11 @@
-"""The costs of a model's passes, measured on free blocks of its KV cache."""
+"""The costs of models' passes, measured on free blocks of their KV caches."""
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,103 +14,133 @@ from titan.core.batch import QueryRow, RaggedBatch, build_batch
 from titan.core.trees import DraftTree, DraftTrees, TreeLimits
 from titan.kernels.interfaces import Backend, Runner
 
-MAX_SECONDS = 1.2
-"""Time after which no further size is measured; two are in any case."""
+MAX_SECONDS = 2.0
+"""Time for all measurements, about; two sizes of each model are measured in any case."""
 
-NUM_RUNS = 3
-"""Runs of each size, the least of which counts."""
+NUM_ROUNDS = 4
+"""Times that each size is measured; the least counts."""
+
+CONTEXT_ROWS = 32
+"""Rows of the passes that show what context costs."""
 
 CONTEXT_LEN = 512
 """Tokens before those of the passes that show what context costs."""
 
 
-def measure(
-    runner: Runner,
-    backend: Backend,
-    block_ids: Sequence[int],
-    *,
-    block_size: int,
-    num_nodes: int,
-    num_requests: int,
-    max_rows: int,
-    max_len: int,
-) -> PassCost:
-    """Measure the passes of a model.
+class Subject(NamedTuple):
+    """A model to measure."""
+
+    runner: Runner
+    num_nodes: int  # draft tokens of a request beside its root
+    block_ids: Sequence[int]  # of its KV, that may be overwritten, at least one; if there are too few, requests share them
+    max_len: int  # maximum tokens of a request
+
+
+class Extent(NamedTuple):
+    """The largest passes."""
+
+    block_size: int  # tokens per KV block
+    num_requests: int
+    num_rows: int
+
+
+def measure(subjects: Sequence[Subject], backend: Backend, extent: Extent) -> list[PassCost]:
+    """Measure the passes of models, in rounds over all of them, so that what slows the machine down for a while slows all alike.
 
     Args:
-        runner: of the model.
-        backend: the one it runs on.
-        block_ids: free blocks, at least one; if there are too few, requests share them.
-        block_size: tokens per KV block.
-        num_nodes: draft tokens of a request beside its root.
-        num_requests: most requests of a pass.
-        max_rows: most rows of a pass; fewer are measured if the requests cannot have as many.
-        max_len: maximum tokens of a request, at least 1.
+        subjects: the models.
+        backend: the one they run on.
+        extent: up to which size; less if the requests cannot have as many tokens.
 
     Raises:
-        ValueError: there is no block.
         torch.OutOfMemoryError: the device has too little memory.
     """
-    if not block_ids:
-        raise ValueError("block_ids=[] has no block to measure passes on")
-
-    def seconds_of(num_rows: int, start: int) -> float:
-        batch = _batch(backend, block_ids, block_size, num_rows, num_nodes, num_requests, start)
-        return min(_run(runner, backend, batch) for _ in range(NUM_RUNS))
-
-    num_nodes, max_rows = min(num_nodes, max_len - 1), min(max_rows, num_requests * max_len)
-    sizes, seconds, begin = list[int](), list[float](), time.perf_counter()
-    padded = [size for size in runner.padded_sizes if size <= max_rows]
+    curves = [_Curve(subject, backend, extent) for subject in subjects]
     with torch.inference_mode():
-        for size in padded or _sizes(max_rows):
-            if len(sizes) >= 2 and time.perf_counter() - begin > MAX_SECONDS:
+        for curve in curves:
+            curve.explore(MAX_SECONDS / NUM_ROUNDS / len(curves))
+        for _ in range(NUM_ROUNDS - 1):
+            for curve in curves:
+                curve.repeat()
+    return [curve.cost() for curve in curves]
+
+
+class _Curve:
+    """The times of one model's passes so far."""
+
+    def __init__(self, subject: Subject, backend: Backend, extent: Extent) -> None:
+        self._subject, self._backend, self._extent = subject, backend, extent
+        self._num_nodes = min(subject.num_nodes, subject.max_len - 1)
+        self._max_rows = min(extent.num_rows, extent.num_requests * subject.max_len)
+        self._padded = [size for size in subject.runner.padded_sizes if size <= self._max_rows]
+        self._sizes, self._seconds = list[int](), list[float]()
+        self._in_context = float("inf")  # of the pass that shows what context costs
+
+    def explore(self, max_seconds: float) -> None:
+        """Time each size once, the smallest first, as long as there is time; two in any case."""
+        begin = time.perf_counter()
+        for size in self._padded or _sizes(self._max_rows):
+            if len(self._sizes) >= 2 and time.perf_counter() - begin > max_seconds:
                 break
-            sizes.append(size)
-            seconds.append(seconds_of(size, 0))
-        at = min(len(sizes) - 1, max(0, (min(num_requests, 8)).bit_length() - 1))
-        of_size = _num_requests(sizes[at], num_nodes, num_requests)
-        start = min(CONTEXT_LEN, max_len - -(-sizes[at] // of_size))
-        num_context = start * of_size
-        per_token = (seconds_of(sizes[at], start) - seconds[at]) / num_context if num_context > 0 else 0.0
-    return PassCost(sizes, seconds, max(per_token, 0.0), is_padded=bool(padded))
+            self._time(size, 0)  # the first pass of a size finds nothing in the caches
+            self._sizes.append(size)
+            self._seconds.append(self._time(size, 0))
+
+    def repeat(self) -> None:
+        """Time all these sizes once more; the least times count."""
+        self._seconds = [min(before, self._time(size, 0)) for size, before in zip(self._sizes, self._seconds, strict=True)]
+        self._in_context = min(self._in_context, self._time(self._sizes[self._at], self._context_len))
+
+    def cost(self) -> PassCost:
+        """Return the curve."""
+        num_context = max(1, self._context_len * self._num_requests(self._sizes[self._at]))
+        per_token = max(0.0, self._in_context - self._seconds[self._at]) / num_context
+        return PassCost(self._sizes, self._seconds, per_token, is_padded=bool(self._padded))
+
+    @property
+    def _at(self) -> int:
+        """Index of the size at which context is measured: many requests, but not bound by arithmetic."""
+        return min(len(self._sizes) - 1, bisect_left(self._sizes, CONTEXT_ROWS))
+
+    @property
+    def _context_len(self) -> int:
+        """Tokens of each request before that pass."""
+        size = self._sizes[self._at]
+        return min(CONTEXT_LEN, self._subject.max_len - -(-size // self._num_requests(size)))
+
+    def _num_requests(self, num_rows: int) -> int:
+        """Return how many requests a pass of so many rows is of: as few as are needed."""
+        return min(self._extent.num_requests, -(-num_rows // (1 + self._num_nodes)))
+
+    def _time(self, num_rows: int, start: int) -> float:
+        batch = self._batch(num_rows, start)
+        begin = time.perf_counter()
+        self._backend.download([self._subject.runner.forward(batch)[:1, :1].float()])  # waits for the device
+        return time.perf_counter() - begin
+
+    def _batch(self, num_rows: int, start: int) -> RaggedBatch:
+        block_ids, block_size = self._subject.block_ids, self._extent.block_size
+        n = self._num_requests(num_rows)
+        counts = [num_rows // n + (i < num_rows % n) for i in range(n)]
+        nodes = [min(count - 1, self._num_nodes) for count in counts]
+        blocks_each = -(-(start + max(counts)) // block_size)
+        tables = [[block_ids[(i * blocks_each + j) % len(block_ids)] for j in range(blocks_each)] for i in range(n)]
+        rows = [
+            QueryRow(table, start, [0] * (count - of_tree), True)
+            for table, count, of_tree in zip(tables, counts, nodes, strict=True)
+        ]
+        trees = DraftTrees.of(
+            [DraftTree.chain([0] * each) for each in nodes],
+            [TreeLimits(each, may_sample=False) for each in nodes],
+            drafter="profile",
+            vocab_size=1,
+            upload=self._backend.upload,
+            device=self._backend.device,
+        )
+        return build_batch(rows, trees, block_size=block_size)
 
 
 def _sizes(most: int) -> list[int]:
-    """Return 1, 2, 4, 6, 8, 12, ... up to ``most``, which is the last."""
+    """Return 1, 2, 3, 4, 6, 8, 12, ... up to ``most``, which is the last."""
     powers = [2**i for i in range(most.bit_length())]
     return sorted({size for power in powers for size in (power, power * 3 // 2) if size < most} | {most})
-
-
-def _num_requests(num_rows: int, num_nodes: int, num_requests: int) -> int:
-    """Return how many requests a pass of so many rows is of: as few as are needed."""
-    return min(num_requests, -(-num_rows // (1 + num_nodes)))
-
-
-def _batch(
-    backend: Backend, block_ids: Sequence[int], block_size: int, num_rows: int, num_nodes: int, num_requests: int, start: int
-) -> RaggedBatch:
-    n = _num_requests(num_rows, num_nodes, num_requests)
-    counts = [num_rows // n + (i < num_rows % n) for i in range(n)]
-    blocks_each = -(-(start + max(counts)) // block_size)
-    nodes = [min(count - 1, num_nodes) for count in counts]
-    rows = [
-        QueryRow(
-            [block_ids[(i * blocks_each + j) % len(block_ids)] for j in range(blocks_each)], start, [0] * (count - of_tree), True
-        )
-        for i, (count, of_tree) in enumerate(zip(counts, nodes, strict=True))
-    ]
-    trees = DraftTrees.of(
-        [DraftTree.chain([0] * each) for each in nodes],
-        [TreeLimits(each, may_sample=False) for each in nodes],
-        drafter="profile",
-        vocab_size=1,
-        upload=backend.upload,
-        device=backend.device,
-    )
-    return build_batch(rows, trees, block_size=block_size)
-
-
-def _run(runner: Runner, backend: Backend, batch: RaggedBatch) -> float:
-    begin = time.perf_counter()
-    backend.download([runner.forward(batch)[:1, :1].float()])  # waits for the device
-    return time.perf_counter() - begin

@@ -15,6 +15,9 @@ trees of six nodes start as chains."""
 FIRST_CALIBRATION_RATE, LAST_CALIBRATION_RATE = 2.0, 0.3
 """How far a surprise of 1 moves the logarithm of the temperature: far at first, less once it is about right."""
 
+CALIBRATED_CONFIDENCES = 4
+"""Number of observations that a temperature that others have found counts as."""
+
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.02, 2.0
 
 CONFIDENCE_MEMORY = 0.93
@@ -76,11 +79,19 @@ class AcceptanceCounts:
         if self.num_expected > 2 * LAST_NODES and abs(surprise) > CONTRADICTION:
             self.num_accepted, self.num_expected = LAST_NODES * self.last_accepted, LAST_NODES * self.last_expected
 
-    def fade(self, share: float) -> None:
-        """Let what was seen count less, because time went by without anything new."""
-        self.num_accepted *= share
-        self.num_expected *= share
-        self.num_drafts *= share
+    def fade(self, share: float, least: float = 0.0) -> None:
+        """Let what was seen count less, because time went by without anything new.
+
+        Args:
+            share: that remains.
+            least: number of drafts, and of expected children, below which nothing fades.
+        """
+        if self.num_drafts > least:
+            self.num_drafts = max(least, share * self.num_drafts)
+        if self.num_expected > least:
+            share = max(share, least / self.num_expected)
+            self.num_accepted *= share
+            self.num_expected *= share
 
 
 @dataclass(slots=True)
@@ -113,6 +124,11 @@ class DraftHistory:
         """Record the probabilities with which a greedy and a sampled proposal would have been accepted at a root."""
         self.greedy_match.note(greedy)
         self.sampled_match.note(sampled)
+
+    def start_at(self, temperature: float) -> None:
+        """Set the temperature from which the calibration of a new request goes on."""
+        self.temperature = temperature
+        self.num_confidences = CALIBRATED_CONFIDENCES
 
     def note_confidence(self, start: float, logprob: float, is_accepted: bool) -> None:
         """Record whether a node's most likely child was accepted: move the temperature so that such probabilities match acceptance.

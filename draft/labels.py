@@ -1,0 +1,84 @@
+"""What a verification says about a draft: the histories that the next drafts are planned from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import exp, isnan
+
+from titan.core.draft_history import AcceptanceCounts, DraftHistory
+from titan.core.request import Request
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import GrowthReport
+from titan.draft.policy import score_temperature
+
+
+def note_verification(
+    plan: StepPlan, acceptance: Acceptance, growth: GrowthReport | None = None, fleet: AcceptanceCounts | None = None
+) -> None:
+    """Update the histories of a step's requests. Only nodes that verification reached say anything.
+
+    Args:
+        plan: the step.
+        acceptance: of its rows.
+        growth: of its trees, if it is known how sure the draft was; where it is not, the draft counts as sure.
+        fleet: counts of all requests; those whose options the draft does not see only have counts of their own. ``None``: nobody
+            needs counts.
+    """
+    trees = acceptance.trees
+    if growth is None and not trees.num_nodes:
+        return
+    starts = trees.start_loc.tolist()
+    all_parents, all_depths, all_scores = (
+        column.tolist() for column in (trees.nodes.parents, trees.nodes.depths, trees.nodes.scores)
+    )
+    first_scores = None if growth is None else growth.first_scores.tolist()
+    for i, (request, path) in enumerate(zip(plan.requests, acceptance.paths, strict=True)):
+        first, end, history = starts[i], starts[i + 1], request.draft_history
+        is_sure = first_scores is None or isnan(first_scores[i])
+        if first == end and is_sure:
+            continue
+        counts: tuple[AcceptanceCounts, ...] = ()
+        if fleet is not None:
+            counts = (history.acceptance,) if request.params.has_transforms else (history.acceptance, fleet)
+            for each in counts:
+                each.note_draft(1.0 if is_sure or first_scores is None else exp(first_scores[i]))
+        if first == end:
+            continue
+        parents = all_parents[first:end]
+        history.note_draft(max(all_depths[first:end]))
+        if i in acceptance.matches:
+            history.note_match(*acceptance.matches[i])
+            _note_children(history, parents, path)
+        scores = all_scores[first:end] if trees.has_scores[i] else None
+        _note_first_children(request, parents, scores, path, counts, is_sure)
+
+
+def _note_children(history: DraftHistory, parents: list[int], path: list[int]) -> None:
+    """Record which child, if any, was accepted at each node that verification reached."""
+    num_children = Counter(parents)
+    for node, child in zip([-1, *path], [*path, None], strict=True):
+        if num_children[node]:
+            history.note_children(num_children[node], None if child is None else parents[:child].count(node))
+
+
+def _note_first_children(
+    request: Request,
+    parents: list[int],
+    scores: list[float] | None,
+    path: list[int],
+    counts: tuple[AcceptanceCounts, ...],
+    is_sure: bool,
+) -> None:
+    """Record whether the first, most likely child of each node that verification reached was accepted."""
+    start, score = score_temperature(request), 0.0
+    for node, child in zip([-1, *path], [*path, -1], strict=True):
+        if node not in parents:
+            return
+        first = parents.index(node)
+        probability, is_accepted = 1.0, first == child
+        if scores is not None:
+            logprob = scores[first] - score
+            request.draft_history.note_confidence(start, logprob, is_accepted)
+            probability, score = 1.0 if is_sure else exp(logprob), scores[child]
+        for each in counts:
+            each.note(probability, is_accepted)

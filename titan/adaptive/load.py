@@ -1,0 +1,39 @@
+"""A step as the controller sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from titan.core.draft_history import AcceptanceCounts
+
+
+class Candidate(NamedTuple):
+    """A request that emits tokens in a step."""
+
+    counts: AcceptanceCounts
+    max_nodes: int  # that it may draft; 0: none
+    num_missing: int  # committed tokens that the draft has not seen, the root included
+    stops_early: bool  # whether the draft's confidence may end its tree; else it drafts the nodes that its history says
+    weight: float = 1.0  # of its tokens
+
+
+class Load(NamedTuple):
+    """A step without drafts."""
+
+    candidates: Sequence[Candidate]
+    num_rows: int  # of the target's pass: the candidates' roots and prefill chunks
+    num_context_tokens: int  # before these rows, of all requests
+
+
+class Outcome(NamedTuple):
+    """What came of a step."""
+
+    num_tokens: int  # emitted
+    num_nodes: int  # verified
+    num_accepted: int
+    num_draft_passes: int
+    num_draft_rows: int
+    seconds: float  # of the step
+    draft_seconds: float
+    target_seconds: float

@@ -1,0 +1,125 @@
+"""The best number of nodes for each request of a step, as far as costs and acceptance are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+from titan.adaptive.cost import HostTime, PassCost
+from titan.adaptive.load import Candidate, Load
+
+MARGIN = 0.01
+"""Share by which drafting must be expected to gain."""
+
+GRID_SIZES, GRID_DEPTHS = 16, 8
+"""Numbers of nodes, and of depths, up to which all are compared; further ones are a quarter apart."""
+
+MIN_VALUE = 0.02
+"""Value below which no node is considered."""
+
+DEBT_STEPS = 96
+"""Steps over which the cost of feeding the draft what it has missed is spread."""
+
+
+@dataclass(slots=True)
+class Optimum:
+    """The best of the compared settings of a load; zero nodes if not drafting is the best."""
+
+    num_nodes: list[int]
+    rate: float  # weighted tokens per second
+    off_rate: float
+    on_rate: float = 0.0  # of the best setting that drafts
+    node_seconds: float = 0.0  # of one more node in the target's pass
+    row_seconds: float = 0.0  # of one more row in a pass of the draft
+    pass_seconds: float = 0.0  # of a pass of the draft, without its rows
+
+    @property
+    def drafts(self) -> bool:
+        """Whether any request drafts."""
+        return any(self.num_nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What steps are made of."""
+
+    target: PassCost
+    draft: PassCost | None  # None: part of the host's time
+    host: HostTime
+
+    def plain_seconds(self, load: Load) -> float:
+        """Return the seconds of a step without drafts."""
+        return self.host.predict(False, len(load.candidates)) + self.target.predict(load.num_rows, load.num_context_tokens)
+
+    def draft_line(self, load: Load) -> tuple[float, float]:
+        """Return the seconds of a pass of the draft, whatever its rows, and of each row, near a row for each candidate."""
+        if self.draft is None:
+            return 0.0, 0.0
+        n, context = len(load.candidates), load.num_context_tokens
+        first, second = self.draft.predict(n, context), self.draft.predict(2 * n, context)
+        per_row = min(max((second - first) / n, 0.0), first / n)
+        return first - n * per_row, per_row
+
+
+def best(load: Load, acceptance: Sequence[float], costs: Costs) -> Optimum:
+    """Compare the settings of a load, and return the best.
+
+    Args:
+        load: of the step, with at least one candidate.
+        acceptance: probability that a node's first child is accepted, of each candidate.
+        costs: of passes and the host.
+    """
+    candidates, n = load.candidates, len(load.candidates)
+    total_weight = sum([each.weight for each in candidates])
+    off_rate = total_weight / costs.plain_seconds(load)
+    optimum = Optimum([0] * n, off_rate, off_rate)
+    nodes = _nodes_by_value(candidates, acceptance)
+    if not nodes:
+        return optimum
+    pass_seconds, row_seconds = costs.draft_line(load)
+    missing = [1 + (each.num_missing - 1) / DEBT_STEPS for each in candidates]
+    sizes = _grid(len(nodes), GRID_SIZES)
+    target = {size: costs.target.predict(load.num_rows + size, load.num_context_tokens) for size in [*sizes, 2 * sizes[-1]]}
+    host, best_of = costs.host.predict(True, n), (0, 0)
+    for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):
+        fixed = host + num_passes * pass_seconds
+        gain, rows, size = total_weight, 0.0, 0
+        for value, depth, i in nodes:
+            if depth > num_passes:
+                continue
+            gain, size = gain + value, size + 1
+            rows += missing[i] if depth == 1 else 1.0
+            if size in target:
+                rate = gain / (fixed + row_seconds * rows + target[size])
+                if rate > optimum.on_rate:
+                    optimum.on_rate, best_of = rate, (num_passes, size)
+    if optimum.on_rate > off_rate * (1 + MARGIN):
+        num_passes, size = best_of
+        for _, _, i in [each for each in nodes if each[1] <= num_passes][:size]:
+            optimum.num_nodes[i] += 1
+        above = min((each for each in target if each > size), default=size)
+        optimum.rate, optimum.row_seconds, optimum.pass_seconds = optimum.on_rate, row_seconds, pass_seconds
+        optimum.node_seconds = max(target[above] - target[size], 0.0) / (above - size)
+    return optimum
+
+
+def _nodes_by_value(candidates: Sequence[Candidate], acceptance: Sequence[float]) -> list[tuple[float, int, int]]:
+    """Return the nodes that may be drafted, the likeliest first: value, depth, and candidate."""
+    nodes = []
+    for i, (each, p) in enumerate(zip(candidates, acceptance, strict=True)):
+        value = each.weight
+        for depth in range(1, each.max_nodes + 1):
+            value *= p
+            if value < MIN_VALUE:
+                break
+            nodes.append((value, depth, i))
+    return sorted(nodes, key=itemgetter(0), reverse=True)
+
+
+def _grid(most: int, exact: int) -> list[int]:
+    """Return numbers from 1 to ``most``: all up to ``exact``, then those about a quarter apart."""
+    numbers = list(range(1, min(most, exact) + 1))
+    while numbers[-1] < most:
+        numbers.append(min(most, numbers[-1] * 5 // 4))
+    return numbers

@@ -1,0 +1,88 @@
+"""Probes: one node each of some requests that would not draft, to see whether it would pay.
+
+Their net cost, which is their time less that of the tokens which they save, is a share of all time. While acceptance may well be such
+that drafting pays, probes are made in advance, one after the other, of the requests that seem best: they go on as long as they win
+("play the winner", Zelen, 1969), and as many at once as tell most for their time: what is to be known has an error of the inverse of
+the square root of their number. Else one is probed that costs little, and has not been seen for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from titan.adaptive.load import Load
+from titan.adaptive.optimum import Costs
+
+PROBE_SHARE = 0.015
+"""Share of the time."""
+
+MAX_ADVANCE = 1.0
+"""Steps whose time may be spent in advance, or saved."""
+
+
+@dataclass(slots=True)
+class Probes:
+    """Chooses what is probed, and keeps account of it."""
+
+    credit: float = 0.0  # seconds
+    price: float = 0.0  # seconds of the probe that was last thought of
+    advance: float = 0.0  # seconds that may be spent on it in advance
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is time for that probe."""
+        return self.credit + self.advance >= self.price
+
+    def choose(
+        self, load: Load, costs: Costs, num_nodes: Sequence[int], acceptance: Sequence[float], hoped: Sequence[int]
+    ) -> Sequence[int]:
+        """Return the candidates to be probed in a step.
+
+        Args:
+            load: of the step.
+            costs: of passes and the host.
+            num_nodes: that each candidate drafts.
+            acceptance: of each candidate, estimated.
+            hoped: nodes that each candidate would draft, if acceptance were as high as it may well be.
+        """
+        candidates, n = load.candidates, len(load.candidates)
+        idle = [i for i, each in enumerate(candidates) if each.max_nodes and not num_nodes[i]]
+        if not idle:
+            return ()
+        hopeful = [i for i in idle if hoped[i]]
+        if hopeful:
+            order = sorted(hopeful, key=lambda i: (-acceptance[i], candidates[i].num_missing))
+        else:
+            of_pass, of_row = costs.draft_line(load)
+            order = [
+                min(idle, key=lambda i: (of_pass + of_row * candidates[i].num_missing) * (1 + candidates[i].counts.num_drafts))
+            ]
+        prices = self._prices(load, costs, num_nodes, order)
+        most = max(range(len(order)), key=lambda i: (i + 1) ** 0.5 / prices[i])
+        self.price, self.advance = prices[most], MAX_ADVANCE * costs.plain_seconds(load) if hopeful else 0.0
+        return order[: most + 1] if self.is_due else ()
+
+    def observe(self, seconds: float, plain_seconds: float) -> None:
+        """Add the time of a step to the account; that of a plain one is the least that can be saved."""
+        self.credit = min(self.credit + PROBE_SHARE * seconds, max(self.price, MAX_ADVANCE * plain_seconds))
+
+    def pay(self, saved: float) -> None:
+        """Take the probe off the account, except for seconds that it has saved."""
+        self.credit -= max(self.price - saved, 0.0)
+
+    @staticmethod
+    def _prices(load: Load, costs: Costs, num_nodes: Sequence[int], order: Sequence[int]) -> list[float]:
+        """Return the seconds that a node of the first, the first two, ... of some candidates adds to a step."""
+        n, context, target, draft = len(load.candidates), load.num_context_tokens, costs.target, costs.draft
+        node_seconds = target.predict(load.num_rows + 1, context) - target.predict(load.num_rows, context)
+        drafting = sum(map(bool, num_nodes))
+        fixed = 0.0 if drafting else max(costs.host.predict(True, n) - costs.host.predict(False, n), 0.0)
+        if draft is not None and drafting:
+            fixed -= draft.predict(drafting, context * drafting / n)
+        prices, rows = [], drafting
+        for i, each in enumerate(order, 1):
+            rows += load.candidates[each].num_missing
+            fed = 0.0 if draft is None else draft.predict(rows, context * (drafting + i) / n)
+            prices.append(max(fixed + fed + i * node_seconds, 1e-9))
+        return prices

@@ -1,0 +1,83 @@
+"""What drafts are worth: estimates of acceptance, of each request and of all.
+
+A request's own drafts count as far as requests differ: credibility, Bühlmann and Straub, "Glaubwürdigkeit für Schadensätze", 1970.
+With x_i the mean of w_i drafts of request i, s² the variance of one draft and t² the variance between requests::
+
+    acceptance_i = (w_i * x_i + k * mean) / (w_i + k)      k = s² / t²
+    mean = sum(w_i / (w_i + k) * x_i) / sum(w_i / (w_i + k))
+
+so that a request that drafts all the time counts no more in the mean than one that does not. The history of all requests ever takes
+part as one more of them: there is something to go by when all are new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan.core.draft_history import AcceptanceCounts
+
+STRENGTH, STRENGTH_DRAFTS = 2.0, 8.0
+"""k until requests have drafted, and the number of drafts after which this counts half."""
+
+AGREEMENT_NODES = 2.0
+"""Number of nodes that the agreement of all counts as in that of one request."""
+
+
+class Estimates(NamedTuple):
+    """Probabilities that the first child of a root is accepted, and what they go by."""
+
+    means: NDArray[np.float64]  # [num_candidates]
+    errors: NDArray[np.float64]  # [num_candidates], standard errors
+    mean_error: float  # of the mean of all; a share of the standard deviation of one draft
+    agreements: NDArray[np.float64]  # [num_candidates], accepted nodes as a multiple of those that the draft expects; at most 1
+
+
+def own_acceptance(counts: AcceptanceCounts, agreement: float) -> float:
+    """Return the acceptance that a request's own drafts show.
+
+    Args:
+        counts: of the request.
+        agreement: of all requests.
+    """
+    return counts.confidence * _agreement(counts, agreement)
+
+
+def estimate(fleet: AcceptanceCounts, requests: Sequence[AcceptanceCounts]) -> Estimates:
+    """Estimate the acceptance of requests.
+
+    Args:
+        fleet: counts of all requests ever.
+        requests: those of the requests to estimate, at least one.
+    """
+    agreement = fleet.agreement
+    agreements = np.array([_agreement(each, agreement) for each in requests])
+    drafts = np.array([each.num_drafts for each in requests])
+    own = np.array([each.confidence for each in requests]) * agreements
+    k = _strength(drafts, own)
+    shares = drafts / (drafts + k)
+    of_fleet = fleet.num_drafts / (fleet.num_drafts + k)
+    mean = (shares @ own + of_fleet * own_acceptance(fleet, agreement)) / (shares.sum() + of_fleet)
+    means = shares * own + (1 - shares) * mean
+    deviations = np.sqrt(means * (1 - means))
+    seen = drafts + min(fleet.num_drafts, k)
+    return Estimates(means, deviations / np.sqrt(1 + seen), (1 + fleet.num_drafts) ** -0.5, agreements)
+
+
+def _agreement(counts: AcceptanceCounts, agreement: float) -> float:
+    return min(1.0, (counts.num_accepted + AGREEMENT_NODES * agreement) / (counts.num_expected + AGREEMENT_NODES))
+
+
+def _strength(drafts: NDArray[np.float64], own: NDArray[np.float64]) -> float:
+    """Return k: the moments' estimate of t², with a prior."""
+    total = float(drafts.sum())
+    if not total:
+        return STRENGTH
+    mean = float(drafts @ own) / total
+    variance = max(mean * (1 - mean), 1e-3)
+    between = float(drafts @ (own - mean) ** 2) - (np.count_nonzero(drafts) - 1) * variance
+    information = total - float(drafts @ drafts) / total
+    return variance * (information + STRENGTH_DRAFTS) / (max(between, 0.0) + STRENGTH_DRAFTS * variance / STRENGTH)
