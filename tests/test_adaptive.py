@@ -1,98 +1,45 @@
 """Adaptive speculation in engines: whatever times it sees and whatever it decides, tokens are those of the target.
 
-Machines are made up: engines are told what their passes would take on them, so that all decisions are the same in every run.
+Engines run on made-up machines, so that all decisions are the same in every run.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from itertools import accumulate, count, cycle
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from back_ends import make_back_end
+from machines import Machine
 from stepping import AMPLE, SCARCE, drain, greedy, make_engine, run_all, submit
-from zoo import VOCAB_SIZE, Zoo, random_prompts
+from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
-from titan.adaptive.controller import Controller, Decision, Load
+from titan.adaptive.controller import Controller
 from titan.adaptive.cost import PassCost
-from titan.adaptive.speculation import AdaptiveSpeculation, StepTimes
 from titan.core.draft_history import AcceptanceCounts
-from titan.core.growth import BeamSpec
+from titan.core.growth import BeamSpec, Feed
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import DraftTree, GrowthReport
+from titan.core.trees import DraftTree
 from titan.draft.base import NoDrafter
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
-from titan.kernels.interfaces import Runner
 
 PROMPTS = random_prompts(10, seed=3, max_len=50)
 NUM_TOKENS = 28
 LIMITS = [NUM_TOKENS - i for i in range(10)]
-ALWAYS = {"on", "off", "probe"}
-Cost = Callable[[float], float]  # milliseconds of rows
-
-
-def flat(rows: float) -> float:
-    return 1.0
-
-
-def stairs(rows: float) -> float:
-    """As much for up to 8 rows, and for each further 8."""
-    return float(-(-rows // 8))
-
-
-@dataclass
-class Machine:
-    """A processor whose draft may become slow or fast while it runs."""
-
-    target: Cost = flat
-    drafts: dict[int, float] = field(default_factory=lambda: {0: 0.01})  # milliseconds of a draft's pass, from each step on
-    choices: list[str] = field(default_factory=list)  # of steps that emitted tokens
-    num_steps: int = 0
-
-    @property
-    def draft_milliseconds(self) -> float:
-        return self.drafts[max(step for step in self.drafts if step <= self.num_steps)]
-
-    def curve(self, engine: Engine, runner: Runner, *_: Any) -> PassCost:
-        """In place of `Engine._measure`."""
-        sizes = (1, 2, 4, 8, 16, 32, 64, 128)
-        return PassCost(
-            sizes, [(self.target(size) if runner is engine.runner else self.draft_milliseconds) / 1e3 for size in sizes]
-        )
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        observe = AdaptiveSpeculation.observe
-
-        def timed(
-            adaptive: AdaptiveSpeculation, plan: StepPlan, acceptance: Acceptance, growth: GrowthReport | None, _: StepTimes
-        ) -> None:
-            target = self.target(sum(plan.num_tokens) + acceptance.trees.num_nodes) / 1e3
-            draft = 0.0 if growth is None else growth.num_passes * self.draft_milliseconds / 1e3
-            growth = None if growth is None else growth._replace(seconds=draft)
-            observe(adaptive, plan, acceptance, growth, StepTimes(target + draft + 1e-4, draft, target))
-            self.choices.append(adaptive.metrics(0.0).choice)
-            self.num_steps += 1
-
-        monkeypatch.setattr(Engine, "_measure", lambda *args: self.curve(*args))
-        monkeypatch.setattr(AdaptiveSpeculation, "observe", timed)
-
-
-def changing(period: int = 9) -> Machine:
-    """Where drafts are as good as free at first, then too slow, and so on."""
-    return Machine(drafts={step: (0.01, 9.0)[step // period % 2] for step in range(0, 3000, period)})
-
-
-def adaptive_engine(zoo: Zoo, draft: DraftSpec, **options: Any) -> Engine:
-    return make_engine(zoo.path("llama"), draft, **({"speculation": "adaptive", "draft_tree": "auto"} | options))
+OWN: list[dict[str, Any]] = [{}, {"max_draft_tokens": 2}, {"use_speculative": False}, {}, {"max_draft_tokens": 0}, *[{}] * 5]
+PARAMS = [greedy(limit, ignore_eos=True, **own) for limit, own in zip(LIMITS, OWN, strict=True)]
+CHANGING = {step: (0.01, 9.0)[step // 9 % 2] for step in range(0, 900, 9)}  # drafts as good as free, then too slow, and so on
 
 
 class Bush(NoDrafter):
@@ -108,17 +55,25 @@ class Bush(NoDrafter):
     def propose(self, plan: StepPlan) -> list[DraftTree]:
         trees = []
         for request, budget in zip(plan.requests, plan.draft_budgets, strict=True):
-            right = self.written[tuple(request.prompt_token_ids)][request.num_output_tokens :]
-            first, second, third = (*right, 0, 0, 0)[:3]
+            first, second, third = self.written[tuple(request.prompt_token_ids)][request.num_output_tokens :][:3]
             trees.append(DraftTree(np.array([first, 5, second, 6, third])[:budget], self.parents[:budget]))
         return trees
 
 
-def draft_of(zoo: Zoo, name: str | None) -> DraftSpec:
-    return Bush(zoo) if name == "bush" else name if name in (None, "ngram") else zoo.path(name)
+def spec_of(zoo: Zoo, draft: str | None) -> DraftSpec:
+    return Bush(zoo) if draft == "bush" else draft if draft in (None, "ngram") or "/" in draft else zoo.path(draft)
 
 
-CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
+def adaptive_engine(zoo: Zoo, draft: str | None, **options: Any) -> Engine:
+    return make_engine(zoo.path("llama"), spec_of(zoo, draft), **{"speculation": "adaptive", "draft_tree": "auto"} | options)
+
+
+def written(zoo: Zoo, limits: Sequence[int] = LIMITS) -> list[list[int]]:
+    """By transformers, after the first prompts."""
+    return [zoo.greedy("llama", prompt, limit, ignore_eos=True) for prompt, limit in zip(PROMPTS, limits, strict=False)]
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "auto": ("llama~", AMPLE),
     "cap 1": ("llama~", AMPLE | {"max_draft_tokens": 1}),
     "cap 16": ("llama~", AMPLE | {"max_draft_tokens": 16}),
@@ -134,22 +89,243 @@ CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "chunks": ("llama~", AMPLE | {"prefill_chunk_size": 5, "max_num_batched_tokens": 33}),
     "no prefix cache": ("llama~", SCARCE | {"enable_prefix_caching": False}),
 }
-OWN = [{}, {"max_draft_tokens": 2}, {"use_speculative": False}, {}, {"max_draft_tokens": 0}, {}, {}, {}, {}, {}]  # of each request
-
-
-def expected_tokens(zoo: Zoo) -> list[list[int]]:
-    return [zoo.greedy("llama", prompt, limit, ignore_eos=True) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
-
-
-def greedy_params() -> list[SamplingParams]:
-    return [greedy(limit, ignore_eos=True, **own) for limit, own in zip(LIMITS, OWN, strict=True)]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_transformers_whatever_pays(zoo: Zoo, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (draft, options), machine = CASES[case], changing()
-    machine.install(monkeypatch)
-    engine = adaptive_engine(zoo, draft_of(zoo, draft), **options)
-    assert run_all(engine, PROMPTS, greedy_params()) == expected_tokens(zoo)
-    assert set(machine.choices) >= ALWAYS, Counter(machine.choices)
+    (draft, options), machine = CASES[case], Machine(monkeypatch, CHANGING)
+    monkeypatch.setattr("titan.draft.registry._check_vocabulary", lambda *_: None)
+    engine = adaptive_engine(zoo, draft, **options)
+    assert run_all(engine, PROMPTS, PARAMS) == written(zoo)
+    assert {"on", "off"} <= set(machine.choices)
     assert (engine.counters.num_preemptions > 0) == (options.get("num_kv_blocks") == SCARCE["num_kv_blocks"])
+
+
+def test_drafts_may_be_swapped_and_requests_aborted(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While passes are measured in earnest: the target's in the first swap, the drafts' in each."""
+    measure, machine = Engine._measure, Machine(monkeypatch, {step: (0.01, 9.0)[step // 5 % 2] for step in range(0, 900, 5)})
+    monkeypatch.setattr(Engine, "_measure", lambda *args: (measure(*args), machine.curve(*args))[1])
+    engine = adaptive_engine(zoo, None, **SCARCE)
+    swaps = {6: "llama~", 15: "ngram", 21: None, 25: "llama~", 38: "other"}
+
+    def swap(step: int) -> None:
+        assert (engine.adaptive is None) == (engine.drafter.name == "none")
+        if step in swaps:
+            engine.swap_draft(spec_of(zoo, swaps[step]))
+        if step == 10:
+            engine.scheduler.abort(requests[1])
+
+    requests, expected = submit(engine, PROMPTS, PARAMS), written(zoo)
+    drain(engine, swap)
+    expected[1] = expected[1][: requests[1].num_output_tokens]
+    assert [each.output_token_ids for each in requests] == expected
+    assert {"on", "off"} <= set(machine.choices) and engine.drafter.name.endswith("other")
+
+
+CLOCKS: dict[str, Callable[[Random], Iterator[float]]] = {  # seconds between two looks at it
+    "constant": lambda _: cycle([1e-3]),
+    "random": lambda rng: (rng.expovariate(1e3) for _ in count()),
+    "jumping": lambda rng: (rng.choice((1e-7, 1e-3, 1e-3, 50.0)) for _ in count()),
+}
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+@pytest.mark.parametrize("sampling", ["most likely", "own seed", "greedy drafts"])
+def test_tokens_do_not_depend_on_the_clock(zoo: Zoo, sampling: str, clock: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the back end all of whose times are taken in Python; measured costs are far from what the clock then says."""
+    hot: dict[str, Any] = {"temperature": 0.1, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    own = [SamplingParams(**hot, seed=i, top_p=0.9 if i % 2 else 1.0) for i in range(10)]
+    params = {"most likely": PARAMS, "own seed": own, "greedy drafts": [SamplingParams(**hot)] * 10}[sampling]
+    options = AMPLE | {"draft_sampling": "greedy" if sampling == "greedy drafts" else "auto"}
+    plain = run_all(adaptive_engine(zoo, "llama", **options | {"speculation": "off"}), PROMPTS, params)
+    num_nodes, now = list[int](), accumulate(CLOCKS[clock](Random(0)))
+    fake = SimpleNamespace(perf_counter=lambda: next(now))
+    for module in ("titan.engine", "titan.adaptive.profile", "titan.kernels.growth"):
+        monkeypatch.setattr(f"{module}.time", fake)
+    for draft_seconds in (1e-9, 1e-3, 10.0):
+        curves = [PassCost([1, 8, 64], [1e-3, 1e-3, 4e-3]), PassCost([1], [draft_seconds])]
+        monkeypatch.setattr(Engine, "_measure", lambda *_, costs=curves: costs)
+        engine = adaptive_engine(zoo, "llama", backend=make_back_end("torch"), **options)
+        engine.observers.append(lambda _, acceptance: num_nodes.append(acceptance.trees.num_nodes))
+        assert run_all(engine, PROMPTS, params) == plain
+    assert 0 < num_nodes.count(0) < len(num_nodes)
+
+
+class Records:
+    """Of the steps of an engine: requests, rows, drafts; and, where a draft model grows trees, their specs."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.requests, self.rows, self.budgets = list[list[str]](), list[list[int]](), list[int]()
+        self.growths: dict[int, list[Any]] = {}
+        engine.observers.append(self.note)
+        if (runner := getattr(engine.drafter, "runner", None)) is not None:
+            self._grow, runner.grow = runner.grow, self.grow
+
+    def grow(self, feeds: Sequence[Feed], *args: Any) -> Any:
+        self.growths[len(self.rows)] = [feed.spec for feed in feeds if feed.spec is not None]
+        return self._grow(feeds, *args)
+
+    def note(self, plan: StepPlan, _: Acceptance) -> None:
+        self.requests.append([request.request_id for request in plan.requests])
+        self.rows.append(list(plan.num_tokens))
+        self.budgets.append(sum(plan.draft_budgets))
+
+
+@pytest.mark.parametrize("memory", [AMPLE, SCARCE], ids=["ample", "scarce"])
+def test_off_is_an_engine_without_a_draft_but_for_probes(
+    zoo: Zoo, memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a draft that is always wrong: the same rows in the same steps, and as many preemptions."""
+    wrong = deepcopy(zoo.model("llama"))
+    wrong.lm_head.weight.data = wrong.lm_head.weight.data.roll(1, 0)
+    wrong.save_pretrained(tmp_path)
+    machine, params = Machine(monkeypatch, {0: 2.0}), [greedy(60, ignore_eos=True)] * 10
+    off, engine = (adaptive_engine(zoo, draft, **memory | {"draft_tree": "chain"}) for draft in (None, str(tmp_path)))
+    plain, seen = Records(off), Records(engine)
+    assert run_all(engine, PROMPTS, params) == run_all(off, PROMPTS, params)
+    assert (seen.requests, seen.rows) == (plain.requests, plain.rows)
+    assert engine.counters.num_preemptions == off.counters.num_preemptions
+    drafting = [step for step, budget in enumerate(seen.budgets) if budget]
+    assert [*seen.growths] == drafting and sum(engine.counters.accepted_per_depth) == 0
+    probes = [step for step in drafting if step >= 20]
+    assert {machine.choices[step] for step in probes} <= {"probe"} and len(probes) < 0.2 * len(seen.rows)
+
+
+def test_drafting_comes_back_when_it_pays_and_catches_up(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row beyond eight costs as much as eight: eight requests and more have no room for drafts, two have."""
+    Machine(monkeypatch, target=lambda rows: 1.0 + max(0.0, rows - 8))
+    engine, limits = adaptive_engine(zoo, "llama", **AMPLE), [20] * 8 + [70] * 2
+    seen, coverage = Counter[tuple[int, str]](), dict[int, float | None]()
+
+    def look(_: int) -> None:
+        metrics = engine.metrics()
+        assert metrics.speculation is not None
+        seen[metrics.num_running, metrics.speculation.choice] += 1
+        coverage[metrics.num_running] = metrics.draft_coverage
+
+    assert run_all(engine, PROMPTS, [greedy(limit, ignore_eos=True) for limit in limits], before_step=look) == written(zoo, limits)
+    assert seen[10, "on"] == 0 < seen[10, "off"] and (coverage[10] or 0) < 0.6
+    assert seen[2, "on"] > 5 * seen[2, "off"] and coverage[2] == 1.0
+
+
+def test_a_large_cap_crowds_nobody_out(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight requests that draft a few nodes each have 128 tokens per step, not enough for 63 nodes of all."""
+    machine = Machine(monkeypatch, target=lambda rows: 1 + 0.1 * rows)
+    engine = adaptive_engine(zoo, "llama~", max_draft_tokens=63, max_num_batched_tokens=128, **AMPLE)
+    seen = Records(engine)
+    assert run_all(engine, PROMPTS[:8], PARAMS[:8]) == written(zoo, LIMITS[:8]) and "on" in machine.choices
+    num_rows = [len(rows) for rows in seen.rows[3:]]
+    assert num_rows == sorted(num_rows, reverse=True) and num_rows[0] == 8
+
+
+def test_what_cannot_be_measured_is_drafted_as_fixed(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For lack of memory, or of a free block when a draft is swapped in; a later swap may do better."""
+    with monkeypatch.context() as patch:
+        patch.setattr("titan.engine.measure", Mock(side_effect=torch.OutOfMemoryError("3 GB are missing")))
+        with pytest.warns(UserWarning, match="so speculation='fixed' is used: 3 GB") as found:
+            engine = adaptive_engine(zoo, "llama~", **AMPLE)
+    assert len(found) == 1 and engine.adaptive is None and engine.metrics().speculation is None
+    assert run_all(engine, PROMPTS, PARAMS) == written(zoo) and engine.metrics().mean_acceptance_length > 1.3
+    engine, prompt = adaptive_engine(zoo, None, block_size=8, num_kv_blocks=3), PROMPTS[1][:17]
+    [request] = submit(engine, [prompt], [greedy(6, ignore_eos=True)])
+    engine.step()
+    with pytest.warns(UserWarning, match="cannot allocate 1 blocks: 0 of 3 are free") as found:
+        engine.swap_draft(zoo.path("llama~"))
+    assert len(found) == 1 and engine.adaptive is None
+    drain(engine)
+    assert request.output_token_ids == zoo.greedy("llama", prompt, 6, ignore_eos=True) and engine.counters.proposed_per_depth
+    engine.swap_draft(zoo.path("llama~"))
+    assert engine.adaptive is not None
+
+
+def test_measuring_passes_loses_no_cached_prefix(zoo: Zoo) -> None:
+    """Nor the order of free blocks; but if all are cached, the oldest one is given up."""
+    for num_blocks, limit, num_lost in ((30, 12, 0), (4, 12, 1)):
+        engine = adaptive_engine(zoo, None, block_size=8, num_kv_blocks=num_blocks)
+        pool = engine.kv.pool
+        expected = run_all(engine, [PROMPTS[1][:20]], [greedy(limit, ignore_eos=True)])
+        [request] = submit(engine, [[3, 4]], [greedy(2)])
+        engine.step()  # it holds one more block
+        hashes, free = dict(pool._hash_of), list(pool._free_queue)
+        for draft in ("llama~", "other"):
+            engine.swap_draft(zoo.path(draft))
+            assert engine.adaptive is not None
+        assert sorted(pool._free_queue) == sorted(free) and hashes.items() >= pool._hash_of.items()
+        assert len(hashes) - len(pool._hash_of) == num_lost and (num_lost or list(pool._free_queue) == free)
+        engine.scheduler.abort(request)
+        assert run_all(engine, [PROMPTS[1][:20]], [greedy(limit, ignore_eos=True)]) == expected
+
+
+LIMITED = [{"max_batch_size": 1, "max_draft_tokens": 63}, {"max_model_len": 8}, {"max_batch_size": 2, "max_num_batched_tokens": 2}]
+
+
+@pytest.mark.parametrize("limits", LIMITED)
+@pytest.mark.parametrize("draft", ["llama~", "short", "ngram"])
+def test_passes_are_measured_within_all_limits(zoo: Zoo, draft: str, limits: dict[str, int]) -> None:
+    """A draft of 40 positions, targets of 8, steps of 2 tokens."""
+    engine = adaptive_engine(zoo, draft, **AMPLE | {"max_draft_tokens": 9} | limits)
+    found, schedule = engine.metrics().speculation, engine.config.schedule
+    assert found is not None and (draft == "ngram") == (not found.draft_pass)
+    most = min(schedule.max_num_batched_tokens, schedule.max_batch_size * engine.max_model_len)
+    assert all(size <= most and seconds > 0 for size, seconds in (found.target_pass | found.draft_pass).items())
+    prompt = PROMPTS[1][:5]
+    assert run_all(engine, [prompt], [greedy(3, ignore_eos=True)]) == [zoo.greedy("llama", prompt, 3, ignore_eos=True)]
+
+
+def test_metrics_say_why_speculation_is_off(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, {0: 0.01, 25: 9.0})
+    llm = LLM(zoo.path("llama"), zoo.path("llama"), dtype="float32", device="cpu", num_kv_blocks=64)
+    for choice in ("on", "off"):
+        assert llm.diagnose() == []
+        llm.generate([PROMPTS[1]], greedy(150, ignore_eos=True), use_tqdm=False)
+        found = llm.metrics().speculation
+        assert found is not None and found.choice == choice and (found.on_rate > found.off_rate) == (choice == "on")
+        assert found.off_rate == pytest.approx(1 / 1.1e-3, rel=0.1)
+        assert 0.9 < found.acceptance <= 1 and 0.9 < found.agreement < 1.1 and 1 < found.mean_draft_tokens <= 6
+        assert found.target_pass[8] == pytest.approx(1e-3, rel=0.1) and (found.draft_pass[1] > 1e-3) == (choice == "off")
+        assert found.target_context_token == found.draft_context_token == 0
+    assert found is not None
+    [finding] = llm.diagnose()
+    assert finding.startswith(
+        f"speculation is off: {found.off_rate:.0f} tokens/s are expected without it, at best {found.on_rate:.0f}"
+    )
+    for options in ({"speculation": "fixed"}, {"speculation": "off"}, {"max_draft_tokens": 0}):
+        assert adaptive_engine(zoo, "llama~", **AMPLE | options).metrics().speculation is None
+
+
+@pytest.mark.parametrize("target", ["throughput", "latency"])
+def test_for_latency_tokens_count_the_more_the_fewer_there_are(zoo: Zoo, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch)
+    choose, weights = Controller.choose, list[tuple[float, ...]]()
+
+    def recorded(controller: Controller, load: Any) -> Any:
+        weights.append(tuple(each.weight for each in load.candidates))
+        return choose(controller, load)
+
+    monkeypatch.setattr(Controller, "choose", recorded)
+    engine = adaptive_engine(zoo, "llama", speculation_target=target, **AMPLE)
+    run_all(engine, PROMPTS[1:3], [greedy(40, ignore_eos=True), greedy(20, ignore_eos=True, use_speculative=False)])
+    fast, slow = next(pair for pair in reversed(weights) if len(pair) == 2)
+    assert weights[0] == (1.0, 1.0) and slow == 1.0 and (fast == 1.0 if target == "throughput" else 0.15 < fast < 0.5)
+
+
+def test_options_that_the_draft_does_not_see_teach_only_their_request(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch)
+    taught, note = Counter[int](), AcceptanceCounts.note
+    monkeypatch.setattr(AcceptanceCounts, "note", lambda counts, *args: (taught.update([id(counts)]), note(counts, *args)))
+    engine = adaptive_engine(zoo, "llama~", **AMPLE)
+    requests = submit(engine, [PROMPTS[1]] * 2, [greedy(40, ignore_eos=True), greedy(30, repetition_penalty=1.9)])
+    drain(engine)
+    assert engine.adaptive is not None
+    fleet, plain, penalised = map(id, (engine.adaptive.controller.fleet, *(each.draft_history.acceptance for each in requests)))
+    assert taught[fleet] == taught[plain] > 10 < taught[penalised] and len(taught) == 3
+
+
+@pytest.mark.parametrize("back_end", ["torch", "cpu", "triton"])
+def test_growth_ends_early_where_the_host_can_look(zoo: Zoo, back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch)
+    engine = adaptive_engine(zoo, "llama~", backend=make_back_end(back_end), **AMPLE)
+    seen = Records(engine)
+    assert run_all(engine, PROMPTS[2:4], [greedy(10, ignore_eos=True)] * 2) == written(zoo, [0, 0, 10, 10])[2:]
+    priced = [isinstance(spec, BeamSpec) and spec.worth is not None for specs in seen.growths.values() for spec in specs]
+    assert len(priced) > 3 and any(priced) == (back_end != "triton")

@@ -18,6 +18,7 @@ import pytest
 import torch
 from back_ends import make_back_end
 from numpy.typing import NDArray
+from proposals import trees_on_host
 from scipy import stats
 from slow_logits import by_last_token, slow_probs, slow_transform
 from stepping import make_engine, run_all
@@ -25,12 +26,16 @@ from tiny_models import reference_logits
 from torch import Tensor
 from zoo import Zoo
 
+from titan.adaptive.controller import Controller, Decision
+from titan.adaptive.load import Load
+from titan.core.growth import Worth
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
-from titan.core.trees import DraftTree, DraftTrees
+from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
 from titan.draft.base import NoDrafter
 from titan.draft.policy import DraftPolicy
+from titan.engine import Engine
 from titan.kernels.interfaces import Backend, Verified
 from titan.kernels.torch import trees as torch_trees
 from titan.verify import options
@@ -97,12 +102,15 @@ def sample(
     draft: str = "eight~",
     has_seed: bool = True,
     backend: Backend | None = None,
+    watch: Callable[[Engine], None] = lambda _: None,
+    **options: Any,
 ) -> Sampled:
     """As many sequences, of seeds 0, 1, ..."""
     choice = {"draft_sampling": "sampled"} | PROPOSALS[proposal] if isinstance(proposal, str) else {}
     pool: dict[str, Any] = {"max_batch_size": 128, "block_size": 8, "num_kv_blocks": 300, "max_waiting_requests": 5000}
     drafter = zoo.path(draft) if isinstance(proposal, str) else proposal
-    engine = make_engine(zoo.path("eight"), drafter, backend=backend, seed=5, **pool, **choice)
+    engine = make_engine(zoo.path("eight"), drafter, backend=backend, seed=5, **pool | choice | options)
+    watch(engine)
     seeds = [seed if has_seed else None for seed in range(num_sequences)]
     params = [SamplingParams(max_tokens=LENGTH + MORE, seed=seed, ignore_eos=True, **SAMPLINGS[sampling]) for seed in seeds]
     outputs = run_all(engine, [PROMPT] * num_sequences, params)
@@ -177,6 +185,40 @@ def test_a_request_may_change_between_sampled_and_most_likely_drafts(
     sampled = sample(zoo, "cuts", proposal, 2 * NUM_SEQUENCES, draft="eight_other")
     assert min(sum(kinds), len(kinds) - sum(kinds)) > NUM_SEQUENCES
     assert p_value(zoo, sampled, "cuts") > 1e-3
+
+
+class Peeking:
+    """Lets a request have no drafts at all if it does not like the token that was sampled first."""
+
+    def __init__(self, engine: Engine) -> None:
+        drafter: Any = engine.drafter
+        self.propose, self.backend, drafter.propose = drafter.propose, engine.backend, self
+
+    def __call__(self, plan: StepPlan) -> list[DraftTree]:
+        trees = trees_on_host(self.backend, self.propose(plan))
+        return [EMPTY_TREE if tree.num_nodes and tree.token_ids[0] % 2 else tree for tree in trees]
+
+
+def spiteful(_: Controller, load: Load) -> Decision:
+    """No drafts where the last were accepted, and the more the more of them were not."""
+    rejected = [1 - each.counts.last_accepted for each in load.candidates]
+    num_nodes = [
+        min(each.max_nodes, int(6 * share)) if share > 0.45 else 0 for each, share in zip(load.candidates, rejected, strict=True)
+    ]
+    worth = Worth(agreement=0.9, acceptance=0.8, node_price=0.05, row_price=0.01, pass_price=0.3)
+    return Decision(num_nodes, [worth if each.stops_early and num_nodes[i] else None for i, each in enumerate(load.candidates)])
+
+
+@pytest.mark.parametrize(("draft_sampling", "watch"), [("sampled", None), ("auto", None), ("sampled", Peeking)])
+def test_how_much_is_drafted_may_depend_on_anything_but_the_sampled_tokens(
+    zoo: Zoo, draft_sampling: str, watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "auto", sampled trees grow beside beams that end where they do not pay."""
+    monkeypatch.setattr(Controller, "_decide", spiteful)
+    options: dict[str, Any] = {"speculation": "adaptive", "draft_sampling": draft_sampling, "has_seed": False}
+    sampled = sample(zoo, "cuts", "auto", 2 * NUM_SEQUENCES, watch=watch or (lambda _: None), **options)
+    assert sampled.accepted_per_depth[1] > 30 and sampled.proposed_per_depth[0] < 0.9 * 2 * NUM_SEQUENCES * (LENGTH + MORE - 1)
+    assert (p_value(zoo, sampled, "cuts") > 1e-3) == (watch is None)
 
 
 def careless(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

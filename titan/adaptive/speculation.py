@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.load import Candidate, Load, Outcome
+from titan.adaptive.optimum import Optimum
 from titan.adaptive.value import own_acceptance
 from titan.core.metrics import SpeculationMetrics
 from titan.core.request import Request
@@ -18,10 +19,8 @@ from titan.draft.base import ConfidentDrafter, Drafter
 TEMPERATURE_RATE = 1 / 32
 """Weight of one request's temperature, after a step, in the mean that new requests start at."""
 
-
 RESERVED_NODES = 8
 """Nodes for which room is reserved, as a multiple of those expected: where the draft is sure of itself, trees grow larger."""
-
 
 NOTHING = Decision((), ())
 
@@ -48,7 +47,8 @@ class AdaptiveSpeculation:
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
     _rests: bool = False  # whether the controller rested in this step
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
-    _decision: Decision = field(default_factory=lambda: Decision((), ()))
+    _decision: Decision = NOTHING
+    _shown: tuple[Decision, Optimum] = (NOTHING, Optimum([], 0.0, 0.0))  # of the last step in which a request might have drafted
 
     def __post_init__(self) -> None:
         self._confident = self.drafter if isinstance(self.drafter, ConfidentDrafter) else None
@@ -66,10 +66,10 @@ class AdaptiveSpeculation:
             return
         self._load = Load([self._candidate(plan.requests[i]) for i in rows], num_rows, num_context)
         decision = self.controller.choose(self._load)
-        has_room, self.num_reserved = (
-            self.num_reserved > 0,
-            min(self.max_nodes, RESERVED_NODES * max(decision.num_nodes, default=0)),
-        )
+        if any(each.max_nodes for each in self._load.candidates):
+            self._shown = decision, self.controller.optimum
+        expected = 0 if decision.is_probe else max(decision.num_nodes, default=0)
+        has_room, self.num_reserved = self.num_reserved > 0, min(self.max_nodes, RESERVED_NODES * expected)
         self._decision = decision = decision if has_room or not decision.drafts else self.controller.postpone()
         for i, count, worth in zip(rows, decision.num_nodes, decision.worths, strict=True):
             if worth is None:
@@ -138,10 +138,10 @@ class AdaptiveSpeculation:
         Args:
             mean_draft_tokens: per request and step, since the start.
         """
-        controller, optimum = self.controller, self.controller.optimum
+        controller, (decision, optimum) = self.controller, self._shown
         target, draft = controller.target, controller.draft
         return SpeculationMetrics(
-            choice="probe" if self._decision.is_probe else "on" if self._decision.drafts else "off",
+            choice="probe" if decision.is_probe else "on" if decision.drafts else "off",
             mean_draft_tokens=mean_draft_tokens,
             off_rate=optimum.off_rate,
             on_rate=optimum.on_rate,

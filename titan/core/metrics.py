@@ -22,11 +22,14 @@ class EngineCounters:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationMetrics:
-    """What adaptive speculation knows and decided; times are seconds, rates are tokens per second of all requests."""
+    """What adaptive speculation knows, and decided in the last step in which a request might have drafted.
 
-    choice: str  # in the last step: "on", "probe" (a few requests draft one token, to see whether it would pay), or "off"
+    Times are seconds, rates are tokens per second of all requests.
+    """
+
+    choice: str  # "on", "probe" (a few requests draft one token, to see whether it would pay), or "off"
     mean_draft_tokens: float  # per request that emitted tokens, since the start
-    off_rate: float  # predicted without drafts, for the requests of the last steps
+    off_rate: float  # predicted without drafts
     on_rate: float  # predicted with the best number of drafts; 0: not compared yet
     acceptance: float  # expected probability that the first draft token of a request is accepted
     agreement: float  # accepted draft tokens as a multiple of those that the draft's own probabilities promise

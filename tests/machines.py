@@ -1,0 +1,55 @@
+"""Made-up machines: engines are told what their steps would take on them, so that what they decide is the same in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from titan.adaptive.cost import PassCost
+from titan.adaptive.speculation import AdaptiveSpeculation, StepTimes
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import GrowthReport
+from titan.draft.base import Drafter, ModelDrafter
+from titan.engine import Engine
+
+
+class Machine:
+    """A processor on which a pass of the draft may take longer from some step on."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        drafts: dict[int, float] = {0: 0.01},  # noqa: B006
+        target: Callable[[float], float] = lambda _: 1.0,
+    ) -> None:
+        """With the milliseconds of a pass: of the draft by step, of the target by rows."""
+        self.target, self.drafts, self.choices = target, drafts, list[str]()
+        monkeypatch.setattr(Engine, "_measure", self.curve)
+        observe = AdaptiveSpeculation.observe
+
+        def timed(
+            own: AdaptiveSpeculation, plan: StepPlan, accepted: Acceptance, growth: GrowthReport | None, _: StepTimes
+        ) -> None:
+            seconds = target(sum(plan.num_tokens) + accepted.trees.num_nodes) / 1e3
+            of_draft = 0.0 if growth is None else growth.num_passes * self.draft_milliseconds / 1e3
+            growth = None if growth is None else growth._replace(seconds=of_draft)
+            observe(own, plan, accepted, growth, StepTimes(seconds + of_draft + 1e-4, of_draft, seconds))
+            self.choices.append(own.metrics(0.0).choice)
+
+        monkeypatch.setattr(AdaptiveSpeculation, "observe", timed)
+
+    @property
+    def draft_milliseconds(self) -> float:
+        return self.drafts[max(step for step in self.drafts if step <= len(self.choices))]
+
+    @property
+    def curve(self) -> Callable[..., list[PassCost]]:
+        """In place of `Engine._measure`."""
+
+        def measured(engine: Engine, drafter: Drafter) -> list[PassCost]:
+            sizes = (1, 2, 4, 8, 16, 32, 64, 128)
+            of_target = [PassCost(sizes, [self.target(size) / 1e3 for size in sizes])] if engine._target_cost is None else []
+            return [*of_target, *([PassCost([1], [self.draft_milliseconds / 1e3])] if isinstance(drafter, ModelDrafter) else [])]
+
+        return measured
