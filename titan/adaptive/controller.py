@@ -34,7 +34,8 @@ from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 
 DWELL = 8
-"""Most steps for which an optimum stands if the requests stay the same; if it drafts, no more than the drafts that it goes by."""
+"""Most steps for which an optimum stands if the requests stay the same: no more than the drafts that it goes by; twice as many if it
+does not draft, for then nothing is learned."""
 
 PRIOR = AcceptanceCounts(num_accepted=2.1, num_expected=3.0, confidence=0.6, num_drafts=2.0)
 """What is known of drafts before there is one."""
@@ -109,7 +110,7 @@ class Controller:
         if key != self._key or self._num_left <= 0:
             self._key = key
             self._compare(load)
-            self._num_left = min(DWELL, int(self.fleet.num_drafts)) if self.optimum.drafts else DWELL
+            self._num_left = min(DWELL, int(self.fleet.num_drafts)) if self.optimum.drafts else 2 * DWELL
         num_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
         self._delay(load, num_nodes)
         worths = [self._worth(i, load) if count else None for i, count in enumerate(num_nodes)]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titan.adaptive.cost import HostTime, PassCost
 from titan.adaptive.load import Load
+from titan.core.arrays import Ints
 
 MARGIN = 0.01
 """Share by which drafting must be expected to gain."""
@@ -77,28 +80,29 @@ def best(load: Load, acceptance: NDArray[np.float64], costs: Costs) -> Optimum:
     values = np.where(depths <= most[:, None], acceptance[:, None] ** depths * weights[:, None], 0.0).ravel()
     order = np.argsort(-values, kind="stable")[: int(most.sum())]
     of_request, of_depth = np.divmod(order, longest)
-    num_passes, sizes = np.array(_grid(longest, GRID_DEPTHS)), np.array(_grid(len(order), GRID_SIZES))
+    num_passes, sizes = _grid(longest, GRID_DEPTHS), _grid(len(order), GRID_SIZES)
     is_kept = of_depth < num_passes[:, None]
     rows = np.where(of_depth, 1.0, 1 + (missing[of_request] - 1) / DEBT_STEPS)
     gains, num_rows, num_nodes = (np.cumsum(each * is_kept, axis=1)[:, sizes - 1] for each in (values[order], rows, 1))
-    edges = np.append(sizes, 2 * sizes[-1])
-    target = np.array([costs.target.predict(load.num_rows + size, context) for size in edges.tolist()])
+    edges = [*sizes.tolist(), 2 * len(order)]
+    target = [costs.target.predict(load.num_rows + size, context) for size in edges]
     pass_seconds, row_seconds = costs.draft_line(load)
     seconds = costs.host.predict(True, n) + num_passes[:, None] * pass_seconds + row_seconds * num_rows
     rates = (total + gains) / (seconds + np.interp(num_nodes, edges, target))
-    depth, size = np.unravel_index(rates.argmax(), rates.shape)
+    depth, size = divmod(int(rates.argmax()), len(sizes))
     rate = float(rates[depth, size])
     if rate <= off_rate * (1 + MARGIN):
         return Optimum([0] * n, off_rate, off_rate)
     chosen = of_request[: sizes[size]][is_kept[depth, : sizes[size]]]
-    edge = int(np.searchsorted(edges, num_nodes[depth, size], side="right"))
-    node_seconds = max(float(target[edge] - target[edge - 1]), 0.0) / float(edges[edge] - edges[edge - 1])
+    edge = bisect_right(edges, num_nodes[depth, size])
+    node_seconds = max(target[edge] - target[edge - 1], 0.0) / (edges[edge] - edges[edge - 1])
     return Optimum(np.bincount(chosen, minlength=n).tolist(), rate, off_rate, node_seconds, row_seconds, pass_seconds)
 
 
-def _grid(most: int, exact: int) -> list[int]:
+@lru_cache(1024)
+def _grid(most: int, exact: int) -> Ints:
     """Return numbers from 1 to ``most``: all up to ``exact``, then those about a quarter apart."""
     numbers = list(range(1, min(most, exact) + 1))
     while numbers[-1] < most:
         numbers.append(min(most, numbers[-1] * 5 // 4))
-    return numbers
+    return np.array(numbers)

@@ -61,7 +61,9 @@ class Probes:
             order = sorted(hopeful, key=lambda i: (-acceptance[i], candidates[i].num_missing))
         else:
             of_pass, of_row = costs.draft_line(load)
-            order = [min(idle, key=lambda i: (of_pass + of_row * candidates[i].num_missing) * (1 + candidates[i].counts.num_drafts))]
+            order = [
+                min(idle, key=lambda i: (of_pass + of_row * candidates[i].num_missing) * (1 + candidates[i].counts.num_drafts))
+            ]
         prices = self._prices(load, costs, num_nodes, order)
         most = max(range(len(order)), key=lambda i: (i + 1) ** 0.5 / prices[i])
         self.price, self.advance = prices[most], MAX_ADVANCE * costs.plain_seconds(load) if hopeful else 0.0
