@@ -34,8 +34,8 @@ from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 
 DWELL = 8
-"""Most steps for which an optimum stands if the requests stay the same: no more than the drafts that it goes by; twice as many if it
-does not draft, for then nothing is learned."""
+"""Most steps for which an optimum stands if the requests stay the same: no more than the drafts that it goes by; twice as many if
+it does not draft, for then nothing is learned."""
 
 PRIOR = AcceptanceCounts(num_accepted=2.1, num_expected=3.0, confidence=0.6, num_drafts=2.0)
 """What is known of drafts before there is one."""
@@ -43,10 +43,11 @@ PRIOR = AcceptanceCounts(num_accepted=2.1, num_expected=3.0, confidence=0.6, num
 IDLE_FADE = 0.975
 """Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
 
-MAX_FEED = 2.0
-
 LEAST_DRAFTS = 1.5
 """Number of drafts that what was ever seen counts as at least."""
+
+MAX_FEED = 2.0
+"""Plain steps in whose time the draft may be fed in one step."""
 
 
 class Decision(NamedTuple):
@@ -121,7 +122,7 @@ class Controller:
         return Decision(num_nodes, worths, probed)
 
     def _delay(self, load: Load, num_nodes: list[int]) -> None:
-        """Let the requests that owe most wait, so that the draft is not fed for longer than a step without it takes."""
+        """Let the requests that owe most wait, so that one step does not feed the draft all that it has missed."""
         if self.draft is None:
             return
         num_rows, most = 0, MAX_FEED * self._costs.plain_seconds(load)
