@@ -55,7 +55,10 @@ class CachingDrafter(Drafter, Protocol):
     """A drafter with its own KV cache, whose bytes count when the block pool is sized."""
 
     def attach(self, kv: KVTensor) -> None:
-        """Attach the cache, which has the layout ``kv``; called once, before the first step."""
+        """Attach the cache, which has the layout ``kv``; called once, before the first step.
+
+        Only the blocks of rows that ``plan.feeds_draft`` allows may be read or written in a step.
+        """
         ...
 
     def lookahead(self, request: Request, budget: int) -> int:

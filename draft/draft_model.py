@@ -77,8 +77,7 @@ class DraftModelDrafter:
         feeds = []
         for i, request in enumerate(plan.requests):
             budget, start = self._budget(request, plan.draft_budgets[i]), request.num_drafted_context
-            is_prompt = plan.drafts_prompts and not plan.reaches_root(i)
-            is_wanted = request.params.use_speculative and (budget > 0 or is_prompt)
+            is_wanted = request.params.use_speculative and plan.feeds_draft(i) and (budget > 0 or not plan.reaches_root(i))
             end = min(request.num_computed_tokens + plan.num_tokens[i], self.max_len, start + left)
             if is_wanted and end > start:
                 grows = budget > 0 and end == request.num_tokens

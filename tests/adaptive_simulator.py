@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import exp, log
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 
 Cost = Callable[[float, float], float]  # seconds of rows and context tokens
+LENGTHS = (1, 2, 3, 4, 6)
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,9 @@ class Machine:
     host: Callable[[int, bool], float]  # of requests, and whether they draft
     sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     is_padded: bool = False
+
+    def __str__(self) -> str:
+        return self.name
 
     def curve(self, cost: Cost) -> PassCost:
         """As profiled: without context, and one length of context."""
@@ -65,6 +70,9 @@ class Text:
     num_missing: int = 128
     num_tokens: int = 0
     is_easy: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.acceptance}, honesty {self.honesty}"
 
     def probability(self, rng: np.random.Generator) -> float:
         """Of the next draft token to be accepted."""
@@ -249,3 +257,51 @@ MACHINES = {
         is_padded=True,
     ),
 }
+
+
+def compare(
+    machine: Machine, texts: Sequence[Text], make: Callable[[], Policy], num_steps: int = 300, seeds: int = 3, **fleet: Any
+) -> float:
+    """Tokens per second as a multiple of those without drafts: the median over seeds."""
+    stops_early = fleet.pop("stops_early", not machine.is_padded)
+    rates = []
+    for seed in range(seeds):
+        runs = [
+            Fleet(
+                machine, [replace(text, counts=AcceptanceCounts()) for text in texts], seed=seed, stops_early=stops_early, **fleet
+            )
+            for _ in range(2)
+        ]
+        rates.append(runs[0].run(make(), num_steps).rate / runs[1].run(Fixed(0), num_steps).rate)
+    return float(np.median(rates))
+
+
+def main() -> None:
+    """Print the whole grid."""
+    worst, worst_fixed = 9.0, 9.0
+    gains, fixed_gains = list[float](), {length: list[float]() for length in LENGTHS}
+    for machine in MACHINES.values():
+        for n in (1, 2, 4, 8, 16, 32, 64):
+            cells = []
+            for acceptance in (0.2, 0.35, 0.5, 0.65, 0.8, 0.95):
+                texts = [Text(acceptance)] * n
+                fixed = {length: compare(machine, texts, partial(Fixed, length), seeds=3 if n < 8 else 1) for length in LENGTHS}
+                rate = compare(machine, texts, partial(controller_of, machine))
+                best = max(1.0, *fixed.values())
+                worst, worst_fixed = min(worst, rate), min(worst_fixed, rate / best)
+                gains.append(rate)
+                for length, gain in fixed.items():
+                    fixed_gains[length].append(gain)
+                cells.append(f"{rate:.3f} ({rate / best:.3f})")
+            print(f"{machine.name:18s}{n:3d}  " + "  ".join(cells), flush=True)
+    single, mean = (max(1.0, *(geometric_mean(each) for each in fixed_gains.values())), geometric_mean(gains))
+    print(f"least: {worst:.3f} of off, {worst_fixed:.3f} of the best fixed; mean: {mean / single:.3f} of the best single fixed")
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Geometric mean."""
+    return float(np.exp(np.mean(np.log(values))))
+
+
+if __name__ == "__main__":
+    main()

@@ -131,11 +131,12 @@ class Engine:
             plan = self.scheduler.schedule(self._max_draft_tokens if adaptive is None else adaptive.num_reserved, self._lookahead)
             if not plan.requests:
                 return []
-            begin_clear = time.perf_counter()
-            self.kv.clear_new_blocks()
-            end_clear = time.perf_counter()
             if adaptive is not None:
                 adaptive.decide(plan)
+            begin_clear = time.perf_counter()
+            self.kv.clear_new_blocks()
+            self.kv.clear_draft_blocks([request for i, request in enumerate(plan.requests) if plan.feeds_draft(i)])
+            end_clear = time.perf_counter()
             begin_draft = time.perf_counter()
             trees = self._propose(plan)
             end_draft = time.perf_counter()

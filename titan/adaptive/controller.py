@@ -45,14 +45,14 @@ OFF_DWELL = 32
 IDLE_FADE = 0.975
 """Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
 
-MAX_FEED = 2.0
-"""Plain steps for whose time the draft may be fed at once what requests owe it."""
-
 PLAIN_STEPS, PLAIN_GAIN = 16, 0.1
 """Drafting steps after which one is plain, to see what such steps cost; twice as many if drafting gains that share, and so on."""
 
 LEAST_DRAFTS = 1.5
 """Number of drafts that what was ever seen counts as at least."""
+
+MAX_FEED = 2.0
+"""Plain steps in whose time the draft may be fed in one step."""
 
 
 class Decision(NamedTuple):

@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import log2
 
 SHORTER_RATE, LONGER_RATE = 1 / 4, 1 / 8
-"""Weights of a new observation that is shorter or longer than expected: anything may hold up a pass, and nothing makes it shorter."""
+"""Weights of an observation that is shorter or longer than expected: anything may hold up a pass, and nothing makes it shorter."""
 
 MAX_DEVIATIONS = 3.0
 """Observations further away than this many mean deviations count as if they were no further."""
@@ -20,6 +20,9 @@ NUM_OCTAVES = 24
 
 MIN_DEVIATION = 0.05
 """Least deviation, as a share, that observations are expected to have."""
+
+SHARED = 0.8
+"""How much of a change of one size's times those of others are expected to share, as a power: mostly it is the machine's."""
 
 FIRST_STEPS = 2
 """Steps of a kind after which their host's time counts as known."""
@@ -47,7 +50,8 @@ class PassCost:
     """Seconds of a model's passes.
 
     The curve over rows is linear between measured sizes, goes on as between the last two, and never falls. What passes take
-    compared with the curve is followed for each power of two of rows, and interpolated between them. Context costs the same for
+    compared with the curve is followed for each power of two of rows, and interpolated between them; what changes for one of them,
+    changes for the others, too, but for a part. Context costs the same for
     each token whose KV is read.
 
     Args:
@@ -83,9 +87,10 @@ class PassCost:
         observed = self.residuals[round(log2(num_rows))]
         before = observed.factor
         observed.note(seconds / (self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens))
+        change = observed.factor / before
         for residual in self.residuals:
-            if not residual.num_seen:  # until it is seen itself, it is like the others
-                residual.factor *= observed.factor / before
+            if residual is not observed:  # until it is seen itself, it is like the others
+                residual.factor *= change**SHARED if residual.num_seen else change
 
     def _curve(self, num_rows: float) -> float:
         sizes, seconds = self.sizes, self.seconds
@@ -107,11 +112,13 @@ class HostTime:
     counts: Counter[tuple[bool, int]] = field(default_factory=Counter)
 
     def note(self, is_drafting: bool, num_requests: int, seconds: float) -> None:
-        """Add a step."""
+        """Add a step. Of the first few, which may have been held up by anything, the shortest counts."""
         key = is_drafting, num_requests.bit_length()
         before = self.seconds.get(key, seconds)
         self.counts[key] += 1
         rate = SHORTER_RATE if seconds < before else LONGER_RATE
+        if self.counts[key] <= FIRST_STEPS:
+            rate = float(seconds < before)
         self.seconds[key] = before + rate * (min(seconds, 2 * before) - before)
 
     def knows(self, is_drafting: bool, num_requests: int) -> bool:

@@ -1,8 +1,8 @@
 """Probes: one node each of some requests that would not draft, to see whether it would pay.
 
-Their net cost, which is their time less that of the tokens which they save, is a share of all time. While acceptance may well be such
-that drafting pays, probes are made in advance, one after the other, of the requests that seem best: they go on as long as they win
-("play the winner", Zelen, 1969), and as many at once as tell most for their time: what is to be known has an error of the inverse of
+The net cost of all drafts, which is their time less that of the tokens they save, is to be a share of all time at most. While
+acceptance may well be such that drafting pays, probes are made in advance, one after the other, of the requests that seem best:
+they go on as long as they win ("play the winner", Zelen, 1969). As many are probed at once as tell most for their time, which is
 the square root of their number. Else one is probed that costs little, and has not been seen for long.
 """
 

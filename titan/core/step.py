@@ -34,6 +34,10 @@ class StepPlan:
         self.draft_budgets.append(draft_budget)
         return num_tokens + draft_budget
 
+    def feeds_draft(self, i: int) -> bool:
+        """Whether a draft model may be fed row ``i``."""
+        return self.draft_budgets[i] > 0 or (self.drafts_prompts and not self.reaches_root(i))
+
     def reaches_root(self, i: int) -> bool:
         """Whether row ``i`` feeds the request's last committed token, so that it emits tokens."""
         request = self.requests[i]

@@ -8,7 +8,7 @@ path that is not the first nodes of its tree.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -48,6 +48,7 @@ class KVCache:
         self.block_size = block_size
         self.draft_epoch = 0
         self._new_block_ids: list[int] = []  # not cleared yet
+        self._new_to_draft: set[int] = set()  # not cleared yet in the draft's cache
         self._tensors: dict[Role, KVTensor] = {}
 
     @property
@@ -72,6 +73,8 @@ class KVCache:
                 f"{self.num_blocks} of {self.block_size}"
             )
         self._tensors[role] = tensor
+        if role == "draft":
+            self._new_to_draft.clear()  # the tensor is new, and zero
 
     def detach(self, role: Role) -> None:
         """Detach a cache, if there is one."""
@@ -124,13 +127,23 @@ class KVCache:
         return True
 
     def clear_new_blocks(self) -> None:
-        """Zero the blocks reserved since the last call, before a pass: attention multiplies their content by zero weights."""
-        if not self._new_block_ids:
-            return
-        block_ids = np.array(self._new_block_ids)
-        self._new_block_ids.clear()
-        for tensor in self._tensors.values():
-            self._ops.clear_blocks(tensor, block_ids)
+        """Zero the blocks reserved since the last call, before a pass: attention multiplies their content by zero weights.
+
+        In the draft's cache this waits for `clear_draft_blocks`.
+        """
+        if self._new_block_ids:
+            if "target" in self._tensors:
+                self._ops.clear_blocks(self._tensors["target"], np.array(self._new_block_ids))
+            self._new_to_draft.update(self._new_block_ids)
+            self._new_block_ids.clear()
+
+    def clear_draft_blocks(self, requests: Iterable[Request]) -> None:
+        """Zero the blocks of requests in the draft's cache that are new to it, before the draft is fed these requests."""
+        if "draft" in self._tensors and self._new_to_draft:
+            block_ids = self._new_to_draft.intersection(chain(*(request.block_ids for request in requests)))
+            if block_ids:
+                self._ops.clear_blocks(self._tensors["draft"], np.array(sorted(block_ids)))
+                self._new_to_draft -= block_ids
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Move the accepted paths to the slots right after their roots, in every attached cache.

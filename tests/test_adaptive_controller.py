@@ -1,0 +1,240 @@
+"""What the controller of adaptive speculation must reach, in simulations without a clock."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import numpy as np
+import pytest
+from adaptive_simulator import MACHINES, Fixed, Fleet, Machine, Policy, Text, compare, controller_of
+
+from titan.adaptive.load import Candidate, Load
+from titan.adaptive.optimum import Costs, best
+from titan.adaptive.value import estimate
+from titan.core.draft_history import AcceptanceCounts
+
+DEMO, BIG, BIG16, GPU = MACHINES.values()
+NEVER, ALWAYS = Fixed, partial(Fixed, 6)
+
+
+def adaptive(machine: Machine) -> Callable[[], Policy]:
+    return partial(controller_of, machine)
+
+
+def mixed(n: int, good: float = 0.9, bad: float = 0.02) -> list[Text]:
+    return [Text(good if i % 2 else bad) for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("machine", "n", "acceptance"),
+    [
+        *((machine, n, 0.2) for machine in (DEMO, BIG, BIG16, GPU) for n in (1, 8)),
+        *((DEMO, n, a) for n, a in ((1, 0.5), (8, 0.8), (8, 0.5), (32, 0.95), (32, 0.35))),
+        *((BIG, n, a) for n, a in ((1, 0.65), (8, 0.95), (32, 0.5))),
+        *((BIG16, n, a) for n, a in ((1, 0.95), (8, 0.65))),
+        *((GPU, n, a) for n, a in ((1, 0.8), (8, 0.5), (32, 0.65))),
+    ],
+    ids=lambda each: getattr(each, "name", str(each)),
+)
+def test_cell_of_the_grid(machine: Machine, n: int, acceptance: float) -> None:
+    texts = [Text(acceptance)] * n
+    rate = compare(machine, texts, adaptive(machine))
+    assert rate >= 0.97
+    assert rate >= 0.95 * max(compare(machine, texts, partial(Fixed, length)) for length in (1, 2, 4, 6))
+
+
+def test_simulator_can_tell() -> None:
+    assert compare(BIG, [Text(0.2)] * 8, ALWAYS) < 0.5
+    assert compare(DEMO, [Text(0.9)] * 2, partial(NEVER, 0)) < 1.01 < 1.5 < compare(DEMO, [Text(0.9)] * 2, ALWAYS)
+    assert adapts_after(DEMO, 8, 0.2, 0.9, lambda _: Fixed(0)) == adapts_after(DEMO, 8, 0.9, 0.2, lambda _: Fixed(6)) == 300
+    with pytest.raises(AssertionError):
+        assert compare(DEMO, mixed(8), partial(Fixed, 3)) >= 1.05
+
+
+@pytest.mark.parametrize(
+    ("machine", "n"), [*product((DEMO, BIG, BIG16, GPU), (1, 8)), (BIG, 32)], ids=lambda each: getattr(each, "name", str(each))
+)
+def test_first_steps_with_a_hopeless_draft(machine: Machine, n: int) -> None:
+    for acceptance in (0.02, 0.2):
+        assert compare(machine, [Text(acceptance)] * n, adaptive(machine), 100, 7) >= 0.97
+
+
+@pytest.mark.parametrize(
+    ("machine", "n", "uniform", "oracle"),  # of the best uniform setting; of fixed numbers for the good ones alone
+    [(DEMO, 2, 1.05, 0.95), (DEMO, 8, 1.05, 0.92), (BIG16, 2, 1.05, 0.95), (GPU, 8, 0.95, 0.95), (BIG, 8, 0.95, 0.9)],
+    ids=lambda each: getattr(each, "name", str(each)),
+)
+def test_mixed_fleet(machine: Machine, n: int, uniform: float, oracle: float) -> None:
+    texts = mixed(n)
+    rate = compare(machine, texts, adaptive(machine), seeds=5)
+    lengths = (1, 2, 3, 4, 6)
+    assert rate >= uniform * max(1.0, *(compare(machine, texts, partial(Fixed, each), seeds=1) for each in lengths))
+    assert rate >= oracle * max(1.0, *(compare(machine, texts, partial(Fixed, *([0, each] * n)), seeds=1) for each in lengths))
+
+
+def adapts_after(
+    machine: Machine,
+    n: int,
+    before: float,
+    after: float,
+    make: Callable[[Machine], Policy] = controller_of,
+    honesty: float = 1.0,
+    early: bool | None = None,
+) -> float:
+    """Steps until half of the way is made to the nodes per step that are drafted when nothing changes."""
+    stops_early = not machine.is_padded if early is None else early
+
+    def fleet(acceptance: float, seed: int) -> Fleet:
+        return Fleet(machine, [Text(acceptance, honesty=honesty) for _ in range(n)], seed=seed, stops_early=stops_early)
+
+    wanted = [np.mean(fleet(acceptance, 9).run(make(machine), 200).nodes[-100:]) for acceptance in (before, after)]
+    steps = []
+    for seed in range(5):
+        changing, policy = fleet(before, seed), make(machine)
+        changing.run(policy, 150)
+        for text in changing.texts:
+            text.acceptance = after
+        nodes = np.convolve(changing.run(policy, 160).nodes, np.ones(8) / 8, "valid")
+        met = nodes > np.mean(wanted) if after > before else nodes < np.mean(wanted)
+        steps.append(int(met.argmax()) if met.any() and wanted[0] != wanted[1] else 300)
+    return float(np.median(steps))
+
+
+@pytest.mark.parametrize(
+    ("machine", "n", "bound"),
+    [(BIG, 1, 150), (DEMO, 1, 150), (DEMO, 8, 50), (BIG, 8, 50), (BIG16, 8, 50), (GPU, 8, 50), (DEMO, 32, 50)],
+    ids=lambda each: getattr(each, "name", str(each)),
+)
+def test_rise_is_found_while_nothing_drafts(machine: Machine, n: int, bound: int) -> None:
+    assert adapts_after(machine, n, 0.2, 0.9) <= bound
+
+
+@pytest.mark.parametrize(
+    ("honesty", "early"), [(1.0, True), (0.0, True), (1.0, False)], ids=["confident", "always sure", "no confidence"]
+)
+@pytest.mark.parametrize(("machine", "n"), [(DEMO, 1), (BIG16, 8), (GPU, 8)], ids=lambda each: getattr(each, "name", str(each)))
+def test_fall_ends_drafting(machine: Machine, n: int, honesty: float, early: bool) -> None:
+    assert adapts_after(machine, n, 0.9, 0.2, honesty=honesty, early=early) <= 15
+
+
+@pytest.mark.parametrize(
+    ("machine", "n", "text"),
+    [
+        (DEMO, 1, Text(0.3, honesty=0.5, stretch=20)),
+        (DEMO, 8, Text(0.6, honesty=2.0, stretch=20)),
+        (BIG, 1, Text(0.3, honesty=2.0, stretch=20)),
+        (BIG16, 8, Text(0.6, honesty=0.5, stretch=20)),
+        (GPU, 8, Text(0.3, stretch=20)),
+    ],
+    ids=str,
+)
+def test_bursts_and_drafts_that_misjudge_themselves(machine: Machine, n: int, text: Text) -> None:
+    assert compare(machine, [text] * n, adaptive(machine)) >= 0.97
+
+
+@pytest.mark.parametrize(
+    ("machine", "n", "acceptance"),
+    [(DEMO, 1, 0.9), (BIG, 8, 0.9), (GPU, 8, 0.5)],
+    ids=lambda each: getattr(each, "name", str(each)),
+)
+def test_larger_caps_cost_nothing(machine: Machine, n: int, acceptance: float) -> None:
+    texts = [Text(acceptance)] * n
+    least = compare(machine, texts, adaptive(machine), 200)
+    assert min(compare(machine, texts, adaptive(machine), 200, max_nodes=cap) for cap in (16, 32, 63)) >= 0.98 * least
+
+
+def test_prefill_in_the_step_and_requests_that_come_and_go() -> None:
+    assert compare(BIG, [Text(0.2)] * 8, adaptive(BIG), chunk=64) >= 0.97
+    assert compare(BIG, [Text(0.9)] * 8, adaptive(BIG), chunk=64) >= 1.5  # rows of the draft are few beside these
+    rates = []
+    for policy in (controller_of(DEMO), Fixed(0)):
+        rng, fleet = np.random.default_rng(0), Fleet(DEMO, [Text(0.2) for _ in range(6)])
+        runs = []
+        for _ in range(60):
+            fleet.texts[: int(rng.integers(3))] = [Text(0.2) for _ in range(int(rng.integers(1, 3)))]
+            runs.append(fleet.run(policy, 5))
+        rates.append(sum(run.num_tokens for run in runs) / sum(run.seconds for run in runs))
+    assert rates[0] >= 0.97 * rates[1]
+
+
+@pytest.mark.parametrize("slows_draft", [True, False])
+@pytest.mark.parametrize(("machine", "n"), [(DEMO, 8), (BIG16, 1), (BIG16, 8)], ids=lambda each: getattr(each, "name", str(each)))
+def test_machine_that_was_slow_leaves_no_wrong_choice(machine: Machine, n: int, slows_draft: bool) -> None:
+    draft = (lambda rows, context: 2 * machine.draft(rows, context)) if slows_draft else machine.draft
+    slow = replace(machine, target=lambda rows, context: 2 * machine.target(rows, context), draft=draft)
+    for seed in range(3):
+        fleet, policy = Fleet(machine, [Text(0.8) for _ in range(n)], seed=seed), controller_of(machine)
+        for each, num_steps in ((machine, 100), (slow, 100), (machine, 30)):
+            fleet.machine = each
+            fleet.run(policy, num_steps)
+        fixed = max(Fleet(machine, [Text(0.8) for _ in range(n)]).run(Fixed(length), 200).rate for length in (0, 1, 2, 4, 6))
+        assert fleet.run(policy, 200).rate >= 0.93 * fixed
+
+
+@pytest.mark.parametrize(("acceptance", "least"), [(0.2, 0.965), (0.9, 1.4)])
+def test_profile_with_noise(acceptance: float, least: float) -> None:
+    rng = np.random.default_rng(1)
+
+    def noisy() -> Policy:
+        controller = controller_of(BIG16)
+        for cost in (controller.target, controller.draft):
+            assert cost is not None
+            cost.seconds = np.maximum.accumulate(cost.seconds * rng.lognormal(0, 0.2, len(cost.seconds))).tolist()
+        return controller
+
+    assert compare(BIG16, [Text(acceptance)] * 8, noisy) >= least
+
+
+def test_latency_target_helps_the_slow_ones() -> None:
+    def mean_rate(is_latency: bool, seed: int) -> float:
+        fleet, policy, seconds = Fleet(DEMO, [Text(0.9), Text(0.4)], seed=seed), controller_of(DEMO), 0.0
+        for step in range(1, 301):
+            for text in fleet.texts:
+                text.weight = step / (step + text.num_tokens) if is_latency else 1.0
+            seconds += fleet.step(policy)[1]
+        return float(np.mean([np.log(text.num_tokens / seconds) for text in fleet.texts]))
+
+    assert np.mean([mean_rate(True, seed) - mean_rate(False, seed) for seed in range(5)]) > -0.005
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_optimum_is_that_of_all_settings(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    acceptance, most, missing = rng.uniform(0.3, 0.95, 3), rng.integers(0, 4, 3), rng.integers(1, 50, 3)
+    weights = rng.uniform(0.5, 1.5, 3)
+    controller = controller_of(DEMO)
+    controller.host.note(False, 3, 3e-4)
+    costs = Costs(controller.target, controller.draft, controller.host)
+    load = Load(
+        [
+            Candidate(AcceptanceCounts(), int(m), int(owed), True, float(w))
+            for m, owed, w in zip(most, missing, weights, strict=True)
+        ],
+        3,
+        600,
+    )
+    found = best(load, acceptance, costs)
+    of_pass, of_row = costs.draft_line(load)
+
+    def rate(nodes: Sequence[int]) -> float:
+        tokens = sum(w * sum(a**d for d in range(count + 1)) for w, a, count in zip(weights, acceptance, nodes, strict=True))
+        rows = sum(count + (owed - 1) / 96 for count, owed in zip(nodes, missing, strict=True) if count)
+        seconds = 3e-4 + max(nodes) * of_pass + rows * of_row + controller.target.predict(3 + sum(nodes), 600)
+        return float(tokens / seconds)
+
+    assert found.rate == pytest.approx(rate(found.num_nodes))
+    assert found.rate >= 0.99 * max(rate(nodes) for nodes in product(*(range(m + 1) for m in most)))
+
+
+def counts(acceptance: float, num_drafts: float) -> AcceptanceCounts:
+    return AcceptanceCounts(acceptance * num_drafts, acceptance * num_drafts, acceptance, num_drafts)
+
+
+def test_requests_that_differ_are_believed_sooner_and_count_alike() -> None:
+    fleet = counts(0.5, 2)
+    same = estimate(fleet, [counts(0.5, 10)] * 4 + [counts(0.9, 1)]).means[-1]
+    different = estimate(fleet, [counts(0.05, 10), counts(0.95, 10)] * 2 + [counts(0.9, 1)]).means[-1]
+    assert same < 0.6 < 0.65 < different
+    busy = estimate(fleet, [counts(0.9, 30), *[counts(0.1, 3)] * 3, counts(0.5, 0)]).means[-1]
+    assert busy < 0.45  # the mean of all drafts would be 0.7
