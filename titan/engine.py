@@ -131,7 +131,9 @@ class Engine:
             plan = self.scheduler.schedule(self._max_draft_tokens if adaptive is None else adaptive.num_reserved, self._lookahead)
             if not plan.requests:
                 return []
+            begin_clear = time.perf_counter()
             self.kv.clear_new_blocks()
+            end_clear = time.perf_counter()
             if adaptive is not None:
                 adaptive.decide(plan)
             begin_draft = time.perf_counter()
@@ -155,7 +157,8 @@ class Engine:
                 draft, target = end_draft - begin_draft, end_target - begin_target
                 if not self.backend.is_host:  # the host waits for both at once
                     draft, target = 0.0, end_device - begin_draft
-                adaptive.observe(plan, acceptance, trees.growth, StepTimes(time.perf_counter() - start, draft, target))
+                whole = time.perf_counter() - start - (end_clear - begin_clear)  # blocks are needed per token, not per step
+                adaptive.observe(plan, acceptance, trees.growth, StepTimes(whole, draft, target))
             return changed
 
     def _propose(self, plan: StepPlan) -> DraftTrees:

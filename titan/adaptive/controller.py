@@ -45,6 +45,12 @@ OFF_DWELL = 32
 IDLE_FADE = 0.975
 """Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
 
+MAX_FEED = 2.0
+"""Plain steps for whose time the draft may be fed at once what requests owe it."""
+
+PLAIN_STEPS, PLAIN_GAIN = 16, 0.1
+"""Drafting steps after which one is plain, to see what such steps cost; twice as many if drafting gains that share, and so on."""
+
 LEAST_DRAFTS = 1.5
 """Number of drafts that what was ever seen counts as at least."""
 
@@ -85,6 +91,7 @@ class Controller:
         self._key: tuple[int, ...] = ()
         self._num_left = 0  # steps for which the optimum stands
         self._num_rested = 0  # steps since anything was decided
+        self._num_drafting = 0  # steps since one was plain
         self._estimates = estimate(self.fleet, (AcceptanceCounts(),))
         self._hoped: list[int] = []
         self._before: list[tuple[float, float]] = []  # of probed requests: their drafts, and the acceptance that these showed
@@ -113,7 +120,7 @@ class Controller:
         """Learn from a step in which the controller rested; the load has no candidates."""
         self.target.note(load.num_rows, load.num_context_tokens, outcome.target_seconds)
         self.host.note(False, num_requests, outcome.seconds - outcome.draft_seconds - outcome.target_seconds)
-        self._probes.observe(outcome.seconds, outcome.seconds)
+        self._probes.observe(outcome.seconds, outcome.seconds, None, num_requests)
 
     def choose(self, load: Load) -> Decision:
         """Decide what the candidates of a step draft."""
@@ -142,6 +149,9 @@ class Controller:
             self._compare(load)
             self._key, self._num_left = key, min(DWELL, int(self.fleet.num_drafts)) if self.optimum.drafts else OFF_DWELL
         num_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
+        if self.optimum.drafts and self._is_plain_due():
+            return Decision([0] * n, [None] * n)
+        self._delay(load, num_nodes)
         worths = [self._worth(i, load) if count else None for i, count in enumerate(num_nodes)]
         probed = self._probes.choose(load, self._costs, num_nodes, self._estimates.means.tolist(), self._hoped)
         for i in probed:
@@ -149,12 +159,32 @@ class Controller:
         self._before = [self._showing(load.candidates[i].counts) for i in probed]
         return Decision(num_nodes, worths, probed)
 
+    def _is_plain_due(self) -> bool:
+        """Whether a step without drafts should show what such steps cost: the more often, the less drafting gains."""
+        gain = self.optimum.rate / self.optimum.off_rate - 1
+        self._num_drafting += 1
+        if self._num_drafting < PLAIN_STEPS * (1 + min(gain, 1.0) / PLAIN_GAIN):
+            return False
+        self._num_drafting = 0
+        return True
+
+    def _delay(self, load: Load, num_nodes: list[int]) -> None:
+        """Let the requests that owe most wait, so that the draft is not fed for longer than a few steps without it take."""
+        if self.draft is None:
+            return
+        num_rows, most = 0, MAX_FEED * self._costs.plain_seconds(load)
+        for i in sorted((i for i, count in enumerate(num_nodes) if count), key=lambda i: load.candidates[i].num_missing):
+            num_rows += load.candidates[i].num_missing
+            if num_rows > load.candidates[i].num_missing and self.draft.predict(num_rows, load.num_context_tokens) > most:
+                num_nodes[i] = 0
+
     def _compare(self, load: Load) -> None:
         """Find the best setting, and that which might be the best."""
         estimates = self._estimates = estimate(self.fleet, [each.counts for each in load.candidates])
         means = estimates.means
         owing = 1 - 1 / np.array([each.num_missing for each in load.candidates])
         sure = np.maximum(means - owing * np.sqrt(means * (1 - means)) * estimates.mean_error, 0.0)
+        self._probes.forget()
         self.optimum = best(load, sure.tolist(), self._costs)
         hope = np.minimum(means + estimates.errors, 1.0)
         self._hoped = self.optimum.num_nodes if all(self.optimum.num_nodes) else best(load, hope.tolist(), self._costs).num_nodes
@@ -190,10 +220,8 @@ class Controller:
             per_pass = max(1.0, outcome.num_draft_rows / passes)
             self.draft.note(per_pass, context * num_drafting / n, outcome.draft_seconds / passes)
         self._age_counts(load, decision)
-        plain_seconds = self._costs.plain_seconds(load)
-        self._probes.observe(outcome.seconds, plain_seconds)
-        if decision.probed:
-            self._probes.pay(outcome.num_accepted * plain_seconds / n if decision.is_probe else 0.0)
+        num_accepted = outcome.num_accepted if decision.drafts else None
+        self._probes.observe(outcome.seconds, self._costs.plain_seconds(load), num_accepted, n)
         if decision.is_probe:
             self._key = ()
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import log2
 
-RATE = 1 / 8
-"""Weight of a new observation, once there are some."""
+SHORTER_RATE, LONGER_RATE = 1 / 4, 1 / 8
+"""Weights of a new observation that is shorter or longer than expected: anything may hold up a pass, and nothing makes it shorter."""
 
 MAX_DEVIATIONS = 3.0
 """Observations further away than this many mean deviations count as if they were no further."""
@@ -20,9 +20,6 @@ NUM_OCTAVES = 24
 
 MIN_DEVIATION = 0.05
 """Least deviation, as a share, that observations are expected to have."""
-
-SHORTER_RATE, LONGER_RATE = 1 / 4, 1 / 16
-"""Weights of a new observation of the host's time."""
 
 FIRST_STEPS = 2
 """Steps of a kind after which their host's time counts as known."""
@@ -39,8 +36,8 @@ class Residual:
     def note(self, ratio: float) -> None:
         """Add an observation, as a multiple of the curve."""
         self.num_seen += 1
-        rate = max(RATE, 1 / (self.num_seen + 1))
         surprise = ratio / self.factor - 1
+        rate = max(SHORTER_RATE, 1 / (self.num_seen + 1)) if surprise < 0 else LONGER_RATE
         reach = MAX_DEVIATIONS * max(self.deviation, MIN_DEVIATION)
         self.deviation += rate * (min(abs(surprise), 2 * reach) - self.deviation)
         self.factor *= 1 + rate * min(max(surprise, -reach), reach)
@@ -110,7 +107,7 @@ class HostTime:
     counts: Counter[tuple[bool, int]] = field(default_factory=Counter)
 
     def note(self, is_drafting: bool, num_requests: int, seconds: float) -> None:
-        """Add a step. Anything may hold up a step, and nothing makes it shorter: short ones count more."""
+        """Add a step."""
         key = is_drafting, num_requests.bit_length()
         before = self.seconds.get(key, seconds)
         self.counts[key] += 1

@@ -79,7 +79,7 @@ def best(load: Load, acceptance: Sequence[float], costs: Costs) -> Optimum:
         return optimum
     pass_seconds, row_seconds = costs.draft_line(load)
     missing = [1 + (each.num_missing - 1) / DEBT_STEPS for each in candidates]
-    sizes = _grid(len(nodes), GRID_SIZES)
+    sizes = sorted({*_grid(len(nodes), GRID_SIZES), *(n * depth for depth in range(1, GRID_DEPTHS + 1) if n * depth <= len(nodes))})
     target = {size: costs.target.predict(load.num_rows + size, load.num_context_tokens) for size in [*sizes, 2 * sizes[-1]]}
     host, best_of = costs.host.predict(True, n), (0, 0)
     for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):

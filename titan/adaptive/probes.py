@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from titan.adaptive.load import Load
 from titan.adaptive.optimum import Costs
 
-PROBE_SHARE = 0.015
+PROBE_SHARE = 0.02
 """Share of the time."""
 
 MAX_ADVANCE = 1.0
@@ -29,10 +29,14 @@ class Probes:
     price: float = 0.0  # seconds of the probe that was last thought of
     advance: float = 0.0  # seconds that may be spent on it in advance
 
+    def forget(self) -> None:
+        """Think of another probe, because estimates or requests have changed."""
+        self.price = 0.0
+
     @property
     def is_due(self) -> bool:
         """Whether there is time for that probe."""
-        return self.credit + self.advance >= self.price
+        return not self.price or self.credit + self.advance >= self.price
 
     def choose(
         self, load: Load, costs: Costs, num_nodes: Sequence[int], acceptance: Sequence[float], hoped: Sequence[int]
@@ -46,7 +50,9 @@ class Probes:
             acceptance: of each candidate, estimated.
             hoped: nodes that each candidate would draft, if acceptance were as high as it may well be.
         """
-        candidates, n = load.candidates, len(load.candidates)
+        if not self.is_due:
+            return ()
+        candidates = load.candidates
         idle = [i for i, each in enumerate(candidates) if each.max_nodes and not num_nodes[i]]
         if not idle:
             return ()
@@ -63,13 +69,19 @@ class Probes:
         self.price, self.advance = prices[most], MAX_ADVANCE * costs.plain_seconds(load) if hopeful else 0.0
         return order[: most + 1] if self.is_due else ()
 
-    def observe(self, seconds: float, plain_seconds: float) -> None:
-        """Add the time of a step to the account; that of a plain one is the least that can be saved."""
-        self.credit = min(self.credit + PROBE_SHARE * seconds, max(self.price, MAX_ADVANCE * plain_seconds))
+    def observe(self, seconds: float, plain_seconds: float, num_accepted: int | None, num_requests: int) -> None:
+        """Add a step to the account.
 
-    def pay(self, saved: float) -> None:
-        """Take the probe off the account, except for seconds that it has saved."""
-        self.credit -= max(self.price - saved, 0.0)
+        Args:
+            seconds: of the step.
+            plain_seconds: that it would have taken without drafts.
+            num_accepted: drafted tokens that were accepted; ``None``: nothing was drafted.
+            num_requests: that emitted tokens.
+        """
+        self.credit += PROBE_SHARE * seconds
+        if num_accepted is not None:
+            self.credit += (1 + num_accepted / num_requests) * plain_seconds - seconds
+        self.credit = min(self.credit, max(self.price, MAX_ADVANCE * plain_seconds))
 
     @staticmethod
     def _prices(load: Load, costs: Costs, num_nodes: Sequence[int], order: Sequence[int]) -> list[float]:

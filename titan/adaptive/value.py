@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from titan.core.draft_history import AcceptanceCounts
 
-STRENGTH, STRENGTH_DRAFTS = 2.0, 8.0
+STRENGTH, STRENGTH_DRAFTS = 4.0, 8.0
 """k until requests have drafted, and the number of drafts after which this counts half."""
 
 AGREEMENT_NODES = 2.0
@@ -64,7 +64,7 @@ def estimate(fleet: AcceptanceCounts, requests: Sequence[AcceptanceCounts]) -> E
     means = shares * own + (1 - shares) * mean
     deviations = np.sqrt(means * (1 - means))
     seen = drafts + min(fleet.num_drafts, k)
-    return Estimates(means, deviations / np.sqrt(1 + seen), (1 + fleet.num_drafts) ** -0.5, agreements)
+    return Estimates(means, deviations / np.sqrt(1 + seen), (1 + k * float(shares.sum() + of_fleet)) ** -0.5, agreements)
 
 
 def _agreement(counts: AcceptanceCounts, agreement: float) -> float:
