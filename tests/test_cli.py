@@ -148,6 +148,8 @@ def test_trees_are_shown_after_the_text_and_before_the_speed_with_colours_on_a_t
     assert steps and steps[0].endswith(" of 6 draft tokens accepted")
     assert out.startswith("the dog")
     assert out.index("+ accepted, - rejected") < out.index("\nstep 1:") < out.index("tokens/s") < out.index("same text; speed-up")
+    num_drafted = sum(int(line.split()[-4]) for line in steps)
+    assert f", {num_drafted / len(steps):.2f} draft tokens per step, " in out
     assert out.count("> '") + out.count('> "') == len(steps)
     assert (ESCAPE in out) == is_colored
 
