@@ -1,8 +1,8 @@
 """Probes: one node each of some requests that would not draft, to see whether it would pay.
 
 The net cost of all drafts, which is their time less that of the tokens they save, is to be a share of all time at most. While
-acceptance may well be such that drafting pays, probes are made in advance, one after the other, of the requests that seem best: they
-go on as long as they win ("play the winner", Zelen, 1969). As many are probed at once as tell most for their time, which is the
+acceptance may well be such that drafting pays, probes are made in advance, one after the other, of the requests that seem best: it
+goes on as long as they win ("play the winner", Zelen, 1969). As many are probed at once as tell most for their time, which is the
 square root of their number. Else one is probed that costs little, and has not been seen for long.
 """
 
@@ -80,7 +80,8 @@ class Probes:
         """
         self.credit += PROBE_SHARE * seconds
         if num_accepted is not None:
-            self.credit += (1 + num_accepted / num_requests) * plain_seconds - seconds
+            saved = (1 + num_accepted / num_requests) * plain_seconds - seconds
+            self.credit = min(self.credit + saved, max(self.credit, 0.0))  # gains make up for losses, but are not spent
         self.credit = min(self.credit, max(self.price, MAX_ADVANCE * plain_seconds))
 
     @staticmethod
