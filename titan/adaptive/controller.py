@@ -43,7 +43,7 @@ PRIOR = AcceptanceCounts(num_accepted=2.1, num_expected=3.0, confidence=0.6, num
 IDLE_FADE = 0.975
 """Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
 
-LEAST_DRAFTS = 1.5
+LEAST_DRAFTS = 0.5
 """Number of drafts that what was ever seen counts as at least."""
 
 MAX_FEED = 2.0

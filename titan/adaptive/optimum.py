@@ -13,13 +13,10 @@ from titan.adaptive.cost import HostTime, PassCost
 from titan.adaptive.load import Load
 from titan.core.arrays import Ints
 
-MARGIN = 0.01
-"""Share by which drafting must be expected to gain."""
-
 GRID_SIZES, GRID_DEPTHS = 16, 8
 """Numbers of nodes, and of depths, up to which all are compared; further ones are a quarter apart."""
 
-DEBT_STEPS = 96
+DEBT_STEPS = 256
 """Steps over which the cost of feeding the draft what it has missed is spread."""
 
 
@@ -91,7 +88,7 @@ def best(load: Load, acceptance: NDArray[np.float64], costs: Costs) -> Optimum:
     rates = (total + gains) / (seconds + np.interp(num_nodes, edges, target))
     depth, size = divmod(int(rates.argmax()), len(sizes))
     rate = float(rates[depth, size])
-    if rate <= off_rate * (1 + MARGIN):
+    if rate <= off_rate:
         return Optimum([0] * n, off_rate, off_rate)
     chosen = of_request[: sizes[size]][is_kept[depth, : sizes[size]]]
     edge = bisect_right(edges, num_nodes[depth, size])
