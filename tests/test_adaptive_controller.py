@@ -10,7 +10,7 @@ import pytest
 from adaptive_simulator import MACHINES, Fixed, Fleet, Machine, Policy, Text, compare, controller_of
 
 from titan.adaptive.load import Candidate, Load
-from titan.adaptive.optimum import Costs, best
+from titan.adaptive.optimum import DEBT_STEPS, Costs, best
 from titan.adaptive.value import estimate
 from titan.core.draft_history import AcceptanceCounts
 
@@ -219,7 +219,7 @@ def test_optimum_is_that_of_all_settings(seed: int) -> None:
 
     def rate(nodes: Sequence[int]) -> float:
         tokens = sum(w * sum(a**d for d in range(count + 1)) for w, a, count in zip(weights, acceptance, nodes, strict=True))
-        rows = sum(count + (owed - 1) / 96 for count, owed in zip(nodes, missing, strict=True) if count)
+        rows = sum(count + (owed - 1) / DEBT_STEPS for count, owed in zip(nodes, missing, strict=True) if count)
         seconds = 3e-4 + max(nodes) * of_pass + rows * of_row + controller.target.predict(3 + sum(nodes), 600)
         return float(tokens / seconds)
 

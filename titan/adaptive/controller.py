@@ -48,7 +48,7 @@ IDLE_FADE = 0.975
 PLAIN_STEPS, PLAIN_GAIN = 16, 0.1
 """Drafting steps after which one is plain, to see what such steps cost; twice as many if drafting gains that share, and so on."""
 
-LEAST_DRAFTS = 1.5
+LEAST_DRAFTS = 0.5
 """Number of drafts that what was ever seen counts as at least."""
 
 MAX_FEED = 2.0
@@ -182,7 +182,7 @@ class Controller:
         """Find the best setting, and that which might be the best."""
         estimates = self._estimates = estimate(self.fleet, [each.counts for each in load.candidates])
         means = estimates.means
-        owing = 1 - 1 / np.array([each.num_missing for each in load.candidates])
+        owing = 0.0 if self.draft is None else 1 - 1 / np.array([each.num_missing for each in load.candidates])
         sure = np.maximum(means - owing * np.sqrt(means * (1 - means)) * estimates.mean_error, 0.0)
         self._probes.forget()
         self.optimum = best(load, sure.tolist(), self._costs)
@@ -233,15 +233,12 @@ class Controller:
         if not decision.drafts:
             self.fleet.fade(IDLE_FADE, LEAST_DRAFTS)
         elif decision.is_probe:
-            probed = [load.candidates[i].counts for i in decision.probed]
-            surprise = known = 0.0
-            for counts, (drafts, acceptance) in zip(probed, self._before, strict=True):
-                num_drafts, shown = self._showing(counts)
-                surprise += (shown - acceptance) * num_drafts * drafts / (drafts + 1)
-                known += 1
-            share = max(0.0, 1 - abs(surprise / known))
+            surprise = 0.0  # mean difference between what a probe showed and what was known before, as far as it was known
+            for i, (drafts, acceptance) in zip(decision.probed, self._before, strict=True):
+                num_drafts, shown = self._showing(load.candidates[i].counts)
+                surprise += (shown - acceptance) * num_drafts * drafts / (drafts + 1) / len(decision.probed)
             for each in (self.fleet, *(each.counts for i, each in enumerate(load.candidates) if i not in decision.probed)):
-                each.fade(share)
+                each.fade(max(0.0, 1 - abs(surprise)))
 
     def _showing(self, counts: AcceptanceCounts) -> tuple[float, float]:
         return counts.num_drafts, own_acceptance(counts, self.fleet.agreement)

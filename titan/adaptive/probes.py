@@ -80,7 +80,8 @@ class Probes:
         """
         self.credit += PROBE_SHARE * seconds
         if num_accepted is not None:
-            self.credit += (1 + num_accepted / num_requests) * plain_seconds - seconds
+            saved = (1 + num_accepted / num_requests) * plain_seconds - seconds
+            self.credit = min(self.credit + saved, max(self.credit, 0.0))  # gains make up for losses, but are not spent
         self.credit = min(self.credit, max(self.price, MAX_ADVANCE * plain_seconds))
 
     @staticmethod
