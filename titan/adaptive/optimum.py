@@ -72,7 +72,8 @@ def best(load: Load, acceptance: Sequence[float], costs: Costs) -> Optimum:
     """
     candidates, n = load.candidates, len(load.candidates)
     total_weight = sum([each.weight for each in candidates])
-    off_rate = total_weight / costs.plain_seconds(load)
+    decode = costs.target.predict(n, load.num_context_tokens)  # prefill is paid for anyway: it only makes further rows dearer
+    off_rate = total_weight / (costs.host.predict(False, n) + decode)
     optimum = Optimum([0] * n, off_rate, off_rate)
     nodes = _nodes_by_value(candidates, acceptance)
     if not nodes:
@@ -80,7 +81,9 @@ def best(load: Load, acceptance: Sequence[float], costs: Costs) -> Optimum:
     pass_seconds, row_seconds = costs.draft_line(load)
     missing = [1 + (each.num_missing - 1) / DEBT_STEPS for each in candidates]
     sizes = sorted({*_grid(len(nodes), GRID_SIZES), *(n * depth for depth in range(1, GRID_DEPTHS + 1) if n * depth <= len(nodes))})
-    target = {size: costs.target.predict(load.num_rows + size, load.num_context_tokens) for size in [*sizes, 2 * sizes[-1]]}
+    before = costs.target.predict(load.num_rows, load.num_context_tokens)
+    ends = [*sizes, 2 * sizes[-1]]
+    target = {size: decode + costs.target.predict(load.num_rows + size, load.num_context_tokens) - before for size in ends}
     host, best_of = costs.host.predict(True, n), (0, 0)
     for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):
         fixed = host + num_passes * pass_seconds
