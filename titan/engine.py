@@ -131,12 +131,11 @@ class Engine:
             plan = self.scheduler.schedule(self._max_draft_tokens if adaptive is None else adaptive.num_reserved, self._lookahead)
             if not plan.requests:
                 return []
+            begin_extra = time.perf_counter()  # deciding is not of each step, and blocks are needed per token
             if adaptive is not None:
                 adaptive.decide(plan)
-            begin_clear = time.perf_counter()
             self.kv.clear_new_blocks()
             self.kv.clear_draft_blocks([request for i, request in enumerate(plan.requests) if plan.feeds_draft(i)])
-            end_clear = time.perf_counter()
             begin_draft = time.perf_counter()
             trees = self._propose(plan)
             end_draft = time.perf_counter()
@@ -158,7 +157,7 @@ class Engine:
                 draft, target = end_draft - begin_draft, end_target - begin_target
                 if not self.backend.is_host:  # the host waits for both at once
                     draft, target = 0.0, end_device - begin_draft
-                whole = time.perf_counter() - start - (end_clear - begin_clear)  # blocks are needed per token, not per step
+                whole = time.perf_counter() - start - (begin_draft - begin_extra)
                 adaptive.observe(plan, acceptance, trees.growth, StepTimes(whole, draft, target))
             return changed
 
