@@ -87,6 +87,7 @@ class Controller:
         self.host = HostTime()
         self.fleet = replace(PRIOR)
         self.optimum = Optimum([], 0.0, 0.0)
+        self.has_drafted = False  # whether anything was ever drafted
         self._costs, self._probes = Costs(target, draft, self.host), Probes()
         self._key: tuple[int, ...] = ()
         self._num_left = 0  # steps for which the optimum stands
@@ -219,6 +220,7 @@ class Controller:
         if self.draft is not None and (passes := outcome.num_draft_passes) and is_caught_up:
             per_pass = max(1.0, outcome.num_draft_rows / passes)
             self.draft.note(per_pass, context * num_drafting / n, outcome.draft_seconds / passes)
+        self.has_drafted = self.has_drafted or decision.drafts
         self._age_counts(load, decision)
         num_accepted = outcome.num_accepted if decision.drafts else None
         self._probes.observe(outcome.seconds, self._costs.plain_seconds(load), num_accepted, n)

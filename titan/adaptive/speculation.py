@@ -57,7 +57,8 @@ class AdaptiveSpeculation:
         """Set budgets and worths of a plan's rows."""
         rows = [i for i in range(len(plan.requests)) if plan.reaches_root(i)]
         num_rows, num_context = sum(plan.num_tokens), sum([request.num_computed_tokens for request in plan.requests])
-        plan.drafts_prompts = self.controller.optimum.drafts
+        is_first_try = len(plan.requests) == 1 and not self.controller.has_drafted  # a long prompt is too much for a probe
+        plan.drafts_prompts = self.controller.optimum.drafts or is_first_try
         self._rows, self._rests = rows, self.controller.rests(len(rows), num_rows)
         if self._rests:
             self._load, self._decision = Load((), num_rows, num_context), NOTHING
