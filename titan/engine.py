@@ -135,7 +135,7 @@ class Engine:
             if adaptive is not None:
                 adaptive.decide(plan)
             self.kv.clear_new_blocks()
-            self.kv.clear_draft_blocks([request for i, request in enumerate(plan.requests) if plan.feeds_draft(i)])
+            self.kv.clear_draft_blocks(request for i, request in enumerate(plan.requests) if plan.feeds_draft(i))
             begin_draft = time.perf_counter()
             trees = self._propose(plan)
             end_draft = time.perf_counter()

@@ -136,14 +136,13 @@ class Controller:
 
     def postpone(self) -> Decision:
         """Return a decision to draft nothing in this step after all."""
-        n = len(self._load.candidates)
-        self._decision = Decision([0] * n, [None] * n)
+        self._decision = _nothing(self._load)
         return self._decision
 
     def _decide(self, load: Load) -> Decision:
         n = len(load.candidates)
         if not n or not self.host.knows(False, n):  # a plain step shows what it costs to draft
-            return Decision([0] * n, [None] * n)
+            return _nothing(load)
         key = n, load.num_rows.bit_length(), max(each.max_nodes for each in load.candidates)
         self._num_left -= 1
         if key != self._key or self._num_left <= 0:
@@ -151,7 +150,7 @@ class Controller:
             self._key, self._num_left = key, min(DWELL, int(self.fleet.num_drafts)) if self.optimum.drafts else OFF_DWELL
         num_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
         if self.optimum.drafts and self._is_plain_due():
-            return Decision([0] * n, [None] * n)
+            return _nothing(load)
         self._delay(load, num_nodes)
         worths = [self._worth(i, load) if count else None for i, count in enumerate(num_nodes)]
         probed = self._probes.choose(load, self._costs, num_nodes, self._estimates.means.tolist(), self._hoped)
@@ -257,3 +256,8 @@ class Controller:
         ratio = outcome.target_seconds / (target + passes * draft)
         self.target.note(num_rows, context, ratio * target)
         self.draft.note(num_drafting, of_draft, ratio * draft)
+
+
+def _nothing(load: Load) -> Decision:
+    """Return the decision that no candidate drafts."""
+    return Decision([0] * len(load.candidates), [None] * len(load.candidates))

@@ -11,7 +11,7 @@ import torch
 
 from titan.adaptive.cost import PassCost
 from titan.core.batch import QueryRow, RaggedBatch, build_batch
-from titan.core.trees import DraftTree, DraftTrees, TreeLimits
+from titan.core.trees import DraftTrees
 from titan.kernels.interfaces import Backend, Runner
 
 MAX_SECONDS = 2.0
@@ -129,14 +129,7 @@ class _Curve:
             QueryRow(table, start, [0] * (count - of_tree), True)
             for table, count, of_tree in zip(tables, counts, nodes, strict=True)
         ]
-        trees = DraftTrees.of(
-            [DraftTree.chain([0] * each) for each in nodes],
-            [TreeLimits(each, may_sample=False) for each in nodes],
-            drafter="profile",
-            vocab_size=1,
-            upload=self._backend.upload,
-            device=self._backend.device,
-        )
+        trees = DraftTrees.placeholder_chains(nodes, self._backend.upload, self._backend.device)
         return build_batch(rows, trees, block_size=block_size)
 
 

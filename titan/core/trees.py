@@ -224,6 +224,13 @@ class DraftTrees:
         )
 
     @classmethod
+    def placeholder_chains(cls, lengths: Sequence[int], upload: Upload, device: torch.device) -> DraftTrees:
+        """Return chains of these lengths, whose tokens are all 0, for passes that are run only to be measured."""
+        limits = [TreeLimits(length, may_sample=False) for length in lengths]
+        chains = [DraftTree.chain([0] * length) for length in lengths]
+        return cls.of(chains, limits, drafter="profile", vocab_size=1, upload=upload, device=device)
+
+    @classmethod
     def of(
         cls,
         proposal: Sequence[DraftTree] | DraftTrees,

@@ -11,7 +11,7 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.options import EngineConfig
 from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import DraftTree, DraftTrees, TreeLimits
+from titan.core.trees import DraftTrees
 from titan.kernels.interfaces import Backend, PassCounts, PassLimits
 from titan.models.decoder import Decoder
 from titan.sample.logits import TransformedRows, transform_logits
@@ -51,14 +51,7 @@ def _run(backend: Backend, model: Decoder, config: EngineConfig, limits: PassLim
     num_tokens = min(config.schedule.max_num_batched_tokens // num_requests, max_len)
     num_nodes = min(limits.query_len - 1, num_tokens - 1)
     row = QueryRow([0] * -(-max_len // block_size), 0, [0] * (num_tokens - num_nodes))
-    trees = DraftTrees.of(
-        [DraftTree.chain([0] * num_nodes)] * num_requests,
-        [TreeLimits(num_nodes, may_sample=False)] * num_requests,
-        drafter="profile",
-        vocab_size=model.config.vocab_size,
-        upload=backend.upload,
-        device=backend.device,
-    )
+    trees = DraftTrees.placeholder_chains([num_nodes] * num_requests, backend.upload, backend.device)
     kv = KVTensor(model.kv_layout, 1, block_size, backend.device)
     with torch.inference_mode():
         eager = limits._replace(query_len=0)  # a graph would keep memory of its own
