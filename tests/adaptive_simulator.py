@@ -28,7 +28,7 @@ class Machine:
     name: str
     target: Cost
     draft: Cost
-    host: Callable[[int, bool], float]  # of requests, and whether they draft
+    host: Callable[[int, int], float]  # of requests, and of those that draft
     sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     is_padded: bool = False
 
@@ -160,7 +160,9 @@ class Fleet:
         """Make a step; return emitted tokens, seconds, nodes."""
         texts, machine, n = self.texts, self.machine, len(self.texts)
         context = sum(text.context for text in texts)
-        candidates = [Candidate(text.counts, self.max_nodes, text.num_missing, self.stops_early, text.weight) for text in texts]
+        candidates = [
+            Candidate(text.counts, self.max_nodes, text.num_missing, 256, self.stops_early, text.weight) for text in texts
+        ]
         decision = policy.choose(Load(candidates, n + self.chunk, context))
         num_nodes, worths = decision.num_nodes, decision.worths
         most = [self.max_nodes if worth else count for worth, count in zip(worths, num_nodes, strict=True)]
@@ -171,7 +173,7 @@ class Fleet:
         ]
         total = sum(map(len, trees))
         target_seconds = self._noisy(machine.target(n + self.chunk + total, context))
-        seconds = self._noisy(machine.host(n, num_passes > 0)) + draft_seconds + target_seconds
+        seconds = self._noisy(machine.host(n, sum(map(bool, chains)))) + draft_seconds + target_seconds
         emitted = 0
         for text, tree, chain in zip(texts, trees, chains, strict=True):
             length = 0
@@ -187,7 +189,9 @@ class Fleet:
                 length += 1
             emitted += 1 + length
             text.advance(1 + length, bool(chain), self.rng)
-        policy.observe(Outcome([len(tree) for tree in trees], emitted - n, num_passes, num_rows, seconds, draft_seconds, target_seconds))
+        policy.observe(
+            Outcome([len(tree) for tree in trees], emitted - n, num_passes, num_rows, seconds, draft_seconds, target_seconds)
+        )
         return emitted, seconds, total
 
     def _grow(
@@ -234,26 +238,26 @@ MACHINES = {
         "demo float32",
         through({1: 0.5, 7: 0.65, 9: 0.8, 16: 1.13, 32: 2.0, 64: 3.78, 128: 7.36, 256: 14.8}, 3e-7),
         through({1: 0.06, 16: 0.08, 32: 0.11, 64: 0.2, 128: 0.34, 256: 0.6}, 7e-8),
-        lambda n, drafts: (0.25 + 0.012 * n + (0.15 + 0.01 * n) * drafts) / 1e3,
+        lambda n, drafting: (0.25 + 0.012 * n + (drafting > 0) * 0.15 + 0.01 * drafting) / 1e3,
     ),
     "150M float32": Machine(
         "150M float32",
         through({1: 4.9, 4: 5.7, 7: 6.8, 9: 8.4, 16: 12.0, 32: 21.8, 64: 41.6, 128: 72.4, 256: 150.0}, 3e-6),
         through({1: 1.33, 8: 1.5, 16: 1.83, 32: 2.68, 64: 4.36, 128: 7.5, 256: 15.1}, 1.15e-6),
-        lambda n, drafts: (0.25 + 0.012 * n + (0.15 + 0.01 * n) * drafts) / 1e3,
+        lambda n, drafting: (0.25 + 0.012 * n + (drafting > 0) * 0.15 + 0.01 * drafting) / 1e3,
     ),
     "150M bfloat16": Machine(
         "150M bfloat16",
         through({1: 6.2, 8: 7.0, 16: 8.4, 32: 13.4, 64: 23.8, 128: 44.0, 256: 85.6}, 1.6e-6),
         through({1: 1.05, 8: 1.1, 16: 1.31, 32: 1.79, 64: 2.72, 128: 4.7, 256: 8.9}, 5.7e-7),
-        lambda n, drafts: (0.25 + 0.012 * n + (0.15 + 0.01 * n) * drafts) / 1e3,
+        lambda n, drafting: (0.25 + 0.012 * n + (drafting > 0) * 0.15 + 0.01 * drafting) / 1e3,
     ),
     # shapes of GPU curves, not measurements: memory-bound passes, padded to captured sizes
     "GPU, 8 B and 1 B": Machine(
         "GPU, 8 B and 1 B",
         stairs(4.2e-3, 1e-5, 16, 2.2e-5, 2e-9),
         stairs(0.75e-3, 4e-6, 16, 3e-6, 5e-10),
-        lambda n, drafts: (0.3 + 0.012 * n + (0.2 + 0.01 * n) * drafts) / 1e3,
+        lambda n, drafting: (0.3 + 0.012 * n + (drafting > 0) * 0.2 + 0.01 * drafting) / 1e3,
         sizes=tuple(range(16, 513, 16)),
         is_padded=True,
     ),

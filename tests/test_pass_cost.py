@@ -3,7 +3,11 @@
 import numpy as np
 import pytest
 
-from titan.adaptive.cost import HostTime, PassCost
+from titan.adaptive.cost import FOLLOWED, HostTime, PassCost
+from titan.adaptive.costs import COLD_STEPS, Costs
+from titan.adaptive.load import Candidate, Load, Outcome
+from titan.adaptive.value import TreeGain
+from titan.core.draft_history import AcceptanceCounts
 
 SIZES, SECONDS = (1, 2, 4, 8, 16), (1.0, 1.1, 1.4, 2.0, 3.2)
 
@@ -54,11 +58,62 @@ def test_a_step_in_the_true_curve_is_learned() -> None:
     assert passes.predict(16, 0) == pytest.approx(6.0, rel=0.05)
 
 
+def test_passes_between_those_of_another_model_have_a_level_of_their_own() -> None:
+    passes = cost()
+    for _ in range(30):
+        passes.note(8, 0, 2.0)
+    for _ in range(30):
+        passes.note(16, 0, 1.5 * 3.2, is_alternating=True)
+    assert passes.predict(16, 0, is_alternating=True) == pytest.approx(1.5 * 3.2, rel=0.03)
+    assert passes.predict(8, 0) == pytest.approx(2.0, rel=0.12)
+
+
+def test_model_that_rests_follows_the_pace_of_the_other() -> None:
+    passes, other = cost(), cost()
+    for seconds in [2.0] * 40 + [3.0] * 60:
+        passes.follow(other.note(8, 0, seconds))
+    assert passes.predict(8, 0) == pytest.approx(2.0 * 1.5**FOLLOWED, rel=0.1)
+
+
+def load(n: int, missing: int = 1) -> Load:
+    return Load([Candidate(AcceptanceCounts(), 6, missing, 256, True)] * n, n, 0)
+
+
+@pytest.mark.parametrize(("num_steps", "most"), [(COLD_STEPS, 1.01), (40, 1.45)])
+def test_first_steps_of_their_kind_teach_little(num_steps: int, most: float) -> None:
+    """A step with drafts takes 1.45 times as long as the curves say, as cold ones do: it is believed once it goes on."""
+    costs = Costs(cost(), cost())
+    for _ in range(20):
+        costs.note_rest(load(4), 4, Outcome([], 0, 0, 0, 1.9, 0.0, 1.4))
+    for _ in range(num_steps):
+        costs.note_drafting(load(4), Outcome([1] * 4, 2, 1, 4, 1.45 * 3.9, 1.45 * 1.4, 1.45 * 2.0), [1] * 4)
+    assert costs.draft is not None
+    for ratio in (costs.target.predict(8, 0, True) / 2.0, costs.draft.predict(4, 0) / 1.4):
+        assert most - 0.1 < ratio < most + 0.02
+
+
 def test_host_takes_the_lesser_of_the_first_steps_and_clips_later_ones() -> None:
     host = HostTime()
     for seconds in (9.0, 1.0):
-        assert not host.knows(False, 3)
-        host.note(False, 3, seconds)
-    assert host.knows(False, 2) and host.predict(False, 3) == host.predict(True, 3) == 1.0
-    host.note(False, 3, 100.0)
-    assert host.predict(False, 3) == 1.125
+        assert not host.knows(3)
+        host.note(3, 0, seconds)
+    assert host.knows(2) and host.predict(3) == host.predict(3, 3) == 1.0  # nothing has drafted yet
+    host.note(3, 0, 100.0)
+    assert host.predict(3) == 1.125
+
+
+def test_host_takes_longer_the_more_requests_draft() -> None:
+    host = HostTime()
+    host.note(8, 0, 1.0)
+    host.note(8, 4, 1.5)
+    assert [host.predict(8, count) for count in (0, 4, 8, 16, 2, 1)] == pytest.approx([1.0, 1.5, 1.75, 2.0, 4 / 3, 1.25])
+
+
+def test_gain_of_trees_is_what_they_bring_beyond_chains() -> None:
+    gain = TreeGain()
+    for _ in range(200):
+        gain.note([3, 1], [0.5, 0.8], 2)
+    assert gain.ratio == pytest.approx(2 / (0.5 + 0.25 + 0.125 + 0.8), rel=0.05)
+    for _ in range(200):
+        gain.note([3, 1], [0.5, 0.8], 0)
+    assert gain.ratio == 1.0  # less than chains is a matter of acceptance

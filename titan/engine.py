@@ -136,7 +136,8 @@ class Engine:
             if adaptive is not None:
                 adaptive.decide(plan)
             self.kv.clear_new_blocks()
-            self.kv.clear_draft_blocks(request for i, request in enumerate(plan.requests) if plan.feeds_draft(i))
+            if not plan.is_plain:
+                self.kv.clear_draft_blocks(request for i, request in enumerate(plan.requests) if plan.feeds_draft(i))
             begin_draft = time.perf_counter()
             trees = self._propose(plan)
             end_draft = time.perf_counter()
@@ -163,6 +164,8 @@ class Engine:
             return changed
 
     def _propose(self, plan: StepPlan) -> DraftTrees:
+        if plan.is_plain:
+            return DraftTrees.empty(len(plan.requests), self.backend.device)
         limits = [
             TreeLimits(budget, not request.params.is_greedy, num_slots)
             for request, budget, num_slots in zip(plan.requests, plan.draft_budgets, plan.num_slots, strict=True)

@@ -11,8 +11,8 @@ is above the whole's (Dinkelbach, "On nonlinear fractional programming", 1967; t
 it is not known, requests draft the nodes that the optimum has of them.
 
 Estimates of p age by steps, and by surprise: what a probe shows to be no longer true of one request may be no longer true of
-others. A request whose draft must first be fed what it has missed has to pay even if p is a standard error lower than it seems; one
-that would pay if p were a standard error higher is probed.
+others. The longer the draft must first be fed what it has missed of a request, the surer it has to pay: up to one standard error
+lower than p seems. One that would pay if p were a standard error higher is probed.
 
 Everything here is a function of what it is given: there is no clock and no device.
 """
@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan.adaptive.cost import PassCost
 from titan.adaptive.costs import Costs
 from titan.adaptive.load import Load, Outcome
 from titan.adaptive.optimum import Optimum, best
@@ -47,10 +46,10 @@ IDLE_FADE = 0.975
 """Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
 
 PLAIN_STEPS, PLAIN_GAIN, NUM_PLAIN = 16, 0.1, 3
-"""Drafting steps after which some are plain, to see what such steps cost; twice as many if drafting gains that share, and so on; and
-the number of plain ones, of which the first finds cold caches."""
+"""Drafting steps after which some are plain, to see what such steps cost; twice as many if drafting gains that share, and so on;
+and how many are plain."""
 
-LEAST_DRAFTS = 0.5
+LEAST_DRAFTS = 4.0
 """Number of drafts that what was ever seen counts as at least."""
 
 MAX_FEED = 2.0
@@ -95,7 +94,7 @@ class Controller:
         self._hoped: list[int] = []
         self._before: list[tuple[float, float]] = []  # of probed requests: their drafts, and the acceptance that these showed
         self._load: Load = Load((), 0, 0)
-        self._decision = Decision((), ())
+        self._decision = Decision([], ())
 
     @property
     def is_probe_due(self) -> bool:
@@ -138,7 +137,7 @@ class Controller:
 
     def _decide(self, load: Load) -> Decision:
         n = len(load.candidates)
-        if not n or not self.costs.host.knows(False, n):  # a plain step shows what it costs to draft
+        if not n or not self.costs.host.knows(n):  # a plain step shows what it costs to draft
             return _nothing(load)
         key = n, load.num_rows.bit_length(), max(each.max_nodes for each in load.candidates)
         self._num_left -= 1
@@ -178,8 +177,9 @@ class Controller:
         """Find the best setting, and that which might be the best."""
         estimates = self._estimates = estimate(self.fleet, [each.counts for each in load.candidates])
         means = estimates.means
-        owing = 0.0 if self.costs.draft is None else 1 - 1 / np.array([each.num_missing for each in load.candidates])
-        sure = np.maximum(means - owing * np.sqrt(means * (1 - means)) * estimates.mean_error, 0.0)
+        n, (_, row_seconds) = len(load.candidates), self.costs.draft_line(load)
+        owing = np.array([each.num_missing - 1 for each in load.candidates]) * n * row_seconds / self.costs.plain_seconds(load)
+        sure = np.maximum(means - np.minimum(owing, 1.0) * np.sqrt(means * (1 - means)) * estimates.mean_error, 0.0)
         self._probes.forget()
         gain = self.tree_gain.ratio
         self.optimum = best(load, sure.tolist(), self.costs, gain)

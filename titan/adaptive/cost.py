@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from math import exp, log, log2, sqrt
 
@@ -143,31 +143,52 @@ class PassCost:
         return seconds[last - 1] + max(share, 0.0) * (seconds[last] - seconds[last - 1])
 
 
-@dataclass(slots=True)
 class HostTime:
-    """Seconds of a step beyond its passes, by requests' power of two, with and without drafts."""
+    """Seconds of a step beyond its passes: by the number of requests, and more by how many of them draft."""
 
-    seconds: dict[tuple[bool, int], float] = field(default_factory=dict)
-    counts: Counter[tuple[bool, int]] = field(default_factory=Counter)
+    def __init__(self) -> None:
+        self._plain, self._more = _ByCount(), _ByCount()
 
-    def note(self, is_drafting: bool, num_requests: int, seconds: float) -> None:
-        """Add a step. Of the first few, which may have been held up by anything, the shortest counts."""
-        key = is_drafting, num_requests.bit_length()
-        before = self.seconds.get(key, seconds)
-        self.counts[key] += 1
-        rate = SHORTER_RATE if seconds < before else LONGER_RATE
-        if self.counts[key] <= FIRST_STEPS:
-            rate = float(seconds < before)
-        self.seconds[key] = before + rate * (min(seconds, 2 * before) - before)
+    def note(self, num_requests: int, num_drafting: int, seconds: float) -> None:
+        """Add a step."""
+        if num_drafting:
+            self._more.note(num_drafting, max(seconds - self._plain.predict(num_requests), 0.0))
+        else:
+            self._plain.note(num_requests, seconds)
 
-    def knows(self, is_drafting: bool, num_requests: int) -> bool:
+    def knows(self, num_requests: int, num_drafting: int = 0) -> bool:
         """Whether a few such steps were seen."""
-        return self.counts[is_drafting, num_requests.bit_length()] >= FIRST_STEPS
+        return self._more.knows(num_drafting) if num_drafting else self._plain.knows(num_requests)
 
-    def predict(self, is_drafting: bool, num_requests: int) -> float:
-        """Return the expected seconds; a step without drafts takes no more than one with them."""
-        octave = num_requests.bit_length()
-        off, on = self.seconds.get((False, octave)), self.seconds.get((True, octave))
-        if off is None or on is None:
-            return off or on or 0.0
-        return on if is_drafting else min(on, off)
+    def predict(self, num_requests: int, num_drafting: int = 0) -> float:
+        """Return the expected seconds."""
+        return self._plain.predict(num_requests) + (self._more.predict(num_drafting) if num_drafting else 0.0)
+
+
+class _ByCount:
+    """Seconds by powers of two of a count. Of the first few steps, which may have been held up by anything, the shortest counts."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._num_seen = Counter[int]()
+
+    def note(self, count: int, seconds: float) -> None:
+        octave = count.bit_length()
+        before = self._seconds.get(octave, seconds)
+        self._num_seen[octave] += 1
+        rate = SHORTER_RATE if seconds < before else LONGER_RATE
+        if self._num_seen[octave] <= FIRST_STEPS:
+            rate = float(seconds < before)
+        self._seconds[octave] = before + rate * (min(seconds, 2 * before) - before)
+
+    def knows(self, count: int) -> bool:
+        return self._num_seen[count.bit_length()] >= FIRST_STEPS
+
+    def predict(self, count: int) -> float:
+        """Return what was seen of the nearest power of two; half of it more or less for each one in between."""
+        octave = count.bit_length()
+        if octave in self._seconds or not self._seconds:
+            return self._seconds.get(octave, 0.0)
+        nearest = min(self._seconds, key=lambda each: abs(each - octave))
+        share = 1 + abs(octave - nearest) / 2
+        return self._seconds[nearest] * (share if octave > nearest else 1 / share)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from titan.adaptive.cost import HostTime, PassCost
 from titan.adaptive.load import Load, Outcome
 
-COLD = 1.5
-"""How many times as long a part of a step may take that is the first of its kind, because it finds nothing in the caches."""
+COLD, COLD_STEPS = 1.5, 4
+"""How many times as long the first steps with, or without, drafts may take, because of cold caches; and how many these are."""
 
 
 class Costs:
@@ -21,11 +21,11 @@ class Costs:
     def __init__(self, target: PassCost, draft: PassCost | None, *, is_timed: bool = True) -> None:
         self.target, self.draft, self.host = target, draft, HostTime()
         self._is_timed = is_timed
-        self._was_drafting = False
+        self._was_drafting, self._num_alike = False, 0
 
     def plain_seconds(self, load: Load) -> float:
         """Return the seconds of a step without drafts."""
-        return self.host.predict(False, len(load.candidates)) + self.target.predict(load.num_rows, load.num_context_tokens)
+        return self.host.predict(len(load.candidates)) + self.target.predict(load.num_rows, load.num_context_tokens)
 
     def draft_line(self, load: Load) -> tuple[float, float]:
         """Return the seconds of a pass of the draft, whatever its rows, and of each row, near a row for each candidate."""
@@ -44,13 +44,13 @@ class Costs:
             num_requests: that emitted tokens.
             outcome: of the step.
         """
-        is_cold, self._was_drafting = self._was_drafting, False
+        is_cold = self._is_cold(False)
         rows, context, seconds = load.num_rows, load.num_context_tokens, outcome.target_seconds
         change = self.target.note(rows, context, _warm(seconds, self.target.predict(rows, context)) if is_cold else seconds)
         if self.draft is not None:
             self.draft.follow(change)
         if num_requests:
-            self.host.note(False, num_requests, outcome.host_seconds)
+            self._note_host(num_requests, 0, outcome.host_seconds, is_cold)
 
     def note_drafting(self, load: Load, outcome: Outcome, num_nodes: list[int]) -> None:
         """Learn from a step with drafts.
@@ -60,16 +60,13 @@ class Costs:
             outcome: of the step.
             num_nodes: that each candidate was to draft.
         """
-        is_cold, self._was_drafting = not self._was_drafting, True
+        is_cold = self._is_cold(True)
         n, num_drafting = len(load.candidates), sum(map(bool, num_nodes))
         rows, context = load.num_rows + sum(outcome.num_nodes), load.num_context_tokens
         of_draft = context * num_drafting / n
-        seconds = outcome.host_seconds
-        if is_cold and self.host.knows(True, n):
-            seconds = _warm(seconds, self.host.predict(True, n))
-        self.host.note(True, n, seconds)
+        self._note_host(n, num_drafting, outcome.host_seconds, is_cold)
         if not self._is_timed:
-            self._note_together(rows, context, (max(num_nodes), num_drafting, of_draft), outcome.target_seconds)
+            self._note_together(rows, context, max(num_nodes), (num_drafting, of_draft), outcome.target_seconds)
             return
         seconds, expected = outcome.target_seconds, self.target.predict(rows, context, True)
         self.target.note(rows, context, _warm(seconds, expected) if is_cold else seconds, True)
@@ -79,9 +76,19 @@ class Costs:
             expected = self.draft.predict(per_pass, of_draft)
             self.draft.note(per_pass, of_draft, _warm(seconds, expected) if is_cold else seconds)
 
-    def _note_together(self, rows: int, context: int, of_draft: tuple[int, int, float], seconds: float) -> None:
+    def _is_cold(self, is_drafting: bool) -> bool:
+        """Count a step, and return whether it is among the first of its kind."""
+        self._num_alike = self._num_alike + 1 if is_drafting == self._was_drafting else 1
+        self._was_drafting = is_drafting
+        return self._num_alike <= COLD_STEPS
+
+    def _note_host(self, num_requests: int, num_drafting: int, seconds: float, is_cold: bool) -> None:
+        if is_cold and self.host.knows(num_requests, num_drafting):
+            seconds = _warm(seconds, self.host.predict(num_requests, num_drafting))
+        self.host.note(num_requests, num_drafting, seconds)
+
+    def _note_together(self, rows: int, context: int, passes: int, size: tuple[int, float], seconds: float) -> None:
         """Note passes of target and draft, whose time together is known: each as the same multiple of what was expected."""
-        passes, *size = of_draft
         target = self.target.predict(rows, context, True)
         draft = 0.0 if self.draft is None else self.draft.predict(*size)
         ratio = seconds / (target + passes * draft)

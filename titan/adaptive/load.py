@@ -14,6 +14,7 @@ class Candidate(NamedTuple):
     counts: AcceptanceCounts
     max_nodes: int  # that it may draft; 0: none
     num_missing: int  # committed tokens that the draft has not seen, the root included
+    num_remaining: int  # tokens that it may still emit
     stops_early: bool  # whether the draft's confidence may end its tree; else it drafts the nodes that its history says
     weight: float = 1.0  # of its tokens
 

@@ -18,8 +18,8 @@ GRID_SIZES, GRID_DEPTHS = 16, 8
 MIN_VALUE = 0.02
 """Value below which no node is considered."""
 
-DEBT_STEPS = 96
-"""Steps over which the cost of feeding the draft what it has missed is spread."""
+DEBT_STEPS, DEBT_SHARE = 96, 0.5
+"""Most steps over which the cost of feeding the draft what it has missed is spread, and the share of the tokens yet to come."""
 
 
 @dataclass(slots=True)
@@ -52,28 +52,30 @@ def best(load: Load, acceptance: Sequence[float], costs: Costs, tree_gain: float
     candidates, n = load.candidates, len(load.candidates)
     total_weight = sum([each.weight for each in candidates])
     decode = costs.target.predict(n, load.num_context_tokens)  # prefill is paid for anyway: it only makes further rows dearer
-    off_rate = total_weight / (costs.host.predict(False, n) + decode)
+    off_rate = total_weight / (costs.host.predict(n) + decode)
     optimum = Optimum([0] * n, off_rate, off_rate)
     nodes = _nodes_by_value(candidates, acceptance)
     if not nodes:
         return optimum
     pass_seconds, row_seconds = costs.draft_line(load)
-    missing = [1 + (each.num_missing - 1) / DEBT_STEPS for each in candidates]
+    missing = [1 + (each.num_missing - 1) / min(DEBT_STEPS, max(1.0, DEBT_SHARE * each.num_remaining)) for each in candidates]
     sizes = sorted({*_grid(len(nodes), GRID_SIZES), *(n * depth for depth in range(1, GRID_DEPTHS + 1) if n * depth <= len(nodes))})
     context = load.num_context_tokens
     prefill = costs.target.predict(load.num_rows, context, True) - costs.target.predict(n, context, True)
     target = {size: costs.target.predict(load.num_rows + size, context, True) - prefill for size in [*sizes, 2 * sizes[-1]]}
-    host, best_of = costs.host.predict(True, n), (0, 0)
+    host = {drafting: costs.host.predict(n, 1 << (drafting - 1)) for drafting in range(1, n.bit_length() + 1)}
+    best_of = 0, 0
     for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):
-        fixed = host + num_passes * pass_seconds
-        gain, rows, size = total_weight, 0.0, 0
+        fixed = num_passes * pass_seconds
+        gain, rows, size, num_drafting = total_weight, 0.0, 0, 0
         for value, depth, i in nodes:
             if depth > num_passes:
                 continue
             gain, size = gain + tree_gain * value, size + 1
             rows += missing[i] if depth == 1 else 1.0
+            num_drafting += depth == 1
             if size in target:
-                rate = gain / (fixed + row_seconds * rows + target[size])
+                rate = gain / (host[num_drafting.bit_length()] + fixed + row_seconds * rows + target[size])
                 if rate > optimum.on_rate:
                     optimum.on_rate, best_of = rate, (num_passes, size)
     if optimum.on_rate > off_rate * (1 + MARGIN):

@@ -3,7 +3,8 @@
 The net cost of all drafts, which is their time less that of the tokens they save, is to be a share of all time at most. While
 acceptance may well be such that drafting pays, probes are made in advance, one after the other, of the requests that seem best:
 they go on as long as they win ("play the winner", Zelen, 1969). As many are probed at once as tell most for their time, which is
-the square root of their number. Else one is probed that costs little, and has not been seen for long.
+the square root of their number. Else one is probed that costs little, and has not been seen for long. A probe is a few steps in
+a row: the first feeds the draft what it has missed, and finds cold caches, so that the others cost little.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ from titan.adaptive.load import Load
 PROBE_SHARE = 0.02
 """Share of the time."""
 
+MAX_MISSING = 2
+"""Tokens that the draft may have missed of a request whose probe goes on."""
+
+NUM_STEPS = 3
+"""Steps of a probe."""
+
 MAX_ADVANCE = 1.0
 """Steps whose time may be spent in advance, or saved."""
 
@@ -28,6 +35,8 @@ class Probes:
     credit: float = 0.0  # seconds
     price: float = 0.0  # seconds of the probe that was last thought of
     advance: float = 0.0  # seconds that may be spent on it in advance
+    num_left: int = 0  # steps of the probe that is going on
+    is_cold: bool = False  # whether the step before was a probe's
 
     def forget(self) -> None:
         """Think of another probe, because estimates or requests have changed."""
@@ -36,7 +45,7 @@ class Probes:
     @property
     def is_due(self) -> bool:
         """Whether there is time for that probe."""
-        return not self.price or self.credit + self.advance >= self.price
+        return self.num_left > 0 or not self.price or self.credit + self.advance >= self.price
 
     def choose(
         self, load: Load, costs: Costs, num_nodes: Sequence[int], acceptance: Sequence[float], hoped: Sequence[int]
@@ -56,6 +65,9 @@ class Probes:
         idle = [i for i, each in enumerate(candidates) if each.max_nodes and not num_nodes[i]]
         if not idle:
             return ()
+        if self.num_left:
+            self.num_left -= 1
+            return [i for i in idle if costs.draft is None or candidates[i].num_missing <= MAX_MISSING]
         hopeful = [i for i in idle if hoped[i]]
         if hopeful:
             order = sorted(hopeful, key=lambda i: (-acceptance[i], candidates[i].num_missing))
@@ -67,7 +79,10 @@ class Probes:
         prices = self._prices(load, costs, num_nodes, order)
         most = max(range(len(order)), key=lambda i: (i + 1) ** 0.5 / prices[i])
         self.price, self.advance = prices[most], MAX_ADVANCE * costs.plain_seconds(load) if hopeful else 0.0
-        return order[: most + 1] if self.is_due else ()
+        if self.credit + self.advance < self.price:
+            return ()
+        self.num_left = NUM_STEPS - 1
+        return order[: most + 1]
 
     def observe(self, seconds: float, plain_seconds: float, num_accepted: int | None, num_requests: int) -> None:
         """Add a step to the account.
@@ -79,9 +94,12 @@ class Probes:
             num_requests: that emitted tokens.
         """
         self.credit += PROBE_SHARE * seconds
-        if num_accepted is not None:
+        if num_accepted is None:
+            self.credit -= max(0.0, min(seconds, 2 * plain_seconds) - plain_seconds) if self.is_cold else 0.0
+        else:
             saved = (1 + num_accepted / num_requests) * plain_seconds - seconds
             self.credit = min(self.credit + saved, max(self.credit, 0.0))  # gains make up for losses, but are not spent
+        self.is_cold = num_accepted is not None
         self.credit = min(self.credit, max(self.price, MAX_ADVANCE * plain_seconds))
 
     @staticmethod
@@ -90,12 +108,12 @@ class Probes:
         n, context, target, draft = len(load.candidates), load.num_context_tokens, costs.target, costs.draft
         node_seconds = target.predict(load.num_rows + 1, context) - target.predict(load.num_rows, context)
         drafting = sum(map(bool, num_nodes))
-        fixed = 0.0 if drafting else max(costs.host.predict(True, n) - costs.host.predict(False, n), 0.0)
+        fixed = -costs.host.predict(n, drafting)
         if draft is not None and drafting:
             fixed -= draft.predict(drafting, context * drafting / n)
         prices, rows = [], drafting
         for i, each in enumerate(order, 1):
             rows += load.candidates[each].num_missing
             fed = 0.0 if draft is None else draft.predict(rows, context * (drafting + i) / n)
-            prices.append(max(fixed + fed + i * node_seconds, 1e-9))
+            prices.append(max(costs.host.predict(n, drafting + i) + fixed + fed + i * node_seconds, 1e-9))
         return prices

@@ -22,7 +22,7 @@ TEMPERATURE_RATE = 1 / 32
 RESERVED_NODES = 8
 """Nodes for which room is reserved, as a multiple of those expected: where the draft is sure of itself, trees grow larger."""
 
-NOTHING = Decision((), ())
+NOTHING = Decision([], ())
 
 
 class StepTimes(NamedTuple):
@@ -87,6 +87,7 @@ class AdaptiveSpeculation:
             history.acceptance,
             max(0, min(most, request.num_remaining_tokens - 1)) if params.use_speculative else 0,
             request.num_tokens - request.num_drafted_context,
+            request.num_remaining_tokens,
             self._confident is not None and self._confident.stops_early(request),
             1 / history.tokens_per_step.value if self.is_latency else 1.0,
         )

@@ -34,6 +34,11 @@ class StepPlan:
         self.draft_budgets.append(draft_budget)
         return num_tokens + draft_budget
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is drafted, and no prompt may be fed to a draft model."""
+        return not self.drafts_prompts and not any(self.draft_budgets)
+
     def feeds_draft(self, i: int) -> bool:
         """Whether a draft model may be fed row ``i``."""
         return self.draft_budgets[i] > 0 or (self.drafts_prompts and not self.reaches_root(i))
