@@ -60,12 +60,13 @@ def test_a_step_in_the_true_curve_is_learned() -> None:
 
 def test_passes_between_those_of_another_model_have_a_level_of_their_own() -> None:
     passes = cost()
-    for _ in range(30):
-        passes.note(8, 0, 2.0)
-    for _ in range(30):
-        passes.note(16, 0, 1.5 * 3.2, is_alternating=True)
-    assert passes.predict(16, 0, is_alternating=True) == pytest.approx(1.5 * 3.2, rel=0.03)
-    assert passes.predict(8, 0) == pytest.approx(2.0, rel=0.12)
+    for _ in range(8):
+        for _ in range(5):
+            passes.note(8, 0, 2.0)
+        for _ in range(5):
+            passes.note(8, 0, 3.0, is_alternating=True)
+    assert passes.predict(8, 0) == pytest.approx(2.0, rel=0.03)
+    assert passes.predict(8, 0, is_alternating=True) == pytest.approx(3.0, rel=0.03)
 
 
 def test_model_that_rests_follows_the_pace_of_the_other() -> None:
