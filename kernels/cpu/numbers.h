@@ -35,6 +35,7 @@ typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
 typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 typedef int32_t Integers __attribute__((vector_size(kLanes * sizeof(int32_t))));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+typedef int8_t Bytes __attribute__((vector_size(kLanes)));
 
 template <typename To, typename From>
 inline To reinterpret(From value) {
@@ -148,6 +149,10 @@ inline Lanes load_lanes(const Float16* values) {
   // subnormal numbers, too: the exponent moves to its place, and a product mends its bias
   return reinterpret<Lanes>(reinterpret<Words>(reinterpret<Lanes>((halves & 0x7fffu) << 13) * 0x1p112f) | sign);
 #endif
+}
+
+inline Lanes load_lanes(const int8_t* values) {
+  return __builtin_convertvector(__builtin_convertvector(load<Bytes>(values), Integers), Lanes);
 }
 
 inline void narrow(float x, float* result) { *result = x; }

@@ -26,7 +26,8 @@ class TorchCache:
     def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
         sources, targets = self._upload(_path_slots(moves, kv.block_size))
         if kv.layout.is_quantised:
-            return _move_quantised(kv, sources, targets)
+            _move_quantised(kv, sources, targets)
+            return
         for group in kv.groups:
             slots = group.view(-1, kv.num_blocks * kv.block_size, group.shape[-1])  # fewer dimensions: less setup per operation
             slots.index_copy_(1, targets, slots.index_select(1, sources))

@@ -1,7 +1,7 @@
 """Quantised keys and values in plain PyTorch: how they are rounded, written and read.
 
-Each key and each value of a head is stored as ``round(x / scale)`` with ``scale = max(|x|) / 127``, so that no number is off by more
-than half a scale. What is written is read from the cache by its own pass as well: logits do not depend on which tokens a pass held.
+Each key and each value of a head is stored as ``round(x / scale)`` with ``scale = max(|x|) / 127``, so that no number is off by
+more than half a scale. A pass reads what it writes from the cache, too: logits do not depend on which tokens a pass held.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_quantised(kv_layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Write keys and values, [T, num_kv_heads, D] each, to their slots, int64 [T], of int8 blocks, [2, num_kv_heads, blocks, bytes]."""
+    """Quantise keys and values, [T, num_kv_heads, D] each, and write them to their slots.
+
+    Args:
+        kv_layer: int8 [2, num_kv_heads, num_blocks, bytes], updated in place.
+        slots: int64 [T].
+        keys: of the tokens.
+        values: of the tokens.
+    """
     planes = kv_planes(kv_layer, keys.shape[-1])
     block_size = planes[1].shape[-1]
     for plane, written in zip(planes, quantise(torch.stack((keys, values)).transpose(1, 2)), strict=True):

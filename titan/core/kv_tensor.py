@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-
 SCALE_BYTES = 4
 """Of the float32 scale of a quantised key or value."""
 
