@@ -89,7 +89,12 @@ inline void load_queries(const Head<S>& head, int64_t first_row, int64_t num_row
   }
   for (int64_t d = 0; d < plan.head_dim; d += kTileInputs) {
     Words words[kTileRows] = {};
-    for (int64_t i = 0; i < num_rows; ++i) std::memcpy(words + i, rows[i] + d, sizeof *words);
+    for (int64_t i = 0; i < num_rows; ++i) {
+      if constexpr (kIsQuantised<S>) // in the order of `key_place`
+        words[i] = reinterpret<Words>(load_lanes(rows[i] + d)) >> 16 | reinterpret<Words>(load_lanes(rows[i] + d + kLanes));
+      else
+        std::memcpy(words + i, rows[i] + d, sizeof *words);
+    }
     transpose(words);
     std::memcpy(queries + d / 2, words, sizeof words);
   }
@@ -239,7 +244,7 @@ void attend_head_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stri
     if constexpr (kIsQuantised<S>) {
       scales = find_scales(head, tile);
       const BFloat16* rows[kTile];
-      widen_rows(head.keys, tile, head_dim, reinterpret_cast<BFloat16*>(room.keys.data()), rows);
+      widen_keys(head.keys, tile, head_dim, reinterpret_cast<BFloat16*>(room.keys.data()), rows);
       keys[0] = rows[0], keys[1] = rows[kTileRows];
     } else {
       keys[0] = head.keys + tile.offsets[0], keys[1] = head.keys + tile.offsets[tile.count > kTileRows ? kTileRows : 0];

@@ -169,7 +169,7 @@ void attend_by_vectors(const Head<S>& head, const T* q, int64_t q_stride, T* out
     first_slot = std::min(first_slot, head.first_slot(token));
     const T* query = q + token * q_stride + head.query_head(row) * head_dim;
     Row<T>* copy = numbers_of<Row<T>>(room.queries) + row * dim;
-    for (int64_t d = 0; d < head_dim; ++d) narrow(widen(query[d]), &copy[d]);
+    for (int64_t d = 0; d < head_dim; ++d) narrow(widen(query[d]), &copy[kIsQuantised<S> ? key_place<Row<T>>(d) : d]);
   }
   const int64_t end = *std::max_element(room.ends.begin(), room.ends.end());
   const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, group_rows = (num_rows + num_groups - 1) / num_groups;
@@ -188,7 +188,7 @@ void attend_by_vectors(const Head<S>& head, const T* q, int64_t q_stride, T* out
     prefetch(head.keys);
     if constexpr (kIsQuantised<S>) {
       scales = find_scales(head, tile);
-      widen_rows(head.keys, tile, dim, numbers_of<Row<T>>(room.keys), keys);
+      widen_keys(head.keys, tile, dim, numbers_of<Row<T>>(room.keys), keys);
       widen_values(head.values, tile, dim, numbers_of<T>(room.values), values);
     } else {
       find_rows(head.keys, tile, head_dim, dim, numbers_of<Row<T>>(room.keys), keys);

@@ -152,7 +152,14 @@ inline Lanes load_lanes(const Float16* values) {
 }
 
 inline Lanes load_lanes(const int8_t* values) {
-  return __builtin_convertvector(__builtin_convertvector(load<Bytes>(values), Integers), Lanes);
+#if defined(__AVX512F__) // GCC 12 would widen the bytes one by one
+  const Integers integers = reinterpret<Integers>(_mm512_cvtepi8_epi32(load<__m128i>(values)));
+#elif defined(__AVX2__)
+  const Integers integers = reinterpret<Integers>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(values))));
+#else
+  const Integers integers = __builtin_convertvector(load<Bytes>(values), Integers);
+#endif
+  return __builtin_convertvector(integers, Lanes);
 }
 
 inline void narrow(float x, float* result) { *result = x; }

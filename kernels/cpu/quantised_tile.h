@@ -35,24 +35,32 @@ inline void multiply(float* numbers, const float* scales) {
   for (int64_t j = 0; j < kTile; j += kLanes) store(load_lanes(numbers + j) * load_lanes(scales + j), numbers + j);
 }
 
-inline void widen_lanes(const int8_t* numbers, float* result) { store(load_lanes(numbers), result); }
-
-inline void widen_lanes(const int8_t* numbers, BFloat16* result) {
-  store(__builtin_convertvector(reinterpret<Words>(load_lanes(numbers)) >> 16, Halves), result);
+// Widen numbers of two slots, or two vectors of dimensions, to pairs.
+inline Words widen_pairs(const int8_t* first, const int8_t* second) {
+  return reinterpret<Words>(load_lanes(first)) >> 16 | reinterpret<Words>(load_lanes(second));
 }
 
-// Widen the rows of a tile to `copies`, [kTile, dim].
+// Where a dimension of a key is widened to: those of bfloat16 are pairs of a vector and the next one.
 template <typename X>
-inline void widen_rows(const int8_t* numbers, const Tile& tile, int64_t dim, X* copies, const X** rows) {
+inline int64_t key_place(int64_t d) {
+  constexpr int64_t kStep = 2 * kLanes;
+  return std::is_same_v<X, BFloat16> ? d / kStep * kStep + d % kLanes * 2 + d % kStep / kLanes : d;
+}
+
+// Widen the keys of a tile to `copies`, [kTile, dim].
+inline void widen_keys(const int8_t* numbers, const Tile& tile, int64_t dim, BFloat16* copies, const BFloat16** rows) {
   for (int64_t j = 0; j < kTile; ++j, copies += dim) {
-    for (int64_t d = 0; d < dim; d += kLanes) widen_lanes(numbers + tile.offsets[j] + d, copies + d);
+    const int8_t* key = numbers + tile.offsets[j];
+    for (int64_t d = 0; d < dim; d += 2 * kLanes) store(widen_pairs(key + d, key + d + kLanes), copies + d);
     rows[j] = copies;
   }
 }
 
-// Widen numbers of two slots to pairs.
-inline Words widen_pairs(const int8_t* first, const int8_t* second) {
-  return reinterpret<Words>(load_lanes(first)) >> 16 | reinterpret<Words>(load_lanes(second));
+inline void widen_keys(const int8_t* numbers, const Tile& tile, int64_t dim, float* copies, const float** rows) {
+  for (int64_t j = 0; j < kTile; ++j, copies += dim) {
+    for (int64_t d = 0; d < dim; d += kLanes) store(load_lanes(numbers + tile.offsets[j] + d), copies + d);
+    rows[j] = copies;
+  }
 }
 
 // Widen the values of a tile; those of bfloat16 are pairs of slots, [kTile / 2, dim, 2].
@@ -65,7 +73,7 @@ inline void widen_values(const int8_t* numbers, const Tile& tile, int64_t dim, B
 }
 
 inline void widen_values(const int8_t* numbers, const Tile& tile, int64_t dim, float* copies, const float** rows) {
-  widen_rows(numbers, tile, dim, copies, rows);
+  widen_keys(numbers, tile, dim, copies, rows);
 }
 
 } // namespace
