@@ -15,6 +15,7 @@ from titan.kernels.triton.tuning import FLOAT32_CONFIGS, SAFE_CONFIGS, SM90, TAB
 NUM_REGISTERS = 65536  # of a multiprocessor
 
 OTHERS = """
+from itertools import product
 from types import SimpleNamespace
 import torch
 from titan.core.random import Purpose
@@ -35,8 +36,11 @@ def zeros(*shape, dtype):
 
 half, single = torch.bfloat16, torch.float32
 slots = torch.zeros(7, dtype=torch.int64)
-for num_heads, num_kv_heads, head_dim, dtype in ((9, 3, 64, half), (32, 8, 128, half), (32, 8, 128, single)):
+sizes = ((9, 3, 64, half), (32, 8, 128, half), (32, 8, 128, single))
+for (num_heads, num_kv_heads, head_dim, dtype), is_quantised in product(sizes, (False, True)):
     kv_layer = zeros(2, num_kv_heads, 4, 16, head_dim, dtype=dtype)
+    if is_quantised:
+        kv_layer = zeros(2, num_kv_heads, 4, 16 * (head_dim + 4), dtype=torch.int8)
     for qk_norm in (None, zeros(num_heads + num_kv_heads, head_dim, dtype=dtype)):
         rope_and_write_kv(
             zeros(7, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
@@ -74,7 +78,7 @@ for num_blocks in (64, 513):
 """
 
 KERNELS = {
-    "_rope_and_write_kv_kernel": (6, 64),
+    "_rope_and_write_kv_kernel": (12, 64),
     "_norm_kernel": (8, 96),
     "_silu_mul_kernel": (3, 64),
     "_walk_kernel": (1, 40),
@@ -116,7 +120,9 @@ from titan.kernels.triton.tree_attention import tree_attention
 def zeros(*shape, dtype=torch.int32):
     return torch.zeros(shape, dtype=dtype)
 
-def launch(head_dim, dtype, short_query_len, max_query_len, window=None, softcap=None, block_size=16, num_requests=4):
+def launch(
+    head_dim, dtype, short_query_len, max_query_len, window=None, softcap=None, block_size=16, num_requests=4, is_quantised=False
+):
     geometry = AttentionGeometry(32, 8, head_dim, block_size, dtype)
     num_tokens = 2048
     layout = DeviceLayout(
@@ -134,6 +140,8 @@ def launch(head_dim, dtype, short_query_len, max_query_len, window=None, softcap
     plan = plan_tree_attention(layout, (window,))
     q = zeros(num_tokens, 48, head_dim, dtype=dtype)[:, :32]
     kv_layer = zeros(2, 8, 16, block_size, head_dim, dtype=dtype)
+    if is_quantised:
+        kv_layer = zeros(2, 8, 16, block_size * (head_dim + 4), dtype=torch.int8)
     tree_attention(q, kv_layer, plan, scale=0.1, window=window, softcap=softcap)
 """
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -168,6 +176,7 @@ def launches() -> list[Launch]:
     made.append(Launch(128, torch.bfloat16, (large,), OPTIONS))
     made.append(Launch(96, torch.bfloat16, (small, large)))
     made += [Launch(32, torch.bfloat16, (config,)) for config in SAFE_CONFIGS]
+    made.append(Launch(64, torch.bfloat16, (TABLE[SM90, 64, 2][1], TABLE[SM90, 64, 2][-1]), "is_quantised=True"))
     made += [Launch(head_dim, torch.float32, FLOAT32_CONFIGS * 2, "window=40") for head_dim in (64, 128, 256)]
     return made
 
