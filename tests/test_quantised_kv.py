@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from itertools import product
 from math import exp
 from typing import Any
 
 import pytest
 import torch
-from back_ends import make_back_end
+from back_ends import ON_HOST, make_back_end
 from stepping import AMPLE, SCARCE, make_engine, run_all
 from zoo import Zoo, random_prompts
 
@@ -29,19 +30,17 @@ TREES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize(("name", "num_tokens"), [("torch", 20), ("cpu", 20), ("triton", 2)])
+@pytest.mark.parametrize(("name", "tree"), [*product(ON_HOST, TREES), ("triton", "shape")])
 def test_drafts_prefix_hits_moves_and_preemptions_change_no_token(
-    zoo: Zoo, name: str, num_tokens: int, tree: str, monkeypatch: pytest.MonkeyPatch
+    zoo: Zoo, name: str, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if (is_interpreted := name == "triton") and tree != "shape":
-        pytest.skip("the interpreter is slow")
+    is_interpreted = name == "triton"
     moves = list[PathMove]()
     move_paths = TorchCache.move_paths
     monkeypatch.setattr(TorchCache, "move_paths", lambda self, kv, each: (moves.extend(each), move_paths(self, kv, each)))
     path, backend = zoo.path("llama"), make_back_end(name)
-    prompts = [prompt[:5] for prompt in PROMPTS[1:3]] if is_interpreted else PROMPTS
-    params = [SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)] * len(prompts)
+    prompts = [PROMPTS[1][:5]] if is_interpreted else PROMPTS
+    params = [SamplingParams(temperature=0.0, max_tokens=2 if is_interpreted else 20, ignore_eos=True)] * len(prompts)
     plain = make_engine(path, backend=backend, kv_cache_dtype="int8", **AMPLE)
     expected = run_all(plain, prompts, params)
     drafter, options = TREES[tree]

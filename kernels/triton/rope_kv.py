@@ -150,8 +150,8 @@ def rope_and_write_kv(
     num_kv_heads, _, block_size, head_dim = numbers.shape[1:]
     if head_dim % 2 or not kv_layer.numel():
         raise ValueError(f"kv_layer has shape {list(kv_layer.shape)}: head_dim must be even, and no dimension may be 0")
-    dtypes = (kv_layer.dtype,) if scales is None else FLOAT_DTYPES
-    require("qkv", qkv, shape=(None, None), dtypes=dtypes, device=device, contiguous=False)
+    q_dtypes = (kv_layer.dtype,) if scales is None else FLOAT_DTYPES
+    require("qkv", qkv, shape=(None, None), dtypes=q_dtypes, device=device, contiguous=False)
     num_tokens, num_all_heads = len(qkv), qkv.shape[1] // head_dim
     num_heads = num_all_heads - 2 * num_kv_heads
     if num_heads < 1 or qkv.shape[1] % head_dim:
