@@ -87,7 +87,14 @@ def kv_planes(blocks: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         int8 [..., block_size, head_dim] and float32 [..., block_size].
+
+    Raises:
+        ValueError: a block is not whole slots.
     """
-    block_size = blocks.shape[-1] // (head_dim + SCALE_BYTES)
+    block_size, rest = divmod(blocks.shape[-1], head_dim + SCALE_BYTES)
+    if rest:
+        raise ValueError(
+            f"quantised blocks have {blocks.shape[-1]} bytes: slots of head_dim {head_dim} are {head_dim + SCALE_BYTES}"
+        )
     numbers, scales = blocks.split((block_size * head_dim, block_size * SCALE_BYTES), -1)
     return numbers.unflatten(-1, (block_size, head_dim)), scales.view(torch.float32)

@@ -200,7 +200,7 @@ class MemoryOptions:
         enable_prefix_caching: reuse the KV of common prefixes.
         kv_cache_dtype: how the target's keys and values are stored: "auto" is the model's dtype; "int8" takes about half the bytes
             of bfloat16, with a scale for each token and head, and changes the output a little.
-        draft_kv_cache_dtype: likewise, of a draft model; the output does not depend on it.
+        draft_kv_cache_dtype: likewise, of a draft model, where it changes only what is drafted.
     """
 
     block_size: int = 16
