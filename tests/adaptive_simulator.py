@@ -187,9 +187,7 @@ class Fleet:
                 length += 1
             emitted += 1 + length
             text.advance(1 + length, bool(chain), self.rng)
-        policy.observe(
-            Outcome([len(tree) for tree in trees], emitted - n, num_passes, num_rows, seconds, draft_seconds, target_seconds)
-        )
+        policy.observe(Outcome([len(tree) for tree in trees], emitted - n, num_passes, num_rows, seconds, draft_seconds, target_seconds))
         return emitted, seconds, total
 
     def _grow(
