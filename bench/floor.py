@@ -26,5 +26,5 @@ def floor_seconds(engine: Engine, num_requests: int, context_len: float) -> floa
 
     buffer = torch.ones(2**26, dtype=torch.int64)  # far more than caches hold
     per_byte = min(repeat(buffer.sum, number=1, repeat=9)) / buffer.nbytes
-    num_kv_bytes = num_requests * context_len * model.kv_layout.bytes_per_token
+    num_kv_bytes = num_requests * context_len * engine.kv.tensors["target"].layout.bytes_per_token
     return median(repeat(multiply_all, number=1, repeat=9)) + num_kv_bytes * per_byte

@@ -104,6 +104,7 @@ class DraftContext:
     is_adaptive: bool  # whether plans have worths
     max_num_batched_tokens: int
     dtype: str
+    kv_cache_dtype: str  # of a draft model
     backend: Backend
     prepare: Callable[[Any, KVTensor, Sequence[GrowthSpec]], Runner]
     download_dir: str | None

@@ -30,7 +30,7 @@ class DraftModelDrafter:
     def __init__(self, name: str, model: Decoder, context: DraftContext) -> None:
         self.name = name
         self.model = model
-        self.kv = model.kv_layout
+        self.kv = model.kv_layout.stored_as(context.kv_cache_dtype)
         self.max_draft_tokens = context.max_draft_tokens
         self.max_num_batched_tokens = context.max_num_batched_tokens
         self.vocab_size = model.config.vocab_size

@@ -60,7 +60,8 @@ class LayerOps(Protocol):
 
         Args:
             q: [T, H, D], the last dimension contiguous.
-            kv_layer: [2, K, num_blocks, block_size, D], keys and values; those of the query tokens are already written.
+            kv_layer: [2, K, num_blocks, block_size, D], keys and values, or quantised blocks of them, see `KVTensor`; those of the
+                query tokens are already written, and read as they were written.
             plan: from `plan_attention`.
             scale: multiplies the scores.
             window: this layer's sliding window, one of those planned for.
@@ -95,7 +96,7 @@ class LayerOps(Protocol):
         Args:
             qkv: [T, (H + 2 * K) * D]; may be overwritten.
             places: of the tokens; if this back end's runner pads passes, slot -1 writes nothing.
-            kv_layer: [2, K, num_blocks, block_size, D], updated in place.
+            kv_layer: [2, K, num_blocks, block_size, D], updated in place; if it is quantised, so are keys and values.
             qk_norm: [H + K, D], weights of an RMSNorm applied to each head before the rotation.
             eps: as in `rms_norm`.
 

@@ -94,6 +94,8 @@ ENGINE: dict[str, tuple[str, list[Any]]] = {
     "kv_cache_memory": ("an integer >= 1", [1.5]),
     "memory_utilization": ("(0, 1]", [0, 1.1, "half"]),
     "enable_prefix_caching": (TRUTH, [1]),
+    "kv_cache_dtype": ("'auto', 'int8'", ["fp8", "fp8_e4m3", "int4", "bfloat16", None]),
+    "draft_kv_cache_dtype": ("'auto', 'int8'", ["fp8_e5m2", 8]),
 }
 
 

@@ -98,9 +98,10 @@ class Engine:
         num_drafts = config.speculation.max_draft_tokens if is_drafting else 0
         self._pass_limits = PassLimits(max_batch_size, 1 + num_drafts, max_blocks)
         drafter = create_drafter(draft if is_drafting else None, self._draft_context())
+        kv_layout = target.kv_layout.stored_as(config.memory.kv_cache_dtype)
         num_blocks = num_kv_blocks(
             config.memory,
-            [target.kv_layout, *([] if drafter.kv is None else [drafter.kv])],
+            [kv_layout, *([] if drafter.kv is None else [drafter.kv])],
             max_batch_size * max_blocks,
             lambda: self._free_memory(target, config.memory.memory_utilization),
             self.backend.free_memory,
@@ -112,7 +113,7 @@ class Engine:
             block_size=block_size,
         )
         self.kv = KVCache(num_blocks, block_size, config.memory.enable_prefix_caching, self.backend.cache)
-        target_kv = KVTensor(target.kv_layout, num_blocks, block_size, self.backend.device)
+        target_kv = KVTensor(kv_layout, num_blocks, block_size, self.backend.device)
         self.kv.attach("target", target_kv)
         self.runner = self.backend.prepare(target, target_kv, self._pass_limits, self.passes)
         vocab_size = self.model_config.vocab_size
@@ -286,6 +287,7 @@ class Engine:
             is_adaptive=config.speculation.speculation == "adaptive",
             max_num_batched_tokens=config.schedule.max_num_batched_tokens,
             dtype=str(self.dtype).removeprefix("torch."),
+            kv_cache_dtype=config.memory.draft_kv_cache_dtype,
             backend=backend,
             prepare=prepare,
             download_dir=config.model.download_dir,

@@ -101,7 +101,13 @@ class SilentRunner(TorchRunner):
 
 
 def make_engine(
-    num_requests: int, seed: int, *, draft: str | None = DEMO, draft_tree: str = "dynamic", temperature: float = 0.0
+    num_requests: int,
+    seed: int,
+    *,
+    draft: str | None = DEMO,
+    draft_tree: str = "dynamic",
+    temperature: float = 0.0,
+    kv_cache_dtype: str = "auto",
 ) -> Engine:
     """Return an engine whose requests have all run their prompts of `CONTEXT_LEN` random tokens."""
     config = EngineConfig.of(
@@ -112,6 +118,7 @@ def make_engine(
         max_batch_size=num_requests,
         max_model_len=CONTEXT_LEN + MAX_OUTPUT_LEN,
         enable_prefix_caching=False,
+        kv_cache_dtype=kv_cache_dtype,
     )
     engine = Engine(config, DEMO, draft)
     prompts = random_prompts(Lengths(CONTEXT_LEN, CONTEXT_LEN), engine.model_config.vocab_size, seed)
@@ -124,9 +131,11 @@ def make_engine(
 
 
 @cache
-def make_stage(num_requests: int, seed: int, *, draft_tree: str = "dynamic", temperature: float = 0.0) -> Stage:
+def make_stage(
+    num_requests: int, seed: int, *, draft_tree: str = "dynamic", temperature: float = 0.0, kv_cache_dtype: str = "auto"
+) -> Stage:
     """Run the prompts, and the next step up to its verification; the same arguments give the same stage."""
-    engine = make_engine(num_requests, seed, draft_tree=draft_tree, temperature=temperature)
+    engine = make_engine(num_requests, seed, draft_tree=draft_tree, temperature=temperature, kv_cache_dtype=kv_cache_dtype)
     with torch.inference_mode():
         plan = engine.scheduler.schedule(NUM_DRAFT_TOKENS, engine._lookahead)
         trees = engine._propose(plan)

@@ -12,6 +12,7 @@
 #include "amx.h"
 #include "attention_plan.h"
 #include "numbers.h"
+#include "quantised_tile.h"
 
 namespace {
 
@@ -36,16 +37,22 @@ struct QueryTile {
 struct TileRoom {
   std::vector<QueryTile> tiles;
   std::vector<Line> queries; // [tiles, D / 32, 16 pairs of dimensions, 16 queries], bfloat16
-  std::vector<Line> sums;    // [tiles, D / 32, 2, 16 queries, 16], weighted sums of values; even dimensions, then odd ones
-  std::vector<Line> values;  // [D / 32, 2, 16 pairs of slots, 16], bfloat16; even dimensions, then odd ones
+  std::vector<Line> sums;    // [tiles, D / 32, 2, 16 queries, 16], weighted sums of values, in their order
+  std::vector<Line> keys;    // [kTile, D], bfloat16, of quantised slots
+  std::vector<Line> values;  // [D / 32, 2, 16 pairs of slots, 16], bfloat16; even dimensions, then odd ones, or halves if quantised
   Line scores[kTile];        // [slots, queries]
   Line weights[kTileRows];   // [queries, 16 pairs of slots], bfloat16
 };
 
 inline Lanes* lanes_of(Line* line) { return reinterpret_cast<Lanes*>(line->lanes); }
 
-// Write 32 dimensions of a result from sums of the even ones and of the odd ones.
+// Write 32 dimensions of a result from sums of the even ones and of the odd ones, or of either half.
+template <typename S>
 inline void write_dimensions(Lanes even, Lanes odd, float factor, BFloat16* result) {
+  if constexpr (kIsQuantised<S>) {
+    narrow_lanes(even * factor, result);
+    return narrow_lanes(odd * factor, result + kLanes);
+  }
 #pragma omp simd
   for (int64_t pair = 0; pair < kLanes; ++pair) {
     narrow(even[pair] * factor, &result[2 * pair]);
@@ -61,7 +68,8 @@ inline Integers see(const QueryTile& tile, int32_t slot, int64_t node) {
 }
 
 // Load the rows of one tile: queries in the layout of the units, and what they see.
-inline void load_queries(const Head<BFloat16>& head, int64_t first_row, int64_t num_rows, const BFloat16* q, int64_t q_stride,
+template <typename S>
+inline void load_queries(const Head<S>& head, int64_t first_row, int64_t num_rows, const BFloat16* q, int64_t q_stride,
                          QueryTile* tile, Line* queries) {
   const AttentionPlan& plan = head.plan;
   const BFloat16* rows[kTileRows];
@@ -81,15 +89,20 @@ inline void load_queries(const Head<BFloat16>& head, int64_t first_row, int64_t 
   }
   for (int64_t d = 0; d < plan.head_dim; d += kTileInputs) {
     Words words[kTileRows] = {};
-    for (int64_t i = 0; i < num_rows; ++i) std::memcpy(words + i, rows[i] + d, sizeof *words);
+    for (int64_t i = 0; i < num_rows; ++i) {
+      if constexpr (kIsQuantised<S>) // in the order of `key_place`
+        words[i] = reinterpret<Words>(load_lanes(rows[i] + d)) >> 16 | reinterpret<Words>(load_lanes(rows[i] + d + kLanes));
+      else
+        std::memcpy(words + i, rows[i] + d, sizeof *words);
+    }
     transpose(words);
     std::memcpy(queries + d / 2, words, sizeof words);
   }
 }
 
 // Load the values of a tile of slots, as pairs, and prefetch the next tile's keys and values.
-template <int D>
-void load_values(const Head<BFloat16>& head, const Tile& tile, const Tile& next, Line* values) {
+template <int D, typename S>
+void load_values(const Head<S>& head, const Tile& tile, const Tile& next, Line* values) {
   const int64_t head_dim = D ? D : head.plan.head_dim;
   for (int64_t j = 0; j < kTile; j += 2) {
     for (int64_t each = j; each < std::min(j + 2, next.count); ++each) {
@@ -97,21 +110,26 @@ void load_values(const Head<BFloat16>& head, const Tile& tile, const Tile& next,
       prefetch_numbers(head.values + next.offsets[each], head_dim);
     }
     for (int64_t d = 0; d < head_dim; d += kTileInputs) {
-      Words first = {}, second = {}; // zeros where there is no slot: the units multiply them, too
-      if (j < tile.count) std::memcpy(&first, head.values + tile.offsets[j] + d, sizeof first);
-      if (j + 1 < tile.count) std::memcpy(&second, head.values + tile.offsets[j + 1] + d, sizeof second);
-      const Words even = (first & 0xffffu) | second << 16, odd = first >> 16 | (second & 0xffff0000u);
-      std::memcpy(values + d + j / 2, &even, sizeof even);
-      std::memcpy(values + d + kSlotPairs + j / 2, &odd, sizeof odd);
+      Words low, high;
+      if constexpr (kIsQuantised<S>) {
+        const S *first = head.values + tile.offsets[j] + d, *second = head.values + tile.offsets[j + 1] + d;
+        low = widen_pairs(first, second), high = widen_pairs(first + kLanes, second + kLanes);
+      } else {
+        Words first = {}, second = {}; // zeros where there is no slot: the units multiply them, too
+        if (j < tile.count) std::memcpy(&first, head.values + tile.offsets[j] + d, sizeof first);
+        if (j + 1 < tile.count) std::memcpy(&second, head.values + tile.offsets[j + 1] + d, sizeof second);
+        low = (first & 0xffffu) | second << 16, high = first >> 16 | (second & 0xffff0000u); // even dimensions, odd ones
+      }
+      std::memcpy(values + d + j / 2, &low, sizeof low);
+      std::memcpy(values + d + kSlotPairs + j / 2, &high, sizeof high);
     }
   }
 }
 
-// Compute the scores of a tile of slots.
+// Compute the scores of a tile of slots, whose keys are two runs of 16.
 template <int D>
-inline void score_queries(const Head<BFloat16>& head, const Tile& tile, const Line* queries, Line* scores) {
-  const int64_t head_dim = D ? D : head.plan.head_dim, stride = head_dim * sizeof(BFloat16);
-  const BFloat16* keys[2] = {head.keys + tile.offsets[0], head.keys + tile.offsets[tile.count > kTileRows ? kTileRows : 0]};
+inline void score_queries(int64_t dim, const BFloat16* const (&keys)[2], const Line* queries, Line* scores) {
+  const int64_t head_dim = D ? D : dim, stride = head_dim * sizeof(BFloat16);
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t d = 0; d < head_dim; d += kTileInputs) {
@@ -142,12 +160,15 @@ inline Lanes power_of_two(Lanes x) {
 }
 
 // Compute the weights of a tile of slots (online softmax: Milakov and Gimelshein, 2018); return the factor for earlier sums.
-inline Lanes weigh(QueryTile* tile, const Tile& slots, int64_t tree_start, float scale, Line* scores, Line* weights) {
+template <typename S>
+inline Lanes weigh(QueryTile* tile, const Tile& slots, const TileScales& scales, int64_t tree_start, float scale, Line* scores,
+                   Line* weights) {
   const bool is_visible = slots.begin >= tile->fully_visible_from && slots.begin + slots.count <= tile->fully_visible_to;
   const float log_scale = scale * kLog2E;
   Lanes largest[2] = {tile->largest, tile->largest};
   for (int64_t j = 0; j < kTile; ++j) {
     Lanes* score = lanes_of(scores + j);
+    if constexpr (kIsQuantised<S>) *score *= scales.keys[j];
     *score = j < slots.count ? *score * log_scale : Lanes{} + kMinusInfinity;
     if (!is_visible) *score = see(*tile, slots.begin + j, slots.begin + j - tree_start) ? *score : kMinusInfinity;
     largest[j % 2] = *score > largest[j % 2] ? *score : largest[j % 2]; // never NaN
@@ -159,9 +180,10 @@ inline Lanes weigh(QueryTile* tile, const Tile& slots, int64_t tree_start, float
   Lanes totals[2] = {};
   Words pairs[kSlotPairs];
   for (int j = 0; j < kSlotPairs; ++j) {
-    const Lanes even = power_of_two(*lanes_of(scores + 2 * j) - base), odd = power_of_two(*lanes_of(scores + 2 * j + 1) - base);
+    Lanes even = power_of_two(*lanes_of(scores + 2 * j) - base), odd = power_of_two(*lanes_of(scores + 2 * j + 1) - base);
     totals[0] += even; // NaN if a score is
     totals[1] += odd;
+    if constexpr (kIsQuantised<S>) even *= scales.values[2 * j], odd *= scales.values[2 * j + 1];
     const Words low = reinterpret<Words>(even) + 0x8000u, high = reinterpret<Words>(odd) + 0x8000u; // to nearest
     pairs[j] = low >> 16 | (high & 0xffff0000u);
   }
@@ -192,8 +214,8 @@ inline void add_values(int64_t head_dim, Lanes kept, const Line* weights, const 
   }
 }
 
-template <int D>
-void attend_head_by_tiles(const Head<BFloat16>& head, const BFloat16* q, int64_t q_stride, BFloat16* output) {
+template <int D, typename S>
+void attend_head_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stride, BFloat16* output) {
   static thread_local TileRoom room;
   const AttentionPlan& plan = head.plan;
   const int64_t head_dim = D ? D : plan.head_dim, num_rows = head.num_rows(), num_tiles = (num_rows + kTileRows - 1) / kTileRows;
@@ -201,6 +223,7 @@ void attend_head_by_tiles(const Head<BFloat16>& head, const BFloat16* q, int64_t
   room.queries.resize(num_tiles * head_dim / 2);
   room.sums.assign(num_tiles * head_dim, Line{});
   room.values.resize(head_dim);
+  room.keys.resize(num_lines<BFloat16>(kTile * head_dim));
   int64_t first_slot = std::numeric_limits<int64_t>::max(), end = 0;
   for (int64_t i = 0; i < num_tiles; ++i) {
     const int64_t first_row = i * kTileRows, count = std::min<int64_t>(kTileRows, num_rows - first_row);
@@ -216,9 +239,19 @@ void attend_head_by_tiles(const Head<BFloat16>& head, const BFloat16* q, int64_t
     const Tile tile = next;
     next = find_tile(head, tile.begin + kTile, end);
     load_values<D>(head, tile, next, room.values.data());
+    TileScales scales;
+    const BFloat16* keys[2];
+    if constexpr (kIsQuantised<S>) {
+      scales = find_scales(head, tile);
+      const BFloat16* rows[kTile];
+      widen_keys(head.keys, tile, head_dim, reinterpret_cast<BFloat16*>(room.keys.data()), rows);
+      keys[0] = rows[0], keys[1] = rows[kTileRows];
+    } else {
+      keys[0] = head.keys + tile.offsets[0], keys[1] = head.keys + tile.offsets[tile.count > kTileRows ? kTileRows : 0];
+    }
     for (int64_t i = 0; i < num_tiles; ++i) {
-      score_queries<D>(head, tile, &room.queries[i * head_dim / 2], room.scores);
-      const Lanes kept = weigh(&room.tiles[i], tile, head.tree_start(), head.scale, room.scores, room.weights);
+      score_queries<D>(head_dim, keys, &room.queries[i * head_dim / 2], room.scores);
+      const Lanes kept = weigh<S>(&room.tiles[i], tile, scales, head.tree_start(), head.scale, room.scores, room.weights);
       add_values<D>(head_dim, kept, room.weights, room.values.data(), &room.sums[i * head_dim]);
     }
   }
@@ -230,14 +263,17 @@ void attend_head_by_tiles(const Head<BFloat16>& head, const BFloat16* q, int64_t
     const float factor = 1.0f / room.tiles[i].totals[lane];
     for (int64_t d = 0; d < head_dim; d += kTileInputs) {
       const Line* sums = &room.sums[i * head_dim + d + lane];
-      write_dimensions(load_lanes(sums->lanes), load_lanes(sums[kTileRows].lanes), factor, result + d);
+      write_dimensions<S>(load_lanes(sums->lanes), load_lanes(sums[kTileRows].lanes), factor, result + d);
     }
   }
 }
 
-inline void attend_by_tiles(const Head<BFloat16>& head, const BFloat16* q, int64_t q_stride, BFloat16* output) {
+template <typename S>
+inline void attend_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stride, BFloat16* output) {
   const int64_t head_dim = head.plan.head_dim;
-  const auto attend = head_dim == 64 ? attend_head_by_tiles<64> : head_dim == 128 ? attend_head_by_tiles<128> : attend_head_by_tiles<0>;
+  const auto attend = head_dim == 64    ? attend_head_by_tiles<64, S>
+                      : head_dim == 128 ? attend_head_by_tiles<128, S>
+                                        : attend_head_by_tiles<0, S>;
   attend(head, q, q_stride, output);
 }
 

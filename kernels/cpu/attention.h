@@ -1,7 +1,8 @@
 // Ragged tree attention over paged KV.
 //
 // Keys and values are read in place, tile by tile, and used for all rows that share them. Tiles begin at multiples of their size, and
-// a hidden slot adds zero: the sums of a row do not depend on the other rows.
+// a hidden slot adds zero: the sums of a row do not depend on the other rows. The integers of a tile of quantised slots are widened,
+// which is exact; the scales of keys multiply scores, and those of values the weights.
 
 #pragma once
 
@@ -14,6 +15,7 @@
 #include "attention_plan.h"
 #include "numbers.h"
 #include "product.h"
+#include "quantised_tile.h"
 #include "team.h"
 
 namespace {
@@ -108,10 +110,10 @@ inline float weigh(float* scores, float* largest, float* total) {
   return kept;
 }
 
-// Attend M rows, from `first` on, to a tile of slots.
-template <typename T, int M>
-void attend_rows(const Head<T>& head, const Tile& tile, const Row<T>* const* keys, const T* const* values, int64_t dim, int64_t first,
-                 AttentionRoom<T>* room) {
+// Attend M rows, from `first` on, to a tile of slots; `scales` are of quantised ones.
+template <typename T, int M, typename S>
+void attend_rows(const Head<S>& head, const Tile& tile, const Row<T>* const* keys, const T* const* values, const TileScales* scales,
+                 int64_t dim, int64_t first, AttentionRoom<T>* room) {
   constexpr int kVectors = kLanes == 4 ? 4 : 2; // of dimensions, whose sums fit into the registers
   const auto compute_scores = dim == 64 ? score<64, Row<T>> : dim == 128 ? score<128, Row<T>> : score<0, Row<T>>;
   Row<T> weights[M][kTile];
@@ -119,8 +121,10 @@ void attend_rows(const Head<T>& head, const Tile& tile, const Row<T>* const* key
   for (int row = 0; row < M; ++row) {
     alignas(64) float scores[kTile];
     compute_scores(numbers_of<Row<T>>(room->queries) + (first + row) * dim, keys, dim, head.scale, scores);
+    if constexpr (kIsQuantised<S>) multiply(scores, scales->keys);
     hide(head, first + row, tile, scores);
     kept[row] = weigh(scores, &room->largest[first + row], &room->totals[first + row]);
+    if constexpr (kIsQuantised<S>) multiply(scores, scales->values);
     for (int64_t j = 0; j < kTile; j += kLanes) narrow_lanes(load_lanes(scores + j), &weights[row][j]);
   }
   for (int64_t d = 0; d < dim; d += kVectors * kLanes) {
@@ -138,17 +142,17 @@ void attend_rows(const Head<T>& head, const Tile& tile, const Row<T>* const* key
   }
 }
 
-// Write a row of results from its sums, see `AttentionRoom`.
-template <typename T>
+// Write a row of results from its sums: those of pairs in the order of `pair_values`, others in their own.
+template <typename T, typename S>
 inline void write_result(const float* sums, float factor, int64_t head_dim, T* result) {
   for (int64_t d = 0; d < head_dim; ++d) {
-    const int64_t place = d / kStep<T> * kStep<T> + d % kPair<T> * kLanes + d % kStep<T> / kPair<T>;
+    const int64_t place = kIsQuantised<S> ? d : d / kStep<T> * kStep<T> + d % kPair<T> * kLanes + d % kStep<T> / kPair<T>;
     narrow(sums[place] * factor, &result[d]);
   }
 }
 
-template <typename T>
-void attend_by_vectors(const Head<T>& head, const T* q, int64_t q_stride, T* output) {
+template <typename T, typename S>
+void attend_by_vectors(const Head<S>& head, const T* q, int64_t q_stride, T* output) {
   static thread_local AttentionRoom<T> room;
   const AttentionPlan& plan = head.plan;
   const int64_t num_rows = head.num_rows(), head_dim = plan.head_dim, dim = round_up(plan.head_dim, kPairInputs);
@@ -165,7 +169,7 @@ void attend_by_vectors(const Head<T>& head, const T* q, int64_t q_stride, T* out
     first_slot = std::min(first_slot, head.first_slot(token));
     const T* query = q + token * q_stride + head.query_head(row) * head_dim;
     Row<T>* copy = numbers_of<Row<T>>(room.queries) + row * dim;
-    for (int64_t d = 0; d < head_dim; ++d) narrow(widen(query[d]), &copy[d]);
+    for (int64_t d = 0; d < head_dim; ++d) narrow(widen(query[d]), &copy[kIsQuantised<S> ? key_place<Row<T>>(d) : d]);
   }
   const int64_t end = *std::max_element(room.ends.begin(), room.ends.end());
   const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, group_rows = (num_rows + num_groups - 1) / num_groups;
@@ -177,23 +181,30 @@ void attend_by_vectors(const Head<T>& head, const T* q, int64_t q_stride, T* out
     const Row<T>* keys[kTile];
     const T* values[kTile];
     const Tile& ahead = next.count ? next : first_tile; // of the next KV head, if this one ends here
-    const auto prefetch = [&](const T* numbers) __attribute__((always_inline)) {
+    const auto prefetch = [&](const S* numbers) __attribute__((always_inline)) {
       for (int64_t j = 0; j < ahead.count; ++j) prefetch_numbers(numbers + (next.count ? 0 : head.next) + ahead.offsets[j], head_dim);
     };
+    TileScales scales;
     prefetch(head.keys);
-    find_rows(head.keys, tile, head_dim, dim, numbers_of<Row<T>>(room.keys), keys);
-    find_rows(head.values, tile, head_dim, dim, numbers_of<T>(room.values) + kTile * dim, values);
-    pair_values(values, tile.count, dim, numbers_of<T>(room.values));
+    if constexpr (kIsQuantised<S>) {
+      scales = find_scales(head, tile);
+      widen_keys(head.keys, tile, dim, numbers_of<Row<T>>(room.keys), keys);
+      widen_values(head.values, tile, dim, numbers_of<T>(room.values), values);
+    } else {
+      find_rows(head.keys, tile, head_dim, dim, numbers_of<Row<T>>(room.keys), keys);
+      find_rows(head.values, tile, head_dim, dim, numbers_of<T>(room.values) + kTile * dim, values);
+      pair_values(values, tile.count, dim, numbers_of<T>(room.values));
+    }
     prefetch(head.values);
     for (int64_t first = 0; first < num_rows; first += group_rows) {
       const int64_t count = std::min(group_rows, num_rows - first);
       if (*std::max_element(&room.ends[first], &room.ends[first] + count) > tile.begin)
-        with_constant<kMostRows>(count, [&](auto m) { attend_rows<T, m>(head, tile, keys, values, dim, first, &room); });
+        with_constant<kMostRows>(count, [&](auto m) { attend_rows<T, m>(head, tile, keys, values, &scales, dim, first, &room); });
     }
   }
   for (int64_t row = 0; row < num_rows; ++row) {
     T* result = output + (head.token(row) * plan.num_heads + head.query_head(row)) * head_dim;
-    write_result(numbers_of<float>(room.sums) + row * dim, 1.0f / room.totals[row], head_dim, result);
+    write_result<T, S>(numbers_of<float>(room.sums) + row * dim, 1.0f / room.totals[row], head_dim, result);
   }
 }
 
@@ -208,16 +219,16 @@ inline std::vector<AttentionItem> attention_items(const AttentionPlan& plan) {
   return items;
 }
 
-template <typename T>
+template <typename T, typename S>
 void tree_attention(Member& member, const AttentionPlan& plan, const std::vector<AttentionItem>& items, const T* q, int64_t q_stride,
-                    const T* kv_layer, int64_t head_stride, const int64_t* ancestor_bits, T* output, float scale, int64_t window) {
+                    const S* kv_layer, int64_t head_stride, const int64_t* ancestor_bits, T* output, float scale, int64_t window) {
   int64_t num_slots = 0;
   for (const AttentionItem& item : items) num_slots += plan.seq_lens[item.request];
   const int64_t num_heads = items.size() * plan.num_kv_heads, size = num_slots / std::max<int64_t>(items.size(), 1) * plan.head_dim;
   member.share(num_heads, size, [&](int64_t index) {
     const AttentionItem& item = items[index / plan.num_kv_heads];
     const int64_t kv_head = index % plan.num_kv_heads;
-    const Head<T> head{plan, item, kv_head, plan.num_heads / plan.num_kv_heads, kv_layer + kv_head * head_stride,
+    const Head<S> head{plan, item, kv_head, plan.num_heads / plan.num_kv_heads, kv_layer + kv_head * head_stride,
                        kv_layer + (plan.num_kv_heads + kv_head) * head_stride,
                        kv_head + 1 < plan.num_kv_heads ? head_stride : 0, plan.block_table + item.request * plan.table_width,
                        ancestor_bits, scale, window};
@@ -231,9 +242,9 @@ void tree_attention(Member& member, const AttentionPlan& plan, const std::vector
 
 } // namespace
 
-#define TITAN_DEFINE_ATTENTION(T, NAME)                                                                                        \
+#define TITAN_DEFINE_ATTENTION(T, S, NAME)                                                                                       \
   extern "C" void tree_attention_##NAME(Team* team, const AttentionPlan* plan, const T* q, int64_t q_stride,                   \
-                                        const T* kv_layer, int64_t head_stride, const int64_t* ancestor_bits, T* output,       \
+                                        const S* kv_layer, int64_t head_stride, const int64_t* ancestor_bits, T* output,       \
                                         float scale, int64_t window) {                                                         \
     const std::vector<AttentionItem> items = attention_items(*plan);                                                           \
     team->run([&](Member& member) {                                                                                            \

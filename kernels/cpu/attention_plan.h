@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "numbers.h"
+#include "slots.h"
 
 extern "C" {
 
@@ -38,14 +39,14 @@ struct AttentionItem {
 };
 
 // Their rows of one KV head, and what they attend to: row r is query r / group of head r % group.
-template <typename T>
+template <typename S>
 struct Head {
   const AttentionPlan& plan;
   const AttentionItem& item;
   int64_t kv_head;
   int64_t group;
-  const T* keys;   // of this KV head: [num_blocks, block_size, D]
-  const T* values; // likewise
+  const S* keys;   // of this KV head, see slots.h
+  const S* values; // likewise
   int64_t next;    // from here to the next KV head, in elements; 0 for the last one
   const int64_t* blocks;
   const int64_t* ancestor_bits;
@@ -73,18 +74,26 @@ struct Tile {
   int64_t offsets[kTile];
 };
 
-template <typename T>
-Tile find_tile(const Head<T>& head, int64_t begin, int64_t end) {
-  const int64_t block_size = head.plan.block_size, head_dim = head.plan.head_dim;
+// Call `work` for each run of slots that lie side by side: the first, its end, the offset of their block, the first's place in it.
+template <typename S, typename Work>
+inline void for_runs(const Head<S>& head, int64_t begin, int64_t count, const Work& work) {
+  const int64_t block_size = head.plan.block_size;
+  for (int64_t j = 0; j < count;) {
+    const int64_t slot = begin + j, run_end = std::min(j + block_size - slot % block_size, count);
+    work(j, run_end, head.blocks[slot / block_size] * block_size * slot_size<S>(head.plan.head_dim), slot % block_size);
+    j = run_end;
+  }
+}
+
+template <typename S>
+Tile find_tile(const Head<S>& head, int64_t begin, int64_t end) {
+  const int64_t head_dim = head.plan.head_dim;
   Tile tile;
   tile.begin = begin;
   tile.count = std::max<int64_t>(std::min<int64_t>(kTile, end - begin), 0);
-  for (int64_t j = 0; j < tile.count;) {
-    const int64_t slot = begin + j, first = head.blocks[slot / block_size] * block_size + slot % block_size;
-    const int64_t run_end = std::min(j + block_size - slot % block_size, tile.count);
-    for (int64_t i = j; i < run_end; ++i) tile.offsets[i] = (first + i - j) * head_dim;
-    j = run_end;
-  }
+  for_runs(head, begin, tile.count, [&](int64_t j, int64_t run_end, int64_t block, int64_t place) {
+    for (int64_t i = j; i < run_end; ++i) tile.offsets[i] = block + (place + i - j) * head_dim;
+  });
   for (int64_t j = tile.count; j < kTile; ++j) tile.offsets[j] = tile.offsets[std::max<int64_t>(tile.count - 1, 0)];
   return tile;
 }
@@ -102,8 +111,8 @@ inline int64_t nearest_ancestors(int64_t bits, int64_t window) {
 }
 
 // Mask the scores of those slots of a tile that a row does not see.
-template <typename T>
-inline void hide(const Head<T>& head, int64_t row, const Tile& tile, float* scores) {
+template <typename S>
+inline void hide(const Head<S>& head, int64_t row, const Tile& tile, float* scores) {
   const int64_t token = head.token(row), visible_len = head.plan.visible_lens[token];
   const int64_t first = head.first_slot(token);
   std::fill(scores + tile.count, scores + kTile, kMinusInfinity);

@@ -22,7 +22,7 @@ struct DecoderLayer {
   Weight output;
   Weight gate_up;
   Weight down;
-  void* kv; // [2, num_kv_heads, num_slots, head_dim]
+  void* kv; // [2, num_kv_heads, num_slots, slot_size(head_dim)]
   int64_t window;
 };
 
@@ -32,6 +32,7 @@ struct Decoder {
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
+  int64_t kv_is_quantised;
   float eps;
   float scale;
   const void* embedding;  // [vocab_size, hidden_size], or null if it is the head
@@ -80,7 +81,6 @@ void look_up(const Decoder& decoder, int64_t token, T* result) {
 template <typename T>
 void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPass& pass, T* logits) {
   const int64_t num_tokens = pass.num_tokens, size = decoder.hidden_size, head_dim = decoder.head_dim;
-  const int64_t head_stride = pass.num_slots * head_dim;
   const int64_t q_size = decoder.num_heads * head_dim, qkv_size = q_size + 2 * decoder.num_kv_heads * head_dim;
   int64_t widest = 0, num_room = linear_lines<T>(decoder.head, pass.num_rows);
   for (int64_t i = 0; i < decoder.num_layers; ++i) {
@@ -109,16 +109,19 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
     member.share(num_tokens, size, [&](int64_t i) { look_up(decoder, pass.token_ids[i], stream + i * size); });
     for (int64_t i = 0; i < decoder.num_layers; ++i) {
       const DecoderLayer& layer = decoder.layers[i];
-      T* kv_layer = static_cast<T*>(layer.kv);
       rms_norm(member, x, static_cast<const T*>(layer.input_norm), normed, num_tokens, size, decoder.eps);
       linear<T>(member, layer.qkv, normed, num_tokens, nullptr, qkv, room);
-      rope_and_write_kv(member, qkv, static_cast<const T*>(decoder.rope_table), pass.positions, pass.slot_mapping, kv_layer,
-                        head_stride, static_cast<const T*>(layer.qk_norm), decoder.eps, num_tokens, decoder.num_heads,
-                        decoder.num_kv_heads, head_dim);
-      const auto start = std::chrono::steady_clock::now();
-      tree_attention(member, plan, items, qkv, qkv_size, kv_layer, head_stride, pass.ancestor_bits, attended, decoder.scale,
-                     layer.window);
-      if (member.is_first()) ticks += (std::chrono::steady_clock::now() - start).count();
+      const auto attend = [&](auto* kv_layer) {
+        const int64_t head_stride = pass.num_slots * slot_size<std::remove_pointer_t<decltype(kv_layer)>>(head_dim);
+        rope_and_write_kv(member, qkv, static_cast<const T*>(decoder.rope_table), pass.positions, pass.slot_mapping, kv_layer,
+                          head_stride, static_cast<const T*>(layer.qk_norm), decoder.eps, num_tokens, decoder.num_heads,
+                          decoder.num_kv_heads, head_dim, plan.block_size);
+        const auto start = std::chrono::steady_clock::now();
+        tree_attention(member, plan, items, qkv, qkv_size, kv_layer, head_stride, pass.ancestor_bits, attended, decoder.scale,
+                       layer.window);
+        if (member.is_first()) ticks += (std::chrono::steady_clock::now() - start).count();
+      };
+      decoder.kv_is_quantised ? attend(static_cast<int8_t*>(layer.kv)) : attend(static_cast<T*>(layer.kv));
       if (i + 1 == decoder.num_layers && pass.num_rows < num_tokens) { // the other rows have written their KV: they are done
         member.share(pass.num_rows, size + q_size, [&](int64_t row) {
           std::memcpy(kept_stream + row * size, stream + pass.rows[row] * size, size * sizeof(T));

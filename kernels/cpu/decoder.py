@@ -38,7 +38,7 @@ class DecoderStruct(ctypes.Structure):
     """``Decoder`` of the C++."""
 
     _fields_ = [
-        *((name, _INT) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, _INT) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "kv_is_quantised")),
         ("eps", _FLOAT),
         ("scale", _FLOAT),
         *((name, _POINTER) for name in ("embedding", "rope_table", "final_norm", "layers", "attention_seconds", "team")),
@@ -110,7 +110,7 @@ def layer_struct(
     Args:
         norms: input norm, post norm, and the norms of queries and keys.
         weights: qkv, output, gate and up, down.
-        kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], contiguous.
+        kv_layer: [2, num_kv_heads, num_blocks, ...], contiguous, see `titan.core.kv_tensor.KVTensor`.
         window: the sliding window of its attention.
     """
     pointers = (None if norm is None else norm.data_ptr() for norm in norms)

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "numbers.h"
+#include "slots.h"
 #include "team.h"
 
 namespace {
@@ -38,23 +39,22 @@ void rms_norm(Member& member, const T* x, const T* weight, T* output, int64_t nu
   });
 }
 
-template <typename T>
-void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_t* positions, const int64_t* slot_mapping, T* kv_layer,
+template <typename T, typename S>
+void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_t* positions, const int64_t* slot_mapping, S* kv_layer,
                        int64_t head_stride, const T* qk_norm, float eps, int64_t num_tokens, int64_t num_heads,
-                       int64_t num_kv_heads, int64_t head_dim) {
+                       int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
   const int64_t num_qk_heads = num_heads + num_kv_heads, token_size = (num_qk_heads + num_kv_heads) * head_dim;
   const int64_t half = head_dim / 2;
   member.share(num_tokens, token_size, [&](int64_t token) {
     const T* cos = rope_table + positions[token] * 2 * head_dim;
     const T* sin = cos + head_dim; // its first half is negated
     static thread_local std::vector<float> buffer;
-    buffer.resize(head_dim);
-    float* head = buffer.data();
+    buffer.resize(2 * head_dim);
+    float *head = buffer.data(), *rotated = head + head_dim;
     for (int64_t index = 0; index < num_qk_heads; ++index) {
       T* input = qkv + token * token_size + index * head_dim;
       const bool is_key = index >= num_heads;
       if (is_key && slot_mapping[token] < 0) break; // a token whose KV is not kept
-      T* result = is_key ? kv_layer + (index - num_heads) * head_stride + slot_mapping[token] * head_dim : input;
       if (qk_norm) {
         const float factor = inverse_rms(input, head_dim, eps);
         for (int64_t d = 0; d < head_dim; ++d) {
@@ -68,13 +68,17 @@ void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_
       }
 #pragma omp simd
       for (int64_t d = 0; d < half; ++d) {
-        narrow(head[d] * widen(cos[d]) + head[d + half] * widen(sin[d]), &result[d]);
-        narrow(head[d + half] * widen(cos[d + half]) + head[d] * widen(sin[d + half]), &result[d + half]);
+        rotated[d] = head[d] * widen(cos[d]) + head[d + half] * widen(sin[d]);
+        rotated[d + half] = head[d + half] * widen(cos[d + half]) + head[d] * widen(sin[d + half]);
       }
+      if (is_key)
+        write_slot(rotated, slot_mapping[token], block_size, head_dim, kv_layer + (index - num_heads) * head_stride);
+      else
+        copy_row(rotated, head_dim, input);
     }
     for (int64_t index = 0; index < num_kv_heads && slot_mapping[token] >= 0; ++index)
-      std::memcpy(kv_layer + (num_kv_heads + index) * head_stride + slot_mapping[token] * head_dim,
-                  qkv + token * token_size + (num_qk_heads + index) * head_dim, head_dim * sizeof(T));
+      write_slot(qkv + token * token_size + (num_qk_heads + index) * head_dim, slot_mapping[token], block_size, head_dim,
+                 kv_layer + (num_kv_heads + index) * head_stride);
   });
 }
 

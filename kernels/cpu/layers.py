@@ -67,7 +67,7 @@ class CompiledOps(TorchOps):
         self._kernels = kernels
         self._multiply = kernels.function("linear", dtype, _POINTER, _POINTER, _INT, _POINTER, _POINTER)
         arguments = _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _INT
-        self._attend = kernels.function("tree_attention", dtype, *arguments)
+        self._attend = {each: kernels.function(f"tree_attention{each}", dtype, *arguments) for each in ("", "_int8")}
 
     def pack(self, weight: Tensor) -> Tensor:
         return pack_weight(weight, self._kernels)
@@ -93,7 +93,7 @@ class CompiledOps(TorchOps):
         output = q.new_empty(num_tokens, num_heads * head_dim)
         struct = plan.struct
         struct.num_heads, struct.num_kv_heads, struct.head_dim = num_heads, kv_layer.shape[1], head_dim
-        self._attend(
+        self._attend["_int8" if kv_layer.dtype == torch.int8 else ""](
             ctypes.addressof(struct),
             q.data_ptr(),
             q.stride(0),

@@ -8,8 +8,10 @@
 #include "linear.h"
 #include "sampling.h"
 
-TITAN_DEFINE_ATTENTION(float, float32)
-TITAN_DEFINE_ATTENTION(BFloat16, bfloat16)
+TITAN_DEFINE_ATTENTION(float, float, float32)
+TITAN_DEFINE_ATTENTION(BFloat16, BFloat16, bfloat16)
+TITAN_DEFINE_ATTENTION(float, int8_t, int8_float32)
+TITAN_DEFINE_ATTENTION(BFloat16, int8_t, int8_bfloat16)
 
 TITAN_DEFINE_LINEAR(float, float32)
 TITAN_DEFINE_LINEAR(BFloat16, bfloat16)

@@ -35,6 +35,7 @@ typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
 typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 typedef int32_t Integers __attribute__((vector_size(kLanes * sizeof(int32_t))));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+typedef int8_t Bytes __attribute__((vector_size(kLanes)));
 
 template <typename To, typename From>
 inline To reinterpret(From value) {
@@ -148,6 +149,17 @@ inline Lanes load_lanes(const Float16* values) {
   // subnormal numbers, too: the exponent moves to its place, and a product mends its bias
   return reinterpret<Lanes>(reinterpret<Words>(reinterpret<Lanes>((halves & 0x7fffu) << 13) * 0x1p112f) | sign);
 #endif
+}
+
+inline Lanes load_lanes(const int8_t* values) {
+#if defined(__AVX512F__) // GCC 12 would widen the bytes one by one
+  const Integers integers = reinterpret<Integers>(_mm512_cvtepi8_epi32(load<__m128i>(values)));
+#elif defined(__AVX2__)
+  const Integers integers = reinterpret<Integers>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(values))));
+#else
+  const Integers integers = __builtin_convertvector(load<Bytes>(values), Integers);
+#endif
+  return __builtin_convertvector(integers, Lanes);
 }
 
 inline void narrow(float x, float* result) { *result = x; }

@@ -17,6 +17,7 @@ from torch import Tensor
 from titan.core.arrays import Flags, Ints
 from titan.core.batch import AttentionLayout, Window
 from titan.core.limits import MAX_NODES
+from titan.kernels.torch.quantised_kv import dequantise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +82,7 @@ def attend(q: Tensor, kv_layer: Tensor, query: RequestQuery, *, scale: float, wi
 
     Args:
         q: [query, num_heads, head_dim].
-        kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim].
+        kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], or quantised.
         query: from `plan_requests`.
         scale: multiplies the scores.
         window: this layer's sliding window, one of those planned for.
@@ -89,8 +90,11 @@ def attend(q: Tensor, kv_layer: Tensor, query: RequestQuery, *, scale: float, wi
     Returns:
         [query, num_heads * head_dim], dtype of ``q``.
     """
-    num_kv_heads, head_dim = kv_layer.shape[1], kv_layer.shape[4]
-    kv = kv_layer.index_select(2, query.block_ids).view(2, 1, num_kv_heads, -1, head_dim)[:, :, :, : query.seq_len]
+    num_kv_heads, head_dim = kv_layer.shape[1], q.shape[2]
+    blocks = kv_layer.index_select(2, query.block_ids)
+    if blocks.dtype == torch.int8:
+        blocks = dequantise(blocks, head_dim, q.dtype)
+    kv = blocks.view(2, 1, num_kv_heads, -1, head_dim)[:, :, :, : query.seq_len]
     visible = query.visible[window]
     output = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],

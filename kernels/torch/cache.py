@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from titan.core.arrays import Ints
-from titan.core.kv_tensor import KVTensor
+from titan.core.kv_tensor import KVTensor, kv_planes
 from titan.core.trees import Upload
 from titan.kernels.interfaces import PathMove
 
@@ -24,6 +25,9 @@ class TorchCache:
 
     def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
         sources, targets = self._upload(_path_slots(moves, kv.block_size))
+        if kv.layout.is_quantised:
+            _move_quantised(kv, sources, targets)
+            return
         for group in kv.groups:
             slots = group.view(-1, kv.num_blocks * kv.block_size, group.shape[-1])  # fewer dimensions: less setup per operation
             slots.index_copy_(1, targets, slots.index_select(1, sources))
@@ -37,6 +41,14 @@ class TorchCache:
         [ids] = self._upload([block_ids])
         for group in kv.groups:
             group.index_fill_(3, ids, 0)
+
+
+def _move_quantised(kv: KVTensor, sources: Tensor, targets: Tensor) -> None:
+    """Move slots, int64 [n] each, with their scales."""
+    block_size = kv.block_size
+    for blocks, group in zip(kv.groups, kv.layout.groups, strict=True):
+        for plane in kv_planes(blocks.flatten(0, 2), group.head_dim):  # [rows, blocks, block_size, ...]
+            plane[:, targets // block_size, targets % block_size] = plane[:, sources // block_size, sources % block_size]
 
 
 def _path_slots(moves: Sequence[PathMove], block_size: int) -> list[Ints]:

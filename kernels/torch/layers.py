@@ -13,6 +13,7 @@ from torch import Tensor
 from titan.core.batch import AttentionLayout, Window
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.torch.attention import attend, plan_requests
+from titan.kernels.torch.quantised_kv import write_quantised
 
 
 class TorchOps:
@@ -56,7 +57,7 @@ class TorchOps:
         return residual, self.rms_norm(residual, norm_weight, eps)
 
     def rope_and_write_kv(self, qkv: Tensor, places: TokenPlaces, kv_layer: Tensor, qk_norm: Tensor | None, eps: float) -> Tensor:
-        num_kv_heads, head_dim = kv_layer.shape[1], kv_layer.shape[-1]
+        num_kv_heads, head_dim = kv_layer.shape[1], places.rope_table.shape[-1]
         heads = qkv.view(len(qkv), -1, head_dim)
         num_heads = heads.shape[1] - 2 * num_kv_heads
         queries_and_keys, values = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
@@ -66,6 +67,9 @@ class TorchOps:
         queries_and_keys = queries_and_keys * cos + queries_and_keys.roll(head_dim // 2, -1) * sin
         queries: Tensor = queries_and_keys[:, :num_heads]
         keys = queries_and_keys[:, num_heads:]
+        if kv_layer.dtype == torch.int8:
+            write_quantised(kv_layer, places.slots, keys, values)
+            return queries
         kv_layer.flatten(2, 3).index_copy_(2, places.slots, torch.stack((keys, values)).transpose(1, 2))
         return queries
 

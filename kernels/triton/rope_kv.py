@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan.core.kv_tensor import kv_planes
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton.tools import FLOAT_DTYPES, INTERPRETED, narrow, require, require_launchable
 
@@ -27,6 +28,7 @@ def _rope_and_write_kv_kernel(
     positions_ptr,  # [T]
     slot_mapping_ptr,  # [T]
     kv_ptr,  # [2, K, num_blocks, BLOCK_SIZE, D]
+    scales_ptr,  # [2, K, num_blocks, BLOCK_SIZE], or None if keys and values are not quantised
     qk_norm_ptr,  # [H + K, D], or None
     eps,
     stride_qkv_token,
@@ -34,6 +36,9 @@ def _rope_and_write_kv_kernel(
     stride_kv_head,
     stride_kv_block,
     stride_kv_offset,
+    stride_scales,
+    stride_scales_head,
+    stride_scales_block,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -44,7 +49,7 @@ def _rope_and_write_kv_kernel(
 ):
     """One program per token and group of heads, with a tile [HEADS, PAIRS] for each half of the heads' dimensions."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    DTYPE: tl.constexpr = kv_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     pairs = tl.arange(0, PAIRS)[None, :]
@@ -67,8 +72,10 @@ def _rope_and_write_kv_kernel(
     sin = cos + HEAD_DIM
     rotated_first = a * tl.load(cos, mask=is_pair).to(tl.float32) + b * tl.load(sin, mask=is_pair).to(tl.float32)
     rotated_second = b * tl.load(cos + HALF, mask=is_pair).to(tl.float32) + a * tl.load(sin + HALF, mask=is_pair).to(tl.float32)
-    first = narrow(tl.where(is_rotated, rotated_first, first), DTYPE, EMU)
-    second = narrow(tl.where(is_rotated, rotated_second, second), DTYPE, EMU)
+    wide_first = tl.where(is_rotated, rotated_first, first)
+    wide_second = tl.where(is_rotated, rotated_second, second)
+    first = narrow(wide_first, DTYPE, EMU)
+    second = narrow(wide_second, DTYPE, EMU)
 
     is_query = inside & (heads < NUM_HEADS)
     places = q_ptr + (token * NUM_HEADS + heads) * HEAD_DIM + pairs
@@ -81,8 +88,33 @@ def _rope_and_write_kv_kernel(
     slot_place = slot // BLOCK_SIZE * stride_kv_block + slot % BLOCK_SIZE * stride_kv_offset
     head_places = kv_heads // NUM_KV_HEADS * stride_kv + kv_heads % NUM_KV_HEADS * stride_kv_head
     places = kv_ptr + slot_place + head_places + pairs
-    tl.store(places, first, mask=is_written)
-    tl.store(places + HALF, second, mask=is_written)
+    if scales_ptr is not None:
+        sizes, are_finite = _largest_sizes(tl.where(is_pair, wide_first, 0.0), tl.where(is_pair, wide_second, 0.0))
+        factors = 127.0 / sizes
+        tl.store(places, _round(wide_first * factors), mask=is_written)
+        tl.store(places + HALF, _round(wide_second * factors), mask=is_written)
+        head_places = kv_heads // NUM_KV_HEADS * stride_scales + kv_heads % NUM_KV_HEADS * stride_scales_head
+        places = scales_ptr + slot // BLOCK_SIZE * stride_scales_block + slot % BLOCK_SIZE + head_places
+        is_scaled = (heads >= NUM_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (slot >= 0)
+        tl.store(places, tl.where(are_finite, sizes / 127.0, float("nan")), mask=is_scaled)
+    else:
+        tl.store(places, first, mask=is_written)
+        tl.store(places + HALF, second, mask=is_written)
+
+
+@triton.jit
+def _largest_sizes(first, second):
+    """Return the largest size of a number in each row of two tiles, at least 1e-30, and whether all are finite: [HEADS, 1] each."""
+    sizes = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
+    poison = tl.sum(first * 0.0, axis=1) + tl.sum(second * 0.0, axis=1)  # a maximum leaves NaN out
+    return tl.maximum(sizes, 1e-30)[:, None], (poison == 0.0)[:, None]
+
+
+@triton.jit
+def _round(x):
+    """Round to integers, to nearest, ties to even: the sum holds no fraction. What is not finite becomes a bound."""
+    bounded = tl.minimum(tl.maximum(x, -127.0), 127.0)
+    return ((bounded + 12582912.0) - 12582912.0).to(tl.int8)
 
 
 def rope_and_write_kv(
@@ -95,7 +127,8 @@ def rope_and_write_kv(
     Args:
         qkv: [T, (H + 2K) * D], bfloat16, float16 or float32; rows may be strided.
         places: of the tokens; the table has the dtype of ``qkv``, slots are distinct; slot -1 = keys and values are not written.
-        kv_layer: [2, K, num_blocks, block_size, D], dtype of ``qkv``, updated in place; only D must be contiguous.
+        kv_layer: [2, K, num_blocks, block_size, D], dtype of ``qkv``, or quantised, updated in place; only D, or the bytes of a
+            block, must be contiguous. Quantisation is that of `titan.kernels.torch.quantised_kv`.
         qk_norm: weights of the RMSNorm over each query and key head before the rotation, [H + K, D], dtype of ``qkv``;
             ``None`` = no norm.
         eps: added to the mean square.
@@ -108,12 +141,17 @@ def rope_and_write_kv(
     """
     device, dtype = qkv.device, qkv.dtype
     require_launchable("qkv", device)
+    numbers, scales = kv_layer, None
+    if kv_layer.dtype == torch.int8:
+        numbers, scales = kv_planes(kv_layer, places.rope_table.shape[-1])
     shape = (2, None, None, None, None)
-    require("kv_layer", kv_layer, shape=shape, dtypes=FLOAT_DTYPES, device=device, contiguous=False, is_written=True)
-    num_kv_heads, _, block_size, head_dim = kv_layer.shape[1:]
+    dtypes = (*FLOAT_DTYPES, torch.int8)
+    require("kv_layer", numbers, shape=shape, dtypes=dtypes, device=device, contiguous=False, is_written=True)
+    num_kv_heads, _, block_size, head_dim = numbers.shape[1:]
     if head_dim % 2 or not kv_layer.numel():
         raise ValueError(f"kv_layer has shape {list(kv_layer.shape)}: head_dim must be even, and no dimension may be 0")
-    require("qkv", qkv, shape=(None, None), dtypes=(kv_layer.dtype,), device=device, contiguous=False)
+    q_dtypes = (kv_layer.dtype,) if scales is None else FLOAT_DTYPES
+    require("qkv", qkv, shape=(None, None), dtypes=q_dtypes, device=device, contiguous=False)
     num_tokens, num_all_heads = len(qkv), qkv.shape[1] // head_dim
     num_heads = num_all_heads - 2 * num_kv_heads
     if num_heads < 1 or qkv.shape[1] % head_dim:
@@ -133,11 +171,13 @@ def rope_and_write_kv(
         q,
         qkv,
         *places,
-        kv_layer,
+        numbers,
+        scales,
         qk_norm,
         eps,
         qkv.stride(0),
-        *kv_layer.stride()[:4],
+        *numbers.stride()[:4],
+        *((0, 0, 0) if scales is None else scales.stride()[:3]),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,

@@ -5,6 +5,9 @@ one KV head share, over one range of slots, with the softmax of Milakov and Gime
 softmax", 2018, in base 2. A tile whose slots are split yields parts, each normalised, with the logarithm of its sum; a second
 kernel merges them in the order of their slots, and zeroes the padded rows.
 
+Quantised keys and values are the integers of their blocks, which are exact in the dtype of the model; the scales of keys multiply
+scores, those of values the weights.
+
 Products of bfloat16 or float16 are summed in float32, and everything between them is computed in float32; float32 is multiplied in
 float32. Slots are in memory at ``block * block_size + offset`` of a KV head; block offsets are 64-bit.
 """
@@ -13,11 +16,13 @@ from __future__ import annotations
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from titan.core.batch import Window
+from titan.core.kv_tensor import kv_planes
 from titan.kernels.triton.attention_plan import MERGE_FIELDS, TileLaunch, TreeAttentionPlan, load_tile
 from titan.kernels.triton.tools import INTERPRETED, dot, narrow, require, require_launchable
 
@@ -40,9 +45,12 @@ def _attend(
     num_skipped,
     k_ptr,
     v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     block_ids_ptr,
     stride_kv_block,
     stride_kv_slot,
+    stride_scales_block,
     scale,
     softcap,
     visible_lens,  # [BLOCK_M]
@@ -72,8 +80,13 @@ def _attend(
         is_loaded = is_slot[:, None]
         if HEAD_DIM != BLOCK_D:
             is_loaded = is_loaded & (dims[None, :] < HEAD_DIM)
-        keys = tl.load(k_ptr + places, mask=is_loaded, other=0.0)
+        keys = tl.load(k_ptr + places, mask=is_loaded, other=0)
+        if k_scales_ptr is not None:
+            keys = narrow(keys.to(tl.float32), q.dtype, EMU)
         scores = dot(q, tl.trans(keys), EMU) * scale
+        if k_scales_ptr is not None:
+            scale_places = block_ids * stride_scales_block + slots % BLOCK_SIZE
+            scores = scores * tl.load(k_scales_ptr + scale_places, mask=is_slot, other=0.0)[None, :]
         if SOFTCAPPED:
             scores = softcap * (1 - 2 / (1 + tl.exp2(scores)))
         if MASKED:
@@ -93,7 +106,10 @@ def _attend(
         weights = tl.exp2(scores - reference[:, None])
         decay = tl.exp2(largest - reference)
         total = total * decay + tl.sum(weights, axis=1)
-        values = tl.load(v_ptr + places, mask=is_loaded, other=0.0)
+        values = tl.load(v_ptr + places, mask=is_loaded, other=0)
+        if k_scales_ptr is not None:
+            values = narrow(values.to(tl.float32), q.dtype, EMU)
+            weights = weights * tl.load(v_scales_ptr + scale_places, mask=is_slot, other=0.0)[None, :]
         output = output * decay[:, None] + dot(narrow(weights, values.dtype, EMU), values, EMU)
         largest = new_largest
     return output, largest, total
@@ -107,6 +123,8 @@ def _attention_kernel(
     q_ptr,  # [T, NUM_KV_HEADS * GROUP, HEAD_DIM]
     k_ptr,  # [NUM_KV_HEADS, blocks, BLOCK_SIZE, HEAD_DIM]
     v_ptr,
+    k_scales_ptr,  # [NUM_KV_HEADS, blocks, BLOCK_SIZE], or None if keys and values are not quantised
+    v_scales_ptr,
     tiles_ptr,
     counts_ptr,
     block_table_ptr,  # [R, blocks]
@@ -119,6 +137,8 @@ def _attention_kernel(
     stride_kv_head,
     stride_kv_block,
     stride_kv_slot,
+    stride_scales_head,
+    stride_scales_block,
     stride_block_table,
     scale,
     softcap,
@@ -167,6 +187,9 @@ def _attention_kernel(
         tree_start = tl.load(tree_starts_ptr + request)
 
     kv_head_offset = kv_head.to(tl.int64) * stride_kv_head
+    if k_scales_ptr is not None:
+        k_scales_ptr += kv_head.to(tl.int64) * stride_scales_head
+        v_scales_ptr += kv_head.to(tl.int64) * stride_scales_head
     block_ids_ptr = block_table_ptr + request.to(tl.int64) * stride_block_table
     output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -180,13 +203,15 @@ def _attention_kernel(
     num_seen = tl.maximum(in_sight, 0) // BLOCK_N * BLOCK_N
     output, largest, total = _attend(
         output, largest, total, q, seen_slot, seen_slot + num_seen, end_slot, 0,
-        k_ptr + kv_head_offset, v_ptr + kv_head_offset, block_ids_ptr, stride_kv_block, stride_kv_slot, scale, softcap,
+        k_ptr + kv_head_offset, v_ptr + kv_head_offset, k_scales_ptr, v_scales_ptr,
+        block_ids_ptr, stride_kv_block, stride_kv_slot, stride_scales_block, scale, softcap,
         visible_lens, hidden_slots, ancestor_bits, tree_start,
         HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, False, TREE, WINDOWED, SOFTCAPPED, EMU,
     )  # fmt: skip
     output, largest, total = _attend(
         output, largest, total, q, first_slot, end_slot, seen_slot, num_seen,
-        k_ptr + kv_head_offset, v_ptr + kv_head_offset, block_ids_ptr, stride_kv_block, stride_kv_slot, scale, softcap,
+        k_ptr + kv_head_offset, v_ptr + kv_head_offset, k_scales_ptr, v_scales_ptr,
+        block_ids_ptr, stride_kv_block, stride_kv_slot, stride_scales_block, scale, softcap,
         visible_lens, hidden_slots, ancestor_bits, tree_start,
         HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, True, TREE, WINDOWED, SOFTCAPPED, EMU,
     )  # fmt: skip
@@ -276,8 +301,8 @@ def tree_attention(
 
     Args:
         q: [T, num_heads, head_dim], the last dimension contiguous.
-        kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], keys and values; those of the query tokens are already
-            written. The last dimension is contiguous.
+        kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], keys and values, or quantised blocks of them; those of the
+            query tokens are already written. The last dimension is contiguous.
         plan: from `attention_planner.plan_tree_attention`.
         scale: multiplies the scores.
         window: this layer's sliding window, one of those planned for.
@@ -294,8 +319,9 @@ def tree_attention(
     dtypes = (geometry.dtype,)
     require_launchable("plan", device)
     require("q", q, shape=(num_tokens, num_heads, head_dim), dtypes=dtypes, device=device, contiguous=False)
+    numbers, scales = kv_planes(kv_layer, head_dim) if kv_layer.dtype == torch.int8 else (kv_layer, None)
     shape = (2, num_kv_heads, None, geometry.block_size, head_dim)
-    require("kv_layer", kv_layer, shape=shape, dtypes=dtypes, device=device, contiguous=False)
+    require("kv_layer", numbers, shape=shape, dtypes=(geometry.dtype, torch.int8), device=device, contiguous=False)
     if window not in plan.launches:
         raise ValueError(f"window is {window}: the plan was made for {', '.join(map(str, plan.launches))}")
     if not (math.isfinite(scale) and scale > 0):
@@ -305,14 +331,15 @@ def tree_attention(
 
     output = q.new_empty(num_tokens, num_heads * head_dim)
     for launch in plan.launches[window]:
-        _launch(output, q, kv_layer, plan, launch, scale, window, softcap)
+        _launch(output, q, numbers, scales, plan, launch, scale, window, softcap)
     return output
 
 
 def _launch(
     output: Tensor,
     q: Tensor,
-    kv_layer: Tensor,
+    numbers: Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim]
+    scales: Tensor | None,  # [2, num_kv_heads, num_blocks, block_size]
     plan: TreeAttentionPlan,
     launch: TileLaunch,
     scale: float,
@@ -328,8 +355,8 @@ def _launch(
         launch.part_outputs,
         launch.part_log_sums,
         q,
-        kv_layer[0],
-        kv_layer[1],
+        *numbers,
+        *((None, None) if scales is None else scales),
         launch.tiles,
         launch.counts,
         layout.block_table,
@@ -339,9 +366,8 @@ def _launch(
         layout.tree_starts,
         q.stride(0),
         q.stride(1),
-        kv_layer.stride(1),
-        kv_layer.stride(2),
-        kv_layer.stride(3),
+        *numbers.stride()[1:4],
+        *((0, 0) if scales is None else scales.stride()[1:3]),
         layout.block_table.stride(0),
         scale * log2_e if softcap is None else 2 * scale / softcap * log2_e,
         0.0 if softcap is None else softcap * log2_e,

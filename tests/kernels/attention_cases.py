@@ -12,6 +12,7 @@ from interpreted import DEVICE
 from torch import Tensor
 
 from titan.core.batch import QueryRow, RaggedBatch, Window, build_batch
+from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor, kv_planes
 from titan.core.limits import MAX_NODES
 from titan.core.trees import DraftTree, DraftTrees, TreeLimits
 from titan.kernels.interfaces import Backend, LayerOps
@@ -217,6 +218,17 @@ def random_kv(case: Case, num_kv_heads: int, dtype: torch.dtype, head_dim: int, 
     return kv
 
 
+def quantised(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks of int8 and their scales, near these numbers, and what they stand for: float64, of the shape of ``kv``."""
+    _, num_kv_heads, num_blocks, block_size, head_dim = kv.shape
+    layout = KVLayout((KVGroup(1, num_kv_heads, head_dim),), torch.int8)
+    [blocks] = KVTensor(layout, num_blocks, block_size, torch.device("cpu")).layers
+    numbers, scales = kv_planes(blocks, head_dim)
+    scales.copy_(kv.float().abs().amax(-1) / 127)
+    numbers.copy_((kv.float() / scales[..., None]).nan_to_num().round())
+    return blocks, numbers.double() * scales.double()[..., None]
+
+
 def queries(num_tokens: int, num_heads: int, dtype: torch.dtype, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
     """As a model hands them over: in one tensor with keys and values."""
     generator = torch.Generator().manual_seed(1)
@@ -231,7 +243,7 @@ def attend(backend: Backend, batch: RaggedBatch, q: Tensor, kv: Tensor, window: 
     ops, layout, windows = make_ops(backend, q.dtype), batch.attention, (None,) if window is None else (None, window)
     plan: Any
     if isinstance(backend, TritonBackend):
-        geometry = AttentionGeometry(q.shape[1], kv.shape[1], q.shape[2], kv.shape[3], q.dtype)
+        geometry = AttentionGeometry(q.shape[1], kv.shape[1], q.shape[2], layout.block_size, q.dtype)
         plan = ops.plan_attention(upload_inputs(batch, geometry, backend.device, SHORT_QUERY_LEN).attention, windows)
     else:
         place_nodes(batch)

@@ -13,6 +13,7 @@ from attention_cases import (
     chain,
     make_case,
     make_ops,
+    quantised,
     queries,
     random_case,
     random_kv,
@@ -45,15 +46,26 @@ def assert_near(output: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert (output.double() - expected).norm() <= BOUNDS[dtype] * expected.norm()
 
 
-def check(backend: Backend, case: Case, num_heads: int, num_kv_heads: int, dtype: torch.dtype, head_dim: int = 16) -> None:
-    kv = random_kv(case, num_kv_heads, dtype, head_dim)
+def check(
+    backend: Backend,
+    case: Case,
+    num_heads: int,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    head_dim: int = 16,
+    is_quantised: bool = False,
+) -> None:
+    kv = exact = random_kv(case, num_kv_heads, dtype, head_dim)
+    if is_quantised:
+        kv, exact = quantised(kv)
     q = queries(case.query_start_loc[-1], num_heads, dtype, head_dim)
-    assert_near(attend(backend, case.batch(backend), q, kv, case.window), case.expected(q, kv), dtype)
+    assert_near(attend(backend, case.batch(backend), q, kv, case.window), case.expected(q, exact), dtype)
 
 
-def test_any_mix_of_queries(backend: Backend) -> None:
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_any_mix_of_queries(backend: Backend, is_quantised: bool) -> None:
     is_interpreted = isinstance(backend, TritonBackend)
-    for seed in range(12 if is_interpreted else 100):
+    for seed in range(*(20, 26 if is_interpreted else 60) if is_quantised else (12 if is_interpreted else 100,)):
         rng = np.random.default_rng(seed)
         num_requests = int(rng.choice([2, 3, 5] if is_interpreted else [2, 3, 5, 18]))
         kinds = rng.choice(KINDS, num_requests).tolist() if seed >= len(KINDS) else [KINDS[seed]]
@@ -63,7 +75,7 @@ def test_any_mix_of_queries(backend: Backend) -> None:
         heads, dtype = [(4, 4), (4, 2), (4, 1), (1, 1)][rng.integers(4)], DTYPES[rng.integers(3)]
         head_dim = int(rng.choice(HEAD_DIMS))
         print(seed, kinds, block_size, window, heads, dtype, head_dim)
-        check(backend, case, *heads, dtype, head_dim)
+        check(backend, case, *heads, dtype, head_dim, is_quantised)
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -8,12 +8,12 @@ import torch
 from attention_cases import Request, random_parents
 from torch import Tensor
 
-from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
+from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor, kv_planes
 from titan.kernels.interfaces import Backend, PathMove
 
 NUM_BLOCKS, BLOCK_SIZE = 14, 16
 GROUPS = (KVGroup(num_layers=2, num_kv_heads=2, head_dim=20), KVGroup(num_layers=1, num_kv_heads=3, head_dim=8))
-BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.int8: torch.int8}
 
 
 def random_kv(backend: Backend, dtype: torch.dtype) -> KVTensor:
@@ -29,6 +29,11 @@ def bits_of(kv: KVTensor) -> list[Tensor]:
     return [group.cpu().view(BITS[kv.layout.dtype]).clone() for group in kv.groups]
 
 
+def slots_of(bits: Tensor, group: KVGroup) -> tuple[Tensor, ...]:
+    """Views [num_layers, 2, num_kv_heads, num_blocks, block_size, ...] of all that a group keeps."""
+    return kv_planes(bits, group.head_dim) if bits.dtype == torch.int8 else (bits,)
+
+
 def assert_bits(kv: KVTensor, expected: list[Tensor]) -> None:
     assert all(torch.equal(actual, each) for actual, each in zip(bits_of(kv), expected, strict=True))
 
@@ -39,8 +44,9 @@ def check_moves(backend: Backend, moves: list[PathMove], dtype: torch.dtype = to
     for move in moves:
         for j, node in enumerate(move.path):
             (target, to), (source, at) = (divmod(move.first_slot + each, BLOCK_SIZE) for each in (j, node))
-            for old, new in zip(before, expected, strict=True):
-                new[:, :, :, move.block_ids[target], to] = old[:, :, :, move.block_ids[source], at]
+            for olds, news in zip(map(slots_of, before, GROUPS), map(slots_of, expected, GROUPS), strict=True):
+                for old, new in zip(olds, news, strict=True):
+                    new[:, :, :, move.block_ids[target], to] = old[:, :, :, move.block_ids[source], at]
     backend.cache.move_paths(kv, moves)
     assert_bits(kv, expected)
 
@@ -66,7 +72,7 @@ def test_paths_move_across_block_edges_onto_the_sources_of_later_nodes(backend: 
 def test_copies_and_clearing_touch_whole_blocks_and_nothing_else(backend: Backend, dtype: torch.dtype) -> None:
     kv = random_kv(backend, dtype)
     for group in kv.groups:
-        group[:, :, :, 11] = torch.nan
+        group[:, :, :, 11] = torch.nan if dtype.is_floating_point else -1  # all bits of a scale: NaN
     expected = bits_of(kv)
     pairs = [(3, 0), (3, 6), (1, 4), (11, 12)]
     backend.cache.copy_blocks(kv, *np.array(pairs).T.copy())

@@ -11,6 +11,7 @@ from interpreted import DEVICE, ON_CUDA, triton_backend
 from layer_reference import assert_rounded_once, make_table, reference_rms_norm, reference_rope_and_write_kv, reference_silu_mul
 from torch import Tensor
 
+from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor, kv_planes
 from titan.kernels.interfaces import Backend, LayerOps, TokenPlaces
 from titan.kernels.triton.gate import silu_mul
 from titan.kernels.triton.layers import TritonOps
@@ -139,6 +140,41 @@ def test_heads_are_normed_and_rotated_and_only_their_slots_change(
     written = by_slot[1][:, slots[slots >= 0]].transpose(0, 1)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     assert torch.equal(written.contiguous().view(bits), values.cpu()[slots >= 0].view(bits))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's in the interpreter
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "has_norm"), [(4, 2, 16, True), (3, 3, 10, False), (2, 1, 80, True)]
+)
+def test_quantised_keys_and_values_are_off_by_half_a_scale_and_only_their_slots_change(
+    backend: Backend, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool
+) -> None:
+    ops, num_tokens, layout = make_ops(backend, dtype), 9, KVLayout((KVGroup(1, num_kv_heads, head_dim),), torch.int8)
+    qkv = random(backend, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    qkv[0], qkv[1, -1], qkv[2, -2] = 0, torch.inf, torch.nan
+    qk_norm = random(backend, num_heads + num_kv_heads, head_dim, dtype=dtype, seed=1, mean=1.0) if has_norm else None
+    slots = torch.randperm(48, generator=torch.Generator().manual_seed(3))[:num_tokens].to(backend.device)
+    places = TokenPlaces(make_table(50, head_dim).to(backend.device, dtype), slots % 50, slots)
+    exact = torch.zeros(2, num_kv_heads, 3, 16, head_dim, dtype=torch.float64, device=backend.device)
+    exact_q = reference_rope_and_write_kv(qkv, places, exact, num_heads, qk_norm, eps=1e-3)
+    [blocks] = KVTensor(layout, 3, 16, backend.device).layers
+    numbers, scales = kv_planes(blocks.fill_(5), head_dim)
+    before = numbers.flatten(2, 3).clone(), scales.flatten(2, 3).clone()
+
+    assert_near(ops, ops.rope_and_write_kv(qkv, places, blocks, qk_norm, 1e-3), exact_q, dtype)
+    is_written = torch.zeros(48, dtype=torch.bool, device=backend.device)
+    is_written[slots] = True
+    for plane, old in zip((numbers, scales), before, strict=True):
+        assert torch.equal(plane.flatten(2, 3)[:, :, ~is_written], old[:, :, ~is_written])
+    sizes, found = exact.flatten(2, 3)[:, :, slots].abs().amax(-1), scales.flatten(2, 3)[:, :, slots].double()
+    is_finite = sizes.isfinite()
+    assert not is_finite[1, -1, [1, 2]].any() and is_finite.sum() == is_finite.numel() - 2
+    assert torch.equal(found.isfinite(), is_finite)
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]  # of operations in PyTorch
+    torch.testing.assert_close(found[is_finite] * 127, sizes[is_finite], rtol=2 * rounding, atol=1e-12)
+    errors = (numbers.double() * scales.double()[..., None] - exact).flatten(2, 3)[:, :, slots].abs().amax(-1)[is_finite]
+    assert (errors <= (0.5 / 127 + 3 * rounding) * sizes[is_finite] + 1e-12).all()
 
 
 # What Triton does beyond that: tensors may lie apart, and beyond 32 bits.

@@ -7,11 +7,12 @@ from itertools import product
 
 import pytest
 import torch
-from attention_cases import Request, attend, chain, make_case
+from attention_cases import Request, attend, chain, make_case, quantised
 from back_ends import KINDS, make_back_end
 from torch import Tensor
 
 from titan.core.batch import Window
+from titan.core.kv_tensor import kv_planes
 from titan.kernels.interfaces import Backend
 
 
@@ -45,20 +46,24 @@ def test_in_bfloat16_only_weights_and_outputs_are_rounded(compiled: Backend, hea
 
 
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("head_dim", [8, 16, 40, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "is_quantised"),
+    [*product((8, 16, 40, 64), (torch.float32, torch.bfloat16), (False,)), (40, torch.float32, True), (64, torch.bfloat16, True)],
+)
 def test_chains_and_chunks_are_attended_as_their_tokens_alone(
-    compiled: Backend, dtype: torch.dtype, head_dim: int, window: Window
+    compiled: Backend, head_dim: int, dtype: torch.dtype, is_quantised: bool, window: Window
 ) -> None:
     """Bit by bit, wherever the context ends, whatever lies behind it, whoever is beside, and also of several pieces for threads."""
     chains, chunks = [Request(root, 1, chain(9)) for root in (0, 3, 14, 31, 60, 127)], [Request(37, 65), Request(0, 150)]
     for request, num_heads in product([*chains, *chunks], (2, 6)):
         root, num_tokens, neighbour = request.context, request.query_len, Request(50, 3)
         kv = random(2, 2, 20, 16, head_dim, dtype=dtype, seed=root)
+        kv = quantised(kv)[0] if is_quantised else kv
         q = random(num_tokens, num_heads, head_dim, dtype=dtype, seed=root + 1)
         both = attend_all(compiled, [request, neighbour], torch.cat([q, q[:3]]), kv, window)[:-3]
         for i in range(0, num_tokens, 1 + num_tokens // 20):
-            broken = kv.clone().flatten(2, 3)  # what is not there yet
-            broken[:, :, root + i + 1 :] = torch.nan
-            alone = attend_all(compiled, [Request(root + i)], q[i : i + 1], broken.view(kv.shape), window)
+            broken, later = kv.clone(), torch.arange(root + i + 1, 320)  # what is not there yet
+            numbers = kv_planes(broken, head_dim)[1] if is_quantised else broken
+            numbers[:, :, later // 16, later % 16] = torch.nan
+            alone = attend_all(compiled, [Request(root + i)], q[i : i + 1], broken, window)
             assert torch.equal(alone, both[i : i + 1])

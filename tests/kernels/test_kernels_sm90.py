@@ -15,6 +15,7 @@ from titan.kernels.triton.tuning import FLOAT32_CONFIGS, SAFE_CONFIGS, SM90, TAB
 NUM_REGISTERS = 65536  # of a multiprocessor
 
 OTHERS = """
+from itertools import product
 from types import SimpleNamespace
 import torch
 from titan.core.random import Purpose
@@ -35,8 +36,11 @@ def zeros(*shape, dtype):
 
 half, single = torch.bfloat16, torch.float32
 slots = torch.zeros(7, dtype=torch.int64)
-for num_heads, num_kv_heads, head_dim, dtype in ((9, 3, 64, half), (32, 8, 128, half), (32, 8, 128, single)):
+sizes = ((9, 3, 64, half), (32, 8, 128, half), (32, 8, 128, single))
+for (num_heads, num_kv_heads, head_dim, dtype), is_quantised in product(sizes, (False, True)):
     kv_layer = zeros(2, num_kv_heads, 4, 16, head_dim, dtype=dtype)
+    if is_quantised:
+        kv_layer = zeros(2, num_kv_heads, 4, 16 * (head_dim + 4), dtype=torch.int8)
     for qk_norm in (None, zeros(num_heads + num_kv_heads, head_dim, dtype=dtype)):
         rope_and_write_kv(
             zeros(7, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
@@ -74,7 +78,7 @@ for num_blocks in (64, 513):
 """
 
 KERNELS = {
-    "_rope_and_write_kv_kernel": (6, 64),
+    "_rope_and_write_kv_kernel": (12, 64),
     "_norm_kernel": (8, 96),
     "_silu_mul_kernel": (3, 64),
     "_walk_kernel": (1, 40),
@@ -88,8 +92,8 @@ KERNELS = {
     "_lay_out_depth_kernel": (2, 64),
 }
 """How often each is built, and the most registers it may use: the compiler of Triton 3.6 takes up to 40 % more than that of 3.7."""
-MAX_SHARED_BYTES = {"_rope_and_write_kv_kernel": 0, "_norm_kernel": 1024, "_silu_mul_kernel": 0}
-"""Of the kernels of layers: for the sum of a row only; the others take up to 48 KiB."""
+MAX_SHARED_BYTES = {"_rope_and_write_kv_kernel": 64, "_norm_kernel": 1024, "_silu_mul_kernel": 0}
+"""Of the kernels of layers: for the sum or the largest number of a row only; the others take up to 48 KiB."""
 
 
 def test_every_size_of_layers_sampling_and_trees_is_built_once_and_leaves_room_for_other_programs() -> None:
@@ -116,7 +120,9 @@ from titan.kernels.triton.tree_attention import tree_attention
 def zeros(*shape, dtype=torch.int32):
     return torch.zeros(shape, dtype=dtype)
 
-def launch(head_dim, dtype, short_query_len, max_query_len, window=None, softcap=None, block_size=16, num_requests=4):
+def launch(
+    head_dim, dtype, short_query_len, max_query_len, window=None, softcap=None, block_size=16, num_requests=4, is_quantised=False
+):
     geometry = AttentionGeometry(32, 8, head_dim, block_size, dtype)
     num_tokens = 2048
     layout = DeviceLayout(
@@ -134,6 +140,8 @@ def launch(head_dim, dtype, short_query_len, max_query_len, window=None, softcap
     plan = plan_tree_attention(layout, (window,))
     q = zeros(num_tokens, 48, head_dim, dtype=dtype)[:, :32]
     kv_layer = zeros(2, 8, 16, block_size, head_dim, dtype=dtype)
+    if is_quantised:
+        kv_layer = zeros(2, 8, 16, block_size * (head_dim + 4), dtype=torch.int8)
     tree_attention(q, kv_layer, plan, scale=0.1, window=window, softcap=softcap)
 """
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -172,10 +180,16 @@ def launches() -> list[Launch]:
     return made
 
 
+QUANTISED = [
+    Launch(head_dim, torch.bfloat16, (TABLE[SM90, head_dim, 2][1], TABLE[SM90, head_dim, 2][-1]), "is_quantised=True")
+    for head_dim in (64, 128)
+]
+
+
 @pytest.fixture(scope="module")
 def builds() -> list[Build]:
     """One process for all, which takes seconds to start. The last two are on a device that the table does not know."""
-    lines = [launch.line for launch in launches()]
+    lines = [launch.line for launch in (*launches(), *QUANTISED)]
     lines += [f"launch(64, torch.bfloat16, 8, 512, window=5, num_requests={number})" for number in (128, 1024)]
     lines += ["import titan.kernels.triton.tuning as tuning", "tuning.TABLE.clear()"]
     lines += [f"launch({head_dim}, torch.bfloat16, 16, 16)" for head_dim in (128, 256)]
@@ -202,6 +216,17 @@ def test_every_configuration_fits_as_the_table_says_with_its_buffers_and_tensor_
         assert (build.has_wgmma, build.has_mma) == (is_half and config.block_m >= 64, is_half and config.block_m < 64), build
         hot, masked = build.minus_infinities  # most slots, verified trees' as well, are seen by all rows, and need no mask
         assert hot == 0 < masked, build
+
+
+def test_quantised_blocks_are_read_as_bytes_and_multiplied_by_tensor_cores(builds: list[Build]) -> None:
+    first = sum(len(launch.configs) for launch in launches())
+    compiled = [build for build in builds if build.name == "_attention_kernel"][first : first + 2 * len(QUANTISED)]
+    for build, (launch, config) in zip(compiled, [(each, config) for each in QUANTISED for config in each.configs], strict=True):
+        assert (build.constants["HEAD_DIM"], build.constants["BLOCK_M"]) == (str(launch.head_dim), str(config.block_m))
+        assert build.has_wgmma or build.has_mma, build
+        num_bytes = 2 * ((config.num_stages - 1) // 2) * config.block_n * launch.head_dim
+        assert build.stack_bytes <= 8 and num_bytes <= build.shared_bytes <= NUM_BYTES_OF_SHARED_MEMORY - RESERVED, build
+        assert build.minus_infinities[0] == 0, build
 
 
 def test_safe_configurations_fit_devices_with_little_shared_memory(builds: list[Build]) -> None:

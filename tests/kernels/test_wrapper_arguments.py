@@ -228,3 +228,11 @@ def test_a_cuda_device_that_is_not_the_current_one_is_refused(monkeypatch: pytes
     triton_tools.require_launchable("x", torch.device("cuda:0"))
     with pytest.raises(ValueError, match=r"^x is on cuda:1, but cuda:0 is current"):
         triton_tools.require_launchable("x", torch.device("cuda:1"))
+
+
+@pytest.mark.parametrize("wrapper", [tree_attention, rotate], ids=["tree_attention", "rotate"])
+def test_quantised_blocks_are_whole_slots(wrapper: Callable[..., object]) -> None:
+    blocks = torch.zeros(2, 2, 3, 16 * (HEAD_DIM + 4), dtype=torch.int8, device=DEVICE)
+    wrapper(**WRAPPERS[wrapper]() | {"kv_layer": blocks})
+    with pytest.raises(ValueError, match="quantised blocks have 319 bytes"):
+        wrapper(**WRAPPERS[wrapper]() | {"kv_layer": blocks[..., :-1]})

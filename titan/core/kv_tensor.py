@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+SCALE_BYTES = 4
+"""Of the float32 scale of a quantised key or value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +26,25 @@ class KVLayout:
     """The KV that a model keeps of each token."""
 
     groups: tuple[KVGroup, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the stored numbers; int8: quantised
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether each key and each value of a head is stored as integers up to 127 and the scale that multiplies them."""
+        return self.dtype == torch.int8
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token over all layers."""
-        return sum(2 * each.num_layers * each.num_kv_heads * each.head_dim for each in self.groups) * self.dtype.itemsize
+        """Bytes of one token over all layers, scales included."""
+        return sum(2 * each.num_layers * each.num_kv_heads * self.bytes_per_row(each.head_dim) for each in self.groups)
+
+    def bytes_per_row(self, head_dim: int) -> int:
+        """Bytes of one key or value of a head."""
+        return head_dim * self.dtype.itemsize + SCALE_BYTES * self.is_quantised
+
+    def stored_as(self, kv_cache_dtype: str) -> KVLayout:
+        """Return the layout with the dtype that an option names: "int8", or "auto", which changes nothing."""
+        return self if kv_cache_dtype == "auto" else replace(self, dtype=getattr(torch, kv_cache_dtype))
 
 
 class KVTensor:
@@ -46,11 +62,39 @@ class KVTensor:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.groups: tuple[Tensor, ...] = tuple(
-            torch.zeros(
-                (each.num_layers, 2, each.num_kv_heads, num_blocks, block_size, each.head_dim), dtype=layout.dtype, device=device
-            )
-            for each in layout.groups
+            torch.zeros(self._group_shape(each), dtype=layout.dtype, device=device) for each in layout.groups
         )
-        """One tensor per group: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]."""
+        """One tensor per group: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim].
+
+        Quantised blocks are bytes, [..., num_blocks, block_size * (head_dim + SCALE_BYTES)], which `kv_planes` takes apart.
+        """
         self.layers: Sequence[Tensor] = [layer for group in self.groups for layer in group]
-        """One tensor per layer: [2, num_kv_heads, num_blocks, block_size, head_dim], views of the groups."""
+        """One tensor per layer, [2, num_kv_heads, num_blocks, ...], views of the groups."""
+
+    def _group_shape(self, group: KVGroup) -> tuple[int, ...]:
+        shape = group.num_layers, 2, group.num_kv_heads, self.num_blocks
+        if self.layout.is_quantised:
+            return *shape, self.block_size * self.layout.bytes_per_row(group.head_dim)
+        return *shape, self.block_size, group.head_dim
+
+
+def kv_planes(blocks: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Return views of quantised blocks: their numbers, and the scales, which lie behind the numbers of each block.
+
+    Args:
+        blocks: int8 [..., block_size * (head_dim + SCALE_BYTES)].
+        head_dim: numbers of a key or a value.
+
+    Returns:
+        int8 [..., block_size, head_dim] and float32 [..., block_size].
+
+    Raises:
+        ValueError: a block is not whole slots.
+    """
+    block_size, rest = divmod(blocks.shape[-1], head_dim + SCALE_BYTES)
+    if rest:
+        raise ValueError(
+            f"quantised blocks have {blocks.shape[-1]} bytes: slots of head_dim {head_dim} are {head_dim + SCALE_BYTES}"
+        )
+    numbers, scales = blocks.split((block_size * head_dim, block_size * SCALE_BYTES), -1)
+    return numbers.unflatten(-1, (block_size, head_dim)), scales.view(torch.float32)

@@ -52,7 +52,7 @@ def _run(backend: Backend, model: Decoder, config: EngineConfig, limits: PassLim
     num_nodes = min(limits.query_len - 1, num_tokens - 1)
     row = QueryRow([0] * -(-max_len // block_size), 0, [0] * (num_tokens - num_nodes))
     trees = DraftTrees.placeholder_chains([num_nodes] * num_requests, backend.upload, backend.device)
-    kv = KVTensor(model.kv_layout, 1, block_size, backend.device)
+    kv = KVTensor(model.kv_layout.stored_as(config.memory.kv_cache_dtype), 1, block_size, backend.device)
     with torch.inference_mode():
         eager = limits._replace(query_len=0)  # a graph would keep memory of its own
         runner = backend.prepare(model, kv, eager, PassCounts())

@@ -74,7 +74,7 @@ def attention(normed: Tensor, weights: LayerWeights, config: ModelConfig, layer:
         weights: of the layer.
         config: of the model.
         layer: index of the layer.
-        kv_layer: [2, K, num_blocks, block_size, D].
+        kv_layer: [2, K, num_blocks, block_size, D], or quantised.
         step: what all layers share.
 
     Returns:

@@ -1,0 +1,56 @@
+// The layout of a KV head's slots in the cache, and what is written to them.
+//
+// S is the type of the stored numbers. A block is [block_size, D] numbers; int8 numbers are followed by one float scale per slot, which
+// multiplies them. A row of zeros has a scale, too, and a row with a number that is not finite has the scale NaN.
+
+#pragma once
+
+#include <type_traits>
+
+#include "numbers.h"
+
+namespace {
+
+template <typename S>
+constexpr bool kIsQuantised = std::is_same_v<S, int8_t>;
+
+constexpr float kLargestNumber = 127.0f; // of those quantised
+constexpr float kLeastSize = 1e-30f;     // of a row's largest number; smaller ones become zeros
+
+// Elements that a slot takes.
+template <typename S>
+inline int64_t slot_size(int64_t head_dim) {
+  return head_dim + (kIsQuantised<S> ? sizeof(float) : 0);
+}
+
+// Copy a row of numbers, rounded to those of the result.
+template <typename X, typename T>
+inline void copy_row(const X* row, int64_t size, T* result) {
+  if constexpr (std::is_same_v<X, T>) {
+    std::memcpy(result, row, size * sizeof(T));
+  } else {
+#pragma omp simd
+    for (int64_t d = 0; d < size; ++d) narrow(row[d], &result[d]);
+  }
+}
+
+// Write a row to its slot of a KV head.
+template <typename X, typename S>
+inline void write_slot(const X* row, int64_t slot, int64_t block_size, int64_t head_dim, S* head) {
+  if constexpr (kIsQuantised<S>) {
+    S* block = head + slot / block_size * block_size * slot_size<S>(head_dim);
+    S* numbers = block + slot % block_size * head_dim;
+    float size = kLeastSize, poison = 0;
+#pragma omp simd reduction(max : size) reduction(+ : poison)
+    for (int64_t d = 0; d < head_dim; ++d) size = std::max(size, std::fabs(widen(row[d]))), poison += widen(row[d]) * 0.0f;
+    const float factor = kLargestNumber / size, scale = size / kLargestNumber + poison;
+#pragma omp simd
+    for (int64_t d = 0; d < head_dim; ++d) // NaN becomes one of the bounds
+      numbers[d] = static_cast<S>(std::max(-kLargestNumber, std::min(kLargestNumber, std::nearbyint(widen(row[d]) * factor))));
+    std::memcpy(block + block_size * head_dim + slot % block_size * sizeof scale, &scale, sizeof scale);
+  } else {
+    copy_row(row, head_dim, head + slot * head_dim);
+  }
+}
+
+} // namespace

@@ -1,0 +1,53 @@
+"""Quantised keys and values in plain PyTorch: how they are rounded, written and read.
+
+Each key and each value of a head is stored as ``round(x / scale)`` with ``scale = max(|x|) / 127``, so that no number is off by
+more than half a scale. A pass reads what it writes from the cache, too: logits do not depend on which tokens a pass held.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from titan.core.kv_tensor import kv_planes
+
+LARGEST = 127
+"""Largest quantised number."""
+LEAST_SIZE = 1e-30
+"""Rows whose largest number is below this one are scaled as if it were this one, and become zeros."""
+
+
+def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows of numbers to integers, to nearest, ties to even.
+
+    Args:
+        rows: [..., D], any float dtype.
+
+    Returns:
+        int8 [..., D], and the scales, float32 [...], by which they are multiplied; NaN for a row with a number that is not finite.
+    """
+    wide = rows.float()
+    sizes = wide.abs().amax(-1).clamp(min=LEAST_SIZE)
+    numbers = (wide * (LARGEST / sizes)[..., None]).round().nan_to_num(0.0, LARGEST, -LARGEST)
+    return numbers.to(torch.int8), torch.where(sizes.isfinite(), sizes / LARGEST, torch.nan)
+
+
+def write_quantised(kv_layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Quantise keys and values, [T, num_kv_heads, D] each, and write them to their slots.
+
+    Args:
+        kv_layer: int8 [2, num_kv_heads, num_blocks, bytes], updated in place.
+        slots: int64 [T].
+        keys: of the tokens.
+        values: of the tokens.
+    """
+    planes = kv_planes(kv_layer, keys.shape[-1])
+    block_size = planes[1].shape[-1]
+    for plane, written in zip(planes, quantise(torch.stack((keys, values)).transpose(1, 2)), strict=True):
+        plane[:, :, slots // block_size, slots % block_size] = written
+
+
+def dequantise(blocks: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Return the numbers that blocks stand for: int8 [..., bytes] -> [..., block_size, head_dim]."""
+    numbers, scales = kv_planes(blocks, head_dim)
+    return (numbers * scales[..., None]).to(dtype)

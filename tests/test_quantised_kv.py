@@ -1,0 +1,93 @@
+"""KV in int8: the tokens of the same engine without drafts, nearly the perplexity of the model's dtype, and the bytes it takes."""
+
+from __future__ import annotations
+
+import inspect
+from itertools import product
+from math import exp
+from typing import Any
+
+import pytest
+import torch
+from back_ends import ON_HOST, make_back_end
+from stepping import AMPLE, SCARCE, make_engine, run_all
+from zoo import Zoo, random_prompts
+
+from titan import LLM, SamplingParams
+from titan.core import trees as a_text
+from titan.core.kv_tensor import KVGroup, KVLayout
+from titan.core.options import MemoryOptions
+from titan.kernels.interfaces import PathMove
+from titan.kernels.torch.cache import TorchCache
+from titan.memory.sizing import num_kv_blocks
+
+PROMPTS = random_prompts(6, seed=8, max_len=24)
+TREES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tree": ("llama~", {"draft_tree": "dynamic"}),
+    "shape": ("llama~", {"draft_tree": [-1, -1, 0, 0, 1], "draft_kv_cache_dtype": "int8"}),
+    "chain": ("llama~", {"draft_tree": "chain", "draft_kv_cache_dtype": "int8"}),
+    "ngram": ("ngram", {}),
+}
+
+
+@pytest.mark.parametrize(("name", "tree"), [*product(ON_HOST, TREES), ("triton", "shape")])
+def test_drafts_prefix_hits_moves_and_preemptions_change_no_token(
+    zoo: Zoo, name: str, tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_interpreted = name == "triton"
+    moves = list[PathMove]()
+    move_paths = TorchCache.move_paths
+    monkeypatch.setattr(TorchCache, "move_paths", lambda self, kv, each: (moves.extend(each), move_paths(self, kv, each)))
+    path, backend = zoo.path("llama"), make_back_end(name)
+    prompts = [PROMPTS[1][:5]] if is_interpreted else PROMPTS
+    params = [SamplingParams(temperature=0.0, max_tokens=2 if is_interpreted else 20, ignore_eos=True)] * len(prompts)
+    plain = make_engine(path, backend=backend, kv_cache_dtype="int8", **AMPLE)
+    expected = run_all(plain, prompts, params)
+    drafter, options = TREES[tree]
+    scarce = AMPLE if is_interpreted else SCARCE | {"num_kv_blocks": 8}
+    draft = drafter if drafter == "ngram" else zoo.path(drafter)
+    engine = make_engine(path, draft, backend=backend, kv_cache_dtype="int8", **options, **scarce)
+    assert run_all(engine, prompts, params) == expected
+    assert {role: kv.layout.is_quantised for role, kv in engine.kv.tensors.items()} == {
+        "target": True,
+        **({} if drafter == "ngram" else {"draft": "draft_kv_cache_dtype" in options}),
+    }
+    counters = engine.counters
+    assert sum(counters.accepted_per_depth) > 0
+    if not is_interpreted:
+        assert counters.num_preemptions > 0 and counters.num_cached_tokens > 0
+        assert bool(moves) == (tree in ("tree", "shape"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_perplexity_stays_within_half_a_percent(dtype: str) -> None:
+    text, perplexities = inspect.getsource(a_text), list[float]()
+    prompts = [text[start : start + 1500] for start in range(0, 6000, 1500)]
+    for kv_cache_dtype in ("auto", "int8"):
+        llm = LLM("demo", dtype=dtype, device="cpu", kv_cache_dtype=kv_cache_dtype, num_kv_blocks=300)
+        logprobs = [
+            each[token].logprob
+            for output in llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+            for token, each in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
+            if each is not None
+        ]
+        assert len(logprobs) > 1000
+        perplexities.append(exp(-sum(logprobs) / len(logprobs)))
+    plain, quantised = perplexities
+    assert plain != quantised == pytest.approx(plain, rel=0.005)
+
+
+def test_the_same_memory_holds_nearly_twice_the_tokens_of_bfloat16(zoo: Zoo) -> None:
+    plain = KVLayout((KVGroup(16, 12, 64), KVGroup(2, 4, 64)), torch.bfloat16)
+    layouts = [plain.stored_as(dtype) for dtype in ("auto", "int8")]
+    auto, int8 = (
+        num_kv_blocks(MemoryOptions(kv_cache_memory=2**30), [each, each], 10**9, lambda: 0, lambda: 2**40) for each in layouts
+    )
+    assert 1.85 * auto <= int8 <= 2 * auto
+    assert layouts[1].bytes_per_token == 2 * (16 * 12 + 2 * 4) * (64 + 4)
+    for dtype, bytes_per_row in (("auto", 16 * 4), ("int8", 16 + 4)):
+        engine = make_engine(zoo.path("llama"), kv_cache_dtype=dtype, kv_cache_memory=2**20)
+        [target] = engine.kv.tensors.values()
+        block_bytes = 16 * 3 * 2 * 2 * bytes_per_row
+        assert sum(group.nbytes for group in target.groups) == engine.limits.num_kv_blocks * block_bytes
+        assert engine.limits.num_kv_blocks == 2**20 // block_bytes
