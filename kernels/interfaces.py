@@ -190,6 +190,12 @@ class CacheOps(Protocol):
     def clear_blocks(self, kv: KVTensor, block_ids: Ints) -> None:
         """Zero blocks, int64 [n], so that nothing of a former owner reaches the new one."""
 
+    def transfer_blocks(self, source: KVTensor, target: KVTensor, num_blocks: int) -> None:
+        """Copy the first blocks of a cache to one of another size, which may be uninitialized.
+
+        The source's content is lost: its memory is given back layer by layer where that can be, so that little is taken twice.
+        """
+
 
 class SamplingOps(Protocol):
     """Operations over the whole vocabulary while a tree grows."""

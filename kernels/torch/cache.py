@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVTensor
@@ -37,6 +40,20 @@ class TorchCache:
         [ids] = self._upload([block_ids])
         for group in kv.groups:
             group.index_fill_(3, ids, 0)
+
+    def transfer_blocks(self, source: KVTensor, target: KVTensor, num_blocks: int) -> None:
+        for old, new in zip(source.layers, target.layers, strict=True):
+            new[:, :, :num_blocks] = old[:, :, :num_blocks]
+            _discard(old)
+
+
+def _discard(tensor: Tensor) -> None:
+    """Give the pages of a contiguous tensor on the host back to the system, if it can take them; the content is lost."""
+    if tensor.device.type == "cpu" and hasattr(mmap, "MADV_DONTNEED"):
+        first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages only: others hold their neighbours too
+        end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > first:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
 def _path_slots(moves: Sequence[PathMove], block_size: int) -> list[Ints]:

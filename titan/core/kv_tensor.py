@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,15 +38,23 @@ class KVTensor:
         layout: of the model.
         num_blocks: as many as the block pool has.
         block_size: slots of a block.
-        device: where it is allocated, filled with zeros.
+        device: where it is allocated.
+        allocate: `torch.zeros`, or `torch.empty`, which takes no memory on the host before it is written.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        allocate: Callable[..., Tensor] = torch.zeros,
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.groups: tuple[Tensor, ...] = tuple(
-            torch.zeros(
+            allocate(
                 (each.num_layers, 2, each.num_kv_heads, num_blocks, block_size, each.head_dim), dtype=layout.dtype, device=device
             )
             for each in layout.groups

@@ -7,8 +7,9 @@ found by its hash, until it is allocated again.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 
@@ -117,6 +118,40 @@ class BlockPool:
         """Forget all hashes, so that no block is found any more."""
         self._block_of.clear()
         self._hash_of.clear()
+
+    def new_ids(self, num_blocks: int) -> dict[int, int]:
+        """Return the blocks that a pool of another size keeps, old id -> new id: they come first, and as few as can be move.
+
+        These are the referenced ones, and the cached ones that were used last.
+
+        Raises:
+            ValueError: more blocks than ``num_blocks`` are referenced.
+        """
+        referenced = [block_id for block_id, count in enumerate(self._ref_counts) if count]
+        if len(referenced) > num_blocks:
+            raise ValueError(f"num_blocks={num_blocks} is less than the {len(referenced)} blocks in use: at least these are needed")
+        cached = [block_id for block_id in reversed(self._free_queue) if block_id in self._hash_of]
+        kept = sorted((*referenced, *cached[: num_blocks - len(referenced)]))
+        num_in_place = bisect_left(kept, len(kept))
+        new_ids = {block_id: block_id for block_id in kept[:num_in_place]}
+        vacant = (block_id for block_id in range(len(kept)) if block_id not in new_ids)
+        return new_ids | dict(zip(kept[num_in_place:], vacant, strict=True))
+
+    def resize(self, num_blocks: int, new_ids: Mapping[int, int]) -> None:
+        """Resize the pool and renumber its blocks, after their content has moved.
+
+        Args:
+            num_blocks: new size of the pool.
+            new_ids: from `new_ids` of this size; the content of other blocks is forgotten.
+        """
+        ref_counts, draft_epochs = [0] * num_blocks, [-1] * num_blocks
+        for old, new in new_ids.items():
+            ref_counts[new], draft_epochs[new] = self._ref_counts[old], self.draft_epochs[old]
+        cached = [new_ids[block_id] for block_id in self._free_queue if block_id in new_ids]
+        self.num_blocks, self._ref_counts, self.draft_epochs = num_blocks, ref_counts, draft_epochs
+        self._free_queue = OrderedDict.fromkeys((*range(len(new_ids), num_blocks), *cached))
+        self._hash_of = {new_ids[block_id]: each for block_id, each in self._hash_of.items() if block_id in new_ids}
+        self._block_of = {block_hash: block_id for block_id, block_hash in self._hash_of.items()}
 
     def mark_drafted(self, block_id: int, epoch: int) -> None:
         """Record that the draft of this epoch has written its KV of the whole block."""
