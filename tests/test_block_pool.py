@@ -94,6 +94,26 @@ class PoolMachine(RuleBasedStateMachine):
             if not any(block_id in each for each in self.tables):
                 (self.cached if block_id in self.hashes else self.uncached).append(block_id)
 
+    @rule(num_blocks=st.integers(1, 12))
+    def resize(self, num_blocks: int) -> None:
+        held = {block_id for table in self.tables for block_id in table}
+        if len(held) > num_blocks:
+            with pytest.raises(ValueError, match=f"num_blocks={num_blocks} is less than the {len(held)} blocks in use"):
+                self.pool.new_ids(num_blocks)
+            return
+        new_ids = self.pool.new_ids(num_blocks)
+        self.cached = self.cached[max(len(held) + len(self.cached) - num_blocks, 0) :]
+        kept = held | set(self.cached)
+        assert new_ids.keys() == kept and set(new_ids.values()) == set(range(len(kept)))
+        assert {old for old, new in new_ids.items() if old != new} == {old for old in kept if old >= len(kept)}, "no more move"
+        self.pool.resize(num_blocks, new_ids)
+        self.tables = [[new_ids[block_id] for block_id in table] for table in self.tables]
+        self.hashes = {new_ids[block_id]: each for block_id, each in self.hashes.items() if block_id in kept}
+        epochs = {new: self.epochs[old] for old, new in new_ids.items()}
+        self.epochs = [epochs.get(block_id, -1) for block_id in range(num_blocks)]
+        self.never_used, self.uncached = list(range(len(kept), num_blocks)), []
+        self.cached = [new_ids[block_id] for block_id in self.cached]
+
     @precondition(lambda self: self.pool.num_free > 0)
     @rule(seed=SEEDS)
     def misuse_of_a_free_block(self, seed: int) -> None:

@@ -78,6 +78,14 @@ def test_copies_and_clearing_touch_whole_blocks_and_nothing_else(backend: Backen
     for group in expected:
         group[:, :, :, [3, 6, 11]] = 0
     assert_bits(kv, expected)
+    for num_blocks in (12, NUM_BLOCKS, 17):
+        other = KVTensor(kv.layout, num_blocks, BLOCK_SIZE, backend.device)
+        num_kept = min(num_blocks, NUM_BLOCKS) - 1
+        backend.cache.transfer_blocks(kv, other, num_kept)
+        for actual, each in zip(bits_of(other), expected, strict=True):
+            assert torch.equal(actual[:, :, :, :num_kept], each[:, :, :, :num_kept]) and not actual[:, :, :, num_kept:].any()
+        kv = random_kv(backend, dtype)
+        expected = bits_of(kv)
     none = np.zeros(0, np.int64)
     backend.cache.copy_blocks(kv, none, none)
     backend.cache.clear_blocks(kv, none)
