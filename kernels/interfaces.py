@@ -190,10 +190,11 @@ class CacheOps(Protocol):
     def clear_blocks(self, kv: KVTensor, block_ids: Ints) -> None:
         """Zero blocks, int64 [n], so that nothing of a former owner reaches the new one."""
 
-    def transfer_blocks(self, source: KVTensor, target: KVTensor, num_blocks: int) -> None:
-        """Copy the first blocks of a cache to one of another size, which may be uninitialized.
+    def gather_blocks(self, source: KVTensor, target: KVTensor, block_ids: Ints) -> None:
+        """Put blocks of a cache, int64 [n], distinct, at the front of another, or of itself; other content of both is lost.
 
-        The source's content is lost: its memory is given back layer by layer where that can be, so that little is taken twice.
+        The memory of another source is given back bit by bit where that can be, so that little is taken twice. Where memory is not
+        enough, nothing has changed.
         """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from random import Random
 
 import pytest
@@ -99,13 +100,12 @@ class PoolMachine(RuleBasedStateMachine):
         held = {block_id for table in self.tables for block_id in table}
         if len(held) > num_blocks:
             with pytest.raises(ValueError, match=f"num_blocks={num_blocks} is less than the {len(held)} blocks in use"):
-                self.pool.new_ids(num_blocks)
+                self.pool.new_ids(num_blocks, self.tables)
             return
-        new_ids = self.pool.new_ids(num_blocks)
         self.cached = self.cached[max(len(held) + len(self.cached) - num_blocks, 0) :]
-        kept = held | set(self.cached)
-        assert new_ids.keys() == kept and set(new_ids.values()) == set(range(len(kept)))
-        assert {old for old, new in new_ids.items() if old != new} == {old for old in kept if old >= len(kept)}, "no more move"
+        kept = list(dict.fromkeys([*chain(*self.tables), *self.cached[::-1]]))
+        new_ids = self.pool.new_ids(num_blocks, self.tables)
+        assert list(new_ids.items()) == [(old, new) for new, old in enumerate(kept)]
         self.pool.resize(num_blocks, new_ids)
         self.tables = [[new_ids[block_id] for block_id in table] for table in self.tables]
         self.hashes = {new_ids[block_id]: each for block_id, each in self.hashes.items() if block_id in kept}

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -137,7 +138,7 @@ def test_hardly_any_memory_is_taken_twice() -> None:
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
     except OSError:
         pytest.skip("the peak cannot be forgotten")
-    ops.transfer_blocks(source, target, 1024)
+    ops.gather_blocks(source, target, np.arange(1024))
     [peak] = [
         int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
     ]

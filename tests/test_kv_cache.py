@@ -123,14 +123,21 @@ def test_compaction_renumbers_what_is_still_to_be_cleared(kv: KVCache, ops: Mock
     assert kv.reserve(third, 8)
     kv.free(first)
     ops.reset_mock()
-    assert kv.compact([second, third]) == 2
-    assert (second.block_ids.tolist(), third.block_ids.tolist()) == ([2, 3], [0, 1])
-    assert [each.args[0] for each in ops.copy_blocks.call_args_list] == [kv.tensors["target"], kv.tensors["draft"]]
-    assert {tuple(each.tolist()) for call in ops.copy_blocks.call_args_list for each in call.args[1:]} == {(4, 5), (0, 1)}
+    assert kv.compact([second, third]) == 4
+    assert (second.block_ids.tolist(), third.block_ids.tolist()) == ([0, 1], [2, 3])
+    caches = [(kv.tensors[role], kv.tensors[role]) for role in ("draft", "target")]
+    assert [each.args[:2] for each in ops.gather_blocks.call_args_list] == caches
+    assert [each.args[2].tolist() for each in ops.gather_blocks.call_args_list] == [[2, 3, 4, 5]] * 2
     kv.clear_new_blocks()
     kv.clear_draft_blocks([second, third])
-    assert [each.args[1].tolist() for each in ops.clear_blocks.call_args_list] == [[0, 1], [0, 1, 2, 3]]
+    assert [each.args[1].tolist() for each in ops.clear_blocks.call_args_list] == [[2, 3], [0, 1, 2, 3]]
     assert kv.compact([second, third]) == 0
+    kv.free(second)
+    third.cover_draft(5)
+    ops.gather_blocks.side_effect = [None, MemoryError]
+    with pytest.raises(MemoryError):
+        kv.compact([third])
+    assert (third.block_ids.tolist(), third.num_drafted_context) == ([2, 3], 0), "the draft's have moved"
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(7, 4), (8, 8)])

@@ -185,11 +185,9 @@ class World:
 
     def resize(self, num_blocks: int) -> None:
         """As the engine does it; blocks behind those that are kept hold NaN."""
-        self.kv.compact((*self.scheduler.running, *self.scheduler.waiting), num_blocks)
         allocate: Any = lambda size, **options: torch.full(size, torch.nan, **options)  # noqa: E731
-        self.kv.transfer(
-            {role: KVTensor(each.layout, num_blocks, BLOCK_SIZE, CPU, allocate) for role, each in self.kv.tensors.items()}
-        )
+        tensors = {role: KVTensor(each.layout, num_blocks, BLOCK_SIZE, CPU, allocate) for role, each in self.kv.tensors.items()}
+        self.kv.compact((*self.scheduler.running, *self.scheduler.waiting), tensors)
 
     def verify(self, request: Request, tree: DraftTree) -> tuple[list[int], list[int]]:
         """The accepted nodes, and the emitted tokens: one more."""
@@ -453,6 +451,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             "what is blank is behind the rest"
         )
         assert pool._block_of.keys() == cached
+        if (running := self.world.scheduler.running) and not any(request.siblings for request in running):
+            assert running[0].block_ids.tolist() == list(range(len(running[0].block_ids))), "in a row"
 
     @invariant()
     def holds(self) -> None:

@@ -240,7 +240,7 @@ class Engine:
         self.kv.new_draft_epoch((*self.scheduler.running, *self.scheduler.waiting))
 
     def compact_kv_cache(self) -> int:
-        """Move all KV blocks with content to the front, between steps; return how many moved."""
+        """Move all KV blocks with content to the front, those of a request in a row; return how many moved."""
         return self.kv.compact((*self.scheduler.running, *self.scheduler.waiting))
 
     def resize_kv_cache(self, num_blocks: int) -> None:
@@ -261,8 +261,7 @@ class Engine:
         if isinstance(self.drafter, CachingDrafter) and "draft" in tensors:
             self.drafter.attach(tensors["draft"])
         self.runner = runner
-        self.kv.compact(requests, num_blocks)
-        self.kv.transfer(tensors)
+        self.kv.compact(requests, tensors)
         self.limits = replace(self.limits, num_kv_blocks=num_blocks)
 
     def _check_resize(self, num_blocks: int, requests: Sequence[Request]) -> None:
@@ -271,7 +270,7 @@ class Engine:
                 f"num_blocks={num_blocks} is refused: on {self.backend.device} the KV cache cannot be resized, since recorded "
                 f"graphs hold its addresses; allowed on a CPU"
             )
-        self.kv.pool.new_ids(num_blocks)
+        self.kv.pool.new_ids(num_blocks, [request.block_ids for request in requests])
         if requests:
             largest = max(requests, key=lambda request: max_num_blocks(request, self.kv.block_size))
             if (num_needed := max_num_blocks(largest, self.kv.block_size)) > num_blocks:

@@ -190,7 +190,11 @@ class LLM:
         self.frontend.loop.between_steps(lambda: self.engine.swap_draft(draft))
 
     def compact_kv_cache(self) -> int:
-        """Move all KV blocks with content to the front of the cache, between steps; return how many moved. No tokens change."""
+        """Move all KV blocks with content to the front of the cache, between steps; return how many moved.
+
+        Those of a request come to be in a row, which a CPU reads faster: that is what remains of it if the cache is not made
+        smaller afterwards. No tokens change.
+        """
         return self.frontend.loop.between_steps(self.engine.compact_kv_cache)
 
     def resize_kv_cache(self, num_blocks: int) -> None:

@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from titan.core.arrays import Ints
@@ -41,10 +42,17 @@ class TorchCache:
         for group in kv.groups:
             group.index_fill_(3, ids, 0)
 
-    def transfer_blocks(self, source: KVTensor, target: KVTensor, num_blocks: int) -> None:
-        for old, new in zip(source.layers, target.layers, strict=True):
-            new[:, :, :num_blocks] = old[:, :, :num_blocks]
-            _discard(old)
+    def gather_blocks(self, source: KVTensor, target: KVTensor, block_ids: Ints) -> None:
+        [ids] = self._upload([block_ids])
+        is_same = source is target
+        rooms = [group.new_empty(len(ids) if is_same else 0, *group.shape[4:]) for group in source.groups]
+        for olds, news, room in zip(source.groups, target.groups, rooms, strict=True):
+            for old, new in zip(olds.flatten(0, 2), news.flatten(0, 2), strict=True):  # [num_blocks, block_size, head_dim]
+                gathered = torch.index_select(old, 0, ids, out=room if is_same else new[: len(ids)])
+                if is_same:
+                    new[: len(ids)] = gathered
+                else:
+                    _discard(old)
 
 
 def _discard(tensor: Tensor) -> None:

@@ -7,10 +7,10 @@ found by its hash, until it is allocated again.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import chain, islice
 
 
 class BlockPool:
@@ -119,23 +119,26 @@ class BlockPool:
         self._block_of.clear()
         self._hash_of.clear()
 
-    def new_ids(self, num_blocks: int) -> dict[int, int]:
-        """Return the blocks that a pool of another size keeps, old id -> new id: they come first, and as few as can be move.
+    def new_ids(self, num_blocks: int, tables: Iterable[Iterable[int]]) -> dict[int, int]:
+        """Return the blocks that a pool of another size keeps, old id -> new id, so that each table becomes a run.
 
-        These are the referenced ones, and the cached ones that were used last.
+        First come the referenced blocks, in the order of their first table, then the cached ones that were used last.
+
+        Args:
+            num_blocks: of the new pool.
+            tables: all block tables.
 
         Raises:
             ValueError: more blocks than ``num_blocks`` are referenced.
         """
-        referenced = [block_id for block_id, count in enumerate(self._ref_counts) if count]
-        if len(referenced) > num_blocks:
-            raise ValueError(f"num_blocks={num_blocks} is less than the {len(referenced)} blocks in use: at least these are needed")
-        cached = [block_id for block_id in reversed(self._free_queue) if block_id in self._hash_of]
-        kept = sorted((*referenced, *cached[: num_blocks - len(referenced)]))
-        num_in_place = bisect_left(kept, len(kept))
-        new_ids = {block_id: block_id for block_id in kept[:num_in_place]}
-        vacant = (block_id for block_id in range(len(kept)) if block_id not in new_ids)
-        return new_ids | dict(zip(kept[num_in_place:], vacant, strict=True))
+        num_referenced = self.num_blocks - self.num_free
+        if num_referenced > num_blocks:
+            raise ValueError(f"num_blocks={num_blocks} is less than the {num_referenced} blocks in use: at least these are needed")
+        referenced = dict.fromkeys(chain.from_iterable(tables))
+        assert len(referenced) == num_referenced, "the tables are not all"
+        cached = (block_id for block_id in reversed(self._free_queue) if block_id in self._hash_of)
+        kept = islice(chain(referenced, cached), num_blocks)
+        return {old: new for new, old in enumerate(kept)}
 
     def resize(self, num_blocks: int, new_ids: Mapping[int, int]) -> None:
         """Resize the pool and renumber its blocks, after their content has moved.
