@@ -129,7 +129,7 @@ def test_memory_is_given_back_and_taken_again(zoo: Zoo) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_hardly_any_memory_is_taken_twice() -> None:
-    """Caches of 16 layers of 8 MiB: while all of it moves, a layer or two more than the larger one is resident."""
+    """Caches of 128 MiB: while all of it moves, little more than the 4 MiB of a layer's keys is resident twice."""
     layout = KVLayout((KVGroup(16, 1, 64),), torch.float32)
     ops, cpu = make_back_end("torch").cache, torch.device("cpu")
     source, target = KVTensor(layout, 1024, 16, cpu), KVTensor(layout, 1025, 16, cpu, torch.empty)
@@ -142,7 +142,7 @@ def test_hardly_any_memory_is_taken_twice() -> None:
     [peak] = [
         int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
     ]
-    assert 7 * MIB < peak - before < 30 * MIB
+    assert 3 * MIB < peak - before < 12 * MIB
     del source
 
 
