@@ -55,7 +55,9 @@ class CachingDrafter(Drafter, Protocol):
     """A drafter with its own KV cache, whose bytes count when the block pool is sized."""
 
     def attach(self, kv: KVTensor) -> None:
-        """Attach the cache, which has the layout ``kv``; called once, before the first step.
+        """Attach the cache, which has the layout ``kv``; called before the first step, and again when the cache is resized.
+
+        The content of the blocks in use, whose ids may have changed between two steps, is in the new cache by the next one.
 
         Only the blocks of rows that ``plan.feeds_draft`` allows may be read or written in a step.
         """

@@ -191,6 +191,13 @@ class CacheOps(Protocol):
     def clear_blocks(self, kv: KVTensor, block_ids: Ints) -> None:
         """Zero blocks, int64 [n], so that nothing of a former owner reaches the new one."""
 
+    def gather_blocks(self, source: KVTensor, target: KVTensor, block_ids: Ints) -> None:
+        """Put blocks of a cache, int64 [n], distinct, at the front of another, or of itself; other content of both is lost.
+
+        The memory of another source is given back bit by bit where that can be, so that little is taken twice. Where memory is not
+        enough, nothing has changed.
+        """
+
 
 class SamplingOps(Protocol):
     """Operations over the whole vocabulary while a tree grows."""

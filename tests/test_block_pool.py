@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from random import Random
 
 import pytest
@@ -93,6 +94,25 @@ class PoolMachine(RuleBasedStateMachine):
         for block_id in surplus:
             if not any(block_id in each for each in self.tables):
                 (self.cached if block_id in self.hashes else self.uncached).append(block_id)
+
+    @rule(num_blocks=st.integers(1, 12))
+    def resize(self, num_blocks: int) -> None:
+        held = {block_id for table in self.tables for block_id in table}
+        if len(held) > num_blocks:
+            with pytest.raises(ValueError, match=f"num_blocks={num_blocks} is less than the {len(held)} blocks in use"):
+                self.pool.new_ids(num_blocks, self.tables)
+            return
+        self.cached = self.cached[max(len(held) + len(self.cached) - num_blocks, 0) :]
+        kept = list(dict.fromkeys([*chain(*self.tables), *self.cached[::-1]]))
+        new_ids = self.pool.new_ids(num_blocks, self.tables)
+        assert list(new_ids.items()) == [(old, new) for new, old in enumerate(kept)]
+        self.pool.resize(num_blocks, new_ids)
+        self.tables = [[new_ids[block_id] for block_id in table] for table in self.tables]
+        self.hashes = {new_ids[block_id]: each for block_id, each in self.hashes.items() if block_id in kept}
+        epochs = {new: self.epochs[old] for old, new in new_ids.items()}
+        self.epochs = [epochs.get(block_id, -1) for block_id in range(num_blocks)]
+        self.never_used, self.uncached = list(range(len(kept), num_blocks)), []
+        self.cached = [new_ids[block_id] for block_id in self.cached]
 
     @precondition(lambda self: self.pool.num_free > 0)
     @rule(seed=SEEDS)

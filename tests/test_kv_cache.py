@@ -114,6 +114,32 @@ def test_commit_moves_the_paths_of_all_requests_at_once_and_those_of_the_first_n
     ]
 
 
+def test_compaction_renumbers_what_is_still_to_be_cleared(kv: KVCache, ops: Mock) -> None:
+    """A step that fails between reserving and clearing leaves such blocks, and a draft that rests leaves more."""
+    first, second, third = (make_request([i] * 9) for i in range(3))
+    for request in (first, second):
+        assert kv.reserve(request, 8)
+    kv.clear_new_blocks()
+    assert kv.reserve(third, 8)
+    kv.free(first)
+    ops.reset_mock()
+    assert kv.compact([second, third]) == 4
+    assert (second.block_ids.tolist(), third.block_ids.tolist()) == ([0, 1], [2, 3])
+    caches = [(kv.tensors[role], kv.tensors[role]) for role in ("draft", "target")]
+    assert [each.args[:2] for each in ops.gather_blocks.call_args_list] == caches
+    assert [each.args[2].tolist() for each in ops.gather_blocks.call_args_list] == [[2, 3, 4, 5]] * 2
+    kv.clear_new_blocks()
+    kv.clear_draft_blocks([second, third])
+    assert [each.args[1].tolist() for each in ops.clear_blocks.call_args_list] == [[2, 3], [0, 1, 2, 3]]
+    assert kv.compact([second, third]) == 0
+    kv.free(second)
+    third.cover_draft(5)
+    ops.gather_blocks.side_effect = [None, MemoryError]
+    with pytest.raises(MemoryError):
+        kv.compact([third])
+    assert (third.block_ids.tolist(), third.num_drafted_context) == ([2, 3], 0), "the draft's have moved"
+
+
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(7, 4), (8, 8)])
 def test_attach_refuses_a_tensor_of_another_pool(kv: KVCache, num_blocks: int, block_size: int) -> None:
     message = f"draft's KV tensor has {num_blocks} blocks of {block_size} slots: it must have 8 of 4"

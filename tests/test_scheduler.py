@@ -32,6 +32,7 @@ from titan.core.trees import DraftTree
 from titan.kernels.backend import choose_backend
 from titan.memory.block_pool import hash_block
 from titan.memory.kv_cache import HASH_SALT, KVCache, Role
+from titan.schedule.admission import max_num_blocks
 from titan.schedule.scheduler import Scheduler
 
 MAX_MODEL_LEN = 60
@@ -181,6 +182,12 @@ class World:
         if has_kv:
             self.kv.attach("draft", KVTensor(LAYOUTS["draft"], self.kv.num_blocks, BLOCK_SIZE, CPU))
         self.kv.new_draft_epoch((*self.scheduler.running, *self.scheduler.waiting))
+
+    def resize(self, num_blocks: int) -> None:
+        """As the engine does it; blocks behind those that are kept hold NaN."""
+        allocate: Any = lambda size, **options: torch.full(size, torch.nan, **options)  # noqa: E731
+        tensors = {role: KVTensor(each.layout, num_blocks, BLOCK_SIZE, CPU, allocate) for role, each in self.kv.tensors.items()}
+        self.kv.compact((*self.scheduler.running, *self.scheduler.waiting), tensors)
 
     def verify(self, request: Request, tree: DraftTree) -> tuple[list[int], list[int]]:
         """The accepted nodes, and the emitted tokens: one more."""
@@ -422,6 +429,30 @@ class SchedulerMachine(RuleBasedStateMachine):
     def swap_draft(self, drafts: int, has_kv: bool) -> None:
         self.max_draft_tokens = drafts
         self.world.swap_draft(has_kv=has_kv)
+
+    @rule(num_blocks=st.integers(1, 16))
+    def resize(self, num_blocks: int) -> None:
+        scheduler, pool = self.world.scheduler, self.world.kv.pool
+        tables = [list(request.block_ids) for request in scheduler.running]
+        present = (*scheduler.running, *scheduler.waiting)
+        if (num_live := pool.num_blocks - pool.num_free) > num_blocks:
+            with pytest.raises(ValueError, match=f"num_blocks={num_blocks} is less than the {num_live} blocks in use"):
+                self.world.resize(num_blocks)
+            assert tables == [list(request.block_ids) for request in scheduler.running]
+        elif num_blocks >= max([max_num_blocks(request, BLOCK_SIZE) for request in present], default=3):
+            self.world.resize(num_blocks)
+
+    @rule()
+    def compact(self) -> None:
+        pool = self.world.kv.pool
+        num_kept, cached = pool.num_blocks - pool.num_blank, set(pool._block_of)
+        self.world.kv.compact((*self.world.scheduler.running, *self.world.scheduler.waiting))
+        assert list(pool._free_queue)[: pool.num_blank] == list(range(num_kept, pool.num_blocks)), (
+            "what is blank is behind the rest"
+        )
+        assert pool._block_of.keys() == cached
+        if (running := self.world.scheduler.running) and not any(request.siblings for request in running):
+            assert running[0].block_ids.tolist() == list(range(len(running[0].block_ids))), "in a row"
 
     @invariant()
     def holds(self) -> None:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_every_output_of_8_threads_with_50_calls_each_is_the_lonely_one(llm: LLM
         random = Random(seed)
         for _ in range(50):
             key = prompt, i = random.choice(PROMPTS), random.randrange(len(PARAMS))
-            match random.choice(["generate"] * 4 + ["stream"] * 2 + ["abandon", "abandon", "swap", "metrics"]):
+            match random.choice(["generate"] * 4 + ["stream"] * 2 + ["abandon", "abandon", "swap", "metrics", "compact", "resize"]):
                 case "generate":
                     assert generate(llm, prompt, PARAMS[i]) == lonely[key]
                 case "stream":
@@ -117,6 +118,11 @@ def test_every_output_of_8_threads_with_50_calls_each_is_the_lonely_one(llm: LLM
                         next(stream, None)
                 case "swap":
                     llm.swap_draft(random.choice(drafts))
+                case "compact":
+                    assert llm.compact_kv_cache() >= 0
+                case "resize":
+                    with suppress(ValueError):  # more are in use
+                        llm.resize_kv_cache(random.randint(16, 96))
                 case "metrics":
                     assert 0 <= llm.metrics().num_running <= 8 and isinstance(llm.diagnose(), list)
 
@@ -149,6 +155,8 @@ CALLS: dict[str, Callable[[LLM], Any]] = {
     "swap_draft": lambda llm: llm.swap_draft(None),
     "metrics": lambda llm: llm.metrics(),
     "diagnose": lambda llm: llm.diagnose(),
+    "compact": lambda llm: llm.compact_kv_cache(),
+    "resize": lambda llm: llm.resize_kv_cache(64),
 }
 
 

@@ -6,8 +6,9 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -17,32 +18,45 @@ from titan.adaptive.cost import PassCost
 from titan.adaptive.costs import Costs
 from titan.adaptive.profile import Extent, Subject, measure
 from titan.adaptive.speculation import AdaptiveSpeculation, StepTimes
+from titan.core.checks import check_integer
 from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.metrics import EngineCounters, EngineMetrics, ratio
 from titan.core.options import EngineConfig, ModelOptions
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import DraftTrees, TreeLimits
+from titan.core.trees import DraftTrees, GrowthReport, TreeLimits
 from titan.draft.base import CachingDrafter, DraftContext, Drafter, ModelDrafter
 from titan.draft.labels import note_verification
 from titan.draft.registry import DraftSpec, check_draft, create_drafter
 from titan.execute.batch import split_logits, target_batch
 from titan.execute.memory_profile import run_largest_pass
+from titan.execute.out_of_memory import is_out_of_memory
 from titan.kernels.backend import choose_backend, choose_device
 from titan.kernels.interfaces import Backend, PassCounts, PassLimits, Runner, WarmUp
 from titan.memory.kv_cache import KVCache
-from titan.memory.sizing import num_kv_blocks
+from titan.memory.sizing import block_bytes, num_kv_blocks
 from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model, resolve_model
-from titan.schedule.admission import Limits
+from titan.schedule.admission import Limits, max_num_blocks
 from titan.schedule.scheduler import Lookahead, Scheduler
 from titan.verify.accept import collect, launch
 from titan.verify.logprobs import prompt_logprobs
 
 MAX_PROFILED_BLOCKS = 1024
 """Most KV blocks on which passes are measured at the start."""
+
+
+class _Passed(NamedTuple):
+    """The result of a step's passes."""
+
+    acceptance: Acceptance
+    growth: GrowthReport | None
+    begin: float  # when drafting began, perf_counter
+    draft_s: float
+    target_s: float
+
 
 StepObserver = Callable[[StepPlan, Acceptance], None]
 """Called after a step's verification, while the requests' last tokens are still their roots; must not change anything."""
@@ -97,6 +111,7 @@ class Engine:
         max_blocks = -(-self.max_model_len // block_size)
         num_drafts = config.speculation.max_draft_tokens if is_drafting else 0
         self._pass_limits = PassLimits(max_batch_size, 1 + num_drafts, max_blocks)
+        self._target = target
         drafter = create_drafter(draft if is_drafting else None, self._draft_context())
         kv_layout = target.kv_layout.stored_as(config.memory.kv_cache_dtype)
         num_blocks = num_kv_blocks(
@@ -133,36 +148,67 @@ class Engine:
             plan = self.scheduler.schedule(self._max_draft_tokens if adaptive is None else adaptive.num_reserved, self._lookahead)
             if not plan.requests:
                 return []
-            begin_extra = time.perf_counter()  # deciding is not of each step, and blocks are needed per token
+            schedule_s = time.perf_counter() - start  # deciding is not of each step
             if adaptive is not None:
                 adaptive.decide(plan)
-            self.kv.clear_new_blocks()
-            if not plan.is_plain:
-                self.kv.clear_draft_blocks(request for i, request in enumerate(plan.requests) if plan.feeds_draft(i))
-            begin_draft = time.perf_counter()
-            trees = self._propose(plan)
-            end_draft = time.perf_counter()
-            batch = target_batch(plan, trees, block_size=self.kv.block_size)
-            begin_target = time.perf_counter()
-            logits, prompt_logits = split_logits(batch, self.runner.forward(batch), self.backend.upload)
-            end_target = time.perf_counter()
-            acceptance = collect(self.backend, launch(self.backend, plan, trees, batch.logits_start_loc, logits))
-            end_device = time.perf_counter()
-            if prompt_logits is not None:
-                acceptance.prompt_logprobs.update(prompt_logprobs(plan, prompt_logits, self.backend.upload))
-            for observe in self.observers:
-                observe(plan, acceptance)
+            return self._run(plan, schedule_s)
+
+    def _run(self, plan: StepPlan, schedule_s: float | None) -> list[Request]:
+        """Run a plan; where its passes take more memory than there is, in parts: a request ends only if not even one token fits.
+
+        Args:
+            plan: may have been decided on by adaptive speculation.
+            schedule_s: time of its scheduling; ``None`` if it is a part, of which adaptive speculation learns nothing.
+        """
+        try:
+            passed = self._pass(plan)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).partition("\n")[0]
+        else:
+            return self._commit(plan, passed, schedule_s)
+        if parts := plan.split():  # outside the handler, which holds the tensors of the pass that failed
+            return [request for part in parts for request in self._run(part, None)]
+        self.scheduler.abort(plan.requests[0], f"out of memory in a pass of one token: {reason}")
+        return plan.requests
+
+    def _pass(self, plan: StepPlan) -> _Passed:
+        """Draft, run the target and verify; until the commit, this may be done again with fewer rows."""
+        self.kv.clear_new_blocks()  # blocks are needed per token, and this is not of each step
+        if not plan.is_plain:
+            self.kv.clear_draft_blocks(request for i, request in enumerate(plan.requests) if plan.feeds_draft(i))
+        begin_draft = time.perf_counter()
+        trees = self._propose(plan)
+        end_draft = time.perf_counter()
+        batch = target_batch(plan, trees, block_size=self.kv.block_size)
+        begin_target = time.perf_counter()
+        logits, prompt_logits = split_logits(batch, self.runner.forward(batch), self.backend.upload)
+        end_target = time.perf_counter()
+        acceptance = collect(self.backend, launch(self.backend, plan, trees, batch.logits_start_loc, logits))
+        draft, target = end_draft - begin_draft, end_target - begin_target
+        if not self.backend.is_host:  # the host waits for both at once
+            draft, target = 0.0, time.perf_counter() - begin_draft
+        if prompt_logits is not None:
+            acceptance.prompt_logprobs.update(prompt_logprobs(plan, prompt_logits, self.backend.upload))
+        return _Passed(acceptance, trees.growth, begin_draft, draft, target)
+
+    def _commit(self, plan: StepPlan, passed: _Passed, schedule_s: float | None) -> list[Request]:
+        acceptance, growth, begin, draft_s, target_s = passed
+        adaptive = self.adaptive
+        for observe in self.observers:
+            observe(plan, acceptance)
+        try:
             self.drafter.commit(plan, acceptance)
-            note_verification(plan, acceptance, trees.growth, None if adaptive is None else adaptive.controller.fleet)
-            self.kv.commit(plan, acceptance)
-            changed = self.scheduler.update(plan, acceptance)
-            if adaptive is not None:
-                draft, target = end_draft - begin_draft, end_target - begin_target
-                if not self.backend.is_host:  # the host waits for both at once
-                    draft, target = 0.0, end_device - begin_draft
-                whole = time.perf_counter() - start - (begin_draft - begin_extra)
-                adaptive.observe(plan, acceptance, trees.growth, StepTimes(whole, draft, target))
-            return changed
+        except Exception as error:  # noqa: BLE001 - likewise
+            _warn_of(self.drafter, error)
+        note_verification(plan, acceptance, growth, None if adaptive is None else adaptive.controller.fleet)
+        self.kv.commit(plan, acceptance)
+        changed = self.scheduler.update(plan, acceptance)
+        if adaptive is not None and schedule_s is not None:
+            whole = schedule_s + time.perf_counter() - begin
+            adaptive.observe(plan, acceptance, growth, StepTimes(whole, draft_s, target_s))
+        return changed
 
     def _propose(self, plan: StepPlan) -> DraftTrees:
         if plan.is_plain:
@@ -171,14 +217,18 @@ class Engine:
             TreeLimits(budget, not request.params.is_greedy, num_slots)
             for request, budget, num_slots in zip(plan.requests, plan.draft_budgets, plan.num_slots, strict=True)
         ]
-        return DraftTrees.of(
-            self.drafter.propose(plan),
-            limits,
-            drafter=self.drafter.name,
-            vocab_size=self.model_config.vocab_size,
-            upload=self.backend.upload,
-            device=self.backend.device,
-        )
+        try:
+            return DraftTrees.of(
+                self.drafter.propose(plan),
+                limits,
+                drafter=self.drafter.name,
+                vocab_size=self.model_config.vocab_size,
+                upload=self.backend.upload,
+                device=self.backend.device,
+            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, a step needs no drafts
+            _warn_of(self.drafter, error)
+        return DraftTrees.empty(len(plan.requests), self.backend.device)
 
     def swap_draft(self, draft: DraftSpec) -> None:
         """Replace the drafter between steps; requests in flight continue, and the new draft catches up with them.
@@ -193,6 +243,50 @@ class Engine:
         self.backend.activate()
         self._use_drafter(create_drafter(draft, self._draft_context()))
         self.kv.new_draft_epoch((*self.scheduler.running, *self.scheduler.waiting))
+
+    def compact_kv_cache(self) -> int:
+        """Move all KV blocks with content to the front, those of a request in a row; return how many moved."""
+        return self.kv.compact((*self.scheduler.running, *self.scheduler.waiting))
+
+    def resize_kv_cache(self, num_blocks: int) -> None:
+        """Give the KV cache this many blocks, between steps; requests in flight continue.
+
+        Raises:
+            ValueError: requests in flight hold more blocks, or one of them may need more; or there is too little memory, or the
+                back end is not on the host. Nothing has changed then, nor if a drafter refuses its new cache.
+        """
+        requests = (*self.scheduler.running, *self.scheduler.waiting)
+        self._check_resize(check_integer("num_blocks", num_blocks, 1), requests)
+        self.backend.activate()
+        tensors = {
+            role: KVTensor(each.layout, num_blocks, each.block_size, self.backend.device, torch.empty)
+            for role, each in self.kv.tensors.items()
+        }
+        runner = self.backend.prepare(self._target, tensors["target"], self._pass_limits, self.passes)
+        if isinstance(self.drafter, CachingDrafter) and "draft" in tensors:
+            self.drafter.attach(tensors["draft"])
+        self.runner = runner
+        self.kv.compact(requests, tensors)
+        self.limits = replace(self.limits, num_kv_blocks=num_blocks)
+
+    def _check_resize(self, num_blocks: int, requests: Sequence[Request]) -> None:
+        if not self.backend.is_host:
+            raise ValueError(
+                f"num_blocks={num_blocks} is refused: on {self.backend.device} the KV cache cannot be resized, since recorded "
+                f"graphs hold its addresses; allowed on a CPU"
+            )
+        self.kv.pool.new_ids(num_blocks, [request.block_ids for request in requests])
+        if requests:
+            largest = max(requests, key=lambda request: max_num_blocks(request, self.kv.block_size))
+            if (num_needed := max_num_blocks(largest, self.kv.block_size)) > num_blocks:
+                raise ValueError(
+                    f"num_blocks={num_blocks} is too few for request {largest.request_id}, which may need {num_needed}: at least "
+                    f"these are needed until it has finished"
+                )
+        bytes_per_block = block_bytes(self.kv.block_size, [tensor.layout for tensor in self.kv.tensors.values()])
+        num_allowed = self.kv.num_blocks + self.backend.free_memory() // bytes_per_block
+        if num_blocks > num_allowed:
+            raise ValueError(f"num_blocks={num_blocks} takes more than the free memory: at most {num_allowed} are allowed")
 
     def metrics(self) -> EngineMetrics:
         """Return a snapshot of the engine's totals and state."""
@@ -305,6 +399,11 @@ def _warm_up(config: EngineConfig, passes: Sequence[WarmUp]) -> None:
         with torch.inference_mode():
             for run in tqdm(passes, desc="Warming up", unit="pass", dynamic_ncols=True):
                 run()
+
+
+def _warn_of(drafter: Drafter, error: Exception) -> None:
+    message = f"the drafter {drafter.name!r} failed, which costs drafts and no request: {type(error).__name__}: {error}"
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 def check_process() -> None:

@@ -189,6 +189,29 @@ class LLM:
         draft = _as_draft(draft_model)
         self.frontend.loop.between_steps(lambda: self.engine.swap_draft(draft))
 
+    def compact_kv_cache(self) -> int:
+        """Move all KV blocks with content to the front of the cache, between steps; return how many moved.
+
+        Those of a request come to be in a row, which a CPU reads faster: that is what remains of it if the cache is not made
+        smaller afterwards. No tokens change.
+        """
+        return self.frontend.loop.between_steps(self.engine.compact_kv_cache)
+
+    def resize_kv_cache(self, num_blocks: int) -> None:
+        """Shrink or grow the KV cache between steps; requests in flight continue, with the same tokens.
+
+        A smaller cache gives its memory back; the cached prefixes that were used longest ago are dropped where they do not fit.
+        Requests that were admitted, but not yet queued, end with an error if they no longer fit.
+
+        Args:
+            num_blocks: of target and draft each.
+
+        Raises:
+            ValueError: requests in flight hold or may need more blocks, there is too little memory for as many, or the device is
+                not a CPU; nothing has changed then.
+        """
+        self.frontend.loop.between_steps(lambda: self.engine.resize_kv_cache(num_blocks))
+
     def metrics(self) -> EngineMetrics:
         """Return totals since the engine started, and its current state."""
         return self.frontend.loop.between_steps(self.engine.metrics)

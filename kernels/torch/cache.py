@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from titan.core.arrays import Ints
@@ -41,6 +44,27 @@ class TorchCache:
         [ids] = self._upload([block_ids])
         for group in kv.groups:
             group.index_fill_(3, ids, 0)
+
+    def gather_blocks(self, source: KVTensor, target: KVTensor, block_ids: Ints) -> None:
+        [ids] = self._upload([block_ids])
+        is_same = source is target
+        rooms = [group.new_empty(len(ids) if is_same else 0, *group.shape[4:]) for group in source.groups]
+        for olds, news, room in zip(source.groups, target.groups, rooms, strict=True):
+            for old, new in zip(olds.flatten(0, 2), news.flatten(0, 2), strict=True):  # [num_blocks, block_size, head_dim]
+                gathered = torch.index_select(old, 0, ids, out=room if is_same else new[: len(ids)])
+                if is_same:
+                    new[: len(ids)] = gathered
+                else:
+                    _discard(old)
+
+
+def _discard(tensor: Tensor) -> None:
+    """Give the pages of a contiguous tensor on the host back to the system, if it can take them; the content is lost."""
+    if tensor.device.type == "cpu" and hasattr(mmap, "MADV_DONTNEED"):
+        first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages only: others hold their neighbours too
+        end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > first:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
 def _move_quantised(kv: KVTensor, sources: Tensor, targets: Tensor) -> None:

@@ -134,9 +134,10 @@ def test_a_long_context_is_caught_up_within_the_token_budget_before_anything_is_
     assert sum(metrics.accepted_per_depth) > 10
 
 
+@pytest.mark.filterwarnings("ignore:the drafter:RuntimeWarning")
 @pytest.mark.parametrize("broken", ["target", "draft"])
 def test_a_step_that_failed_can_be_repeated(zoo: Zoo, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory runs out in every third pass, say: nothing is counted as computed that is not, and no output changes."""
+    """In every third pass: nothing counts as computed that is not, no output changes, and the target gets on without a draft."""
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **SCARCE)
     auditor = Auditor(zoo, engine, "llama")
     owner: Any = engine.runner if broken == "target" else engine.drafter.runner  # type: ignore[attr-defined]
@@ -144,7 +145,7 @@ def test_a_step_that_failed_can_be_repeated(zoo: Zoo, broken: str, monkeypatch: 
 
     def failing(batch: Any) -> torch.Tensor:
         if next(passes) % 3 == 0:
-            raise RuntimeError("out of memory")
+            raise RuntimeError("out of luck")
         logits: torch.Tensor = forward(batch)
         return logits
 
@@ -159,6 +160,7 @@ def test_a_step_that_failed_can_be_repeated(zoo: Zoo, broken: str, monkeypatch: 
             has_failed = True
         auditor.check("llama~", has_failed=has_failed)
         num_failures += has_failed
-    assert num_failures > 10
+    assert num_failures > 10 or broken == "draft"
+    assert next(passes) > 30
     outputs = [request.output_token_ids for request in requests]
     assert outputs == [zoo.greedy("llama", prompt, 12, ignore_eos=True) for prompt in PROMPTS]

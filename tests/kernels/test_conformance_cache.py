@@ -84,6 +84,13 @@ def test_copies_and_clearing_touch_whole_blocks_and_nothing_else(backend: Backen
     for group in expected:
         group[:, :, :, [3, 6, 11]] = 0
     assert_bits(kv, expected)
+    for num_blocks in (12, 17, None):
+        other = kv if num_blocks is None else KVTensor(kv.layout, num_blocks, BLOCK_SIZE, backend.device)
+        backend.cache.gather_blocks(kv, other, np.array([5, 0, 13, 1]))
+        for actual, each in zip(bits_of(other), expected, strict=True):
+            assert torch.equal(actual[:, :, :, :4], each[:, :, :, [5, 0, 13, 1]])
+        kv = random_kv(backend, dtype)
+        expected = bits_of(kv)
     none = np.zeros(0, np.int64)
     backend.cache.copy_blocks(kv, none, none)
     backend.cache.clear_blocks(kv, none)

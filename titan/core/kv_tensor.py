@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,15 +54,23 @@ class KVTensor:
         layout: of the model.
         num_blocks: as many as the block pool has.
         block_size: slots of a block.
-        device: where it is allocated, filled with zeros.
+        device: where it is allocated.
+        allocate: `torch.zeros`, or `torch.empty`, which takes no memory on the host before it is written.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        allocate: Callable[..., Tensor] = torch.zeros,
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.groups: tuple[Tensor, ...] = tuple(
-            torch.zeros(self._group_shape(each), dtype=layout.dtype, device=device) for each in layout.groups
+            allocate(self._group_shape(each), dtype=layout.dtype, device=device) for each in layout.groups
         )
         """One tensor per group: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim].
 

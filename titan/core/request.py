@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -137,6 +137,10 @@ class Request:
         """Reset the draft's coverage and history for a new draft, which has seen nothing of the request."""
         self.num_drafted_context = self.num_draft_marked_blocks = 0
         self.draft_history = DraftHistory()
+
+    def renumber_blocks(self, new_ids: Mapping[int, int]) -> None:
+        """Replace the ids of all blocks of the table, old id -> new id."""
+        self.block_ids = array("q", map(new_ids.__getitem__, self.block_ids))
 
     def roll_back(self, num_blocks: int) -> array[int]:
         """Keep the first ``num_blocks`` blocks of the table; return the others, the last one first."""

@@ -39,6 +39,27 @@ class StepPlan:
         """Whether nothing is drafted, and no prompt may be fed to a draft model."""
         return not self.drafts_prompts and not any(self.draft_budgets)
 
+    def split(self) -> list[StepPlan]:
+        """Return smaller plans for the same requests, disjoint rows each; none if this is one token of one request.
+
+        One row is left without its drafts, or else with half its tokens.
+        """
+        if len(self.requests) > 1:
+            half = len(self.requests) // 2
+            return [self._rows(0, half), self._rows(half, len(self.requests))]
+        num_tokens = self.num_tokens[0] // (2 if self.draft_budgets == [0] else 1)
+        return [StepPlan(self.requests, [num_tokens], [0], [0])] if num_tokens else []
+
+    def _rows(self, first: int, end: int) -> StepPlan:
+        return StepPlan(
+            self.requests[first:end],
+            self.num_tokens[first:end],
+            self.draft_budgets[first:end],
+            self.num_slots[first:end],
+            {i - first: worth for i, worth in self.worths.items() if first <= i < end},
+            self.drafts_prompts,
+        )
+
     def feeds_draft(self, i: int) -> bool:
         """Whether a draft model may be fed row ``i``."""
         return self.draft_budgets[i] > 0 or (self.drafts_prompts and not self.reaches_root(i))

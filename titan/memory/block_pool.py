@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import chain, islice
 
 
 class BlockPool:
@@ -117,6 +118,43 @@ class BlockPool:
         """Forget all hashes, so that no block is found any more."""
         self._block_of.clear()
         self._hash_of.clear()
+
+    def new_ids(self, num_blocks: int, tables: Iterable[Iterable[int]]) -> dict[int, int]:
+        """Return the blocks that a pool of another size keeps, old id -> new id, so that each table becomes a run.
+
+        First come the referenced blocks, in the order of their first table, then the cached ones that were used last.
+
+        Args:
+            num_blocks: of the new pool.
+            tables: all block tables.
+
+        Raises:
+            ValueError: more blocks than ``num_blocks`` are referenced.
+        """
+        num_referenced = self.num_blocks - self.num_free
+        if num_referenced > num_blocks:
+            raise ValueError(f"num_blocks={num_blocks} is less than the {num_referenced} blocks in use: at least these are needed")
+        referenced = dict.fromkeys(chain.from_iterable(tables))
+        assert len(referenced) == num_referenced, "the tables are not all"
+        cached = (block_id for block_id in reversed(self._free_queue) if block_id in self._hash_of)
+        kept = islice(chain(referenced, cached), num_blocks)
+        return {old: new for new, old in enumerate(kept)}
+
+    def resize(self, num_blocks: int, new_ids: Mapping[int, int]) -> None:
+        """Resize the pool and renumber its blocks, after their content has moved.
+
+        Args:
+            num_blocks: new size of the pool.
+            new_ids: from `new_ids` of this size; the content of other blocks is forgotten.
+        """
+        ref_counts, draft_epochs = [0] * num_blocks, [-1] * num_blocks
+        for old, new in new_ids.items():
+            ref_counts[new], draft_epochs[new] = self._ref_counts[old], self.draft_epochs[old]
+        cached = [new_ids[block_id] for block_id in self._free_queue if block_id in new_ids]
+        self.num_blocks, self._ref_counts, self.draft_epochs = num_blocks, ref_counts, draft_epochs
+        self._free_queue = OrderedDict.fromkeys((*range(len(new_ids), num_blocks), *cached))
+        self._hash_of = {new_ids[block_id]: each for block_id, each in self._hash_of.items() if block_id in new_ids}
+        self._block_of = {block_hash: block_id for block_id, block_hash in self._hash_of.items()}
 
     def mark_drafted(self, block_id: int, epoch: int) -> None:
         """Record that the draft of this epoch has written its KV of the whole block."""

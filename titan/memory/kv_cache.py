@@ -197,6 +197,43 @@ class KVCache:
         """Release all blocks of a request that is finished, aborted or preempted by recompute."""
         self.pool.release(request.release())
 
+    def compact(self, requests: Sequence[Request], tensors: Mapping[Role, KVTensor] | None = None) -> int:
+        """Move all blocks with content to the front of every attached cache, those of a request in a row.
+
+        Attention over blocks in a row reads faster on a CPU than over scattered ones.
+
+        Args:
+            requests: all that have blocks.
+            tensors: replace the attached caches, and may have another number of blocks, which becomes the pool's; the cached
+                blocks that were used longest ago are dropped where they do not fit.
+
+        Returns:
+            How many blocks have a new place.
+
+        Raises:
+            ValueError: more blocks are in use than the tensors have; nothing changes.
+            Exception: memory is not enough; what the draft covers is forgotten, and nothing else changes.
+        """
+        tensors = self._tensors if tensors is None else tensors
+        num_blocks = tensors["target"].num_blocks
+        new_ids = self.pool.new_ids(num_blocks, [request.block_ids for request in requests])
+        num_moved = sum(old != new for old, new in new_ids.items())
+        if num_moved or tensors is not self._tensors:
+            block_ids = np.fromiter(new_ids, np.int64, len(new_ids))
+            try:
+                for role, tensor in sorted(tensors.items()):
+                    self._ops.gather_blocks(self._tensors[role], tensor, block_ids)
+                    self._tensors[role] = tensor
+            except Exception:
+                self.new_draft_epoch(requests)  # the draft's blocks come first: they may have moved, the target's have not
+                raise
+        self.pool.resize(num_blocks, new_ids)
+        for request in requests:
+            request.renumber_blocks(new_ids)
+        self._new_block_ids = [new_ids[block_id] for block_id in self._new_block_ids if block_id in new_ids]
+        self._new_to_draft = {new_ids[block_id] for block_id in self._new_to_draft if block_id in new_ids}
+        return num_moved
+
     def new_draft_epoch(self, requests: Iterable[Request]) -> None:
         """Start the epoch of a new draft, which covers no block and none of these unfinished requests."""
         self.draft_epoch += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from titan.core.kv_tensor import KVLayout
 from titan.core.options import MemoryOptions
@@ -27,7 +27,7 @@ def num_kv_blocks(
     Raises:
         ValueError: not even one block fits, or the user has given more than fits.
     """
-    bytes_per_block = options.block_size * sum(layout.bytes_per_token for layout in layouts)
+    bytes_per_block = block_bytes(options.block_size, layouts)
     given = options.kv_cache_memory or (options.num_kv_blocks or 0) * bytes_per_block
     if given and given > (num_free := free_memory()):
         if options.kv_cache_memory is not None:
@@ -48,3 +48,8 @@ def num_kv_blocks(
         why = "" if options.memory_utilization is None else f"memory_utilization={options.memory_utilization} leaves too few: "
         raise ValueError(f"{why}{num_bytes} bytes of KV cache memory are too few: one block takes {bytes_per_block} bytes")
     return min(num_useful, num_bytes // bytes_per_block)
+
+
+def block_bytes(block_size: int, layouts: Iterable[KVLayout]) -> int:
+    """Return the bytes that one block takes in the caches of these layouts together."""
+    return block_size * sum(layout.bytes_per_token for layout in layouts)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from titan.core.checks import shown
+from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 
 
@@ -54,6 +55,11 @@ def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: S
             f"{num_kv_tokens} tokens (num_kv_blocks={limits.num_kv_blocks})"
         )
     return max_tokens
+
+
+def max_num_blocks(request: Request, block_size: int) -> int:
+    """Return how many blocks a request takes if it emits all tokens that it may."""
+    return -(-(request.num_prompt_tokens + request.max_tokens) // block_size)
 
 
 def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:

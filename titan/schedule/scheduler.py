@@ -16,6 +16,7 @@ from titan.core.outputs import RequestMetrics
 from titan.core.request import FinishReason, Request
 from titan.core.step import Acceptance, StepPlan
 from titan.memory.kv_cache import KVCache
+from titan.schedule.admission import max_num_blocks
 from titan.schedule.stopping import append_tokens
 
 Lookahead = Callable[[Request, int], int]
@@ -49,7 +50,7 @@ class Scheduler:
         return len(self.waiting) >= self.options.max_waiting_requests
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request; one that was admitted, but no longer fits since the KV cache was resized, ends at once, with an error.
 
         Raises:
             ValueError: the queue is full.
@@ -60,6 +61,8 @@ class Scheduler:
                 f"request {request.request_id} is refused; add it again after some steps"
             )
         self.waiting.append(request)
+        if (num_blocks := max_num_blocks(request, self.kv.block_size)) > self.kv.num_blocks:
+            self.abort(request, f"the KV cache was resized to {self.kv.num_blocks} blocks, and the request may need {num_blocks}")
 
     def abort(self, request: Request, error: str | None = None) -> None:
         """Abort a waiting or running request and release its blocks."""

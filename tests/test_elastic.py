@@ -1,0 +1,281 @@
+"""Memory that is compacted, given back, extended or missing while requests are in flight: they emit what they would alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from auditor import Auditor
+from back_ends import make_back_end
+from stepping import AMPLE, SCARCE, check_blocks, drain, greedy, make_engine, run_all, submit
+from test_caching_drafter import Remembering
+from zoo import Zoo, random_prompts
+
+from titan import LLM
+from titan.core.batch import RaggedBatch
+from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import DraftTree
+from titan.draft.base import NoDrafter
+
+PROMPTS = random_prompts(9, seed=3, max_len=45)
+PARAMS = [greedy(8 + 2 * i, ignore_eos=True) for i in range(len(PROMPTS))]
+MIB = 2**20
+
+
+def lonely(zoo: Zoo) -> list[list[int]]:
+    return [
+        zoo.greedy("llama", prompt, 30, ignore_eos=True)[: params.max_tokens]
+        for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("back_end", "draft", "shape", "caching"),
+    [
+        ("cpu", "llama~", "chain", True),
+        ("torch", "llama~", "dynamic", False),
+        ("cpu", "other", "auto", True),
+        ("torch", None, "auto", True),
+    ],
+)
+def test_the_cache_is_compacted_and_resized_in_flight(
+    zoo: Zoo, back_end: str, draft: str | None, shape: str, caching: bool
+) -> None:
+    """And the draft is swapped; both caches hold what their counters say, and admission knows the size."""
+    options = SCARCE | {"draft_tree": shape, "enable_prefix_caching": caching, "num_kv_blocks": 20}
+    backend, spec = make_back_end(back_end), None if draft is None else zoo.path(draft)
+    engine = make_engine(zoo.path("llama"), spec, backend=backend, **options)
+    requests, random, auditor = submit(engine, PROMPTS, PARAMS), Random(5), Auditor(zoo, engine, "llama")
+    num_moved, sizes, num_refused, step = 0, set[int](), 0, 0
+    while engine.scheduler.has_unfinished:
+        match random.randrange(4):
+            case 0:
+                num_moved += engine.compact_kv_cache()
+                assert engine.compact_kv_cache() == 0
+            case 1:
+                num_blocks = random.randint(4, 24)
+                tables = [list(request.block_ids) for request in engine.scheduler.running]
+                try:
+                    engine.resize_kv_cache(num_blocks)
+                except ValueError:
+                    assert tables == [list(request.block_ids) for request in engine.scheduler.running]
+                    num_refused += 1
+                else:
+                    sizes.add(num_blocks)
+                    assert engine.metrics().num_kv_blocks == engine.limits.num_kv_blocks == num_blocks
+                    assert {each.num_blocks for each in engine.kv.tensors.values()} == {num_blocks}
+            case 2 if step % 5 == 0:
+                engine.swap_draft(spec)
+        engine.step()
+        check_blocks(engine)
+        auditor.check(draft)
+        step += 1
+    assert [request.output_token_ids for request in requests] == lonely(zoo)
+    assert num_moved > 0 and len(sizes) > 2 and num_refused > 2
+    assert auditor.num_checked["target"] > 1000 and (draft is None or auditor.num_checked["draft"] > 300)
+
+
+def test_a_drafter_of_ones_own_gets_its_cache_anew(zoo: Zoo) -> None:
+    written = [zoo.greedy("llama", prompt, 36, ignore_eos=True) for prompt in PROMPTS]
+    drafter = Remembering({tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, written, strict=True)})
+    engine = make_engine(zoo.path("llama"), drafter, draft_tree="auto", **AMPLE)
+    resize = lambda step: engine.resize_kv_cache(300 + 100 * (step % 2))  # noqa: E731
+    outputs = run_all(engine, PROMPTS, [greedy(30, ignore_eos=True)] * len(PROMPTS), before_step=resize)
+    assert outputs == [tokens[:30] for tokens in written] and drafter.num_checked > len(PROMPTS) * 30
+
+
+def test_cached_prefixes_outlive_a_resize_as_far_as_there_is_room(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), block_size=8, num_kv_blocks=40)
+    for token in (3, 4):
+        run_all(engine, [[token] * 33], [greedy(2)])
+    engine.resize_kv_cache(6)
+    assert engine.kv.pool.num_blank == 0
+    engine.resize_kv_cache(30)
+    hits = []
+    for token in (3, 4):
+        [request] = submit(engine, [[token] * 33], [greedy(2)])
+        drain(engine)
+        hits.append(request.metrics.num_cached_tokens)
+    assert hits == [16, 32], "the one used last, and of the other what is left; its tail goes first"
+
+
+def resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def test_memory_is_given_back_and_taken_again(zoo: Zoo) -> None:
+    """At 24 KiB a block, target and draft; while requests are in flight."""
+    path = zoo.path("llama+text")
+    llm = LLM(path, zoo.path("llama~+text"), dtype="float32", device="cpu", speculation="fixed", num_kv_blocks=8000)
+    expected = llm.generate("the quick", greedy(40, ignore_eos=True), use_tqdm=False)[0].outputs[0].text
+    stream = llm.stream("the quick", greedy(40, ignore_eos=True))
+    next(stream)
+    before = resident()
+    llm.resize_kv_cache(500)
+    assert 7400 * 24 * 1024 < before - resident() < 8100 * 24 * 1024  # of the 500, only those in use are taken yet
+    assert not list(llm.stream("the", greedy(40)))[-1].error
+    llm.resize_kv_cache(9000)
+    assert llm.metrics().num_kv_blocks == 9000
+    assert list(stream)[-1].outputs[0].text == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_hardly_any_memory_is_taken_twice() -> None:
+    """Caches of 128 MiB: while all of it moves, little more than the 4 MiB of a layer's keys is resident twice."""
+    layout = KVLayout((KVGroup(16, 1, 64),), torch.float32)
+    ops, cpu = make_back_end("torch").cache, torch.device("cpu")
+    source, target = KVTensor(layout, 1024, 16, cpu), KVTensor(layout, 1025, 16, cpu, torch.empty)
+    before = resident()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    except OSError:
+        pytest.skip("the peak cannot be forgotten")
+    ops.gather_blocks(source, target, np.arange(1024))
+    [peak] = [
+        int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
+    ]
+    assert 3 * MIB < peak - before < 12 * MIB
+    del source
+
+
+def test_a_size_that_cannot_be_is_refused_and_costs_nothing(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(zoo.path("llama"), block_size=8, num_kv_blocks=20)
+    requests = submit(engine, PROMPTS[:3], PARAMS[:3])
+    engine.step()
+    held = engine.kv.pool.num_blocks - engine.kv.pool.num_free
+    largest = max(-(-(len(prompt) + params.max_tokens) // 8) for prompt, params in zip(PROMPTS[:3], PARAMS[:3], strict=True))
+    assert 3 < largest < held
+    for size, message in {
+        0: "num_blocks=0 is not allowed: it must be an integer >= 1",
+        held - 1: f"num_blocks={held - 1} is less than the {held} blocks in use: at least these are needed",
+        10**12: r"num_blocks=1000000000000 takes more than the free memory: at most \d+ are allowed",
+        1.5: "num_blocks=1.5 is not allowed: it must be an integer >= 1",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            engine.resize_kv_cache(size)  # type: ignore[arg-type]
+    monkeypatch.setattr(engine.backend, "is_host", False)
+    with pytest.raises(ValueError, match="num_blocks=19 is refused: on cpu the KV cache cannot be resized, since recorded graphs"):
+        engine.resize_kv_cache(19)
+    monkeypatch.undo()
+    assert engine.kv.num_blocks == engine.limits.num_kv_blocks == 20
+    drain(engine)
+    assert [request.output_token_ids for request in requests] == lonely(zoo)[:3]
+    [waiting] = submit(engine, [[5] * 30], [greedy(10)])
+    with pytest.raises(ValueError, match=f"=4 is too few for request {waiting.request_id}, which may need 5: at least these"):
+        engine.resize_kv_cache(4)
+    engine.resize_kv_cache(5)
+    drain(engine)
+    assert waiting.error is None
+
+
+def test_a_request_that_was_admitted_for_a_larger_cache_ends_by_name(zoo: Zoo) -> None:
+    llm = LLM(zoo.path("llama+text"), dtype="float32", device="cpu", num_kv_blocks=64)
+    stream = llm.stream("the", greedy(100, ignore_eos=True))
+    llm.resize_kv_cache(4)
+    [output] = stream
+    assert output.error is not None and output.error.startswith("the KV cache was resized to 4 blocks, and the request may need 7")
+    with pytest.raises(ValueError, match=r"could never fit: the KV cache holds 64 tokens \(num_kv_blocks=4\)"):
+        llm.stream("the", greedy(100))
+    assert llm.generate("the", greedy(5), use_tqdm=False)[0].error is None
+
+
+class Memory:
+    """A target's `forward` for which memory is enough up to some tokens, and never for one token id."""
+
+    def __init__(self, engine: Any, most: int, error: Exception, bad_token: int = -1) -> None:
+        self.forward, self.most, self.error, self.bad_token = engine.runner.forward, most, error, bad_token
+        self.num_failures, self.sizes = 0, list[int]()
+        engine.runner.forward = self
+
+    def __call__(self, batch: RaggedBatch) -> torch.Tensor:
+        if len(batch.token_ids) > self.most or self.bad_token in batch.token_ids:
+            self.num_failures += 1
+            raise self.error
+        self.sizes.append(len(batch.token_ids))
+        return self.forward(batch)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("most", "draft", "error"),
+    [
+        (1, "llama~", MemoryError()),
+        (7, "llama~", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")),
+        (6, None, RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")),
+    ],
+)
+def test_smaller_passes_are_tried_before_requests_are_lost(zoo: Zoo, most: int, draft: str | None, error: Exception) -> None:
+    engine = make_engine(zoo.path("llama"), None if draft is None else zoo.path(draft), draft_tree="auto", **SCARCE)
+    auditor, memory = Auditor(zoo, engine, "llama"), Memory(engine, most, error)
+    requests = submit(engine, PROMPTS, PARAMS)
+    while engine.scheduler.has_unfinished:
+        engine.step()
+        check_blocks(engine)
+        auditor.check(draft)
+    assert [request.output_token_ids for request in requests] == lonely(zoo)
+    assert memory.num_failures > 10 and max(memory.sizes) <= most
+
+
+def test_a_request_that_alone_takes_too_much_ends_by_name_and_the_others_do_not(zoo: Zoo) -> None:
+    outputs = lonely(zoo)
+    used = {token for tokens in (*outputs, *PROMPTS) for token in tokens}
+    bad_token = next(token for token in range(5, 131) if token not in used)
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **SCARCE)
+    Memory(engine, 1000, RuntimeError("not enough memory: you tried to allocate 5 bytes.\nMore."), bad_token)
+    prompts = [*PROMPTS[:5], [7, 8, bad_token, 9], *PROMPTS[5:]]
+    requests = submit(engine, prompts, [*PARAMS[:5], greedy(9), *PARAMS[5:]])
+    drain(engine)
+    ended = requests.pop(5)
+    assert ended.error == "out of memory in a pass of one token: not enough memory: you tried to allocate 5 bytes."
+    assert ended.finish_reason == "abort" and [request.output_token_ids for request in requests] == outputs
+
+
+class Faulty(NoDrafter):
+    """Right drafts, until something goes wrong in every third step."""
+
+    name = "faulty"
+    max_draft_tokens = 3
+
+    def __init__(self, fault: str, continuations: dict[tuple[int, ...], list[int]]) -> None:
+        self.fault, self.continuations = fault, continuations
+        self.num_steps = 0
+
+    def propose(self, plan: StepPlan) -> Sequence[DraftTree]:
+        self.num_steps += 1
+        if self.num_steps % 3 == 0 and self.fault == "raises":
+            raise OSError("disk is full")
+        return [self._chain(*each) for each in zip(plan.requests, plan.draft_budgets, strict=True)]
+
+    def _chain(self, request: Any, budget: int) -> DraftTree:
+        if self.num_steps % 3 == 0 and self.fault == "proposes nonsense" and budget:
+            return DraftTree.chain([5000])
+        done = request.num_output_tokens
+        return DraftTree.chain(self.continuations[tuple(request.prompt_token_ids)][done : done + budget])
+
+    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
+        if self.num_steps % 3 == 0 and self.fault == "does not commit":
+            raise KeyError(5)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raises", "OSError: disk is full"),
+        ("proposes nonsense", r"ValueError: the drafter 'faulty' proposed .*5000"),
+        ("does not commit", "KeyError: 5"),
+    ],
+)
+def test_a_drafters_fault_is_told_by_name_and_costs_no_request(zoo: Zoo, fault: str, message: str) -> None:
+    outputs = lonely(zoo)
+    drafter = Faulty(fault, {tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, outputs, strict=True)})
+    engine = make_engine(zoo.path("llama"), drafter, draft_tree="auto", **AMPLE)
+    with pytest.warns(RuntimeWarning, match=f"the drafter 'faulty' failed, which costs drafts and no request: {message}"):
+        assert run_all(engine, PROMPTS, PARAMS) == outputs
+    assert engine.metrics().mean_acceptance_length > 2

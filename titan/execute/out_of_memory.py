@@ -1,0 +1,15 @@
+"""Which errors say that there was not enough memory, so that less at once may still be possible."""
+
+from __future__ import annotations
+
+import torch
+
+MESSAGES = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
+"""What a `RuntimeError` says, in lower case, that is not of `torch.OutOfMemoryError`: PyTorch's allocator of a CPU raises such."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that an allocation failed, on the device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error).lower() for message in MESSAGES)
