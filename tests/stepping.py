@@ -53,7 +53,7 @@ def submit(engine: Engine, prompts: Iterable[Sequence[int]], params: Iterable[Sa
 
 
 def check_blocks(engine: Engine) -> None:
-    engine.kv.pool.check([request.block_ids for request in engine.scheduler.running])
+    engine.kv.check((*engine.scheduler.running, *engine.scheduler.waiting))
 
 
 def run_all(

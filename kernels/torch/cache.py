@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVTensor
@@ -37,6 +39,27 @@ class TorchCache:
         [ids] = self._upload([block_ids])
         for group in kv.groups:
             group.index_fill_(3, ids, 0)
+
+    def host_blocks(self, kv: KVTensor, num_blocks: int) -> list[Tensor]:
+        return [torch.zeros(host_shape(group, num_blocks), dtype=group.dtype) for group in kv.groups]
+
+    def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
+        for group, blocks in zip(kv.groups, host, strict=True):
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                blocks[target].copy_(group[:, :, :, source])
+
+    def copy_in(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
+        for group, blocks in zip(kv.groups, host, strict=True):
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                group[:, :, :, target].copy_(blocks[source])
+
+    def await_copies(self) -> None:
+        """Do nothing: copies are complete when they return."""
+
+
+def host_shape(group: Tensor, num_blocks: int) -> tuple[int, ...]:
+    """Return the shape of this many blocks of a group on the host: blocks first, so that each is one piece of memory."""
+    return num_blocks, *group.shape[:3], *group.shape[4:]
 
 
 def _path_slots(moves: Sequence[PathMove], block_size: int) -> list[Ints]:

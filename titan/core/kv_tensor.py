@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Role = Literal["target", "draft"]
+"""Whose cache it is."""
 
 
 @dataclass(frozen=True, slots=True)
