@@ -194,10 +194,10 @@ class CacheOps(Protocol):
         """Return memory of the host for blocks of a cache, zeros: [num_blocks, num_layers, 2, K, block_size, D] per group."""
 
     def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
-        """Copy whole blocks to the host, int64 [n] each; they may be overwritten, or copied in again, at once."""
+        """Copy whole blocks to the host, int64 [n > 0] each; they may be overwritten, or copied in again, at once."""
 
     def copy_in(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
-        """Copy whole blocks from the host, int64 [n] each; passes may use them after `await_copies`."""
+        """Copy whole blocks from the host, int64 [n > 0] each; passes may use them after `await_copies`."""
 
     def await_copies(self) -> None:
         """Let what is computed from now on wait until all blocks have been copied in; the caller itself does not wait."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -45,13 +46,13 @@ class TorchCache:
 
     def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
         for group, blocks in zip(kv.groups, host, strict=True):
-            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-                blocks[target].copy_(group[:, :, :, source])
+            for here, away in runs(sources, targets):
+                blocks[away].copy_(group[:, :, :, here].movedim(3, 0))
 
     def copy_in(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
         for group, blocks in zip(kv.groups, host, strict=True):
-            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-                group[:, :, :, target].copy_(blocks[source])
+            for away, here in runs(sources, targets):
+                group[:, :, :, here].copy_(blocks[away].movedim(0, 3))
 
     def await_copies(self) -> None:
         """Do nothing: copies are complete when they return."""
@@ -60,6 +61,13 @@ class TorchCache:
 def host_shape(group: Tensor, num_blocks: int) -> tuple[int, ...]:
     """Return the shape of this many blocks of a group on the host: blocks first, so that each is one piece of memory."""
     return num_blocks, *group.shape[:3], *group.shape[4:]
+
+
+def runs(sources: Ints, targets: Ints) -> Iterator[tuple[slice, slice]]:
+    """Yield the runs of blocks, int64 [n] each, that follow each other on both sides of a copy."""
+    ends = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
+    for start, end in pairwise([0, *ends.tolist(), len(sources)]):
+        yield slice(sources[start], sources[start] + end - start), slice(targets[start], targets[start] + end - start)
 
 
 def _path_slots(moves: Sequence[PathMove], block_size: int) -> list[Ints]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import Upload
-from titan.kernels.torch.cache import TorchCache, host_shape
+from titan.kernels.torch.cache import TorchCache, host_shape, runs
 
 
 class CudaCache(TorchCache):
@@ -39,14 +40,14 @@ class CudaCache(TorchCache):
         with self._after_passes():
             for blocks, own in zip(host, gathered, strict=True):
                 own.record_stream(self._stream)
-                for i, target in enumerate(targets.tolist()):
-                    blocks[target].copy_(own[i], non_blocking=True)
+                for here, away in runs(np.arange(len(targets)), targets):
+                    blocks[away].copy_(own[here], non_blocking=True)
 
     def copy_in(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
         with self._after_passes():
             for group, blocks in zip(kv.groups, host, strict=True):
-                for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-                    group[:, :, :, target].copy_(blocks[source], non_blocking=True)
+                for away, here in runs(sources, targets):
+                    group[:, :, :, here].copy_(blocks[away].to(group.device, non_blocking=True).movedim(0, 3))
             self._arrival = self._stream.record_event()
 
     def await_copies(self) -> None:

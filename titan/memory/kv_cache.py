@@ -14,6 +14,7 @@ from math import inf
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from titan.core.kv_tensor import KVTensor, Role
@@ -281,11 +282,11 @@ class KVCache:
             self.swap_space.copy_out(self._tensors, block_ids, swapped)
             self.swap_space.copy_in(self._tensors, swapped, block_ids)
             self._ops.await_copies()
-            wait([group[0, 0, 0, block_ids[:1], 0, :1].contiguous() for group in self._tensors["target"].groups])
+            wait([group[0, 0, 0, block_ids[0], 0].view(torch.uint8) for group in self._tensors["target"].groups])
             seconds = min(seconds, time.perf_counter() - start)
         self.pool.release(block_ids[::-1])
         space.release(swapped[::-1])
-        return seconds / max(count, 1)
+        return seconds / count
 
     def new_draft_epoch(self, requests: Iterable[Request]) -> None:
         """Start the epoch of a new draft, which covers no block and none of these unfinished requests."""
