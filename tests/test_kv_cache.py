@@ -142,7 +142,11 @@ def test_only_what_the_other_pool_does_not_hold_is_copied(swapping: KVCache, ops
     kv.match_prefix(second)
     assert kv.reserve(second, 15)
     second.commit(2)
+    kv.clear_new_blocks()
+    ops.reset_mock()
     assert kv.swap_out(first) and copies(ops.copy_out) == [([0, 1, 2], [0, 1, 2])]
+    [cleared] = ops.clear_blocks.call_args_list
+    assert (cleared.args[0], cleared.args[1].tolist()) == (kv.tensors["draft"], [0, 1, 2]), "the draft never wrote to them"
     assert (first.is_swapped, len(first.block_ids), first.num_computed_tokens, first.num_drafted_context) == (True, 0, 12, 12)
     assert kv.swap_out(second) and copies(ops.copy_out) == [([3], [3])], "they share the others there as well"
     kv.check((first, second))
@@ -202,6 +206,12 @@ def test_evicted_prefixes_are_hit_in_the_swap_space(swapping: KVCache, ops: Mock
     assert match(kv, 13)[1:] == (8, 0)
     kv.forget_cached()
     assert match(kv, 13) == ([], 0, 0)
+
+
+def test_the_beginnings_of_what_is_evicted_have_precedence_in_the_swap_space(swapping: KVCache, ops: Mock) -> None:
+    swapping.free(compute(swapping, 29))
+    assert swapping.reserve(make_request([99] * 32), 32)
+    assert copies(ops.copy_out) == [([4, 3, 2, 1, 0], [0, 1, 2, 3, 4])]
 
 
 def test_missing_blocks_are_those_that_leave_the_free_queue(kv: KVCache) -> None:
