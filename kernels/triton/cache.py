@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -27,8 +28,12 @@ class CudaCache(TorchCache):
 
     def __init__(self, upload: Upload, device: torch.device) -> None:
         super().__init__(upload)
-        self._stream = torch.cuda.Stream(device)
+        self._device = device
         self._arrival: torch.cuda.Event | None = None  # of the blocks copied in last, until somebody waits
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)  # made when something is copied
 
     def host_blocks(self, kv: KVTensor, num_blocks: int) -> list[Tensor]:
         return [torch.zeros(host_shape(group, num_blocks), dtype=group.dtype, pin_memory=True) for group in kv.groups]
@@ -52,10 +57,10 @@ class CudaCache(TorchCache):
 
     def await_copies(self) -> None:
         if self._arrival is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._arrival)
+            torch.cuda.current_stream(self._device).wait_event(self._arrival)
             self._arrival = None
 
     def _after_passes(self) -> torch.cuda.StreamContext:
         """Return the copies' stream as a context, behind all that was launched so far."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
