@@ -119,10 +119,9 @@ class KVCache:
     def match_prefix(self, request: Request) -> None:
         """Give a request without blocks the computed full blocks that hold the longest prefix of its committed tokens.
 
-        These are cached blocks, of which copies are made if they are in the swap space; without prefix caching, blocks of the
-        prompt that a sibling holds. The root is never part of
-        them, so that there is always something to compute. Sets the block table and its hashes, the counters of both caches
-        and ``metrics.num_cached_tokens``.
+        These are cached blocks, copied in if they are in the swap space; without prefix caching, blocks of the prompt that a
+        sibling holds. The root is never part of them, so that there is always something to compute. Sets the block table and its
+        hashes, the counters of both caches and ``metrics.num_cached_tokens``.
         """
         prefix = self._find_prefix(request)
         if prefix.swapped:
