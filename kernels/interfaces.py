@@ -198,6 +198,18 @@ class CacheOps(Protocol):
         enough, nothing has changed.
         """
 
+    def host_blocks(self, kv: KVTensor, num_blocks: int) -> list[Tensor]:
+        """Return memory of the host for blocks of a cache, zeros: [num_blocks, num_layers, 2, K, ...] per group."""
+
+    def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
+        """Copy whole blocks to the host, int64 [n > 0] each; they may be overwritten, or copied in again, at once."""
+
+    def copy_in(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
+        """Copy whole blocks from the host, int64 [n > 0] each; passes may use them after `await_copies`."""
+
+    def await_copies(self) -> None:
+        """Let what is computed from now on wait until all blocks have been copied in; the caller itself does not wait."""
+
 
 class SamplingOps(Protocol):
     """Operations over the whole vocabulary while a tree grows."""

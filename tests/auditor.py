@@ -6,9 +6,9 @@ import torch
 from stepping import by_slot, slots_of
 from zoo import Zoo
 
+from titan.core.kv_tensor import Role
 from titan.core.request import Request
 from titan.engine import Engine
-from titan.memory.kv_cache import Role
 
 
 class Auditor:

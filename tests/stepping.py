@@ -53,7 +53,7 @@ def submit(engine: Engine, prompts: Iterable[Sequence[int]], params: Iterable[Sa
 
 
 def check_blocks(engine: Engine) -> None:
-    engine.kv.pool.check([request.block_ids for request in engine.scheduler.running])
+    engine.kv.check((*engine.scheduler.running, *engine.scheduler.waiting))
 
 
 def run_all(
@@ -79,7 +79,8 @@ def drain(engine: Engine, before_step: Callable[[int], None] = lambda step: None
         check_blocks(engine)
         step += 1
         assert step < 10_000, "the engine does not get on"
-    assert engine.kv.pool.num_free == engine.kv.pool.num_blocks
+    for pool in (engine.kv.pool, engine.kv.swap_space.pool):
+        assert pool.num_free == pool.num_blocks
 
 
 def host_trees(trees: Sequence[DraftTree]) -> DraftTrees:

@@ -85,8 +85,8 @@ ENGINE: dict[str, tuple[str, list[Any]]] = {
     "prefill_chunk_size": ("an integer >= 1", [0]),
     "max_waiting_requests": ("an integer >= 1", [0]),
     "scheduling_policy": ("'fcfs'", ["lifo"]),
-    "preemption_mode": ("'recompute'", ["swap"]),
-    "swap_space": ("0", [4]),
+    "preemption_mode": ("'auto', 'recompute', 'swap'", ["drop", None]),
+    "swap_space": ("an integer >= 0", [-1, 1.5, "4GB"]),
     "revision": ("a non-empty str or None", ["", 5]),
     "download_dir": ("a non-empty str, a path or None", ["", 5]),
     "block_size": ("8, 16, 32, 64, 128", [24]),
@@ -122,6 +122,7 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (EngineConfig.of, {"draft_tree": [-2]}, ["draft_tree=[-2] is not topological", "node 0 is -2"]),
     (EngineConfig.of, {"draft_tree": [-1] * 7}, ["has 7 nodes", "at most max_draft_tokens=6"]),
     (EngineConfig.of, {"max_num_batched_tokens": 31}, ["max_num_batched_tokens=31", "max_batch_size=32", "at least one token"]),
+    (EngineConfig.of, {"preemption_mode": "swap"}, ["preemption_mode='swap' contradicts swap_space=0", "in bytes"]),
     (EngineConfig.of, {"num_kv_blocks": 3, "kv_cache_memory": 5}, ["num_kv_blocks=3", "kv_cache_memory=5", "at most one"]),
     (EngineConfig.of, {"num_kv_blocks": 3, "memory_utilization": 0.5}, ["=3", "memory_utilization=0.5", "at most one"]),
     (partial(NgramDrafter, 4), {"min_ngram": 0}, ["min_ngram=0", "an integer >= 1"]),
@@ -130,7 +131,7 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (partial(NgramDrafter, 4), {"min_ngram": 5}, ["min_ngram=5", "max_ngram=4"]),
     (REPLAY, {"acceptance": 1.1, "vocab_size": 10}, ["acceptance=1.1", "[0, 1]"]),
     (REPLAY, {"acceptance": 0.5, "vocab_size": 1}, ["vocab_size=1", "at least 2"]),
-    (BlockPool, {"num_blocks": 0, "enable_caching": True}, ["num_blocks=0"]),
+    (BlockPool, {"num_blocks": -1, "enable_caching": True}, ["num_blocks=-1"]),
     (register, {"name": "ngram", "factory": NoDrafter}, ["name='ngram'", "taken", "ngram"]),
 ]
 

@@ -43,8 +43,12 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(RuntimeError, match=message):
                 self.pool.allocate(count)
             return
+        evicted, num_evicted = self.pool.next_evicted(count), self.pool.num_evicted
         block_ids = self.pool.allocate(count)
+        hashes = dict(self.hashes)
         assert block_ids == [self.model_take() for _ in range(count)]
+        assert evicted == [(block_id, hashes[block_id]) for block_id in block_ids if block_id in hashes]
+        assert self.pool.num_evicted - num_evicted == len(evicted)
         self.tables.append(block_ids)
 
     @precondition(lambda self: self.tables)

@@ -76,17 +76,17 @@ def test_completions_are_those_of_separate_requests_with_derived_seeds(
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared(zoo: Zoo, caching: bool) -> None:
-    """40 tokens are 4 full blocks of 8 before the root's; each completion has the rest for itself."""
+    """40 tokens are 4 full blocks of 8 before the root's; each completion has a copy of the 7 tokens after these."""
     engine = make_engine(
         zoo.path("llama"), zoo.path("llama"), draft_tree="chain",
         num_kv_blocks=80, block_size=8, prefill_chunk_size=16, enable_prefix_caching=caching,
     )  # fmt: skip
     family = add(engine, greedy(16, n=4, ignore_eos=True))
-    num_running = []
-    for _ in range(3):
+    num_tokens: list[list[int]] = []
+    engine.observers.append(lambda plan, _: num_tokens.append(plan.num_tokens))
+    for _ in range(4):
         engine.step()
-        num_running.append(len(engine.scheduler.running))
-    assert num_running == [1, 1, 4], "the others wait until the full blocks are computed"
+    assert num_tokens == [[16], [16], [8], [1] * 4], "the others wait until the prompt is computed, and compute its root alone"
     shared = family[0].block_ids[:4]
     assert [request.block_ids[:4] for request in family] == [shared] * 4
     own = [block_id for request in family for block_id in request.block_ids[4:]]
@@ -98,6 +98,7 @@ def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared(zoo: Zoo, ca
     for request in family:
         assert request.metrics.num_accepted_tokens == request.metrics.num_draft_tokens > 0, "the draft's blocks are shared too"
         assert request.metrics.num_cached_tokens == (32 if caching and request.index else 0)
+    assert engine.metrics().num_cached_tokens == (96 if caching else 0)
     num_fed = engine.counters.num_admitted_tokens - engine.counters.num_cached_tokens
     assert num_fed == (40 + 3 * 8 if caching else 4 * 40), "a hit of the prefix cache is counted as one, a shared block is not"
 

@@ -43,6 +43,15 @@ def test_greedy_generation_is_that_of_transformers_and_mostly_replayed(zoo: Zoo,
     assert hit_rate is not None and hit_rate > 0.5
 
 
+@pytest.mark.parametrize("draft_tree", ["chain", "dynamic"])
+def test_swapped_requests_go_on_with_the_same_tokens(zoo: Zoo, draft_tree: str) -> None:
+    options = {"draft_tree": draft_tree, "preemption_mode": "swap", "swap_space": 2**22, "num_kv_blocks": 8}
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), device="cuda", **options)
+    outputs = run_all(engine, PROMPTS, [greedy(40, ignore_eos=True)] * len(PROMPTS))
+    assert outputs == [zoo.greedy("llama", prompt, 40, ignore_eos=True) for prompt in PROMPTS]
+    assert engine.counters.num_swapped_in > 0
+
+
 def test_bfloat16_with_a_profiled_pool_runs_all_options(zoo: Zoo) -> None:
     engine = make_engine(zoo.path("qwen3"), zoo.path("useless"), device="cuda", dtype="bfloat16", draft_sampling="sampled")
     params = [SamplingParams(temperature=0.9, top_p=0.9, top_k=30, min_p=0.01, max_tokens=20, seed=i) for i in range(3)]

@@ -22,6 +22,7 @@ from titan.draft.replay import ReplayDrafter
 from titan.engine import Engine
 
 PROMPTS = random_prompts(18)
+SWAP: dict[str, Any] = {"preemption_mode": "swap", "swap_space": 2**18}
 LIMITS = [1 + (i * 11) % 34 for i in range(len(PROMPTS))]
 IGNORE_EOS = [i % 3 > 0 for i in range(len(PROMPTS))]
 GREEDY = [greedy(limit, ignore_eos=ignore) for limit, ignore in zip(LIMITS, IGNORE_EOS, strict=True)]
@@ -107,6 +108,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunks_of_16": AMPLE | {"prefill_chunk_size": 16, "max_num_batched_tokens": 33},
     "scarce_blocks": SCARCE,
     "no_prefix_cache": SCARCE | {"enable_prefix_caching": False},
+    "swapped": SCARCE | SWAP,
+    "swapped_without_prefix_cache": SCARCE | SWAP | {"enable_prefix_caching": False},
     "one_by_one": AMPLE | {"max_batch_size": 1, "max_num_batched_tokens": 3},
 }
 
@@ -118,6 +121,7 @@ def test_output_of_a_request_is_its_own(zoo: Zoo, alone: list[list[int]], settin
     engine = make_engine(zoo.path("llama"), draft_spec(zoo, "llama", draft), **SETTINGS[setting])
     assert run_all(engine, PROMPTS[::order], SAMPLED[::order]) == alone[::order]
     assert (engine.counters.num_preemptions > 0) == (SETTINGS[setting]["num_kv_blocks"] == SCARCE["num_kv_blocks"])
+    assert engine.counters.num_swapped_out == (engine.counters.num_preemptions if "swap_space" in SETTINGS[setting] else 0)
 
 
 @pytest.mark.parametrize("draft", ["none", "perturbed", "ngram"])
@@ -162,8 +166,11 @@ class Refusing(NoDrafter):
         return budget
 
 
-def test_swapping_the_draft_in_flight_changes_no_output_and_a_failing_swap_nothing(zoo: Zoo, alone: list[list[int]]) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **SCARCE)
+@pytest.mark.parametrize("options", [SCARCE, SCARCE | SWAP], ids=["recompute", "swap"])
+def test_swapping_the_draft_in_flight_changes_no_output_and_a_failing_swap_nothing(
+    zoo: Zoo, alone: list[list[int]], options: dict[str, Any]
+) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
     swaps: dict[int, DraftSpec] = {
         3: "ngram", 7: None, 11: zoo.path("llama"), 16: draft_spec(zoo, "llama", "replay"), 20: zoo.path("useless"),
         22: zoo.path("useless"), 25: NgramDrafter(3, min_ngram=1), 30: zoo.path("llama~"), 34: NoDrafter(),
@@ -187,4 +194,4 @@ def test_swapping_the_draft_in_flight_changes_no_output_and_a_failing_swap_nothi
     assert not swaps and not failing
     assert len(set(names)) >= 7
     assert sum(count > 0 for count in in_flight) >= 6
-    assert engine.counters.num_preemptions > 0
+    assert engine.counters.num_preemptions > 0 and (engine.counters.num_swapped_in > 0) == (options is not SCARCE)

@@ -77,6 +77,143 @@ def test_a_sibling_takes_only_what_is_computed_and_covered_by_the_draft(ops: Moc
     assert second.metrics.num_cached_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_computed", "num_drafted", "computed", "drafted"),
+    [(15, 15, 14, 14, 14), (15, 15, 13, 14, 13), (15, 15, 7, 14, 4), (13, 13, 12, 12, 12), (3, 3, 2, 2, 2), (3, 2, 0, 2, 0)],
+)
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_sibling_gets_a_copy_of_the_last_block_of_the_prompt(
+    ops: Mock, caching: bool, num_tokens: int, num_computed: int, num_drafted: int, computed: int, drafted: int
+) -> None:
+    kv = KVCache(9, 4, caching, ops)
+    for role in ("target", "draft"):
+        kv.attach(role, KVTensor(LAYOUT, 9, 4, CPU))  # type: ignore[arg-type]
+    first, second, third = (make_request(range(num_tokens)) for _ in range(3))
+    second.siblings = first.siblings = (first, second)
+    first.token_ids.append(99)  # else the prompt's last token cannot be computed
+    assert kv.reserve(first, num_tokens + 3)
+    first.commit(num_tokens - 2)
+    assert kv.awaits_sibling(second)
+    first.commit(num_computed - num_tokens + 2)
+    first.cover_draft(num_drafted)
+    kv.clear_new_blocks()
+    kv.cache_full_blocks(first)
+    ops.reset_mock()
+    assert not kv.awaits_sibling(second)
+    num_missing, num_free = kv.num_missing_blocks(second, num_tokens), kv.pool.num_free
+    kv.admit(second)
+    assert (second.num_computed_tokens, second.num_drafted_context) == (computed, drafted)
+    assert kv.reserve(second, num_tokens) and num_free - kv.pool.num_free == num_missing
+    num_full = computed // 4
+    assert second.block_ids[:num_full] == first.block_ids[:num_full]
+    if computed % 4:
+        pairs = [(each.args[1].tolist(), each.args[2].tolist()) for each in ops.copy_blocks.call_args_list]
+        assert pairs == [([first.block_ids[num_full]], [second.block_ids[num_full]])] * 2, "in both caches"
+        assert ops.clear_blocks.call_args.args[1].tolist() == [first.block_ids[num_full]], "the draft's had never been fed"
+        kv.clear_new_blocks()
+        kv.clear_draft_blocks([second])
+        assert all(second.block_ids[-1] not in each.args[1] for each in ops.clear_blocks.call_args_list)
+    else:
+        ops.copy_blocks.assert_not_called()
+    kv.admit(third)
+    assert third.num_computed_tokens == (num_full * 4 if caching else 0), "who is no sibling gets whole blocks"
+    kv.check((first, second, third))
+
+
+def copies(method: Mock) -> list[tuple[list[int], list[int]]]:
+    """Sources and targets of the calls, of the target's cache."""
+    calls = [(each.args[2].tolist(), each.args[3].tolist()) for each in method.call_args_list]
+    assert calls[::2] == calls[1::2], "in both caches"
+    method.reset_mock()
+    return calls[::2]
+
+
+@pytest.fixture
+def swapping(ops: Mock) -> KVCache:
+    kv = KVCache(8, 4, enable_prefix_caching=True, ops=ops, num_swap_blocks=5)
+    kv.attach("target", KVTensor(LAYOUT, 8, 4, CPU))
+    kv.attach("draft", KVTensor(LAYOUT, 8, 4, CPU))
+    return kv
+
+
+def test_only_what_the_other_pool_does_not_hold_is_copied(swapping: KVCache, ops: Mock) -> None:
+    kv = swapping
+    first, second = compute(kv, 13, num_drafted=12), make_request(range(15))
+    kv.match_prefix(second)
+    assert kv.reserve(second, 15)
+    second.commit(2)
+    kv.clear_new_blocks()
+    ops.reset_mock()
+    assert kv.swap_out(first) and copies(ops.copy_out) == [([0, 1, 2], [0, 1, 2])]
+    [cleared] = ops.clear_blocks.call_args_list
+    assert (cleared.args[0], cleared.args[1].tolist()) == (kv.tensors["draft"], [0, 1, 2]), "the draft never wrote to them"
+    assert (first.is_swapped, len(first.block_ids), first.num_computed_tokens, first.num_drafted_context) == (True, 0, 12, 12)
+    assert kv.swap_out(second) and copies(ops.copy_out) == [([3], [3])], "they share the others there as well"
+    kv.check((first, second))
+    assert (kv.pool.num_free, kv.swap_space.pool.num_free, kv.num_missing_blocks(second, 16)) == (8, 1, 4)
+    kv.admit(second)
+    assert copies(ops.copy_in) == [([3], [3])], "what is still cached comes back by itself"
+    assert (second.block_ids.tolist(), second.num_computed_tokens, second.num_drafted_context) == ([0, 1, 2, 3], 14, 12)
+    assert kv.num_missing_blocks(first, 16) == 1
+    kv.check((first, second))
+    kv.free(second)
+    kv.free(first)
+    assert (kv.pool.num_free, kv.swap_space.pool.num_free) == (8, 5)
+    large = compute(kv, 25)
+    assert not kv.swap_out(large) and (len(large.block_ids), kv.swap_space.pool.num_free) == (6, 5), "no room"
+
+
+@pytest.mark.parametrize("is_swapped_draft", [False, True])
+def test_a_swapped_request_takes_no_blocks_that_lack_the_drafts_kv_it_counts_on(
+    swapping: KVCache, ops: Mock, is_swapped_draft: bool
+) -> None:
+    kv = swapping
+    request = compute(kv, 13, num_drafted=9)
+    assert kv.swap_out(request)
+    kv.forget_cached()
+    other = compute(kv, 13)  # the same tokens, which no draft has seen
+    if is_swapped_draft:
+        kv.new_draft_epoch([request, other])
+    copies(ops.copy_out)
+    kv.admit(request)
+    assert (request.block_ids == other.block_ids) == is_swapped_draft
+    assert copies(ops.copy_in) == ([] if is_swapped_draft else [([0, 1, 2], request.block_ids.tolist())])
+    assert (request.num_computed_tokens, request.num_drafted_context) == (12, 0 if is_swapped_draft else 9)
+    kv.check((request, other))
+
+
+def test_evicted_prefixes_are_hit_in_the_swap_space(swapping: KVCache, ops: Mock) -> None:
+    kv = swapping
+    for first_token, places in ((0, [0, 1, 2]), (100, [3, 4, 0])):  # what was used least recently makes room
+        request = make_request(range(first_token, first_token + 13))
+        assert kv.reserve(request, 13)
+        request.commit(12)
+        request.cover_draft(8)
+        kv.cache_full_blocks(request)
+        kv.free(request)
+        assert kv.reserve(request, 32), "which takes all blocks"
+        [(sources, targets)] = copies(ops.copy_out)
+        assert targets == places and len(sources) == 3
+        kv.free(request)
+    request = make_request(range(13))
+    assert kv.num_missing_blocks(request, 13) == 4
+    kv.admit(request)
+    assert copies(ops.copy_in) == [([2, 1], request.block_ids.tolist())] and not kv.pool.is_free(request.block_ids[0])
+    assert (request.num_computed_tokens, request.num_drafted_context, request.metrics.num_cached_tokens) == (8, 8, 8)
+    assert (kv.swap_space.num_hits, kv.pool.num_evicted) == (2, 6)
+    kv.check([request])
+    kv.new_draft_epoch([])
+    assert match(kv, 13)[1:] == (8, 0)
+    kv.forget_cached()
+    assert match(kv, 13) == ([], 0, 0)
+
+
+def test_the_beginnings_of_what_is_evicted_have_precedence_in_the_swap_space(swapping: KVCache, ops: Mock) -> None:
+    swapping.free(compute(swapping, 29))
+    assert swapping.reserve(make_request([99] * 32), 32)
+    assert copies(ops.copy_out) == [([4, 3, 2, 1, 0], [0, 1, 2, 3, 4])]
+
+
 def test_missing_blocks_are_those_that_leave_the_free_queue(kv: KVCache) -> None:
     owner, other = compute(kv, 9), make_request(range(9))
     assert kv.num_missing_blocks(other, 10) == 1, "the two cached blocks are shared"

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from stepping import host_trees
 from torch import Tensor
 
-from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
+from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor, Role
 from titan.core.metrics import EngineCounters
 from titan.core.options import ScheduleOptions
 from titan.core.outputs import RequestMetrics
@@ -31,7 +31,7 @@ from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree
 from titan.kernels.backend import choose_backend
 from titan.memory.block_pool import hash_block
-from titan.memory.kv_cache import HASH_SALT, KVCache, Role
+from titan.memory.kv_cache import HASH_SALT, KVCache
 from titan.schedule.admission import max_num_blocks
 from titan.schedule.scheduler import Scheduler
 
@@ -75,6 +75,7 @@ class World:
         num_kv_blocks: int,
         *,
         enable_prefix_caching: bool = True,
+        num_swap_blocks: int = 0,
         num_more_slots: int = 0,
         error_rate: float = 0.0,
         **options: Any,
@@ -82,7 +83,7 @@ class World:
         self.options = ScheduleOptions(**options)
         self.num_more_slots = num_more_slots
         self.error_rate = error_rate
-        self.kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching, CACHE_OPS)
+        self.kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching, CACHE_OPS, num_swap_blocks)
         for role, layout in LAYOUTS.items():
             self.kv.attach(role, KVTensor(layout, num_kv_blocks, BLOCK_SIZE, CPU))
         self.counters = EngineCounters()
@@ -116,6 +117,10 @@ class World:
             assert self.scheduler.running == running[:-num_preempted], "the latest go, and none joins in their stead"
         if not plan.requests:
             return plan
+        self.execute(plan, random)
+        return plan
+
+    def execute(self, plan: StepPlan, random: Random) -> None:
         self.kv.clear_new_blocks()
         self.kv.clear_draft_blocks(plan.requests)
         rows = zip(plan.requests, plan.num_tokens, plan.draft_budgets, plan.num_slots, strict=True)
@@ -138,7 +143,6 @@ class World:
         for request, num_computed_tokens in zip(plan.requests, before, strict=True):
             assert request.is_finished or request.num_computed_tokens > num_computed_tokens
             self.check_findable(request, num_computed_tokens // BLOCK_SIZE)
-        return plan
 
     def run_models(self, request: Request, num_tokens: int, budget: int, num_slots: int, random: Random) -> DraftTree:
         """Propose a chain or a tree, right now and then; the draft's cache keeps up with most requests, and has most nodes."""
@@ -224,7 +228,7 @@ class World:
 
     def check(self) -> None:
         running, waiting = self.scheduler.running, list(self.scheduler.waiting)
-        self.kv.pool.check([request.block_ids for request in running])
+        self.kv.check((*running, *waiting))
         assert len(running) <= self.options.max_batch_size
         assert len(waiting) <= self.options.max_waiting_requests + self.options.max_batch_size, "only preempted ones come on top"
         assert not any(request.is_finished for request in (*running, *waiting))
@@ -233,7 +237,9 @@ class World:
         for request in running:
             assert len(request.block_ids) == -(-request.num_computed_tokens // BLOCK_SIZE), "what was not accepted is given back"
         for request in waiting:
-            assert (len(request.block_ids), request.num_computed_tokens, request.num_drafted_context) == (0, 0, 0)
+            assert len(request.block_ids) == 0
+            assert len(request.swapped_block_ids) == -(-request.num_computed_tokens // BLOCK_SIZE), "both or neither"
+            assert request.num_drafted_context <= request.num_computed_tokens
         for request in self.requests:
             metrics = request.metrics
             assert metrics.num_emitted_tokens == request.num_output_tokens
@@ -262,22 +268,30 @@ class World:
             for i, block_hash in enumerate(chained_hashes(request.token_ids[:-1])):  # never the root
                 prefixes[block_hash] = request.token_ids[: (i + 1) * BLOCK_SIZE]
         for role, tensor in self.kv.tensors.items():
+            host = self.kv.swap_space._blocks[role]
+            for request in self.scheduler.waiting:
+                length = request.num_computed_tokens if role == "target" else request.num_drafted_context
+                self.check_slots(role, request.swapped_block_ids, request.token_ids, range(length), host)
             for request in self.scheduler.running:
                 assert all(group[:, :, :, request.block_ids].isfinite().all() for group in tensor.groups), "a free block's is seen"
                 length = request.num_computed_tokens if role == "target" else request.num_drafted_context
                 self.check_slots(role, request.block_ids, request.token_ids, range(length))
-            for block_id, block_hash in pool._hash_of.items():
-                if role == "target" or pool.draft_epochs[block_id] == self.kv.draft_epoch:
-                    prefix = prefixes[block_hash]
-                    table = [block_id] * (len(prefix) // BLOCK_SIZE)
-                    self.check_slots(role, table, prefix, range(len(prefix) - BLOCK_SIZE, len(prefix)))
-            free = [block for block in range(pool.num_blocks) if pool.is_free(block) and block not in pool._hash_of]
-            for group in tensor.groups:
-                group[:, :, :, free] = torch.nan
+            for each, blocks in ((pool, None), (self.kv.swap_space.pool, host)):
+                for block_id, block_hash in each._hash_of.items():
+                    if role == "target" or each.draft_epochs[block_id] == self.kv.draft_epoch:
+                        prefix = prefixes[block_hash]
+                        table = [block_id] * (len(prefix) // BLOCK_SIZE)
+                        self.check_slots(role, table, prefix, range(len(prefix) - BLOCK_SIZE, len(prefix)), blocks)
+                free = [block for block in range(each.num_blocks) if each.is_free(block) and block not in each._hash_of]
+                for group in tensor.groups if blocks is None else (group.movedim(0, 3) for group in blocks):
+                    group[:, :, :, free] = torch.nan
 
-    def check_slots(self, role: Role, block_ids: Sequence[int], token_ids: Sequence[int], slots: range) -> None:
+    def check_slots(
+        self, role: Role, block_ids: Sequence[int], token_ids: Sequence[int], slots: range, host: Sequence[Tensor] | None = None
+    ) -> None:
+        """Hold what a table of the pool, or of the swap space, says to what a sequential fill would have put there."""
         expected = self.values(role, [token_ids[: slot + 1] for slot in slots])
-        for group in self.kv.tensors[role].groups:
+        for group in self.kv.tensors[role].groups if host is None else (group.movedim(0, 3) for group in host):
             actual = group.flatten(3, 4)[:, :, :, self.physical(block_ids, slots)]
             assert (actual == expected).all(), f"{role}: wrong KV in {slots} of blocks {block_ids}"
 
@@ -289,6 +303,7 @@ class World:
             steps += 1
             assert steps < 5000
         assert self.kv.pool.num_free == self.kv.num_blocks
+        assert self.kv.swap_space.pool.num_free == self.kv.swap_space.pool.num_blocks
         for request in self.requests:
             assert request.is_finished
             self.check_output(request)
@@ -369,6 +384,51 @@ def test_a_request_that_would_soon_be_preempted_does_not_join() -> None:
     assert world.counters.num_preemptions == 0
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_what_is_swapped_goes_on_where_it_was(caching: bool) -> None:
+    """With room in the swap space nothing is computed twice, whatever drafts; without, what has no room is."""
+    num_computed = {}
+    for num_swap_blocks in (0, 3, 40):
+        world, random = World(9, enable_prefix_caching=caching, num_swap_blocks=num_swap_blocks, max_batch_size=4), Random(0)
+        requests = [world.add([i + 1] * (10 + i), 30, ignore_eos=True) for i in range(6)]
+        num_computed[num_swap_blocks] = 0
+        while world.scheduler.has_unfinished:
+            num_computed[num_swap_blocks] += sum(world.step(3, random).num_tokens)
+            world.check()
+        world.drain(random)
+        counters = world.counters
+        assert counters.num_swapped_out == counters.num_swapped_in <= counters.num_preemptions
+        assert (counters.num_swapped_out > 0, counters.num_swapped_out == counters.num_preemptions) == (
+            num_swap_blocks > 0, num_swap_blocks == 40,
+        )  # fmt: skip
+    num_accepted = sum(request.metrics.num_accepted_tokens for request in requests)
+    assert num_computed[40] == sum(request.num_tokens - 1 for request in requests) - num_accepted < num_computed[0]
+
+
+@pytest.mark.parametrize("failing", ["copy_out", "copy_in", "copy_blocks"])
+def test_a_copy_that_fails_loses_neither_blocks_nor_requests(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, random = World(9, num_swap_blocks=12, max_batch_size=4), Random(0)
+    for i in range(4):
+        world.add([i // 2 + 1] * (10 + 7 * i), 30, ignore_eos=True, n=2)
+    copy, num_failures = getattr(CACHE_OPS, failing), 0
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    while world.scheduler.has_unfinished:
+        monkeypatch.setattr(CACHE_OPS, failing, fail if random.random() < 0.5 else copy)
+        try:
+            plan = world.scheduler.schedule(3, lambda _, budget: budget)
+        except RuntimeError:
+            num_failures += 1
+        else:
+            world.execute(plan, random)
+        world.kv.check((*world.scheduler.running, *world.scheduler.waiting))
+    assert num_failures > 2
+    for request in world.requests:
+        world.check_output(request)
+
+
 SEEDS = st.integers(0, 2**32)  # the choices inside a rule come from one draw, which keeps examples fast
 OPTIONS: list[dict[str, Any]] = [
     {"use_speculative": False},
@@ -388,6 +448,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world = World(
             num_kv_blocks=random.randint(3, 14),
             enable_prefix_caching=random.random() < 0.5,
+            num_swap_blocks=random.choice([0, 2, 9, 30]),
             num_more_slots=random.choice([0, 0, 3, 20]),
             error_rate=random.choice([0.0, 0.0, 0.1]),
             max_batch_size=batch_size,

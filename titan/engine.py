@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from tqdm import tqdm
 
@@ -35,7 +36,7 @@ from titan.execute.out_of_memory import is_out_of_memory
 from titan.kernels.backend import choose_backend, choose_device
 from titan.kernels.interfaces import Backend, PassCounts, PassLimits, Runner, WarmUp
 from titan.memory.kv_cache import KVCache
-from titan.memory.sizing import block_bytes, num_kv_blocks
+from titan.memory.sizing import block_bytes, num_kv_blocks, num_swap_blocks
 from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model, resolve_model
@@ -114,9 +115,10 @@ class Engine:
         self._target = target
         drafter = create_drafter(draft if is_drafting else None, self._draft_context())
         kv_layout = target.kv_layout.stored_as(config.memory.kv_cache_dtype)
+        layouts = [kv_layout, *([] if drafter.kv is None else [drafter.kv])]
         num_blocks = num_kv_blocks(
             config.memory,
-            [kv_layout, *([] if drafter.kv is None else [drafter.kv])],
+            layouts,
             max_batch_size * max_blocks,
             lambda: self._free_memory(target, config.memory.memory_utilization),
             self.backend.free_memory,
@@ -127,7 +129,11 @@ class Engine:
             num_kv_blocks=num_blocks,
             block_size=block_size,
         )
-        self.kv = KVCache(num_blocks, block_size, config.memory.enable_prefix_caching, self.backend.cache)
+        free_memory = psutil.virtual_memory().available
+        if self.backend.is_host:
+            free_memory -= num_blocks * block_bytes(block_size, layouts)
+        num_swapped = num_swap_blocks(config.schedule.swap_space, layouts, block_size, free_memory)
+        self.kv = KVCache(num_blocks, block_size, config.memory.enable_prefix_caching, self.backend.cache, num_swapped)
         target_kv = KVTensor(kv_layout, num_blocks, block_size, self.backend.device)
         self.kv.attach("target", target_kv)
         self.runner = self.backend.prepare(target, target_kv, self._pass_limits, self.passes)
@@ -138,6 +144,8 @@ class Engine:
         self.observers: list[StepObserver] = []
         self._target_cost: PassCost | None = None  # measured when it is first needed
         self._use_drafter(drafter)
+        if num_swapped:
+            self.scheduler.swap_rule.block_s = self.kv.measure_copies(self.backend.download)
 
     def step(self) -> list[Request]:
         """Run one step and return the requests whose output changed."""
@@ -293,6 +301,8 @@ class Engine:
         counters, scheduler, pool = self.counters, self.scheduler, self.kv.pool
         num_committed = sum(request.num_computed_tokens for request in scheduler.running)
         mean_draft_tokens = ratio(sum(counters.proposed_per_depth), counters.num_sequence_steps)
+        swap_space = self.kv.swap_space
+        num_swapped_blocks = swap_space.pool.num_blocks - swap_space.pool.num_free
         num_drafted = sum(min(request.num_drafted_context, request.num_computed_tokens) for request in scheduler.running)
         return EngineMetrics(
             num_running=len(scheduler.running),
@@ -306,9 +316,19 @@ class Engine:
             accepted_per_depth=list(counters.accepted_per_depth),
             acceptance_rate=ratio(sum(counters.accepted_per_depth), sum(counters.proposed_per_depth)),
             num_preemptions=counters.num_preemptions,
+            num_swapped=sum(request.is_swapped for request in scheduler.waiting),
+            num_swapped_out=counters.num_swapped_out,
+            num_swapped_in=counters.num_swapped_in,
             prefix_cache_hit_rate=ratio(counters.num_cached_tokens, counters.num_admitted_tokens),
+            num_admitted_tokens=counters.num_admitted_tokens,
+            num_cached_tokens=counters.num_cached_tokens,
+            num_swap_cached_tokens=swap_space.num_hits * self.kv.block_size,
+            num_evicted_blocks=pool.num_evicted,
             kv_usage=1 - pool.num_free / pool.num_blocks,
             num_kv_blocks=pool.num_blocks,
+            num_swap_blocks=swap_space.pool.num_blocks,
+            num_used_swap_blocks=num_swapped_blocks,
+            num_used_swap_bytes=num_swapped_blocks * swap_space.bytes_per_block,
             draft_coverage=ratio(num_drafted, num_committed) if scheduler.running else None,
             draft=self.drafter.name,
             graph_hit_rate=self.passes.hit_rate,
@@ -322,9 +342,10 @@ class Engine:
             kv = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
             drafter.attach(kv)  # may raise; the current drafter then stays
             lookahead = drafter.lookahead
-        self.kv.detach("draft")
-        if kv is not None:
-            self.kv.attach("draft", kv)
+        if kv is None:
+            self.kv.detach("draft")
+        else:
+            self.kv.attach("draft", kv)  # may raise, too
         self.drafter, self._lookahead = drafter, lookahead
         self._max_draft_tokens = min(drafter.max_draft_tokens, self.config.speculation.max_draft_tokens)
         self.adaptive = self._make_adaptive(drafter)
@@ -340,6 +361,7 @@ class Engine:
             return None
         if self._target_cost is None:
             self._target_cost = costs.pop(0)
+            self.scheduler.swap_rule.pass_s = self._target_cost.predict
         controller = Controller(Costs(self._target_cost, costs[0] if costs else None, is_timed=self.backend.is_host))
         return AdaptiveSpeculation(controller, drafter, self._max_draft_tokens, options.speculation_target == "latency")
 

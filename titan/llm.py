@@ -174,7 +174,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; requests in flight keep their blocks. Return True, as vLLM does where it succeeds."""
-        self.frontend.loop.between_steps(self.engine.kv.pool.forget_cached)
+        self.frontend.loop.between_steps(self.engine.kv.forget_cached)
         return True
 
     def swap_draft(self, draft_model: DraftSpec | PathLike[str]) -> None:
@@ -259,7 +259,7 @@ def _as_params_list(params: SamplingParams | Sequence[SamplingParams], num_promp
 
 
 def _diagnose(engine: Engine) -> list[str]:
-    engine.kv.pool.check([request.block_ids for request in engine.scheduler.running])
+    engine.kv.check((*engine.scheduler.running, *engine.scheduler.waiting))
     metrics = engine.metrics()
     findings = []
     if metrics.num_preemptions:

@@ -165,7 +165,7 @@ class StepLoop:
                 for request in (*scheduler.running, *scheduler.waiting):
                     self._ended[request] = reason
                     scheduler.abort(request, reason)
-                self.engine.kv.pool.check([])
+                self.engine.kv.check([])
             except Exception:  # noqa: BLE001 - whatever it is, the error that is raised came before
                 self._damage = reason
             raise

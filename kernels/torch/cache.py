@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -57,6 +58,22 @@ class TorchCache:
                 else:
                     _discard(old)
 
+    def host_blocks(self, kv: KVTensor, num_blocks: int) -> list[Tensor]:
+        return [torch.zeros(host_shape(group, num_blocks), dtype=group.dtype) for group in kv.groups]
+
+    def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
+        for group, blocks in zip(kv.groups, host, strict=True):
+            for here, away in runs(sources, targets):
+                blocks[away].copy_(group[:, :, :, here].movedim(3, 0))
+
+    def copy_in(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
+        for group, blocks in zip(kv.groups, host, strict=True):
+            for away, here in runs(sources, targets):
+                group[:, :, :, here].copy_(blocks[away].movedim(0, 3))
+
+    def await_copies(self) -> None:
+        """Do nothing: copies are complete when they return."""
+
 
 def _discard(tensor: Tensor) -> None:
     """Give the pages of a contiguous tensor on the host back to the system, if it can take them; the content is lost."""
@@ -73,6 +90,18 @@ def _move_quantised(kv: KVTensor, sources: Tensor, targets: Tensor) -> None:
     for blocks, group in zip(kv.groups, kv.layout.groups, strict=True):
         for plane in kv_planes(blocks.flatten(0, 2), group.head_dim):  # [rows, blocks, block_size, ...]
             plane[:, targets // block_size, targets % block_size] = plane[:, sources // block_size, sources % block_size]
+
+
+def host_shape(group: Tensor, num_blocks: int) -> tuple[int, ...]:
+    """Return the shape of this many blocks of a group on the host: blocks first, so that each is one piece of memory."""
+    return num_blocks, *group.shape[:3], *group.shape[4:]
+
+
+def runs(sources: Ints, targets: Ints) -> Iterator[tuple[slice, slice]]:
+    """Yield the runs of blocks, int64 [n] each, that follow each other on both sides of a copy."""
+    ends = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
+    for start, end in pairwise([0, *ends.tolist(), len(sources)]):
+        yield slice(sources[start], sources[start] + end - start), slice(targets[start], targets[start] + end - start)
 
 
 def _path_slots(moves: Sequence[PathMove], block_size: int) -> list[Ints]:

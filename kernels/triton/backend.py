@@ -17,6 +17,7 @@ from titan.kernels.torch.cache import TorchCache
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.torch.runner import TorchRunner
 from titan.kernels.triton.attention_plan import BLOCK_SIZES, MAX_REQUESTS
+from titan.kernels.triton.cache import CudaCache
 from titan.kernels.triton.cuda_graphs import Capture, cuda_graph_capture
 from titan.kernels.triton.layers import TritonOps
 from titan.kernels.triton.runner import TritonRunner
@@ -51,7 +52,7 @@ class TritonBackend:
         self.device = device
         self._capture = capture
         sampling = TritonSampling(self.upload)
-        self.cache: CacheOps = TorchCache(self.upload)
+        self.cache: CacheOps = CudaCache(self.upload, device) if device.type == "cuda" else TorchCache(self.upload)
         self.sampling: SamplingOps = sampling
         self.trees: TreeOps = TritonTrees(device, self.upload, sampling)
 

@@ -65,8 +65,10 @@ def test_coverage_through_drafting_pauses_prefix_hits_and_preemption(
     assert sum(request.metrics.num_accepted_tokens for request in requests) > 10
 
 
-def test_coverage_through_swaps_in_flight(zoo: Zoo) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **SCARCE)
+@pytest.mark.parametrize("swap_space", [0, 2**20])
+def test_coverage_through_swaps_in_flight(zoo: Zoo, swap_space: int) -> None:
+    """Of drafts, and of requests."""
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), swap_space=swap_space, **SCARCE)
     auditor = Auditor(zoo, engine, "llama")
     submit(engine, PROMPTS, map(mixed_params, range(len(PROMPTS))))
     first = engine.drafter
@@ -80,13 +82,17 @@ def test_coverage_through_swaps_in_flight(zoo: Zoo) -> None:
         if step in swaps:
             spec, draft = swaps.pop(step)
             engine.swap_draft(spec)
-            for request in engine.scheduler.running:
+            for request in (*engine.scheduler.running, *engine.scheduler.waiting):
                 assert request.num_drafted_context == 0 and request.draft_history == DraftHistory()
         engine.step()
         auditor.check(draft)
         step += 1
     assert not swaps
-    assert engine.counters.num_preemptions > 0 and engine.counters.num_cached_tokens > 0
+    metrics = engine.metrics()
+    assert metrics.num_preemptions > 0 and metrics.num_cached_tokens > 0 and metrics.num_evicted_blocks > 0
+    assert (metrics.num_swapped_in, metrics.num_swapped, metrics.num_used_swap_bytes) == (metrics.num_swapped_out, 0, 0)
+    assert metrics.num_swapped_out == (metrics.num_preemptions if swap_space else 0)
+    assert (metrics.num_swap_cached_tokens > 0) == (swap_space > 0)
 
 
 def test_a_steady_request_lacks_one_or_two_tokens_and_a_paused_one_catches_up_at_once(zoo: Zoo) -> None:

@@ -84,6 +84,16 @@ def test_copies_and_clearing_touch_whole_blocks_and_nothing_else(backend: Backen
     for group in expected:
         group[:, :, :, [3, 6, 11]] = 0
     assert_bits(kv, expected)
+    host = backend.cache.host_blocks(kv, 9)
+    assert all(not blocks.any() for blocks in host)
+    sources, away, back = np.array([4, 11, 0, 1, 2]), np.array([8, 1, 2, 3, 5]), np.array([0, 5, 11, 12, 13])
+    backend.cache.copy_out(kv, host, sources, away)
+    backend.cache.copy_in(kv, host, away, back)
+    backend.cache.await_copies()
+    for group in expected:
+        group[:, :, :, back] = group[:, :, :, sources]
+    assert_bits(kv, expected)
+    assert [blocks.flatten(1).any(1).nonzero().flatten().tolist() for blocks in host] == [[2, 3, 5, 8]] * 2, "11 was cleared"
     for num_blocks in (12, 17, None):
         other = kv if num_blocks is None else KVTensor(kv.layout, num_blocks, BLOCK_SIZE, backend.device)
         backend.cache.gather_blocks(kv, other, np.array([5, 0, 13, 1]))

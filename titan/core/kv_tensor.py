@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 SCALE_BYTES = 4
 """Of the float32 scale of a quantised key or value."""
+
+Role = Literal["target", "draft"]
+"""Whose cache it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ class EngineCounters:
     num_cached_tokens: int = 0  # tokens found in the prefix cache at admission
     num_admitted_tokens: int = 0  # tokens of the requests at admission
     num_finished_requests: int = 0
+    num_swapped_out: int = 0  # preemptions by swap
+    num_swapped_in: int = 0  # requests that went on from there
     proposed_per_depth: list[int] = field(default_factory=list)  # entry d-1 for depth d
     accepted_per_depth: list[int] = field(default_factory=list)
 
@@ -54,9 +56,19 @@ class EngineMetrics:
     accepted_per_depth: list[int]
     acceptance_rate: float  # accepted / proposed draft tokens
     num_preemptions: int
+    num_swapped: int  # waiting requests whose KV is in the swap space
+    num_swapped_out: int  # preemptions by swap
+    num_swapped_in: int  # requests that went on from the swap space
     prefix_cache_hit_rate: float  # tokens found cached / tokens admitted
+    num_admitted_tokens: int  # of requests that looked for a prefix: at their start, and after each preemption by recompute
+    num_cached_tokens: int  # of these, those found in the prefix cache
+    num_swap_cached_tokens: int  # of these, those found in its second tier, the swap space
+    num_evicted_blocks: int  # cached blocks that the KV cache had no more room for
     kv_usage: float  # share of blocks in use
     num_kv_blocks: int
+    num_swap_blocks: int  # of the swap space
+    num_used_swap_blocks: int  # with KV of swapped requests
+    num_used_swap_bytes: int
     draft_coverage: float | None  # share of the running requests' committed tokens with valid draft KV; None: none running
     draft: str  # name of the drafter
     graph_hit_rate: float | None  # share of target and draft passes replayed as CUDA graphs; None: no such device

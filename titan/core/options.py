@@ -37,7 +37,7 @@ SPECULATION_TARGETS = ("throughput", "latency")
 DRAFT_TREES = ("auto", "dynamic", "chain")
 DRAFT_SAMPLINGS = ("auto", "greedy", "sampled")
 SCHEDULING_POLICIES = ("fcfs",)
-PREEMPTION_MODES = ("recompute",)
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 MAX_THREADS = 1024
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 KV_CACHE_DTYPES = ("auto", "int8")
@@ -158,8 +158,11 @@ class ScheduleOptions:
         prefill_chunk_size: maximum prompt tokens of one request in one step.
         scheduling_policy: "fcfs".
         max_waiting_requests: maximum number of requests that wait at once; `LLM.generate` takes more and queues them in turn.
-        preemption_mode: "recompute".
-        swap_space: 0.
+        preemption_mode: what becomes of the KV of a request that must make room: "recompute", it is computed again; "swap", it is
+            copied to the swap space and back; "auto", what is expected to take less time, or "swap" where that is not measured. It
+            is computed again whenever the swap space is full.
+        swap_space: bytes of the host's memory for the KV of such requests and, with prefix caching, for prefixes that the KV
+            cache has no more room for; 0 = none. Target and draft together, as `MemoryOptions.kv_cache_memory`.
     """
 
     max_batch_size: int = 32
@@ -167,7 +170,7 @@ class ScheduleOptions:
     prefill_chunk_size: int = 512
     scheduling_policy: str = "fcfs"
     max_waiting_requests: int = 2000
-    preemption_mode: str = "recompute"
+    preemption_mode: str = "auto"
     swap_space: int = 0
 
     def __post_init__(self) -> None:
@@ -175,7 +178,7 @@ class ScheduleOptions:
             self,
             scheduling_policy=check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES),
             preemption_mode=check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES),
-            swap_space=check_choice("swap_space", self.swap_space, (0,)),
+            swap_space=check_integer("swap_space", self.swap_space, 0),
         )
         for name in ("max_batch_size", "max_num_batched_tokens", "prefill_chunk_size", "max_waiting_requests"):
             store(self, **{name: check_integer(name, getattr(self, name), 1)})
@@ -184,6 +187,8 @@ class ScheduleOptions:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_batch_size={self.max_batch_size}: "
                 f"every running request needs at least one token per step"
             )
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ValueError("preemption_mode='swap' contradicts swap_space=0: allowed is the size of a swap space in bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

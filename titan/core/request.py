@@ -58,6 +58,7 @@ class Request:
 
     token_ids: list[int] = field(init=False)  # prompt and output
     block_ids: array[int] = field(default_factory=partial(array, "q"))  # block table, for the target's and the draft's cache
+    swapped_block_ids: array[int] = field(default_factory=partial(array, "q"))  # in place of block_ids, while it is swapped out
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of committed tokens, chained
     num_computed_tokens: int = 0  # tokens whose committed KV is valid in the target's cache
     num_drafted_context: int = 0  # the same for the draft's cache
@@ -141,6 +142,21 @@ class Request:
     def renumber_blocks(self, new_ids: Mapping[int, int]) -> None:
         """Replace the ids of all blocks of the table, old id -> new id."""
         self.block_ids = array("q", map(new_ids.__getitem__, self.block_ids))
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the KV behind the counters is in the swap space."""
+        return bool(self.swapped_block_ids)
+
+    def swap_out(self, swapped_block_ids: Iterable[int]) -> array[int]:
+        """Exchange the block table for blocks of the swap space; return its blocks, the last one first."""
+        self.swapped_block_ids.extend(swapped_block_ids)
+        return self.roll_back(0)
+
+    def leave_swap(self) -> array[int]:
+        """Give up the blocks of the swap space; return them, the last one first."""
+        block_ids, self.swapped_block_ids = self.swapped_block_ids[::-1], array("q")
+        return block_ids
 
     def roll_back(self, num_blocks: int) -> array[int]:
         """Keep the first ``num_blocks`` blocks of the table; return the others, the last one first."""

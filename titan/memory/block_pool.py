@@ -21,14 +21,15 @@ class BlockPool:
         enable_caching: whether blocks can be found by hash; if not, `lookup` finds nothing and `register` does nothing.
 
     Raises:
-        ValueError: the pool would have no blocks.
+        ValueError: the number of blocks is negative.
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks={num_blocks} is too small: at least 1 is needed")
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks={num_blocks} is too small: at least 0 is needed")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
+        self.num_evicted = 0  # cached blocks that were allocated to somebody else, since the start
         self.draft_epochs = [-1] * num_blocks  # epoch of the draft whose KV is valid in the block, -1 = none
         self._ref_counts = [0] * num_blocks
         # Allocated from the front: first freed blocks without a hash, then blocks never used, then cached ones by age.
@@ -50,6 +51,10 @@ class BlockPool:
         """Whether the block has no references."""
         return block_id in self._free_queue
 
+    def next_evicted(self, count: int) -> list[tuple[int, bytes]]:
+        """Return the cached blocks among the next ``count`` to be allocated, with their hashes, in that order."""
+        return [(block_id, self._hash_of[block_id]) for block_id in islice(self._free_queue, count) if block_id in self._hash_of]
+
     def allocate(self, count: int) -> list[int]:
         """Allocate ``count`` free blocks, one reference each; their cached content is dropped.
 
@@ -65,6 +70,7 @@ class BlockPool:
             block_hash = self._hash_of.pop(block_id, None)
             if block_hash is not None:
                 del self._block_of[block_hash]
+                self.num_evicted += 1
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:

@@ -2,32 +2,39 @@
 
 One block table per request indexes every attached cache, the target's and the draft's, so that prefix hits, rollback,
 preemption and frees are decided once. Prefix hits and rollback are arithmetic on counters; KV is moved only for an accepted
-path that is not the first nodes of its tree.
+path that is not the first nodes of its tree. It is copied to the swap space and back, and to a sibling that shares part of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, takewhile
-from typing import Literal, NamedTuple
+from math import inf
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from titan.core.kv_tensor import KVTensor
+from titan.core.kv_tensor import KVTensor, Role
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.kernels.interfaces import CacheOps, PathMove
 from titan.memory.block_pool import BlockPool, hash_block
-
-Role = Literal["target", "draft"]
+from titan.memory.swap_space import SwapSpace, find_blocks, take_blocks
 
 HASH_SALT = b"titan"
+
+MAX_MEASURED_BLOCKS, NUM_MEASUREMENTS = 64, 3
+"""How many blocks are copied, and how often, to measure what that takes."""
 
 
 class Prefix(NamedTuple):
     """Full blocks that are already computed and hold a prefix of a request's committed tokens."""
 
-    block_ids: Sequence[int]
+    block_ids: Sequence[int]  # but those in the swap space
+    swapped: dict[int, int]  # blocks of the swap space by their place in the prefix
     block_hashes: list[bytes]  # one per block, or none without prefix caching
     num_drafted_blocks: int  # leading blocks that the current draft covers
 
@@ -39,15 +46,19 @@ class KVCache:
         num_blocks: blocks of every attached cache.
         block_size: tokens per block.
         enable_prefix_caching: whether full blocks are hashed and can be found again; if not, nothing is hashed.
-        ops: move and clear the contents of the caches.
+        ops: move, copy and clear the contents of the caches.
+        num_swap_blocks: blocks of the swap space; 0 = there is none.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, ops: CacheOps) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool, ops: CacheOps, num_swap_blocks: int = 0
+    ) -> None:
         self._ops = ops
+        self.swap_space = SwapSpace(num_swap_blocks, enable_prefix_caching, ops)
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self.block_size = block_size
         self.draft_epoch = 0
-        self._new_block_ids: list[int] = []  # not cleared yet
+        self._new_block_ids: set[int] = set()  # not cleared yet
         self._new_to_draft: set[int] = set()  # not cleared yet in the draft's cache
         self._tensors: dict[Role, KVTensor] = {}
 
@@ -72,6 +83,7 @@ class KVCache:
                 f"the {role}'s KV tensor has {tensor.num_blocks} blocks of {tensor.block_size} slots: it must have "
                 f"{self.num_blocks} of {self.block_size}"
             )
+        self.swap_space.attach(role, tensor)
         self._tensors[role] = tensor
         if role == "draft":
             self._new_to_draft.clear()  # the tensor is new, and zero
@@ -79,34 +91,54 @@ class KVCache:
     def detach(self, role: Role) -> None:
         """Detach a cache, if there is one."""
         self._tensors.pop(role, None)
+        self.swap_space.detach(role)
 
     def num_missing_blocks(self, request: Request, num_slots: int) -> int:
-        """Return how many free blocks it takes to cover ``num_slots`` slots, after a prefix match if the request has no blocks.
+        """Return how many free blocks it takes to cover ``num_slots`` slots, after `admit` if the request has no blocks.
 
-        Cached blocks without references count too, since a match takes them out of the free queue.
+        Cached blocks without references count too, since they are taken out of the free queue.
         """
-        held = request.block_ids or [block for block in self._find_prefix(request).block_ids if not self.pool.is_free(block)]
-        return max(self._num_blocks_of(num_slots) - len(held), 0)
+        num_held = len(request.block_ids)
+        if not num_held:
+            found = self._find_swapped(request).values() if request.is_swapped else self._find_prefix(request).block_ids
+            num_held = sum(not self.pool.is_free(block_id) for block_id in found)
+        return max(self._num_blocks_of(num_slots) - num_held, 0)
+
+    def admit(self, request: Request) -> None:
+        """Give a request without blocks what is computed of its tokens: its own blocks in the swap space, or the longest prefix."""
+        try:
+            if request.is_swapped:
+                self._swap_in(request)
+            else:
+                self.match_prefix(request)
+                self._copy_tail(request)
+        except BaseException:
+            self.free(request)
+            raise
 
     def match_prefix(self, request: Request) -> None:
         """Give a request without blocks the computed full blocks that hold the longest prefix of its committed tokens.
 
-        These are cached blocks; without prefix caching, blocks of the prompt that a sibling holds. The root is never part of
-        them, so that there is always something to compute. Sets the block table and its hashes, the counters of both caches
-        and ``metrics.num_cached_tokens``.
+        These are cached blocks, copied in if they are in the swap space; without prefix caching, blocks of the prompt that a
+        sibling holds. The root is never part of them, so that there is always something to compute. Sets the block table and its
+        hashes, the counters of both caches and ``metrics.num_cached_tokens``.
         """
         prefix = self._find_prefix(request)
-        self.pool.acquire(prefix.block_ids)
-        request.extend_blocks(prefix.block_ids)
+        if prefix.swapped:
+            request.extend_blocks(self._copy_prefix(prefix))
+        else:
+            self.pool.acquire(prefix.block_ids)
+            request.extend_blocks(prefix.block_ids)
+        self._ops.await_copies()
         request.mark_cached(prefix.block_hashes, prefix.num_drafted_blocks)
-        request.commit(len(prefix.block_ids) * self.block_size)
+        request.commit(len(request.block_ids) * self.block_size)
         request.cover_draft(prefix.num_drafted_blocks * self.block_size)
         request.metrics.num_cached_tokens = len(prefix.block_hashes) * self.block_size
 
     def awaits_sibling(self, request: Request) -> bool:
-        """Whether a sibling is computing the prompt's full blocks, which a request without blocks then need not compute."""
+        """Whether a sibling is computing the prompt, which a request without KV then need not compute."""
         num_computed = [sibling.num_computed_tokens for sibling in request.siblings if sibling.block_ids]
-        return bool(num_computed) and max(num_computed) // self.block_size < self._num_prompt_blocks(request)
+        return bool(num_computed) and max(num_computed) < self._num_common_tokens(request) and not request.is_swapped
 
     def reserve(self, request: Request, num_slots: int) -> bool:
         """Extend the block table to cover ``num_slots`` slots, committed tokens and lookahead slots together.
@@ -121,9 +153,9 @@ class KVCache:
             return True
         if num_new > self.pool.num_free:
             return False
-        block_ids = self.pool.allocate(num_new)
+        block_ids = self._allocate(num_new)
         request.extend_blocks(block_ids)
-        self._new_block_ids += block_ids
+        self._new_block_ids.update(block_ids)
         return True
 
     def clear_new_blocks(self) -> None:
@@ -133,17 +165,14 @@ class KVCache:
         """
         if self._new_block_ids:
             if "target" in self._tensors:
-                self._ops.clear_blocks(self._tensors["target"], np.array(self._new_block_ids))
+                self._ops.clear_blocks(self._tensors["target"], np.array(sorted(self._new_block_ids)))
             self._new_to_draft.update(self._new_block_ids)
             self._new_block_ids.clear()
 
     def clear_draft_blocks(self, requests: Iterable[Request]) -> None:
         """Zero the blocks of requests in the draft's cache that are new to it, before the draft is fed these requests."""
-        if "draft" in self._tensors and self._new_to_draft:
-            block_ids = self._new_to_draft.intersection(chain(*(request.block_ids for request in requests)))
-            if block_ids:
-                self._ops.clear_blocks(self._tensors["draft"], np.array(sorted(block_ids)))
-                self._new_to_draft -= block_ids
+        if self._new_to_draft:
+            self._clear_in_draft(chain(*(request.block_ids for request in requests)))
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Move the accepted paths to the slots right after their roots, in every attached cache.
@@ -194,8 +223,69 @@ class KVCache:
         request.mark_cached(block_hashes[1:], num_drafted_blocks)
 
     def free(self, request: Request) -> None:
-        """Release all blocks of a request that is finished, aborted or preempted by recompute."""
+        """Release all blocks of a request that is finished, aborted or preempted by recompute, those in the swap space as well."""
         self.pool.release(request.release())
+        self.swap_space.pool.release(request.leave_swap())
+
+    def swap_out(self, request: Request) -> bool:
+        """Move a request's KV to the swap space, and release its blocks; the counters stay.
+
+        Full blocks that are cached there already are shared, not copied.
+
+        Returns:
+            Whether there was something to move, and room for it; if not, nothing changes.
+        """
+        space, num_blocks = self.swap_space.pool, self._num_blocks_of(request.num_computed_tokens)
+        if not num_blocks or not space.num_blocks:
+            return False
+        request.commit(0)  # a step that failed may have fed the draft more
+        sources = dict(enumerate(request.block_ids[:num_blocks]))
+        found = find_blocks(space, request.block_hashes, self._num_blocks_of(request.num_drafted_context), self.draft_epoch)
+        block_ids = take_blocks(space, found, request.block_hashes, sources, self.pool, space.allocate, self._copy_out)
+        if block_ids is None:
+            return False
+        self.pool.release(request.swap_out(block_ids))
+        return True
+
+    def await_copies(self) -> None:
+        """Let the passes from now on wait for the blocks that come from the swap space."""
+        self._ops.await_copies()
+
+    def forget_cached(self) -> None:
+        """Forget all cached prefixes."""
+        self.pool.forget_cached()
+        self.swap_space.pool.forget_cached()
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Check the invariants of both pools, given all unfinished requests.
+
+        Raises:
+            AssertionError: an invariant is broken; see `BlockPool.check`.
+        """
+        requests = tuple(requests)
+        self.pool.check([request.block_ids for request in requests])
+        self.swap_space.pool.check([request.swapped_block_ids for request in requests])
+
+    def measure_copies(self, wait: Callable[[Sequence[Tensor]], object]) -> float:
+        """Return the seconds of copying a block to the swap space and back: the least of a few tries with blocks that are nobody's.
+
+        Args:
+            wait: waits until tensors have been computed.
+        """
+        space = self.swap_space.pool
+        count = min(MAX_MEASURED_BLOCKS, self.pool.num_blank, space.num_blank)
+        block_ids, swapped = self.pool.allocate(count), space.allocate(count)
+        seconds = inf
+        for _ in range(NUM_MEASUREMENTS):
+            start = time.perf_counter()
+            self.swap_space.copy_out(self._tensors, block_ids, swapped)
+            self.swap_space.copy_in(self._tensors, swapped, block_ids)
+            self._ops.await_copies()
+            wait([group[0, 0, 0, block_ids[0], 0].view(torch.uint8) for group in self._tensors["target"].groups])
+            seconds = min(seconds, time.perf_counter() - start)
+        self.pool.release(block_ids[::-1])
+        space.release(swapped[::-1])
+        return seconds / count
 
     def compact(self, requests: Sequence[Request], tensors: Mapping[Role, KVTensor] | None = None) -> int:
         """Move all blocks with content to the front of every attached cache, those of a request in a row.
@@ -230,7 +320,7 @@ class KVCache:
         self.pool.resize(num_blocks, new_ids)
         for request in requests:
             request.renumber_blocks(new_ids)
-        self._new_block_ids = [new_ids[block_id] for block_id in self._new_block_ids if block_id in new_ids]
+        self._new_block_ids = {new_ids[block_id] for block_id in self._new_block_ids if block_id in new_ids}
         self._new_to_draft = {new_ids[block_id] for block_id in self._new_to_draft if block_id in new_ids}
         return num_moved
 
@@ -243,39 +333,131 @@ class KVCache:
     def _num_blocks_of(self, num_slots: int) -> int:
         return -(-num_slots // self.block_size)
 
+    def _allocate(self, count: int) -> list[int]:
+        """Allocate free blocks; cached ones among them move to the swap space."""
+        if self.swap_space.pool.num_free:
+            self._keep(self.pool.next_evicted(count))
+        return self.pool.allocate(count)
+
+    def _keep(self, evicted: Sequence[tuple[int, bytes]]) -> None:
+        """Copy cached blocks to the swap space, where they take the place of what was used least recently."""
+        space = self.swap_space.pool
+        new = [each for each in evicted if space.lookup(each[1]) is None][-space.num_free :]
+        if not new:
+            return
+        swapped = space.allocate(len(new))
+        try:
+            self._copy_out([block_id for block_id, _ in new], swapped)
+            for (block_id, block_hash), target in zip(new, swapped, strict=True):
+                space.register(target, block_hash)
+                space.mark_drafted(target, self.pool.draft_epochs[block_id])
+        finally:
+            space.release(swapped)
+
+    def _swap_in(self, request: Request) -> None:
+        """Move a request's KV back from the swap space; passes may use it after `await_copies`."""
+        found, sources = self._find_swapped(request), dict(enumerate(request.swapped_block_ids))
+        request.extend_blocks(self._take(found, request.block_hashes, sources))
+        self.swap_space.pool.release(request.leave_swap())
+
+    def _copy_prefix(self, prefix: Prefix) -> list[int]:
+        """Return the blocks of a prefix, after copying those that are in the swap space, where they stay cached."""
+        space, swapped = self.swap_space, list(prefix.swapped.values())
+        space.pool.acquire(swapped)
+        try:
+            found = find_blocks(self.pool, prefix.block_hashes, 0, self.draft_epoch)
+            block_ids = self._take(found, prefix.block_hashes, prefix.swapped)
+        finally:
+            space.pool.release(swapped[::-1])
+        space.num_hits += len(swapped)
+        return block_ids
+
+    def _take(self, found: Mapping[int, int], block_hashes: Sequence[bytes], sources: Mapping[int, int]) -> list[int]:
+        """Take blocks of the pool for blocks of the swap space: those found, and copies of the others."""
+        block_ids = take_blocks(self.pool, found, block_hashes, sources, self.swap_space.pool, self._allocate, self._copy_in)
+        assert block_ids is not None, "there is room for what is admitted"
+        return block_ids
+
+    def _find_swapped(self, request: Request) -> dict[int, int]:
+        """Return the blocks that a swapped request need not copy back, by their place in it."""
+        return find_blocks(self.pool, request.block_hashes, self._num_blocks_of(request.num_drafted_context), self.draft_epoch)
+
+    def _copy_tail(self, request: Request) -> None:
+        """Copy the part of a block that a sibling has computed of the prompt behind the full blocks that both share, if it has.
+
+        A sibling goes on writing to this block, so that it cannot be shared.
+        """
+        num_tokens = self._num_common_tokens(request)
+        num_full_blocks, num_slots = divmod(num_tokens, self.block_size)
+        holders = [each for each in request.siblings if each.block_ids and each.num_computed_tokens >= num_tokens]
+        is_wanted = num_slots and len(request.block_ids) == num_full_blocks and not request.prompt_logits(num_tokens)
+        if not (is_wanted and holders and self.pool.num_free):
+            return
+        sibling = max(holders, key=lambda each: each.num_drafted_context)
+        source = sibling.block_ids[num_full_blocks]
+        request.extend_blocks(self._allocate(1))
+        self._clear_in_draft([source])
+        for tensor in self._tensors.values():
+            self._ops.copy_blocks(tensor, np.array([source]), np.array(request.block_ids[-1:]))
+        self._note_written(request.block_ids[-1:])
+        if request.num_drafted_context == request.num_computed_tokens:
+            request.cover_draft(max(min(sibling.num_drafted_context, num_tokens) - request.num_drafted_context, 0))
+        request.commit(num_slots)
+
+    def _copy_out(self, block_ids: Sequence[int], swapped_block_ids: Sequence[int]) -> None:
+        self._clear_in_draft(block_ids)
+        self.swap_space.copy_out(self._tensors, block_ids, swapped_block_ids)
+
+    def _copy_in(self, swapped_block_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+        self.swap_space.copy_in(self._tensors, swapped_block_ids, block_ids)
+        self._note_written(block_ids)
+
+    def _note_written(self, block_ids: Sequence[int]) -> None:
+        """Let blocks that were copied to in every cache not be cleared any more."""
+        self._new_block_ids.difference_update(block_ids)
+        self._new_to_draft.difference_update(block_ids)
+
+    def _clear_in_draft(self, block_ids: Iterable[int]) -> None:
+        """Zero those of these blocks that are new to the draft's cache."""
+        new = self._new_to_draft.intersection(block_ids) if "draft" in self._tensors else ()
+        if new:
+            self._ops.clear_blocks(self._tensors["draft"], np.array(sorted(new)))
+            self._new_to_draft.difference_update(new)
+
     def _find_prefix(self, request: Request) -> Prefix:
         """Return the computed blocks that hold a prefix of the tokens of a request without blocks, its root excluded.
 
         There are none for a request whose prompt still needs logits, which blocks do not hold.
         """
         if request.prompt_logits(request.num_prompt_tokens):
-            return Prefix([], [], 0)
+            return Prefix([], {}, [], 0)
         return self._cached_prefix(request) if self.pool.enable_caching else self._siblings_prefix(request)
 
     def _cached_prefix(self, request: Request) -> Prefix:
-        prefix: dict[bytes, int] = {}
+        block_ids, swapped, block_hashes, epochs = list[int](), dict[int, int](), list[bytes](), list[int]()
         block_hash = b""
         for i in range((request.num_tokens - 1) // self.block_size):
             block_hash = self._hash_block(request, i, block_hash)
-            block_id = self.pool.lookup(block_hash)
-            if block_id is None:
+            if (block_id := self.pool.lookup(block_hash)) is not None:
+                block_ids.append(block_id)
+                epochs.append(self.pool.draft_epochs[block_id])
+            elif (block_id := self.swap_space.pool.lookup(block_hash)) is not None:
+                swapped[i] = block_id
+                epochs.append(self.swap_space.pool.draft_epochs[block_id])
+            else:
                 break
-            prefix[block_hash] = block_id
-        num_drafted_blocks = 0
-        for block_id in prefix.values():
-            if self.pool.draft_epochs[block_id] != self.draft_epoch:
-                break
-            num_drafted_blocks += 1
-        return Prefix(list(prefix.values()), list(prefix), num_drafted_blocks)
+            block_hashes.append(block_hash)
+        num_drafted_blocks = len(list(takewhile(self.draft_epoch.__eq__, epochs)))
+        return Prefix(block_ids, swapped, block_hashes, num_drafted_blocks)
 
     def _siblings_prefix(self, request: Request) -> Prefix:
-        sibling = max(request.family, key=lambda each: each.num_computed_tokens)
-        num_shared = min(sibling.num_computed_tokens // self.block_size, self._num_prompt_blocks(request))
-        return Prefix(sibling.block_ids[:num_shared], [], min(sibling.num_drafted_context // self.block_size, num_shared))
+        sibling = max(request.family, key=lambda each: each.num_computed_tokens if each.block_ids else 0)
+        num_shared = min(sibling.num_computed_tokens, self._num_common_tokens(request)) // self.block_size
+        return Prefix(sibling.block_ids[:num_shared], {}, [], min(sibling.num_drafted_context // self.block_size, num_shared))
 
-    def _num_prompt_blocks(self, request: Request) -> int:
-        """Return the number of full blocks of the prompt, the root excluded."""
-        return min(request.num_prompt_tokens, request.num_tokens - 1) // self.block_size
+    def _num_common_tokens(self, request: Request) -> int:
+        """Return the number of tokens of the prompt, the root excluded, whose KV all siblings have in common."""
+        return min(request.num_prompt_tokens, request.num_tokens - 1)
 
     def _hash_block(self, request: Request, i: int, parent: bytes) -> bytes:
         """Return the hash of the request's logical block ``i``, all of whose tokens are committed."""

@@ -8,6 +8,28 @@ from titan.core.kv_tensor import KVLayout
 from titan.core.options import MemoryOptions
 
 
+def num_swap_blocks(swap_space: int, layouts: Sequence[KVLayout], block_size: int, free_memory: int) -> int:
+    """Return the number of blocks in a swap space.
+
+    Args:
+        swap_space: its bytes.
+        layouts: of the target's and the draft's cache.
+        block_size: tokens per block.
+        free_memory: bytes of the host that can be allocated.
+
+    Raises:
+        ValueError: there is less memory, or not even one block fits.
+    """
+    bytes_per_block = block_bytes(block_size, layouts)
+    if swap_space > free_memory:
+        raise ValueError(
+            f"swap_space={swap_space} is more than the {free_memory} bytes of the host that are free: allowed are at most these"
+        )
+    if 0 < swap_space < bytes_per_block:
+        raise ValueError(f"swap_space={swap_space} is not enough: one block takes {bytes_per_block} bytes")
+    return swap_space // bytes_per_block
+
+
 def num_kv_blocks(
     options: MemoryOptions,
     layouts: Sequence[KVLayout],

@@ -17,6 +17,7 @@ from titan.core.request import FinishReason, Request
 from titan.core.step import Acceptance, StepPlan
 from titan.memory.kv_cache import KVCache
 from titan.schedule.admission import max_num_blocks
+from titan.schedule.preemption import SwapRule
 from titan.schedule.stopping import append_tokens
 
 Lookahead = Callable[[Request, int], int]
@@ -36,6 +37,7 @@ class Scheduler:
         self.options = options
         self.kv = kv
         self.counters = counters
+        self.swap_rule = SwapRule(options.preemption_mode, options.prefill_chunk_size)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -81,6 +83,7 @@ class Scheduler:
             lookahead: of the same drafter; slots beyond the drafts are reserved only if blocks are free, and preempt nobody.
         """
         plan = StepPlan([], [], [], [])
+        self.kv.await_copies()
         self._choose_rows(plan, max_draft_tokens)
         for request, budget in zip(plan.requests, plan.draft_budgets, strict=True):
             num_slots = lookahead(request, budget) if budget else 0
@@ -105,7 +108,11 @@ class Scheduler:
             request = self.waiting[0]
             if self.kv.awaits_sibling(request) or (self.running and not self._has_room(request, max_draft_tokens)):
                 break
-            self._start(self.waiting.popleft())
+            is_swapped = request.is_swapped
+            self._start(request)
+            if is_swapped and plan.requests:
+                continue  # its KV arrives beside this step's passes
+            self.kv.await_copies()
             num_tokens, num_drafts = self._row(request, budget, max_draft_tokens)
             is_reserved = self.kv.reserve(request, request.num_computed_tokens + num_tokens + num_drafts)
             assert is_reserved, "a request that runs alone fits: larger ones are refused when they are added"
@@ -180,17 +187,25 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Take a request's blocks away and put it first in the queue; it will recompute its KV."""
+        """Take a request's blocks away and put it first in the queue; its KV goes to the swap space, or is computed again."""
+        if self.swap_rule.prefers_swap(request) and self.kv.swap_out(request):
+            self.counters.num_swapped_out += 1
+        else:
+            self.kv.free(request)
         self.running.remove(request)
-        self.kv.free(request)
         self.waiting.appendleft(request)
         request.metrics.num_preemptions += 1
         self.counters.num_preemptions += 1
 
     def _start(self, request: Request) -> None:
-        """Start a waiting request, at the end of the prefix that is already computed."""
-        self.kv.match_prefix(request)
+        """Start the first waiting request, at the end of what is already computed of it."""
+        is_swapped = request.is_swapped
+        self.kv.admit(request)
+        self.waiting.popleft()
         self.running.append(request)
+        if is_swapped:
+            self.counters.num_swapped_in += 1
+            return
         metrics = request.metrics
         self.counters.num_cached_tokens += metrics.num_cached_tokens
         self.counters.num_admitted_tokens += request.num_tokens

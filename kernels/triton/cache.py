@@ -1,0 +1,66 @@
+"""Copies of KV blocks between a CUDA device and pinned memory of the host, on a stream of their own; see `CacheOps`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan.core.arrays import Ints
+from titan.core.kv_tensor import KVTensor
+from titan.core.trees import Upload
+from titan.kernels.torch.cache import TorchCache, host_shape, runs
+
+
+class CudaCache(TorchCache):
+    """Cache operations of a CUDA device. Copies keep their order among themselves and run beside passes.
+
+    Blocks on their way out are gathered before anything else is computed, so that they may be overwritten; only their transfer is
+    beside the passes. Blocks on their way in are waited for when `await_copies` says so.
+
+    Args:
+        upload: copies arrays to the device.
+        device: the device, with its index.
+    """
+
+    def __init__(self, upload: Upload, device: torch.device) -> None:
+        super().__init__(upload)
+        self._device = device
+        self._arrival: torch.cuda.Event | None = None  # of the blocks copied in last, until somebody waits
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)  # made when something is copied
+
+    def host_blocks(self, kv: KVTensor, num_blocks: int) -> list[Tensor]:
+        return [torch.zeros(host_shape(group, num_blocks), dtype=group.dtype, pin_memory=True) for group in kv.groups]
+
+    def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
+        self.await_copies()  # one of the blocks may have been copied in just now
+        [ids] = self._upload([sources])
+        gathered = [group.movedim(3, 0).index_select(0, ids) for group in kv.groups]
+        with self._after_passes():
+            for blocks, own in zip(host, gathered, strict=True):
+                own.record_stream(self._stream)
+                for here, away in runs(np.arange(len(targets)), targets):
+                    blocks[away].copy_(own[here], non_blocking=True)
+
+    def copy_in(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
+        with self._after_passes():
+            for group, blocks in zip(kv.groups, host, strict=True):
+                for away, here in runs(sources, targets):
+                    group[:, :, :, here].copy_(blocks[away].to(group.device, non_blocking=True).movedim(0, 3))
+            self._arrival = self._stream.record_event()
+
+    def await_copies(self) -> None:
+        if self._arrival is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._arrival)
+            self._arrival = None
+
+    def _after_passes(self) -> torch.cuda.StreamContext:
+        """Return the copies' stream as a context, behind all that was launched so far."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)

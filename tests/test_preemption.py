@@ -1,0 +1,75 @@
+"""Preemption by swap: when it pays, what it says of itself, and sizes of the swap space that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+from stepping import SCARCE, check_blocks, drain, greedy, make_engine, submit
+from test_kv_cache import make_request
+from zoo import Zoo, random_prompts
+
+from titan.schedule.preemption import SwapRule
+
+BYTES = 3 * 2 * 2 * 16 * 4 * SCARCE["block_size"]  # of a block of one cache of these models
+
+
+@pytest.mark.parametrize(
+    ("mode", "block_s", "pass_s", "expected"),
+    [
+        ("swap", 9.0, lambda rows, context: 0.0, True),
+        ("recompute", 0.0, lambda rows, context: 9.0 * rows, False),
+        ("auto", 9.0, None, True),
+        # chunks of 8, 8 and 4 tokens, at 2 s for a row and 1 s for a token of context: 2 * 20 + 0 + 8 + 16
+        ("auto", 63.9 / 3, lambda rows, context: 100 + 2 * rows + context, True),
+        ("auto", 64.1 / 3, lambda rows, context: 100 + 2 * rows + context, False),
+    ],
+)
+def test_auto_takes_what_is_expected_to_be_shorter(mode: str, block_s: float, pass_s: Any, expected: bool) -> None:
+    request = make_request(range(21))
+    request.extend_blocks([3, 1, 2])
+    request.commit(20)
+    assert SwapRule(mode, 8, block_s, pass_s).prefers_swap(request) == expected
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_an_engine_goes_by_its_measured_passes(zoo: Zoo, pays: bool) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), speculation="adaptive", swap_space=2**20, **SCARCE)
+    rule, cost = engine.scheduler.swap_rule, engine._target_cost
+    assert cost is not None and rule.pass_s == cost.predict and rule.block_s > 0
+    rule.pass_s = lambda rows, context: rows * 1e3 * pays
+    submit(engine, random_prompts(8, seed=1, max_len=45), [greedy(20, ignore_eos=True)] * 8)
+    drain(engine)
+    assert (engine.counters.num_swapped_out > 0) == pays and engine.counters.num_preemptions > 0
+
+
+def test_metrics_of_swaps_and_an_abort_that_frees_both_pools(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), preemption_mode="swap", swap_space=40 * 2 * BYTES + 5, **SCARCE)
+    requests = submit(engine, random_prompts(8, seed=1, max_len=45), [greedy(30, ignore_eos=True)] * 8)
+    swapped, num_aborted = requests[:0], 0
+    while engine.scheduler.has_unfinished:
+        engine.step()
+        metrics = engine.metrics()
+        swapped = [request for request in requests if request.is_swapped]
+        num_blocks = len({block_id for request in swapped for block_id in request.swapped_block_ids})
+        assert (metrics.num_swap_blocks, metrics.num_used_swap_blocks) == (40, num_blocks)
+        assert (metrics.num_swapped, metrics.num_used_swap_bytes) == (len(swapped), num_blocks * 2 * BYTES)
+        assert metrics.num_swapped_out - metrics.num_swapped_in - num_aborted == len(swapped)
+        if swapped and not num_aborted:
+            engine.scheduler.abort(swapped[0])
+            num_aborted += 1
+        check_blocks(engine)
+    assert num_aborted and engine.kv.swap_space.pool.num_free == 40 and metrics.num_swapped_in > 0
+
+
+@pytest.mark.parametrize(
+    ("swap_space", "message"),
+    [
+        (psutil.virtual_memory().total + 1, "swap_space=.* is more than the .* bytes of the host that are free"),
+        (2 * BYTES - 1, f"swap_space={2 * BYTES - 1} is not enough: one block takes {2 * BYTES} bytes"),
+    ],
+)
+def test_a_swap_space_of_a_size_that_cannot_be(zoo: Zoo, swap_space: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_engine(zoo.path("llama"), zoo.path("llama~"), swap_space=swap_space, **SCARCE)

@@ -1,0 +1,118 @@
+"""The swap space: blocks in the host's memory, for the KV of preempted requests and for cached prefixes without room elsewhere.
+
+Its pool is of the same kind as that of the KV cache. Blocks of swapped requests are referenced; those of prefixes are free and
+cached, so that they are found by their hash until the space is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from titan.core.kv_tensor import KVTensor, Role
+from titan.kernels.interfaces import CacheOps
+from titan.memory.block_pool import BlockPool
+
+
+class SwapSpace:
+    """Blocks on the host beside those of the attached caches, which they can hold copies of.
+
+    Args:
+        num_blocks: for each cache; 0 = there is no swap space, and never room in it.
+        enable_caching: whether full blocks can be found by their hash.
+        ops: copy blocks out and in.
+    """
+
+    def __init__(self, num_blocks: int, enable_caching: bool, ops: CacheOps) -> None:
+        self.pool = BlockPool(num_blocks, enable_caching)
+        self.num_hits = 0  # blocks of prefixes found here since the start
+        self._ops = ops
+        self._blocks: dict[Role, list[Tensor]] = {}
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block of all attached caches together."""
+        return sum(group[0].nbytes for groups in self._blocks.values() for group in groups) if self.pool.num_blocks else 0
+
+    def attach(self, role: Role, kv: KVTensor) -> None:
+        """Provide memory for a cache, in place of what the role had; it is zero, as the cache itself."""
+        self._blocks[role] = self._ops.host_blocks(kv, self.pool.num_blocks)
+
+    def detach(self, role: Role) -> None:
+        """Give up the memory for a cache, if there is any."""
+        self._blocks.pop(role, None)
+
+    def copy_out(self, tensors: Mapping[Role, KVTensor], sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks of all caches to the host."""
+        if sources:
+            for role, kv in tensors.items():
+                self._ops.copy_out(kv, self._blocks[role], np.array(sources), np.array(targets))
+
+    def copy_in(self, tensors: Mapping[Role, KVTensor], sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks of all caches from the host; see `CacheOps.await_copies`."""
+        if sources:
+            for role, kv in tensors.items():
+                self._ops.copy_in(kv, self._blocks[role], np.array(sources), np.array(targets))
+
+
+def find_blocks(pool: BlockPool, block_hashes: Sequence[bytes], num_drafted_blocks: int, draft_epoch: int) -> dict[int, int]:
+    """Return the cached blocks of a pool that hold blocks of a request, by their place in it.
+
+    Args:
+        pool: where they are looked up.
+        block_hashes: of the request's full blocks.
+        num_drafted_blocks: leading blocks of which the current draft's KV is needed, too.
+        draft_epoch: the current one.
+    """
+    found = {}
+    for i, block_hash in enumerate(block_hashes):
+        block_id = pool.lookup(block_hash)
+        if block_id is not None and (i >= num_drafted_blocks or pool.draft_epochs[block_id] == draft_epoch):
+            found[i] = block_id
+    return found
+
+
+def take_blocks(
+    pool: BlockPool,
+    found: Mapping[int, int],
+    block_hashes: Sequence[bytes],
+    sources: Mapping[int, int],
+    source_pool: BlockPool,
+    allocate: Callable[[int], list[int]],
+    copy: Callable[[list[int], list[int]], None],
+) -> list[int] | None:
+    """Take a reference to each block of a request in a pool: those found there, and copies of the others, which are cached there.
+
+    Args:
+        pool: where the blocks are to be.
+        found: from `find_blocks`.
+        block_hashes: of the request's full blocks.
+        sources: blocks that the others are copied from, by their place in the request.
+        source_pool: the pool of these.
+        allocate: allocates blocks of ``pool``.
+        copy: copies the content of blocks, given the sources and the targets.
+
+    Returns:
+        The blocks; ``None`` if the pool has too few free ones, and then nothing has changed.
+    """
+    missing = [i for i in sources if i not in found]
+    held = list(found.values())
+    pool.acquire(held)
+    if len(missing) > pool.num_free:
+        pool.release(held)
+        return None
+    try:
+        new = allocate(len(missing))
+        held += new
+        copy([sources[i] for i in missing], new)
+    except BaseException:
+        pool.release(held)
+        raise
+    for i, block_id in zip(missing, new, strict=True):
+        if i < len(block_hashes):
+            pool.register(block_id, block_hashes[i])
+        pool.mark_drafted(block_id, source_pool.draft_epochs[sources[i]])
+    block_ids = {**found, **dict(zip(missing, new, strict=True))}
+    return [block_ids[i] for i in range(len(block_ids))]

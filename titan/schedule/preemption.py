@@ -1,0 +1,34 @@
+"""What becomes of the KV of a request that must make room: it is swapped out, or freed and computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from titan.core.request import Request
+
+
+@dataclass(slots=True)
+class SwapRule:
+    """Chooses between swap and recompute by the mode in the options.
+
+    "auto" compares the seconds of copying a request's blocks out and in again with those that its tokens add to the target's
+    passes, chunk by chunk, beside a row that runs anyway. All of its tokens count, although some may still be cached when it
+    returns; the draft's passes do not. Where passes were not measured, it swaps: a token's KV is much smaller than the weights that
+    it is computed with.
+    """
+
+    mode: str
+    chunk_size: int  # most tokens of a request in a pass
+    block_s: float = 0.0  # of copying a block out and in again
+    pass_s: Callable[[float, float], float] | None = None  # seconds of a pass of the target by rows and tokens of context
+
+    def prefers_swap(self, request: Request) -> bool:
+        """Whether a running request should be swapped out rather than computed again."""
+        if self.mode != "auto" or self.pass_s is None:
+            return self.mode != "recompute"
+        return len(request.block_ids) * self.block_s <= self._recompute_s(request.num_computed_tokens, self.pass_s)
+
+    def _recompute_s(self, num_tokens: int, pass_s: Callable[[float, float], float]) -> float:
+        starts = range(0, num_tokens, self.chunk_size)
+        return sum(pass_s(1 + min(self.chunk_size, num_tokens - start), start) - pass_s(1, 0) for start in starts)
