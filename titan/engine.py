@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from titan.adaptive.controller import Controller
 from titan.adaptive.cost import PassCost
+from titan.adaptive.pace import Pace, StepLoad
 from titan.adaptive.profile import Extent, Subject, measure
 from titan.adaptive.speculation import AdaptiveSpeculation, StepTimes
 from titan.core.growth import GrowthSpec
@@ -23,7 +25,7 @@ from titan.core.options import EngineConfig, ModelOptions
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees, TreeLimits
-from titan.draft.base import CachingDrafter, DraftContext, Drafter, ModelDrafter
+from titan.draft.base import CachingDrafter, DraftContext, Drafter, ModelDrafter, NoDrafter
 from titan.draft.labels import note_verification
 from titan.draft.registry import DraftSpec, check_draft, create_drafter
 from titan.execute.batch import split_logits, target_batch
@@ -117,20 +119,22 @@ class Engine:
         vocab_size = self.model_config.vocab_size
         _warm_up(config, [*self.runner.warm_up((), vocab_size), *self.backend.warm_up(vocab_size, self.dtype)])
         self.counters = EngineCounters()
-        self.scheduler = Scheduler(config.schedule, self.kv, self.counters)
         self.observers: list[StepObserver] = []
         self._target_cost: PassCost | None = None  # measured when it is first needed
         self._use_drafter(drafter)
+        self._pace = self._make_pace()
+        prefill_limit = None if self._pace is None else self._pace.prefill_limit
+        self.scheduler = Scheduler(config.schedule, self.kv, self.counters, prefill_limit=prefill_limit)
 
     def step(self) -> list[Request]:
         """Run one step and return the requests whose output changed."""
         start = time.perf_counter()
         self.backend.activate()
-        adaptive = self.adaptive
+        adaptive, expired = self.adaptive, self.scheduler.expire()
         with torch.inference_mode():
             plan = self.scheduler.schedule(self._max_draft_tokens if adaptive is None else adaptive.num_reserved, self._lookahead)
             if not plan.requests:
-                return []
+                return expired
             begin_extra = time.perf_counter()  # deciding is not of each step, and blocks are needed per token
             if adaptive is not None:
                 adaptive.decide(plan)
@@ -152,14 +156,18 @@ class Engine:
             self.drafter.commit(plan, acceptance)
             note_verification(plan, acceptance, trees.growth, None if adaptive is None else adaptive.controller.fleet)
             self.kv.commit(plan, acceptance)
+            load = None if self._pace is None else _load(plan)
             changed = self.scheduler.update(plan, acceptance)
-            if adaptive is not None:
+            if adaptive is not None or self._pace is not None:
                 draft, target = end_draft - begin_draft, end_target - begin_target
                 if not self.backend.is_host:  # the host waits for both at once
                     draft, target = 0.0, end_device - begin_draft
                 whole = time.perf_counter() - start - (begin_draft - begin_extra)
-                adaptive.observe(plan, acceptance, trees.growth, StepTimes(whole, draft, target))
-            return changed
+                if adaptive is not None:
+                    adaptive.observe(plan, acceptance, trees.growth, StepTimes(whole, draft, target))
+                if self._pace is not None and load is not None:
+                    self._pace.note(load, acceptance.trees.num_nodes, whole, target)
+            return [*expired, *changed]
 
     def _propose(self, plan: StepPlan) -> DraftTrees:
         limits = [
@@ -244,6 +252,14 @@ class Engine:
         controller = Controller(self._target_cost, costs[0] if costs else None, is_timed=self.backend.is_host)
         return AdaptiveSpeculation(controller, drafter, self._max_draft_tokens, options.speculation_target == "latency")
 
+    def _make_pace(self) -> Pace | None:
+        max_step_s = self.config.schedule.max_inter_token_s
+        if max_step_s is None:
+            return None
+        if self._target_cost is None:
+            [self._target_cost] = self._measure(NoDrafter())
+        return Pace(deepcopy(self._target_cost), max_step_s)
+
     def _measure(self, drafter: Drafter) -> list[PassCost]:
         """Measure the passes of the target, if they were not yet, and of the draft model, if there is one.
 
@@ -258,7 +274,9 @@ class Engine:
         if isinstance(drafter, ModelDrafter):
             any_blocks, max_len = range(min(pool.num_blocks, MAX_PROFILED_BLOCKS)), min(self.max_model_len, drafter.max_len)
             subjects.append(Subject(drafter.runner, 0, any_blocks, max_len))
-        max_rows = min(schedule.max_num_batched_tokens, schedule.max_batch_size * (1 + self._max_draft_tokens))
+        max_rows = schedule.max_num_batched_tokens
+        if schedule.max_inter_token_s is None:  # prompts do not matter
+            max_rows = min(max_rows, schedule.max_batch_size * (1 + self._max_draft_tokens))
         try:
             return measure(subjects, self.backend, Extent(self.kv.block_size, schedule.max_batch_size, max_rows))
         finally:
@@ -318,6 +336,11 @@ def check_process() -> None:
 def _first_process() -> int:
     """Return the process that made the first engine, in processes forked from it as well."""
     return os.getpid()
+
+
+def _load(plan: StepPlan) -> StepLoad:
+    num_emitting = sum([plan.reaches_root(i) for i in range(len(plan.requests))])
+    return StepLoad(num_emitting, sum(plan.num_tokens), sum([request.num_computed_tokens for request in plan.requests]))
 
 
 def _only_the_drafts(_: Request, budget: int) -> int:

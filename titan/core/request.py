@@ -12,6 +12,7 @@ from typing import Protocol
 from titan.core.draft_history import DraftHistory
 from titan.core.outputs import Logprob, RequestMetrics
 from titan.core.sampling_params import SamplingParams
+from titan.core.terms import RequestTerms
 
 
 class FinishReason(StrEnum):
@@ -55,6 +56,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # tokens of the words that must not be generated
     index: int = 0  # among its siblings
     siblings: tuple[Request, ...] = ()  # all completions of the prompt, itself included; empty if it is the only one
+    terms: RequestTerms = field(default_factory=RequestTerms)
 
     token_ids: list[int] = field(init=False)  # prompt and output
     block_ids: array[int] = field(default_factory=partial(array, "q"))  # block table, for the target's and the draft's cache
@@ -87,6 +89,16 @@ class Request:
     def num_tokens(self) -> int:
         """Number of prompt and output tokens; the last token is the root, whose KV is not yet written."""
         return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Number of tokens without KV in the target's cache, the root included: 1 of a request that decodes."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def expiry(self) -> float | None:
+        """Time at which it is aborted, on the clock of ``metrics.arrival_time``; ``None`` = never."""
+        return None if self.terms.timeout_s is None else self.metrics.arrival_time + self.terms.timeout_s
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -34,6 +34,13 @@ class StepPlan:
         self.draft_budgets.append(draft_budget)
         return num_tokens + draft_budget
 
+    def remove(self, request: Request) -> None:
+        """Remove a request's row, if it has one."""
+        if request in self.requests:
+            i = self.requests.index(request)
+            for column in (self.requests, self.num_tokens, self.draft_budgets):
+                del column[i]
+
     def feeds_draft(self, i: int) -> bool:
         """Whether a draft model may be fed row ``i``."""
         return self.draft_budgets[i] > 0 or (self.drafts_prompts and not self.reaches_root(i))
