@@ -111,7 +111,7 @@ class Request:
     @property
     def num_remaining_tokens(self) -> int:
         """Number of tokens that the request may still emit."""
-        return self.max_tokens - self.num_output_tokens
+        return self.max_tokens + len(self.prompt_token_ids) - len(self.token_ids)
 
     def prompt_logits(self, num_tokens: int) -> range:
         """Return which of the next ``num_tokens`` positions still need logits, for the logprobs of the prompt tokens after them."""

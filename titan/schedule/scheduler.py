@@ -235,28 +235,29 @@ class Scheduler:
         num_rows = num_tokens = 0
         now = self.clock()
         depths, first_nodes = acceptance.trees.nodes.depths.tolist(), acceptance.trees.start_loc.tolist()
-        for i, request in enumerate(plan.requests):
-            if acceptance.token_ids[i] or acceptance.errors[i] is not None:
+        rows = zip(plan.requests, acceptance.token_ids, acceptance.paths, acceptance.errors, strict=True)
+        for i, (request, token_ids, path, error) in enumerate(rows):
+            if token_ids or error is not None:
                 changed.append(request)
             if request.prompt_logprobs is not None:
                 request.prompt_logprobs += acceptance.prompt_logprobs.get(i, ())
-            if acceptance.token_ids[i]:
-                num_emitted = append_tokens(request, acceptance.token_ids[i])
+            if token_ids:
+                num_emitted = append_tokens(request, token_ids)
                 self.policy.serve(request, 0, num_emitted)
                 if request.logprobs is not None:
                     request.logprobs += acceptance.logprobs[i][:num_emitted]
                 if request.metrics.first_token_time is None:
                     request.metrics.first_token_time = now
-                own = depths[first_nodes[i] : first_nodes[i + 1]], range(1, min(len(acceptance.paths[i]), num_emitted) + 1)
+                own = depths[first_nodes[i] : first_nodes[i + 1]], range(1, min(len(path), num_emitted) + 1)
                 _count(request.metrics, 1, num_emitted, *own)
                 num_rows += 1
                 num_tokens += num_emitted
                 proposed += own[0]
                 accepted += own[1]
-            if acceptance.errors[i] is not None and not request.is_finished:  # after a stop it does not matter
-                self.abort(request, acceptance.errors[i])
+            if error is not None and not request.is_finished:  # after a stop it does not matter
+                self.abort(request, error)
                 continue
-            request.commit(plan.num_tokens[i] + len(acceptance.paths[i]))
+            request.commit(plan.num_tokens[i] + len(path))
             self.kv.cache_full_blocks(request)
         finished = [request for request in changed if request.is_finished and request.finish_reason is not FinishReason.ABORT]
         if finished:
@@ -345,7 +346,7 @@ def _count(
 
 def _count_depths(counts: list[int], depths: Sequence[int]) -> None:
     """Add one to ``counts[d - 1]`` for each depth d."""
-    if len(counts) < (deepest := max(depths, default=0)):
-        counts.extend([0] * (deepest - len(counts)))
     for depth in depths:
+        if depth > len(counts):
+            counts.extend([0] * (depth - len(counts)))
         counts[depth - 1] += 1

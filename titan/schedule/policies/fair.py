@@ -51,7 +51,8 @@ class FairPolicy:
         self._service = defaultdict[str | None, float](float)  # over the weights; of users who are not idle, or ahead of the least
         self._waiting: dict[str | None, OrderedDict[Request, None]] = {}  # of users who have any
         self._backlogged: Heap[str | None] = Heap()  # the same users, by service, which may have grown
-        self._least = 0.0  # service of those of them, or of the last; never falls
+        self._last: str | None = None  # user of whom no request waits any more
+        self._least = 0.0  # service among the backlogged, or of the last; never falls
         self._num_in_flight = Counter[str | None]()
         self._idle: Heap[str | None] = Heap()  # users without requests, by service
 
@@ -65,6 +66,8 @@ class FairPolicy:
         if user not in self._waiting:
             if self._waiting:
                 self._find_least()
+            else:
+                self._least = max(self._least, self._service.get(self._last, 0.0))
             self._forget_idle()
             self._service[user] = max(self._service[user], self._least)
             self._waiting[user] = OrderedDict()
@@ -81,8 +84,7 @@ class FairPolicy:
             self._find_least()
             del self._waiting[user]
             self._backlogged.remove(user)
-            if not self._waiting:
-                self._least = self._service[user]
+            self._last = user
 
     def first(self, now: float) -> Request:  # noqa: ARG002
         """See `titan.core.policy.SchedulingPolicy`."""
@@ -91,8 +93,8 @@ class FairPolicy:
     def serve(self, request: Request, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """See `titan.core.policy.SchedulingPolicy`."""
         user = request.terms.user
-        service = self.prompt_weight * num_prompt_tokens + self.output_weight * num_output_tokens
-        self._service[user] += service / self._weights.get(user, 1.0)
+        tokens = self.prompt_weight * num_prompt_tokens + self.output_weight * num_output_tokens
+        self._service[user] += tokens / self._weights.get(user, 1.0)
 
     def end(self, request: Request) -> None:
         """See `titan.core.policy.SchedulingPolicy`."""
