@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from titan.adaptive.cost import HostTime, PassCost
+from titan.adaptive.pace import Pace, StepLoad
 
 SIZES, SECONDS = (1, 2, 4, 8, 16), (1.0, 1.1, 1.4, 2.0, 3.2)
 
@@ -62,3 +63,21 @@ def test_host_takes_the_lesser_of_the_first_steps_and_clips_later_ones() -> None
     assert host.knows(False, 2) and host.predict(False, 3) == host.predict(True, 3) == 1.0
     host.note(False, 3, 100.0)
     assert host.predict(False, 3) == 1.125
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "context", "most", "limit"),
+    [(4, 0, 500, 46), (4, 100, 500, 36), (30, 0, 500, 20), (60, 0, 500, 16), (4, 0, 40, 40), (60, 0, 5, 5)],
+)
+def test_the_prompt_tokens_of_a_step_are_those_that_its_time_allows(num_decodes: int, context: int, most: int, limit: int) -> None:
+    """A pass takes 1 + rows / 100 + context / 1000 seconds, and a step should take 1.5."""
+    assert Pace(PassCost((1, 101), (1.01, 2.01), 1e-3), 1.5 + 1e-9).prefill_limit(num_decodes, context, most) == limit
+
+
+def test_drafts_and_the_rest_of_a_step_leave_less_for_prompts() -> None:
+    pace = Pace(PassCost((1, 101), (0.99, 1.99), 1e-3), 1.5)
+    before = pace.prefill_limit(4, 0, 500)
+    for _ in range(200):
+        pace.note(StepLoad(4, 4, 0), 8, 0.98 + 0.12 + 0.1, 0.98 + 0.12)  # 12 rows, and a tenth of a second
+    after = pace.prefill_limit(4, 0, 500)
+    assert (before, after) == (48, 30)

@@ -369,6 +369,66 @@ def test_prompts_are_computed_in_chunks_of_what_the_running_requests_leave() -> 
     assert plans == [[1, 7, 4], [1, 7, 4], [1, 6, 5], [1, 7], [1]]
 
 
+@pytest.mark.parametrize(
+    ("options", "prompts", "plans"),
+    [
+        ({"max_prefill_tokens": 8}, [20, 9], [[1, 8], [1, 4, 4], [1, 8], [1, 1, 5], [1, 1, 1]]),
+        (
+            {"prefill_chunk_size": 4, "max_prefill_tokens": 8},
+            [20, 9],
+            [[1, 4, 4], [1, 4, 4], [1, 1, 4], [1, 1, 4], [1, 1, 4], [1, 1, 1]],
+        ),
+        ({"prefill_chunk_size": None}, [200, 9], [[1, 200, 9], [1, 1, 1]]),
+        ({"max_prefill_tokens": 8, "max_batch_size": 2}, [20, 9], [[1, 8], [1, 8], [1, 4], [1, 1], [1, 1]]),
+        (
+            {"prefill_limit": lambda decodes, context, most: min(most, 3 * decodes)},
+            [9, 5],
+            [[1, 3], [1, 2, 1], [1, 3], [1, 1, 4], [1, 1, 1]],
+        ),
+    ],
+)
+def test_how_many_prompt_tokens_a_step_takes(options: dict[str, Any], prompts: list[int], plans: list[list[int]]) -> None:
+    world = World(**{"max_batch_size": 4, "num_kv_blocks": 80, "enable_prefix_caching": False} | options)
+    world.add([1], 40, ignore_eos=True)
+    world.step(0, Random(0))
+    for token, length in enumerate(prompts, start=2):
+        world.add([token] * length, 30, ignore_eos=True)
+    assert [world.step(0, Random(0)).num_tokens for _ in plans] == plans
+
+
+def test_drafts_leave_every_running_request_a_token() -> None:
+    world = World(max_batch_size=3, num_kv_blocks=40, max_num_batched_tokens=6)
+    for token in (1, 2, 3):
+        world.add([token] * 2, 30, ignore_eos=True)
+    world.step(0, Random(0))
+    plan = world.step(4, Random(0))
+    assert (plan.num_tokens, plan.draft_budgets) == ([1, 1, 1], [3, 0, 0])
+
+
+@pytest.mark.parametrize(("reservation", "num_started"), [("on_demand", 3), ("max_tokens", 2)])
+def test_whole_outputs_are_reserved_only_where_that_is_asked_for(reservation: str, num_started: int) -> None:
+    world = World(max_batch_size=3, num_kv_blocks=8, reservation=reservation)
+    for token in (1, 2, 3):
+        world.add([token] * 9, 20, ignore_eos=True)
+    assert len(world.step(2, Random(0)).requests) == num_started
+    world.drain(Random(0))
+    assert (world.counters.num_preemptions > 0) == (reservation == "on_demand")
+
+
+def test_a_request_whose_time_is_over_needs_no_room_to_wait_and_ends_in_the_next_step() -> None:
+    world = World(max_batch_size=1, num_kv_blocks=40, max_waiting_requests=1)
+    for _ in range(2):
+        world.add([1], 4, ignore_eos=True)
+        world.step(0, Random(0))
+    with pytest.raises(ValueError, match="max_waiting_requests=1"):
+        world.add([3], 4, {"timeout_s": 5})
+    late = Request(
+        "late", None, [3], SamplingParams(), 0, 4, frozenset(), RequestMetrics(-5.0), None, terms=RequestTerms(timeout_s=5)
+    )
+    world.scheduler.add(late)
+    assert world.scheduler.expire() == [late] and late.finish_reason == "abort" and len(world.scheduler.waiting) == 1
+
+
 def test_finished_requests_leave_and_waiting_ones_join_at_the_next_step() -> None:
     world = World(max_batch_size=2, num_kv_blocks=40)
     short, long, late = (world.add([i], length, ignore_eos=True) for i, length in ((1, 2), (2, 6), (3, 2)))

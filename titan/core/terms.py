@@ -65,7 +65,7 @@ def as_terms(num_prompts: int, **options: Unpack[TermOptions]) -> list[RequestTe
     if unknown := [name for name in options if name not in names]:
         raise TypeError(unknown_names(unknown, names))
     values: dict[str, Any] = {name: as_list(value) for name, value in options.items()}
-    each = {name: value for name, value in values.items() if isinstance(value, Sequence) and not isinstance(value, str)}
+    each = {name: value for name, value in values.items() if isinstance(value, Sequence) and not isinstance(value, str | bytes)}
     for name, value in each.items():
         if len(value) != num_prompts:
             raise ValueError(f"{name} has {len(value)} entries for {num_prompts} prompts: give one value, or one per prompt")

@@ -81,7 +81,6 @@ class FairPolicy:
         user = request.terms.user
         del self._waiting[user][request]
         if not self._waiting[user]:
-            self._find_least()
             del self._waiting[user]
             self._backlogged.remove(user)
             self._last = user
