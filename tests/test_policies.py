@@ -57,6 +57,7 @@ class Server:
         before = {request: request.metrics.num_preemptions for request in self.scheduler.running}
         plan = self.scheduler.schedule(0, lambda _, budget: budget)
         running = self.scheduler.running
+        assert all(request in running for request in plan.requests)
         self.starts += [each for each in running if before.get(each) != each.metrics.num_preemptions]
         tokens = [[7] if plan.reaches_root(i) else [] for i in range(len(plan.requests))]
         empty = [list[int]() for _ in tokens]
@@ -192,6 +193,15 @@ def test_who_is_preempted_for_lack_of_blocks(policy: Any, requests: list[dict[st
     assert [request.metrics.num_preemptions for request in present] == [int(i == victim) for i in range(3)]
     server.drain()
     assert all(request.num_output_tokens == 20 for request in present)
+
+
+def test_who_is_preempted_after_it_was_planned_is_not_in_the_step() -> None:
+    server = Server("priority", max_batch_size=2, num_kv_blocks=2)
+    batch, critical = server.add(BATCH, 3, 4), server.add(CRITICAL, 8, 2)
+    server.step()
+    server.step()
+    assert (batch.num_output_tokens, critical.num_output_tokens, batch.metrics.num_preemptions) == (1, 2, 1)
+    server.drain()
 
 
 def test_a_policy_that_chooses_what_there_is_not_is_named() -> None:
