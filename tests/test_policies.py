@@ -197,10 +197,12 @@ def test_who_is_preempted_for_lack_of_blocks(policy: Any, requests: list[dict[st
 
 def test_who_is_preempted_after_it_was_planned_is_not_in_the_step() -> None:
     server = Server("priority", max_batch_size=2, num_kv_blocks=2)
-    batch, critical = server.add(BATCH, 3, 4), server.add(CRITICAL, 8, 2)
+    batch = server.add(BATCH, 3, 4)
+    server.step()
+    critical = server.add(CRITICAL, 8, 2)
     server.step()
     server.step()
-    assert (batch.num_output_tokens, critical.num_output_tokens, batch.metrics.num_preemptions) == (1, 2, 1)
+    assert (batch.num_output_tokens, critical.num_output_tokens, batch.metrics.num_preemptions) == (2, 2, 1)
     server.drain()
 
 
