@@ -12,6 +12,7 @@ import numpy as np
 
 from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.cost import PassCost
+from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
@@ -186,7 +187,7 @@ class Fleet:
                 length += 1
             emitted += 1 + length
             text.advance(1 + length, bool(chain), self.rng)
-        policy.observe(Outcome(emitted, total, emitted - n, num_passes, num_rows, seconds, draft_seconds, target_seconds))
+        policy.observe(Outcome([len(tree) for tree in trees], emitted - n, num_passes, num_rows, seconds, draft_seconds, target_seconds))
         return emitted, seconds, total
 
     def _grow(
@@ -224,7 +225,7 @@ class Fleet:
 
 def controller_of(machine: Machine) -> Controller:
     """With costs as profiled."""
-    return Controller(machine.curve(machine.target), machine.curve(machine.draft))
+    return Controller(Costs(machine.curve(machine.target), machine.curve(machine.draft)))
 
 
 # measured on two cores of an AMD EPYC (Zen 5): float32 and bfloat16, milliseconds by rows

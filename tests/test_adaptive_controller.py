@@ -178,7 +178,7 @@ def test_profile_with_noise(acceptance: float, least: float) -> None:
 
     def noisy() -> Policy:
         controller = controller_of(BIG16)
-        for cost in (controller.target, controller.draft):
+        for cost in (controller.costs.target, controller.costs.draft):
             assert cost is not None
             cost.seconds = np.maximum.accumulate(cost.seconds * rng.lognormal(0, 0.2, len(cost.seconds))).tolist()
         return controller
@@ -204,8 +204,8 @@ def test_optimum_is_that_of_all_settings(seed: int) -> None:
     acceptance, most, missing = rng.uniform(0.3, 0.95, 3), rng.integers(0, 4, 3), rng.integers(1, 50, 3)
     weights = rng.uniform(0.5, 1.5, 3)
     controller = controller_of(DEMO)
-    controller.host.note(False, 3, 3e-4)
-    costs = Costs(controller.target, controller.draft, controller.host)
+    costs = controller.costs
+    costs.host.note(False, 3, 3e-4)
     load = Load(
         [
             Candidate(AcceptanceCounts(), int(m), int(owed), True, float(w))
@@ -220,7 +220,7 @@ def test_optimum_is_that_of_all_settings(seed: int) -> None:
     def rate(nodes: Sequence[int]) -> float:
         tokens = sum(w * sum(a**d for d in range(count + 1)) for w, a, count in zip(weights, acceptance, nodes, strict=True))
         rows = sum(count + (owed - 1) / DEBT_STEPS for count, owed in zip(nodes, missing, strict=True) if count)
-        seconds = 3e-4 + max(nodes) * of_pass + rows * of_row + controller.target.predict(3 + sum(nodes), 600)
+        seconds = 3e-4 + max(nodes) * of_pass + rows * of_row + costs.target.predict(3 + sum(nodes), 600)
         return float(tokens / seconds)
 
     assert found.rate == pytest.approx(rate(found.num_nodes))

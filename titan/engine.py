@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from titan.adaptive.controller import Controller
 from titan.adaptive.cost import PassCost
+from titan.adaptive.costs import Costs
 from titan.adaptive.pace import Pace, StepLoad
 from titan.adaptive.profile import Extent, Subject, measure
 from titan.adaptive.speculation import AdaptiveSpeculation, StepTimes
@@ -249,7 +250,7 @@ class Engine:
             return None
         if self._target_cost is None:
             self._target_cost = costs.pop(0)
-        controller = Controller(self._target_cost, costs[0] if costs else None, is_timed=self.backend.is_host)
+        controller = Controller(Costs(self._target_cost, costs[0] if costs else None, is_timed=self.backend.is_host))
         return AdaptiveSpeculation(controller, drafter, self._max_draft_tokens, options.speculation_target == "latency")
 
     def _make_pace(self) -> Pace | None:

@@ -25,11 +25,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan.adaptive.cost import HostTime, PassCost
+from titan.adaptive.cost import PassCost
+from titan.adaptive.costs import Costs
 from titan.adaptive.load import Load, Outcome
-from titan.adaptive.optimum import Costs, Optimum, best
+from titan.adaptive.optimum import Optimum, best
 from titan.adaptive.probes import Probes
-from titan.adaptive.value import estimate, own_acceptance
+from titan.adaptive.value import TreeGain, estimate, own_acceptance
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 
@@ -45,8 +46,9 @@ OFF_DWELL = 32
 IDLE_FADE = 0.975
 """Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
 
-PLAIN_STEPS, PLAIN_GAIN = 16, 0.1
-"""Drafting steps after which one is plain, to see what such steps cost; twice as many if drafting gains that share, and so on."""
+PLAIN_STEPS, PLAIN_GAIN, NUM_PLAIN = 16, 0.1, 3
+"""Drafting steps after which some are plain, to see what such steps cost; twice as many if drafting gains that share, and so on; and
+the number of plain ones, of which the first finds cold caches."""
 
 LEAST_DRAFTS = 0.5
 """Number of drafts that what was ever seen counts as at least."""
@@ -58,7 +60,7 @@ MAX_FEED = 2.0
 class Decision(NamedTuple):
     """What each candidate drafts."""
 
-    num_nodes: Sequence[int]  # 0: nothing
+    num_nodes: list[int]  # 0: nothing
     worths: Sequence[Worth | None]  # where growth may go on beyond these nodes or end before, by confidence; None: it may not
     probed: Sequence[int] = ()  # candidates that draft only to see whether it would pay
 
@@ -77,18 +79,14 @@ class Controller:
     """Decides, from measured costs and acceptance, what each step drafts.
 
     Args:
-        target: cost of the target's passes.
-        draft: cost of the draft's passes; ``None``: it is part of the host's time.
-        is_timed: whether the times of passes are known; else only those of steps.
+        costs: of steps, as far as they are known.
     """
 
-    def __init__(self, target: PassCost, draft: PassCost | None, *, is_timed: bool = True) -> None:
-        self.target, self.draft, self._is_timed = target, draft, is_timed
-        self.host = HostTime()
+    def __init__(self, costs: Costs) -> None:
+        self.costs, self.tree_gain, self._probes = costs, TreeGain(), Probes()
         self.fleet = replace(PRIOR)
         self.optimum = Optimum([], 0.0, 0.0)
         self.has_drafted = False  # whether anything was ever drafted
-        self._costs, self._probes = Costs(target, draft, self.host), Probes()
         self._key: tuple[int, ...] = ()
         self._num_left = 0  # steps for which the optimum stands
         self._num_rested = 0  # steps since anything was decided
@@ -119,8 +117,7 @@ class Controller:
 
     def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
         """Learn from a step in which the controller rested; the load has no candidates."""
-        self.target.note(load.num_rows, load.num_context_tokens, outcome.target_seconds)
-        self.host.note(False, num_requests, outcome.seconds - outcome.draft_seconds - outcome.target_seconds)
+        self.costs.note_rest(load, num_requests, outcome)
         self._probes.observe(outcome.seconds, outcome.seconds, None, num_requests)
 
     def choose(self, load: Load) -> Decision:
@@ -141,7 +138,7 @@ class Controller:
 
     def _decide(self, load: Load) -> Decision:
         n = len(load.candidates)
-        if not n or not self.host.knows(False, n):  # a plain step shows what it costs to draft
+        if not n or not self.costs.host.knows(False, n):  # a plain step shows what it costs to draft
             return _nothing(load)
         key = n, load.num_rows.bit_length(), max(each.max_nodes for each in load.candidates)
         self._num_left -= 1
@@ -153,7 +150,7 @@ class Controller:
             return _nothing(load)
         self._delay(load, num_nodes)
         worths = [self._worth(i, load) if count else None for i, count in enumerate(num_nodes)]
-        probed = self._probes.choose(load, self._costs, num_nodes, self._estimates.means.tolist(), self._hoped)
+        probed = self._probes.choose(load, self.costs, num_nodes, self._estimates.means.tolist(), self._hoped)
         for i in probed:
             num_nodes[i] = 1
         self._before = [self._showing(load.candidates[i].counts) for i in probed]
@@ -163,31 +160,32 @@ class Controller:
         """Whether a step without drafts should show what such steps cost: the more often, the less drafting gains."""
         gain = self.optimum.rate / self.optimum.off_rate - 1
         self._num_drafting += 1
-        if self._num_drafting < PLAIN_STEPS * (1 + min(gain, 1.0) / PLAIN_GAIN):
-            return False
-        self._num_drafting = 0
-        return True
+        if self._num_drafting >= PLAIN_STEPS * (1 + min(gain, 1.0) / PLAIN_GAIN):
+            self._num_drafting = -NUM_PLAIN
+        return self._num_drafting < 0
 
     def _delay(self, load: Load, num_nodes: list[int]) -> None:
         """Let the requests that owe most wait, so that the draft is not fed for longer than a few steps without it take."""
-        if self.draft is None:
+        if self.costs.draft is None:
             return
-        num_rows, most = 0, MAX_FEED * self._costs.plain_seconds(load)
+        num_rows, most = 0, MAX_FEED * self.costs.plain_seconds(load)
         for i in sorted((i for i, count in enumerate(num_nodes) if count), key=lambda i: load.candidates[i].num_missing):
             num_rows += load.candidates[i].num_missing
-            if num_rows > load.candidates[i].num_missing and self.draft.predict(num_rows, load.num_context_tokens) > most:
+            if num_rows > load.candidates[i].num_missing and self.costs.draft.predict(num_rows, load.num_context_tokens) > most:
                 num_nodes[i] = 0
 
     def _compare(self, load: Load) -> None:
         """Find the best setting, and that which might be the best."""
         estimates = self._estimates = estimate(self.fleet, [each.counts for each in load.candidates])
         means = estimates.means
-        owing = 0.0 if self.draft is None else 1 - 1 / np.array([each.num_missing for each in load.candidates])
+        owing = 0.0 if self.costs.draft is None else 1 - 1 / np.array([each.num_missing for each in load.candidates])
         sure = np.maximum(means - owing * np.sqrt(means * (1 - means)) * estimates.mean_error, 0.0)
         self._probes.forget()
-        self.optimum = best(load, sure.tolist(), self._costs)
-        hope = np.minimum(means + estimates.errors, 1.0)
-        self._hoped = self.optimum.num_nodes if all(self.optimum.num_nodes) else best(load, hope.tolist(), self._costs).num_nodes
+        gain = self.tree_gain.ratio
+        self.optimum = best(load, sure.tolist(), self.costs, gain)
+        self._hoped = self.optimum.num_nodes
+        if not all(self._hoped):
+            self._hoped = best(load, np.minimum(means + estimates.errors, 1.0).tolist(), self.costs, gain).num_nodes
 
     def _worth(self, i: int, load: Load) -> Worth | None:
         candidate = load.candidates[i]
@@ -206,23 +204,19 @@ class Controller:
     def observe(self, outcome: Outcome) -> None:
         """Learn from the step that was last decided."""
         load, decision = self._load, self._decision
-        n, num_drafting = len(load.candidates), sum(map(bool, decision.num_nodes))
-        rows, context = load.num_rows + outcome.num_nodes, load.num_context_tokens
-        if not self._is_timed:
-            self._note_together(outcome, rows, num_drafting)
+        n = len(load.candidates)
+        if not decision.drafts:
+            self.costs.note_rest(load, n, outcome)
         else:
-            self.target.note(rows, context, outcome.target_seconds)
+            self.costs.note_drafting(load, outcome, decision.num_nodes)
+            self.has_drafted = True
+            if outcome.num_nodes and not decision.probed:
+                self.tree_gain.note(outcome.num_nodes, self._estimates.means.tolist(), outcome.num_accepted)
         if not n:
             return
-        self.host.note(decision.drafts, n, outcome.seconds - outcome.draft_seconds - outcome.target_seconds)
-        is_caught_up = all(each.num_missing <= 2 for count, each in zip(decision.num_nodes, load.candidates, strict=True) if count)
-        if self.draft is not None and (passes := outcome.num_draft_passes) and is_caught_up:
-            per_pass = max(1.0, outcome.num_draft_rows / passes)
-            self.draft.note(per_pass, context * num_drafting / n, outcome.draft_seconds / passes)
-        self.has_drafted = self.has_drafted or decision.drafts
         self._age_counts(load, decision)
         num_accepted = outcome.num_accepted if decision.drafts else None
-        self._probes.observe(outcome.seconds, self._costs.plain_seconds(load), num_accepted, n)
+        self._probes.observe(outcome.seconds, self.costs.plain_seconds(load), num_accepted, n)
         if decision.is_probe:
             self._key = ()
 
@@ -243,19 +237,6 @@ class Controller:
 
     def _showing(self, counts: AcceptanceCounts) -> tuple[float, float]:
         return counts.num_drafts, own_acceptance(counts, self.fleet.agreement)
-
-    def _note_together(self, outcome: Outcome, num_rows: int, num_drafting: int) -> None:
-        """Note passes of target and draft, whose time together is known: each as the same multiple of what was expected."""
-        context = self._load.num_context_tokens
-        target = self.target.predict(num_rows, context)
-        if self.draft is None or not num_drafting:
-            self.target.note(num_rows, context, outcome.target_seconds)
-            return
-        of_draft, passes = context * num_drafting / len(self._load.candidates), max(self._decision.num_nodes)
-        draft = self.draft.predict(num_drafting, of_draft)
-        ratio = outcome.target_seconds / (target + passes * draft)
-        self.target.note(num_rows, context, ratio * target)
-        self.draft.note(num_drafting, of_draft, ratio * draft)
 
 
 def _nothing(load: Load) -> Decision:

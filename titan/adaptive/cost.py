@@ -7,52 +7,63 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import log2
+from math import exp, log, log2, sqrt
 
 SHORTER_RATE, LONGER_RATE = 1 / 4, 1 / 8
-"""Weights of an observation that is shorter or longer than expected: anything may hold up a pass, and nothing makes it shorter."""
+"""Weights of a step's host time that is shorter or longer than expected: anything may hold it up, and nothing makes it shorter."""
 
 MAX_DEVIATIONS = 3.0
-"""Observations further away than this many mean deviations count as if they were no further."""
+"""Observations further away than this many deviations count as if they were no further."""
+
+DEVIATION, DEVIATION_RATE = 0.05, 1 / 16
+"""Least deviation, as a share, that passes are expected to have from what is expected; and the weight of an observed one."""
 
 NUM_OCTAVES = 24
 """Powers of two of rows whose times are followed."""
 
-MIN_DEVIATION = 0.05
-"""Least deviation, as a share, that observations are expected to have."""
+PACE_VARIANCE, PACE_DRIFT = 0.04, 5e-5
+"""Variance of the logarithm of the machine's pace after a measurement, and what a pass adds to it."""
 
-SHARED = 0.8
-"""How much of a change of one size's times those of others are expected to share, as a power: mostly it is the machine's."""
+TREND_RATE, TREND_DRIFT = 1 / 4, 1 / 8
+"""Weight of a surprise in the trend of surprises, and the share of that trend's square that a pass adds to the pace's variance."""
+
+SHAPE_VARIANCE, SHAPE_DRIFT = 0.02, 2e-6
+"""The same of a curve's error at one power of two of rows, and of what another model's passes between those of this one change."""
+
+FOLLOWED = 0.8
+"""How much of a change of one model's pace that of another is expected to share while it does not run."""
+
+SHAPE_AGE, SHAPE_MEMORY = 64, 255 / 256
+"""Passes of other sizes after which a curve's error is believed less, and by what share per pass: what held it up may be over."""
 
 FIRST_STEPS = 2
 """Steps of a kind after which their host's time counts as known."""
 
 
 @dataclass(slots=True)
-class Residual:
-    """What observations of passes of similar size say: the true time as a multiple of the measured curve."""
+class Belief:
+    """A logarithm of a factor, and its variance."""
 
-    factor: float = 1.0
-    deviation: float = MIN_DEVIATION  # mean absolute deviation of the observations from the factor, as a share of it
-    num_seen: int = 0
+    value: float
+    variance: float
+    seen_at: int = 0  # number of passes before the last that told something of it
 
-    def note(self, ratio: float) -> None:
-        """Add an observation, as a multiple of the curve."""
-        self.num_seen += 1
-        surprise = ratio / self.factor - 1
-        rate = max(SHORTER_RATE, 1 / (self.num_seen + 1)) if surprise < 0 else LONGER_RATE
-        reach = MAX_DEVIATIONS * max(self.deviation, MIN_DEVIATION)
-        self.deviation += rate * (min(abs(surprise), 2 * reach) - self.deviation)
-        self.factor *= 1 + rate * min(max(surprise, -reach), reach)
+    def learn(self, surprise: float, total: float, drift: float) -> None:
+        """Take its share of a surprise, whose variance is ``total``."""
+        gain = self.variance / total
+        self.value += gain * surprise
+        self.variance = (1 - gain) * self.variance + drift
 
 
 class PassCost:
     """Seconds of a model's passes.
 
     The curve over rows is linear between measured sizes, goes on as between the last two, and never falls. What passes take
-    compared with the curve is followed for each power of two of rows, and interpolated between them; what changes for one of them,
-    changes for the others, too, but for a part. Context costs the same for
-    each token whose KV is read.
+    compared with the curve is followed, as a sum of logarithms: a pace, an error of the curve for each power of two of rows, which
+    is interpolated between them, and one for passes with, and for those without, another model's passes between them, which leave
+    nothing in the caches. An observation moves each of the three as far as it is uncertain (Kalman, "A new approach to linear
+    filtering and prediction problems", 1960, without covariances), so that the machine's moods change all times alike. Context
+    costs the same for each token whose KV is read.
 
     Args:
         sizes: numbers of rows that were measured, ascending, at least one.
@@ -67,30 +78,58 @@ class PassCost:
         self.sizes, self.seconds = list(sizes), list(accumulate(seconds, max))
         self.seconds_per_context_token = seconds_per_context_token
         self.is_padded = is_padded
-        self.residuals = [Residual() for _ in range(NUM_OCTAVES)]
+        self._pace = Belief(0.0, PACE_VARIANCE)
+        self._shapes = [Belief(0.0, SHAPE_VARIANCE) for _ in range(NUM_OCTAVES)]
+        self._company = Belief(0.0, SHAPE_VARIANCE), Belief(0.0, SHAPE_VARIANCE)
+        self._deviation, self._trend, self._num_seen = DEVIATION, 0.0, 0
 
-    def predict(self, num_rows: float, num_context_tokens: float) -> float:
+    def predict(self, num_rows: float, num_context_tokens: float, is_alternating: bool = False) -> float:
         """Return the seconds of a pass.
 
         Args:
             num_rows: query tokens of all requests, at least 1.
             num_context_tokens: tokens before them, of all requests.
+            is_alternating: whether another model runs between such passes.
         """
         octave = log2(num_rows)
         low = int(octave)
         share = octave - low
-        factor = (1 - share) * self.residuals[low].factor + share * self.residuals[low + 1].factor
+        shape = (1 - share) * self._shape(low) + share * self._shape(low + 1)
+        factor = exp(self._pace.value + self._company[is_alternating].value + shape)
         return factor * (self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens)
 
-    def note(self, num_rows: float, num_context_tokens: float, seconds: float) -> None:
-        """Add the time of a pass."""
-        observed = self.residuals[round(log2(num_rows))]
-        before = observed.factor
-        observed.note(seconds / (self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens))
-        change = observed.factor / before
-        for residual in self.residuals:
-            if residual is not observed:  # until it is seen itself, it is like the others
-                residual.factor *= change**SHARED if residual.num_seen else change
+    def follow(self, change: float) -> None:
+        """Change the pace as that of another model has changed: mostly it is the machine's."""
+        self._pace.value += FOLLOWED * change
+
+    def note(self, num_rows: float, num_context_tokens: float, seconds: float, is_alternating: bool = False) -> float:
+        """Add the time of a pass.
+
+        Returns:
+            By how much the logarithm of the pace has changed.
+        """
+        octave = round(log2(num_rows))
+        shape = self._shapes[octave]
+        shape.value, shape.seen_at = self._shape(octave), self._num_seen
+        self._num_seen += 1
+        expected = self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens
+        company = self._company[is_alternating]
+        surprise = log(seconds / expected) - shape.value - company.value - self._pace.value
+        total = shape.variance + company.variance + self._pace.variance + self._deviation**2
+        reach = MAX_DEVIATIONS * sqrt(total)
+        surprise = min(max(surprise, -reach), reach)
+        self._deviation = max(DEVIATION, self._deviation + DEVIATION_RATE * (abs(surprise) - self._deviation))
+        self._trend += TREND_RATE * (surprise - self._trend)
+        trend = TREND_DRIFT * self._trend**2
+        shape.learn(surprise, total, SHAPE_DRIFT + trend / 4)
+        company.learn(surprise, total, SHAPE_DRIFT)
+        before = self._pace.value
+        self._pace.learn(surprise, total, PACE_DRIFT + trend)
+        return self._pace.value - before
+
+    def _shape(self, octave: int) -> float:
+        shape = self._shapes[octave]
+        return shape.value * SHAPE_MEMORY ** max(0, self._num_seen - shape.seen_at - SHAPE_AGE)
 
     def _curve(self, num_rows: float) -> float:
         sizes, seconds = self.sizes, self.seconds

@@ -29,11 +29,15 @@ class Load(NamedTuple):
 class Outcome(NamedTuple):
     """What came of a step."""
 
-    num_tokens: int  # emitted
-    num_nodes: int  # verified
+    num_nodes: Sequence[int]  # verified, of each candidate; empty: none
     num_accepted: int
     num_draft_passes: int
     num_draft_rows: int
     seconds: float  # of the step
     draft_seconds: float
     target_seconds: float
+
+    @property
+    def host_seconds(self) -> float:
+        """Seconds beside the passes."""
+        return self.seconds - self.draft_seconds - self.target_seconds

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from titan.adaptive.cost import HostTime, PassCost
+from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load
 
 MARGIN = 0.01
@@ -40,35 +40,14 @@ class Optimum:
         return any(self.num_nodes)
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What steps are made of."""
-
-    target: PassCost
-    draft: PassCost | None  # None: part of the host's time
-    host: HostTime
-
-    def plain_seconds(self, load: Load) -> float:
-        """Return the seconds of a step without drafts."""
-        return self.host.predict(False, len(load.candidates)) + self.target.predict(load.num_rows, load.num_context_tokens)
-
-    def draft_line(self, load: Load) -> tuple[float, float]:
-        """Return the seconds of a pass of the draft, whatever its rows, and of each row, near a row for each candidate."""
-        if self.draft is None:
-            return 0.0, 0.0
-        n, context = len(load.candidates), load.num_context_tokens
-        first, second = self.draft.predict(n, context), self.draft.predict(2 * n, context)
-        per_row = min(max((second - first) / n, 0.0), first / n)
-        return first - n * per_row, per_row
-
-
-def best(load: Load, acceptance: Sequence[float], costs: Costs) -> Optimum:
+def best(load: Load, acceptance: Sequence[float], costs: Costs, tree_gain: float = 1.0) -> Optimum:
     """Compare the settings of a load, and return the best.
 
     Args:
         load: of the step, with at least one candidate.
         acceptance: probability that a node's first child is accepted, of each candidate.
         costs: of passes and the host.
+        tree_gain: accepted tokens as a multiple of those of chains.
     """
     candidates, n = load.candidates, len(load.candidates)
     total_weight = sum([each.weight for each in candidates])
@@ -81,9 +60,9 @@ def best(load: Load, acceptance: Sequence[float], costs: Costs) -> Optimum:
     pass_seconds, row_seconds = costs.draft_line(load)
     missing = [1 + (each.num_missing - 1) / DEBT_STEPS for each in candidates]
     sizes = sorted({*_grid(len(nodes), GRID_SIZES), *(n * depth for depth in range(1, GRID_DEPTHS + 1) if n * depth <= len(nodes))})
-    before = costs.target.predict(load.num_rows, load.num_context_tokens)
-    ends = [*sizes, 2 * sizes[-1]]
-    target = {size: decode + costs.target.predict(load.num_rows + size, load.num_context_tokens) - before for size in ends}
+    context = load.num_context_tokens
+    prefill = costs.target.predict(load.num_rows, context, True) - costs.target.predict(n, context, True)
+    target = {size: costs.target.predict(load.num_rows + size, context, True) - prefill for size in [*sizes, 2 * sizes[-1]]}
     host, best_of = costs.host.predict(True, n), (0, 0)
     for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):
         fixed = host + num_passes * pass_seconds
@@ -91,7 +70,7 @@ def best(load: Load, acceptance: Sequence[float], costs: Costs) -> Optimum:
         for value, depth, i in nodes:
             if depth > num_passes:
                 continue
-            gain, size = gain + value, size + 1
+            gain, size = gain + tree_gain * value, size + 1
             rows += missing[i] if depth == 1 else 1.0
             if size in target:
                 rate = gain / (fixed + row_seconds * rows + target[size])

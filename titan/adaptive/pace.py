@@ -45,10 +45,10 @@ class Pace:
             num_context_tokens: tokens computed before, of all requests.
             most: bound of the result, which is otherwise at least `MIN_PROMPT_TOKENS`.
         """
-        num_rows = num_decodes * (1 + self._num_drafts)
-        seconds = self._max_step_s - self._rest.predict(self._num_drafts > 0, num_decodes)
+        num_rows, is_drafting = num_decodes * (1 + self._num_drafts), self._num_drafts > 0
+        seconds = self._max_step_s - self._rest.predict(is_drafting, num_decodes)
         fitting = bisect_right(
-            range(1, most + 1), seconds, key=lambda count: self._cost.predict(num_rows + count, num_context_tokens)
+            range(1, most + 1), seconds, key=lambda count: self._cost.predict(num_rows + count, num_context_tokens, is_drafting)
         )
         return min(max(fitting, MIN_PROMPT_TOKENS), most)
 
@@ -61,7 +61,7 @@ class Pace:
             step_s: seconds of all of it.
             pass_s: seconds of the target's pass.
         """
-        self._cost.note(load.num_tokens + num_drafts, load.num_context_tokens, pass_s)
+        self._cost.note(load.num_tokens + num_drafts, load.num_context_tokens, pass_s, num_drafts > 0)
         if load.num_emitting:
             self._num_drafts += DRAFT_RATE * (num_drafts / load.num_emitting - self._num_drafts)
             self._rest.note(num_drafts > 0, load.num_emitting, step_s - pass_s)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from titan.adaptive.costs import Costs
 from titan.adaptive.load import Load
-from titan.adaptive.optimum import Costs
 
 PROBE_SHARE = 0.02
 """Share of the time."""

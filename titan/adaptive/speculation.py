@@ -100,19 +100,18 @@ class AdaptiveSpeculation:
             growth: of its trees, if a draft model grew them.
             times: of the step.
         """
-        num_nodes = acceptance.trees.num_nodes
-        num_tokens, num_accepted = len(self._rows), 0
-        if num_nodes:
+        num_accepted, num_nodes = 0, list[int]()
+        if self._decision.drafts and acceptance.trees.num_nodes:
+            starts = acceptance.trees.start_loc.tolist()
+            num_nodes = [starts[i + 1] - starts[i] for i in self._rows]
             for i in self._rows:
                 num_accepted += len(acceptance.paths[i])
                 self._follow_temperature(plan.requests[i])
-            num_tokens += num_accepted
         if self.is_latency:
             for i in self._rows:
                 plan.requests[i].draft_history.tokens_per_step.note(1 + len(acceptance.paths[i]))
         draft_seconds = times.draft if growth is None else growth.seconds
         outcome = Outcome(
-            num_tokens,
             num_nodes,
             num_accepted,
             0 if growth is None else growth.num_passes,
@@ -140,7 +139,7 @@ class AdaptiveSpeculation:
             mean_draft_tokens: per request and step, since the start.
         """
         controller, (decision, optimum) = self.controller, self._shown
-        target, draft = controller.target, controller.draft
+        target, draft = controller.costs.target, controller.costs.draft
         return SpeculationMetrics(
             choice="probe" if decision.is_probe else "on" if decision.drafts else "off",
             mean_draft_tokens=mean_draft_tokens,

@@ -13,6 +13,7 @@ part as one more of them: there is something to go by when all are new.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,9 @@ STRENGTH, STRENGTH_DRAFTS = 4.0, 8.0
 AGREEMENT_NODES = 2.0
 """Number of nodes that the agreement of all counts as in that of one request."""
 
+GAIN_PRIOR, GAIN_MEMORY = 32.0, 63 / 64
+"""Tokens that the gain of trees counts as seen at first, without any gain; and the share of them that remains per step."""
+
 
 class Estimates(NamedTuple):
     """Probabilities that the first child of a root is accepted, and what they go by."""
@@ -34,6 +38,31 @@ class Estimates(NamedTuple):
     errors: NDArray[np.float64]  # [num_candidates], standard errors
     mean_error: float  # of the mean of all; a share of the standard deviation of one draft
     agreements: NDArray[np.float64]  # [num_candidates], accepted nodes as a multiple of those that the draft expects; at most 1
+
+
+@dataclass(slots=True)
+class TreeGain:
+    """What trees bring beyond chains of as many nodes: siblings are accepted, too, and nodes are where the draft is sure."""
+
+    num_accepted: float = GAIN_PRIOR
+    num_promised: float = GAIN_PRIOR  # of chains
+
+    @property
+    def ratio(self) -> float:
+        """Accepted tokens as a multiple of those of chains, at least 1: what chains do not keep shows in acceptance."""
+        return max(1.0, self.num_accepted / self.num_promised)
+
+    def note(self, num_nodes: Sequence[int], acceptance: Sequence[float], num_accepted: int) -> None:
+        """Add a step.
+
+        Args:
+            num_nodes: verified, of each request.
+            acceptance: expected of the first child of each request's nodes.
+            num_accepted: of all nodes.
+        """
+        promised = sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in zip(num_nodes, acceptance, strict=True)])
+        self.num_accepted = GAIN_MEMORY * self.num_accepted + num_accepted
+        self.num_promised = GAIN_MEMORY * self.num_promised + promised
 
 
 def own_acceptance(counts: AcceptanceCounts, agreement: float) -> float:

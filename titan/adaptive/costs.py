@@ -1,0 +1,95 @@
+"""The costs of steps: of the target's and the draft's passes, and of the host beside them."""
+
+from __future__ import annotations
+
+from titan.adaptive.cost import HostTime, PassCost
+from titan.adaptive.load import Load, Outcome
+
+COLD = 1.5
+"""How many times as long a part of a step may take that is the first of its kind, because it finds nothing in the caches."""
+
+
+class Costs:
+    """What steps are made of.
+
+    Args:
+        target: cost of the target's passes.
+        draft: cost of the draft's passes; ``None``: it is part of the host's time.
+        is_timed: whether the times of passes are known; else only those of steps.
+    """
+
+    def __init__(self, target: PassCost, draft: PassCost | None, *, is_timed: bool = True) -> None:
+        self.target, self.draft, self.host = target, draft, HostTime()
+        self._is_timed = is_timed
+        self._was_drafting = False
+
+    def plain_seconds(self, load: Load) -> float:
+        """Return the seconds of a step without drafts."""
+        return self.host.predict(False, len(load.candidates)) + self.target.predict(load.num_rows, load.num_context_tokens)
+
+    def draft_line(self, load: Load) -> tuple[float, float]:
+        """Return the seconds of a pass of the draft, whatever its rows, and of each row, near a row for each candidate."""
+        if self.draft is None:
+            return 0.0, 0.0
+        n, context = len(load.candidates), load.num_context_tokens
+        first, second = self.draft.predict(n, context), self.draft.predict(2 * n, context)
+        per_row = min(max((second - first) / n, 0.0), first / n)
+        return first - n * per_row, per_row
+
+    def note_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
+        """Learn from a step without drafts.
+
+        Args:
+            load: of the step; its candidates do not matter.
+            num_requests: that emitted tokens.
+            outcome: of the step.
+        """
+        is_cold, self._was_drafting = self._was_drafting, False
+        rows, context, seconds = load.num_rows, load.num_context_tokens, outcome.target_seconds
+        change = self.target.note(rows, context, _warm(seconds, self.target.predict(rows, context)) if is_cold else seconds)
+        if self.draft is not None:
+            self.draft.follow(change)
+        if num_requests:
+            self.host.note(False, num_requests, outcome.host_seconds)
+
+    def note_drafting(self, load: Load, outcome: Outcome, num_nodes: list[int]) -> None:
+        """Learn from a step with drafts.
+
+        Args:
+            load: of the step.
+            outcome: of the step.
+            num_nodes: that each candidate was to draft.
+        """
+        is_cold, self._was_drafting = not self._was_drafting, True
+        n, num_drafting = len(load.candidates), sum(map(bool, num_nodes))
+        rows, context = load.num_rows + sum(outcome.num_nodes), load.num_context_tokens
+        of_draft = context * num_drafting / n
+        seconds = outcome.host_seconds
+        if is_cold and self.host.knows(True, n):
+            seconds = _warm(seconds, self.host.predict(True, n))
+        self.host.note(True, n, seconds)
+        if not self._is_timed:
+            self._note_together(rows, context, (max(num_nodes), num_drafting, of_draft), outcome.target_seconds)
+            return
+        seconds, expected = outcome.target_seconds, self.target.predict(rows, context, True)
+        self.target.note(rows, context, _warm(seconds, expected) if is_cold else seconds, True)
+        is_caught_up = all(each.num_missing <= 2 for count, each in zip(num_nodes, load.candidates, strict=True) if count)
+        if self.draft is not None and (passes := outcome.num_draft_passes) and is_caught_up:
+            per_pass, seconds = max(1.0, outcome.num_draft_rows / passes), outcome.draft_seconds / passes
+            expected = self.draft.predict(per_pass, of_draft)
+            self.draft.note(per_pass, of_draft, _warm(seconds, expected) if is_cold else seconds)
+
+    def _note_together(self, rows: int, context: int, of_draft: tuple[int, int, float], seconds: float) -> None:
+        """Note passes of target and draft, whose time together is known: each as the same multiple of what was expected."""
+        passes, *size = of_draft
+        target = self.target.predict(rows, context, True)
+        draft = 0.0 if self.draft is None else self.draft.predict(*size)
+        ratio = seconds / (target + passes * draft)
+        self.target.note(rows, context, ratio * target, True)
+        if self.draft is not None:
+            self.draft.note(*size, ratio * draft)
+
+
+def _warm(seconds: float, expected: float) -> float:
+    """Return what a part of a step would have taken with warm caches, as far as its time and what was expected tell."""
+    return min(seconds, max(expected, seconds / COLD))
