@@ -23,6 +23,7 @@ from zoo import Zoo, random_prompts
 from titan import LLM, CompletionOutput, SamplingParams
 from titan.core.kv_tensor import KVGroup, KVLayout
 from titan.core.options import EngineConfig
+from titan.core.terms import RequestTerms, as_terms
 from titan.draft.base import NoDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import register
@@ -30,6 +31,8 @@ from titan.draft.replay import ReplayDrafter
 from titan.memory.block_pool import BlockPool
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
+from titan.schedule.policies.fair import FairPolicy
+from titan.schedule.policies.priority import PriorityPolicy
 
 CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu", "speculation": "fixed"}
 SEED = "an integer from 0 to 9223372036854775807"
@@ -84,7 +87,10 @@ ENGINE: dict[str, tuple[str, list[Any]]] = {
     "max_num_batched_tokens": ("an integer >= 1", [0]),
     "prefill_chunk_size": ("an integer >= 1", [0]),
     "max_waiting_requests": ("an integer >= 1", [0]),
-    "scheduling_policy": ("'fcfs'", ["lifo"]),
+    "max_prefill_tokens": ("an integer >= 1", [0, 2.5]),
+    "max_inter_token_s": ("(0, inf)", [0, -1, nan, "fast"]),
+    "scheduling_policy": ("'fcfs', 'priority', 'fair', or a SchedulingPolicy", ["lifo", None, NoDrafter, FairPolicy]),
+    "reservation": ("'on_demand', 'max_tokens'", ["all", None]),
     "preemption_mode": ("'auto', 'recompute', 'swap'", ["drop", None]),
     "swap_space": ("an integer >= 0", [-1, 1.5, "4GB"]),
     "revision": ("a non-empty str or None", ["", 5]),
@@ -96,6 +102,13 @@ ENGINE: dict[str, tuple[str, list[Any]]] = {
     "enable_prefix_caching": (TRUTH, [1]),
     "kv_cache_dtype": ("'auto', 'int8'", ["fp8", "fp8_e4m3", "int4", "bfloat16", None]),
     "draft_kv_cache_dtype": ("'auto', 'int8'", ["fp8_e5m2", 8]),
+}
+TERMS: dict[str, tuple[str, list[Any]]] = {
+    "priority": ("'critical', 'normal', 'batch'", ["urgent", None, 1]),
+    "deadline_s": ("(0, inf)", [0, -1.0, nan, inf, "soon"]),  # 0 and less are past
+    "timeout_s": ("(0, inf)", [0, -1.0, True]),
+    "user": ("a non-empty str or None", ["", 5]),
+    "cache_salt": ("a non-empty str or None", ["", b"salt"]),
 }
 
 
@@ -131,6 +144,14 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (partial(NgramDrafter, 4), {"min_ngram": 5}, ["min_ngram=5", "max_ngram=4"]),
     (REPLAY, {"acceptance": 1.1, "vocab_size": 10}, ["acceptance=1.1", "[0, 1]"]),
     (REPLAY, {"acceptance": 0.5, "vocab_size": 1}, ["vocab_size=1", "at least 2"]),
+    (FairPolicy, {"weights": {"a": 1, "b": 0}}, ["weights['b']=0", "(0, inf)"]),
+    (FairPolicy, {"weights": {"": 1}}, ["user in weights=''", "a non-empty str"]),
+    (FairPolicy, {"weights": ["a"]}, ["weights=['a']", "a dict of users to numbers, or None"]),
+    (FairPolicy, {"output_weight": 0}, ["output_weight=0", "(0, inf)"]),
+    (FairPolicy, {"prompt_weight": -1}, ["prompt_weight=-1", "[0, inf)"]),
+    (PriorityPolicy, {"ageing_s": -1}, ["ageing_s=-1", "[0, inf)"]),
+    (partial(as_terms, 2), {"priority": ["batch", "urgent"]}, ["prompt 1: priority='urgent'", "'critical', 'normal', 'batch'"]),
+    (partial(as_terms, 2), {"user": ["a"] * 3}, ["user has 3 entries", "2 prompts"]),
     (BlockPool, {"num_blocks": -1, "enable_caching": True}, ["num_blocks=-1"]),
     (register, {"name": "ngram", "factory": NoDrafter}, ["name='ngram'", "taken", "ngram"]),
 ]
@@ -140,7 +161,12 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     ("make", "options", "parts"),
     [
         (make, {name: value}, [f"{name}={value!r}", allowed])
-        for make, table in ((SamplingParams, SAMPLING), (EngineConfig.of, ENGINE))
+        for make, table in (
+            (SamplingParams, SAMPLING),
+            (EngineConfig.of, ENGINE),
+            (RequestTerms, TERMS),
+            (partial(as_terms, 2), TERMS),
+        )
         for name, (allowed, values) in table.items()
         for value in values
     ]
@@ -312,6 +338,16 @@ NO_PARAMS = "a SamplingParams, a list of them, or None"
 def test_arguments_of_another_kind(llm: LLM, method: str, arguments: list[Any], parts: list[str]) -> None:
     with raises(*parts):
         getattr(llm, method)(*arguments)
+
+
+@pytest.mark.parametrize(("method", "prompt"), [("generate", "a"), ("stream", "a"), ("chat", [{"role": "user", "content": "a"}])])
+def test_terms_that_are_not_allowed(llm: LLM, method: str, prompt: Any) -> None:
+    with raises("timeout_s=-1", "(0, inf)"):
+        getattr(llm, method)(prompt, timeout_s=-1)
+    with raises("priority has 2 entries for 1 prompts"):
+        getattr(llm, method)(prompt, priority=["batch", "batch"])
+    with pytest.raises(TypeError, match=r"no option 'timeout' \(did you mean 'timeout_s'\?\)"):
+        getattr(llm, method)(prompt, timeout=5)
 
 
 def test_text_needs_a_tokenizer(zoo: Zoo) -> None:

@@ -154,6 +154,93 @@ def test_leaving_a_stream_ends_its_request_and_frees_its_blocks(llm: LLM, n: int
     del stream
 
 
+class Clock:
+    """A clock that the engine's steps move on."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(llm.engine.scheduler, "clock", lambda: self.now)
+        monkeypatch.setattr(llm.engine, "observers", [self.tick])
+
+    def tick(self, *_: object) -> None:
+        self.now += 1
+
+
+def test_a_request_that_takes_too_long_ends_with_what_it_has_and_the_others_go_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = greedy(40, ignore_eos=True, use_speculative=False)
+    expected = [output.outputs[0] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    Clock(llm, monkeypatch)
+    outputs = llm.generate(PROMPTS, params, False, timeout_s=[None, 9.5, None, 20])  # the last waits for ten steps
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [40, 10, 40, 10]
+    for output, whole in zip(outputs, expected, strict=True):
+        [completion] = output.outputs
+        assert completion.token_ids == whole.token_ids[: len(completion.token_ids)] and whole.text.startswith(completion.text)
+        assert output.finished and (completion.finish_reason == "abort") == (output.error is not None)
+    assert (outputs[1].error or "").startswith("timeout_s=9.5 is over: the request has 10 tokens of output and was running")
+    assert (outputs[1].metrics.arrival_time, outputs[1].metrics.finished_time) == (0.0, 10.0)
+
+
+def test_a_waiting_request_times_out(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(llm, monkeypatch)
+    streams = [llm.stream(prompt, greedy(40, ignore_eos=True)) for prompt in PROMPTS[:3]]
+    for stream in streams:
+        next(stream)
+    [last] = llm.stream(PROMPTS[3], greedy(40, n=2), timeout_s=3)
+    assert [(each.token_ids, each.finish_reason) for each in last.outputs] == [([], "abort")] * 2
+    assert last.error == "timeout_s=3 is over: the request has 0 tokens of output and was waiting"
+    for stream in streams:
+        stream.close()  # type: ignore[attr-defined]
+
+
+def test_abort_ends_all_completions_of_a_request_and_no_other(llm: LLM) -> None:
+    streams = [llm.stream(prompt, greedy(40, ignore_eos=True, n=2)) for prompt in PROMPTS[:2]]
+    first, other = (next(stream) for stream in streams)
+    assert not llm.abort("no such")
+    assert llm.abort(first.request_id) and not llm.abort(first.request_id)
+    [last] = streams[0]
+    assert [each.finish_reason for each in last.outputs] == ["abort"] * 2 and "was called" in (last.error or "")
+    assert [each.token_ids[: len(old.token_ids)] for each, old in zip(last.outputs, first.outputs, strict=True)] == [
+        old.token_ids for old in first.outputs
+    ]
+    *_, last = streams[1]
+    assert [each.finish_reason for each in last.outputs] == ["length"] * 2 and last.request_id == other.request_id
+
+
+def test_prefixes_are_shared_only_with_the_same_salt(llm: LLM) -> None:
+    prompt = [9, 8, 7, 6, 5, 4, 3] * 6
+    calls = [llm.generate([prompt], greedy(2), False, cache_salt=salt)[0] for salt in (None, "a", "b", "a", None)]
+    assert [output.num_cached_tokens for output in calls] == [0, 0, 0, 32, 32]
+    assert len({tuple(output.outputs[0].token_ids) for output in calls}) == 1
+    both = llm.generate([prompt] * 2, greedy(2), False, cache_salt=["c", "a"])
+    assert [output.num_cached_tokens for output in both] == [0, 32]
+    *_, streamed = llm.stream(prompt, greedy(2), cache_salt="b")
+    assert streamed.num_cached_tokens == 32
+
+
+def test_the_terms_of_a_call_reach_the_policy(zoo: Zoo) -> None:
+    llm = LLM(zoo.path("llama+text"), scheduling_policy="priority", max_batch_size=1, **CPU)
+    outputs = llm.generate(
+        PROMPTS, greedy(3), False, priority=["batch", "critical", "normal", "normal"], deadline_s=[9, None, 5, 2]
+    )
+    starts = [output.metrics.first_scheduled_time or 0.0 for output in outputs]
+    assert sorted(range(4), key=starts.__getitem__) == [1, 3, 2, 0]
+
+
+def test_a_target_for_the_time_between_tokens_bounds_prompts_only_while_others_decode(zoo: Zoo) -> None:
+    """Whatever the machine: a step within a nanosecond takes no prompt tokens but the least number, one of an hour takes all."""
+    for seconds, expected in ((1e-9, [100, 16, 16, 16]), (3600.0, [100, 50, 1, 1])):
+        llm = LLM(zoo.path("llama"), max_inter_token_s=seconds, **CPU)
+        chunks: list[int] = []
+        llm.engine.observers.append(lambda plan, _, chunks=chunks: chunks.append(max(plan.num_tokens)))
+        first = llm.stream([5] * 100, greedy(30, ignore_eos=True))
+        next(first)
+        [output] = llm.generate([[6] * 50], greedy(5, ignore_eos=True), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 5 and chunks[:4] == expected
+        assert len([*first][-1].outputs[0].token_ids) == 30
+
+
 def test_streams_may_run_side_by_side_and_beside_generate(llm: LLM) -> None:
     params = [greedy(length, ignore_eos=True) for length in (20, 3, 12, 7)]
     expected = [output.outputs[0] for output in llm.generate(PROMPTS, params, use_tqdm=False)]

@@ -6,6 +6,7 @@ import pytest
 from titan.adaptive.cost import FOLLOWED, HostTime, PassCost
 from titan.adaptive.costs import COLD_STEPS, Costs
 from titan.adaptive.load import Candidate, Load, Outcome
+from titan.adaptive.pace import Pace, StepLoad
 from titan.adaptive.value import TreeGain
 from titan.core.draft_history import AcceptanceCounts
 
@@ -118,3 +119,21 @@ def test_gain_of_trees_is_what_they_bring_beyond_chains() -> None:
     for _ in range(200):
         gain.note([3, 1], [0.5, 0.8], 0)
     assert gain.ratio == 1.0  # less than chains is a matter of acceptance
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "context", "most", "limit"),
+    [(4, 0, 500, 46), (4, 100, 500, 36), (30, 0, 500, 20), (60, 0, 500, 16), (4, 0, 40, 40), (60, 0, 5, 5)],
+)
+def test_the_prompt_tokens_of_a_step_are_those_that_its_time_allows(num_decodes: int, context: int, most: int, limit: int) -> None:
+    """A pass takes 1 + rows / 100 + context / 1000 seconds, and a step should take 1.5."""
+    assert Pace(PassCost((1, 101), (1.01, 2.01), 1e-3), 1.5 + 1e-9).prefill_limit(num_decodes, context, most) == limit
+
+
+def test_drafts_and_the_rest_of_a_step_leave_less_for_prompts() -> None:
+    pace = Pace(PassCost((1, 101), (0.99, 1.99), 1e-3), 1.5)
+    before = pace.prefill_limit(4, 0, 500)
+    for _ in range(200):
+        pace.note(StepLoad(4, 4, 0), 8, 0.98 + 0.12 + 0.1, 0.98 + 0.12)  # 12 rows, and a tenth of a second
+    after = pace.prefill_limit(4, 0, 500)
+    assert (before, after) == (48, 30)

@@ -6,7 +6,8 @@ wrong block or a stale draft shows. Free blocks that are not cached hold NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
 from random import Random
@@ -28,12 +29,14 @@ from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
+from titan.core.terms import PRIORITIES, RequestTerms
 from titan.core.trees import DraftTree
 from titan.kernels.backend import choose_backend
-from titan.memory.block_pool import hash_block
+from titan.memory.block_pool import hash_block, hash_root
 from titan.memory.kv_cache import HASH_SALT, KVCache
 from titan.schedule.admission import max_num_blocks
-from titan.schedule.scheduler import Scheduler
+from titan.schedule.policies.priority import PriorityPolicy
+from titan.schedule.scheduler import PrefillLimit, Scheduler
 
 MAX_MODEL_LEN = 60
 BLOCK_SIZE = 8
@@ -57,8 +60,8 @@ def value_of(model: str, prefix: tuple[int, ...]) -> float:
     return float(int.from_bytes(blake2b(f"{model} {prefix}".encode(), digest_size=5).digest()))
 
 
-def chained_hashes(token_ids: Sequence[int]) -> list[bytes]:
-    hashes = [b""]
+def chained_hashes(token_ids: Sequence[int], salt: str | None) -> list[bytes]:
+    hashes = [hash_root(salt)]
     for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE):
         hashes.append(hash_block(hashes[-1], token_ids[end - BLOCK_SIZE : end], HASH_SALT))
     return hashes[1:]
@@ -78,6 +81,7 @@ class World:
         num_swap_blocks: int = 0,
         num_more_slots: int = 0,
         error_rate: float = 0.0,
+        prefill_limit: PrefillLimit | None = None,
         **options: Any,
     ) -> None:
         self.options = ScheduleOptions(**options)
@@ -87,17 +91,20 @@ class World:
         for role, layout in LAYOUTS.items():
             self.kv.attach(role, KVTensor(layout, num_kv_blocks, BLOCK_SIZE, CPU))
         self.counters = EngineCounters()
-        self.scheduler = Scheduler(self.options, self.kv, self.counters)
+        self.now = 0.0
+        self.scheduler = Scheduler(self.options, self.kv, self.counters, lambda: self.now, prefill_limit)
+        self.is_fcfs = self.options.scheduling_policy == "fcfs"
         self.requests: list[Request] = []
 
-    def add(self, prompt: list[int], max_tokens: int, **options: Any) -> Request:
+    def add(self, prompt: list[int], max_tokens: int, terms: Mapping[str, Any] | None = None, **options: Any) -> Request:
         """Queue a request and its siblings, its limit lowered to what fits, as the engine does it."""
         room = min(MAX_MODEL_LEN, self.kv.num_blocks * BLOCK_SIZE) - len(prompt)
         params = SamplingParams(max_tokens=max_tokens, **options)
         family = tuple(
             Request(
                 str(len(self.requests) + index), None, prompt, params, 0, min(max_tokens, room),
-                frozenset() if params.ignore_eos else frozenset({EOS}), RequestMetrics(0.0), None, index,
+                frozenset() if params.ignore_eos else frozenset({EOS}), RequestMetrics(self.now), None, index,
+                terms=RequestTerms(**terms or {}),
             )
             for index in range(params.n)
         )  # fmt: skip
@@ -109,11 +116,16 @@ class World:
         return family[0]
 
     def step(self, max_draft_tokens: int, random: Random) -> StepPlan:
+        self.now += 1
+        for request in self.scheduler.expire():
+            assert request.finish_reason == "abort" and not request.block_ids
+        assert all(request.is_finished for request in self.requests if request.expiry is not None and request.expiry <= self.now)
         running, num_preemptions = list(self.scheduler.running), self.counters.num_preemptions
         plan = self.scheduler.schedule(max_draft_tokens, lambda _, budget: budget + self.num_more_slots)
-        self.check_plan(plan, max_draft_tokens)
+        self.check_plan(plan, max_draft_tokens, running)
         num_preempted = self.counters.num_preemptions - num_preemptions
-        if num_preempted > 0:
+        assert not num_preempted or self.options.reservation == "on_demand"
+        if num_preempted > 0 and self.is_fcfs:
             assert self.scheduler.running == running[:-num_preempted], "the latest go, and none joins in their stead"
         if not plan.requests:
             return plan
@@ -203,17 +215,23 @@ class World:
             path += np.flatnonzero(is_child & (tree.token_ids == tokens[-1]))[:1].tolist()
         return path, tokens
 
-    def check_plan(self, plan: StepPlan, max_draft_tokens: int) -> None:
+    def check_plan(self, plan: StepPlan, max_draft_tokens: int, ran: Sequence[Request]) -> None:
         options = self.options
         assert bool(plan.requests) == self.scheduler.has_unfinished, "there is always one that gets on"
         assert sum(plan.num_tokens) + sum(plan.draft_budgets) <= options.max_num_batched_tokens
         assert len(set(map(id, plan.requests))) == len(plan.requests) <= options.max_batch_size
-        if self.scheduler.running:
-            assert plan.requests[0] is self.scheduler.running[0], "the first come is never passed over"
+        if self.scheduler.running and self.is_fcfs:
+            assert self.scheduler.running[0] in plan.requests, "the first come is never passed over"
+        decodes = [request.num_uncomputed_tokens == 1 for request in plan.requests if request in ran]
+        assert decodes[: sum(decodes)] == [True] * sum(decodes), "decodes come first"
+        for request in set(ran).intersection(self.scheduler.running):
+            assert request in plan.requests or request.num_uncomputed_tokens > 1, "decodes are never passed over"
+        prompt_tokens = [count for request, count in zip(plan.requests, plan.num_tokens, strict=True) if count > 1]
+        assert sum(prompt_tokens) <= (options.max_prefill_tokens or options.max_num_batched_tokens)
         for i, request in enumerate(plan.requests):
             num_tokens, budget = plan.num_tokens[i], plan.draft_budgets[i]
             end = request.num_computed_tokens + num_tokens
-            assert 1 <= num_tokens <= options.prefill_chunk_size and end <= request.num_tokens
+            assert 1 <= num_tokens <= (options.prefill_chunk_size or options.max_num_batched_tokens) and end <= request.num_tokens
             assert 0 <= budget <= max_draft_tokens
             if budget:
                 assert plan.reaches_root(i) and request.params.use_speculative
@@ -230,10 +248,13 @@ class World:
         running, waiting = self.scheduler.running, list(self.scheduler.waiting)
         self.kv.check((*running, *waiting))
         assert len(running) <= self.options.max_batch_size
-        assert len(waiting) <= self.options.max_waiting_requests + self.options.max_batch_size, "only preempted ones come on top"
+        most = self.options.max_waiting_requests + self.options.max_batch_size
+        assert len(waiting) <= most or not self.is_fcfs, "only preempted ones come on top"
         assert not any(request.is_finished for request in (*running, *waiting))
         order = [int(request.request_id) for request in (*running, *waiting)]
-        assert order == sorted(set(order)), "first come, first served: who came later neither runs nor waits ahead"
+        assert order == sorted(set(order)) or not self.is_fcfs, (
+            "first come, first served: who came later neither runs nor waits ahead"
+        )
         for request in running:
             assert len(request.block_ids) == -(-request.num_computed_tokens // BLOCK_SIZE), "what was not accepted is given back"
         for request in waiting:
@@ -255,7 +276,7 @@ class World:
     def check_findable(self, request: Request, num_known: int) -> None:
         """Full blocks that have been computed since can be found, with the draft's epoch where it covers them."""
         pool = self.kv.pool
-        for block_hash in chained_hashes(request.token_ids[: request.num_computed_tokens])[num_known:]:
+        for block_hash in chained_hashes(request.token_ids[: request.num_computed_tokens], request.terms.cache_salt)[num_known:]:
             assert (pool.lookup(block_hash) is not None) == pool.enable_caching
         drafted = request.block_ids[: request.num_drafted_context // BLOCK_SIZE] if pool.enable_caching else []
         assert all(pool.draft_epochs[block] == self.kv.draft_epoch for block in drafted)
@@ -265,7 +286,7 @@ class World:
         pool = self.kv.pool
         prefixes = {}
         for request in self.requests:
-            for i, block_hash in enumerate(chained_hashes(request.token_ids[:-1])):  # never the root
+            for i, block_hash in enumerate(chained_hashes(request.token_ids[:-1], request.terms.cache_salt)):  # never the root
                 prefixes[block_hash] = request.token_ids[: (i + 1) * BLOCK_SIZE]
         for role, tensor in self.kv.tensors.items():
             host = self.kv.swap_space._blocks[role]
@@ -315,7 +336,9 @@ class World:
             tokens.append(next_token(tokens))
             is_end = tokens[-1] == EOS and not request.params.ignore_eos
         if request.finish_reason == "abort":
-            assert request.error in ("broken", "not wanted any more") and request.num_tokens < len(tokens), "not after its end"
+            assert re.match(r"broken|not wanted any more|timeout_s=\d+ is over", request.error or "") and request.num_tokens < len(
+                tokens
+            ), "not after its end"
             assert request.token_ids == tokens[: request.num_tokens]
         else:
             assert (request.token_ids, request.finish_reason) == (tokens, "stop" if is_end else "length")
@@ -366,6 +389,66 @@ def test_prompts_are_computed_in_chunks_of_what_the_running_requests_leave() -> 
         world.add([token] * 20, 1, ignore_eos=True)
     plans = [world.step(0, Random(0)).num_tokens for _ in range(5)]
     assert plans == [[1, 7, 4], [1, 7, 4], [1, 6, 5], [1, 7], [1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "prompts", "plans"),
+    [
+        ({"max_prefill_tokens": 8}, [20, 9], [[1, 8], [1, 4, 4], [1, 8], [1, 1, 5], [1, 1, 1]]),
+        (
+            {"prefill_chunk_size": 4, "max_prefill_tokens": 8},
+            [20, 9],
+            [[1, 4, 4], [1, 4, 4], [1, 1, 4], [1, 1, 4], [1, 1, 4], [1, 1, 1]],
+        ),
+        ({"prefill_chunk_size": None}, [200, 9], [[1, 200, 9], [1, 1, 1]]),
+        ({"max_prefill_tokens": 8, "max_batch_size": 2}, [20, 9], [[1, 8], [1, 8], [1, 4], [1, 1], [1, 1]]),
+        (
+            {"prefill_limit": lambda decodes, context, most: min(most, 3 * decodes)},
+            [9, 5],
+            [[1, 3], [1, 2, 1], [1, 3], [1, 1, 4], [1, 1, 1]],
+        ),
+    ],
+)
+def test_how_many_prompt_tokens_a_step_takes(options: dict[str, Any], prompts: list[int], plans: list[list[int]]) -> None:
+    world = World(**{"max_batch_size": 4, "num_kv_blocks": 80, "enable_prefix_caching": False} | options)
+    world.add([1], 40, ignore_eos=True)
+    world.step(0, Random(0))
+    for token, length in enumerate(prompts, start=2):
+        world.add([token] * length, 30, ignore_eos=True)
+    assert [world.step(0, Random(0)).num_tokens for _ in plans] == plans
+
+
+def test_drafts_leave_every_running_request_a_token() -> None:
+    world = World(max_batch_size=3, num_kv_blocks=40, max_num_batched_tokens=6)
+    for token in (1, 2, 3):
+        world.add([token] * 2, 30, ignore_eos=True)
+    world.step(0, Random(0))
+    plan = world.step(4, Random(0))
+    assert (plan.num_tokens, plan.draft_budgets) == ([1, 1, 1], [3, 0, 0])
+
+
+@pytest.mark.parametrize(("reservation", "num_started"), [("on_demand", 3), ("max_tokens", 2)])
+def test_whole_outputs_are_reserved_only_where_that_is_asked_for(reservation: str, num_started: int) -> None:
+    world = World(max_batch_size=3, num_kv_blocks=8, reservation=reservation)
+    for token in (1, 2, 3):
+        world.add([token] * 9, 20, ignore_eos=True)
+    assert len(world.step(2, Random(0)).requests) == num_started
+    world.drain(Random(0))
+    assert (world.counters.num_preemptions > 0) == (reservation == "on_demand")
+
+
+def test_a_request_whose_time_is_over_needs_no_room_to_wait_and_ends_in_the_next_step() -> None:
+    world = World(max_batch_size=1, num_kv_blocks=40, max_waiting_requests=1)
+    for _ in range(2):
+        world.add([1], 4, ignore_eos=True)
+        world.step(0, Random(0))
+    with pytest.raises(ValueError, match="max_waiting_requests=1"):
+        world.add([3], 4, {"timeout_s": 5})
+    late = Request(
+        "late", None, [3], SamplingParams(), 0, 4, frozenset(), RequestMetrics(-5.0), None, terms=RequestTerms(timeout_s=5)
+    )
+    world.scheduler.add(late)
+    assert world.scheduler.expire() == [late] and late.finish_reason == "abort" and len(world.scheduler.waiting) == 1
 
 
 def test_finished_requests_leave_and_waiting_ones_join_at_the_next_step() -> None:
@@ -453,7 +536,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             error_rate=random.choice([0.0, 0.0, 0.1]),
             max_batch_size=batch_size,
             max_num_batched_tokens=batch_size + random.choice([0, 3, 10, 40]),
-            prefill_chunk_size=random.randint(1, 20),
+            prefill_chunk_size=random.choice([None, random.randint(1, 20)]),
+            max_prefill_tokens=random.choice([None, None, random.randint(1, 20)]),
+            prefill_limit=random.choice([None, lambda _decodes, _context, most: 1 + hash(most) % most]),
+            scheduling_policy=random.choice(["fcfs", "fair", "priority", PriorityPolicy(ageing_s=random.randint(0, 20))]),
+            reservation=random.choice(["on_demand", "on_demand", "max_tokens"]),
             max_waiting_requests=6,
         )
 
@@ -470,7 +557,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match=f"max_waiting_requests={most}"):
                 self.world.add(prompt, 5)
         elif num_waiting + options.get("n", 1) <= most:
-            self.world.add(prompt, random.randint(1, 30), **options)
+            terms = {
+                "priority": random.choice(PRIORITIES),
+                "deadline_s": random.choice([None, random.randint(1, 30)]),
+                "timeout_s": random.choice([None, None, random.randint(1, 30)]),
+                "user": random.choice([None, "a", "b"]),
+                "cache_salt": random.choice([None, None, "salt"]),
+            }
+            self.world.add(prompt, random.randint(1, 30), terms, **options)
 
     @rule(steps=st.integers(1, 6))
     def run(self, steps: int) -> None:
@@ -500,8 +594,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match=f"num_blocks={num_blocks} is less than the {num_live} blocks in use"):
                 self.world.resize(num_blocks)
             assert tables == [list(request.block_ids) for request in scheduler.running]
-        elif num_blocks >= max([max_num_blocks(request, BLOCK_SIZE) for request in present], default=3):
+            return
+        num_to_come = sum(max_num_blocks(request, BLOCK_SIZE) - len(request.block_ids) for request in scheduler.running)
+        num_reserved = num_live + num_to_come if self.world.options.reservation == "max_tokens" else 0
+        if num_blocks >= max(num_reserved, *(max_num_blocks(request, BLOCK_SIZE) for request in present), 0 if present else 3):
+            scheduler.check_num_blocks(num_blocks)
             self.world.resize(num_blocks)
+        elif present:
+            with pytest.raises(ValueError, match=f"num_blocks={num_blocks} is too few for re"):
+                scheduler.check_num_blocks(num_blocks)
 
     @rule()
     def compact(self) -> None:
@@ -522,6 +623,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "world"):  # else `create` failed
             self.world.drain(self.random, self.max_draft_tokens)
+            assert not self.world.scheduler._expiries
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from tqdm import tqdm
 from titan.adaptive.controller import Controller
 from titan.adaptive.cost import PassCost
 from titan.adaptive.costs import Costs
+from titan.adaptive.pace import Pace, StepLoad
 from titan.adaptive.profile import Extent, Subject, measure
 from titan.adaptive.speculation import AdaptiveSpeculation, StepTimes
 from titan.core.checks import check_integer
@@ -27,7 +29,7 @@ from titan.core.options import EngineConfig, ModelOptions
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees, GrowthReport, TreeLimits
-from titan.draft.base import CachingDrafter, DraftContext, Drafter, ModelDrafter
+from titan.draft.base import CachingDrafter, DraftContext, Drafter, ModelDrafter, NoDrafter
 from titan.draft.labels import note_verification
 from titan.draft.registry import DraftSpec, check_draft, create_drafter
 from titan.execute.batch import split_logits, target_batch
@@ -40,7 +42,8 @@ from titan.memory.sizing import block_bytes, num_kv_blocks, num_swap_blocks
 from titan.models.config import ModelConfig
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model, resolve_model
-from titan.schedule.admission import Limits, max_num_blocks
+from titan.schedule.admission import Limits
+from titan.schedule.preemption import SwapRule
 from titan.schedule.scheduler import Lookahead, Scheduler
 from titan.verify.accept import collect, launch
 from titan.verify.logprobs import prompt_logprobs
@@ -140,26 +143,29 @@ class Engine:
         vocab_size = self.model_config.vocab_size
         _warm_up(config, [*self.runner.warm_up((), vocab_size), *self.backend.warm_up(vocab_size, self.dtype)])
         self.counters = EngineCounters()
-        self.scheduler = Scheduler(config.schedule, self.kv, self.counters)
         self.observers: list[StepObserver] = []
         self._target_cost: PassCost | None = None  # measured when it is first needed
+        self._swap_rule = SwapRule.of(config.schedule)
         self._use_drafter(drafter)
         if num_swapped:
-            self.scheduler.swap_rule.block_s = self.kv.measure_copies(self.backend.download)
+            self._swap_rule.block_s = self.kv.measure_copies(self.backend.download)
+        self._pace = self._make_pace()
+        prefill_limit = None if self._pace is None else self._pace.prefill_limit
+        self.scheduler = Scheduler(config.schedule, self.kv, self.counters, prefill_limit=prefill_limit, swap_rule=self._swap_rule)
 
     def step(self) -> list[Request]:
         """Run one step and return the requests whose output changed."""
         start = time.perf_counter()
         self.backend.activate()
-        adaptive = self.adaptive
+        adaptive, expired = self.adaptive, self.scheduler.expire()
         with torch.inference_mode():
             plan = self.scheduler.schedule(self._max_draft_tokens if adaptive is None else adaptive.num_reserved, self._lookahead)
             if not plan.requests:
-                return []
+                return expired
             schedule_s = time.perf_counter() - start  # deciding is not of each step
             if adaptive is not None:
                 adaptive.decide(plan)
-            return self._run(plan, schedule_s)
+            return [*expired, *self._run(plan, schedule_s)]
 
     def _run(self, plan: StepPlan, schedule_s: float | None) -> list[Request]:
         """Run a plan; where its passes take more memory than there is, in parts: a request ends only if not even one token fits.
@@ -212,10 +218,15 @@ class Engine:
             _warn_of(self.drafter, error)
         note_verification(plan, acceptance, growth, None if adaptive is None else adaptive.controller.fleet)
         self.kv.commit(plan, acceptance)
+        load = None if self._pace is None else _load(plan)
         changed = self.scheduler.update(plan, acceptance)
-        if adaptive is not None and schedule_s is not None:
-            whole = schedule_s + time.perf_counter() - begin
-            adaptive.observe(plan, acceptance, growth, StepTimes(whole, draft_s, target_s))
+        if schedule_s is None:
+            return changed
+        whole_s = schedule_s + time.perf_counter() - begin
+        if adaptive is not None:
+            adaptive.observe(plan, acceptance, growth, StepTimes(whole_s, draft_s, target_s))
+        if self._pace is not None and load is not None:
+            self._pace.note(load, acceptance.trees.num_nodes, whole_s, target_s)
         return changed
 
     def _propose(self, plan: StepPlan) -> DraftTrees:
@@ -284,13 +295,7 @@ class Engine:
                 f"graphs hold its addresses; allowed on a CPU"
             )
         self.kv.pool.new_ids(num_blocks, [request.block_ids for request in requests])
-        if requests:
-            largest = max(requests, key=lambda request: max_num_blocks(request, self.kv.block_size))
-            if (num_needed := max_num_blocks(largest, self.kv.block_size)) > num_blocks:
-                raise ValueError(
-                    f"num_blocks={num_blocks} is too few for request {largest.request_id}, which may need {num_needed}: at least "
-                    f"these are needed until it has finished"
-                )
+        self.scheduler.check_num_blocks(num_blocks)
         bytes_per_block = block_bytes(self.kv.block_size, [tensor.layout for tensor in self.kv.tensors.values()])
         num_allowed = self.kv.num_blocks + self.backend.free_memory() // bytes_per_block
         if num_blocks > num_allowed:
@@ -361,9 +366,17 @@ class Engine:
             return None
         if self._target_cost is None:
             self._target_cost = costs.pop(0)
-            self.scheduler.swap_rule.pass_s = self._target_cost.predict
+            self._swap_rule.pass_s = self._target_cost.predict
         controller = Controller(Costs(self._target_cost, costs[0] if costs else None, is_timed=self.backend.is_host))
         return AdaptiveSpeculation(controller, drafter, self._max_draft_tokens, options.speculation_target == "latency")
+
+    def _make_pace(self) -> Pace | None:
+        max_step_s = self.config.schedule.max_inter_token_s
+        if max_step_s is None:
+            return None
+        if self._target_cost is None:
+            [self._target_cost] = self._measure(NoDrafter())
+        return Pace(deepcopy(self._target_cost), max_step_s)
 
     def _measure(self, drafter: Drafter) -> list[PassCost]:
         """Measure the passes of the target, if they were not yet, and of the draft model, if there is one.
@@ -379,7 +392,9 @@ class Engine:
         if isinstance(drafter, ModelDrafter):
             any_blocks, max_len = range(min(pool.num_blocks, MAX_PROFILED_BLOCKS)), min(self.max_model_len, drafter.max_len)
             subjects.append(Subject(drafter.runner, 0, any_blocks, max_len))
-        max_rows = min(schedule.max_num_batched_tokens, schedule.max_batch_size * (1 + self._max_draft_tokens))
+        max_rows = schedule.max_num_batched_tokens
+        if schedule.max_inter_token_s is None:  # prompts do not matter
+            max_rows = min(max_rows, schedule.max_batch_size * (1 + self._max_draft_tokens))
         try:
             return measure(subjects, self.backend, Extent(self.kv.block_size, schedule.max_batch_size, max_rows))
         finally:
@@ -445,6 +460,11 @@ def check_process() -> None:
 def _first_process() -> int:
     """Return the process that made the first engine, in processes forked from it as well."""
     return os.getpid()
+
+
+def _load(plan: StepPlan) -> StepLoad:
+    num_emitting = sum([plan.reaches_root(i) for i in range(len(plan.requests))])
+    return StepLoad(num_emitting, sum(plan.num_tokens), sum([request.num_computed_tokens for request in plan.requests]))
 
 
 def _only_the_drafts(_: Request, budget: int) -> int:

@@ -20,6 +20,7 @@ from titan.core.metrics import ratio
 from titan.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, merge_metrics
 from titan.core.request import FinishReason, Request
 from titan.core.sampling_params import SamplingParams
+from titan.core.terms import RequestTerms
 from titan.detokenizer import IncrementalDetokenizer
 from titan.engine import Engine
 from titan.models.loader import load_tokenizer, resolve_model
@@ -46,14 +47,19 @@ class FrontEnd:
         self._numbers = count()
 
     def generate(
-        self, prompts: Sequence[Prompt | ValueError], params: Sequence[SamplingParams], use_tqdm: bool
+        self,
+        prompts: Sequence[Prompt | ValueError],
+        params: Sequence[SamplingParams],
+        use_tqdm: bool,
+        terms: Sequence[RequestTerms] | None = None,
     ) -> list[RequestOutput]:
         """Run prompts to completion, each with its own options; `titan.LLM.generate` says how refused prompts are handled.
 
         An error in place of a prompt says why there is none, and counts as a refused one.
         """
         self.loop.check_caller()
-        made = [self._try_request(*each) for each in zip(prompts, params, strict=True)]
+        terms = [RequestTerms()] * len(prompts) if terms is None else terms
+        made = [self._try_request(*each) for each in zip(prompts, params, terms, strict=True)]
         requests = [request for request in made if isinstance(request, Request)]
         for i, refusal in enumerate(made):
             if isinstance(refusal, ValueError):
@@ -66,21 +72,24 @@ class FrontEnd:
             for i, request in enumerate(made)
         ]
 
-    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, params: SamplingParams, terms: RequestTerms) -> Iterator[RequestOutput]:
         """Check the prompt now and run it lazily, with an output whenever a completion has grown, whoever stepped the engine.
 
         Raises:
             ValueError: the prompt is not allowed.
         """
         self.loop.check_caller()
-        return self._stream(self.make_request(prompt, params, needs_text=True))
+        return self._stream(self.make_request(prompt, params, terms, needs_text=True))
 
-    def make_request(self, prompt: Prompt, params: SamplingParams, *, needs_text: bool = False) -> Request:
+    def make_request(
+        self, prompt: Prompt, params: SamplingParams, terms: RequestTerms | None = None, *, needs_text: bool = False
+    ) -> Request:
         """Check a prompt and return its request; for ``params.n`` completions, the first of that many siblings.
 
         Args:
             prompt: in any form that `titan.prompts.read_prompt` takes.
             params: options.
+            terms: how it is scheduled; ``None`` = `RequestTerms()`.
             needs_text: keep the text up to date while the request runs.
 
         Raises:
@@ -115,9 +124,10 @@ class FrontEnd:
                 max_tokens=max_tokens,
                 stop_token_ids=stop_token_ids,
                 bad_word_ids=bad_word_ids,
-                metrics=RequestMetrics(arrival_time=time.monotonic()),
+                metrics=RequestMetrics(arrival_time=self.engine.scheduler.clock()),
                 detokenizer=self._make_detokenizer(prompt_token_ids, params) if is_text_needed else None,
                 index=index,
+                terms=terms or RequestTerms(),
             )
             for index in range(params.n)
         )
@@ -180,12 +190,12 @@ class FrontEnd:
                 if output.finished:
                     return
 
-    def _try_request(self, prompt: Prompt | ValueError, params: SamplingParams) -> Request | ValueError:
+    def _try_request(self, prompt: Prompt | ValueError, params: SamplingParams, terms: RequestTerms) -> Request | ValueError:
         """Return a request, or why the prompt is refused: one bad prompt must not cost the others their output."""
         if isinstance(prompt, ValueError):
             return prompt
         try:
-            return self.make_request(prompt, params)
+            return self.make_request(prompt, params, terms)
         except ValueError as error:
             return error
 

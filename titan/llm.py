@@ -12,6 +12,7 @@ from titan.core.checks import check_bool, check_path, shown
 from titan.core.metrics import EngineMetrics
 from titan.core.outputs import RequestOutput
 from titan.core.sampling_params import SamplingParams
+from titan.core.terms import TermOptions, as_terms
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 from titan.frontend import FrontEnd, choose_tokenizer
@@ -88,6 +89,7 @@ class LLM:
         prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **terms: Unpack[TermOptions],
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; outputs are in the order of the prompts.
 
@@ -99,11 +101,14 @@ class LLM:
             prompts: one prompt or a sequence of them, which may be empty.
             sampling_params: one for all prompts, or one per prompt; ``None`` = `get_default_sampling_params`.
             use_tqdm: show a progress bar with tokens/s and mean acceptance length.
+            terms: ``priority``, ``deadline_s``, ``timeout_s``, ``user`` and ``cache_salt``, which `titan.core.terms.RequestTerms`
+                documents: one value for all prompts, or a list of one per prompt.
 
         Raises:
-            ValueError: no prompt is allowed, or ``sampling_params`` does not match ``prompts``.
+            TypeError: there is no term of a name.
+            ValueError: no prompt is allowed, a term is not, or ``sampling_params`` or a term does not match ``prompts``.
         """
-        return self._generate(as_prompts(prompts), sampling_params, use_tqdm)
+        return self._generate(as_prompts(prompts), sampling_params, use_tqdm, terms)
 
     def chat(
         self,
@@ -116,6 +121,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **terms: Unpack[TermOptions],
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation or many, using the tokenizer's chat template.
 
@@ -131,6 +137,7 @@ class LLM:
             continue_final_message: leave the last message open, to be continued; needs ``add_generation_prompt=False``.
             tools: descriptions of functions, in JSON schema, for the template.
             chat_template_kwargs: other arguments of the template.
+            terms: as in `generate`.
 
         Raises:
             ValueError: there is no chat template, or as in `generate`.
@@ -159,18 +166,35 @@ class LLM:
                 prompts.append(render_chat(tokenizer, conversation, **options))
             except ValueError as error:
                 prompts.append(error)
-        return self._generate(prompts, sampling_params, use_tqdm)
+        return self._generate(prompts, sampling_params, use_tqdm, terms)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[TermOptions]
+    ) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output when a completion grows: text and tokens so far, complete characters only.
 
         Other requests in flight continue. Generation starts when the first output is requested; leaving the loop early aborts it.
+        The terms are as in `generate`.
 
         Raises:
-            ValueError: the prompt is not allowed.
+            TypeError: there is no term of a name.
+            ValueError: the prompt or a term is not allowed.
         """
         [params] = _as_params_list(self._default_params if sampling_params is None else sampling_params, 1)
-        return self.frontend.stream(prompt, params)
+        return self.frontend.stream(prompt, params, *as_terms(1, **terms))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in flight, all its completions: its caller gets the output so far, with finish_reason "abort".
+
+        For a thread beside the one that waits for the request, or between the outputs of `stream`.
+
+        Args:
+            request_id: of its `RequestOutput`.
+
+        Returns:
+            Whether such a request was waiting or running.
+        """
+        return self.frontend.loop.between_steps(lambda: self.engine.scheduler.abort_family(request_id))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; requests in flight keep their blocks. Return True, as vLLM does where it succeeds."""
@@ -221,9 +245,10 @@ class LLM:
         prompts: Sequence[Prompt | ValueError],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        terms: TermOptions,
     ) -> list[RequestOutput]:
         params = _as_params_list(self._default_params if sampling_params is None else sampling_params, len(prompts))
-        return self.frontend.generate(prompts, params, check_bool("use_tqdm", use_tqdm))
+        return self.frontend.generate(prompts, params, check_bool("use_tqdm", use_tqdm), as_terms(len(prompts), **terms))
 
     def diagnose(self) -> list[str]:
         """Check the engine and return what is wrong or slow, one sentence each; an empty list means nothing was found.

@@ -69,7 +69,7 @@ class StepLoop:
         def ask() -> T | None:
             if self._ended and (ended := self._ended.keys() & requests):
                 raise RuntimeError(f"a step failed, which ended all requests in flight: {self._ended[ended.pop()]}")
-            while to_queue and not scheduler.is_full:
+            while to_queue and scheduler.may_add(to_queue[0]):
                 scheduler.add(to_queue.popleft())
             return find_news()
 

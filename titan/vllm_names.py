@@ -23,6 +23,7 @@ class LLMOptions(EngineOptions, total=False):
     pipeline_parallel_size: int
     quantization: None
     enable_chunked_prefill: bool
+    long_prefill_token_threshold: int
     speculative_config: Mapping[str, Any] | None
 
 
@@ -90,6 +91,7 @@ TRANSLATIONS: Mapping[str, Translation] = {
     "pipeline_parallel_size": _only(1),
     "quantization": _only(None),
     "enable_chunked_prefill": _only(True),
+    "long_prefill_token_threshold": lambda name, value: {"prefill_chunk_size": check_integer(name, value, 0) or None},
     "speculative_config": _speculation,
 }
 

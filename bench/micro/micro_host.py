@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from titan.bench.micro.backlog import Backlog
 from titan.bench.micro.stage import CONTEXT_LEN, MAX_OUTPUT_LEN, NUM_DRAFT_TOKENS, SilentRunner, Stage, make_engine
 from titan.core.growth import Feed
 from titan.core.limits import MAX_NODES
+from titan.core.options import SCHEDULING_POLICIES
 from titan.core.step import Acceptance
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import DraftPolicy
@@ -26,6 +28,13 @@ pytestmark = pytest.mark.benchmark(group="host")
 def test_schedule(measure: Measure, stage: Stage) -> None:
     """The plan of a step whose blocks are reserved."""
     measure(stage.engine.scheduler.schedule, NUM_DRAFT_TOKENS, stage.engine._lookahead)
+
+
+@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
+def test_update_and_schedule(benchmark: Any, policy: str) -> None:
+    """The end of a step and the plan of the next, with 256 running requests and 2,000 waiting ones."""
+    backlog = Backlog(policy)
+    benchmark.pedantic(backlog.run, setup=lambda: ((backlog.verify(),), {}), rounds=200)
 
 
 def test_build_batch(measure: Measure, stage: Stage) -> None:

@@ -27,6 +27,7 @@ from titan.core.checks import (
     unknown_names,
 )
 from titan.core.limits import MAX_NODES
+from titan.core.policy import SchedulingPolicy
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"} | {f"torch.{name}": name for name in DTYPES[1:]}
@@ -36,7 +37,8 @@ SPECULATIONS = ("adaptive", "fixed", "off")
 SPECULATION_TARGETS = ("throughput", "latency")
 DRAFT_TREES = ("auto", "dynamic", "chain")
 DRAFT_SAMPLINGS = ("auto", "greedy", "sampled")
-SCHEDULING_POLICIES = ("fcfs",)
+SCHEDULING_POLICIES = ("fcfs", "priority", "fair")
+RESERVATIONS = ("on_demand", "max_tokens")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 MAX_THREADS = 1024
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -155,8 +157,16 @@ class ScheduleOptions:
     Args:
         max_batch_size: maximum number of requests that run at once.
         max_num_batched_tokens: maximum tokens of the target in one step, draft tokens included.
-        prefill_chunk_size: maximum prompt tokens of one request in one step.
-        scheduling_policy: "fcfs".
+        prefill_chunk_size: maximum prompt tokens of one request in one step; ``None`` = as many as the step takes.
+        max_prefill_tokens: maximum prompt tokens of all requests in one step; ``None`` = as many as the step takes.
+        max_inter_token_s: seconds between tokens that prompts should keep to: a step in which requests decode takes only as many
+            prompt tokens as its time allows by what steps have taken, and 16 in any case. ``None`` = no such target.
+        scheduling_policy: who starts next: "fcfs", who came first; "priority", by class and deadline
+            (`titan.schedule.policies.priority`); "fair", users share alike (`titan.schedule.policies.fair`); or a
+            `titan.core.policy.SchedulingPolicy`, which belongs to one engine.
+        reservation: when a waiting request starts: "on_demand", as soon as the running ones and it have blocks for their next step,
+            so that it or another may be preempted later; "max_tokens", when they all have blocks to the ends of their longest
+            outputs, so that none ever is.
         max_waiting_requests: maximum number of requests that wait at once; `LLM.generate` takes more and queues them in turn.
         preemption_mode: what becomes of the KV of a request that must make room: "recompute", it is computed again; "swap", it is
             copied to the swap space and back; "auto", what is expected to take less time, or "swap" where that is not measured. It
@@ -167,8 +177,11 @@ class ScheduleOptions:
 
     max_batch_size: int = 32
     max_num_batched_tokens: int = 2048
-    prefill_chunk_size: int = 512
-    scheduling_policy: str = "fcfs"
+    prefill_chunk_size: int | None = 512
+    max_prefill_tokens: int | None = None
+    max_inter_token_s: float | None = None
+    scheduling_policy: str | SchedulingPolicy = "fcfs"
+    reservation: str = "on_demand"
     max_waiting_requests: int = 2000
     preemption_mode: str = "auto"
     swap_space: int = 0
@@ -176,12 +189,18 @@ class ScheduleOptions:
     def __post_init__(self) -> None:
         store(
             self,
-            scheduling_policy=check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES),
+            scheduling_policy=_check_policy(self.scheduling_policy),
+            reservation=check_choice("reservation", self.reservation, RESERVATIONS),
+            prefill_chunk_size=_check_optional("prefill_chunk_size", self.prefill_chunk_size),
+            max_prefill_tokens=_check_optional("max_prefill_tokens", self.max_prefill_tokens),
             preemption_mode=check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES),
             swap_space=check_integer("swap_space", self.swap_space, 0),
         )
-        for name in ("max_batch_size", "max_num_batched_tokens", "prefill_chunk_size", "max_waiting_requests"):
+        for name in ("max_batch_size", "max_num_batched_tokens", "max_waiting_requests"):
             store(self, **{name: check_integer(name, getattr(self, name), 1)})
+        if self.max_inter_token_s is not None:
+            seconds = check_number("max_inter_token_s", self.max_inter_token_s, low=0.0, open_low=True)
+            store(self, max_inter_token_s=seconds)
         if self.max_num_batched_tokens < self.max_batch_size:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_batch_size={self.max_batch_size}: "
@@ -246,6 +265,15 @@ def _check_kv_cache_dtype(name: str, dtype: str) -> str:
     return check_choice(name, dtype, KV_CACHE_DTYPES)
 
 
+def _check_policy(policy: object) -> str | SchedulingPolicy:
+    if isinstance(policy, SchedulingPolicy) and not isinstance(policy, type):
+        return policy
+    try:
+        return check_choice("scheduling_policy", policy, SCHEDULING_POLICIES)
+    except ValueError as error:
+        raise ValueError(f"{error}, or a SchedulingPolicy") from None
+
+
 class EngineOptions(TypedDict, total=False):
     """The options of all groups by name, for type checkers; the groups define defaults and meanings."""
 
@@ -265,8 +293,11 @@ class EngineOptions(TypedDict, total=False):
     draft_sampling: str
     max_batch_size: int
     max_num_batched_tokens: int
-    prefill_chunk_size: int
-    scheduling_policy: str
+    prefill_chunk_size: int | None
+    max_prefill_tokens: int | None
+    max_inter_token_s: float | None
+    scheduling_policy: str | SchedulingPolicy
+    reservation: str
     max_waiting_requests: int
     preemption_mode: str
     swap_space: int

@@ -12,6 +12,7 @@ from typing import Protocol
 from titan.core.draft_history import DraftHistory
 from titan.core.outputs import Logprob, RequestMetrics
 from titan.core.sampling_params import SamplingParams
+from titan.core.terms import RequestTerms
 
 
 class FinishReason(StrEnum):
@@ -55,6 +56,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # tokens of the words that must not be generated
     index: int = 0  # among its siblings
     siblings: tuple[Request, ...] = ()  # all completions of the prompt, itself included; empty if it is the only one
+    terms: RequestTerms = field(default_factory=RequestTerms)
 
     token_ids: list[int] = field(init=False)  # prompt and output
     block_ids: array[int] = field(default_factory=partial(array, "q"))  # block table, for the target's and the draft's cache
@@ -90,6 +92,16 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def num_uncomputed_tokens(self) -> int:
+        """Number of tokens without KV in the target's cache, the root included: 1 of a request that decodes."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def expiry(self) -> float | None:
+        """Time at which it is aborted, on the clock of ``metrics.arrival_time``; ``None`` = never."""
+        return None if self.terms.timeout_s is None else self.metrics.arrival_time + self.terms.timeout_s
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
@@ -100,7 +112,7 @@ class Request:
     @property
     def num_remaining_tokens(self) -> int:
         """Number of tokens that the request may still emit."""
-        return self.max_tokens - self.num_output_tokens
+        return self.max_tokens + len(self.prompt_token_ids) - len(self.token_ids)
 
     def prompt_logits(self, num_tokens: int) -> range:
         """Return which of the next ``num_tokens`` positions still need logits, for the logprobs of the prompt tokens after them."""

@@ -60,6 +60,13 @@ class StepPlan:
             self.drafts_prompts,
         )
 
+    def remove(self, request: Request) -> None:
+        """Remove a request's row, if it has one."""
+        if request in self.requests:
+            i = self.requests.index(request)
+            for column in (self.requests, self.num_tokens, self.draft_budgets):
+                del column[i]
+
     def feeds_draft(self, i: int) -> bool:
         """Whether a draft model may be fed row ``i``."""
         return self.draft_budgets[i] > 0 or (self.drafts_prompts and not self.reaches_root(i))

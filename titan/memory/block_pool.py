@@ -200,11 +200,16 @@ def _differing_keys(left: dict[int, bytes], right: dict[int, bytes]) -> list[int
     return sorted(key for key in left.keys() | right.keys() if left.get(key) != right.get(key))
 
 
+def hash_root(salt: str | None) -> bytes:
+    """Return the parent of the first block of requests with this salt of the user's; it is empty for none."""
+    return b"" if salt is None else blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
 def hash_block(parent: bytes, token_ids: Sequence[int], salt: bytes) -> bytes:
     """Return the hash of a full block, which identifies its tokens and all tokens before them.
 
     Args:
-        parent: hash of the previous block, empty for the first one.
+        parent: hash of the previous block; for the first one `hash_root`.
         token_ids: the block's tokens.
         salt: at most 64 bytes; hashes of different salts never match.
 

@@ -21,7 +21,7 @@ from titan.core.kv_tensor import KVTensor, Role
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.kernels.interfaces import CacheOps, PathMove
-from titan.memory.block_pool import BlockPool, hash_block
+from titan.memory.block_pool import BlockPool, hash_block, hash_root
 from titan.memory.swap_space import SwapSpace, find_blocks, take_blocks
 
 HASH_SALT = b"titan"
@@ -214,7 +214,7 @@ class KVCache:
         is_known = (len(request.block_hashes), request.num_draft_marked_blocks) == (num_full_blocks, num_drafted_blocks)
         if is_known or not self.pool.enable_caching:
             return
-        block_hashes = request.block_hashes[-1:] or [b""]
+        block_hashes = request.block_hashes[-1:] or [hash_root(request.terms.cache_salt)]
         for i in range(len(request.block_hashes), num_full_blocks):
             block_hashes.append(self._hash_block(request, i, block_hashes[-1]))
             self.pool.register(request.block_ids[i], block_hashes[-1])
@@ -435,7 +435,7 @@ class KVCache:
 
     def _cached_prefix(self, request: Request) -> Prefix:
         block_ids, swapped, block_hashes, epochs = list[int](), dict[int, int](), list[bytes](), list[int]()
-        block_hash = b""
+        block_hash = hash_root(request.terms.cache_salt)
         for i in range((request.num_tokens - 1) // self.block_size):
             block_hash = self._hash_block(request, i, block_hash)
             if (block_id := self.pool.lookup(block_hash)) is not None:

@@ -1,15 +1,17 @@
 """Iteration-level continuous batching: which requests run in a step, with how many tokens, and how they advance.
 
 There is no prefill phase and no decode phase: each step gives a request tokens so that `num_computed_tokens` catches up
-with its tokens and draft nodes. Running requests come first, in order of arrival; then waiting ones join.
+with its tokens and draft nodes. Running requests that decode come first, then those that have more to compute; then waiting ones
+join, in the order of the policy.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from titan.core.checks import shown
 from titan.core.metrics import EngineCounters
 from titan.core.options import ScheduleOptions
 from titan.core.outputs import RequestMetrics
@@ -17,29 +19,52 @@ from titan.core.request import FinishReason, Request
 from titan.core.step import Acceptance, StepPlan
 from titan.memory.kv_cache import KVCache
 from titan.schedule.admission import max_num_blocks
+from titan.schedule.heap import Heap
+from titan.schedule.policies.registry import create_policy
 from titan.schedule.preemption import SwapRule
 from titan.schedule.stopping import append_tokens
 
 Lookahead = Callable[[Request, int], int]
 """Returns the slots after the root that drafting this many nodes would like to write: at least as many, more for a beam."""
 
+PrefillLimit = Callable[[int, int, int], int]
+"""Returns how many prompt tokens a step may take, given the number of requests that decode, the tokens computed before of all that
+run, and the most that there may be; at least 1."""
+
 
 class Scheduler:
     """Holds the waiting and the running requests.
 
     Args:
-        options: how many requests and tokens may run, and how many wait.
+        options: how many requests and tokens may run, how many wait, and in which order.
         kv: block tables and KV of all requests.
         counters: totals to update.
+        clock: returns seconds, on the clock of the requests' times of arrival.
+        prefill_limit: bounds the prompt tokens of steps in which requests decode; ``None`` = by the options alone.
+        swap_rule: chooses what becomes of the KV of preempted requests; ``None`` = by the mode in the options alone.
     """
 
-    def __init__(self, options: ScheduleOptions, kv: KVCache, counters: EngineCounters) -> None:
+    def __init__(
+        self,
+        options: ScheduleOptions,
+        kv: KVCache,
+        counters: EngineCounters,
+        clock: Callable[[], float] = time.monotonic,
+        prefill_limit: PrefillLimit | None = None,
+        swap_rule: SwapRule | None = None,
+    ) -> None:
         self.options = options
         self.kv = kv
         self.counters = counters
-        self.swap_rule = SwapRule(options.preemption_mode, options.prefill_chunk_size)
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.clock = clock
+        self.policy = create_policy(options.scheduling_policy)
+        self.swap_rule = swap_rule or SwapRule(
+            options.preemption_mode, options.prefill_chunk_size or options.max_num_batched_tokens
+        )
+        self.waiting: OrderedDict[Request, None] = OrderedDict()  # preempted ones first; the policy has its own order
+        self.running: list[Request] = []  # in order of their start
+        self._prefill_limit = prefill_limit
+        self._expiries: Heap[Request] = Heap()  # of unfinished requests, by time
 
     @property
     def has_unfinished(self) -> bool:
@@ -51,29 +76,78 @@ class Scheduler:
         """Whether no more requests may wait."""
         return len(self.waiting) >= self.options.max_waiting_requests
 
+    def may_add(self, request: Request) -> bool:
+        """Whether a request may be queued: there is room, or its time is over, and the next step ends it."""
+        return not self.is_full or (request.expiry is not None and request.expiry <= self.clock())
+
     def add(self, request: Request) -> None:
         """Queue a request; one that was admitted, but no longer fits since the KV cache was resized, ends at once, with an error.
 
         Raises:
             ValueError: the queue is full.
         """
-        if self.is_full:
+        if not self.may_add(request):
             raise ValueError(
                 f"max_waiting_requests={self.options.max_waiting_requests} requests are waiting already: "
                 f"request {request.request_id} is refused; add it again after some steps"
             )
-        self.waiting.append(request)
+        self._queue(request)
+        if request.expiry is not None:
+            self._expiries.push(request, request.expiry)
         if (num_blocks := max_num_blocks(request, self.kv.block_size)) > self.kv.num_blocks:
             self.abort(request, f"the KV cache was resized to {self.kv.num_blocks} blocks, and the request may need {num_blocks}")
 
     def abort(self, request: Request, error: str | None = None) -> None:
         """Abort a waiting or running request and release its blocks."""
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
         request.error = error
-        self._finish(request, FinishReason.ABORT)
+        request.finish_reason = FinishReason.ABORT
+        if request in self.waiting:
+            self._unqueue(request)
+        else:
+            self.running.remove(request)
+        self._finish(request)
+
+    def abort_family(self, request_id: str) -> bool:
+        """Abort the completions of a prompt, given the id of the first, that wait or run; return whether there were any."""
+        found = [request for request in (*self.running, *self.waiting) if request.family[0].request_id == request_id]
+        for request in found:
+            self.abort(request, f"abort({request_id!r}) was called")
+        return bool(found)
+
+    def expire(self) -> list[Request]:
+        """Abort the requests that have not finished within their ``timeout_s``, and return them."""
+        expired = []
+        while self._expiries and (entry := self._expiries.top())[1] <= self.clock():
+            request = entry[0]
+            self.abort(
+                request,
+                f"timeout_s={request.terms.timeout_s:g} is over: the request has {request.num_output_tokens} tokens of output and "
+                f"was {'waiting' if request in self.waiting else 'running'}",
+            )
+            expired.append(request)
+        return expired
+
+    def check_num_blocks(self, num_blocks: int) -> None:
+        """Check that a KV cache of another size has room for what was admitted.
+
+        Raises:
+            ValueError: a request may need more blocks, or those that run may, which never make room for each other.
+        """
+        requests = (*self.running, *self.waiting)
+        if not requests:
+            return
+        largest = max(requests, key=lambda request: max_num_blocks(request, self.kv.block_size))
+        if (num_needed := max_num_blocks(largest, self.kv.block_size)) > num_blocks:
+            raise ValueError(
+                f"num_blocks={num_blocks} is too few for request {largest.request_id}, which may need {num_needed}: at least "
+                f"these are needed until it has finished"
+            )
+        num_reserved = self.kv.num_blocks - self.kv.pool.num_free + self._num_missing_blocks(self.running, 0)
+        if self.options.reservation == "max_tokens" and num_reserved > num_blocks:
+            raise ValueError(
+                f"num_blocks={num_blocks} is too few for reservation='max_tokens': at least {num_reserved} are needed until a "
+                f"running request has finished"
+            )
 
     def schedule(self, max_draft_tokens: int, lookahead: Lookahead) -> StepPlan:
         """Choose the rows of the next step and reserve the slots they write.
@@ -92,31 +166,101 @@ class Scheduler:
         return plan
 
     def _choose_rows(self, plan: StepPlan, max_draft_tokens: int) -> None:
-        """Add rows to the plan, and reserve blocks for their tokens and drafts."""
-        budget = self.options.max_num_batched_tokens
+        """Add rows to the plan, and reserve blocks for their tokens and drafts.
+
+        The tokens of a row that is taken back, because its request is preempted, are not given to others in this step.
+        """
+        now = self.clock()
+        if self.waiting:
+            self._displace(max_draft_tokens, now)
         num_preemptions = self.counters.num_preemptions
-        index = 0
-        while budget > 0 and index < len(self.running):  # preemption shortens the list from its end
-            request = self.running[index]
-            num_tokens, num_drafts = self._row(request, budget, max_draft_tokens)
-            if self._reserve_by_preemption(request, request.num_computed_tokens + num_tokens + num_drafts):
-                budget -= plan.add(request, num_tokens, num_drafts)
-            index += 1
-        if self.counters.num_preemptions > num_preemptions:
-            return  # no room for the running requests: none joins
-        while budget > 0 and self.waiting and len(self.running) < self.options.max_batch_size:
-            request = self.waiting[0]
-            if self.kv.awaits_sibling(request) or (self.running and not self._has_room(request, max_draft_tokens)):
-                break
+        decodes = [request for request in self.running if request.num_uncomputed_tokens == 1]
+        prefills = [request for request in self.running if request.num_uncomputed_tokens > 1]
+        budget, num_left = self.options.max_num_batched_tokens, len(self.running)
+        for request in decodes:
+            num_left -= 1  # requests, for each of which the drafts leave a token
+            budget -= self._add_running(plan, request, 1, budget - num_left, max_draft_tokens, now)
+        prompt_budget = self._prompt_budget(decodes, budget)
+        for request in prefills:
+            num_tokens = self._chunk(request, prompt_budget)
+            num_used = self._add_running(plan, request, num_tokens, budget, max_draft_tokens, now)
+            budget -= num_used
+            prompt_budget = min(prompt_budget - min(num_used, num_tokens), budget)
+        if self.counters.num_preemptions == num_preemptions:  # else there is no room for the running requests: none joins
+            self._join(plan, budget, prompt_budget, max_draft_tokens, now)
+
+    def _prompt_budget(self, decodes: Sequence[Request], budget: int) -> int:
+        """Return how many tokens the requests that do not decode may have together."""
+        most = min(budget, self.options.max_prefill_tokens or budget)
+        if self._prefill_limit is None or not decodes or most <= 1:
+            return most
+        return self._prefill_limit(len(decodes), sum([request.num_computed_tokens for request in self.running]), most)
+
+    def _chunk(self, request: Request, prompt_budget: int) -> int:
+        """Return how many tokens a running request that does not decode may have.
+
+        Where another could join, a chunk that is not the last leaves half of the budget: a long prompt must not stall short ones.
+        """
+        num_tokens = min(request.num_uncomputed_tokens, self.options.prefill_chunk_size or prompt_budget, prompt_budget)
+        may_join = self.waiting and len(self.running) < self.options.max_batch_size
+        return min(num_tokens, -(-prompt_budget // 2)) if may_join and num_tokens < request.num_uncomputed_tokens else num_tokens
+
+    def _add_running(
+        self, plan: StepPlan, request: Request, num_tokens: int, budget: int, max_draft_tokens: int, now: float
+    ) -> int:
+        """Add the row of a running request to the plan, preempting others as needed; return its tokens, drafts included."""
+        if not num_tokens or request in self.waiting:  # it was preempted in this step
+            return 0
+        num_drafts = self._num_drafts(request, num_tokens, budget, max_draft_tokens)
+        while not self.kv.reserve(request, request.num_computed_tokens + num_tokens + num_drafts):
+            victim = self.policy.victim(self.running, now)
+            self._preempt(victim)
+            plan.remove(victim)
+            if victim is request:
+                return 0
+        return plan.add(request, num_tokens, num_drafts)
+
+    def _join(self, plan: StepPlan, budget: int, prompt_budget: int, max_draft_tokens: int, now: float) -> None:
+        """Start waiting requests as long as there is room for them."""
+        if not self.waiting or len(self.running) >= self.options.max_batch_size:
+            return
+        num_missing = self._num_missing_blocks(self.running, max_draft_tokens)
+        while prompt_budget > 0 and self.waiting and len(self.running) < self.options.max_batch_size:
+            request = self._first(now)
+            if self.kv.awaits_sibling(request):
+                return
+            if self.running and num_missing + self._num_missing_blocks([request], max_draft_tokens) > self.kv.pool.num_free:
+                return
             is_swapped = request.is_swapped
             self._start(request)
             if is_swapped and plan.requests:
+                num_missing += self._num_missing_blocks([request], max_draft_tokens)
                 continue  # its KV arrives beside this step's passes
             self.kv.await_copies()
-            num_tokens, num_drafts = self._row(request, budget, max_draft_tokens)
+            num_tokens = min(request.num_uncomputed_tokens, self.options.prefill_chunk_size or prompt_budget, prompt_budget)
+            num_drafts = self._num_drafts(request, num_tokens, budget, max_draft_tokens)
             is_reserved = self.kv.reserve(request, request.num_computed_tokens + num_tokens + num_drafts)
             assert is_reserved, "a request that runs alone fits: larger ones are refused when they are added"
             budget -= plan.add(request, num_tokens, num_drafts)
+            prompt_budget = min(prompt_budget - num_tokens, budget)
+            num_missing += self._num_missing_blocks([request], max_draft_tokens)
+
+    def _displace(self, max_draft_tokens: int, now: float) -> None:
+        """Preempt running requests for the first waiting one, if the policy lets it take their place and it then joins."""
+        request = self._first(now)
+        candidates = self.policy.displaceable(request, self.running, now)
+        if not candidates or self.options.reservation == "max_tokens" or self.kv.awaits_sibling(request):
+            return
+        num_lacking = self._num_missing_blocks([*self.running, request], max_draft_tokens) - self.kv.pool.num_free
+        is_full, victims = len(self.running) >= self.options.max_batch_size, list[Request]()
+        for candidate in candidates:
+            if num_lacking <= 0 and (victims or not is_full):
+                break
+            victims.append(candidate)
+            num_lacking -= len(candidate.block_ids) + self._num_missing_blocks([candidate], max_draft_tokens)
+        if num_lacking <= 0:
+            for victim in victims:
+                self._preempt(victim)
 
     def update(self, plan: StepPlan, acceptance: Acceptance) -> list[Request]:
         """Advance counters, append tokens, and finish the requests that ended.
@@ -126,82 +270,91 @@ class Scheduler:
         """
         changed, proposed, accepted = [], list[int](), list[int]()  # requests, depths of draft tokens
         num_rows = num_tokens = 0
-        now = time.monotonic()
+        now = self.clock()
         depths, first_nodes = acceptance.trees.nodes.depths.tolist(), acceptance.trees.start_loc.tolist()
-        for i, request in enumerate(plan.requests):
-            if acceptance.token_ids[i] or acceptance.errors[i] is not None:
+        rows = zip(plan.requests, acceptance.token_ids, acceptance.paths, acceptance.errors, strict=True)
+        for i, (request, token_ids, path, error) in enumerate(rows):
+            if token_ids or error is not None:
                 changed.append(request)
             if request.prompt_logprobs is not None:
                 request.prompt_logprobs += acceptance.prompt_logprobs.get(i, ())
-            if acceptance.token_ids[i]:
-                num_emitted = append_tokens(request, acceptance.token_ids[i])
+            if token_ids:
+                num_emitted = append_tokens(request, token_ids)
+                self.policy.serve(request, 0, num_emitted)
                 if request.logprobs is not None:
                     request.logprobs += acceptance.logprobs[i][:num_emitted]
                 if request.metrics.first_token_time is None:
                     request.metrics.first_token_time = now
-                own = depths[first_nodes[i] : first_nodes[i + 1]], range(1, min(len(acceptance.paths[i]), num_emitted) + 1)
+                own = depths[first_nodes[i] : first_nodes[i + 1]], range(1, min(len(path), num_emitted) + 1)
                 _count(request.metrics, 1, num_emitted, *own)
                 num_rows += 1
                 num_tokens += num_emitted
                 proposed += own[0]
                 accepted += own[1]
-            if acceptance.errors[i] is not None and not request.is_finished:  # after a stop it does not matter
-                self.abort(request, acceptance.errors[i])
+            if error is not None and not request.is_finished:  # after a stop it does not matter
+                self.abort(request, error)
                 continue
-            request.commit(plan.num_tokens[i] + len(acceptance.paths[i]))
+            request.commit(plan.num_tokens[i] + len(path))
             self.kv.cache_full_blocks(request)
         finished = [request for request in changed if request.is_finished and request.finish_reason is not FinishReason.ABORT]
         if finished:
             self.running = [request for request in self.running if not request.is_finished]
             for request in finished:
-                assert request.finish_reason is not None
-                self._finish(request, request.finish_reason)
+                self._finish(request)
         self.counters.num_steps += 1
         _count(self.counters, num_rows, num_tokens, proposed, accepted)
         return changed
 
-    def _has_room(self, request: Request, max_draft_tokens: int) -> bool:
-        """Whether a waiting request fits beside the running ones, drafts included; if not, one would soon be preempted."""
-        num_missing = sum(self.kv.num_missing_blocks(each, each.num_tokens + max_draft_tokens) for each in (*self.running, request))
-        return num_missing <= self.kv.pool.num_free
+    def _num_missing_blocks(self, requests: Sequence[Request], max_draft_tokens: int) -> int:
+        """Return how many free blocks it takes to run these requests: to their next step's end, or with "max_tokens" to theirs."""
+        if self.options.reservation == "max_tokens":
+            return sum([self.kv.num_missing_blocks(each, each.num_prompt_tokens + each.max_tokens) for each in requests])
+        return sum([self.kv.num_missing_blocks(each, each.num_tokens + max_draft_tokens) for each in requests])
 
-    def _row(self, request: Request, budget: int, max_draft_tokens: int) -> tuple[int, int]:
-        """Return the numbers of committed and draft tokens of a request's row.
+    def _num_drafts(self, request: Request, num_tokens: int, budget: int, max_draft_tokens: int) -> int:
+        """Return the number of draft tokens of a request's row.
 
         There are drafts only after the root, at most one fewer than the tokens still to be emitted: the final token needs none.
         """
-        num_tokens = min(request.num_tokens - request.num_computed_tokens, self.options.prefill_chunk_size, budget)
         params = request.params
-        if not params.use_speculative or request.num_computed_tokens + num_tokens < request.num_tokens:
-            return num_tokens, 0
+        if not params.use_speculative or num_tokens < request.num_uncomputed_tokens:
+            return 0
         own = max_draft_tokens if params.max_draft_tokens is None else params.max_draft_tokens
-        return num_tokens, max(0, min(own, max_draft_tokens, budget - num_tokens, request.num_remaining_tokens - 1))
+        return max(0, min(own, max_draft_tokens, budget - num_tokens, request.num_remaining_tokens - 1))
 
-    def _reserve_by_preemption(self, request: Request, num_slots: int) -> bool:
-        """Reserve slots for a running request, preempting the most recent ones as needed; False if it was preempted itself."""
-        while not self.kv.reserve(request, num_slots):
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is request:
-                return False
-        return True
+    def _first(self, now: float) -> Request:
+        request = self.policy.first(now)
+        if request not in self.waiting:
+            raise RuntimeError(f"the scheduling policy {self.policy.name!r} starts {shown(request)}, which does not wait")
+        return request
+
+    def _queue(self, request: Request) -> None:
+        self.waiting[request] = None
+        self.policy.add(request)
+
+    def _unqueue(self, request: Request) -> None:
+        del self.waiting[request]
+        self.policy.remove(request)
 
     def _preempt(self, request: Request) -> None:
-        """Take a request's blocks away and put it first in the queue; its KV goes to the swap space, or is computed again."""
+        """Take a running request's blocks away and queue it again; its KV goes to the swap space, or is computed again."""
+        if request not in self.running:
+            raise RuntimeError(f"the scheduling policy {self.policy.name!r} preempts {shown(request)}, which does not run")
         if self.swap_rule.prefers_swap(request) and self.kv.swap_out(request):
             self.counters.num_swapped_out += 1
         else:
             self.kv.free(request)
         self.running.remove(request)
-        self.waiting.appendleft(request)
         request.metrics.num_preemptions += 1
         self.counters.num_preemptions += 1
+        self._queue(request)
+        self.waiting.move_to_end(request, last=False)
 
     def _start(self, request: Request) -> None:
-        """Start the first waiting request, at the end of what is already computed of it."""
+        """Start a waiting request, at the end of what is already computed of it."""
         is_swapped = request.is_swapped
         self.kv.admit(request)
-        self.waiting.popleft()
+        self._unqueue(request)
         self.running.append(request)
         if is_swapped:
             self.counters.num_swapped_in += 1
@@ -210,15 +363,19 @@ class Scheduler:
         self.counters.num_cached_tokens += metrics.num_cached_tokens
         self.counters.num_admitted_tokens += request.num_tokens
         if metrics.first_scheduled_time is None:
-            metrics.first_scheduled_time = time.monotonic()
+            metrics.first_scheduled_time = self.clock()
+            self.policy.serve(request, max(0, request.num_prompt_tokens - request.num_computed_tokens), 0)
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        request.finish_reason = reason
+    def _finish(self, request: Request) -> None:
+        """Release what a request held that is neither waiting nor running any more."""
         if request.detokenizer is not None and not isinstance(request.stop_reason, str):
             request.detokenizer.finish()  # text truncated at a stop string is already complete
+        if request in self._expiries:
+            self._expiries.remove(request)
         self.counters.num_finished_requests += 1
-        request.metrics.finished_time = time.monotonic()
+        request.metrics.finished_time = self.clock()
         self.kv.free(request)
+        self.policy.end(request)
 
 
 def _count(
@@ -233,7 +390,7 @@ def _count(
 
 def _count_depths(counts: list[int], depths: Sequence[int]) -> None:
     """Add one to ``counts[d - 1]`` for each depth d."""
-    if len(counts) < (deepest := max(depths, default=0)):
-        counts.extend([0] * (deepest - len(counts)))
     for depth in depths:
+        if depth > len(counts):
+            counts.extend([0] * (depth - len(counts)))
         counts[depth - 1] += 1

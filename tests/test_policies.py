@@ -1,0 +1,311 @@
+"""Who starts next and who gives way, by policy: single choices, and the bounds that the policies state under random arrivals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from random import Random
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepping import host_trees
+
+from titan.core.metrics import EngineCounters
+from titan.core.options import ScheduleOptions
+from titan.core.outputs import RequestMetrics
+from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
+from titan.core.step import Acceptance
+from titan.core.terms import PRIORITIES, RequestTerms
+from titan.core.trees import EMPTY_TREE
+from titan.kernels.interfaces import CacheOps
+from titan.memory.kv_cache import KVCache
+from titan.schedule.heap import Heap
+from titan.schedule.policies.fair import FairPolicy
+from titan.schedule.policies.fcfs import FcfsPolicy
+from titan.schedule.policies.priority import AGED_TURN, PriorityPolicy
+from titan.schedule.scheduler import Scheduler
+
+BLOCK_SIZE = 8
+
+
+class Server:
+    """A scheduler whose requests emit a token per step, on a clock of steps."""
+
+    def __init__(self, policy: Any, *, num_kv_blocks: int = 1000, **options: Any) -> None:
+        options = ScheduleOptions(scheduling_policy=policy, **{"max_batch_size": 1} | options)
+        kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching=False, ops=Mock(spec=CacheOps))
+        self.now = 0.0
+        self.scheduler = Scheduler(options, kv, EngineCounters(), lambda: self.now)
+        self.requests: list[Request] = []
+        self.starts: list[Request] = []  # in order, those after a preemption too
+
+    def add(self, terms: Mapping[str, Any], prompt_len: int = 1, max_tokens: int = 1) -> Request:
+        params = SamplingParams(max_tokens=max_tokens)
+        request = Request(
+            str(len(self.requests)), None, [5] * prompt_len, params, 0, max_tokens, frozenset(), RequestMetrics(self.now), None,
+            terms=RequestTerms(**terms),
+        )  # fmt: skip
+        self.scheduler.add(request)
+        self.requests.append(request)
+        return request
+
+    def step(self) -> None:
+        before = {request: request.metrics.num_preemptions for request in self.scheduler.running}
+        plan = self.scheduler.schedule(0, lambda _, budget: budget)
+        running = self.scheduler.running
+        assert all(request in running for request in plan.requests)
+        self.starts += [each for each in running if before.get(each) != each.metrics.num_preemptions]
+        tokens = [[7] if plan.reaches_root(i) else [] for i in range(len(plan.requests))]
+        empty = [list[int]() for _ in tokens]
+        self.scheduler.update(plan, Acceptance(host_trees([EMPTY_TREE] * len(tokens)), empty, tokens, [None] * len(tokens)))
+        self.now += 1
+
+    def drain(self) -> list[str]:
+        """The requests in order of their starts."""
+        while self.scheduler.has_unfinished:
+            self.step()
+        assert self.scheduler.kv.pool.num_free == self.scheduler.kv.num_blocks
+        return [request.request_id for request in self.starts]
+
+    def service(self, user: str) -> float:
+        """Of a user, by what was computed: prompts that were started, and output, which weighs twice."""
+        own = [request for request in self.requests if request.terms.user == user]
+        return sum((each in self.starts) * each.num_prompt_tokens + 2 * each.num_output_tokens for each in own)
+
+
+class Lifo(FcfsPolicy):
+    name = "lifo"
+
+    def first(self, now: float) -> Request:
+        return next(reversed(self._waiting))
+
+
+CRITICAL, NORMAL, BATCH = ({"priority": priority} for priority in PRIORITIES)
+A, B = {"user": "a"}, {"user": "b"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "requests", "expected"),  # requests: terms, tokens of the prompt, of the output
+    [
+        ("fcfs", [(BATCH, 9, 9), (CRITICAL, 1, 1), (NORMAL, 1, 1)], "012"),
+        (Lifo(), [(BATCH, 9, 9), (CRITICAL, 1, 1), (NORMAL, 1, 1)], "210"),
+        ("priority", [(BATCH, 1, 1), (NORMAL, 1, 1), (CRITICAL, 9, 9), (NORMAL, 1, 1)], "2130"),
+        ("priority", [({"deadline_s": 9}, 1, 1), ({}, 1, 1), ({"deadline_s": 5}, 9, 9), ({"deadline_s": 7}, 1, 1)], "2301"),
+        ("priority", [({}, 3, 3), ({}, 1, 4), ({}, 4, 2), ({}, 2, 1)], "3102"),
+        ("priority", [({"priority": "batch", "deadline_s": 1}, 1, 1), (NORMAL, 9, 9)], "10"),
+        (PriorityPolicy(ageing_s=0), [(BATCH, 1, 1), *[(CRITICAL, 1, 1)] * 4], "12304"),
+        (PriorityPolicy(ageing_s=4), [(BATCH, 1, 1), *[(CRITICAL, 1, 1)] * 8], "123456708"),
+        ("fair", [(A, 1, 2), (A, 1, 2), (A, 1, 2), (B, 1, 2), (B, 1, 2)], "03142"),
+        ("fair", [(A, 1, 9), (A, 1, 1), (B, 1, 1), (B, 1, 1), (B, 1, 9), (B, 1, 1)], "023415"),
+        ("fair", [(A, 1, 1), (A, 1, 1), ({}, 1, 1), ({}, 1, 1)], "0213"),
+        (FairPolicy({"b": 3}), [(A, 1, 1)] * 3 + [(B, 1, 1)] * 5, "03451672"),
+        (FairPolicy(prompt_weight=0), [(A, 90, 1), (A, 1, 1), (B, 1, 1), (B, 1, 1)], "0213"),
+        (FairPolicy(), [(A, 90, 1), (A, 1, 1), (B, 1, 1), (B, 1, 1)], "0231"),
+    ],
+)
+def test_the_order_of_starts(policy: Any, requests: Sequence[tuple[dict[str, Any], int, int]], expected: str) -> None:
+    server = Server(policy)
+    for request in requests:
+        server.add(*request)
+    assert "".join(server.drain()) == expected
+
+
+def test_a_user_who_did_not_ask_has_saved_up_nothing() -> None:
+    server = Server("fair")
+    for _ in range(20):
+        server.add(A)
+    for _ in range(10):
+        server.step()
+    for _ in range(5):
+        server.add(B)
+    server.drain()
+    assert "".join(request.terms.user or "" for request in server.starts[10:]) in ("ba" * 5 + "a" * 5, "ab" * 5 + "a" * 5)
+
+
+def test_users_without_requests_are_forgotten_once_they_would_start_at_the_least_service_anyway() -> None:
+    server = Server("fair", max_batch_size=4)
+    for i in range(500):
+        server.add({"user": str(i)}, 1, 1 + i % 3)
+        server.step()
+    assert len(server.scheduler.policy._service) < 20
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running", "options", "displaced"),
+    [
+        (CRITICAL, [BATCH, NORMAL], {}, "0"),
+        (CRITICAL, [BATCH, BATCH], {}, "1"),  # who has more work left
+        (CRITICAL, [BATCH, BATCH], {"reservation": "max_tokens"}, ""),
+        (CRITICAL, [NORMAL, CRITICAL], {}, ""),
+        (NORMAL, [BATCH, BATCH], {}, ""),
+        (CRITICAL, [BATCH, BATCH], {"scheduling_policy": PriorityPolicy(ageing_s=1)}, ""),
+        (CRITICAL, [BATCH, BATCH], {"scheduling_policy": "fcfs"}, ""),
+        (CRITICAL, [BATCH, BATCH], {"scheduling_policy": "fair"}, ""),
+        (CRITICAL, [BATCH, BATCH], {"max_batch_size": 5, "num_kv_blocks": 13}, ""),  # there is room
+        (CRITICAL, [BATCH, BATCH], {"max_batch_size": 5, "num_kv_blocks": 7}, "1"),
+        (CRITICAL, [BATCH, NORMAL], {"max_batch_size": 5, "num_kv_blocks": 5}, ""),  # it would not fit even then
+    ],
+)
+def test_critical_requests_take_the_place_of_batch_ones(
+    waiting: dict[str, Any], running: list[dict[str, Any]], options: dict[str, Any], displaced: str
+) -> None:
+    policy = options.get("scheduling_policy", "priority")
+    server = Server(policy, **{"max_batch_size": 2} | {key: value for key, value in options.items() if key != "scheduling_policy"})
+    present = [server.add(terms, 9, 10 + 10 * i) for i, terms in enumerate(running)]
+    server.step()
+    server.add(waiting, 30, 5)
+    for _ in range(2):
+        server.step()
+    assert "".join(each.request_id for each in present if each.metrics.num_preemptions) == displaced
+    server.drain()
+    assert [request.num_output_tokens for request in server.requests] == [10, 20, 5]
+
+
+def test_a_batch_request_gives_way_once() -> None:
+    server = Server("priority")
+    batch = server.add(BATCH, 1, 30)
+    for num_steps in (1, 2, 0):
+        for _ in range(num_steps):
+            server.step()
+        server.add(CRITICAL)
+    assert server.drain() == ["0", "1", "0", "2", "3"] and batch.metrics.num_preemptions == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "requests", "victim"),
+    [
+        ("fcfs", [BATCH, NORMAL, CRITICAL], 2),
+        ("priority", [NORMAL, BATCH, CRITICAL], 1),
+        ("priority", [NORMAL | {"deadline_s": 5}, NORMAL | {"deadline_s": 9}, CRITICAL], 1),
+        (PriorityPolicy(ageing_s=1), [CRITICAL, CRITICAL, BATCH], 2),  # all aged
+        ("fair", [A, A, B], 1),
+    ],
+)
+def test_who_is_preempted_for_lack_of_blocks(policy: Any, requests: list[dict[str, Any]], victim: int) -> None:
+    server = Server(policy, max_batch_size=3, num_kv_blocks=4)
+    present = [server.add(terms, 3, 20) for terms in requests]
+    while not any(request.metrics.num_preemptions for request in present):
+        server.step()
+    assert [request.metrics.num_preemptions for request in present] == [int(i == victim) for i in range(3)]
+    server.drain()
+    assert all(request.num_output_tokens == 20 for request in present)
+
+
+def test_who_is_preempted_after_it_was_planned_is_not_in_the_step() -> None:
+    server = Server("priority", max_batch_size=2, num_kv_blocks=2)
+    batch = server.add(BATCH, 3, 4)
+    server.step()
+    critical = server.add(CRITICAL, 8, 2)
+    server.step()
+    server.step()
+    assert (batch.num_output_tokens, critical.num_output_tokens, batch.metrics.num_preemptions) == (2, 2, 1)
+    server.drain()
+
+
+def test_a_policy_that_chooses_what_there_is_not_is_named() -> None:
+    server = Server(Lifo(), max_batch_size=2, num_kv_blocks=3)
+    stranger = server.add({}, 7, 3)
+    server.drain()
+    for _ in range(2):
+        server.add({}, 7, 9)
+    server.scheduler.policy.first = lambda _now: stranger  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match=r"policy 'lifo' starts Request\(.*which does not wait"):
+        server.step()
+    del server.scheduler.policy.first
+    server.scheduler.policy.victim = lambda _running, _now: stranger  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match=r"policy 'lifo' preempts Request\(.*which does not run"):
+        server.drain()
+
+
+MAX_PROMPT_LEN, MAX_TOKENS, BATCH_SIZE = 12, 5, 3
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
+BOUND = 2 * (MAX_PROMPT_LEN + 2 * BATCH_SIZE * MAX_TOKENS)  # the least weight is 1
+
+
+def largest_gap(policy: Any, random: Random, num_arrivals: int) -> float:
+    """Of service over weights, between two users while both have waiting requests."""
+    server, gaps, since = Server(policy, max_batch_size=BATCH_SIZE), [0.0], dict[tuple[str, str], list[float]]()
+    rates = random.choices([0.02, 0.2, 1], k=3)
+    while len(server.requests) < num_arrivals or server.scheduler.has_unfinished:
+        if len(server.requests) < num_arrivals and random.random() < 0.4:
+            [user] = random.choices("abc", rates)
+            for _ in range(random.choice([1, 1, 20])):
+                server.add({"user": user}, random.randint(1, MAX_PROMPT_LEN), random.randint(1, MAX_TOKENS))
+        before = {user: server.service(user) / WEIGHTS[user] for user in WEIGHTS}
+        server.step()
+        after = {user: server.service(user) / WEIGHTS[user] for user in WEIGHTS}
+        waiting = {request.terms.user for request in server.scheduler.waiting}
+        for pair in combinations(WEIGHTS, 2):
+            if not waiting.issuperset(pair):
+                since.pop(pair, None)
+                continue
+            differences = since.setdefault(pair, [before[pair[0]] - before[pair[1]]])
+            differences.append(after[pair[0]] - after[pair[1]])
+            gaps.append(max(differences) - min(differences))
+    return max(gaps)
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(st.integers(0, 2**32))
+def test_no_backlogged_user_falls_behind_another_by_more_than_the_bound(seed: int) -> None:
+    assert largest_gap(FairPolicy(WEIGHTS), Random(seed), 60) <= BOUND
+
+
+def test_first_come_first_served_breaks_the_bound_of_fairness() -> None:
+    assert max(largest_gap("fcfs", Random(seed), 60) for seed in range(5)) > BOUND
+    assert max(largest_gap(FairPolicy(), Random(seed), 60) for seed in range(5)) > BOUND, "with the wrong weights"
+
+
+AGEING_S = 10.0
+
+
+def worst_excess(policy: Any, random: Random) -> int:
+    """By how many starts an aged request waited longer than it should, at most."""
+    server = Server(policy, max_batch_size=2)
+    allowed = dict[Request, int]()  # starts in all by which an aged request should have started
+    excess = 0
+    while server.now < 150 or server.scheduler.has_unfinished:
+        if server.now < 150:
+            for _ in range(random.choice([0, 1, 1, 2])):  # at most twice as many as there is room for
+                [priority] = random.choices(PRIORITIES, [6, 2, 1])
+                server.add({"priority": priority}, 1, random.randint(1, 3))
+        waiting = [request for request in server.requests if request in server.scheduler.waiting]
+        for k, request in enumerate(waiting):  # in order of arrival
+            if request not in allowed and server.now - request.metrics.arrival_time >= AGEING_S:
+                allowed[request] = len(server.starts) + AGED_TURN * (k + 1)
+        server.step()
+        excess = max(
+            [excess, *(len(server.starts) - allowed[each] for each in waiting if each in allowed and each.num_output_tokens == 0)]
+        )
+    return excess
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(st.integers(0, 2**32))
+def test_an_aged_request_starts_within_the_bound(seed: int) -> None:
+    assert worst_excess(PriorityPolicy(AGEING_S), Random(seed)) <= 0
+
+
+def test_without_ageing_requests_starve() -> None:
+    assert worst_excess(PriorityPolicy(ageing_s=1e9), Random(0)) > 0
+
+
+def test_a_heap_is_sorted_whatever_leaves_it() -> None:
+    random, heap, keys = Random(0), Heap[int](), dict[int, int]()
+    for item in range(2000):
+        heap.push(item, random.randrange(100))
+        keys[item] = heap._entries[item][0]
+        if random.random() < 0.9:
+            gone = random.choice([*keys])
+            heap.remove(gone)
+            del keys[gone]
+        if keys:
+            again = random.choice([*keys])
+            keys[again] = random.randrange(100)
+            heap.push(again, keys[again])
+            assert heap.top()[1] == min(keys.values()) == keys[heap.top()[0]]
+        assert len(heap) == len(keys) and len(heap._heap) <= 3 * len(keys) + 20

@@ -1,0 +1,67 @@
+"""How many prompt tokens fit into a step that must not take longer than a target."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+from titan.adaptive.cost import HostTime, PassCost
+
+MIN_PROMPT_TOKENS = 16
+"""Prompt tokens that a step takes in any case, if there are as many, so that prompts get on."""
+
+DRAFT_RATE = 1 / 8
+"""Weight of a step in the mean number of draft tokens."""
+
+
+class StepLoad(NamedTuple):
+    """What a step runs."""
+
+    num_emitting: int  # requests that emit tokens
+    num_tokens: int  # of all requests, without drafts
+    num_context_tokens: int  # before them
+
+
+class Pace:
+    """Bounds the prompt tokens of steps by the expected time of these steps.
+
+    A step takes the time of its pass and, measured apart, that of the rest of it: drafting and the host's work.
+
+    Args:
+        cost: of the target's passes; followed from here on.
+        max_step_s: seconds that a step should take at most.
+    """
+
+    def __init__(self, cost: PassCost, max_step_s: float) -> None:
+        self._cost, self._max_step_s = cost, max_step_s
+        self._rest = HostTime()
+        self._num_drafts = 0.0  # per request that emits tokens
+
+    def prefill_limit(self, num_decodes: int, num_context_tokens: int, most: int) -> int:
+        """Return the largest number of prompt tokens with which a step is expected to take no longer than the target.
+
+        Args:
+            num_decodes: requests that decode, at least 1.
+            num_context_tokens: tokens computed before, of all requests.
+            most: bound of the result, which is otherwise at least `MIN_PROMPT_TOKENS`.
+        """
+        num_rows, is_drafting = num_decodes * (1 + self._num_drafts), self._num_drafts > 0
+        seconds = self._max_step_s - self._rest.predict(num_decodes, num_decodes * is_drafting)
+        fitting = bisect_right(
+            range(1, most + 1), seconds, key=lambda count: self._cost.predict(num_rows + count, num_context_tokens, is_drafting)
+        )
+        return min(max(fitting, MIN_PROMPT_TOKENS), most)
+
+    def note(self, load: StepLoad, num_drafts: int, step_s: float, pass_s: float) -> None:
+        """Learn from a step.
+
+        Args:
+            load: of the step.
+            num_drafts: draft tokens of all its requests.
+            step_s: seconds of all of it.
+            pass_s: seconds of the target's pass.
+        """
+        self._cost.note(load.num_tokens + num_drafts, load.num_context_tokens, pass_s, num_drafts > 0)
+        if load.num_emitting:
+            self._num_drafts += DRAFT_RATE * (num_drafts / load.num_emitting - self._num_drafts)
+            self._rest.note(load.num_emitting, load.num_emitting * (num_drafts > 0), step_s - pass_s)

@@ -1,0 +1,44 @@
+"""The seam of scheduling policies: which request starts next, and which gives way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from titan.core.request import Request
+
+
+@runtime_checkable
+class SchedulingPolicy(Protocol):
+    """Orders the waiting requests of one engine, and chooses among the running ones where blocks are scarce.
+
+    It keeps the waiting requests in a structure of its own: a step may not cost more, the more of them there are. ``now`` is in
+    seconds of the scheduler's clock, which is that of ``request.metrics.arrival_time``. A request that the policy puts first and
+    that does not fit is waited for; none is passed over.
+    """
+
+    name: str
+
+    def add(self, request: Request) -> None:
+        """Note that a request waits, a new one or, if ``request.metrics.num_preemptions``, one that was preempted."""
+
+    def remove(self, request: Request) -> None:
+        """Note that a waiting request waits no more: it starts, unless ``request.is_finished``, for it was aborted."""
+
+    def first(self, now: float) -> Request:
+        """Return the waiting request that starts next; there is at least one."""
+
+    def serve(self, request: Request, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Note that a request is given these many tokens more.
+
+        Its prompt counts at once when it first starts, without what a cache holds.
+        """
+
+    def end(self, request: Request) -> None:
+        """Note that a request, which waits no more, has finished or was aborted."""
+
+    def victim(self, running: Sequence[Request], now: float) -> Request:
+        """Return the running request that is preempted for lack of KV blocks, of at least one, in order of their start."""
+
+    def displaceable(self, request: Request, running: Sequence[Request], now: float) -> Sequence[Request]:
+        """Return the running requests that may be preempted for the first waiting one, those to go first in front."""

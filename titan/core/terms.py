@@ -1,0 +1,82 @@
+"""The terms of a request: how urgent it is, whose it is, and how long it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, Unpack
+
+from titan.core.checks import as_list, check_choice, check_number, check_text, store, unknown_names
+
+PRIORITIES = ("critical", "normal", "batch")
+"""Classes of requests, the most important first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTerms:
+    """How a request is scheduled; none of it changes its tokens.
+
+    Args:
+        priority: class of the request, "critical", "normal" or "batch"; the policy "priority" reads it.
+        deadline_s: seconds after its arrival by which the request should be finished; the policy "priority" reads it, and a
+            request goes on after its deadline. ``None`` = after all that have one.
+        timeout_s: seconds after its arrival at which the request is aborted if it has not finished, with the output that it has;
+            ``None`` = never.
+        user: whose request it is, for the policy "fair"; ``None`` = of one user who has no name.
+        cache_salt: requests share cached prefixes only with those of the same salt; ``None`` = with those that have none.
+
+    Raises:
+        ValueError: a value is not allowed; the message names the argument, the value and what is allowed.
+    """
+
+    priority: str = "normal"
+    deadline_s: float | None = None
+    timeout_s: float | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("priority", self.priority, PRIORITIES)
+        for name in ("deadline_s", "timeout_s"):
+            if getattr(self, name) is not None:
+                store(self, **{name: check_number(name, getattr(self, name), low=0.0, open_low=True)})
+        for name in ("user", "cache_salt"):
+            check_text(name, getattr(self, name))
+
+
+class TermOptions(TypedDict, total=False):
+    """The fields of `RequestTerms` by name, for type checkers: one value for all prompts, or one per prompt."""
+
+    priority: str | Sequence[str]
+    deadline_s: float | Sequence[float | None] | None
+    timeout_s: float | Sequence[float | None] | None
+    user: str | Sequence[str | None] | None
+    cache_salt: str | Sequence[str | None] | None
+
+
+def as_terms(num_prompts: int, **options: Unpack[TermOptions]) -> list[RequestTerms]:
+    """Return the terms of each prompt of a call.
+
+    Raises:
+        TypeError: there is no term of a name.
+        ValueError: a value is not allowed, or there are values for another number of prompts.
+    """
+    names = tuple(RequestTerms.__dataclass_fields__)
+    if unknown := [name for name in options if name not in names]:
+        raise TypeError(unknown_names(unknown, names))
+    values: dict[str, Any] = {name: as_list(value) for name, value in options.items()}
+    each = {name: value for name, value in values.items() if isinstance(value, Sequence) and not isinstance(value, str | bytes)}
+    for name, value in each.items():
+        if len(value) != num_prompts:
+            raise ValueError(f"{name} has {len(value)} entries for {num_prompts} prompts: give one value, or one per prompt")
+    common = {name: value for name, value in values.items() if name not in each}
+    if not each:
+        return [RequestTerms(**common)] * num_prompts
+    return [_terms_of(i, common | {name: value[i] for name, value in each.items()}) for i in range(num_prompts)]
+
+
+def _terms_of(index: int, values: dict[str, Any]) -> RequestTerms:
+    try:
+        return RequestTerms(**values)
+    except ValueError as error:
+        raise ValueError(f"prompt {index}: {error}") from error

@@ -1,0 +1,1 @@
+"""Scheduling policies, one per file; `titan.core.policy` says what they decide."""

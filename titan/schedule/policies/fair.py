@@ -1,0 +1,130 @@
+"""Fair shares of the service for users: the virtual token counter."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+
+from titan.core.checks import check_number, check_text, shown
+from titan.core.request import Request
+from titan.schedule.heap import Heap
+
+
+class FairPolicy:
+    """The waiting request of the user who was given the least service, in order of arrival, starts next.
+
+    This is the virtual token counter of Sheng et al., "Fairness in serving large language models" (OSDI 2024). A user's service is
+    the weighted number of tokens, of prompts when they first start and of output when it is emitted, over the user's weight.
+    Whoever comes to have waiting requests is lifted to the least counter of those who have, or of the last who had: no credit is
+    saved up while not asking.
+
+    While two users both have waiting requests, the service that they are given (over their weights) differs by at most ``2 * U``,
+    with ``U = (prompt_weight * P + output_weight * R) / w``: ``P`` is the longest prompt, ``R`` the most output tokens that
+    requests running at once may emit, at most ``max_batch_size`` times the largest ``max_tokens``, and ``w`` the least weight of a
+    user. The difference of their counters is at most ``U``. (A counter that is ahead belongs to a user whose request started when
+    it was the least; what has come since is that request's prompt, and output of requests that run at once.)
+
+    Where running requests lack blocks, the latest of the user who was given most gives way. Nobody gives way to a waiting request.
+
+    Args:
+        weights: shares of users by name, numbers above 0; 1 for those who are not named, and for requests without a user.
+        prompt_weight: of a prompt token, at least 0.
+        output_weight: of an output token, above 0.
+
+    Raises:
+        ValueError: a weight is not allowed.
+    """
+
+    name = "fair"
+
+    def __init__(
+        self, weights: Mapping[str, float] | None = None, *, prompt_weight: float = 1.0, output_weight: float = 2.0
+    ) -> None:
+        if not isinstance(weights, Mapping | None):
+            raise ValueError(f"weights={shown(weights)} is not allowed: it must be a dict of users to numbers, or None")
+        self._weights = {
+            check_text("user in weights", user): check_number(f"weights[{user!r}]", weight, low=0.0, open_low=True)
+            for user, weight in (weights or {}).items()
+        }
+        self.prompt_weight = check_number("prompt_weight", prompt_weight, low=0.0)
+        self.output_weight = check_number("output_weight", output_weight, low=0.0, open_low=True)
+        self._service = defaultdict[str | None, float](float)  # over the weights; of users who are not idle, or ahead of the least
+        self._waiting: dict[str | None, OrderedDict[Request, None]] = {}  # of users who have any
+        self._backlogged: Heap[str | None] = Heap()  # the same users, by service, which may have grown
+        self._last: str | None = None  # user of whom no request waits any more
+        self._least = 0.0  # service among the backlogged, or of the last; never falls
+        self._num_in_flight = Counter[str | None]()
+        self._idle: Heap[str | None] = Heap()  # users without requests, by service
+
+    def add(self, request: Request) -> None:
+        """See `titan.core.policy.SchedulingPolicy`."""
+        user, is_new = request.terms.user, not request.metrics.num_preemptions
+        if is_new:
+            self._num_in_flight[user] += 1
+            if user in self._idle:
+                self._idle.remove(user)
+        if user not in self._waiting:
+            if self._waiting:
+                self._find_least()
+            else:
+                self._least = max(self._least, self._service.get(self._last, 0.0))
+            self._forget_idle()
+            self._service[user] = max(self._service[user], self._least)
+            self._waiting[user] = OrderedDict()
+            self._backlogged.push(user, self._service[user])
+        self._waiting[user][request] = None
+        if not is_new:
+            self._waiting[user].move_to_end(request, last=False)
+
+    def remove(self, request: Request) -> None:
+        """See `titan.core.policy.SchedulingPolicy`."""
+        user = request.terms.user
+        del self._waiting[user][request]
+        if not self._waiting[user]:
+            del self._waiting[user]
+            self._backlogged.remove(user)
+            self._last = user
+
+    def first(self, now: float) -> Request:  # noqa: ARG002
+        """See `titan.core.policy.SchedulingPolicy`."""
+        return next(iter(self._waiting[self._find_least()]))
+
+    def serve(self, request: Request, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """See `titan.core.policy.SchedulingPolicy`."""
+        user = request.terms.user
+        tokens = self.prompt_weight * num_prompt_tokens + self.output_weight * num_output_tokens
+        self._service[user] += tokens / self._weights.get(user, 1.0)
+
+    def end(self, request: Request) -> None:
+        """See `titan.core.policy.SchedulingPolicy`."""
+        user = request.terms.user
+        self._num_in_flight[user] -= 1
+        if not self._num_in_flight[user]:
+            del self._num_in_flight[user]
+            self._idle.push(user, self._service[user])
+
+    def victim(self, running: Sequence[Request], now: float) -> Request:  # noqa: ARG002
+        """See `titan.core.policy.SchedulingPolicy`."""
+        return max(reversed(running), key=lambda request: self._service[request.terms.user])
+
+    def displaceable(self, request: Request, running: Sequence[Request], now: float) -> Sequence[Request]:  # noqa: ARG002
+        """See `titan.core.policy.SchedulingPolicy`; none."""
+        return ()
+
+    def _find_least(self) -> str | None:
+        """Return the user of the least service among those who have waiting requests; there must be one."""
+        user, service = self._backlogged.top()
+        while service < self._service[user]:
+            self._backlogged.push(user, self._service[user])
+            user, service = self._backlogged.top()
+        self._least = service
+        return user
+
+    def _forget_idle(self) -> None:
+        """Forget users who will start at the least service in any case, so that memory does not grow with all who ever asked."""
+        while self._idle:
+            user, service = self._idle.top()
+            if service > self._least:
+                return
+            self._idle.remove(user)
+            del self._service[user]

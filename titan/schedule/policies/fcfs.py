@@ -1,0 +1,45 @@
+"""First come, first served."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from titan.core.request import Request
+
+
+class FcfsPolicy:
+    """Requests start in order of arrival; the latest is preempted, and starts first again."""
+
+    name = "fcfs"
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[Request, None] = OrderedDict()
+
+    def add(self, request: Request) -> None:
+        """See `titan.core.policy.SchedulingPolicy`."""
+        self._waiting[request] = None
+        if request.metrics.num_preemptions:
+            self._waiting.move_to_end(request, last=False)
+
+    def remove(self, request: Request) -> None:
+        """See `titan.core.policy.SchedulingPolicy`."""
+        del self._waiting[request]
+
+    def first(self, now: float) -> Request:  # noqa: ARG002
+        """See `titan.core.policy.SchedulingPolicy`."""
+        return next(iter(self._waiting))
+
+    def serve(self, request: Request, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """See `titan.core.policy.SchedulingPolicy`."""
+
+    def end(self, request: Request) -> None:
+        """See `titan.core.policy.SchedulingPolicy`."""
+
+    def victim(self, running: Sequence[Request], now: float) -> Request:  # noqa: ARG002
+        """See `titan.core.policy.SchedulingPolicy`."""
+        return running[-1]
+
+    def displaceable(self, request: Request, running: Sequence[Request], now: float) -> Sequence[Request]:  # noqa: ARG002
+        """See `titan.core.policy.SchedulingPolicy`; none."""
+        return ()

@@ -1,0 +1,96 @@
+"""By class and deadline, with ageing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from titan.core.checks import check_number
+from titan.core.request import Request
+from titan.core.terms import PRIORITIES
+from titan.schedule.heap import Heap
+
+AGED_TURN = 4
+"""Of so many starts, one is of the oldest request if that has aged."""
+
+_RANKS = {priority: rank for rank, priority in enumerate(PRIORITIES)}
+
+
+class PriorityPolicy:
+    """Requests start by class, then by deadline, then those with the least work left, then in order of arrival.
+
+    Work is in tokens: those to compute again or for the first time, and those that may still be emitted. A request has **aged**
+    when ``ageing_s`` have passed since it arrived. Every fourth start (`AGED_TURN`) is the oldest request's if it has aged,
+    whatever its class: so one that has aged is, at the latest, among the next ``4 * (k + 1)`` starts, where ``k`` requests that
+    arrived before it wait or are preempted meanwhile.
+
+    A critical request that finds the batch or the KV cache full takes the place of running requests of the batch class, each of
+    which gives way at most once, and not when it has aged. Where running requests lack blocks, the one that is least in the order
+    gives way; aged ones are the last to.
+
+    Args:
+        ageing_s: seconds, at least 0; with 0, every fourth start is the oldest request's.
+
+    Raises:
+        ValueError: ``ageing_s`` is negative or not finite.
+    """
+
+    name = "priority"
+
+    def __init__(self, ageing_s: float = 60.0) -> None:
+        self.ageing_s = check_number("ageing_s", ageing_s, low=0.0)
+        self._by_key: Heap[Request] = Heap()
+        self._by_age: Heap[Request] = Heap()
+        self._num_starts = 0  # since the last one that was the oldest's turn
+
+    def add(self, request: Request) -> None:
+        """See `titan.core.policy.SchedulingPolicy`."""
+        self._by_key.push(request, _key(request))
+        self._by_age.push(request, request.metrics.arrival_time)
+
+    def remove(self, request: Request) -> None:
+        """See `titan.core.policy.SchedulingPolicy`."""
+        self._by_key.remove(request)
+        self._by_age.remove(request)
+        if not request.is_finished:
+            self._num_starts = (self._num_starts + 1) % AGED_TURN
+
+    def first(self, now: float) -> Request:
+        """See `titan.core.policy.SchedulingPolicy`."""
+        if self._num_starts == AGED_TURN - 1:
+            oldest, _ = self._by_age.top()
+            if self._has_aged(oldest, now):
+                return oldest
+        return self._by_key.top()[0]
+
+    def serve(self, request: Request, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """See `titan.core.policy.SchedulingPolicy`."""
+
+    def end(self, request: Request) -> None:
+        """See `titan.core.policy.SchedulingPolicy`."""
+
+    def victim(self, running: Sequence[Request], now: float) -> Request:
+        """See `titan.core.policy.SchedulingPolicy`."""
+        return max(running, key=lambda request: (not self._has_aged(request, now), _key(request)))
+
+    def displaceable(self, request: Request, running: Sequence[Request], now: float) -> Sequence[Request]:
+        """See `titan.core.policy.SchedulingPolicy`."""
+        if request.terms.priority != "critical":
+            return ()
+        batch = [
+            each
+            for each in running
+            if each.terms.priority == "batch" and not each.metrics.num_preemptions and not self._has_aged(each, now)
+        ]
+        return sorted(batch, key=_key, reverse=True)
+
+    def _has_aged(self, request: Request, now: float) -> bool:
+        return now - request.metrics.arrival_time >= self.ageing_s
+
+
+def _key(request: Request) -> tuple[int, float, int, float]:
+    """Return what requests are ordered by, the most important first."""
+    terms, arrival = request.terms, request.metrics.arrival_time
+    deadline = inf if terms.deadline_s is None else arrival + terms.deadline_s
+    work = request.num_tokens - request.num_computed_tokens + request.num_remaining_tokens
+    return _RANKS[terms.priority], deadline, work, arrival
