@@ -318,7 +318,7 @@ class EngineMachine(RuleBasedStateMachine):
         expected = expected[: ends[0] if ends else None]
         processors = [processor.args[0] for processor in params.logits_processors or ()]
         most = min([len(expected), *(length - request.num_prompt_tokens for length in processors)])
-        assert actual == expected[: len(actual)] and len(actual) <= most
+        assert actual == expected[: len(actual)] and len(actual) <= most, (actual, expected, most, request, self.kv_dtype)
         if request.is_finished and request.finish_reason != "abort":
             assert actual == expected
         if request.error is not None:
