@@ -52,7 +52,7 @@ OF_PASSES = ("forward", "clear_blocks", "move_paths")
 OF_COPIES = ("copy_out", "copy_in", "copy_blocks")
 
 
-class Fault(Exception):
+class Fault(Exception):  # noqa: N818 - injected, of whatever kind
     """Not of memory."""
 
 
@@ -161,7 +161,8 @@ class EngineMachine(RuleBasedStateMachine):
             )  # fmt: skip
             terms = RequestTerms(
                 priority=random.choice(PRIORITIES), user=random.choice([*WEIGHTS]),
-                deadline_s=random.choice([None, random.randint(1, 30)]), timeout_s=random.choice([None, None, random.randint(1, 40)]),
+                deadline_s=random.choice([None, random.randint(1, 30)]),
+                timeout_s=random.choice([None, None, random.randint(1, 40)]),
                 cache_salt=random.choice([None, None, "salt"]),
             )  # fmt: skip
             if len(prompt) + params.max_tokens > self.engine.kv.num_blocks * 8:
@@ -241,16 +242,18 @@ class EngineMachine(RuleBasedStateMachine):
         engine = self.engine
         owner: Any = engine.drafter if name in OF_DRAFTER else engine.runner if name == "forward" else engine.backend.cache
         attribute, is_late = name.split()[0], "late" in name
+        has_raised = False
         with warnings.catch_warnings(record=True) as caught, self.failing(owner, attribute, error, call, is_late) as failed:
             warnings.simplefilter("always")
             try:
                 self.step()
-            except (Fault, MemoryError) as raised:
-                assert raised is error and name not in OF_DRAFTER, "a drafter's faults cost drafts"
-                assert not (is_memory and name == "forward"), "smaller passes are tried"
-                if aborts or name == "move_paths":  # which may leave caches half moved
-                    for request in (*engine.scheduler.running, *engine.scheduler.waiting):
-                        engine.scheduler.abort(request, f"Fault: {raised}")
+            except type(error):
+                has_raised = True
+        if has_raised:
+            assert name not in OF_DRAFTER and not (is_memory and name == "forward"), "drafts and smaller passes are tried first"
+            if aborts or name == "move_paths":  # which may leave caches half moved
+                for request in (*engine.scheduler.running, *engine.scheduler.waiting):
+                    engine.scheduler.abort(request, f"Fault: {error}")
         assert len(caught) == (bool(failed) and name in OF_DRAFTER)
         self.has_failed = self.has_failed or bool(failed)
         self.check()
@@ -320,11 +323,11 @@ class EngineMachine(RuleBasedStateMachine):
         expected = expected[: ends[0] if ends else None]
         processors = [processor.args[0] for processor in params.logits_processors or ()]
         most = min([len(expected), *(length - request.num_prompt_tokens for length in processors)])
-        assert actual == expected[: len(actual)] and len(actual) <= most, (actual, expected, most, request, self.kv_dtype)
+        assert actual == expected[: len(actual)] and len(actual) <= most
         if request.is_finished and request.finish_reason != "abort":
             assert actual == expected
         if request.error is not None:
-            reasons = ("not wanted", "abort(", "timeout_s=", "Fault: ")
+            reasons = ("not wanted", "abort(", "timeout_s=", "Fault: ", "out of memory in a pass of one token: ")
             assert request.error.startswith(reasons) or ("processor" in request.error and len(actual) == most < len(expected))
 
     def teardown(self) -> None:
