@@ -117,12 +117,12 @@ class EngineMachine(RuleBasedStateMachine):
         random = Random(seed)
         self.kv_dtype = random.choice(["auto", "auto", "auto", "int8"])
         self.policy: SchedulingPolicy | str = random.choice([lambda: "fcfs", partial(WatchedPriority, AGEING_S), WatchedFair])()
-        self.batch_size = random.choice([1, 3, 4, 5])
+        self.batch_size = random.choice([1, 4, 5, 6])
         self.draft = random.choice(DRAFTS)
         target, backend = load(self.zoo.path("llama"), random.choice(["torch", "cpu"]))
         self.engine = make_engine(
             target, backend, self.spec(self.draft), block_size=8, kv_cache_dtype=self.kv_dtype,
-            draft_kv_cache_dtype=self.kv_dtype, num_kv_blocks=random.randint(8, 16), max_batch_size=self.batch_size,
+            draft_kv_cache_dtype=self.kv_dtype, num_kv_blocks=random.randint(9, 13), max_batch_size=self.batch_size,
             max_num_batched_tokens=self.batch_size + random.choice([3, 20, 100]),
             prefill_chunk_size=random.choice([None, random.randint(1, 20)]),
             max_prefill_tokens=random.choice([None, None, random.randint(1, 20)]),
@@ -155,14 +155,15 @@ class EngineMachine(RuleBasedStateMachine):
             if not room or len(scheduler.waiting) > 5:
                 continue
             params = SamplingParams(
-                temperature=temperature, seed=own_seed, max_tokens=random.randint(1, room), ignore_eos=random.random() < 0.7,
+                temperature=temperature, seed=own_seed, max_tokens=random.choice([room, room, random.randint(1, room)]),
+                ignore_eos=random.random() < 0.7,
                 n=random.choice([1, 1, 1, 2, 3]), use_speculative=random.random() < 0.9,
                 logits_processors=[processor] if random.random() < 0.1 else None,
             )  # fmt: skip
             terms = RequestTerms(
                 priority=random.choice(PRIORITIES), user=random.choice([*WEIGHTS]),
                 deadline_s=random.choice([None, random.randint(1, 30)]),
-                timeout_s=random.choice([None, None, random.randint(1, 40)]),
+                timeout_s=random.choice([None] * 5 + [random.randint(1, 60)]),
                 cache_salt=random.choice([None, None, "salt"]),
             )  # fmt: skip
             if len(prompt) + params.max_tokens > self.engine.kv.num_blocks * 8:
@@ -204,7 +205,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.step()
         self.audit()
 
-    @rule(num_blocks=st.integers(3, 24), faulty_call=st.sampled_from([0, 0, 1, 2]))
+    @rule(num_blocks=st.integers(5, 14), faulty_call=st.sampled_from([0, 0, 1, 2]))
     def resize(self, num_blocks: int, faulty_call: int) -> None:
         tables, size = self.tables(), self.engine.kv.num_blocks
         with self.failing(self.engine.backend.cache, "gather_blocks", Fault("gather_blocks"), faulty_call):
