@@ -88,16 +88,23 @@ def make_engine(target: Decoder, backend: Backend, draft: DraftSpec = None, **op
 
 @cache
 def lonely(path: str, prompt: tuple[int, ...], temperature: float, seed: int, kv_dtype: str) -> list[int]:
-    """What a request emits alone, as far as no token of a greedy one is a near-tie."""
-    engine = make_engine(*load(path, "torch"), kv_cache_dtype=kv_dtype, enable_prefix_caching=False, **AMPLE)
-    params = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=2)
-    [request] = submit(engine, [prompt], [params])
-    request.seed = seed  # that of a sibling may be larger than users' are
-    drain(engine)
-    assert request.logprobs is not None
-    tops = [sorted((each.logprob for each in entry.values()), reverse=True) for entry in request.logprobs]
-    ends = [i for i, top in enumerate(tops) if top[0] - top[1] < MARGINS[kv_dtype] and not temperature]
-    return request.output_token_ids[: ends[0] if ends else None]
+    """What a request emits alone, as far as rounding decides nothing.
+
+    That is up to a near-tie of a greedy one, and as far as the back ends agree on a sampled one.
+    """
+    runs = []
+    for back_end in ("torch", "cpu")[: 2 if temperature else 1]:
+        engine = make_engine(*load(path, back_end), kv_cache_dtype=kv_dtype, enable_prefix_caching=False, **AMPLE)
+        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=2)
+        runs += submit(engine, [prompt], [params])
+        drain(engine)
+    if temperature:
+        pairs = zip(*(run.output_token_ids for run in runs), strict=True)
+        ends = [i for i, (one, other) in enumerate(pairs) if one != other]
+    else:
+        tops = [sorted((each.logprob for each in entry.values()), reverse=True) for entry in runs[0].logprobs or ()]
+        ends = [i for i, top in enumerate(tops) if top[0] - top[1] < MARGINS[kv_dtype]]
+    return runs[0].output_token_ids[: ends[0] if ends else None]
 
 
 def broken_at(length: int, token_ids: list[int], logits: Tensor) -> Tensor:
@@ -157,7 +164,7 @@ class EngineMachine(RuleBasedStateMachine):
             params = SamplingParams(
                 temperature=temperature, seed=own_seed, max_tokens=random.choice([room, room, random.randint(1, room)]),
                 ignore_eos=random.random() < 0.7,
-                n=random.choice([1, 1, 1, 2, 3]), use_speculative=random.random() < 0.9,
+                n=1 if is_sampled else random.choice([1, 1, 1, 2, 3]), use_speculative=random.random() < 0.9,
                 logits_processors=[processor] if random.random() < 0.1 else None,
             )  # fmt: skip
             terms = RequestTerms(
