@@ -39,18 +39,22 @@ class AgeingWatch:
         self._allowed = dict[Request, int]()  # starts in all by which a request should have started, or started again
         self._num_preemptions = dict[Request, int]()
 
-    def note(self, waiting: Sequence[Request], num_starts: int, now: float) -> None:
-        """Before each step; it is told of what waits, in any order, and how many requests have ever started."""
-        ordered = sorted(waiting, key=lambda request: request.metrics.arrival_time)
-        back = [each for each in waiting if self._num_preemptions.get(each, 0) < each.metrics.num_preemptions]
-        for request in back:
+    def note(self, waiting: Sequence[Request], running: Sequence[Request], num_starts: int, now: float) -> None:
+        """Before each step; it is told of who waits and runs, in any order, and how many requests have ever started."""
+        preempted = [each for each in (*waiting, *running) if self._num_preemptions.get(each, 0) < each.metrics.num_preemptions]
+        for request in preempted:
             self._num_preemptions[request] = request.metrics.num_preemptions
-            self._allowed.pop(request, None)
-        self._allowed = {request: allowed for request, allowed in self._allowed.items() if request in waiting}
-        for request, allowed in self._allowed.items():
-            self.worst_excess = max(self.worst_excess, num_starts - allowed)
-            came_before = [each for each in back if each.metrics.arrival_time <= request.metrics.arrival_time]
-            self._allowed[request] += AGED_TURN * len(came_before)
-        for k, request in enumerate(ordered):
+        self._allowed = {
+            request: allowed + AGED_TURN * len(_no_later(request, preempted))
+            for request, allowed in self._allowed.items()
+            if request in waiting and request not in preempted
+        }
+        self.worst_excess = max([self.worst_excess, *(num_starts - allowed for allowed in self._allowed.values())])
+        for request in waiting:
             if request not in self._allowed and now - request.metrics.arrival_time >= self.ageing_s:
-                self._allowed[request] = num_starts + AGED_TURN * (k + 1)
+                self._allowed[request] = num_starts + AGED_TURN * len(_no_later(request, waiting))
+
+
+def _no_later(request: Request, others: Sequence[Request]) -> list[Request]:
+    """Return those that came before a request or with it, itself included."""
+    return [each for each in others if each.metrics.arrival_time <= request.metrics.arrival_time]

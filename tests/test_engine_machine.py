@@ -293,7 +293,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.now += 1
         self.num_steps += 1
         if isinstance(policy, WatchedPriority):
-            self.ageing.note(waiting, policy.num_starts, self.now)
+            self.ageing.note(waiting, engine.scheduler.running, policy.num_starts, self.now)
             assert self.ageing.worst_excess <= 0, "an aged request starves"
         before = dict(policy.service) if isinstance(policy, WatchedFair) else {}
         with ExitStack() as stack:

@@ -263,7 +263,7 @@ def worst_excess(policy: Any, random: Random) -> int:
             for _ in range(random.choice([0, 1, 1, 2])):  # at most twice as many as there is room for
                 [priority] = random.choices(PRIORITIES, [6, 2, 1])
                 server.add({"priority": priority}, 1, random.randint(1, 3))
-        watch.note([*server.scheduler.waiting], len(server.starts), server.now)
+        watch.note([*server.scheduler.waiting], server.scheduler.running, len(server.starts), server.now)
         server.step()
     return watch.worst_excess
 
