@@ -299,6 +299,8 @@ class EngineMachine(RuleBasedStateMachine):
         with ExitStack() as stack:
             stack.callback(self.check)
             engine.step()
+        for request in () if self.has_failed else engine.scheduler.running:
+            assert len(request.block_ids) == -(-request.num_computed_tokens // 8), "what was not accepted is given back"
         if isinstance(policy, WatchedFair):
             self.fairness.note(before, policy.service, engine.scheduler.waiting)
             assert self.fairness.largest_gap <= 2 * (MAX_PROMPT_LEN + 2 * self.batch_size * MAX_TOKENS)
