@@ -183,11 +183,10 @@ class Controller:
         owing = np.array([each.num_missing - 1 for each in load.candidates]) * n * row_seconds / self.costs.plain_seconds(load)
         sure = np.maximum(means - np.minimum(owing, 1.0) * np.sqrt(means * (1 - means)) * estimates.mean_error, 0.0)
         self._probes.forget()
-        gain = self.tree_gain.ratio
-        self.optimum = best(load, sure.tolist(), self.costs, gain)
+        self.optimum = best(load, sure.tolist(), self.costs, self.tree_gain)
         self._hoped = self.optimum.num_nodes
         if not all(self._hoped):
-            self._hoped = best(load, np.minimum(means + estimates.errors, 1.0).tolist(), self.costs, gain).num_nodes
+            self._hoped = best(load, np.minimum(means + estimates.errors, 1.0).tolist(), self.costs, self.tree_gain).num_nodes
 
     def _worth(self, i: int, load: Load) -> Worth | None:
         candidate = load.candidates[i]
