@@ -96,7 +96,7 @@ def _time(metrics: EngineMetrics) -> str:
     if (host := split.schedule + split.verify + split.rest) >= HOST:
         return (
             f"host: {host:.0%} of a step is neither the target's nor the draft's passes (scheduling {split.schedule:.0%}, "
-            f"verifying {split.verify:.0%}): raise max_batch_size, which shares it out, or use fewer options of sampling, or a faster CPU"
+            f"verifying {split.verify:.0%}): raise max_batch_size, which shares it out, or use fewer options of sampling"
         )
     if recent.row_cost is None:
         return (
