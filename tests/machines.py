@@ -35,7 +35,7 @@ class Machine:
             seconds = target(sum(plan.num_tokens) + accepted.trees.num_nodes) / 1e3
             of_draft = 0.0 if growth is None else growth.num_passes * self.draft_milliseconds / 1e3
             growth = None if growth is None else growth._replace(seconds=of_draft)
-            observe(own, plan, accepted, growth, StepTimes(draft=of_draft, target=seconds, rest=1e-4))
+            observe(own, plan, accepted, growth, StepTimes(draft=of_draft, target=seconds, commit=1e-4))
             self.choices.append(own.metrics(0.0).choice)
 
         monkeypatch.setattr(AdaptiveSpeculation, "observe", timed)

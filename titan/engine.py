@@ -200,20 +200,15 @@ class Engine:
         times = watch.times
         times.prepare += watch.lap()
         trees = self._propose(plan)
-        draft_s = watch.lap()
+        times.draft += watch.lap()
         batch = target_batch(plan, trees, block_size=self.kv.block_size)
-        batch_s = watch.lap()
+        times.inputs += watch.lap()
         logits, prompt_logits = split_logits(batch, self.runner.forward(batch), self.backend.upload)
-        target_s = watch.lap()
+        times.target += watch.lap()
         acceptance = collect(self.backend, launch(self.backend, plan, trees, batch.logits_start_loc, logits))
-        verify_s = watch.lap()
-        if self.backend.is_host:
-            times.draft += draft_s
-            times.rest += batch_s
-            times.target += target_s
-            times.verify += verify_s
-        else:  # the host waits for all at once
-            times.target += draft_s + batch_s + target_s + verify_s
+        times.verify += watch.lap()
+        if not self.backend.is_host:
+            times.merge_pass()
         if prompt_logits is not None:
             acceptance.prompt_logprobs.update(prompt_logprobs(plan, prompt_logits, self.backend.upload))
         return _Passed(acceptance, trees.growth)
@@ -231,7 +226,7 @@ class Engine:
         self.kv.commit(plan, acceptance)
         load = None if self._pace is None else _load(plan)
         changed = self.scheduler.update(plan, acceptance)
-        times.rest += watch.lap()
+        times.commit += watch.lap()
         if is_part:
             return changed
         if adaptive is not None:

@@ -8,14 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds of the parts of a step. On a device that works on its own, ``target`` is all from drafting to the results."""
+    """Seconds of the parts of a step; see `merge_pass` for a device that works on its own."""
 
     schedule: float = 0.0
     prepare: float = 0.0  # deciding on drafts, clearing blocks and learning from the step: what is not of each step
     draft: float = 0.0
+    inputs: float = 0.0  # of the target's pass
     target: float = 0.0
     verify: float = 0.0
-    rest: float = 0.0  # inputs of the pass, and committing
+    commit: float = 0.0
+
+    def merge_pass(self) -> None:
+        """Count drafting, inputs and verifying as the target's: the host waits for all of them at once."""
+        self.target += self.draft + self.inputs + self.verify
+        self.draft = self.inputs = self.verify = 0.0
 
     @property
     def whole(self) -> float:
@@ -25,7 +31,7 @@ class StepTimes:
     @property
     def recurring(self) -> float:
         """Of what each such step takes."""
-        return self.schedule + self.draft + self.target + self.verify + self.rest
+        return self.schedule + self.draft + self.inputs + self.target + self.verify + self.commit
 
 
 class Stopwatch:
