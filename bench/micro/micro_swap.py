@@ -54,7 +54,7 @@ def test_swap(measure: Callable[..., Any], seed: int) -> None:
 def test_copy_of_swapped_bytes(measure: Callable[..., Any], seed: int) -> None:
     """As many bytes as a swap copies, from one piece of memory to another and back."""
     engine, request = make_running(seed)
-    num_bytes = len(request.block_ids) * engine.kv.swap_space.bytes_per_block
+    num_bytes = len(request.block_ids) * engine.kv.bytes_per_block
     here = torch.ones(num_bytes, dtype=torch.uint8, device=engine.backend.device)
     away = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=not engine.backend.is_host)
 
