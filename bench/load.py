@@ -72,7 +72,7 @@ class LoadBench:
             max_len=self._target.config.max_position_embeddings,
             at_once=args.max_batch_size,
             batch_share=args.batch_share,
-            max_inter_token_s=args.inter_token_ms / 1e3,
+            inter_token_ms=args.inter_token_ms,
             kv_cache_memory=args.kv_memory * 2**20,
             seed=args.seed,
         )
@@ -112,8 +112,9 @@ class LoadBench:
         num_requests = self.args.num_requests
         if scenario.is_timed:
             num_requests = max(1, round(rate * self.args.seconds))
-        times = draw_arrivals(1.0, num_requests, self.args.seed + round_id)
-        return replace(scenario.draw(self._load, num_requests, round_id), arrivals=[each / rate for each in times])
+        workload = scenario.draw(self._load, num_requests, round_id)
+        times = draw_arrivals(1.0, len(workload), self.args.seed + round_id)
+        return replace(workload, arrivals=[each / rate for each in times])
 
     def _warm_up(self, engine: Engine, workload: Workload) -> Run:
         return run_workload(engine, Workload(workload.prompts[:NUM_WARM_UP], workload.output_lens[:NUM_WARM_UP]))
@@ -156,7 +157,7 @@ def load_report(args: argparse.Namespace, bench: LoadBench) -> Report:
     tables = [Table("Goals", ["scenario", "setting", "figure", "goal", "reached", "met"], goals, num_text_columns=4)]
     for name in bench.scenarios:
         mine_rows = [row for row in rows if row.labels["scenario"] == name]
-        columns = dict.fromkeys((figure for row in mine_rows for figure in row.figures), "[.4g")
+        columns = dict.fromkeys((figure for row in mine_rows for figure in row.figures), "±.4g")
         tables.append(figure_table(name, mine_rows, ["setting"], columns))
     notes = [
         f"{args.model}, draft {args.draft_model}, {args.dtype}; prompts of {args.prompt_len} tokens, outputs of {args.output_len}; "
@@ -204,9 +205,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=above_zero, default=60.0, help="of a run of priority (default: %(default)s)")
     add("--prompt-len", type=Lengths.parse, default="16-128", help="tokens, or a mix (default: %(default)s)")
     add("--output-len", type=Lengths.parse, default="16-64", help="tokens, or a mix (default: %(default)s)")
-    add("--max-batch-size", type=positive, default=16, help="most requests that run at once (default: %(default)s)")
+    add("--max-batch-size", type=positive, default=32, help="most requests that run at once (default: %(default)s)")
     add("--batch-share", type=float, default=1.0, help="batch class among those that are not critical (default: %(default)s)")
-    add("--inter-token-ms", type=above_zero, default=50.0, help="max_inter_token_s of long-prompts (default: %(default)s ms)")
+    add("--inter-token-ms", nargs="+", type=above_zero, default=[50.0, 100.0], help="max_inter_token_s (default: 50 100)")
     add("--kv-memory", type=positive, default=256, help="MiB, of int8-memory (default: %(default)s)")
     add("--repeats", type=positive, default=2, help="rounds (default: %(default)s)")
     args = parse(parser, argv, QUICK)

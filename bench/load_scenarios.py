@@ -43,7 +43,7 @@ class Load:
         max_len: positions of the model.
         at_once: most requests that run at once.
         batch_share: of the requests that are not critical, those of the batch class; the rest is normal.
-        max_inter_token_s: the target for the time between tokens.
+        inter_token_ms: targets for the time between tokens.
         kv_cache_memory: bytes in which as many requests run as can.
         seed: of all that is drawn.
     """
@@ -54,7 +54,7 @@ class Load:
     max_len: int
     at_once: int
     batch_share: float
-    max_inter_token_s: float
+    inter_token_ms: Sequence[float]
     kv_cache_memory: int
     seed: int
 
@@ -105,21 +105,17 @@ class Scenario:
 
 def make_scenarios(load: Load) -> dict[str, Scenario]:
     """All scenarios, by name."""
-    drafting, off = {"speculation": "adaptive"}, {"speculation": "off"}
+    targets = {f"target {each:g} ms": {"max_inter_token_s": each / 1e3} for each in load.inter_token_ms}
     first_token, between, rate = "critical first token P99, ms", "between tokens P99, ms", "tokens/s"
     return {
         "long-prompts": Scenario(
-            settings={
-                "not chunked": {"prefill_chunk_size": None},
-                "chunks": {},
-                "target": {"max_inter_token_s": load.max_inter_token_s},
-            },
+            settings={"not chunked": {"prefill_chunk_size": None}, "chunks": {}, **targets},
             draw=_draw_long,
             measure=_measure_stream,
             ratios=[between, rate],
             goals=[
                 goal
-                for setting in ("chunks", "target")
+                for setting in ("chunks", *targets)
                 for goal in (
                     Goal(setting, "P99 / P50", "at most", 3.0),
                     Goal(setting, between + FIRST_SETTING, "at most", 0.5),
@@ -179,9 +175,9 @@ def make_scenarios(load: Load) -> dict[str, Scenario]:
         ),
         "load": Scenario(
             settings={
-                "fcfs, no draft": off,
-                "fcfs, adaptive": drafting,
-                "priority, adaptive": {**drafting, "scheduling_policy": "priority"},
+                "fcfs, no draft": {},
+                "fcfs, adaptive": {"speculation": "adaptive"},
+                "priority, adaptive": {"speculation": "adaptive", "scheduling_policy": "priority"},
             },
             draw=lambda load, num_requests, round_id: load.take(num_requests, round_id),
             measure=_measure_stream,
@@ -285,21 +281,21 @@ def _measure_classes(engine: Engine, workload: Workload, seconds: float) -> Figu
 def _measure_users(engine: Engine, workload: Workload, seconds: float) -> Figures:  # noqa: ARG001
     """Service as the policy "fair" counts it, for as long as the user who sends less has requests that wait."""
     policy, requests = FairPolicy(), make_requests(engine, workload)
-    service = {"heavy": 1.0, "light": 0.0}
+    service: dict[str, float] = {}
     now = 0.0
     for now, _ in serve(engine, workload, requests, len(requests)):  # noqa: B007 - the last counts
         if any(request.terms.user == "light" for request in engine.scheduler.waiting):
-            service = dict.fromkeys(service, 0.0)
+            service = {"heavy": 0.0, "light": 0.0}
             for each in requests:
                 prompt = policy.prompt_weight * each.num_prompt_tokens * (each.num_computed_tokens > 0)
                 service[str(each.terms.user)] += prompt + policy.output_weight * each.num_output_tokens
-    share = 2 * service["light"] / sum(service.values())
-    return {"tokens/s": sum(request.num_output_tokens for request in requests) / now, "service, x equal share": share}
+    share = {"service, x equal share": 2 * service["light"] / sum(service.values())} if service else {}
+    return {"tokens/s": sum(request.num_output_tokens for request in requests) / now, **share}
 
 
 def _measure_first_tokens(engine: Engine, workload: Workload, seconds: float) -> Figures:  # noqa: ARG001
     """One request after the other, without the first, which nobody has prepared."""
-    ends = [now for now, _ in serve(engine, workload, make_requests(engine, workload), 1)]
+    ends = [now for now, changed in serve(engine, workload, make_requests(engine, workload), 1) if changed]
     return _percentiles("first token", np.diff(ends).tolist())
 
 
