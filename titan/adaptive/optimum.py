@@ -9,7 +9,7 @@ from operator import itemgetter
 from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load
 
-MARGIN = 0.01
+MARGIN = 0.02
 """Share by which drafting must be expected to gain."""
 
 GRID_SIZES, GRID_DEPTHS = 16, 8
