@@ -61,7 +61,7 @@ def reference_seconds() -> dict[str, float]:
 
 
 def run_benchmarks(
-    select: str, seconds: float, seed: int, swap_pair: Sequence[str] = (DEMO, DEMO)
+    select: str, seconds: float, seed: int, swap_pair: tuple[str, str] = (DEMO, DEMO)
 ) -> tuple[list[dict[str, Any]], list[str], bool]:
     """Run the micro-benchmarks in this process; pytest shows its progress on stderr.
 
@@ -86,7 +86,7 @@ def run_benchmarks(
             return seed
 
         @pytest.fixture
-        def swap_pair(self) -> Sequence[str]:
+        def swap_pair(self) -> tuple[str, str]:
             return swap_pair
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import repeat
 from typing import Any
 
@@ -20,7 +20,7 @@ NUM_TOKENS, NUM_ROUNDS = 1024, 10
 pytestmark = pytest.mark.benchmark(group="kernel")
 
 
-def make_running(pair: Sequence[str], seed: int) -> tuple[Engine, Request]:
+def make_running(pair: tuple[str, str], seed: int) -> tuple[Engine, Request]:
     """Return a pair with a request whose prompt is in both caches."""
     config = EngineConfig.of(
         speculation="fixed",
@@ -38,7 +38,7 @@ def make_running(pair: Sequence[str], seed: int) -> tuple[Engine, Request]:
     return engine, request
 
 
-def test_swap(measure: Callable[..., Any], swap_pair: Sequence[str], seed: int) -> None:
+def test_swap(measure: Callable[..., Any], swap_pair: tuple[str, str], seed: int) -> None:
     """Out of both caches and in again."""
     engine, request = make_running(swap_pair, seed)
 
@@ -50,7 +50,7 @@ def test_swap(measure: Callable[..., Any], swap_pair: Sequence[str], seed: int) 
     measure(run)
 
 
-def test_copy_of_swapped_bytes(measure: Callable[..., Any], swap_pair: Sequence[str], seed: int) -> None:
+def test_copy_of_swapped_bytes(measure: Callable[..., Any], swap_pair: tuple[str, str], seed: int) -> None:
     """As many bytes as a swap copies, from one piece of memory to another and back."""
     engine, request = make_running(swap_pair, seed)
     num_bytes = len(request.block_ids) * engine.kv.swap_space.bytes_per_block
@@ -64,7 +64,7 @@ def test_copy_of_swapped_bytes(measure: Callable[..., Any], swap_pair: Sequence[
     measure(run)
 
 
-def test_recompute(benchmark: Any, swap_pair: Sequence[str], seed: int) -> None:
+def test_recompute(benchmark: Any, swap_pair: tuple[str, str], seed: int) -> None:
     """A step that computes a preempted request again, prompt and all."""
     engine, request = make_running(swap_pair, seed)
     benchmark.pedantic(engine.step, setup=lambda: engine.scheduler._preempt(request), rounds=NUM_ROUNDS)
