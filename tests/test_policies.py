@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 from random import Random
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from bounds import AgeingWatch, FairnessWatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepping import host_trees
@@ -26,7 +26,7 @@ from titan.memory.kv_cache import KVCache
 from titan.schedule.heap import Heap
 from titan.schedule.policies.fair import FairPolicy
 from titan.schedule.policies.fcfs import FcfsPolicy
-from titan.schedule.policies.priority import AGED_TURN, PriorityPolicy
+from titan.schedule.policies.priority import PriorityPolicy
 from titan.schedule.scheduler import Scheduler
 from titan.schedule.service import MAX_USERS
 
@@ -229,25 +229,17 @@ BOUND = 2 * (MAX_PROMPT_LEN + 2 * BATCH_SIZE * MAX_TOKENS)  # the least weight i
 
 def largest_gap(policy: Any, random: Random, num_arrivals: int) -> float:
     """Of service over weights, between two users while both have waiting requests."""
-    server, gaps, since = Server(policy, max_batch_size=BATCH_SIZE), [0.0], dict[tuple[str, str], list[float]]()
+    server, watch = Server(policy, max_batch_size=BATCH_SIZE), FairnessWatch(WEIGHTS)
     rates = random.choices([0.02, 0.2, 1], k=3)
     while len(server.requests) < num_arrivals or server.scheduler.has_unfinished:
         if len(server.requests) < num_arrivals and random.random() < 0.4:
             [user] = random.choices("abc", rates)
             for _ in range(random.choice([1, 1, 20])):
                 server.add({"user": user}, random.randint(1, MAX_PROMPT_LEN), random.randint(1, MAX_TOKENS))
-        before = {user: server.service(user) / WEIGHTS[user] for user in WEIGHTS}
+        before = {user: server.service(user) for user in WEIGHTS}
         server.step()
-        after = {user: server.service(user) / WEIGHTS[user] for user in WEIGHTS}
-        waiting = {request.terms.user for request in server.scheduler.waiting}
-        for pair in combinations(WEIGHTS, 2):
-            if not waiting.issuperset(pair):
-                since.pop(pair, None)
-                continue
-            differences = since.setdefault(pair, [before[pair[0]] - before[pair[1]]])
-            differences.append(after[pair[0]] - after[pair[1]])
-            gaps.append(max(differences) - min(differences))
-    return max(gaps)
+        watch.note(before, {user: server.service(user) for user in WEIGHTS}, server.scheduler.waiting)
+    return watch.largest_gap
 
 
 @settings(deadline=None, derandomize=True, max_examples=20)
@@ -266,23 +258,15 @@ AGEING_S = 10.0
 
 def worst_excess(policy: Any, random: Random) -> int:
     """By how many starts an aged request waited longer than it should, at most."""
-    server = Server(policy, max_batch_size=2)
-    allowed = dict[Request, int]()  # starts in all by which an aged request should have started
-    excess = 0
+    server, watch = Server(policy, max_batch_size=2), AgeingWatch(AGEING_S)
     while server.now < 150 or server.scheduler.has_unfinished:
         if server.now < 150:
             for _ in range(random.choice([0, 1, 1, 2])):  # at most twice as many as there is room for
                 [priority] = random.choices(PRIORITIES, [6, 2, 1])
                 server.add({"priority": priority}, 1, random.randint(1, 3))
-        waiting = [request for request in server.requests if request in server.scheduler.waiting]
-        for k, request in enumerate(waiting):  # in order of arrival
-            if request not in allowed and server.now - request.metrics.arrival_time >= AGEING_S:
-                allowed[request] = len(server.starts) + AGED_TURN * (k + 1)
+        watch.note([*server.scheduler.waiting], len(server.starts), server.now)
         server.step()
-        excess = max(
-            [excess, *(len(server.starts) - allowed[each] for each in waiting if each in allowed and each.num_output_tokens == 0)]
-        )
-    return excess
+    return watch.worst_excess
 
 
 @settings(deadline=None, derandomize=True, max_examples=20)

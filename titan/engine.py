@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -23,7 +23,7 @@ from titan.adaptive.profile import Extent, Subject, measure
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.checks import check_integer
 from titan.core.growth import GrowthSpec
-from titan.core.kv_tensor import KVTensor
+from titan.core.kv_tensor import KVTensor, Role
 from titan.core.metrics import EngineCounters, EngineMetrics, Percentiles, TierMetrics, ratio
 from titan.core.options import EngineConfig, ModelOptions
 from titan.core.request import Request
@@ -279,6 +279,7 @@ class Engine:
         Raises:
             ValueError: requests in flight hold more blocks, or one of them may need more; or there is too little memory, or the
                 back end is not on the host. Nothing has changed then, nor if a drafter refuses its new cache.
+            Exception: as `KVCache.compact`; the size stays.
         """
         requests = (*self.scheduler.running, *self.scheduler.waiting)
         self._check_resize(check_integer("num_blocks", num_blocks, 1), requests)
@@ -288,11 +289,18 @@ class Engine:
             for role, each in self.kv.tensors.items()
         }
         runner = self.backend.prepare(self._target, tensors["target"], self._pass_limits, self.passes)
+        try:
+            self._attach_to_drafter(tensors)
+            self.kv.compact(requests, tensors)
+        except Exception:
+            self._attach_to_drafter(self.kv.tensors)
+            raise
+        self.runner = runner
+        self.limits = replace(self.limits, num_kv_blocks=num_blocks)
+
+    def _attach_to_drafter(self, tensors: Mapping[Role, KVTensor]) -> None:
         if isinstance(self.drafter, CachingDrafter) and "draft" in tensors:
             self.drafter.attach(tensors["draft"])
-        self.runner = runner
-        self.kv.compact(requests, tensors)
-        self.limits = replace(self.limits, num_kv_blocks=num_blocks)
 
     def _check_resize(self, num_blocks: int, requests: Sequence[Request]) -> None:
         if not self.backend.is_host:

@@ -319,10 +319,10 @@ class KVCache:
             try:
                 for role, tensor in sorted(tensors.items()):
                     self._ops.gather_blocks(self._tensors[role], tensor, block_ids)
-                    self._tensors[role] = tensor
             except Exception:
                 self.new_draft_epoch(requests)  # the draft's blocks come first: they may have moved, the target's have not
                 raise
+        self._tensors = dict(tensors)
         self.pool.resize(num_blocks, new_ids)
         for request in requests:
             request.renumber_blocks(new_ids)
