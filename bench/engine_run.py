@@ -34,8 +34,8 @@ def make_requests(engine: Engine, workload: Workload, **options: Any) -> list[Re
     frontend = FrontEnd(engine)
     options = {"temperature": 0.0, "ignore_eos": True, **options}
     return [
-        frontend.make_request(prompt, SamplingParams(**options, max_tokens=output_len))
-        for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
+        frontend.make_request(prompt, SamplingParams(**options, max_tokens=output_len), terms)
+        for prompt, output_len, terms in zip(workload.prompts, workload.output_lens, workload.terms, strict=True)
     ]
 
 
@@ -60,7 +60,7 @@ def run_workload(
     changes: dict[Request, list[float]] = {request: [] for request in requests}
     seconds, cpu_start = 0.0, time.process_time()
     with _observed_use(engine) as (kv_use, gpu_use):
-        for seconds, changed in _serve(engine, workload, requests, concurrency or len(requests), is_static=is_static):
+        for seconds, changed in serve(engine, workload, requests, concurrency or len(requests), is_static=is_static):
             for request in changed:
                 changes[request].append(seconds)
     cpu_seconds = time.process_time() - cpu_start
@@ -106,7 +106,7 @@ def profile_workload(
         RuntimeError: as `run_workload`.
     """
     requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
-    steps = _serve(engine, workload, requests, concurrency)
+    steps = serve(engine, workload, requests, concurrency)
     seconds = 0.0
     while not all(request.num_output_tokens for request in requests[:concurrency]):
         seconds, _ = next(steps)
@@ -125,7 +125,7 @@ def run_first_steps(engine: Engine, workload: Workload, num_steps: int) -> Run:
     """
     requests = make_requests(engine, workload)
     seconds = 0.0
-    for seconds, _ in islice(_serve(engine, workload, requests, len(requests)), num_steps):  # noqa: B007 - the last counts
+    for seconds, _ in islice(serve(engine, workload, requests, len(requests)), num_steps):  # noqa: B007 - the last counts
         pass
     make_idle(engine)
     return Run([RequestRun(request.output_token_ids, seconds, None) for request in requests], seconds, _step_figures(requests))
@@ -137,7 +137,7 @@ def make_idle(engine: Engine) -> None:
         engine.scheduler.abort(request)
 
 
-def _serve(
+def serve(
     engine: Engine, workload: Workload, requests: Sequence[Request], concurrency: int, *, is_static: bool = False
 ) -> Iterator[tuple[float, list[Request]]]:
     """Step an engine until all requests are finished; yields, after each step, the seconds until then and what it changed."""
@@ -152,6 +152,7 @@ def _serve(
         may_add = not (is_static and unfinished)
         while may_add and waiting and waiting[0][0] <= now and len(unfinished) < concurrency:
             _, request = waiting.popleft()
+            request.metrics.arrival_time = engine.scheduler.clock()
             engine.scheduler.add(request)
             unfinished.add(request)
         changed = engine.step()

@@ -29,6 +29,7 @@ from titan.bench.provenance import machine_name
 from titan.bench.report import Report, bench_parser, count, figure_table, measure_and_publish, parse
 from titan.bench.samples import Row, Spread
 from titan.bench.turns import log
+from titan.models.loader import DEMO
 
 MICRO = Path(__file__).resolve().parent / "micro"
 FASTEST, MEDIAN, RELATIVE, OVER_STORED = "fastest, us", "median, us", "x reference", "x stored"
@@ -59,7 +60,9 @@ def reference_seconds() -> dict[str, float]:
     return {part: min(timeit.repeat(reference, number=1, repeat=1000)) for part, reference in references.items()}
 
 
-def run_benchmarks(select: str, seconds: float, seed: int) -> tuple[list[dict[str, Any]], list[str], bool]:
+def run_benchmarks(
+    select: str, seconds: float, seed: int, swap_pair: tuple[str, str] = (DEMO, DEMO)
+) -> tuple[list[dict[str, Any]], list[str], bool]:
     """Run the micro-benchmarks in this process; pytest shows its progress on stderr.
 
     Returns:
@@ -76,11 +79,15 @@ def run_benchmarks(select: str, seconds: float, seed: int) -> tuple[list[dict[st
     failures: list[str] = []
 
     class Plugin:
-        """Provides the seed, keeps failures."""
+        """Provides the seed and the models of swaps, keeps failures."""
 
         @pytest.fixture
         def seed(self) -> int:
             return seed
+
+        @pytest.fixture
+        def swap_pair(self) -> tuple[str, str]:
+            return swap_pair
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             if report.failed:
@@ -168,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def measure() -> None:
         first = reference_seconds()
-        benchmarks, problems, is_interrupted = run_benchmarks(args.select, args.seconds, args.seed)
+        benchmarks, problems, is_interrupted = run_benchmarks(args.select, args.seconds, args.seed, args.swap_pair)
         references = {part: min(seconds, first[part]) for part, seconds in reference_seconds().items()}
         rows.extend(make_rows(benchmarks, references, stored or {}))
         failures.extend(problems)
@@ -181,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def report() -> Report:
         return make_report(rows, [*failures, *found()], args.threshold)
 
-    measure_and_publish(args, measure, report, {"target": "demo", "draft": "demo"})
+    measure_and_publish(args, measure, report, dict(zip(("target", "draft"), args.swap_pair, strict=True)))
     return int(bool(failures or (args.fail and found())))
 
 
@@ -192,6 +199,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--select", default="", metavar="EXPRESSION", help='names, such as "attention and not prefill" (default: all)'
     )
     parser.add_argument("--seconds", type=float, default=0.5, help="for each benchmark, about (default: %(default)s)")
+    parser.add_argument("--swap-pair", nargs=2, default=(DEMO, DEMO), metavar="MODEL", help="of swaps (default: the demo pair)")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="a run that --json wrote")
     parser.add_argument("--threshold", type=float, default=1.25, help="ratio to it from which to warn (default: %(default)s)")
     parser.add_argument("--fail", action="store_true", help="exit with status 1 if one is above it, or missing, or none compares")

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from titan.core.terms import RequestTerms
+
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
@@ -49,16 +51,19 @@ class Lengths:
 class Workload:
     """Requests; the end of sequence is ignored, so request i generates ``output_lens[i]`` tokens.
 
-    ``arrivals`` are seconds in ascending order; all arrive at 0 if there are none.
+    ``arrivals`` are seconds in ascending order; all arrive at 0 if there are none. ``terms`` are the usual ones if there are none.
     """
 
     prompts: list[list[int]]
     output_lens: list[int]
     arrivals: Sequence[float] = ()
+    terms: Sequence[RequestTerms] = ()
 
     def __post_init__(self) -> None:
         if not self.arrivals:
             object.__setattr__(self, "arrivals", [0.0] * len(self.prompts))
+        if not self.terms:
+            object.__setattr__(self, "terms", [RequestTerms()] * len(self.prompts))
 
     def __len__(self) -> int:
         return len(self.prompts)

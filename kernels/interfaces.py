@@ -365,6 +365,9 @@ class Backend(Protocol):
     def free_memory(self) -> int:
         """Return how many bytes can be allocated on the device."""
 
+    def utilization(self) -> float | None:
+        """Return the share of the last moments in which the device was busy; ``None`` if it does not report it."""
+
     def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
         """Return how many bytes the KV caches may take.
 

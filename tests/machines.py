@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from titan.adaptive.cost import PassCost
-from titan.adaptive.speculation import AdaptiveSpeculation, StepTimes
+from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.step import Acceptance, StepPlan
+from titan.core.step_times import StepTimes
 from titan.core.trees import GrowthReport
 from titan.draft.base import Drafter, ModelDrafter
 from titan.engine import Engine
@@ -34,7 +35,7 @@ class Machine:
             seconds = target(sum(plan.num_tokens) + accepted.trees.num_nodes) / 1e3
             of_draft = 0.0 if growth is None else growth.num_passes * self.draft_milliseconds / 1e3
             growth = None if growth is None else growth._replace(seconds=of_draft)
-            observe(own, plan, accepted, growth, StepTimes(seconds + of_draft + 1e-4, of_draft, seconds))
+            observe(own, plan, accepted, growth, StepTimes(draft=of_draft, target=seconds, commit=1e-4))
             self.choices.append(own.metrics(0.0).choice)
 
         monkeypatch.setattr(AdaptiveSpeculation, "observe", timed)

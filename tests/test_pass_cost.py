@@ -115,10 +115,11 @@ def test_gain_of_trees_is_what_they_bring_beyond_chains() -> None:
     gain = TreeGain()
     for _ in range(200):
         gain.note([3, 1], [0.5, 0.8], 2)
-    assert gain.ratio == pytest.approx(2 / (0.5 + 0.25 + 0.125 + 0.8), rel=0.05)
+    seen = 2 / (0.5 + 0.25 + 0.125 + 0.8)
+    assert [gain.ratio(count) for count in (1, 1.5, 2, 5)] == pytest.approx([1, (1 + seen) / 2, seen, seen], rel=0.03)
     for _ in range(200):
         gain.note([3, 1], [0.5, 0.8], 0)
-    assert gain.ratio == 1.0  # less than chains is a matter of acceptance
+    assert gain.ratio(3) == 1.0  # less than chains is a matter of acceptance
 
 
 @pytest.mark.parametrize(

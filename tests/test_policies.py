@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepping import host_trees
 
-from titan.core.metrics import EngineCounters
+from titan.core.metrics import EngineCounters, UserMetrics
 from titan.core.options import ScheduleOptions
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
@@ -28,6 +28,7 @@ from titan.schedule.policies.fair import FairPolicy
 from titan.schedule.policies.fcfs import FcfsPolicy
 from titan.schedule.policies.priority import PriorityPolicy
 from titan.schedule.scheduler import Scheduler
+from titan.schedule.service import MAX_USERS
 
 BLOCK_SIZE = 8
 
@@ -293,3 +294,40 @@ def test_a_heap_is_sorted_whatever_leaves_it() -> None:
             heap.push(again, keys[again])
             assert heap.top()[1] == min(keys.values()) == keys[heap.top()[0]]
         assert len(heap) == len(keys) and len(heap._heap) <= 3 * len(keys) + 20
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_the_service_of_users_and_their_waiting_are_counted(policy: str) -> None:
+    """Whatever the policy: with preemptions, an abort before and one after the start, and a user without a name."""
+    server = Server(policy, max_batch_size=3, num_kv_blocks=7)
+    for i in range(12):
+        server.add(({}, A, B)[i % 3], 3 + i, 8 + i)
+    service = server.scheduler.service
+    for step in range(400):
+        if step == 3:
+            server.scheduler.abort(server.requests[11])
+            server.scheduler.abort(server.scheduler.running[0])
+        server.step()
+        expected = {}
+        for user in (None, "a", "b"):
+            own = [request for request in server.requests if request.terms.user == user]
+            started = [request for request in own if request.metrics.first_scheduled_time is not None]
+            expected[user] = sum(each.num_prompt_tokens for each in started), sum(each.num_output_tokens for each in own)
+        in_flight = [*server.scheduler.running, *server.scheduler.waiting]
+        found = {user: (each.num_prompt_tokens, each.num_output_tokens) for user, each in service.users(in_flight).items()}
+        assert found == {user: tokens for user, tokens in expected.items() if user in found} and len(found) == 3
+        if not server.scheduler.has_unfinished:
+            break
+    firsts = [
+        request.metrics.first_scheduled_time for request in server.requests if request.metrics.first_scheduled_time is not None
+    ]
+    assert sorted(service.queue_s) == sorted(firsts) and len(firsts) == 11 and server.scheduler.counters.num_preemptions
+
+
+def test_users_who_asked_long_ago_are_forgotten() -> None:
+    server = Server("fcfs", max_batch_size=9)
+    for i in range(2 * MAX_USERS):
+        server.add({"user": str(i)})
+        server.step()
+    users = server.scheduler.service.users([])
+    assert list(users) == [str(i) for i in range(MAX_USERS, 2 * MAX_USERS)] and set(users.values()) == {UserMetrics(1, 1)}

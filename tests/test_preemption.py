@@ -10,6 +10,7 @@ from stepping import SCARCE, check_blocks, drain, greedy, make_engine, submit
 from test_kv_cache import make_request
 from zoo import Zoo, random_prompts
 
+from titan.core.metrics import TierMetrics
 from titan.schedule.preemption import SwapRule
 
 BYTES = 3 * 2 * 2 * 16 * 4 * SCARCE["block_size"]  # of a block of one cache of these models
@@ -53,8 +54,8 @@ def test_metrics_of_swaps_and_an_abort_that_frees_both_pools(zoo: Zoo) -> None:
         metrics = engine.metrics()
         swapped = [request for request in requests if request.is_swapped]
         num_blocks = len({block_id for request in swapped for block_id in request.swapped_block_ids})
-        assert (metrics.num_swap_blocks, metrics.num_used_swap_blocks) == (40, num_blocks)
-        assert (metrics.num_swapped, metrics.num_used_swap_bytes) == (len(swapped), num_blocks * 2 * BYTES)
+        assert metrics.swap_space == TierMetrics(40, num_blocks, 40 * 2 * BYTES, num_blocks * 2 * BYTES)
+        assert metrics.num_swapped == len(swapped)
         assert metrics.num_swapped_out - metrics.num_swapped_in - num_aborted == len(swapped)
         if swapped and not num_aborted:
             engine.scheduler.abort(swapped[0])

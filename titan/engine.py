@@ -20,14 +20,16 @@ from titan.adaptive.cost import PassCost
 from titan.adaptive.costs import Costs
 from titan.adaptive.pace import Pace, StepLoad
 from titan.adaptive.profile import Extent, Subject, measure
-from titan.adaptive.speculation import AdaptiveSpeculation, StepTimes
+from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.checks import check_integer
 from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVTensor, Role
-from titan.core.metrics import EngineCounters, EngineMetrics, ratio
+from titan.core.metrics import EngineCounters, EngineMetrics, Percentiles, TierMetrics, ratio
 from titan.core.options import EngineConfig, ModelOptions
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
+from titan.core.step_log import StepLog
+from titan.core.step_times import Stopwatch
 from titan.core.trees import DraftTrees, GrowthReport, TreeLimits
 from titan.draft.base import CachingDrafter, DraftContext, Drafter, ModelDrafter, NoDrafter
 from titan.draft.labels import note_verification
@@ -37,6 +39,7 @@ from titan.execute.memory_profile import run_largest_pass
 from titan.execute.out_of_memory import is_out_of_memory
 from titan.kernels.backend import choose_backend, choose_device
 from titan.kernels.interfaces import Backend, PassCounts, PassLimits, Runner, WarmUp
+from titan.memory.block_pool import BlockPool
 from titan.memory.kv_cache import KVCache
 from titan.memory.sizing import block_bytes, num_kv_blocks, num_swap_blocks
 from titan.models.config import ModelConfig
@@ -57,9 +60,6 @@ class _Passed(NamedTuple):
 
     acceptance: Acceptance
     growth: GrowthReport | None
-    begin: float  # when drafting began, perf_counter
-    draft_s: float
-    target_s: float
 
 
 StepObserver = Callable[[StepPlan, Acceptance], None]
@@ -144,6 +144,7 @@ class Engine:
         _warm_up(config, [*self.runner.warm_up((), vocab_size), *self.backend.warm_up(vocab_size, self.dtype)])
         self.counters = EngineCounters()
         self.observers: list[StepObserver] = []
+        self._log = StepLog()
         self._target_cost: PassCost | None = None  # measured when it is first needed
         self._swap_rule = SwapRule.of(config.schedule)
         self._use_drafter(drafter)
@@ -155,61 +156,66 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Run one step and return the requests whose output changed."""
-        start = time.perf_counter()
+        watch = Stopwatch(_seconds)
         self.backend.activate()
         adaptive, expired = self.adaptive, self.scheduler.expire()
         with torch.inference_mode():
             plan = self.scheduler.schedule(self._max_draft_tokens if adaptive is None else adaptive.num_reserved, self._lookahead)
             if not plan.requests:
                 return expired
-            schedule_s = time.perf_counter() - start  # deciding is not of each step
+            watch.times.schedule += watch.lap()
             if adaptive is not None:
                 adaptive.decide(plan)
-            return [*expired, *self._run(plan, schedule_s)]
+            changed = self._run(plan, watch)
+        watch.times.prepare += watch.lap()
+        self._log.note(watch.last, watch.times, self.counters, plan.shortage)
+        return [*expired, *changed]
 
-    def _run(self, plan: StepPlan, schedule_s: float | None) -> list[Request]:
+    def _run(self, plan: StepPlan, watch: Stopwatch, *, is_part: bool = False) -> list[Request]:
         """Run a plan; where its passes take more memory than there is, in parts: a request ends only if not even one token fits.
 
         Args:
             plan: may have been decided on by adaptive speculation.
-            schedule_s: time of its scheduling; ``None`` if it is a part, of which adaptive speculation learns nothing.
+            watch: of the step.
+            is_part: whether it is a part, of which adaptive speculation learns nothing.
         """
         try:
-            passed = self._pass(plan)
+            passed = self._pass(plan, watch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             reason = str(error).partition("\n")[0]
         else:
-            return self._commit(plan, passed, schedule_s)
+            return self._commit(plan, passed, watch, is_part)
         if parts := plan.split():  # outside the handler, which holds the tensors of the pass that failed
-            return [request for part in parts for request in self._run(part, None)]
+            return [request for part in parts for request in self._run(part, watch, is_part=True)]
         self.scheduler.abort(plan.requests[0], f"out of memory in a pass of one token: {reason}")
         return plan.requests
 
-    def _pass(self, plan: StepPlan) -> _Passed:
+    def _pass(self, plan: StepPlan, watch: Stopwatch) -> _Passed:
         """Draft, run the target and verify; until the commit, this may be done again with fewer rows."""
         self.kv.clear_new_blocks()  # blocks are needed per token, and this is not of each step
         if not plan.is_plain:
             self.kv.clear_draft_blocks(request for i, request in enumerate(plan.requests) if plan.feeds_draft(i))
-        begin_draft = time.perf_counter()
+        times = watch.times
+        times.prepare += watch.lap()
         trees = self._propose(plan)
-        end_draft = time.perf_counter()
+        times.draft += watch.lap()
         batch = target_batch(plan, trees, block_size=self.kv.block_size)
-        begin_target = time.perf_counter()
+        times.inputs += watch.lap()
         logits, prompt_logits = split_logits(batch, self.runner.forward(batch), self.backend.upload)
-        end_target = time.perf_counter()
+        times.target += watch.lap()
         acceptance = collect(self.backend, launch(self.backend, plan, trees, batch.logits_start_loc, logits))
-        draft, target = end_draft - begin_draft, end_target - begin_target
-        if not self.backend.is_host:  # the host waits for both at once
-            draft, target = 0.0, time.perf_counter() - begin_draft
+        times.verify += watch.lap()
+        if not self.backend.is_host:
+            times.merge_pass()
         if prompt_logits is not None:
             acceptance.prompt_logprobs.update(prompt_logprobs(plan, prompt_logits, self.backend.upload))
-        return _Passed(acceptance, trees.growth, begin_draft, draft, target)
+        return _Passed(acceptance, trees.growth)
 
-    def _commit(self, plan: StepPlan, passed: _Passed, schedule_s: float | None) -> list[Request]:
-        acceptance, growth, begin, draft_s, target_s = passed
-        adaptive = self.adaptive
+    def _commit(self, plan: StepPlan, passed: _Passed, watch: Stopwatch, is_part: bool) -> list[Request]:
+        acceptance, growth = passed
+        adaptive, times = self.adaptive, watch.times
         for observe in self.observers:
             observe(plan, acceptance)
         try:
@@ -220,13 +226,13 @@ class Engine:
         self.kv.commit(plan, acceptance)
         load = None if self._pace is None else _load(plan)
         changed = self.scheduler.update(plan, acceptance)
-        if schedule_s is None:
+        times.commit += watch.lap()
+        if is_part:
             return changed
-        whole_s = schedule_s + time.perf_counter() - begin
         if adaptive is not None:
-            adaptive.observe(plan, acceptance, growth, StepTimes(whole_s, draft_s, target_s))
+            adaptive.observe(plan, acceptance, growth, times)
         if self._pace is not None and load is not None:
-            self._pace.note(load, acceptance.trees.num_nodes, whole_s, target_s)
+            self._pace.note(load, acceptance.trees.num_nodes, times.recurring, times.target)
         return changed
 
     def _propose(self, plan: StepPlan) -> DraftTrees:
@@ -304,8 +310,7 @@ class Engine:
             )
         self.kv.pool.new_ids(num_blocks, [request.block_ids for request in requests])
         self.scheduler.check_num_blocks(num_blocks)
-        bytes_per_block = block_bytes(self.kv.block_size, [tensor.layout for tensor in self.kv.tensors.values()])
-        num_allowed = self.kv.num_blocks + self.backend.free_memory() // bytes_per_block
+        num_allowed = self.kv.num_blocks + self.backend.free_memory() // self.kv.bytes_per_block
         if num_blocks > num_allowed:
             raise ValueError(f"num_blocks={num_blocks} takes more than the free memory: at most {num_allowed} are allowed")
 
@@ -315,7 +320,6 @@ class Engine:
         num_committed = sum(request.num_computed_tokens for request in scheduler.running)
         mean_draft_tokens = ratio(sum(counters.proposed_per_depth), counters.num_sequence_steps)
         swap_space = self.kv.swap_space
-        num_swapped_blocks = swap_space.pool.num_blocks - swap_space.pool.num_free
         num_drafted = sum(min(request.num_drafted_context, request.num_computed_tokens) for request in scheduler.running)
         return EngineMetrics(
             num_running=len(scheduler.running),
@@ -339,9 +343,12 @@ class Engine:
             num_evicted_blocks=pool.num_evicted,
             kv_usage=1 - pool.num_free / pool.num_blocks,
             num_kv_blocks=pool.num_blocks,
-            num_swap_blocks=swap_space.pool.num_blocks,
-            num_used_swap_blocks=num_swapped_blocks,
-            num_used_swap_bytes=num_swapped_blocks * swap_space.bytes_per_block,
+            kv_cache=_tier(pool, self.kv.bytes_per_block),
+            swap_space=_tier(swap_space.pool, self.kv.bytes_per_block),
+            users=scheduler.service.users([*scheduler.running, *scheduler.waiting]),
+            queue_s=Percentiles.of(scheduler.service.queue_s),
+            utilization=self.backend.utilization(),
+            recent=self._log.metrics(_seconds(), None if self._target_cost is None else self._target_cost.predict),
             draft_coverage=ratio(num_drafted, num_committed) if scheduler.running else None,
             draft=self.drafter.name,
             graph_hit_rate=self.passes.hit_rate,
@@ -468,6 +475,15 @@ def check_process() -> None:
 def _first_process() -> int:
     """Return the process that made the first engine, in processes forked from it as well."""
     return os.getpid()
+
+
+def _seconds() -> float:
+    return time.perf_counter()
+
+
+def _tier(pool: BlockPool, bytes_per_block: int) -> TierMetrics:
+    num_used = pool.num_blocks - pool.num_free
+    return TierMetrics(pool.num_blocks, num_used, pool.num_blocks * bytes_per_block, num_used * bytes_per_block)
 
 
 def _load(plan: StepPlan) -> StepLoad:

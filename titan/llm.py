@@ -13,6 +13,7 @@ from titan.core.metrics import EngineMetrics
 from titan.core.outputs import RequestOutput
 from titan.core.sampling_params import SamplingParams
 from titan.core.terms import TermOptions, as_terms
+from titan.diagnosis import faults, limits
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 from titan.frontend import FrontEnd, choose_tokenizer
@@ -251,7 +252,10 @@ class LLM:
         return self.frontend.generate(prompts, params, check_bool("use_tqdm", use_tqdm), as_terms(len(prompts), **terms))
 
     def diagnose(self) -> list[str]:
-        """Check the engine and return what is wrong or slow, one sentence each; an empty list means nothing was found.
+        """Check the engine and return, in a sentence each, what limits the last steps and what to change, and what is wrong.
+
+        A sentence about a limit begins with its name: "idle", "queue", "KV memory", "draft", "host", "compute", "bandwidth" or
+        "target"; `titan.diagnosis` states the rules. Before the first step there is nothing to say.
 
         Raises:
             AssertionError: the block pool's invariants are broken, which is a bug in Titan.
@@ -286,22 +290,4 @@ def _as_params_list(params: SamplingParams | Sequence[SamplingParams], num_promp
 def _diagnose(engine: Engine) -> list[str]:
     engine.kv.check((*engine.scheduler.running, *engine.scheduler.waiting))
     metrics = engine.metrics()
-    findings = []
-    if metrics.num_preemptions:
-        findings.append(
-            f"{metrics.num_preemptions} preemptions for lack of KV blocks: raise kv_cache_memory or lower max_batch_size"
-        )
-    if sum(metrics.proposed_per_depth) >= 100 and metrics.mean_acceptance_length < 1.3:
-        findings.append(
-            f"with the draft {metrics.draft!r} a step emits {metrics.mean_acceptance_length:.2f} tokens per request: "
-            f"lower max_draft_tokens or use another draft"
-        )
-    if (speculation := metrics.speculation) is not None and speculation.choice != "on" and speculation.on_rate:
-        findings.append(
-            f"speculation is off: {speculation.off_rate:.0f} tokens/s are expected without it, at best {speculation.on_rate:.0f} "
-            f"with the draft {metrics.draft!r}, whose first tokens are accepted with probability {speculation.acceptance:.2f}"
-        )
-    covers = metrics.speculation is None or metrics.speculation.choice == "on"  # else the draft's cache is let go
-    if covers and metrics.draft_coverage is not None and metrics.draft != "none" and metrics.draft_coverage < 0.5:
-        findings.append(f"the draft's cache covers {metrics.draft_coverage:.0%} of the running requests: it is catching up")
-    return findings
+    return [*limits(metrics), *faults(metrics)]

@@ -15,14 +15,13 @@ from titan.bench.workloads import Lengths, take_workload
 from titan.core.options import EngineConfig
 from titan.core.request import Request
 from titan.engine import Engine
-from titan.models.loader import DEMO
 
 NUM_TOKENS, NUM_ROUNDS = 1024, 10
 pytestmark = pytest.mark.benchmark(group="kernel")
 
 
-def make_running(seed: int) -> tuple[Engine, Request]:
-    """Return the demo pair with a request whose prompt is in both caches."""
+def make_running(pair: tuple[str, str], seed: int) -> tuple[Engine, Request]:
+    """Return a pair with a request whose prompt is in both caches."""
     config = EngineConfig.of(
         speculation="fixed",
         max_draft_tokens=1,
@@ -31,7 +30,7 @@ def make_running(seed: int) -> tuple[Engine, Request]:
         preemption_mode="recompute",
         swap_space=2**28,
     )
-    engine = Engine(config, DEMO, DEMO)
+    engine = Engine(config, *pair)
     prompts = random_prompts(Lengths(NUM_TOKENS, NUM_TOKENS), engine.model_config.vocab_size, seed)
     [request] = make_requests(engine, take_workload(prompts, 1, repeat(4 * NUM_ROUNDS)), temperature=0.0)
     engine.scheduler.add(request)
@@ -39,9 +38,9 @@ def make_running(seed: int) -> tuple[Engine, Request]:
     return engine, request
 
 
-def test_swap(measure: Callable[..., Any], seed: int) -> None:
+def test_swap(measure: Callable[..., Any], swap_pair: tuple[str, str], seed: int) -> None:
     """Out of both caches and in again."""
-    engine, request = make_running(seed)
+    engine, request = make_running(swap_pair, seed)
 
     def run() -> None:
         assert engine.kv.swap_out(request)
@@ -51,10 +50,10 @@ def test_swap(measure: Callable[..., Any], seed: int) -> None:
     measure(run)
 
 
-def test_copy_of_swapped_bytes(measure: Callable[..., Any], seed: int) -> None:
+def test_copy_of_swapped_bytes(measure: Callable[..., Any], swap_pair: tuple[str, str], seed: int) -> None:
     """As many bytes as a swap copies, from one piece of memory to another and back."""
-    engine, request = make_running(seed)
-    num_bytes = len(request.block_ids) * engine.kv.swap_space.bytes_per_block
+    engine, request = make_running(swap_pair, seed)
+    num_bytes = len(request.block_ids) * engine.kv.bytes_per_block
     here = torch.ones(num_bytes, dtype=torch.uint8, device=engine.backend.device)
     away = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=not engine.backend.is_host)
 
@@ -65,7 +64,7 @@ def test_copy_of_swapped_bytes(measure: Callable[..., Any], seed: int) -> None:
     measure(run)
 
 
-def test_recompute(benchmark: Any, seed: int) -> None:
+def test_recompute(benchmark: Any, swap_pair: tuple[str, str], seed: int) -> None:
     """A step that computes a preempted request again, prompt and all."""
-    engine, request = make_running(seed)
+    engine, request = make_running(swap_pair, seed)
     benchmark.pedantic(engine.step, setup=lambda: engine.scheduler._preempt(request), rounds=NUM_ROUNDS)

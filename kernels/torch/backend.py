@@ -63,6 +63,9 @@ class TorchBackend:
     def free_memory(self) -> int:
         return int(psutil.virtual_memory().available)
 
+    def utilization(self) -> float | None:
+        return None
+
     def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
         if utilization is None:
             return int(self.free_memory() * KV_MEMORY_SHARE)

@@ -85,6 +85,14 @@ class TritonBackend:
         in_reserve = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return torch.cuda.mem_get_info(self.device)[0] + in_reserve
 
+    def utilization(self) -> float | None:
+        if self.device.type != "cuda":
+            return None
+        try:
+            return torch.cuda.utilization(self.device) / 100
+        except Exception:  # noqa: BLE001 - the library that asks may be missing, or the device may not tell
+            return None
+
     def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
         """See `titan.kernels.interfaces.Backend`; what PyTorch holds in reserve for later allocations counts as free."""
         torch.cuda.empty_cache()

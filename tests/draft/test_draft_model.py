@@ -233,7 +233,7 @@ def test_a_distribution_at_temperature_0_is_refused(zoo: Zoo) -> None:
 
     engine = make_engine(zoo.path("llama"), Claiming(), **AMPLE)
     submit(engine, PROMPTS[1:2], [greedy(9)])
-    with pytest.raises(ValueError, match=r"'claiming' gave draft_probs .* at temperature 0"):
+    with pytest.warns(RuntimeWarning, match=r"'claiming' failed, .*'claiming' gave draft_probs .* at temperature 0"):
         engine.step()
 
 

@@ -62,6 +62,7 @@ class Decision(NamedTuple):
     num_nodes: list[int]  # 0: nothing
     worths: Sequence[Worth | None]  # where growth may go on beyond these nodes or end before, by confidence; None: it may not
     probed: Sequence[int] = ()  # candidates that draft only to see whether it would pay
+    acceptance: Sequence[float] = ()  # expected of each candidate
 
     @property
     def drafts(self) -> bool:
@@ -149,11 +150,12 @@ class Controller:
             return _nothing(load)
         self._delay(load, num_nodes)
         worths = [self._worth(i, load) if count else None for i, count in enumerate(num_nodes)]
-        probed = self._probes.choose(load, self.costs, num_nodes, self._estimates.means.tolist(), self._hoped)
+        acceptance = self._estimates.means.tolist()
+        probed = self._probes.choose(load, self.costs, num_nodes, acceptance, self._hoped)
         for i in probed:
             num_nodes[i] = 1
         self._before = [self._showing(load.candidates[i].counts) for i in probed]
-        return Decision(num_nodes, worths, probed)
+        return Decision(num_nodes, worths, probed, acceptance)
 
     def _is_plain_due(self) -> bool:
         """Whether a step without drafts should show what such steps cost: the more often, the less drafting gains."""
@@ -181,11 +183,10 @@ class Controller:
         owing = np.array([each.num_missing - 1 for each in load.candidates]) * n * row_seconds / self.costs.plain_seconds(load)
         sure = np.maximum(means - np.minimum(owing, 1.0) * np.sqrt(means * (1 - means)) * estimates.mean_error, 0.0)
         self._probes.forget()
-        gain = self.tree_gain.ratio
-        self.optimum = best(load, sure.tolist(), self.costs, gain)
+        self.optimum = best(load, sure.tolist(), self.costs, self.tree_gain)
         self._hoped = self.optimum.num_nodes
         if not all(self._hoped):
-            self._hoped = best(load, np.minimum(means + estimates.errors, 1.0).tolist(), self.costs, gain).num_nodes
+            self._hoped = best(load, np.minimum(means + estimates.errors, 1.0).tolist(), self.costs, self.tree_gain).num_nodes
 
     def _worth(self, i: int, load: Load) -> Worth | None:
         candidate = load.candidates[i]
@@ -210,8 +211,8 @@ class Controller:
         else:
             self.costs.note_drafting(load, outcome, decision.num_nodes)
             self.has_drafted = True
-            if outcome.num_nodes and not decision.probed:
-                self.tree_gain.note(outcome.num_nodes, self._estimates.means.tolist(), outcome.num_accepted)
+            if outcome.num_nodes and decision.acceptance and not decision.probed:
+                self.tree_gain.note(outcome.num_nodes, decision.acceptance, outcome.num_accepted)
         if not n:
             return
         self._age_counts(load, decision)

@@ -46,9 +46,10 @@ class Costs:
         """
         is_cold = self._is_cold(False)
         rows, context, seconds = load.num_rows, load.num_context_tokens, outcome.target_seconds
-        change = self.target.note(rows, context, _warm(seconds, self.target.predict(rows, context)) if is_cold else seconds)
-        if self.draft is not None:
-            self.draft.follow(change)
+        if rows == num_requests:  # what prompts take says little of what decodes do
+            change = self.target.note(rows, context, _warm(seconds, self.target.predict(rows, context)) if is_cold else seconds)
+            if self.draft is not None:
+                self.draft.follow(change)
         if num_requests:
             self._note_host(num_requests, 0, outcome.host_seconds, is_cold)
 
@@ -68,8 +69,9 @@ class Costs:
         if not self._is_timed:
             self._note_together(rows, context, max(num_nodes), (num_drafting, of_draft), outcome.target_seconds)
             return
-        seconds, expected = outcome.target_seconds, self.target.predict(rows, context, True)
-        self.target.note(rows, context, _warm(seconds, expected) if is_cold else seconds, True)
+        if load.num_rows == n:
+            seconds, expected = outcome.target_seconds, self.target.predict(rows, context, True)
+            self.target.note(rows, context, _warm(seconds, expected) if is_cold else seconds, True)
         is_caught_up = all(each.num_missing <= 2 for count, each in zip(num_nodes, load.candidates, strict=True) if count)
         if self.draft is not None and (passes := outcome.num_draft_passes) and is_caught_up:
             per_pass, seconds = max(1.0, outcome.num_draft_rows / passes), outcome.draft_seconds / passes

@@ -8,8 +8,9 @@ from operator import itemgetter
 
 from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load
+from titan.adaptive.value import TreeGain
 
-MARGIN = 0.01
+MARGIN = 0.02
 """Share by which drafting must be expected to gain."""
 
 GRID_SIZES, GRID_DEPTHS = 16, 8
@@ -40,14 +41,14 @@ class Optimum:
         return any(self.num_nodes)
 
 
-def best(load: Load, acceptance: Sequence[float], costs: Costs, tree_gain: float = 1.0) -> Optimum:
+def best(load: Load, acceptance: Sequence[float], costs: Costs, tree_gain: TreeGain | None = None) -> Optimum:
     """Compare the settings of a load, and return the best.
 
     Args:
         load: of the step, with at least one candidate.
         acceptance: probability that a node's first child is accepted, of each candidate.
         costs: of passes and the host.
-        tree_gain: accepted tokens as a multiple of those of chains.
+        tree_gain: what trees bring beyond chains; ``None`` = nothing.
     """
     candidates, n = load.candidates, len(load.candidates)
     total_weight = sum([each.weight for each in candidates])
@@ -67,15 +68,17 @@ def best(load: Load, acceptance: Sequence[float], costs: Costs, tree_gain: float
     best_of = 0, 0
     for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):
         fixed = num_passes * pass_seconds
-        gain, rows, size, num_drafting = total_weight, 0.0, 0, 0
+        gain, rows, size, num_drafting = 0.0, 0.0, 0, 0
         for value, depth, i in nodes:
             if depth > num_passes:
                 continue
-            gain, size = gain + tree_gain * value, size + 1
+            gain, size = gain + value, size + 1
             rows += missing[i] if depth == 1 else 1.0
             num_drafting += depth == 1
             if size in target:
-                rate = gain / (host[num_drafting.bit_length()] + fixed + row_seconds * rows + target[size])
+                of_trees = 1.0 if tree_gain is None else tree_gain.ratio(size / num_drafting)
+                seconds = host[num_drafting.bit_length()] + fixed + row_seconds * rows + target[size]
+                rate = (total_weight + of_trees * gain) / seconds
                 if rate > optimum.on_rate:
                     optimum.on_rate, best_of = rate, (num_passes, size)
     if optimum.on_rate > off_rate * (1 + MARGIN):

@@ -23,6 +23,9 @@ NUM_ROUNDS = 4
 CONTEXT_ROWS = 32
 """Rows of the passes that show what context costs."""
 
+CONTEXT_ROWS_EACH = 2
+"""Rows of each request in these passes: for decodes and short chains a token of context costs much the same, for trees more."""
+
 CONTEXT_LEN = 512
 """Tokens before those of the passes that show what context costs."""
 
@@ -74,7 +77,7 @@ class _Curve:
         self._max_rows = min(extent.num_rows, extent.num_requests * subject.max_len)
         self._padded = [size for size in subject.runner.padded_sizes if size <= self._max_rows]
         self._sizes, self._seconds = list[int](), list[float]()
-        self._in_context = float("inf")  # of the pass that shows what context costs
+        self._without_context = self._in_context = float("inf")  # of the passes that show what context costs
 
     def explore(self, max_seconds: float) -> None:
         """Time each size once, the smallest first, as long as there is time; two in any case."""
@@ -89,12 +92,14 @@ class _Curve:
     def repeat(self) -> None:
         """Time all these sizes once more; the least times count."""
         self._seconds = [min(before, self._time(size, 0)) for size, before in zip(self._sizes, self._seconds, strict=True)]
-        self._in_context = min(self._in_context, self._time(self._sizes[self._at], self._context_len))
+        size, n = self._sizes[self._at], self._num_in_context
+        self._without_context = min(self._without_context, self._time(size, 0, n))
+        self._in_context = min(self._in_context, self._time(size, self._context_len, n))
 
     def cost(self) -> PassCost:
         """Return the curve."""
-        num_context = max(1, self._context_len * self._num_requests(self._sizes[self._at]))
-        per_token = max(0.0, self._in_context - self._seconds[self._at]) / num_context
+        num_context = max(1, self._context_len * self._num_in_context)
+        per_token = max(0.0, self._in_context - self._without_context) / num_context
         return PassCost(self._sizes, self._seconds, per_token, is_padded=bool(self._padded))
 
     @property
@@ -105,22 +110,26 @@ class _Curve:
     @property
     def _context_len(self) -> int:
         """Tokens of each request before that pass."""
+        return min(CONTEXT_LEN, self._subject.max_len - -(-self._sizes[self._at] // self._num_in_context))
+
+    @property
+    def _num_in_context(self) -> int:
+        """Requests of that pass."""
         size = self._sizes[self._at]
-        return min(CONTEXT_LEN, self._subject.max_len - -(-size // self._num_requests(size)))
+        return min(self._extent.num_requests, max(self._num_requests(size), size // CONTEXT_ROWS_EACH))
 
     def _num_requests(self, num_rows: int) -> int:
         """Return how many requests a pass of so many rows is of: as few as are needed."""
         return min(self._extent.num_requests, -(-num_rows // (1 + self._num_nodes)))
 
-    def _time(self, num_rows: int, start: int) -> float:
-        batch = self._batch(num_rows, start)
+    def _time(self, num_rows: int, start: int, num_requests: int | None = None) -> float:
+        batch = self._batch(num_rows, start, num_requests or self._num_requests(num_rows))
         begin = time.perf_counter()
         self._backend.download([self._subject.runner.forward(batch)[:1, :1].float()])  # waits for the device
         return time.perf_counter() - begin
 
-    def _batch(self, num_rows: int, start: int) -> RaggedBatch:
+    def _batch(self, num_rows: int, start: int, n: int) -> RaggedBatch:
         block_ids, block_size = self._subject.block_ids, self._extent.block_size
-        n = self._num_requests(num_rows)
         counts = [num_rows // n + (i < num_rows % n) for i in range(n)]
         nodes = [min(count - 1, self._num_nodes) for count in counts]
         blocks_each = -(-(start + max(counts)) // block_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import exp, log
-from typing import NamedTuple
 
 from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.load import Candidate, Load, Outcome
@@ -13,6 +12,7 @@ from titan.adaptive.value import own_acceptance
 from titan.core.metrics import SpeculationMetrics
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
+from titan.core.step_times import StepTimes
 from titan.core.trees import GrowthReport
 from titan.draft.base import ConfidentDrafter, Drafter
 
@@ -23,14 +23,6 @@ RESERVED_NODES = 8
 """Nodes for which room is reserved, as a multiple of those expected: where the draft is sure of itself, trees grow larger."""
 
 NOTHING = Decision([], ())
-
-
-class StepTimes(NamedTuple):
-    """Seconds of a step and of its parts."""
-
-    whole: float
-    draft: float  # proposing; on a device that works on its own, until that is launched
-    target: float  # the target's pass; on such a device, until all results are there
 
 
 @dataclass(slots=True)
@@ -117,7 +109,7 @@ class AdaptiveSpeculation:
             num_accepted,
             0 if growth is None else growth.num_passes,
             0 if growth is None else growth.num_rows,
-            times.whole,
+            times.recurring,
             draft_seconds,
             times.target,
         )

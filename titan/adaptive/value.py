@@ -13,7 +13,6 @@ part as one more of them: there is something to go by when all are new.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -40,17 +39,24 @@ class Estimates(NamedTuple):
     agreements: NDArray[np.float64]  # [num_candidates], accepted nodes as a multiple of those that the draft expects; at most 1
 
 
-@dataclass(slots=True)
 class TreeGain:
-    """What trees bring beyond chains of as many nodes: siblings are accepted, too, and nodes are where the draft is sure."""
+    """What trees bring beyond chains of as many nodes: siblings are accepted, too, and nodes are where the draft is sure.
 
-    num_accepted: float = GAIN_PRIOR
-    num_promised: float = GAIN_PRIOR  # of chains
+    It is seen at the sizes that trees have. A tree of one node is a chain; in between, it is interpolated.
+    """
 
-    @property
-    def ratio(self) -> float:
-        """Accepted tokens as a multiple of those of chains, at least 1: what chains do not keep shows in acceptance."""
-        return max(1.0, self.num_accepted / self.num_promised)
+    def __init__(self) -> None:
+        self._num_accepted = self._num_promised = GAIN_PRIOR
+        self._num_nodes, self._num_trees = 2.0, 1.0
+
+    def ratio(self, num_nodes: float) -> float:
+        """Accepted tokens as a multiple of those of chains, at least 1: what chains do not keep shows in acceptance.
+
+        Args:
+            num_nodes: of each tree.
+        """
+        seen = max(1.0, self._num_accepted / self._num_promised)
+        return 1 + (seen - 1) * min((num_nodes - 1) / max(self._num_nodes / self._num_trees - 1, 1.0), 1.0)
 
     def note(self, num_nodes: Sequence[int], acceptance: Sequence[float], num_accepted: int) -> None:
         """Add a step.
@@ -61,8 +67,10 @@ class TreeGain:
             num_accepted: of all nodes.
         """
         promised = sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in zip(num_nodes, acceptance, strict=True)])
-        self.num_accepted = GAIN_MEMORY * self.num_accepted + num_accepted
-        self.num_promised = GAIN_MEMORY * self.num_promised + promised
+        self._num_accepted = GAIN_MEMORY * self._num_accepted + num_accepted
+        self._num_promised = GAIN_MEMORY * self._num_promised + promised
+        self._num_nodes = GAIN_MEMORY * self._num_nodes + sum(num_nodes)
+        self._num_trees = GAIN_MEMORY * self._num_trees + sum(map(bool, num_nodes))
 
 
 def own_acceptance(counts: AcceptanceCounts, agreement: float) -> float:

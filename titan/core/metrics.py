@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from math import ceil
 
 
 @dataclass(slots=True)
@@ -12,6 +14,8 @@ class EngineCounters:
     num_steps: int = 0
     num_sequence_steps: int = 0  # verifications and decodes: rows that emitted tokens
     num_emitted_tokens: int = 0  # final tokens included
+    num_rows: int = 0  # tokens that the target's passes computed, drafts included
+    num_context_tokens: int = 0  # tokens before these, of all requests, pass by pass
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # tokens found in the prefix cache at admission
     num_admitted_tokens: int = 0  # tokens of the requests at admission
@@ -42,6 +46,77 @@ class SpeculationMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of some numbers, by nearest rank: ``p90`` is the least of them that at least 90 % do not exceed."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, numbers: Collection[float]) -> Percentiles | None:
+        """Return the percentiles of numbers; ``None`` if there are none."""
+        if not numbers:
+            return None
+        ordered = sorted(numbers)
+        return cls(*(ordered[ceil(percent * len(ordered) / 100) - 1] for percent in (50, 90, 99)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepSplit:
+    """Shares of the time of steps; on a device that works on its own, drafting and verifying count as the target's."""
+
+    schedule: float
+    draft: float
+    target: float
+    verify: float
+    rest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shortages:
+    """Shares of steps in which requests had to wait, or to give way, for want of something."""
+
+    requests: float  # max_batch_size requests were running
+    tokens: float  # the step had no prompt tokens left
+    blocks: float  # of the KV cache
+
+
+@dataclass(frozen=True, slots=True)
+class RecentMetrics:
+    """What the last steps did, at most 1,024."""
+
+    num_steps: int
+    tokens_per_s: float  # emitted in the last 10 s, or since the first of these steps if that is less
+    busy_share: float  # of the time from the first of these steps to the end of the last, what was spent in steps
+    mean_acceptance_length: float  # tokens per request and target step, final token included
+    mean_rows: float  # of a pass of the target: tokens of all requests, drafts included
+    mean_context_tokens: float  # tokens before them, of all requests
+    row_cost: float | None  # how much longer a pass takes with twice these rows: 0 = no longer, 1 = twice; None: not measured
+    step_s: Percentiles | None  # seconds of a step; None: there was none
+    split: StepSplit
+    shortages: Shortages
+
+
+@dataclass(frozen=True, slots=True)
+class TierMetrics:
+    """Blocks of the KV cache, or of the swap space, for target and draft together; cached prefixes do not count as used."""
+
+    num_blocks: int
+    num_used_blocks: int
+    num_bytes: int
+    num_used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class UserMetrics:
+    """Tokens that a user was given."""
+
+    num_prompt_tokens: int  # of requests that have started, without those that were found cached then
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineMetrics:
     """A snapshot of an engine."""
 
@@ -66,9 +141,12 @@ class EngineMetrics:
     num_evicted_blocks: int  # cached blocks that the KV cache had no more room for
     kv_usage: float  # share of blocks in use
     num_kv_blocks: int
-    num_swap_blocks: int  # of the swap space
-    num_used_swap_blocks: int  # with KV of swapped requests
-    num_used_swap_bytes: int
+    kv_cache: TierMetrics  # on the device
+    swap_space: TierMetrics  # in the host's memory
+    users: dict[str | None, UserMetrics]  # at most the 1,000 who were last given something, and those with requests in flight
+    queue_s: Percentiles | None  # seconds until their start of the last 1,024 requests that started; None: none has
+    utilization: float | None  # share of the last moments that the device was busy; None: it does not report it
+    recent: RecentMetrics
     draft_coverage: float | None  # share of the running requests' committed tokens with valid draft KV; None: none running
     draft: str  # name of the drafter
     graph_hit_rate: float | None  # share of target and draft passes replayed as CUDA graphs; None: no such device

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from titan.core.growth import Worth
 from titan.core.outputs import Logprob
 from titan.core.request import Request
 from titan.core.trees import DraftTrees
+
+Shortage = Literal["requests", "tokens", "blocks"]
+"""What a step lacked: room among the running requests, prompt tokens, blocks of the KV cache."""
 
 
 @dataclass(slots=True)
@@ -26,6 +30,7 @@ class StepPlan:
     num_slots: list[int]
     worths: dict[int, Worth] = field(default_factory=dict)  # by row
     drafts_prompts: bool = True  # whether a draft model should be fed prompts while the target is
+    shortage: Shortage | None = None  # for which waiting requests did not start, or running ones gave way
 
     def add(self, request: Request, num_tokens: int, draft_budget: int) -> int:
         """Add a row and return its number of tokens, drafts included."""

@@ -22,6 +22,7 @@ from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.kernels.interfaces import CacheOps, PathMove
 from titan.memory.block_pool import BlockPool, hash_block, hash_root
+from titan.memory.sizing import block_bytes
 from titan.memory.swap_space import SwapSpace, find_blocks, take_blocks
 
 HASH_SALT = b"titan"
@@ -66,6 +67,11 @@ class KVCache:
     def num_blocks(self) -> int:
         """Number of blocks of every attached cache."""
         return self.pool.num_blocks
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block of all attached caches together."""
+        return block_bytes(self.block_size, [tensor.layout for tensor in self._tensors.values()])
 
     @property
     def tensors(self) -> Mapping[Role, KVTensor]:

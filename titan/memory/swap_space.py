@@ -31,11 +31,6 @@ class SwapSpace:
         self._ops = ops
         self._blocks: dict[Role, list[Tensor]] = {}
 
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one block of all attached caches together."""
-        return sum(group[0].nbytes for groups in self._blocks.values() for group in groups) if self.pool.num_blocks else 0
-
     def attach(self, role: Role, kv: KVTensor) -> None:
         """Provide memory for a cache, in place of what the role had; it is zero, as the cache itself."""
         self._blocks[role] = self._ops.host_blocks(kv, self.pool.num_blocks)

@@ -16,12 +16,13 @@ from titan.core.metrics import EngineCounters
 from titan.core.options import ScheduleOptions
 from titan.core.outputs import RequestMetrics
 from titan.core.request import FinishReason, Request
-from titan.core.step import Acceptance, StepPlan
+from titan.core.step import Acceptance, Shortage, StepPlan
 from titan.memory.kv_cache import KVCache
 from titan.schedule.admission import max_num_blocks
 from titan.schedule.heap import Heap
 from titan.schedule.policies.registry import create_policy
 from titan.schedule.preemption import SwapRule
+from titan.schedule.service import ServiceLog
 from titan.schedule.stopping import append_tokens
 
 Lookahead = Callable[[Request, int], int]
@@ -63,6 +64,7 @@ class Scheduler:
         )
         self.waiting: OrderedDict[Request, None] = OrderedDict()  # preempted ones first; the policy has its own order
         self.running: list[Request] = []  # in order of their start
+        self.service = ServiceLog()
         self._prefill_limit = prefill_limit
         self._expiries: Heap[Request] = Heap()  # of unfinished requests, by time
 
@@ -186,8 +188,10 @@ class Scheduler:
             num_used = self._add_running(plan, request, num_tokens, budget, max_draft_tokens, now)
             budget -= num_used
             prompt_budget = min(prompt_budget - min(num_used, num_tokens), budget)
-        if self.counters.num_preemptions == num_preemptions:  # else there is no room for the running requests: none joins
-            self._join(plan, budget, prompt_budget, max_draft_tokens, now)
+        if self.counters.num_preemptions == num_preemptions:
+            plan.shortage = self._join(plan, budget, prompt_budget, max_draft_tokens, now)
+        else:  # there is no room for the running requests: none joins
+            plan.shortage = "blocks"
 
     def _prompt_budget(self, decodes: Sequence[Request], budget: int) -> int:
         """Return how many tokens the requests that do not decode may have together."""
@@ -220,17 +224,20 @@ class Scheduler:
                 return 0
         return plan.add(request, num_tokens, num_drafts)
 
-    def _join(self, plan: StepPlan, budget: int, prompt_budget: int, max_draft_tokens: int, now: float) -> None:
-        """Start waiting requests as long as there is room for them."""
-        if not self.waiting or len(self.running) >= self.options.max_batch_size:
-            return
-        num_missing = self._num_missing_blocks(self.running, max_draft_tokens)
-        while prompt_budget > 0 and self.waiting and len(self.running) < self.options.max_batch_size:
+    def _join(self, plan: StepPlan, budget: int, prompt_budget: int, max_draft_tokens: int, now: float) -> Shortage | None:
+        """Start waiting requests as long as there is room for them; return what the next one lacks."""
+        may_join = self.waiting and len(self.running) < self.options.max_batch_size
+        num_missing = self._num_missing_blocks(self.running, max_draft_tokens) if may_join else 0
+        while self.waiting:
+            if len(self.running) >= self.options.max_batch_size:
+                return "requests"
+            if prompt_budget <= 0:
+                return "tokens"
             request = self._first(now)
             if self.kv.awaits_sibling(request):
-                return
+                return None
             if self.running and num_missing + self._num_missing_blocks([request], max_draft_tokens) > self.kv.pool.num_free:
-                return
+                return "blocks"
             is_swapped = request.is_swapped
             self._start(request)
             if is_swapped and plan.requests:
@@ -244,6 +251,7 @@ class Scheduler:
             budget -= plan.add(request, num_tokens, num_drafts)
             prompt_budget = min(prompt_budget - num_tokens, budget)
             num_missing += self._num_missing_blocks([request], max_draft_tokens)
+        return None
 
     def _displace(self, max_draft_tokens: int, now: float) -> None:
         """Preempt running requests for the first waiting one, if the policy lets it take their place and it then joins."""
@@ -269,11 +277,12 @@ class Scheduler:
             The requests whose output changed.
         """
         changed, proposed, accepted = [], list[int](), list[int]()  # requests, depths of draft tokens
-        num_rows = num_tokens = 0
+        num_rows = num_tokens = num_context_tokens = 0
         now = self.clock()
         depths, first_nodes = acceptance.trees.nodes.depths.tolist(), acceptance.trees.start_loc.tolist()
         rows = zip(plan.requests, acceptance.token_ids, acceptance.paths, acceptance.errors, strict=True)
         for i, (request, token_ids, path, error) in enumerate(rows):
+            num_context_tokens += request.num_computed_tokens
             if token_ids or error is not None:
                 changed.append(request)
             if request.prompt_logprobs is not None:
@@ -302,6 +311,8 @@ class Scheduler:
             for request in finished:
                 self._finish(request)
         self.counters.num_steps += 1
+        self.counters.num_rows += sum(plan.num_tokens) + acceptance.trees.num_nodes
+        self.counters.num_context_tokens += num_context_tokens
         _count(self.counters, num_rows, num_tokens, proposed, accepted)
         return changed
 
@@ -364,7 +375,9 @@ class Scheduler:
         self.counters.num_admitted_tokens += request.num_tokens
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = self.clock()
-            self.policy.serve(request, max(0, request.num_prompt_tokens - request.num_computed_tokens), 0)
+            num_prompt_tokens = max(0, request.num_prompt_tokens - request.num_computed_tokens)
+            self.policy.serve(request, num_prompt_tokens, 0)
+            self.service.start(request, num_prompt_tokens, metrics.first_scheduled_time)
 
     def _finish(self, request: Request) -> None:
         """Release what a request held that is neither waiting nor running any more."""
@@ -376,6 +389,7 @@ class Scheduler:
         request.metrics.finished_time = self.clock()
         self.kv.free(request)
         self.policy.end(request)
+        self.service.end(request)
 
 
 def _count(

@@ -1,0 +1,217 @@
+"""A server's load: policies, long prompts, prefix cache and quantised KV, each against an engine without it.
+
+    titan bench load --quick                                          a first look
+    titan bench load --scenario priority fair --seconds 30
+    titan bench load --model DIR/target --draft-model DIR/draft
+
+Each scenario serves the same requests with engines that differ in some options and share the weights; they take turns.
+long-prompts: Poisson arrivals at 80 % of what the first engine finishes if all come at once, with one prompt of half the model's
+length per 20 short ones. priority: 150 % for a fixed time, a tenth critical. fair: two users, one of whom sends ten times as much.
+prefix: a system prompt of 512 tokens. int8: steps of 32 requests with 512 tokens of context. int8-memory: how many requests run in
+the same memory. load: 90 %, adaptive speculation with the policy "priority" against none. `titan bench kernels --select swap`
+measures swaps.
+
+Temperature 0, and the end of sequence is ignored. Latencies count from a request's arrival. A ratio is the median over the rounds
+of the ratio to the first setting within a round. Ctrl-C ends the measurement and reports what there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import Any
+
+from titan.bench.arrivals import draw_arrivals
+from titan.bench.engine_run import make_idle, run_workload
+from titan.bench.latency import above_zero
+from titan.bench.load_scenarios import FIRST_SETTING, Figures, Load, Scenario, make_scenarios
+from titan.bench.report import Report, Table, add_target, bench_parser, count, figure_table, measure_and_publish, parse, positive
+from titan.bench.runs import Run
+from titan.bench.samples import Sample, make_rows, with_ratio
+from titan.bench.turns import Turns, in_rounds
+from titan.bench.workloads import Lengths, Workload
+from titan.core.limits import MAX_NODES
+from titan.core.options import EngineConfig
+from titan.engine import Engine
+from titan.kernels.backend import choose_backend, choose_device
+from titan.models.loader import DEMO, DTYPES, load_model, load_tokenizer, resolve_model
+
+NAMES = ("long-prompts", "priority", "fair", "prefix", "int8", "int8-memory", "load")
+BLOCK_SIZE = 16
+NUM_WARM_UP, WARM_UP_LEN = 4, 8
+"""Requests of a warm-up, and the tokens that each generates."""
+QUICK = {"num_requests": 22, "seconds": 5.0, "repeats": 1, "output_len": Lengths(8, 16)}
+RATE = "requests/s"
+
+
+class LoadBench:
+    """Scenarios, one after the other; ``samples`` and ``problems`` grow as it goes.
+
+    Args:
+        args: from `parse_arguments`.
+
+    Raises:
+        ValueError: a model cannot be used.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.samples: list[Sample] = []
+        self.problems: list[str] = []
+        target = resolve_model(args.model, "target")
+        self._backend = choose_backend(choose_device("auto"))
+        self._tokenizer = load_tokenizer(target)
+        self._target = load_model(target, dtype=args.dtype, backend=self._backend)
+        self._load = Load(
+            model=args.model,
+            prompt_len=args.prompt_len,
+            output_len=args.output_len,
+            max_len=self._target.config.max_position_embeddings,
+            at_once=args.max_batch_size,
+            batch_share=args.batch_share,
+            inter_token_ms=args.inter_token_ms,
+            kv_cache_memory=args.kv_memory * 2**20,
+            seed=args.seed,
+        )
+        self.scenarios = {name: each for name, each in make_scenarios(self._load).items() if name in args.scenario}
+
+    def run(self) -> Iterator[None]:
+        """Measure the scenarios in rounds; a setting that fails is left out."""
+        num_turns = sum(len(each.settings) * (1 + self.args.repeats) + (each.share > 0) for each in self.scenarios.values())
+        engines: dict[str, Engine] = {}
+        with Turns(num_turns, self.problems, lambda variant: make_idle(engines[variant])) as turns:
+            for name, scenario in self.scenarios.items():
+                rounds = range(self.args.repeats + 1)  # the first finds the rate
+                drawn = [scenario.draw(self._load, self.args.num_requests, each) for each in rounds]
+                engines = {f"{name}: {each}": self._make_engine(scenario, each, drawn[0]) for each in scenario.settings}
+                for variant, engine in engines.items():
+                    turns.take(variant, "while it warmed up", partial(self._warm_up, engine, drawn[0]))
+                rate, first = inf, next(iter(engines))
+                seconds = self.args.seconds if scenario.is_timed else inf
+                if scenario.share:
+                    run = turns.take(first, "with all requests at once", partial(run_workload, engines[first], drawn[0]))
+                    if run is None:
+                        continue
+                    rate = scenario.share * run.rates[RATE]
+                workloads = [self._arrive(scenario, rate, each) for each in rounds[1:]]
+                for round_id, (variant, setting) in in_rounds(
+                    list(zip(engines, scenario.settings, strict=True)), self.args.repeats
+                ):
+                    work = partial(scenario.measure, engines[variant], workloads[round_id], seconds)
+                    figures: Figures | None = turns.take(variant, f"in round {round_id}", work)
+                    if figures is not None:
+                        arrival = {RATE: rate} if scenario.share else {}
+                        self.samples.append(Sample({"scenario": name, "setting": setting}, round_id, {**arrival, **figures}))
+                yield
+
+    def _arrive(self, scenario: Scenario, rate: float, round_id: int) -> Workload:
+        """The requests of a round, in a Poisson process of so many per second, or all at once."""
+        num_requests = self.args.num_requests
+        if scenario.is_timed:
+            num_requests = max(1, round(rate * self.args.seconds))
+        workload = scenario.draw(self._load, num_requests, round_id)
+        times = draw_arrivals(1.0, len(workload), self.args.seed + round_id)
+        return replace(workload, arrivals=[each / rate for each in times])
+
+    def _warm_up(self, engine: Engine, workload: Workload) -> Run:
+        return run_workload(engine, Workload(workload.prompts[:NUM_WARM_UP], workload.output_lens[:NUM_WARM_UP]))
+
+    def _make_engine(self, scenario: Scenario, setting: str, workload: Workload) -> Engine:
+        max_model_len = max(workload.max_len, self.args.prompt_len.high + self.args.output_len.high)
+        options: dict[str, Any] = {
+            "speculation": "off",
+            "enable_prefix_caching": False,
+            "max_batch_size": self.args.max_batch_size,
+            "max_model_len": max_model_len,
+            "max_waiting_requests": 100_000,
+            "block_size": BLOCK_SIZE,
+            **scenario.options,
+        }
+        options |= scenario.settings[setting]
+        if "kv_cache_memory" not in options:
+            options["num_kv_blocks"] = options["max_batch_size"] * -(-(max_model_len + MAX_NODES) // BLOCK_SIZE)
+        draft = None if options["speculation"] == "off" else self.args.draft_model
+        return Engine(EngineConfig.of(**options), self._target, draft, self._tokenizer, self._backend)
+
+
+def load_report(args: argparse.Namespace, bench: LoadBench) -> Report:
+    """Lay out what the bench measured: the goals, and a table per scenario."""
+    samples: list[Sample] = []
+    for name, scenario in bench.scenarios.items():
+        mine = [each for each in bench.samples if each.labels["scenario"] == name]
+        for ratio in scenario.ratios:
+            mine = with_ratio(mine, ratio + FIRST_SETTING, ratio, setting=next(iter(scenario.settings)))
+        samples += mine
+    rows = make_rows(samples)
+    found = {(row.labels["scenario"], row.labels["setting"]): row for row in rows}
+    goals = [
+        [name, goal.setting, goal.figure, f"{goal.direction} {goal.bound:g}", f"{reached:[.3g}", "yes" if is_met else "no"]
+        for name, scenario in bench.scenarios.items()
+        for goal in scenario.goals
+        if (row := found.get((name, goal.setting))) is not None and (reached := row.figures.get(goal.figure)) is not None
+        for is_met in [goal.is_met(reached.median)]
+    ]
+    tables = [Table("Goals", ["scenario", "setting", "figure", "goal", "reached", "met"], goals, num_text_columns=4)]
+    for name in bench.scenarios:
+        mine_rows = [row for row in rows if row.labels["scenario"] == name]
+        columns = dict.fromkeys((figure for row in mine_rows for figure in row.figures), "±.4g")
+        tables.append(figure_table(name, mine_rows, ["setting"], columns))
+    notes = [
+        f"{args.model}, draft {args.draft_model}, {args.dtype}; prompts of {args.prompt_len} tokens, outputs of {args.output_len}; "
+        f"{count(args.num_requests, 'request')}, in priority those of {args.seconds:g} s; at most {args.max_batch_size} at once; "
+        f"{count(args.repeats, 'interleaved round')}.",
+        f"{FIRST_SETTING.strip()}: ratio to the setting named first, median and range over the rounds; requests/s: of arrivals.",
+    ]
+    num_met = sum(goal[-1] == "yes" for goal in goals)
+    return Report(
+        "A server's load",
+        f"{num_met} of {count(len(goals), 'goal')} reached.",
+        {"rows": rows, "samples": samples},
+        tables,
+        notes=notes,
+        warnings=bench.problems,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Raises:
+        ValueError: an option is not allowed, or a model cannot be used.
+    """
+    args = parse_arguments(argv)
+    bench = LoadBench(args)
+    models = {"target": args.model, "draft": args.draft_model}
+    measure_and_publish(args, bench.run, lambda: load_report(args, bench), models)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line.
+
+    Raises:
+        ValueError: there is no draft for the scenario "load".
+    """
+    parser = bench_parser("load", __doc__)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a first look: 22 short requests, 5 s, one round")
+    add_target(parser)
+    add("--draft-model", help="folder or hub id of the draft, or ngram (default: the demo's)")
+    add("--dtype", choices=list(DTYPES), default="bfloat16")
+    add("--scenario", nargs="+", choices=NAMES, default=list(NAMES), help="default: all")
+    add("--num-requests", type=positive, default=105, help="of a run (default: %(default)s)")
+    add("--seconds", type=above_zero, default=60.0, help="of a run of priority (default: %(default)s)")
+    add("--prompt-len", type=Lengths.parse, default="16-128", help="tokens, or a mix (default: %(default)s)")
+    add("--output-len", type=Lengths.parse, default="16-64", help="tokens, or a mix (default: %(default)s)")
+    add("--max-batch-size", type=positive, default=32, help="most requests that run at once (default: %(default)s)")
+    add("--batch-share", type=float, default=1.0, help="batch class among those that are not critical (default: %(default)s)")
+    add("--inter-token-ms", nargs="+", type=above_zero, default=[50.0, 100.0], help="max_inter_token_s (default: 50 100)")
+    add("--kv-memory", type=positive, default=256, help="MiB, of int8-memory (default: %(default)s)")
+    add("--repeats", type=positive, default=2, help="rounds (default: %(default)s)")
+    args = parse(parser, argv, QUICK)
+    args.draft_model = args.draft_model or (DEMO if args.model == DEMO else None)
+    if args.draft_model is None and "load" in args.scenario:
+        raise ValueError(f"--scenario load of --model {args.model} needs a draft: give --draft-model")
+    return args

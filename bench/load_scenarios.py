@@ -1,0 +1,319 @@
+"""What a server meets, for `titan bench load`: requests, the engines that serve them, and what is to be reached."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from titan.bench.engine_run import make_idle, make_requests, serve
+from titan.bench.prompts import prompt_stream
+from titan.bench.workloads import Lengths, Workload, take_workload
+from titan.core.request import Request
+from titan.core.terms import RequestTerms
+from titan.engine import Engine
+from titan.schedule.policies.fair import FairPolicy
+
+Figures = dict[str, float]
+Options = Mapping[str, Any]
+SHORT_PER_LONG = 20
+SHARED_LEN = 512
+"""Tokens of a system prompt, and of the context where attention takes most of a step."""
+CRITICAL_SHARE = 0.1
+HEAVY_SHARE = 10
+"""Requests of one user for one of the other."""
+MOST_RUNNING = 256
+FIRST_SETTING = " / first"
+"""Ends the names of ratios to the first setting in the same round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How requests are drawn for one model.
+
+    Args:
+        model: whose prompts they are.
+        prompt_len: tokens of short prompts.
+        output_len: tokens of outputs.
+        max_len: positions of the model.
+        at_once: most requests that run at once.
+        batch_share: of the requests that are not critical, those of the batch class; the rest is normal.
+        inter_token_ms: targets for the time between tokens.
+        kv_cache_memory: bytes in which as many requests run as can.
+        seed: of all that is drawn.
+    """
+
+    model: str
+    prompt_len: Lengths
+    output_len: Lengths
+    max_len: int
+    at_once: int
+    batch_share: float
+    inter_token_ms: Sequence[float]
+    kv_cache_memory: int
+    seed: int
+
+    def take(self, num_requests: int, round_id: int, prompt_len: Lengths | None = None) -> Workload:
+        """Requests that arrive together."""
+        seed = self.seed + round_id
+        prompts = prompt_stream(self.model, "auto", prompt_len or self.prompt_len, seed)
+        return take_workload(prompts, num_requests, self.output_len.stream(f"{seed}/outputs"))
+
+
+class Goal(NamedTuple):
+    """What the median of a figure must be, such as ``("priority", "tokens/s / first", "at least", 0.9)``."""
+
+    setting: str
+    figure: str
+    direction: str
+    bound: float
+
+    def is_met(self, value: float) -> bool:
+        """Whether a figure is on the right side of the bound."""
+        return value <= self.bound if self.direction == "at most" else value >= self.bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One question: engines that differ in some options serve the same requests.
+
+    Args:
+        settings: these options by name; the first is what ratios compare with.
+        draw: returns so many requests of a round.
+        measure: serves them, for at most so many seconds.
+        ratios: figures that are compared with the first setting's.
+        goals: what must be reached.
+        share: rate of arrivals, over what the first setting finishes per second if all come at once; 0 = they come at once.
+        is_timed: whether a run ends by the clock.
+        options: of all engines.
+    """
+
+    settings: Mapping[str, Options]
+    draw: Callable[[Load, int, int], Workload]
+    measure: Callable[[Engine, Workload, float], Figures]
+    ratios: Sequence[str]
+    goals: Sequence[Goal]
+    share: float = 0.0
+    is_timed: bool = False
+    options: Options = field(default_factory=dict)
+
+
+def make_scenarios(load: Load) -> dict[str, Scenario]:
+    """All scenarios, by name."""
+    targets = {f"target {each:g} ms": {"max_inter_token_s": each / 1e3} for each in load.inter_token_ms}
+    first_token, between, rate = "critical first token P99, ms", "between tokens P99, ms", "tokens/s"
+    return {
+        "long-prompts": Scenario(
+            settings={"not chunked": {"prefill_chunk_size": None}, "chunks": {}, **targets},
+            draw=_draw_long,
+            measure=_measure_stream,
+            ratios=[between, rate],
+            goals=[
+                goal
+                for setting in ("chunks", *targets)
+                for goal in (
+                    Goal(setting, "P99 / P50", "at most", 3.0),
+                    Goal(setting, between + FIRST_SETTING, "at most", 0.5),
+                )
+            ],
+            share=0.8,
+        ),
+        "priority": Scenario(
+            settings={"fcfs": {}, "priority": {"scheduling_policy": "priority"}},
+            draw=_draw_classes,
+            measure=_measure_classes,
+            ratios=[first_token, "batch completed"],
+            goals=[
+                Goal("priority", first_token + FIRST_SETTING, "at most", 0.3),
+                Goal("priority", "batch completed" + FIRST_SETTING, "at least", 0.8),
+            ],
+            share=1.5,
+            is_timed=True,
+        ),
+        "fair": Scenario(
+            settings={"fcfs": {}, "fair": {"scheduling_policy": "fair"}},
+            draw=_draw_users,
+            measure=_measure_users,
+            ratios=[rate],
+            goals=[
+                Goal("fair", "service, x equal share", "at least", 0.9),
+                Goal("fair", rate + FIRST_SETTING, "at least", 0.97),
+            ],
+        ),
+        "prefix": Scenario(
+            settings={"no cache": {}, "cache": {"enable_prefix_caching": True}},
+            draw=_draw_shared,
+            measure=_measure_first_tokens,
+            ratios=["first token P50, ms"],
+            goals=[Goal("cache", "first token P50, ms" + FIRST_SETTING, "at most", 0.2)],
+        ),
+        "int8": Scenario(
+            settings={"auto": {}, "int8": {"kv_cache_dtype": "int8"}},
+            draw=_draw_contexts,
+            measure=_measure_decoding,
+            ratios=[rate],
+            goals=[Goal("int8", rate + FIRST_SETTING, "at least", 1.15)],
+            options={"max_batch_size": 32, "enable_prefix_caching": True},
+        ),
+        "int8-memory": Scenario(
+            settings={"auto": {}, "int8": {"kv_cache_dtype": "int8"}},
+            draw=lambda load, _, round_id: _fixed(load, MOST_RUNNING, round_id, 64, 64),
+            measure=_measure_room,
+            ratios=["running"],
+            goals=[Goal("int8", "running" + FIRST_SETTING, "at least", 1.85)],
+            options={
+                "num_kv_blocks": None,
+                "kv_cache_memory": load.kv_cache_memory,
+                "reservation": "max_tokens",
+                "max_batch_size": MOST_RUNNING,
+            },
+        ),
+        "load": Scenario(
+            settings={
+                "fcfs, no draft": {},
+                "fcfs, adaptive": {"speculation": "adaptive"},
+                "priority, adaptive": {"speculation": "adaptive", "scheduling_policy": "priority"},
+            },
+            draw=lambda load, num_requests, round_id: load.take(num_requests, round_id),
+            measure=_measure_stream,
+            ratios=["latency P50, ms", "latency P99, ms"],
+            goals=[
+                Goal("priority, adaptive", "latency P50, ms" + FIRST_SETTING, "at most", 0.53),
+                Goal("priority, adaptive", "latency P99, ms" + FIRST_SETTING, "at most", 0.39),
+            ],
+            share=0.9,
+        ),
+    }
+
+
+def _fixed(load: Load, num_requests: int, round_id: int, prompt_len: int, output_len: int) -> Workload:
+    """Requests of one length, cut to what the model takes."""
+    length = min(prompt_len, load.max_len - output_len)
+    return replace(load.take(num_requests, round_id, Lengths(length, length)), output_lens=[output_len] * num_requests)
+
+
+def _draw_long(load: Load, num_requests: int, round_id: int) -> Workload:
+    """In the middle of each `SHORT_PER_LONG` short requests one of half the model's length."""
+    workload = load.take(num_requests, round_id)
+    places = range(SHORT_PER_LONG // 2, num_requests, SHORT_PER_LONG + 1)
+    long = _fixed(load, len(places), round_id, load.max_len // 2, load.output_len.high).prompts
+    prompts = dict(enumerate(workload.prompts)) | dict(zip(places, long, strict=True))
+    return replace(workload, prompts=list(prompts.values()))
+
+
+def _draw_classes(load: Load, num_requests: int, round_id: int) -> Workload:
+    """`CRITICAL_SHARE` of them critical."""
+    generator = random.Random(f"{load.seed + round_id}/classes")
+    others = (1 - CRITICAL_SHARE) * load.batch_share
+    weights = [CRITICAL_SHARE, others, 1 - CRITICAL_SHARE - others]
+    classes = generator.choices(["critical", "batch", "normal"], weights, k=num_requests)
+    return replace(load.take(num_requests, round_id), terms=[RequestTerms(priority=each) for each in classes])
+
+
+def _draw_users(load: Load, num_requests: int, round_id: int) -> Workload:
+    users = islice(cycle(["heavy"] * HEAVY_SHARE + ["light"]), num_requests)
+    return replace(load.take(num_requests, round_id), terms=[RequestTerms(user=each) for each in users])
+
+
+def _draw_shared(load: Load, num_requests: int, round_id: int) -> Workload:
+    """A system prompt and a question, to which one token is the answer."""
+    [system] = _fixed(load, 1, round_id, SHARED_LEN, load.prompt_len.high + 1).prompts
+    workload = load.take(num_requests, round_id)
+    return Workload([system + prompt[:16] for prompt in workload.prompts], [1] * num_requests)
+
+
+def _draw_contexts(load: Load, num_requests: int, round_id: int) -> Workload:  # noqa: ARG001
+    """Contexts that grow to the middle of their outputs; the same in all rounds, so that prompts are in the cache."""
+    return _fixed(load, 32, 0, SHARED_LEN - 32, 64)
+
+
+def _run(engine: Engine, workload: Workload, seconds: float) -> tuple[list[Request], list[list[float]], float]:
+    """Serve until all is done or the time is over; returns requests, the times at which each emitted, and the end."""
+    requests = make_requests(engine, workload)
+    times: dict[Request, list[float]] = {request: [] for request in requests}
+    now = 0.0
+    for now, changed in serve(engine, workload, requests, len(requests)):
+        for request in changed:
+            times[request].append(now)
+        if now >= seconds:
+            break
+    done = [request.finish_reason == "length" for request in requests]
+    make_idle(engine)
+    assert all(done) or now >= seconds
+    return requests, list(times.values()), now
+
+
+def _percentiles(name: str, seconds: Sequence[float]) -> Figures:
+    return {f"{name} P{percent}, ms": 1e3 * float(np.percentile(seconds, percent)) for percent in (50, 99)}
+
+
+def _measure_stream(engine: Engine, workload: Workload, seconds: float) -> Figures:
+    """Latencies, and times from one step with tokens of a request to its next."""
+    requests, times, end = _run(engine, workload, seconds)
+    gaps = _percentiles("between tokens", np.concatenate([np.diff(each) for each in times]).tolist())
+    return {
+        "tokens/s": sum(request.num_output_tokens for request in requests) / end,
+        **gaps,
+        "P99 / P50": gaps["between tokens P99, ms"] / gaps["between tokens P50, ms"],
+        **_percentiles("latency", [each[-1] - arrival for each, arrival in zip(times, workload.arrivals, strict=True)]),
+    }
+
+
+def _measure_classes(engine: Engine, workload: Workload, seconds: float) -> Figures:
+    """A critical request without a token by the end waits at least until then, and counts with that."""
+    requests, times, end = _run(engine, workload, seconds)
+    waits: dict[str, list[float]] = {name: [] for name in ("critical", "normal", "batch")}
+    completed = dict.fromkeys(waits, 0)
+    for request, mine, arrival in zip(requests, times, workload.arrivals, strict=True):
+        if arrival < end:
+            waits[request.terms.priority].append((mine[0] if mine else end) - arrival)
+            completed[request.terms.priority] += request.finish_reason == "length"
+    figures = {f"{name} completed": float(number) for name, number in completed.items() if waits[name]}
+    first_tokens = _percentiles("critical first token", waits["critical"]) if waits["critical"] else {}
+    return {"tokens/s": sum(request.num_output_tokens for request in requests) / end, **first_tokens, **figures}
+
+
+def _measure_users(engine: Engine, workload: Workload, seconds: float) -> Figures:  # noqa: ARG001
+    """Service as the policy "fair" counts it, for as long as the user who sends less has requests that wait."""
+    policy, requests = FairPolicy(), make_requests(engine, workload)
+    service: dict[str, float] = {}
+    now = 0.0
+    for now, _ in serve(engine, workload, requests, len(requests)):  # noqa: B007 - the last counts
+        if any(request.terms.user == "light" for request in engine.scheduler.waiting):
+            service = {"heavy": 0.0, "light": 0.0}
+            for each in requests:
+                prompt = policy.prompt_weight * each.num_prompt_tokens * (each.num_computed_tokens > 0)
+                service[str(each.terms.user)] += prompt + policy.output_weight * each.num_output_tokens
+    share = {"service, x equal share": 2 * service["light"] / sum(service.values())} if service else {}
+    return {"tokens/s": sum(request.num_output_tokens for request in requests) / now, **share}
+
+
+def _measure_first_tokens(engine: Engine, workload: Workload, seconds: float) -> Figures:  # noqa: ARG001
+    """One request after the other, without the first, which nobody has prepared."""
+    ends = [now for now, changed in serve(engine, workload, make_requests(engine, workload), 1) if changed]
+    return _percentiles("first token", np.diff(ends).tolist())
+
+
+def _measure_decoding(engine: Engine, workload: Workload, seconds: float) -> Figures:  # noqa: ARG001
+    """From the step in which the last request has its first token."""
+    requests = make_requests(engine, workload)
+    start, num_before = inf, 0
+    now = 0.0
+    for now, _ in serve(engine, workload, requests, len(requests)):
+        if start == inf and all(request.num_output_tokens for request in requests):
+            start, num_before = now, sum(request.num_output_tokens for request in requests)
+    return {"tokens/s": (sum(workload.output_lens) - num_before) / (now - start)}
+
+
+def _measure_room(engine: Engine, workload: Workload, seconds: float) -> Figures:  # noqa: ARG001
+    """Requests that run at once, each of them to its end."""
+    requests = make_requests(engine, workload)
+    steps = islice(serve(engine, workload, requests, len(requests)), min(workload.output_lens) - 1)
+    running = max(len(engine.scheduler.running) for _ in steps)
+    make_idle(engine)
+    return {"running": float(running), "preemptions": float(engine.counters.num_preemptions)}

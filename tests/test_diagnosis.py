@@ -1,0 +1,150 @@
+"""What metrics say of the last steps, and what limits them, in runs whose times are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from back_ends import make_back_end
+from stepping import DEFAULTS, greedy, make_engine, submit
+from zoo import Zoo, random_prompts
+
+from titan import LLM
+from titan import engine as engine_module
+from titan.adaptive.cost import PassCost
+from titan.core.metrics import EngineCounters, Percentiles, StepSplit
+from titan.core.step_log import MAX_STEPS, StepLog
+from titan.core.step_times import StepTimes
+from titan.diagnosis import limits
+from titan.engine import Engine
+
+Milliseconds = Callable[[int], float]
+"""Of a pass of the target, by its rows."""
+
+FLAT: Milliseconds = lambda _: 10.0  # noqa: E731 - whatever the rows: the time goes into reading weights
+STEEP: Milliseconds = lambda rows: 2.0 * rows  # noqa: E731
+
+
+class Clock:
+    """Stands still but for what parts of a step are said to take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, target: Milliseconds) -> None:
+        self.now, self._monkeypatch = 0.0, monkeypatch
+        monkeypatch.setattr("titan.engine.time", SimpleNamespace(perf_counter=lambda: self.now))
+        sizes = (1, 2, 4, 8, 16, 32, 64)
+        monkeypatch.setattr(Engine, "_measure", lambda *_: [PassCost(sizes, [target(size) / 1e3 for size in sizes])])
+
+    def spend(self, owner: Any, name: str, milliseconds: Callable[..., float]) -> None:
+        """Let calls take this long, by their arguments."""
+        original = getattr(owner, name)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            self.now += milliseconds(*args) / 1e3
+            return original(*args, **options)
+
+        self._monkeypatch.setattr(owner, name, timed)
+
+    def time(self, engine: Engine, target: Milliseconds, parts: Mapping[str, float]) -> None:
+        """Set what the parts of an engine's steps take; "between" is before each step."""
+        self.spend(engine.runner, "forward", lambda batch: target(len(batch.token_ids)))
+        owners = {"between": (engine, "step"), "schedule": (engine.scheduler, "schedule"), "draft": (engine, "_propose")}
+        for part, owner in (owners | {"verify": (engine_module, "collect"), "commit": (engine.kv, "commit")}).items():
+            self.spend(*owner, lambda *_, part=part: parts.get(part, 0.0))
+
+
+RUNS: list[tuple[str, str, Milliseconds, dict[str, float], dict[str, Any]]] = [
+    ("compute", "more or faster cores", STEEP, {}, {}),
+    ("bandwidth", "more requests", FLAT, {}, {}),
+    ("target", "not measured", FLAT, {}, {"max_inter_token_s": None}),
+    ("KV memory, bandwidth", "raise kv_cache_memory", FLAT, {}, {"num_kv_blocks": 7, "max_model_len": 48}),
+    ("queue, bandwidth", "raise max_batch_size", FLAT, {}, {"max_batch_size": 1}),
+    ("queue, bandwidth", "raise max_num_batched_tokens", FLAT, {}, {"max_prefill_tokens": 1}),
+    ("draft", "use a smaller draft", FLAT, {"draft": 4.0}, {"draft_model": "useless"}),
+    ("bandwidth", "better drafts", FLAT, {"draft": 4.0}, {"draft_model": "llama"}),
+    ("bandwidth", "better drafts", FLAT, {"draft": 1.0}, {"draft_model": "useless"}),
+    ("host", "scheduling 38%, verifying 25%", FLAT, {"schedule": 10.0, "verify": 6.5}, {}),
+    ("host", "fewer options", FLAT, {"commit": 7.0}, {}),
+    ("idle, bandwidth", "send more requests", FLAT, {"between": 12.0}, {}),
+]
+
+
+@pytest.mark.parametrize(("names", "words", "target", "parts", "options"), RUNS)
+def test_the_limits_of_a_run_are_named(
+    zoo: Zoo,
+    names: str,
+    words: str,
+    target: Milliseconds,
+    parts: dict[str, float],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch, target)
+    options = DEFAULTS | {"num_kv_blocks": 64, "block_size": 8, "max_inter_token_s": 1e9} | options
+    draft = options.pop("draft_model", None)
+    llm = LLM(zoo.path("llama"), draft and zoo.path(draft), **options)
+    assert llm.diagnose() == []
+    clock.time(llm.engine, target, parts)
+    llm.generate(random_prompts(6, max_len=20), greedy(20, ignore_eos=True), use_tqdm=False)
+    found = limits(llm.metrics())
+    assert llm.diagnose()[: len(found)] == found
+    assert ", ".join(finding.partition(":")[0] for finding in found) == names and words in " ".join(found)
+
+
+def test_the_time_of_steps_is_split(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a step whose pass takes more memory than there is: both halves count, and the attempt is part of the rest."""
+    clock = Clock(monkeypatch, FLAT)
+    engine = make_engine(zoo.path("llama"), "ngram", num_kv_blocks=64, max_prefill_tokens=None)
+    clock.time(engine, FLAT, {"schedule": 1, "draft": 2, "verify": 3, "commit": 4, "between": 20})
+    submit(engine, [[5, 6, 7], [7, 8]], [greedy(4, ignore_eos=True, use_speculative=False)] * 2)
+    engine.step()
+    recent = engine.metrics().recent
+    assert recent.split == StepSplit(*(pytest.approx(part / 20) for part in (1, 2, 10, 3, 4)))
+    assert recent.step_s is not None and recent.step_s.p50 == recent.step_s.p99 == pytest.approx(0.02)
+    assert (recent.mean_rows, recent.mean_context_tokens, recent.mean_acceptance_length) == (5, 0, 1)
+    assert recent.busy_share == pytest.approx(1) and recent.tokens_per_s == pytest.approx(2 / 0.02)
+    forward, failures = engine.runner.forward, iter([torch.OutOfMemoryError("made up")])
+
+    def fail_once(batch: Any) -> Any:
+        for error in failures:
+            clock.now += 0.005
+            raise error
+        return forward(batch)
+
+    monkeypatch.setattr(engine.runner, "forward", fail_once)
+    engine.step()
+    recent = engine.metrics().recent
+    assert recent.split == StepSplit(*(pytest.approx(part / 66) for part in (2, 8, 30, 9, 17)))  # 20 ms, and then 46
+    assert recent.mean_rows == (5 + 2) / 2 and recent.mean_context_tokens == (0 + 5) / 2
+    assert recent.busy_share == pytest.approx(66 / 86) and recent.tokens_per_s == pytest.approx(4 / 0.086)
+    clock.now += 9.95
+    assert engine.metrics().recent.tokens_per_s == pytest.approx(2 / 9.996)
+    clock.now += 0.1
+    assert engine.metrics().recent.tokens_per_s == 0
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 99, 100, 3000])
+def test_the_last_steps_are_remembered(num_steps: int) -> None:
+    log, counters = StepLog(), EngineCounters()
+    seconds = np.random.default_rng(num_steps).exponential(1e-3, num_steps).tolist()
+    for i, step_s in enumerate(seconds):
+        counters.num_emitted_tokens += i
+        log.note(sum(seconds[: i + 1]), StepTimes(target=step_s), counters, "blocks" if i % 2 else None)
+    recent, last = log.metrics(sum(seconds), None), seconds[-MAX_STEPS:]
+    p50, p90, p99 = np.percentile(last, (50, 90, 99), method="inverted_cdf")
+    assert recent.step_s == Percentiles(p50, p90, p99) and recent.num_steps == len(last)
+    assert recent.tokens_per_s == pytest.approx(sum(range(num_steps)[-MAX_STEPS:]) / sum(last))
+    assert recent.shortages.blocks == sum(i % 2 for i in range(num_steps)[-MAX_STEPS:]) / len(last)
+
+
+def test_utilisation_is_told_where_the_device_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make_back_end("triton")
+    assert backend.utilization() is None
+    backend.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda _: 37)
+    assert backend.utilization() == 0.37
+    monkeypatch.delattr(torch.cuda, "utilization")
+    assert backend.utilization() is None

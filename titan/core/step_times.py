@@ -1,0 +1,52 @@
+"""The seconds of a step by its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds of the parts of a step; see `merge_pass` for a device that works on its own."""
+
+    schedule: float = 0.0
+    prepare: float = 0.0  # deciding on drafts, clearing blocks and learning from the step: what is not of each step
+    draft: float = 0.0
+    inputs: float = 0.0  # of the target's pass
+    target: float = 0.0
+    verify: float = 0.0
+    commit: float = 0.0
+
+    def merge_pass(self) -> None:
+        """Count drafting, inputs and verifying as the target's: the host waits for all of them at once."""
+        self.target += self.draft + self.inputs + self.verify
+        self.draft = self.inputs = self.verify = 0.0
+
+    @property
+    def whole(self) -> float:
+        """Of all of the step."""
+        return self.recurring + self.prepare
+
+    @property
+    def recurring(self) -> float:
+        """Of what each such step takes."""
+        return self.schedule + self.draft + self.inputs + self.target + self.verify + self.commit
+
+
+class Stopwatch:
+    """Fills in `StepTimes`: ``watch.times.draft += watch.lap()``.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.times = StepTimes()
+        self._clock = clock
+        self.last = clock()  # time of the last look
+
+    def lap(self) -> float:
+        """Return the seconds since the last look at the clock."""
+        before, self.last = self.last, self._clock()
+        return self.last - before

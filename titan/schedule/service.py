@@ -1,0 +1,58 @@
+"""What requests were given: tokens by user, and the time until they started."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from titan.core.metrics import UserMetrics
+from titan.core.request import Request
+
+MAX_USERS = 1000
+"""Users who are remembered; then the one whose requests last started or ended longest ago is forgotten."""
+
+MAX_STARTS = 1024
+"""Starts of requests whose waiting is remembered."""
+
+
+class _Tokens(NamedTuple):
+    prompt: int = 0
+    output: int = 0
+
+
+class ServiceLog:
+    """Counts when requests start and end, and not in every step."""
+
+    def __init__(self) -> None:
+        self.queue_s: deque[float] = deque(maxlen=MAX_STARTS)  # from arrival to start
+        self._users: OrderedDict[str | None, _Tokens] = OrderedDict()  # without the output of requests in flight
+
+    def start(self, request: Request, num_prompt_tokens: int, now: float) -> None:
+        """Note that a request starts for the first time, with this many tokens of its prompt to compute."""
+        self.queue_s.append(now - request.metrics.arrival_time)
+        self._add(request.terms.user, num_prompt_tokens, 0)
+
+    def end(self, request: Request) -> None:
+        """Note that a request has ended."""
+        if request.metrics.first_scheduled_time is not None:
+            self._add(request.terms.user, 0, request.num_output_tokens)
+
+    def users(self, in_flight: Iterable[Request]) -> dict[str | None, UserMetrics]:
+        """Return what each user was given.
+
+        Args:
+            in_flight: the requests that wait or run, whose output so far counts as well.
+        """
+        found = dict(self._users)
+        for request in in_flight:
+            prompt, output = found.get(request.terms.user, _Tokens())
+            found[request.terms.user] = _Tokens(prompt, output + request.num_output_tokens)
+        return {user: UserMetrics(*tokens) for user, tokens in found.items()}
+
+    def _add(self, user: str | None, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        prompt, output = self._users.get(user, _Tokens())
+        self._users[user] = _Tokens(prompt + num_prompt_tokens, output + num_output_tokens)
+        self._users.move_to_end(user)
+        if len(self._users) > MAX_USERS:
+            self._users.popitem(last=False)
