@@ -90,7 +90,7 @@ def test_coverage_through_swaps_in_flight(zoo: Zoo, swap_space: int) -> None:
     assert not swaps
     metrics = engine.metrics()
     assert metrics.num_preemptions > 0 and metrics.num_cached_tokens > 0 and metrics.num_evicted_blocks > 0
-    assert (metrics.num_swapped_in, metrics.num_swapped, metrics.num_used_swap_bytes) == (metrics.num_swapped_out, 0, 0)
+    assert (metrics.num_swapped_in, metrics.num_swapped, metrics.swap_space.num_used_blocks) == (metrics.num_swapped_out, 0, 0)
     assert metrics.num_swapped_out == (metrics.num_preemptions if swap_space else 0)
     assert (metrics.num_swap_cached_tokens > 0) == (swap_space > 0)
 

@@ -56,7 +56,6 @@ def assert_grown(twins: GrowthTwins, feeds: Sequence[Feed]) -> None:
     ("draft", "vocab_size", "max_depths", "kind"),
     [
         ("other", 90, 8, "chains"),
-        ("narrow_window~", 150, 2, "chains"),
         ("other", 90, 2, "beams"),
         ("narrow_window~", 150, 8, "mixed"),
     ],
