@@ -118,7 +118,8 @@ class Controller:
     def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
         """Learn from a step in which the controller rested; the load has no candidates."""
         self.costs.note_rest(load, num_requests, outcome)
-        self._probes.observe(outcome.seconds, outcome.seconds, None, num_requests)
+        plain_seconds = self.costs.plain_seconds(load, num_requests) if self._probes.num_cold else outcome.seconds
+        self._probes.observe(outcome.seconds, plain_seconds, None, num_requests)
 
     def choose(self, load: Load) -> Decision:
         """Decide what the candidates of a step draft."""

@@ -23,9 +23,15 @@ class Costs:
         self._is_timed = is_timed
         self._was_drafting, self._num_alike = False, 0
 
-    def plain_seconds(self, load: Load) -> float:
-        """Return the seconds of a step without drafts."""
-        return self.host.predict(len(load.candidates)) + self.target.predict(load.num_rows, load.num_context_tokens)
+    def plain_seconds(self, load: Load, num_requests: int | None = None) -> float:
+        """Return the seconds of a step without drafts.
+
+        Args:
+            load: of the step.
+            num_requests: that emit tokens; ``None`` = as many as there are candidates.
+        """
+        n = len(load.candidates) if num_requests is None else num_requests
+        return self.host.predict(n) + self.target.predict(load.num_rows, load.num_context_tokens)
 
     def draft_line(self, load: Load) -> tuple[float, float]:
         """Return the seconds of a pass of the draft, whatever its rows, and of each row, near a row for each candidate."""

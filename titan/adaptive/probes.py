@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titan.adaptive.costs import Costs
+from titan.adaptive.costs import COLD_STEPS, Costs
 from titan.adaptive.load import Load
 
 PROBE_SHARE = 0.02
@@ -36,7 +36,7 @@ class Probes:
     price: float = 0.0  # seconds of the probe that was last thought of
     advance: float = 0.0  # seconds that may be spent on it in advance
     num_left: int = 0  # steps of the probe that is going on
-    is_cold: bool = False  # whether the step before was a probe's
+    num_cold: int = 0  # next steps without drafts that find cold caches
 
     def forget(self) -> None:
         """Think of another probe, because estimates or requests have changed."""
@@ -95,11 +95,13 @@ class Probes:
         """
         self.credit += PROBE_SHARE * seconds
         if num_accepted is None:
-            self.credit -= max(0.0, min(seconds, 2 * plain_seconds) - plain_seconds) if self.is_cold else 0.0
+            if self.num_cold:
+                self.credit -= max(0.0, min(seconds, 2 * plain_seconds) - plain_seconds)
+                self.num_cold -= 1
         else:
+            self.num_cold = COLD_STEPS
             saved = (1 + num_accepted / num_requests) * plain_seconds - seconds
             self.credit = min(self.credit + saved, max(self.credit, 0.0))  # gains make up for losses, but are not spent
-        self.is_cold = num_accepted is not None
         self.credit = min(self.credit, max(self.price, MAX_ADVANCE * plain_seconds))
 
     @staticmethod
