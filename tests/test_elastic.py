@@ -83,6 +83,28 @@ def test_the_cache_is_compacted_and_resized_in_flight(
     assert auditor.num_checked["target"] > 1000 and (draft is None or auditor.num_checked["draft"] > 300)
 
 
+@pytest.mark.parametrize("failing", ["draft", "target"])
+def test_a_resize_that_runs_out_of_memory_changes_nothing_but_what_the_draft_knows(
+    zoo: Zoo, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), backend=make_back_end("torch"), **SCARCE)
+    requests, auditor, gather = submit(engine, PROMPTS, PARAMS), Auditor(zoo, engine, "llama"), engine.backend.cache.gather_blocks
+
+    def fail(source: KVTensor, target: KVTensor, block_ids: Any) -> None:
+        if source is engine.kv.tensors[failing]:  # type: ignore[index]
+            raise MemoryError
+        gather(source, target, block_ids)
+
+    monkeypatch.setattr(engine.backend.cache, "gather_blocks", fail)
+    while engine.scheduler.has_unfinished:
+        with pytest.raises(MemoryError):
+            engine.resize_kv_cache(SCARCE["num_kv_blocks"] + 2)
+        engine.step()
+        check_blocks(engine)
+        auditor.check("llama~")
+    assert [request.output_token_ids for request in requests] == lonely(zoo)
+
+
 def test_a_drafter_of_ones_own_gets_its_cache_anew(zoo: Zoo) -> None:
     written = [zoo.greedy("llama", prompt, 36, ignore_eos=True) for prompt in PROMPTS]
     drafter = Remembering({tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, written, strict=True)})

@@ -133,8 +133,8 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=self.batch_size + random.choice([3, 20, 100]),
             prefill_chunk_size=random.choice([None, random.randint(1, 20)]),
             max_prefill_tokens=random.choice([None, None, random.randint(1, 20)]),
-            enable_prefix_caching=random.random() < 0.7, swap_space=random.choice([0, 2**16, 2**18]),
-            preemption_mode=random.choice(["auto", "auto", "recompute"]), scheduling_policy=self.policy,
+            enable_prefix_caching=random.random() < 0.7, swap_space=random.choice([0, 2**17, 2**18]),
+            preemption_mode=random.choice(["auto", "auto", "auto", "recompute"]), scheduling_policy=self.policy,
             reservation=random.choice(["on_demand", "on_demand", "max_tokens"]), max_waiting_requests=8,
             max_draft_tokens=random.randint(1, 6), draft_tree=random.choice(["auto", "chain"]),
         )  # fmt: skip
@@ -144,7 +144,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.requests, self.unfinished = list[Request](), list[Request]()
         self.auditor = Auditor(self.zoo, self.engine, "llama")
         self.fairness, self.ageing = FairnessWatch(WEIGHTS), AgeingWatch(AGEING_S)
-        for _ in range(3):
+        for _ in range(4):
             self.add(random)
 
     def spec(self, draft: str | None) -> DraftSpec:
@@ -357,4 +357,4 @@ def _models(zoo: Zoo) -> None:
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(deadline=None, derandomize=True, max_examples=12, stateful_step_count=30)
+TestEngineMachine.settings = settings(deadline=None, derandomize=True, max_examples=20, stateful_step_count=30)
