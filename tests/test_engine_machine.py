@@ -18,7 +18,7 @@ import pytest
 from auditor import Auditor
 from back_ends import make_back_end
 from bounds import AgeingWatch, FairnessWatch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from stepping import AMPLE, DEFAULTS, check_blocks, drain, submit
@@ -357,4 +357,6 @@ def _models(zoo: Zoo) -> None:
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(deadline=None, derandomize=True, max_examples=20, stateful_step_count=30)
+TestEngineMachine.settings = settings(
+    deadline=None, derandomize=True, phases=set(Phase) - {Phase.explain}, max_examples=20, stateful_step_count=30
+)
