@@ -133,7 +133,7 @@ def run_first_steps(engine: Engine, workload: Workload, num_steps: int) -> Run:
 
 def make_idle(engine: Engine) -> None:
     """Abort all requests of an engine, as after a failure."""
-    for request in (*engine.scheduler.running, *engine.scheduler.waiting):
+    for request in engine.scheduler.in_flight:
         engine.scheduler.abort(request)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from math import exp, isnan
+from math import exp, isnan, nan
 
 from titan.core.draft_history import AcceptanceCounts, DraftHistory
 from titan.core.request import Request
@@ -31,17 +31,17 @@ def note_verification(
     all_parents, all_depths, all_scores = (
         column.tolist() for column in (trees.nodes.parents, trees.nodes.depths, trees.nodes.scores)
     )
-    first_scores = None if growth is None else growth.first_scores.tolist()
+    first_scores = [nan] * len(plan.requests) if growth is None else growth.first_scores.tolist()
     for i, (request, path) in enumerate(zip(plan.requests, acceptance.paths, strict=True)):
         first, end, history = starts[i], starts[i + 1], request.draft_history
-        is_sure = first_scores is None or isnan(first_scores[i])
+        is_sure = isnan(first_scores[i])
         if first == end and is_sure:
             continue
         counts: tuple[AcceptanceCounts, ...] = ()
         if fleet is not None:
             counts = (history.acceptance,) if request.params.has_transforms else (history.acceptance, fleet)
             for each in counts:
-                each.note_draft(1.0 if is_sure or first_scores is None else exp(first_scores[i]))
+                each.note_draft(1.0 if is_sure else exp(first_scores[i]))
         if first == end:
             continue
         parents = all_parents[first:end]

@@ -267,11 +267,11 @@ class Engine:
             raise ValueError("swap_draft() contradicts max_draft_tokens=0: allowed with at least 1")
         self.backend.activate()
         self._use_drafter(create_drafter(draft, self._draft_context()))
-        self.kv.new_draft_epoch((*self.scheduler.running, *self.scheduler.waiting))
+        self.kv.new_draft_epoch(self.scheduler.in_flight)
 
     def compact_kv_cache(self) -> int:
         """Move all KV blocks with content to the front, those of a request in a row; return how many moved."""
-        return self.kv.compact((*self.scheduler.running, *self.scheduler.waiting))
+        return self.kv.compact(self.scheduler.in_flight)
 
     def resize_kv_cache(self, num_blocks: int) -> None:
         """Give the KV cache this many blocks, between steps; requests in flight continue.
@@ -281,7 +281,7 @@ class Engine:
                 back end is not on the host. Nothing has changed then, nor if a drafter refuses its new cache.
             Exception: as `KVCache.compact`; the size stays.
         """
-        requests = (*self.scheduler.running, *self.scheduler.waiting)
+        requests = self.scheduler.in_flight
         self._check_resize(check_integer("num_blocks", num_blocks, 1), requests)
         self.backend.activate()
         tensors = {
@@ -345,7 +345,7 @@ class Engine:
             num_kv_blocks=pool.num_blocks,
             kv_cache=_tier(pool, self.kv.bytes_per_block),
             swap_space=_tier(swap_space.pool, self.kv.bytes_per_block),
-            users=scheduler.service.users([*scheduler.running, *scheduler.waiting]),
+            users=scheduler.service.users(scheduler.in_flight),
             queue_s=Percentiles.of(scheduler.service.queue_s),
             utilization=self.backend.utilization(),
             recent=self._log.metrics(_seconds(), None if self._target_cost is None else self._target_cost.predict),
@@ -379,19 +379,20 @@ class Engine:
         except RuntimeError as error:
             warnings.warn(f"passes could not be measured, so speculation='fixed' is used: {error}", stacklevel=2)
             return None
-        if self._target_cost is None:
-            self._target_cost = costs.pop(0)
-            self._swap_rule.pass_s = self._target_cost.predict
-        controller = Controller(Costs(self._target_cost, costs[0] if costs else None, is_timed=self.backend.is_host))
+        target = self._target_cost or self._keep_target_cost(costs.pop(0))
+        controller = Controller(Costs(target, costs[0] if costs else None, is_timed=self.backend.is_host))
         return AdaptiveSpeculation(controller, drafter, self._max_draft_tokens, options.speculation_target == "latency")
 
     def _make_pace(self) -> Pace | None:
         max_step_s = self.config.schedule.max_inter_token_s
         if max_step_s is None:
             return None
-        if self._target_cost is None:
-            [self._target_cost] = self._measure(NoDrafter())
-        return Pace(deepcopy(self._target_cost), max_step_s)
+        target = self._target_cost or self._keep_target_cost(*self._measure(NoDrafter()))
+        return Pace(deepcopy(target), max_step_s)
+
+    def _keep_target_cost(self, cost: PassCost) -> PassCost:
+        self._target_cost, self._swap_rule.pass_s = cost, cost.predict
+        return cost
 
     def _measure(self, drafter: Drafter) -> list[PassCost]:
         """Measure the passes of the target, if they were not yet, and of the draft model, if there is one.

@@ -288,6 +288,6 @@ def _as_params_list(params: SamplingParams | Sequence[SamplingParams], num_promp
 
 
 def _diagnose(engine: Engine) -> list[str]:
-    engine.kv.check((*engine.scheduler.running, *engine.scheduler.waiting))
+    engine.kv.check(engine.scheduler.in_flight)
     metrics = engine.metrics()
     return [*limits(metrics), *faults(metrics)]

@@ -162,7 +162,7 @@ class StepLoop:
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             try:
-                for request in (*scheduler.running, *scheduler.waiting):
+                for request in scheduler.in_flight:
                     self._ended[request] = reason
                     scheduler.abort(request, reason)
                 self.engine.kv.check([])

@@ -50,10 +50,10 @@ class Costs:
             num_requests: that emitted tokens.
             outcome: of the step.
         """
-        is_cold = self._is_cold(False)
-        rows, context, seconds = load.num_rows, load.num_context_tokens, outcome.target_seconds
+        is_cold = self._count_step(False)
+        rows, context = load.num_rows, load.num_context_tokens
         if rows == num_requests:  # what prompts take says little of what decodes do
-            change = self.target.note(rows, context, _warm(seconds, self.target.predict(rows, context)) if is_cold else seconds)
+            change = _note_pass(self.target, (rows, context), outcome.target_seconds, is_cold)
             if self.draft is not None:
                 self.draft.follow(change)
         if num_requests:
@@ -67,7 +67,7 @@ class Costs:
             outcome: of the step.
             num_nodes: that each candidate was to draft.
         """
-        is_cold = self._is_cold(True)
+        is_cold = self._count_step(True)
         n, num_drafting = len(load.candidates), sum(map(bool, num_nodes))
         rows, context = load.num_rows + sum(outcome.num_nodes), load.num_context_tokens
         of_draft = context * num_drafting / n
@@ -76,15 +76,13 @@ class Costs:
             self._note_together(rows, context, max(num_nodes), (num_drafting, of_draft), outcome.target_seconds)
             return
         if load.num_rows == n:
-            seconds, expected = outcome.target_seconds, self.target.predict(rows, context, True)
-            self.target.note(rows, context, _warm(seconds, expected) if is_cold else seconds, True)
-        is_caught_up = all(each.num_missing <= 2 for count, each in zip(num_nodes, load.candidates, strict=True) if count)
+            _note_pass(self.target, (rows, context), outcome.target_seconds, is_cold, is_alternating=True)
+        is_caught_up = all(each.is_fed for count, each in zip(num_nodes, load.candidates, strict=True) if count)
         if self.draft is not None and (passes := outcome.num_draft_passes) and is_caught_up:
-            per_pass, seconds = max(1.0, outcome.num_draft_rows / passes), outcome.draft_seconds / passes
-            expected = self.draft.predict(per_pass, of_draft)
-            self.draft.note(per_pass, of_draft, _warm(seconds, expected) if is_cold else seconds)
+            per_pass = max(1.0, outcome.num_draft_rows / passes)
+            _note_pass(self.draft, (per_pass, of_draft), outcome.draft_seconds / passes, is_cold)
 
-    def _is_cold(self, is_drafting: bool) -> bool:
+    def _count_step(self, is_drafting: bool) -> bool:
         """Count a step, and return whether it is among the first of its kind."""
         self._num_alike = self._num_alike + 1 if is_drafting == self._was_drafting else 1
         self._was_drafting = is_drafting
@@ -103,6 +101,13 @@ class Costs:
         self.target.note(rows, context, ratio * target, True)
         if self.draft is not None:
             self.draft.note(*size, ratio * draft)
+
+
+def _note_pass(cost: PassCost, size: tuple[float, float], seconds: float, is_cold: bool, *, is_alternating: bool = False) -> float:
+    """Add a pass of these rows and tokens of context; see `PassCost.note`."""
+    if is_cold:
+        seconds = _warm(seconds, cost.predict(*size, is_alternating))
+    return cost.note(*size, seconds, is_alternating)
 
 
 def _warm(seconds: float, expected: float) -> float:

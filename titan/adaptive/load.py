@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from titan.core.draft_history import AcceptanceCounts
 
+MAX_MISSING = 2
+"""Tokens that a draft may lack of a request that it was fed in the step before."""
+
 
 class Candidate(NamedTuple):
     """A request that emits tokens in a step."""
@@ -17,6 +20,11 @@ class Candidate(NamedTuple):
     num_remaining: int  # tokens that it may still emit
     stops_early: bool  # whether the draft's confidence may end its tree; else it drafts the nodes that its history says
     weight: float = 1.0  # of its tokens
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether the draft lacks no more of it than what the last step left."""
+        return self.num_missing <= MAX_MISSING
 
 
 class Load(NamedTuple):

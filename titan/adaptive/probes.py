@@ -18,9 +18,6 @@ from titan.adaptive.load import Load
 PROBE_SHARE = 0.02
 """Share of the time."""
 
-MAX_MISSING = 2
-"""Tokens that the draft may have missed of a request whose probe goes on."""
-
 NUM_STEPS = 3
 """Steps of a probe."""
 
@@ -67,7 +64,7 @@ class Probes:
             return ()
         if self.num_left:
             self.num_left -= 1
-            return [i for i in idle if costs.draft is None or candidates[i].num_missing <= MAX_MISSING]
+            return [i for i in idle if costs.draft is None or candidates[i].is_fed]
         hopeful = [i for i in idle if hoped[i]]
         if hopeful:
             order = sorted(hopeful, key=lambda i: (-acceptance[i], candidates[i].num_missing))

@@ -59,9 +59,7 @@ class Scheduler:
         self.counters = counters
         self.clock = clock
         self.policy = create_policy(options.scheduling_policy)
-        self.swap_rule = swap_rule or SwapRule(
-            options.preemption_mode, options.prefill_chunk_size or options.max_num_batched_tokens
-        )
+        self.swap_rule = swap_rule or SwapRule.of(options)
         self.waiting: OrderedDict[Request, None] = OrderedDict()  # preempted ones first; the policy has its own order
         self.running: list[Request] = []  # in order of their start
         self.service = ServiceLog()
@@ -72,6 +70,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self.waiting or self.running)
+
+    @property
+    def in_flight(self) -> tuple[Request, ...]:
+        """The requests that run or wait."""
+        return (*self.running, *self.waiting)
 
     @property
     def is_full(self) -> bool:
@@ -111,7 +114,7 @@ class Scheduler:
 
     def abort_family(self, request_id: str) -> bool:
         """Abort the completions of a prompt, given the id of the first, that wait or run; return whether there were any."""
-        found = [request for request in (*self.running, *self.waiting) if request.family[0].request_id == request_id]
+        found = [request for request in self.in_flight if request.family[0].request_id == request_id]
         for request in found:
             self.abort(request, f"abort({request_id!r}) was called")
         return bool(found)
@@ -135,10 +138,9 @@ class Scheduler:
         Raises:
             ValueError: a request may need more blocks, or those that run may, which never make room for each other.
         """
-        requests = (*self.running, *self.waiting)
-        if not requests:
+        if not self.has_unfinished:
             return
-        largest = max(requests, key=lambda request: max_num_blocks(request, self.kv.block_size))
+        largest = max(self.in_flight, key=lambda request: max_num_blocks(request, self.kv.block_size))
         if (num_needed := max_num_blocks(largest, self.kv.block_size)) > num_blocks:
             raise ValueError(
                 f"num_blocks={num_blocks} is too few for request {largest.request_id}, which may need {num_needed}: at least "
@@ -205,9 +207,13 @@ class Scheduler:
 
         Where another could join, a chunk that is not the last leaves half of the budget: a long prompt must not stall short ones.
         """
-        num_tokens = min(request.num_uncomputed_tokens, self.options.prefill_chunk_size or prompt_budget, prompt_budget)
+        num_tokens = self._first_chunk(request, prompt_budget)
         may_join = self.waiting and len(self.running) < self.options.max_batch_size
         return min(num_tokens, -(-prompt_budget // 2)) if may_join and num_tokens < request.num_uncomputed_tokens else num_tokens
+
+    def _first_chunk(self, request: Request, prompt_budget: int) -> int:
+        """Return how many tokens a request that has just started may have."""
+        return min(request.num_uncomputed_tokens, self.options.prefill_chunk_size or prompt_budget, prompt_budget)
 
     def _add_running(
         self, plan: StepPlan, request: Request, num_tokens: int, budget: int, max_draft_tokens: int, now: float
@@ -244,7 +250,7 @@ class Scheduler:
                 num_missing += self._num_missing_blocks([request], max_draft_tokens)
                 continue  # its KV arrives beside this step's passes
             self.kv.await_copies()
-            num_tokens = min(request.num_uncomputed_tokens, self.options.prefill_chunk_size or prompt_budget, prompt_budget)
+            num_tokens = self._first_chunk(request, prompt_budget)
             num_drafts = self._num_drafts(request, num_tokens, budget, max_draft_tokens)
             is_reserved = self.kv.reserve(request, request.num_computed_tokens + num_tokens + num_drafts)
             assert is_reserved, "a request that runs alone fits: larger ones are refused when they are added"

@@ -92,5 +92,5 @@ def _key(request: Request) -> tuple[int, float, int, float]:
     """Return what requests are ordered by, the most important first."""
     terms, arrival = request.terms, request.metrics.arrival_time
     deadline = inf if terms.deadline_s is None else arrival + terms.deadline_s
-    work = request.num_tokens - request.num_computed_tokens + request.num_remaining_tokens
+    work = request.num_uncomputed_tokens + request.num_remaining_tokens
     return _RANKS[terms.priority], deadline, work, arrival
