@@ -44,7 +44,7 @@ def test_drafts_prefix_hits_moves_and_preemptions_change_no_token(
     plain = make_engine(path, backend=backend, kv_cache_dtype="int8", **AMPLE)
     expected = run_all(plain, prompts, params)
     drafter, options = TREES[tree]
-    scarce = AMPLE if is_interpreted else SCARCE | {"num_kv_blocks": 8}
+    scarce = AMPLE if is_interpreted else SCARCE | {"num_kv_blocks": 7}
     draft = drafter if drafter == "ngram" else zoo.path(drafter)
     engine = make_engine(path, draft, backend=backend, kv_cache_dtype="int8", **options, **scarce)
     assert run_all(engine, prompts, params) == expected

@@ -488,9 +488,26 @@ def test_what_is_swapped_goes_on_where_it_was(caching: bool) -> None:
     assert num_computed[40] == sum(request.num_tokens - 1 for request in requests) - num_accepted < num_computed[0]
 
 
+def test_what_is_swapped_in_gets_on_before_it_is_swapped_out_again() -> None:
+    """Although the number of drafts, and so the blocks that all need, goes up and down, as with adaptive speculation."""
+    world, random = World(20, num_swap_blocks=400, max_batch_size=6, preemption_mode="swap", swap_space=1), Random(0)
+    requests = [world.add([i + 1] * random.randint(1, 20), 40, ignore_eos=True) for i in range(24)]
+    at_last_swap = dict[Request, int]()
+    while world.scheduler.has_unfinished:
+        before = [request.metrics.num_preemptions for request in requests]
+        world.step(random.choice([0, 6]), random)
+        for request, num_preemptions in zip(requests, before, strict=True):
+            if request.is_swapped and request.metrics.num_preemptions > num_preemptions:
+                assert at_last_swap.get(request, -1) < request.num_output_tokens
+                at_last_swap[request] = request.num_output_tokens
+    assert len(at_last_swap) > 12, "blocks are scarce"
+    assert world.counters.num_swapped_out <= world.counters.num_emitted_tokens / 30
+    world.drain(random)
+
+
 @pytest.mark.parametrize("failing", ["copy_out", "copy_in", "copy_blocks"])
 def test_a_copy_that_fails_loses_neither_blocks_nor_requests(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    world, random = World(9, num_swap_blocks=12, max_batch_size=4), Random(0)
+    world, random = World(8, num_swap_blocks=12, max_batch_size=4), Random(0)
     for i in range(4):
         world.add([i // 2 + 1] * (10 + 7 * i), 30, ignore_eos=True, n=2)
     copy, num_failures = getattr(CACHE_OPS, failing), 0

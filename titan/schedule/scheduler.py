@@ -242,7 +242,8 @@ class Scheduler:
             request = self._first(now)
             if self.kv.awaits_sibling(request):
                 return None
-            if self.running and num_missing + self._num_missing_blocks([request], max_draft_tokens) > self.kv.pool.num_free:
+            num_lacking = num_missing + self._num_missing_blocks([request], max_draft_tokens) - self.kv.pool.num_free
+            if self.running and num_lacking + self._num_spare_blocks(request, max_draft_tokens) > 0:
                 return "blocks"
             is_swapped = request.is_swapped
             self._start(request)
@@ -266,6 +267,7 @@ class Scheduler:
         if not candidates or self.options.reservation == "max_tokens" or self.kv.awaits_sibling(request):
             return
         num_lacking = self._num_missing_blocks([*self.running, request], max_draft_tokens) - self.kv.pool.num_free
+        num_lacking += self._num_spare_blocks(request, max_draft_tokens)
         is_full, victims = len(self.running) >= self.options.max_batch_size, list[Request]()
         for candidate in candidates:
             if num_lacking <= 0 and (victims or not is_full):
@@ -327,6 +329,18 @@ class Scheduler:
         if self.options.reservation == "max_tokens":
             return sum([self.kv.num_missing_blocks(each, each.num_prompt_tokens + each.max_tokens) for each in requests])
         return sum([self.kv.num_missing_blocks(each, each.num_tokens + max_draft_tokens) for each in requests])
+
+    def _num_spare_blocks(self, request: Request, max_draft_tokens: int) -> int:
+        """Return how many blocks must stay free behind the next step when a waiting request starts.
+
+        Where it starts again, it is one for each that then runs and may still need it. Otherwise somebody would give way at once,
+        as soon as the others have grown or draft more, and requests would go out and in without getting on.
+        """
+        if not request.metrics.num_preemptions:
+            return 0
+        size = self.kv.block_size
+        requests = (*self.running, request)
+        return sum([max_num_blocks(each, size) * size >= each.num_tokens + max_draft_tokens + size for each in requests])
 
     def _num_drafts(self, request: Request, num_tokens: int, budget: int, max_draft_tokens: int) -> int:
         """Return the number of draft tokens of a request's row.
