@@ -163,6 +163,15 @@ def test_only_what_the_other_pool_does_not_hold_is_copied(swapping: KVCache, ops
     assert not kv.swap_out(large) and (len(large.block_ids), kv.swap_space.pool.num_free) == (6, 5), "no room"
 
 
+def test_a_sibling_gets_nothing_from_one_that_is_swapped_out(ops: Mock) -> None:
+    kv = KVCache(8, 4, enable_prefix_caching=False, ops=ops, num_swap_blocks=8)
+    first, second = compute(kv, 15, num_drafted=11), make_request(range(15))
+    first.siblings = second.siblings = (first, second)
+    assert kv.swap_out(first)
+    kv.admit(second)
+    assert (second.block_ids.tolist(), second.num_computed_tokens, second.num_drafted_context) == ([], 0, 0)
+
+
 @pytest.mark.parametrize("is_swapped_draft", [False, True])
 def test_a_swapped_request_takes_no_blocks_that_lack_the_drafts_kv_it_counts_on(
     swapping: KVCache, ops: Mock, is_swapped_draft: bool

@@ -457,7 +457,10 @@ class KVCache:
         return Prefix(block_ids, swapped, block_hashes, num_drafted_blocks)
 
     def _siblings_prefix(self, request: Request) -> Prefix:
-        sibling = max(request.family, key=lambda each: each.num_computed_tokens if each.block_ids else 0)
+        holders = [each for each in request.siblings if each.block_ids]  # a swapped one has counters, and no blocks
+        if not holders:
+            return Prefix([], {}, [], 0)
+        sibling = max(holders, key=lambda each: each.num_computed_tokens)
         num_shared = min(sibling.num_computed_tokens, self._num_common_tokens(request)) // self.block_size
         return Prefix(sibling.block_ids[:num_shared], {}, [], min(sibling.num_drafted_context // self.block_size, num_shared))
 
