@@ -7,7 +7,7 @@ operations; one that is aborted emits the beginning of that.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from random import Random
@@ -41,12 +41,13 @@ from titan.schedule.policies.fair import FairPolicy
 from titan.schedule.policies.priority import PriorityPolicy
 
 MAX_PROMPT_LEN, MAX_TOKENS = 44, 24
-PROMPTS = random_prompts(8, seed=4, max_len=MAX_PROMPT_LEN)
+PROMPTS = random_prompts(5, seed=4, max_len=MAX_PROMPT_LEN)
 WEIGHTS = {"a": 1.0, "b": 2.0}
-AGEING_S = 12.0
+AGEING_S = 20.0
 DRAFTS = (None, "ngram", "llama~", "other")
 MARGINS = {"auto": 1e-3, "int8": 0.1}
 """Least difference of the two largest logits at which rounding decides nothing; that of int8 may turn into another number."""
+SEEDS = st.binary(min_size=4, max_size=4)  # of integers, many would be 0
 OF_DRAFTER = ("propose", "propose late", "commit")
 OF_PASSES = ("forward", "clear_blocks", "move_paths")
 OF_COPIES = ("copy_out", "copy_in", "copy_blocks")
@@ -115,27 +116,28 @@ def broken_at(length: int, token_ids: list[int], logits: Tensor) -> Tensor:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """The choices inside a rule come from one number, which keeps examples fast. Each rule ends with a step."""
+    """Each rule ends with arrivals and steps. Most choices come from seeds, which keeps examples fast."""
 
     zoo: Zoo
+    make_policy: Callable[[], SchedulingPolicy | str]
 
-    @initialize(seed=st.integers(0, 2**32))
-    def create(self, seed: int) -> None:
-        random = Random(seed)
-        self.kv_dtype = random.choice(["auto", "auto", "auto", "int8"])
-        self.policy: SchedulingPolicy | str = random.choice([lambda: "fcfs", partial(WatchedPriority, AGEING_S), WatchedFair])()
-        self.batch_size = random.choice([1, 4, 5, 6])
+    @initialize(seed=SEEDS)
+    def create(self, seed: bytes) -> None:
+        self.policy = type(self).make_policy()
+        self.random = random = Random(seed + type(self).__name__.encode())
+        self.kv_dtype = random.choice(["auto", "auto", "auto", "auto", "int8"])
+        self.batch_size = random.choice([1, 4, 4, 5, 5, 6, 6])
         self.draft = random.choice(DRAFTS)
         target, backend = load(self.zoo.path("llama"), random.choice(["torch", "cpu"]))
         self.engine = make_engine(
             target, backend, self.spec(self.draft), block_size=8, kv_cache_dtype=self.kv_dtype,
-            draft_kv_cache_dtype=self.kv_dtype, num_kv_blocks=random.randint(9, 13), max_batch_size=self.batch_size,
+            draft_kv_cache_dtype=self.kv_dtype, num_kv_blocks=random.randint(8, 10), max_batch_size=self.batch_size,
             max_num_batched_tokens=self.batch_size + random.choice([3, 20, 100]),
             prefill_chunk_size=random.choice([None, random.randint(1, 20)]),
             max_prefill_tokens=random.choice([None, None, random.randint(1, 20)]),
-            enable_prefix_caching=random.random() < 0.7, swap_space=random.choice([0, 2**17, 2**18]),
-            preemption_mode=random.choice(["auto", "auto", "auto", "recompute"]), scheduling_policy=self.policy,
-            reservation=random.choice(["on_demand", "on_demand", "max_tokens"]), max_waiting_requests=8,
+            enable_prefix_caching=random.random() < 0.7, swap_space=random.choice([0, 2**17, 2**18, 2**18, 2**18]),
+            preemption_mode=random.choice(["auto"] * 6 + ["recompute"]), scheduling_policy=self.policy,
+            reservation=random.choice(["on_demand"] * 4 + ["max_tokens"]), max_waiting_requests=8,
             max_draft_tokens=random.randint(1, 6), draft_tree=random.choice(["auto", "chain"]),
         )  # fmt: skip
         self.now, self.num_steps, self.has_failed = 0.0, 0, False
@@ -145,16 +147,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.auditor = Auditor(self.zoo, self.engine, "llama")
         self.fairness, self.ageing = FairnessWatch(WEIGHTS), AgeingWatch(AGEING_S)
         for _ in range(4):
-            self.add(random)
+            self.add()
 
     def spec(self, draft: str | None) -> DraftSpec:
         return self.zoo.path(draft) if draft in ("llama~", "other") else draft
 
-    def add(self, random: Random) -> None:
-        scheduler = self.engine.scheduler
+    def add(self) -> None:
+        random, scheduler = self.random, self.engine.scheduler
         for _ in range(random.choice([0, 1, 2, 5])):
             prompt = random.choice(PROMPTS)
-            prompt = prompt[: random.choice([len(prompt), len(prompt), random.randint(1, len(prompt))])]
+            prompt = prompt[: random.choice([len(prompt), len(prompt), 1 + len(prompt) // 2])]
             is_sampled = self.kv_dtype == "auto" and random.random() < 0.3
             temperature, own_seed = (0.8, random.choice([1, 2])) if is_sampled else (0.0, 0)
             room = len(lonely(self.zoo.path("llama"), tuple(prompt), temperature, own_seed, self.kv_dtype))
@@ -168,7 +170,7 @@ class EngineMachine(RuleBasedStateMachine):
                 logits_processors=[processor] if random.random() < 0.1 else None,
             )  # fmt: skip
             terms = RequestTerms(
-                priority=random.choice(PRIORITIES), user=random.choice([*WEIGHTS]),
+                priority=random.choice([*PRIORITIES, "critical", "batch"]), user=random.choice([*WEIGHTS]),
                 deadline_s=random.choice([None, random.randint(1, 30)]),
                 timeout_s=random.choice([None] * 5 + [random.randint(1, 60)]),
                 cache_salt=random.choice([None, None, "salt"]),
@@ -183,15 +185,17 @@ class EngineMachine(RuleBasedStateMachine):
             self.requests += family
             self.unfinished += family
 
-    @rule(seed=st.integers(0, 2**32), num_steps=st.integers(1, 8))
-    def run(self, seed: int, num_steps: int) -> None:
-        self.add(Random(seed))
-        for _ in range(num_steps):
+    @rule(seed=SEEDS)
+    def go_on(self, seed: bytes) -> None:
+        """Requests arrive, and steps are made, depending on all that was before: examples that are alike go different ways."""
+        self.random.seed(self.random.randbytes(4) + seed)
+        self.add()
+        for _ in range(self.random.randint(1, 4)):
             self.step()
 
-    @rule(seed=st.integers(0, 2**32))
-    def abort(self, seed: int) -> None:
-        random, scheduler = Random(seed), self.engine.scheduler
+    @rule(seed=SEEDS)
+    def abort(self, seed: bytes) -> None:
+        random, scheduler = self.random, self.engine.scheduler
         if self.unfinished:
             request = random.choice(self.unfinished)
             if random.random() < 0.5:
@@ -199,21 +203,21 @@ class EngineMachine(RuleBasedStateMachine):
             else:
                 scheduler.abort(request, "not wanted any more")
             assert request.is_finished and not request.block_ids and not request.swapped_block_ids
-        self.step()
+        self.go_on(seed)
 
-    @rule(draft=st.sampled_from(DRAFTS), is_refused=st.booleans())
-    def swap_draft(self, draft: str | None, is_refused: bool) -> None:
+    @rule(draft=st.sampled_from(DRAFTS), is_refused=st.booleans(), seed=SEEDS)
+    def swap_draft(self, draft: str | None, is_refused: bool, seed: bytes) -> None:
         if is_refused:
             with pytest.raises(ValueError, match="this draft wants another cache"):
                 self.engine.swap_draft(Refusing())
         else:
             self.engine.swap_draft(self.spec(draft))
             self.draft = draft
-        self.step()
+        self.go_on(seed)
         self.audit()
 
-    @rule(num_blocks=st.integers(5, 14), faulty_call=st.sampled_from([0, 0, 1, 2]))
-    def resize(self, num_blocks: int, faulty_call: int) -> None:
+    @rule(num_blocks=st.integers(6, 11), faulty_call=st.sampled_from([0, 0, 1, 2]), seed=SEEDS)
+    def resize(self, num_blocks: int, faulty_call: int, seed: bytes) -> None:
         tables, size = self.tables(), self.engine.kv.num_blocks
         with self.failing(self.engine.backend.cache, "gather_blocks", Fault("gather_blocks"), faulty_call):
             try:
@@ -223,10 +227,10 @@ class EngineMachine(RuleBasedStateMachine):
                 assert self.tables() == tables
         assert {each.num_blocks for each in self.engine.kv.tensors.values()} == {size} == {self.engine.limits.num_kv_blocks}
         self.audit()
-        self.step()
+        self.go_on(seed)
 
-    @rule(faulty_call=st.sampled_from([0, 0, 1, 2]))
-    def compact(self, faulty_call: int) -> None:
+    @rule(faulty_call=st.sampled_from([0, 0, 1, 2]), seed=SEEDS)
+    def compact(self, faulty_call: int, seed: bytes) -> None:
         tables = self.tables()
         with self.failing(self.engine.backend.cache, "gather_blocks", Fault("gather_blocks"), faulty_call):
             try:
@@ -236,15 +240,16 @@ class EngineMachine(RuleBasedStateMachine):
             else:
                 assert self.engine.compact_kv_cache() == 0
         self.audit()
-        self.step()
+        self.go_on(seed)
 
     @rule(
         name=st.sampled_from(OF_DRAFTER + OF_PASSES + OF_COPIES),
         is_memory=st.booleans(),
         call=st.integers(1, 3),
-        aborts=st.booleans(),
+        aborts=st.sampled_from([False, False, True]),
+        seed=SEEDS,
     )
-    def fail(self, name: str, is_memory: bool, call: int, aborts: bool) -> None:
+    def fail(self, name: str, is_memory: bool, call: int, aborts: bool, seed: bytes) -> None:
         """A step in which one call fails, for want of memory or otherwise; after one that raises, all are aborted or go on."""
         error: Exception = MemoryError(name) if is_memory else Fault(name)
         engine = self.engine
@@ -266,6 +271,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.has_failed = self.has_failed or bool(failed)
         self.check()
         self.audit()
+        self.go_on(seed)
 
     @contextmanager
     def failing(self, owner: Any, name: str, error: Exception, call: int, is_late: bool = False) -> Iterator[list[None]]:
@@ -356,7 +362,23 @@ def _models(zoo: Zoo) -> None:
     EngineMachine.zoo = zoo
 
 
-TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(
-    deadline=None, derandomize=True, phases=set(Phase) - {Phase.explain}, max_examples=20, stateful_step_count=30
+class Fcfs(EngineMachine):
+    make_policy = partial(str, "fcfs")
+
+
+class Priority(EngineMachine):
+    make_policy = partial(WatchedPriority, AGEING_S)
+
+
+class Fair(EngineMachine):
+    make_policy = WatchedFair
+
+
+TestFcfs, TestPriority, TestFair = Fcfs.TestCase, Priority.TestCase, Fair.TestCase
+TestFcfs.settings = TestPriority.settings = TestFair.settings = settings(
+    deadline=None,
+    derandomize=True,
+    phases=set(Phase) - {Phase.explain},
+    max_examples=8,  # from ten on, most would be slight variations of one before
+    stateful_step_count=16,
 )
