@@ -328,6 +328,8 @@ def test_diagnose_names_what_is_slow(zoo: Zoo) -> None:
     findings = sick.diagnose()
     assert any("preemptions" in finding and "kv_cache_memory" in finding for finding in findings)
     assert any("tokens per request" in finding and "useless" in finding for finding in findings)
+    sick.swap_draft(None)
+    assert not faults(sick.metrics()), "there is no draft that could be blamed"
 
 
 def test_a_request_may_draft_less_or_not_at_all(llm: LLM) -> None:

@@ -37,7 +37,9 @@ def limits(metrics: EngineMetrics) -> list[str]:
 def faults(metrics: EngineMetrics) -> list[str]:
     """Return what is wrong or has been switched off, a sentence each."""
     findings = []
-    if sum(metrics.proposed_per_depth) >= MANY_DRAFTS and metrics.mean_acceptance_length < FEW_TOKENS:
+    always_drafts = metrics.draft != "none" and metrics.speculation is None  # "adaptive" lowers the number itself
+    has_drafted = sum(metrics.proposed_per_depth) >= MANY_DRAFTS
+    if always_drafts and has_drafted and metrics.mean_acceptance_length < FEW_TOKENS:
         findings.append(
             f"with the draft {metrics.draft!r} a step emits {metrics.mean_acceptance_length:.2f} tokens per request: "
             f"lower max_draft_tokens or use another draft"
