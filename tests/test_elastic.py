@@ -245,6 +245,18 @@ def test_smaller_passes_are_tried_before_requests_are_lost(zoo: Zoo, most: int, 
     assert memory.num_failures > 10 and max(memory.sizes) <= most
 
 
+@pytest.mark.parametrize("drafts_prompts", [True, False])
+def test_parts_of_a_plan_feed_the_draft_what_the_plan_would(zoo: Zoo, drafts_prompts: bool) -> None:
+    [request] = submit(make_engine(zoo.path("llama"), **AMPLE), [range(5, 14)], [greedy(1)])
+    parts, sizes = [StepPlan([request], [9], [0], [0], drafts_prompts=drafts_prompts)], list[int]()
+    while parts:
+        [part] = parts
+        assert part.feeds_draft(0) == (drafts_prompts and part.num_tokens[0] < 9)
+        sizes.append(part.num_tokens[0])
+        parts = part.split()
+    assert sizes == [9, 4, 2, 1]
+
+
 def test_a_request_that_alone_takes_too_much_ends_by_name_and_the_others_do_not(zoo: Zoo) -> None:
     outputs = lonely(zoo)
     used = {token for tokens in (*outputs, *PROMPTS) for token in tokens}

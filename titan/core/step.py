@@ -53,7 +53,7 @@ class StepPlan:
             half = len(self.requests) // 2
             return [self._rows(0, half), self._rows(half, len(self.requests))]
         num_tokens = self.num_tokens[0] // (2 if self.draft_budgets == [0] else 1)
-        return [StepPlan(self.requests, [num_tokens], [0], [0])] if num_tokens else []
+        return [StepPlan(self.requests, [num_tokens], [0], [0], drafts_prompts=self.drafts_prompts)] if num_tokens else []
 
     def _rows(self, first: int, end: int) -> StepPlan:
         return StepPlan(
