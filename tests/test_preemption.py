@@ -45,6 +45,16 @@ def test_an_engine_goes_by_its_measured_passes(zoo: Zoo, pays: bool) -> None:
     assert (engine.counters.num_swapped_out > 0) == pays and engine.counters.num_preemptions > 0
 
 
+def test_copies_of_fewer_bytes_take_less_time(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), swap_space=2**20, **SCARCE)
+    rule = engine.scheduler.swap_rule
+    of_both = rule.block_s
+    engine.swap_draft("ngram")
+    assert rule.block_s == pytest.approx(of_both / 2)
+    engine.swap_draft(zoo.path("llama~"))
+    assert rule.block_s == pytest.approx(of_both)
+
+
 def test_metrics_of_swaps_and_an_abort_that_frees_both_pools(zoo: Zoo) -> None:
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), preemption_mode="swap", swap_space=40 * 2 * BYTES + 5, **SCARCE)
     requests = submit(engine, random_prompts(8, seed=1, max_len=45), [greedy(30, ignore_eos=True)] * 8)

@@ -266,7 +266,9 @@ class Engine:
         if self.config.speculation.max_draft_tokens == 0:
             raise ValueError("swap_draft() contradicts max_draft_tokens=0: allowed with at least 1")
         self.backend.activate()
+        block_bytes_before = self.kv.bytes_per_block
         self._use_drafter(create_drafter(draft, self._draft_context()))
+        self._swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
         self.kv.new_draft_epoch(self.scheduler.in_flight)
 
     def compact_kv_cache(self) -> int:
