@@ -15,6 +15,7 @@ from titan.core.limits import MAX_NODES
 from titan.core.options import EngineConfig
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
+from titan.core.terms import RequestTerms
 from titan.core.trees import DraftTree, DraftTrees, TreeLimits, Upload
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
@@ -44,9 +45,13 @@ def greedy(max_tokens: int | None, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
 
 
-def submit(engine: Engine, prompts: Iterable[Sequence[int]], params: Iterable[SamplingParams]) -> list[Request]:
+def submit(
+    engine: Engine, prompts: Iterable[Sequence[int]], params: Iterable[SamplingParams], terms: Sequence[RequestTerms] = ()
+) -> list[Request]:
     frontend = FrontEnd(engine, DigitTokenizer())
-    requests = [frontend.make_request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    requests = [
+        frontend.make_request(prompt, *each) for prompt, *each in zip(prompts, params, *([terms] if terms else []), strict=True)
+    ]
     for request in requests:
         engine.scheduler.add(request)
     return requests
@@ -62,9 +67,10 @@ def run_all(
     params: Iterable[SamplingParams],
     *,
     before_step: Callable[[int], None] = lambda step: None,
+    terms: Sequence[RequestTerms] = (),
 ) -> list[list[int]]:
     """Output tokens of each prompt."""
-    requests = submit(engine, prompts, params)
+    requests = submit(engine, prompts, params, terms)
     drain(engine, before_step)
     assert [request.error for request in requests] == [None] * len(requests)
     return [request.output_token_ids for request in requests]
