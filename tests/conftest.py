@@ -26,7 +26,7 @@ SLOW = (
 """Words in the names of tests that are slow by nature, or of their files or parameters."""
 
 SOAK = settings(
-    max_examples=1000, stateful_step_count=100, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck)
+    max_examples=1000, stateful_step_count=50, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck)
 )
 """A round of `make soak`, in place of what the tests themselves ask for: other examples each time."""
 settings.register_profile("soak", SOAK)
