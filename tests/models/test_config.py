@@ -10,11 +10,11 @@ import pytest
 import torch
 from tiny_models import SIZES
 
-from titan.models.config import ModelConfig
+from titan.models.config import DecoderConfig
 from titan.models.loader import load_config
 
 
-def read(folder: Path, model_type: str = "llama", **entries: Any) -> ModelConfig:
+def read(folder: Path, model_type: str = "llama", **entries: Any) -> DecoderConfig:
     content = SIZES | {"model_type": model_type, "architectures": [f"{model_type.capitalize()}ForCausalLM"]} | entries
     (folder / "config.json").write_text(json.dumps(content))
     return load_config(str(folder))

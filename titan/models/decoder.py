@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.kernels.interfaces import Backend, PassInputs, TokenPlaces
-from titan.models.config import ModelConfig
+from titan.models.config import DecoderConfig
 from titan.models.layers import LayerStep, LayerWeights, attention, gated, layer_shapes
 from titan.models.rope import rope_table
 
@@ -31,7 +31,7 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderConfig,
         *,
         dtype: torch.dtype,
         backend: Backend,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from titan.core.checks import shown
 from titan.kernels.interfaces import Backend
-from titan.models.config import ModelConfig, as_token_ids, check_fields
+from titan.models.config import DecoderConfig, as_token_ids, check_fields
 from titan.models.decoder import Decoder
 from titan.models.files import WHAT_IS_READ, ModelFiles, one_line
 from titan.models.registry import check_supported
@@ -75,7 +75,7 @@ def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, backend: Ba
     raise ValueError(f"dtype={dtype!r} is not allowed: it must be one of auto, {', '.join(DTYPES)}")
 
 
-def load_config(path_or_id: str, revision: str | None = None, download_dir: str | None = None) -> ModelConfig:
+def load_config(path_or_id: str, revision: str | None = None, download_dir: str | None = None) -> DecoderConfig:
     """Read the config of a model from a folder or a hub id; nothing else is downloaded.
 
     Args:
@@ -198,7 +198,7 @@ def load_model(
     return model
 
 
-def read_config(files: ModelFiles) -> ModelConfig:
+def read_config(files: ModelFiles) -> DecoderConfig:
     """Read the config of a model.
 
     Raises:
@@ -216,7 +216,7 @@ def read_config(files: ModelFiles) -> ModelConfig:
             from transformers import AutoConfig
 
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            return ModelConfig.read(config, architecture, eos_token_ids or None)
+            return DecoderConfig.read(config, architecture, eos_token_ids or None)
 
 
 def read_config_file(files: ModelFiles) -> dict[str, Any]:
@@ -361,7 +361,9 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
     return destinations
 
 
-def _check_weights(destinations: dict[str, Destination], tensors: dict[str, _StoredTensor], config: ModelConfig, name: str) -> None:
+def _check_weights(
+    destinations: dict[str, Destination], tensors: dict[str, _StoredTensor], config: DecoderConfig, name: str
+) -> None:
     """Raise a `ValueError` for missing, unexpected or wrongly shaped tensors."""
     is_tied = "tied_embedding" in config.traits
     ignored = {key for key in tensors if key.endswith("rotary_emb.inv_freq") or (is_tied and key == "lm_head.weight")}

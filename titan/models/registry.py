@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titan.core.batch import Window
+from titan.core.attention import Window
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
