@@ -25,7 +25,7 @@ MIN_MARGIN = 1e-4
 """Between the logits of the two most likely tokens: below it, rounding could decide."""
 MIN_DISTINCT = 8
 """Tokens in all continuations of a model together."""
-NOISES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
+NOISES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 """Of the weights of a draft, relative to them; the largest that leaves it `MIN_AGREEMENT`."""
 MIN_AGREEMENT = 0.7
 STD, SMALL_STD = 0.2, 0.05
@@ -159,7 +159,7 @@ def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def randomise(model: PreTrainedModel) -> None:
     """Make matrices random, and move all else off what it was initialised with: norms, biases, sinks, corrections, scales.
 
-    Embeddings and biases are small, lest a model always repeat its last token, or one token.
+    Embeddings and biases are small, and matrices are centred, against activations whose mean is not 0, lest a model repeat one token.
     """
     for name, weight in weights_of(model):
         std = SMALL_STD if SMALL.search(name) else STD
@@ -167,3 +167,6 @@ def randomise(model: PreTrainedModel) -> None:
             weight.add_(torch.randn_like(weight), alpha=std)
         else:
             weight.normal_(0.0, std)
+            for dim in (-1, -2):
+                if weight.shape[dim] > 1:
+                    weight.sub_(weight.mean(dim, keepdim=True))

@@ -84,7 +84,7 @@ TRANSFORMERS: Rows = {
             "rope_parameters": YARN | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16},
         },
     ),
-    "moshi": ("gated activation in one matrix; windows", {"ffn_dim": 192}),
+    "moshi": ("gated activation in one matrix", {"ffn_dim": 192, "sliding_window": 256}),
     "nanochat": ("norms without weights, logit soft cap", {"final_logit_softcapping": 3.0}),
     "nemotron": ("LayerNorm of 1 + weight, squared ReLU, partial rope", {}),
     "olmo": ("LayerNorm without weights, clipped QKV", {"clip_qkv": 1.0}),
@@ -173,7 +173,7 @@ TRANSFORMERS: Rows = {
         MLA | {"num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "routed_scaling_factor": 2.0},
     ),
     "minicpm3": ("latent attention, scales", MLA | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32}),
-    "youtu": ("latent attention", MLA),
+    "youtu": ("latent attention", MLA | {"pad_token_id": None}),
     # experts
     "afmoe": ("experts, windows per layer, gated attention", {"mup_enabled": True}),
     "beam": ("experts, windows per layer, logit soft cap", {"final_logit_softcapping": 3.0}),
@@ -181,8 +181,8 @@ TRANSFORMERS: Rows = {
     "dbrx": (
         "experts, clipped QKV",
         {
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0},
-            "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 1000.0},
+            "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
         },
     ),
     "dots1": ("experts, windows per layer", {"max_window_layers": 2}),
@@ -208,7 +208,6 @@ TRANSFORMERS: Rows = {
     # models of images or sound, of which the language model runs
     "diffllama": ("two softmaxes, subtracted", {}),
     "hrm_text": ("layers that run several times", {"prefix_lm": False}),
-    "doge": ("mask that depends on the values", {"keep_window_size": 8}),
     "xglm": ("sinusoidal positions", {}),
 }
 
@@ -232,6 +231,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "falcon:alibi": ("ALiBi", ALIBI, {"alibi": True}),
     "mpt": ("ALiBi", ALIBI, {}),
     "bart": ("encoder and decoder", ENCODER, {"decoder_attention_heads": 4, "decoder_ffn_dim": 96, "decoder_layers": 2}),
+    "doge": ("mask that depends on the values", "mask", {"keep_window_size": 8}),
     "bamba": ("state space", STATE, {"attn_layer_indices": [1, 3], "mamba_d_head": 16}),
     "falcon_h1": ("state space beside attention", STATE, {"mamba_d_ssm": 64, "mamba_d_head": 8}),
     "falcon_mamba": ("state space", STATE, {}),
@@ -253,7 +253,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "zamba": ("state space", STATE, {"layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid"]}),
     "zamba2": ("state space", STATE, {"layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid"], "n_mamba_heads": 8}),
     "zaya": ("convolutions over queries and keys", STATE, {"num_experts_per_tok": 1, "router_hidden_size": 16}),
-    "kimi_linear": ("linear attention", STATE, {**MLA, "linear_head_dim": 16, "linear_num_heads": 4}),
+    "kimi_linear": ("linear attention", STATE, {**MLA, "layer_types": [LINEAR, FULL, LINEAR], "linear_head_dim": 16, "linear_num_heads": 4}),
     "deepseek_v32": ("attention that chooses tokens", STATE, MLA),
     "deepseek_v4": ("compressed attention", STATE, {}),
     "glm_moe_dsa": ("attention that chooses tokens", STATE, MLA),
