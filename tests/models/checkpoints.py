@@ -80,7 +80,7 @@ class Checkpoint:
                 weight.mul_(1 + noise * torch.randn(weight.shape, generator=generator))
             if self.agreement(draft) >= MIN_AGREEMENT:
                 return draft
-        raise ValueError(f"{self.family.name}: no draft agrees with {MIN_AGREEMENT:.0%} of the tokens; give the family another seed")
+        raise ValueError(f"no draft agrees with {MIN_AGREEMENT:.0%} of the tokens: give {self.family.name} another seed")
 
     @cached_property
     def path(self) -> str:
@@ -96,6 +96,14 @@ class Checkpoint:
     def continuations(self) -> list[list[int]]:
         """What transformers' `generate` writes at temperature 0 after each of `make_prompts`, alone."""
         return [self._generate(prompt) for prompt in make_prompts()]
+
+    @cached_property
+    def logprobs(self) -> list[Tensor]:
+        """Log-probabilities of the continuations' tokens: float32 [MAX_TOKENS] each."""
+        logprobs = [logits.log_softmax(-1) for logits in self._logits(self.model)]
+        return [
+            each.gather(1, torch.tensor(tokens)[:, None])[:, 0] for each, tokens in zip(logprobs, self.continuations, strict=True)
+        ]
 
     def agreement(self, draft: PreTrainedModel) -> float:
         """Share of the continuations' tokens that are the most likely ones of ``draft`` as well."""
@@ -159,7 +167,8 @@ def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def randomise(model: PreTrainedModel) -> None:
     """Make matrices random, and move all else off what it was initialised with: norms, biases, sinks, corrections, scales.
 
-    Embeddings and biases are small, and matrices are centred, against activations whose mean is not 0, lest a model repeat one token.
+    Embeddings and biases are small, and matrices are centred, so that activations of a mean other than 0 add up to nothing; else
+    some models would repeat one token.
     """
     for name, weight in weights_of(model):
         std = SMALL_STD if SMALL.search(name) else STD
