@@ -31,7 +31,7 @@ test-models: $(INSTALLED)
 	$(PYTEST) -m models
 
 families: $(INSTALLED)
-	$(BIN)/python tests/models/family_table.py docs/families.md
+	PYTHONPATH=.:tests $(BIN)/python tests/models/family_table.py docs/families.md
 
 # Round after round, with other examples each time, until one fails or the time is over, which is looked at between rounds.
 soak: $(INSTALLED)

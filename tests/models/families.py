@@ -60,6 +60,7 @@ Rows = dict[str, tuple[str, dict[str, Any]]]
 
 NATIVE: Rows = {
     "llama": ("", {}),
+    "llama:dynamic": ("rope that depends on the length", {"rope_parameters": DYNAMIC}),
     "llama:yarn": ("YaRN", {"rope_parameters": YARN}),
     "mistral": ("windows", {}),
     "qwen2": ("biases; windows in some layers", {"use_sliding_window": True, "max_window_layers": 2}),
@@ -68,7 +69,6 @@ NATIVE: Rows = {
 
 TRANSFORMERS: Rows = {
     # plain attention
-    "llama:dynamic": ("rope that depends on the length", {"rope_parameters": DYNAMIC}),
     "apertus": ("xIELU, no gate", {}),
     "arcee": ("squared ReLU, no gate", {}),
     "aria_text": ("experts", {}),
@@ -262,6 +262,25 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "axk2": ("attention that chooses tokens", STATE, MLA),
     "hy_v4": ("attention that chooses tokens", STATE, MLA),
 }
+
+NOT_TRIED = {
+    "decoder of a model with an encoder": (
+        "bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr whisper"
+    ),
+    "made to fill in masked words": (
+        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer rembert roberta "
+        "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod"
+    ),
+    "with images or sound; its language model is tried alone where it is a family of its own": (
+        "dots3_note emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moss_transcribe_diarize musicgen "
+        "musicgen_melody phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp"
+    ),
+    "drafts of one other model": "gemma4_assistant gemma4_unified_assistant",
+    "no tiny config yet": (
+        "bailing_hybrid blt cohere_compass_text cpmant dots3_note_text inkling2_text inkling_text kolibri1 qwen4_exp_text xlstm"
+    ),
+}
+"""The other model types of transformers' mapping for causal language models, by reason."""
 
 SEEDS = dict.fromkeys(("cohere2", "glm", "gpt-sw3", "lfm3:attention", "minicpm3", "ministral3", "mixtral", "qwen3"), 1)
 SEEDS |= {"vaultgemma": 1, "xglm": 1, "gemma3_text": 2, "gpt2": 2, "opt": 3, "opt:post_norm": 4}
