@@ -28,9 +28,9 @@ from titan import LLM
 
 HEAD = """# Families of models
 
-Made by `make families`, with transformers {version}: a tiny random checkpoint of each family of causal language models, whose greedy
-output in float32 on a CPU must be that of transformers' `generate`, token for token: prompts of 1 to 48 tokens, alone and together,
-in chunks, without a draft, with n-grams, and with trees of a draft model, where requests are preempted; see
+Made by `make families`, with transformers {version}: a tiny random checkpoint of each family of causal language models, whose
+greedy output in float32 on a CPU must be that of transformers' `generate`, token for token: prompts of 1 to 48 tokens, alone and
+together, in chunks, without a draft, with n-grams, and with trees of a draft model, where requests are preempted; see
 [tests/models/parity.py](../tests/models/parity.py). {summary}
 
 *native*: Titan's own decoder; *transformers*: transformers' layers on Titan's paged attention; *gathered*: transformers' layers and
