@@ -17,7 +17,7 @@ from titan.draft.registry import create_drafter
 from titan.engine import Engine
 from titan.kernels.interfaces import Backend
 from titan.models.decoder import Decoder
-from titan.models.loader import load_model, resolve_model
+from titan.models.loader import load_decoder, resolve_model
 
 TRUNCATED = "truncated"
 OPTIONS = ("tree", "tokens", "sampling", "bits")
@@ -133,7 +133,7 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
 
 def _load_rounded(name: str, role: Literal["target", "draft"], bits: int, engine: Engine) -> Decoder:
     """Load a model once more, because packed weights cannot be rounded, and round its linear layers; a tied embedding stays."""
-    model = load_model(resolve_model(name, role), dtype=engine.dtype, backend=engine.backend, pack=False)
+    model = load_decoder(resolve_model(name, role), dtype=engine.dtype, backend=engine.backend, pack=False)
     with torch.no_grad():
         for path, weight in model.named_parameters():
             if path.endswith("_weight") or path == "lm_head":

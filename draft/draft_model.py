@@ -14,8 +14,7 @@ from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees
 from titan.draft.base import DraftContext
 from titan.draft.policy import DraftPolicy
-from titan.kernels.interfaces import Runner
-from titan.models.decoder import Decoder
+from titan.kernels.interfaces import Model, Runner
 
 
 class DraftModelDrafter:
@@ -27,7 +26,7 @@ class DraftModelDrafter:
         context: of the engine.
     """
 
-    def __init__(self, name: str, model: Decoder, context: DraftContext) -> None:
+    def __init__(self, name: str, model: Model, context: DraftContext) -> None:
         self.name = name
         self.model = model
         self.kv = model.kv_layout.stored_as(context.kv_cache_dtype)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from titan.core.options import ModelOptions
 from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
@@ -35,7 +36,7 @@ def register(name: str, factory: DrafterFactory) -> None:
     _FACTORIES[name] = factory
 
 
-def check_draft(spec: DraftSpec, download_dir: str | None) -> None:
+def check_draft(spec: DraftSpec, options: ModelOptions) -> None:
     """Check that a draft's config, if it is a model, can be used; nothing else of it is downloaded.
 
     Raises:
@@ -43,7 +44,7 @@ def check_draft(spec: DraftSpec, download_dir: str | None) -> None:
     """
     if isinstance(spec, str) and spec not in _FACTORIES:
         with _naming_the_draft(spec):
-            load_config(resolve_model(spec, "draft"), download_dir=download_dir)
+            load_config(resolve_model(spec, "draft"), **_loading(options))
 
 
 def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
@@ -65,13 +66,20 @@ def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
     factory = _FACTORIES.get(spec)
     if factory is not None:
         return factory(context)
-    folder, place = resolve_model(spec, "draft"), context.download_dir
+    folder, options = resolve_model(spec, "draft"), context.model_options
     with _naming_the_draft(spec):
-        config, tokenizer = load_config(folder, download_dir=place), load_tokenizer(folder, download_dir=place)
+        config = load_config(folder, **_loading(options))
+        trust = options.trust_remote_code
+        tokenizer = load_tokenizer(folder, download_dir=options.download_dir, trust_remote_code=trust)
     _check_vocabulary(spec, config, tokenizer, context)
     with _naming_the_draft(spec):
-        model = load_model(folder, dtype=context.dtype, backend=context.backend, download_dir=place)
+        model = load_model(folder, dtype=context.dtype, backend=context.backend, **_loading(options))
     return DraftModelDrafter(spec, model, context)
+
+
+def _loading(options: ModelOptions) -> dict[str, Any]:
+    names = ("download_dir", "model_impl", "trust_remote_code")
+    return {name: getattr(options, name) for name in names}
 
 
 def _check_deterministic(name: str, context: DraftContext) -> None:

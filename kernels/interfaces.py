@@ -20,7 +20,7 @@ from titan.core.arrays import Flags, Ints
 from titan.core.attention import AttentionSpec, Window
 from titan.core.batch import RaggedBatch
 from titan.core.growth import Feed, GrowthSpec
-from titan.core.kv_tensor import KVTensor
+from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees
 
@@ -131,10 +131,16 @@ class PassInputs:
 
 
 class Model(Protocol):
-    """A causal language model as runners see it; `titan.models.decoder.Decoder` is one."""
+    """A causal language model as the engine and runners see it; `titan.models.decoder.Decoder` is one."""
 
-    config: Any
+    config: Any  # a `titan.models.config.ModelConfig`
     dtype: torch.dtype
+    device: torch.device
+    max_positions: int
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """The layout of the model's KV."""
 
     def check_positions(self, positions: Ints) -> None:
         """Reject positions beyond those of the model."""

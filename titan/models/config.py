@@ -31,7 +31,7 @@ class ModelConfig:
     architecture: str
     vocab_size: int
     max_position_embeddings: int
-    layers: tuple[LayerSpec, ...]  # those with a cache of their own
+    layers: tuple[LayerSpec, ...]  # those with a cache of their own; none if they are known only once the weights are loaded
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype  # of the checkpoint
     # features of the model: those of `LayerSpec.traits`, and "rms_norm", "silu", "rope", "attention_bias" (of the q, k and v
