@@ -15,13 +15,13 @@ from titan.draft.base import DraftContext, Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import create_drafter
 from titan.engine import Engine
-from titan.kernels.interfaces import Backend
+from titan.kernels.interfaces import Backend, Model
 from titan.models.decoder import Decoder
 from titan.models.loader import load_decoder, resolve_model
 
 TRUNCATED = "truncated"
 OPTIONS = ("tree", "tokens", "sampling", "bits")
-Models = dict[tuple[str, int | None], Decoder]
+Models = dict[tuple[str, int | None], Model]
 """Draft models by name and bits."""
 
 
@@ -84,12 +84,12 @@ class DraftRecipe:
         key = (self.model, self.bits)
         if key not in models:
             found = self._load(engine, target, context)
-            if not isinstance(found, Decoder):
+            if isinstance(found, Drafter):
                 return found
             models[key] = found
         return DraftModelDrafter(self.name, models[key], context)
 
-    def _load(self, engine: Engine, target: str, context: DraftContext) -> Decoder | Drafter:
+    def _load(self, engine: Engine, target: str, context: DraftContext) -> Model | Drafter:
         """The draft model; a drafter that has none."""
         if self.num_layers is not None:
             whole = model_of(engine.runner) if self.bits is None else _load_rounded(target, "target", self.bits, engine)

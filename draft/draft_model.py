@@ -34,7 +34,7 @@ class DraftModelDrafter:
         self.max_num_batched_tokens = context.max_num_batched_tokens
         self.vocab_size = model.config.vocab_size
         self.target_vocab_size = context.target_vocab_size
-        self.max_len = model.config.max_position_embeddings
+        self.max_len: int = model.config.max_position_embeddings
         self.policy = DraftPolicy(
             context.draft_tree,
             context.draft_sampling,

@@ -203,19 +203,12 @@ TRANSFORMERS: Rows = {
     "qwen2_moe": ("experts, one of them shared and gated; windows", {"use_sliding_window": True, "max_window_layers": 2}),
     "qwen3_moe": ("experts, norms of queries and keys", {"num_local_experts": 4, "mlp_only_layers": [1]}),
     "solar_open": ("experts", {}),
-    # others
-    "diffllama": ("two softmaxes, subtracted", {}),
-    "hrm_text": ("layers that run several times", {"prefix_lm": False}),
 }
 
 GATHERED: Rows = {
     "codegen": ("no attention interface", {}),
     "falcon": ("no attention interface; one KV head, parallel layers", {}),
     "falcon:new": ("no attention interface; grouped KV heads", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "gpt_neo": (
-        "no attention interface; windows per layer",
-        {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
-    ),
     "gpt_neox_japanese": ("no attention interface", {}),
     "gptj": ("no attention interface; interleaved rope", {}),
     "xglm": ("no attention interface; sinusoidal positions", {}),
@@ -230,8 +223,15 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bloom": ("ALiBi", ALIBI, {}),
     "falcon:alibi": ("ALiBi", ALIBI, {"alibi": True}),
     "mpt": ("ALiBi", ALIBI, {}),
-    "bart": ("encoder and decoder", ENCODER, {"decoder_attention_heads": 4, "decoder_ffn_dim": 96, "decoder_layers": 2}),
-    "openai-gpt": ("no KV cache", "cache", {"num_hidden_layers": 2}),
+    "diffllama": ("two softmaxes, subtracted", "several times", {}),
+    "hrm_text": ("layers that run several times", "several times", {"prefix_lm": False}),
+    "gpt_neo": (
+        "windows of slots, not of positions",
+        "counts slots",
+        {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    ),
+    "bart": ("encoder and decoder", "2 of 4 layers", {"decoder_attention_heads": 4, "decoder_ffn_dim": 96, "decoder_layers": 2}),
+    "openai-gpt": ("no KV cache", "past_key_values", {"num_hidden_layers": 2}),
     "doge": ("mask that depends on the values", "mask", {"keep_window_size": 8}),
     "bamba": ("state space", STATE, {"attn_layer_indices": [1, 3], "mamba_d_head": 16}),
     "falcon_h1": ("state space beside attention", STATE, {"mamba_d_ssm": 64, "mamba_d_head": 8}),
@@ -258,7 +258,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v32": ("attention that chooses tokens", STATE, MLA),
     "deepseek_v4": ("compressed attention", STATE, {}),
     "glm_moe_dsa": ("attention that chooses tokens", STATE, MLA),
-    "minimax_m3_vl_text": ("attention that chooses blocks", STATE, {}),
+    "minimax_m3_vl_text": ("attention that chooses blocks", "block_indices", {}),
     "axk2": ("attention that chooses tokens", STATE, MLA),
     "hy_v4": ("attention that chooses tokens", STATE, MLA),
 }

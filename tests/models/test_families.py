@@ -11,10 +11,8 @@ from families import FAMILIES
 from parity import check_parity
 
 from titan import LLM
-from titan.core.options import EngineOptions
 
 ALWAYS = {"gemma3_text", "gpt_oss", "deepseek_v3", "llama4_text", "phi3:longrope", "gpt2", "falcon", "mixtral", "bloom", "mamba"}
-HAS_TRANSFORMERS = "model_impl" in EngineOptions.__annotations__
 
 
 def names(*, refused: bool) -> list[object]:
@@ -29,14 +27,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest.mark.parametrize("name", names(refused=False))
 def test_greedy_output_is_that_of_transformers(checkpoints: Checkpoints, name: str) -> None:
-    if FAMILIES[name].runs != "native" and not HAS_TRANSFORMERS:
-        pytest.skip("no models but native ones yet")
     check_parity(checkpoints[name])
 
 
 @pytest.mark.parametrize("name", names(refused=True))
 def test_what_cannot_run_is_refused_by_name(checkpoints: Checkpoints, name: str) -> None:
-    if not HAS_TRANSFORMERS:
-        pytest.skip("no models but native ones yet")
     with pytest.raises(ValueError, match=FAMILIES[name].refusal):
         LLM(checkpoints[name].path, device="cpu", warm_up=False)

@@ -72,7 +72,7 @@ def check_supported(content: Mapping[str, Any]) -> str:
         raise NotNativeError(f"architectures names {found}; supported are {', '.join(ARCHITECTURES)}")
     model_type, expected = content.get("model_type"), architecture.removesuffix("ForCausalLM").lower()
     if model_type != expected:
-        raise ValueError(f"model_type={model_type!r} does not fit {architecture}: it must be {expected!r}")
+        raise NotNativeError(f"model_type={model_type!r} does not fit {architecture}: it must be {expected!r}")
     if quantization := content.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise NotNativeError(

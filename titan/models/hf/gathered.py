@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from titan.core.arrays import Ints
 from titan.core.attention import AttentionSpec, LayerSpec
-from titan.core.batch import AttentionLayout, physical_slots
+from titan.core.batch import AttentionLayout, QueryRow, build_batch, physical_slots
 from titan.core.kv_tensor import KVLayout, KVTensor, kv_planes
 from titan.kernels.interfaces import Backend, LayerOps, PassInputs
 from titan.kernels.torch.attention import visible_slots
 from titan.models.config import ModelConfig
-from titan.models.hf.split import Head
+from titan.models.hf.split import Head, find_decoder
+
+MAX_DIFFERENCE = 0.1
+"""Largest difference of logits by rounding, in norms; in float32 it is below 1e-4."""
 
 
 class GatheredModel:
@@ -40,7 +43,7 @@ class GatheredModel:
         self.device = backend.device
         self.max_positions = config.max_position_embeddings if max_positions is None else max_positions
         self.ops = backend.layer_ops(dtype, config.traits)
-        self._decoder: nn.Module = model.get_decoder()
+        self._decoder: nn.Module = find_decoder(model)
         self._head = Head(model, self._decoder)
 
     @property
@@ -129,6 +132,34 @@ class PagedCache:
         else:
             rows = kv_layer.flatten(2, 3).index_select(2, self._slots)
         return rows[0][None], rows[1][None]
+
+
+def check_gathering(ours: GatheredModel, model: Any) -> None:
+    """Check that a model goes by its mask, by running two requests together and alone.
+
+    One of them is in the middle, so that its slots lie before the other's queries and after them: a model that masks by places
+    besides hides the wrong ones.
+
+    Args:
+        ours: the model over paged KV.
+        model: the same as transformers has it.
+
+    Raises:
+        ValueError: the logits differ by more than rounding.
+    """
+    tokens = [[1, 2, 3, 4, 5], [3, 1, 2]]
+    kv = KVTensor(ours.kv_layout, 2, 8, ours.device)
+    rows = [[QueryRow([1], 0, tokens[0][:3])], [QueryRow([0], 0, tokens[1]), QueryRow([1], 3, tokens[0][3:])]]
+    with torch.no_grad():
+        for batch in (build_batch(each, block_size=8) for each in rows):
+            arrays = [batch.token_ids, batch.attention.positions, batch.slot_mapping]
+            token_ids, positions, slots = (torch.from_numpy(each).to(ours.device) for each in arrays)
+            inputs = PassInputs(token_ids, positions, slots, None, batch.attention)
+            together = ours.logits(ours.hidden_states(inputs, kv))
+        first, second = (model(torch.tensor([each], device=ours.device), use_cache=False).logits[0] for each in tokens)
+    alone = torch.cat((second, first[3:]))
+    if not (together - alone).norm() <= MAX_DIFFERENCE * alone.norm():
+        raise ValueError(f"{type(model).__name__} does not go by the mask it is given, without which trees cannot be run")
 
 
 class ShapeCache:

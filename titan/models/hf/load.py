@@ -18,9 +18,10 @@ from titan.models.config import ModelConfig, as_token_ids
 from titan.models.files import some
 from titan.models.hf import interface, probe
 from titan.models.hf.experts import run_experts
-from titan.models.hf.gathered import GatheredModel, ShapeCache
+from titan.models.hf.gathered import GatheredModel, ShapeCache, check_gathering
 from titan.models.hf.model import TransformersModel
 from titan.models.hf.probe import LAYER_TYPES, ProbedLayer
+from titan.models.hf.split import find_decoder
 
 DEFAULT_POSITIONS = 2048
 """Of models that do not say how many they have."""
@@ -65,7 +66,7 @@ def describe_model(model: Any, eos_token_ids: tuple[int, ...] | None = None) -> 
     """
     check_model(model)
     text_config = model.config.get_text_config()
-    decoder: Any = model.get_decoder()
+    decoder = find_decoder(model)
     device = next(model.parameters()).device
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     probed: tuple[ProbedLayer, ...] = ()
@@ -76,14 +77,22 @@ def describe_model(model: Any, eos_token_ids: tuple[int, ...] | None = None) -> 
                 model.set_experts_implementation(interface.IMPLEMENTATION)
             with probe.recording() as calls:
                 decoder(input_ids=token, use_cache=False)
+            model.set_attn_implementation(probe.UNMASKED_PROBE)
+            with probe.recording() as unmasked:
+                decoder(input_ids=token, use_cache=False)
+            probe.check_masks(unmasked)
             model.set_attn_implementation(interface.IMPLEMENTATION)
             probed = tuple(probe.read_layers(calls, text_config))
             layers = tuple(each.spec for each in probed)
             owners = tuple(each.spec for each in probed if each.source is None)
             traits = {"transformers", *(trait for layer in layers for trait in layer.traits)}
         else:
-            if "position_ids" not in inspect.signature(decoder.forward).parameters:
-                raise ValueError(f"{type(decoder).__name__} takes no position_ids, without which trees cannot be run")
+            for name in ("sliding_window", "window_size"):
+                if (size := getattr(text_config, name, None)) is not None:
+                    raise ValueError(f"{name}={size} is not supported in {type(decoder).__name__}, which counts slots, not positions")
+            for name in ("position_ids", "past_key_values"):
+                if name not in inspect.signature(decoder.forward).parameters:
+                    raise ValueError(f"{type(decoder).__name__} takes no {name}, without which trees cannot be run")
             cache, mask = ShapeCache(), torch.zeros(1, 1, 1, 1, device=device)
             decoder(input_ids=token, position_ids=token, attention_mask=mask, past_key_values=cache, use_cache=True)
             owners, traits = tuple(cache.layers), {"transformers", "own_attention"}
@@ -148,7 +157,9 @@ def load_weights(
             raise ValueError(f"weight {name!r} has numbers that are not finite in {dtype}: NaN and infinities are not allowed")
     config, layers = (description := describe_model(model, eos_token_ids)).config, description.layers
     if not layers:
-        return GatheredModel(model, config, dtype=dtype, backend=backend, max_positions=max_positions)
+        gathered = GatheredModel(model, config, dtype=dtype, backend=backend, max_positions=max_positions)
+        check_gathering(gathered, model)
+        return gathered
     return TransformersModel(model, config, list(layers), dtype=dtype, backend=backend, max_positions=max_positions)
 
 
@@ -159,6 +170,7 @@ def register() -> None:
 
     AttentionInterface.register(interface.IMPLEMENTATION, interface.attend)  # without masks: transformers then makes none
     AttentionInterface.register(probe.PROBE, probe.attend)
+    AttentionInterface.register(probe.UNMASKED_PROBE, probe.attend)
     AttentionMaskInterface.register(probe.PROBE, probe.make_mask)
     ALL_EXPERTS_FUNCTIONS.register(interface.IMPLEMENTATION, run_experts)
 

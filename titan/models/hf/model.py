@@ -14,7 +14,7 @@ from titan.models.config import ModelConfig
 from titan.models.hf.interface import BINDING, BoundAttention, Current, Pass
 from titan.models.hf.latents import absorb
 from titan.models.hf.probe import ProbedLayer
-from titan.models.hf.split import Head
+from titan.models.hf.split import Head, find_decoder
 
 
 class TransformersModel:
@@ -45,7 +45,7 @@ class TransformersModel:
         self.max_positions = config.max_position_embeddings if max_positions is None else max_positions
         self.ops = backend.layer_ops(dtype, config.traits)
         self._current = Current()
-        self._decoder: nn.Module = model.get_decoder()
+        self._decoder: nn.Module = find_decoder(model)
         self._head = Head(model, self._decoder)
         self._counts_positions = counts_positions(model.config)
         self._bind(layers)

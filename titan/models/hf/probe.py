@@ -15,6 +15,10 @@ from titan.models.hf.latents import has_latents, latent_spec
 
 PROBE = "titan_probe"
 """Name under which the attention and the masks of a probe are registered."""
+UNMASKED_PROBE = "titan_unmasked_probe"
+"""Name under which the attention of a probe is registered alone, for which transformers makes no masks."""
+OPTIONS = {"sliding_window", "softcap", "s_aux", "is_causal"} | {"dropout", "position_ids", "use_cache", "output_attentions"}
+"""What modules may tell the attention function by name; the latter four change nothing here."""
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """Those of a config's ``layer_types`` whose only state is keys and values."""
 VISIBILITY = "titan_visibility"
@@ -35,6 +39,7 @@ class Call(NamedTuple):
     query: Tensor  # [1, H, T, D]
     key: Tensor  # [1, K, T, D]
     value: Tensor  # [1, K, T, V]
+    mask: Any
     visibility: Visibility | None  # None: the mask does not say
     scaling: float | None
     options: dict[str, Any]
@@ -69,7 +74,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Record the call, and attend to nothing; the signature is that of transformers' attention functions."""
     visibility = getattr(attention_mask, VISIBILITY, None)
-    _CALLS.get().append(Call(module, query, key, value, visibility, scaling, options))
+    _CALLS.get().append(Call(module, query, key, value, attention_mask, visibility, scaling, options))
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 
@@ -126,8 +131,24 @@ def read_layers(calls: list[Call], text_config: Any) -> list[ProbedLayer]:
     return layers
 
 
+def check_masks(calls: list[Call]) -> None:
+    """Refuse a model that builds masks itself, which would not be heard.
+
+    Args:
+        calls: of a pass for which transformers made no masks.
+
+    Raises:
+        ValueError: names the attention module.
+    """
+    for call in calls:
+        if call.mask is not None:
+            raise ValueError(f"{type(call.module).__name__} gets a mask that the model builds itself, which is not supported")
+
+
 def _layer_spec(call: Call, kind: str | None, text_config: Any) -> LayerSpec:
     module, options = call.module, call.options
+    if unknown := sorted(options.keys() - OPTIONS):
+        raise ValueError(f"{type(module).__name__} asks attention for {', '.join(unknown)}, which is not supported")
     is_causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError(f"{type(module).__name__} has attention that is not causal, which is not supported")

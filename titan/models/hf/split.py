@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+class DecoderOutput:
+    """The output of a decoder, of which only the hidden states are there; all else is ``None``."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index != 0:
+            raise IndexError(f"the output of a decoder has no entry {index}")
+        return self.last_hidden_state
 
 
 class GivenStates(nn.Module):
@@ -16,10 +32,22 @@ class GivenStates(nn.Module):
         super().__init__()
         self.states: Tensor | None = None
 
-    def forward(self, *_: Any, **__: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
+    def forward(self, *_: Any, **__: Any) -> DecoderOutput:
+        assert self.states is not None, "called by a head only"
+        return DecoderOutput(self.states)
 
-        return MoeModelOutputWithPast(last_hidden_state=self.states)
+
+def find_decoder(model: Any) -> Any:
+    """Return the module of a model that turns tokens into hidden states.
+
+    Raises:
+        ValueError: the model has none apart from its head.
+    """
+    for module in (model.get_decoder(), getattr(model, "model", None), model.base_model):
+        takes_tokens = isinstance(module, nn.Module) and "input_ids" in inspect.signature(module.forward).parameters
+        if module is not model and takes_tokens:
+            return module
+    raise ValueError(f"{type(model).__name__} has no decoder apart from its head, which is not supported")
 
 
 class Head:
@@ -27,16 +55,11 @@ class Head:
 
     Args:
         model: the whole model; it is not changed.
-        decoder: a module inside of it.
-
-    Raises:
-        ValueError: the decoder is not a module inside of the model.
+        decoder: found by `find_decoder`.
     """
 
     def __init__(self, model: nn.Module, decoder: nn.Module) -> None:
-        path = next((name for name, module in model.named_modules() if module is decoder), "")
-        if not path:
-            raise ValueError(f"{type(model).__name__} has no decoder apart from its head, which is not supported")
+        path = next(name for name, module in model.named_modules() if module is decoder)
         self._states = GivenStates()
         self._model = _replace(model, path.split("."), self._states)
         parameter = next(decoder.parameters())
