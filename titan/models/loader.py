@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from titan.core.checks import shown
 from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig, as_token_ids, check_fields
-from titan.models.decoder import Decoder
+from titan.models.decoder import Decoder, TokenOrder
 from titan.models.files import WHAT_IS_READ, ModelFiles, one_line
 from titan.models.registry import check_supported
 
@@ -167,6 +167,7 @@ def load_model(
     backend: Backend,
     max_positions: int | None = None,
     pack: bool = True,
+    order: TokenOrder | None = None,
     revision: str | None = None,
     download_dir: str | None = None,
 ) -> Decoder:
@@ -181,6 +182,7 @@ def load_model(
         backend: that runs the model.
         max_positions: positions that can be run; by default all that the model was trained for.
         pack: pack the weights where possible; see `Decoder.prepare`.
+        order: of the tokens; ``None`` = the checkpoint's.
         revision: as in `load_config`.
         download_dir: as in `load_config`.
 
@@ -193,8 +195,8 @@ def load_model(
     model = Decoder(config, dtype=run_dtype, backend=backend, max_positions=max_positions, is_empty=True)
     destinations, tensors = destinations_of(model), _find_tensors(files)
     _check_weights(destinations, tensors, config, path_or_id)
-    _load_weights(model, destinations, tensors, pack)
-    model.prepare(pack=pack)
+    _load_weights(model, destinations, tensors, pack, order)
+    model.prepare(pack=pack, num_outputs=None if order is None else order.num_outputs)
     return model
 
 
@@ -380,8 +382,11 @@ def _check_weights(destinations: dict[str, Destination], tensors: dict[str, _Sto
             )
 
 
-def _load_weights(model: Decoder, destinations: dict[str, Destination], tensors: dict[str, _StoredTensor], pack: bool) -> None:
+def _load_weights(
+    model: Decoder, destinations: dict[str, Destination], tensors: dict[str, _StoredTensor], pack: bool, order: TokenOrder | None
+) -> None:
     """Fill the parameters of an empty decoder one by one, and pack those that can be."""
+    places = None if order is None else order.token_ids.argsort().to(model.device)  # of the checkpoint's tokens
     parts: dict[tuple[nn.Module, str], list[str]] = {}
     for key, destination in destinations.items():
         parts.setdefault((destination.owner, destination.parameter), []).append(key)
@@ -400,7 +405,7 @@ def _load_weights(model: Decoder, destinations: dict[str, Destination], tensors:
         is_shared = is_packed and shape.numel() <= MAX_SHARED_NUMBERS
         value = (buffer[: shape.numel()] if is_shared else empty(shape.numel())).view(shape)
         for key in keys:
-            _copy_tensor(value[destinations[key].rows], tensors[key])
+            _copy_tensor(value[destinations[key].rows], tensors[key], places if parameter in ("embedding", "lm_head") else None)
         setattr(owner, parameter, nn.Parameter(model.ops.pack(value) if is_packed else value, requires_grad=False))
         del value
 
@@ -410,8 +415,13 @@ def _some(names: list[str], limit: int = 5) -> str:
     return f"{listed} and {len(names) - limit} more" if len(names) > limit else listed
 
 
-def _copy_tensor(target: Tensor, tensor: _StoredTensor) -> None:
+def _copy_tensor(target: Tensor, tensor: _StoredTensor, places: Tensor | None) -> None:
     """Copy a stored tensor piece by piece; one without the target's first dimension is broadcast along it.
+
+    Args:
+        target: rows of a parameter.
+        tensor: of the checkpoint.
+        places: int64 [rows], where its rows go; ``None`` = in their order.
 
     Raises:
         ValueError: numbers of it are not finite, or not in the target's dtype.
@@ -421,7 +431,12 @@ def _copy_tensor(target: Tensor, tensor: _StoredTensor) -> None:
         return
     step = max(1, CHUNK_BYTES // max(1, target[:1].nbytes))
     for first in range(0, len(target), step):
-        target[first : first + step].copy_(_read_rows(tensor, slice(first, first + step), target.dtype))
+        rows = slice(first, first + step)
+        read = _read_rows(tensor, rows, target.dtype)
+        if places is None:
+            target[rows].copy_(read)
+        else:
+            target.index_copy_(0, places[rows], read.to(target))
 
 
 def _read_rows(tensor: _StoredTensor, rows: slice, dtype: torch.dtype) -> Tensor:
