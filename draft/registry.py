@@ -127,10 +127,9 @@ def _map_vocabulary(spec: str, config: ModelConfig, tokenizer: Any | None, conte
         context.tokenizer, tokenizer, context.target_vocab_size, config.vocab_size, context.backend.device
     )
     if vocabulary.share < MIN_SHARE:
-        draft, target = (f"{type(each).__name__} of {len(each)} tokens" for each in (tokenizer, context.tokenizer))
+        draft, target = (f"{each.name_or_path}, {len(each)} tokens" for each in (tokenizer, context.tokenizer))
         raise ValueError(
-            f"draft_model={spec!r} has another vocabulary, and too little in common: its tokenizer ({draft}) has "
-            f"{vocabulary.num_shared} tokens of the target's ({context.tokenizer.name_or_path!r}, {target}), "
-            f"{vocabulary.share:.1%}; allowed are at least {MIN_SHARE:.0%}"
+            f"draft_model={spec!r} has another vocabulary, with {vocabulary.num_shared} of the target's tokens, "
+            f"{vocabulary.share:.1%}: allowed is at least {MIN_SHARE:.0%} (tokenizers: of the draft {draft}, of the target {target})"
         )
     return vocabulary

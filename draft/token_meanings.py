@@ -19,7 +19,7 @@ BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, by
 
 
 class TokenMeaning(NamedTuple):
-    """What a token adds to a text: ``content`` is that text in UTF-8, or bytes that are no whole text; or a special token's name."""
+    """What a token adds to a text, in UTF-8, be it a part of a character; of a special token, its name."""
 
     content: bytes
     is_special: bool = False
