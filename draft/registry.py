@@ -130,6 +130,7 @@ def _map_vocabulary(spec: str, config: ModelConfig, tokenizer: Any | None, conte
         draft, target = (f"{each.name_or_path}, {len(each)} tokens" for each in (tokenizer, context.tokenizer))
         raise ValueError(
             f"draft_model={spec!r} has another vocabulary, with {vocabulary.num_shared} of the target's tokens, "
-            f"{vocabulary.share:.1%}: allowed is at least {MIN_SHARE:.0%} (tokenizers: of the draft {draft}, of the target {target})"
+            f"{vocabulary.share:.1%}: allowed is at least {MIN_SHARE:.0%} (tokenizers: of the draft "
+            f"{draft}, of the target {target})"
         )
     return vocabulary

@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
+from titan.cli import main
+from titan.diagnosis import faults
 from titan.draft.token_meanings import TokenMeaning, token_meanings
 from titan.draft.vocabulary import VocabularyMap
 
@@ -181,6 +183,13 @@ def test_greedy_output_is_that_of_transformers(zoo: Zoo, pair: Pair, back_end: s
     assert engine.counters.num_preemptions > 0
 
 
+def test_greedy_output_is_that_of_transformers_with_triton(zoo: Zoo, pair: Pair) -> None:
+    options = AMPLE | {"draft_tree": "auto", "max_draft_tokens": 3, "max_batch_size": 2}
+    engine = make_engine(pair.target, pair.drafts["alike"], backend=make_back_end("triton"), **options)
+    assert run_all(engine, PROMPTS[:1], [greedy(5, ignore_eos=True)]) == [zoo.greedy("bytes", PROMPTS[0], 5, ignore_eos=True)]
+    assert sum(engine.metrics().accepted_per_depth) > 1
+
+
 @pytest.mark.parametrize("speculation", ["fixed", "adaptive"])
 def test_drafts_may_be_swapped_across_vocabularies_in_flight(zoo: Zoo, pair: Pair, speculation: str) -> None:
     shares = []
@@ -206,3 +215,13 @@ def test_siblings_and_text(pair: Pair) -> None:
         [output] = llm.generate(["the quick brown fox"], params, use_tqdm=False)
         texts.append([completion.text for completion in output.outputs])
     assert texts[0] == texts[1] and len({*texts[0]}) == 3
+
+
+def test_the_share_in_common_is_shown(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", pair.target, "--draft-model", pair.drafts["tied"], "--device", "cpu", "--dtype", "float32"]
+    share = f"vocabulary has {bytes_and_pieces().share:.1%} of the target's tokens"
+    assert main(["generate", "the fox", *options, "--max-tokens", "4", "--ignore-eos"]) == 0
+    assert capsys.readouterr().out.strip().endswith(share)
+    engine = make_engine(pair.target, pair.drafts["tied"], **AMPLE)
+    run_all(engine, PROMPTS, [greedy(18, ignore_eos=True)] * len(PROMPTS))
+    assert any(share in fault for fault in faults(engine.metrics()))
