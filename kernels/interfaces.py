@@ -174,7 +174,7 @@ class Runner(Protocol):
         Args:
             feeds: one or more requests.
             num_rows: rows of the plan; rows without a feed get an empty tree.
-            vocab_size: of the target; draft tokens beyond it are not proposed.
+            vocab_size: of the trees; tokens of the draft beyond it are not proposed, and have no part in q.
         """
 
     def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> Sequence[WarmUp]:
@@ -184,7 +184,7 @@ class Runner(Protocol):
 
         Args:
             specs: the largest trees, of each kind, that the model is to `grow`.
-            vocab_size: of the target.
+            vocab_size: as in `grow`.
         """
 
 

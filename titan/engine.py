@@ -72,11 +72,11 @@ class Engine:
         config: the options.
         model: "demo", a folder, a hub id, or a decoder that is ready to run on the back end, whose own dtype then applies.
         draft: the drafter; see `titan.draft.registry`.
-        tokenizer: the target's transformers tokenizer, which a draft's must agree with; ``None`` = not known.
+        tokenizer: the target's transformers tokenizer, which a draft's is compared with; ``None`` = not known.
         backend: the back end to run on; ``None`` = the one for the device in the options.
 
     Raises:
-        ValueError: a model cannot be loaded, the draft has another vocabulary, or there is no room for the KV cache.
+        ValueError: a model cannot be loaded, the draft shares too few of its tokens, or the KV cache has no room.
         RuntimeError: as `check_process`.
     """
 
@@ -352,6 +352,7 @@ class Engine:
             recent=self._log.metrics(_seconds(), None if self._target_cost is None else self._target_cost.predict),
             draft_coverage=ratio(num_drafted, num_committed) if scheduler.running else None,
             draft=self.drafter.name,
+            draft_vocabulary=self.drafter.shared_vocabulary if isinstance(self.drafter, ModelDrafter) else None,
             graph_hit_rate=self.passes.hit_rate,
             speculation=None if self.adaptive is None else self.adaptive.metrics(mean_draft_tokens),
         )
@@ -419,16 +420,15 @@ class Engine:
 
     def _draft_context(self) -> DraftContext:
         config, backend, limits, passes = self.config, self.backend, self._pass_limits, self.passes
-        vocab_size = self.model_config.vocab_size
 
-        def prepare(model: Model, kv: KVTensor, specs: Sequence[GrowthSpec]) -> Runner:
+        def prepare(model: Model, kv: KVTensor, specs: Sequence[GrowthSpec], num_proposable: int) -> Runner:
             # without the engine, which would be in a reference cycle, and keep its memory until the collector runs
             runner = backend.prepare(model, kv, limits, passes)
-            _warm_up(config, runner.warm_up(specs, vocab_size))
+            _warm_up(config, runner.warm_up(specs, num_proposable))
             return runner
 
         return DraftContext(
-            target_vocab_size=vocab_size,
+            target_vocab_size=self.model_config.vocab_size,
             max_draft_tokens=config.speculation.max_draft_tokens,
             draft_tree=config.speculation.draft_tree,
             draft_sampling=config.speculation.draft_sampling,

@@ -34,8 +34,8 @@ class LLM:
 
     Args:
         model: "demo" (ships with the package), a folder in Hugging Face format, or a hub id.
-        draft_model: "demo", a folder or hub id of a model with the target's vocabulary, "ngram" (prompt lookup), a
-            `titan.draft.base.Drafter`, or ``None`` for no speculation.
+        draft_model: "demo", a folder or hub id of a model whose vocabulary is the target's or has enough of its tokens, "ngram"
+            (prompt lookup), a `titan.draft.base.Drafter`, or ``None`` for no speculation.
         tokenizer: folder or hub id of the tokenizer; ``None`` = the model's.
         options: ``device``, ``max_draft_tokens``, ``max_batch_size`` and the other fields of `ModelOptions`,
             `SpeculationOptions`, `ScheduleOptions` and `MemoryOptions`, documented in `titan.core.options`; some may be given under

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.core.arrays import Flags, Ints
-from titan.core.attention import AttentionSpec, Chunk, Window, window_sizes
+from titan.core.arrays import Ints
+from titan.core.attention import AttentionSpec, Chunk, Window, visible_slots
 from titan.core.batch import AttentionLayout
-from titan.core.limits import MAX_NODES
 from titan.kernels.torch.quantised_kv import dequantise
 
 
@@ -53,31 +51,6 @@ def plan_requests(layout: AttentionLayout, requests: Ints, windows: Sequence[Win
         block_ids = torch.from_numpy(layout.block_table[i, : -(-seq_len // layout.block_size)]).to(device)
         planned.append(RequestQuery(slice(first, last), block_ids, seq_len, visible))
     return planned
-
-
-def visible_slots(layout: AttentionLayout, request: int, window: Window) -> Flags:
-    """Return which slots the query tokens of a request see in a layer with this window: bool [query, seq_len]."""
-    rows = slice(int(layout.query_start_loc[request]), int(layout.query_start_loc[request + 1]))
-    slots = np.arange(layout.seq_lens[request])
-    visible: Flags = slots < layout.visible_lens[rows, None]
-    bits = layout.ancestor_bits[rows]
-    if window is not None:
-        sizes = window_sizes(window, layout.positions[rows])
-        visible &= slots > (layout.positions[rows] - sizes)[:, None]
-        bits = np.array([nearest_ancestors(*each) for each in zip(bits.tolist(), sizes.tolist(), strict=True)], np.int64)
-    if not bits.any():
-        return visible
-    nodes = slots - layout.tree_starts[request]
-    is_ancestor = (bits[:, None] >> np.clip(nodes, 0, MAX_NODES - 1)) & 1 == 1
-    visible |= is_ancestor & (nodes >= 0) & (nodes < MAX_NODES)
-    return visible
-
-
-def nearest_ancestors(ancestor_bits: int, window: int) -> int:
-    """Keep the highest ``window`` bits set, which are the nearest ancestors, since parents come before children."""
-    while ancestor_bits.bit_count() > window:
-        ancestor_bits &= ancestor_bits - 1
-    return ancestor_bits
 
 
 def attend(q: Tensor, kv_layer: Tensor, query: RequestQuery, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:

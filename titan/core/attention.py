@@ -8,8 +8,10 @@ from itertools import groupby
 
 import numpy as np
 
-from titan.core.arrays import Ints
+from titan.core.arrays import Flags, Ints
+from titan.core.batch import AttentionLayout
 from titan.core.kv_tensor import KVGroup
+from titan.core.limits import MAX_NODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,31 @@ Window = int | Chunk | None
 def window_sizes(window: int | Chunk, positions: Ints) -> Ints:
     """Return how many positions tokens at these positions attend to, their own included: [T] -> int64 [T]."""
     return positions % window.size + 1 if isinstance(window, Chunk) else np.full_like(positions, window)
+
+
+def visible_slots(layout: AttentionLayout, request: int, window: Window) -> Flags:
+    """Return which slots the query tokens of a request see in a layer with this window: bool [query, seq_len]."""
+    rows = slice(int(layout.query_start_loc[request]), int(layout.query_start_loc[request + 1]))
+    slots = np.arange(layout.seq_lens[request])
+    visible: Flags = slots < layout.visible_lens[rows, None]
+    bits = layout.ancestor_bits[rows]
+    if window is not None:
+        sizes = window_sizes(window, layout.positions[rows])
+        visible &= slots > (layout.positions[rows] - sizes)[:, None]
+        bits = np.array([nearest_ancestors(*each) for each in zip(bits.tolist(), sizes.tolist(), strict=True)], np.int64)
+    if not bits.any():
+        return visible
+    nodes = slots - layout.tree_starts[request]
+    is_ancestor = (bits[:, None] >> np.clip(nodes, 0, MAX_NODES - 1)) & 1 == 1
+    visible |= is_ancestor & (nodes >= 0) & (nodes < MAX_NODES)
+    return visible
+
+
+def nearest_ancestors(ancestor_bits: int, window: int) -> int:
+    """Keep the highest ``window`` bits set, which are the nearest ancestors, since parents come before children."""
+    while ancestor_bits.bit_count() > window:
+        ancestor_bits &= ancestor_bits - 1
+    return ancestor_bits
 
 
 @dataclass(frozen=True, slots=True)

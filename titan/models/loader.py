@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 
 from titan.core.checks import shown
 from titan.kernels.interfaces import Backend, Model
@@ -25,6 +26,7 @@ from titan.models.files import (
     some,
 )
 from titan.models.registry import NotNativeError, check_supported
+from titan.models.token_order import TokenOrder
 from titan.models.weights import load_weights, weight_files
 
 if TYPE_CHECKING:
@@ -170,6 +172,7 @@ def load_model(
     dtype: str | torch.dtype,
     backend: Backend,
     max_positions: int | None = None,
+    order: TokenOrder | None = None,
     revision: str | None = None,
     download_dir: str | None = None,
     model_impl: str = "auto",
@@ -184,6 +187,7 @@ def load_model(
         dtype: "auto", "float32", "bfloat16", "float16" or the torch dtype; see `resolve_dtype`.
         backend: that runs the model.
         max_positions: positions that can be run; by default all that the model was trained for.
+        order: of the tokens; ``None`` = the checkpoint's.
         revision: as in `load_config`.
         download_dir: as in `load_config`.
         model_impl: as in `load_config`.
@@ -195,7 +199,7 @@ def load_model(
     files = ModelFiles(path_or_id, revision, download_dir)
     config = read_config(files, model_impl, trust_remote_code=trust_remote_code)
     if isinstance(config, DecoderConfig):
-        return _fill_decoder(files, config, dtype, backend, max_positions, pack=True)
+        return _fill_decoder(files, config, dtype, backend, max_positions, pack=True, order=order)
     folder = files.fetch(*CONFIG_FILES, *weight_files(files), *(["*.py"] if trust_remote_code else []))
     with _naming(path_or_id, "checkpoint"), _TRANSFORMERS_LOCK:
         from titan.models.hf.load import load_weights as load_with_transformers
@@ -206,6 +210,7 @@ def load_model(
             dtype=resolve_dtype(dtype, config.dtype, backend),
             backend=backend,
             max_positions=max_positions,
+            order=order,
             trust_remote_code=trust_remote_code,
         )
 
@@ -230,7 +235,7 @@ def load_decoder(
     files = ModelFiles(path_or_id)
     config = read_config(files, "native")
     assert isinstance(config, DecoderConfig)
-    return _fill_decoder(files, config, dtype, backend, max_positions, pack=pack)
+    return _fill_decoder(files, config, dtype, backend, max_positions, pack=pack, order=None)
 
 
 def _fill_decoder(
@@ -241,10 +246,11 @@ def _fill_decoder(
     max_positions: int | None,
     *,
     pack: bool,
+    order: TokenOrder | None,
 ) -> Decoder:
     run_dtype = resolve_dtype(dtype, config.dtype, backend)
     model = Decoder(config, dtype=run_dtype, backend=backend, max_positions=max_positions, is_empty=True)
-    load_weights(model, files, pack=pack)
+    load_weights(model, files, pack=pack, order=order)
     return model
 
 
@@ -281,6 +287,25 @@ def _read_decoder_config(content: dict[str, Any], folder: Path, eos_token_ids: t
     from transformers import AutoConfig
 
     return DecoderConfig.read(AutoConfig.from_pretrained(folder, trust_remote_code=False), architecture, eos_token_ids)
+
+
+def empty_modules(files: ModelFiles, config: ModelConfig, backend: Backend) -> nn.Module:
+    """Return the modules of a model without memory, which tell how many weights it has.
+
+    Args:
+        files: of the model.
+        config: from `read_config`.
+        backend: that would run it.
+    """
+    if isinstance(config, DecoderConfig):
+        return Decoder(config, dtype=torch.float32, backend=backend, max_positions=1, is_empty=True)
+    from transformers import AutoConfig
+
+    from titan.models.hf.load import empty_model
+
+    with _TRANSFORMERS_LOCK:
+        model: nn.Module = empty_model(AutoConfig.from_pretrained(files.fetch(*CONFIG_FILES), trust_remote_code=False))
+    return model
 
 
 def check_code(content: Mapping[str, Any], *, trust_remote_code: bool) -> None:

@@ -13,6 +13,7 @@ from titan.core.checks import shown
 from titan.models.config import DecoderConfig
 from titan.models.decoder import Decoder
 from titan.models.files import CONFIG_FILES, SINGLE_WEIGHT_FILE, WEIGHT_INDEX, ModelFiles, no_model, one_line, some
+from titan.models.token_order import TokenOrder
 
 WEIGHT_DTYPES = {"F32", "BF16", "F16"}
 """Supported dtypes of safetensors files."""
@@ -24,21 +25,22 @@ MAX_SHARED_NUMBERS = 2**24
 """Size of the largest weight whose place in memory is shared while it is packed; the allocator gives larger ones back at once."""
 
 
-def load_weights(model: Decoder, files: ModelFiles, *, pack: bool) -> None:
+def load_weights(model: Decoder, files: ModelFiles, *, pack: bool, order: TokenOrder | None) -> None:
     """Fill an empty decoder, and make it ready to run.
 
     Args:
         model: whose parameters are on the meta device.
         files: of the model.
         pack: pack the weights where possible; see `Decoder.prepare`.
+        order: of the tokens; ``None`` = the checkpoint's.
 
     Raises:
         ValueError: the weights do not fit the config, or are not finite.
     """
     destinations, tensors = destinations_of(model), _find_tensors(files)
     _check_weights(destinations, tensors, model.config, files.name)
-    _load_weights(model, destinations, tensors, pack)
-    model.prepare(pack=pack)
+    _load_weights(model, destinations, tensors, pack, order)
+    model.prepare(pack=pack, num_outputs=None if order is None else order.num_outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +175,11 @@ def _check_weights(
             )
 
 
-def _load_weights(model: Decoder, destinations: dict[str, Destination], tensors: dict[str, _StoredTensor], pack: bool) -> None:
+def _load_weights(
+    model: Decoder, destinations: dict[str, Destination], tensors: dict[str, _StoredTensor], pack: bool, order: TokenOrder | None
+) -> None:
     """Fill the parameters of an empty decoder one by one, and pack those that can be."""
+    places = None if order is None else order.token_ids.argsort().to(model.device)  # of the checkpoint's tokens
     parts: dict[tuple[nn.Module, str], list[str]] = {}
     for key, destination in destinations.items():
         parts.setdefault((destination.owner, destination.parameter), []).append(key)
@@ -193,13 +198,18 @@ def _load_weights(model: Decoder, destinations: dict[str, Destination], tensors:
         is_shared = is_packed and shape.numel() <= MAX_SHARED_NUMBERS
         value = (buffer[: shape.numel()] if is_shared else empty(shape.numel())).view(shape)
         for key in keys:
-            _copy_tensor(value[destinations[key].rows], tensors[key])
+            _copy_tensor(value[destinations[key].rows], tensors[key], places if parameter in ("embedding", "lm_head") else None)
         setattr(owner, parameter, nn.Parameter(model.ops.pack(value) if is_packed else value, requires_grad=False))
         del value
 
 
-def _copy_tensor(target: Tensor, tensor: _StoredTensor) -> None:
+def _copy_tensor(target: Tensor, tensor: _StoredTensor, places: Tensor | None) -> None:
     """Copy a stored tensor piece by piece; one without the target's first dimension is broadcast along it.
+
+    Args:
+        target: rows of a parameter.
+        tensor: of the checkpoint.
+        places: int64 [rows], where its rows go; ``None`` = in their order.
 
     Raises:
         ValueError: numbers of it are not finite, or not in the target's dtype.
@@ -209,7 +219,12 @@ def _copy_tensor(target: Tensor, tensor: _StoredTensor) -> None:
         return
     step = max(1, CHUNK_BYTES // max(1, target[:1].nbytes))
     for first in range(0, len(target), step):
-        target[first : first + step].copy_(_read_rows(tensor, slice(first, first + step), target.dtype))
+        rows = slice(first, first + step)
+        read = _read_rows(tensor, rows, target.dtype)
+        if places is None:
+            target[rows].copy_(read)
+        else:
+            target.index_copy_(0, places[rows], read.to(target))
 
 
 def _read_rows(tensor: _StoredTensor, rows: slice, dtype: torch.dtype) -> Tensor:

@@ -5,80 +5,42 @@ Slow for many requests, but right for whatever updates a cache and takes masks o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan.core.arrays import Ints
-from titan.core.attention import AttentionSpec, LayerSpec
+from titan.core.attention import AttentionSpec, LayerSpec, visible_slots
 from titan.core.batch import AttentionLayout, QueryRow, build_batch, physical_slots
-from titan.core.kv_tensor import KVLayout, KVTensor, kv_planes
-from titan.kernels.interfaces import Backend, LayerOps, PassInputs
-from titan.kernels.torch.attention import visible_slots
-from titan.models.config import ModelConfig
-from titan.models.hf.split import Head, find_decoder
+from titan.core.kv_tensor import KVTensor, kv_planes
+from titan.kernels.interfaces import LayerOps, Model, PassInputs
 
 MAX_DIFFERENCE = 0.1
 """Largest difference of logits by rounding, in norms; in float32 it is below 1e-4."""
 
 
-class GatheredModel:
-    """A causal language model with attention of its own, over paged KV; see `titan.kernels.interfaces.Model`.
+class GatheredAttention:
+    """See `titan.models.hf.model.Attending`.
 
     Args:
-        model: with its weights on the back end's device.
-        config: of the model.
-        dtype: of weights, activations and logits.
-        backend: whose plain operations write the cache.
-        max_positions: positions that can be run; ``None``: those of the config.
+        dtype: of the model.
     """
 
-    def __init__(
-        self, model: Any, config: ModelConfig, *, dtype: torch.dtype, backend: Backend, max_positions: int | None = None
-    ) -> None:
-        self.config = config
-        self.dtype = dtype
-        self.device = backend.device
-        self.max_positions = config.max_position_embeddings if max_positions is None else max_positions
-        self.ops = backend.layer_ops(dtype, config.traits)
-        self._decoder: nn.Module = find_decoder(model)
-        self._head = Head(model, self._decoder)
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
-    @property
-    def kv_layout(self) -> KVLayout:
-        """The layout of the model's KV."""
-        return self.config.kv_layout(self.dtype)
-
-    def check_positions(self, positions: Ints) -> None:
-        """Check that the model has these positions.
-
-        Raises:
-            IndexError: a position is not in 0 to ``max_positions - 1``.
-        """
-        if positions.max() >= self.max_positions or positions.min() < 0:
-            raise IndexError(f"positions {positions.min()} to {positions.max()} are not allowed: there are {self.max_positions}")
-
-    def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:
-        """Run the decoder on the query tokens of a pass, and write their KV: [L, hidden_size]."""
-        gathered = gather(inputs.attention)
-        slots, mask = (torch.from_numpy(each).to(self.device) for each in gathered)
-        bias = torch.zeros(mask.shape, dtype=self.dtype, device=self.device)
-        bias.masked_fill_(~mask, torch.finfo(self.dtype).min)
-        output = self._decoder(
-            input_ids=inputs.token_ids[None],
-            position_ids=inputs.positions[None],
-            attention_mask=bias[None, None],
-            past_key_values=PagedCache(self.ops, kv, inputs.slot_mapping, slots),
-            use_cache=True,
-        )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden if inputs.logits_rows is None else hidden.index_select(0, inputs.logits_rows)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the output head: [L, hidden_size] -> [L, vocab_size]."""
-        return self._head(hidden)
+    @contextmanager
+    def passing(self, inputs: PassInputs, kv: KVTensor, ops: LayerOps) -> Iterator[dict[str, Any]]:
+        """See `titan.models.hf.model.Attending`."""
+        device = inputs.token_ids.device
+        slots, mask = (torch.from_numpy(each).to(device) for each in gather(inputs.attention))
+        bias = torch.zeros(mask.shape, dtype=self._dtype, device=device).masked_fill_(~mask, torch.finfo(self._dtype).min)
+        cache = PagedCache(ops, kv, inputs.slot_mapping, slots)
+        yield {"attention_mask": bias[None, None], "past_key_values": cache, "use_cache": True}
 
 
 class Gathered(NamedTuple):
@@ -134,7 +96,7 @@ class PagedCache:
         return rows[0][None], rows[1][None]
 
 
-def check_gathering(ours: GatheredModel, model: Any) -> None:
+def check_gathering(ours: Model, model: Any) -> None:
     """Check that a model goes by its mask, by running two requests together and alone.
 
     One of them is in the middle, so that its slots lie before the other's queries and after them: a model that masks by places

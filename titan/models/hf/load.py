@@ -18,10 +18,12 @@ from titan.models.config import ModelConfig, as_token_ids
 from titan.models.files import some
 from titan.models.hf import interface, probe
 from titan.models.hf.experts import run_experts
-from titan.models.hf.gathered import GatheredModel, ShapeCache, check_gathering
+from titan.models.hf.gathered import GatheredAttention, ShapeCache, check_gathering
 from titan.models.hf.model import TransformersModel
+from titan.models.hf.paged import PagedAttention
 from titan.models.hf.probe import LAYER_TYPES, ProbedLayer
 from titan.models.hf.split import find_decoder
+from titan.models.token_order import TokenOrder
 
 DEFAULT_POSITIONS = 2048
 """Of models that do not say how many they have."""
@@ -50,12 +52,22 @@ def describe(config: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
     """
     check_config(config)
     register()
-    with torch.device("meta"), _quiet():
-        model = _auto_model().from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
+    model = empty_model(config, trust_remote_code=trust_remote_code)
     try:
         return describe_model(model, eos_token_ids).config
     except (RuntimeError, NotImplementedError):  # what it computes depends on numbers, which meta tensors do not have
         return _config(model, (), frozenset({"transformers"}), eos_token_ids)
+
+
+def empty_model(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """Return a model without weights, on the meta device.
+
+    Args:
+        config: of transformers.
+        trust_remote_code: as of `titan.core.options.ModelOptions`.
+    """
+    with torch.device("meta"), _quiet():
+        return _auto_model().from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
 
 
 def describe_model(model: Any, eos_token_ids: tuple[int, ...] | None = None) -> Description:
@@ -89,7 +101,9 @@ def describe_model(model: Any, eos_token_ids: tuple[int, ...] | None = None) -> 
         else:
             for name in ("sliding_window", "window_size"):
                 if (size := getattr(text_config, name, None)) is not None:
-                    raise ValueError(f"{name}={size} is not supported in {type(decoder).__name__}, which counts slots, not positions")
+                    raise ValueError(
+                        f"{name}={size} is not supported in {type(decoder).__name__}, which counts slots, not positions"
+                    )
             for name in ("position_ids", "past_key_values"):
                 if name not in inspect.signature(decoder.forward).parameters:
                     raise ValueError(f"{type(decoder).__name__} takes no {name}, without which trees cannot be run")
@@ -125,8 +139,9 @@ def load_weights(
     dtype: torch.dtype,
     backend: Backend,
     max_positions: int | None = None,
+    order: TokenOrder | None = None,
     trust_remote_code: bool = False,
-) -> TransformersModel | GatheredModel:
+) -> TransformersModel:
     """Load a model whose config has been described.
 
     Args:
@@ -135,6 +150,7 @@ def load_weights(
         dtype: to run in.
         backend: that runs the model.
         max_positions: positions that can be run; ``None``: all that the model has.
+        order: of the tokens; ``None`` = the checkpoint's.
         trust_remote_code: as of `titan.core.options.ModelOptions`.
 
     Raises:
@@ -148,19 +164,28 @@ def load_weights(
             use_safetensors=True,
             output_loading_info=True,
             trust_remote_code=trust_remote_code,
-            device_map={"": backend.device} if backend.device.type != "cpu" else None,
+            device_map=None if backend.is_host else {"": backend.device},
         )
     _check_report(report, type(model).__name__)
     model.eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not parameter.isfinite().all():
             raise ValueError(f"weight {name!r} has numbers that are not finite in {dtype}: NaN and infinities are not allowed")
-    config, layers = (description := describe_model(model, eos_token_ids)).config, description.layers
-    if not layers:
-        gathered = GatheredModel(model, config, dtype=dtype, backend=backend, max_positions=max_positions)
-        check_gathering(gathered, model)
-        return gathered
-    return TransformersModel(model, config, list(layers), dtype=dtype, backend=backend, max_positions=max_positions)
+    description = describe_model(model, eos_token_ids)
+    config, layers = description.config, description.layers
+    paged = PagedAttention(layers, config.windows, model.config.get_text_config()) if layers else None
+    loaded = TransformersModel(
+        model,
+        config,
+        paged or GatheredAttention(dtype),
+        dtype=dtype,
+        backend=backend,
+        max_positions=max_positions,
+        order=order,
+    )
+    if paged is None:
+        check_gathering(loaded, model)
+    return loaded
 
 
 def register() -> None:

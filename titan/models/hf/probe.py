@@ -78,7 +78,7 @@ def attend(
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 
-def make_mask(*_: Any, mask_function: Callable[..., Any], local_size: int | None = None, device: Any = "cpu", **__: Any) -> Tensor:
+def make_mask(*_: Any, mask_function: Callable[..., Any], local_size: int | None = None, device: Any = None, **__: Any) -> Tensor:
     """Return a mask of one element that says what masks of this kind show; the signature is that of transformers' mask functions.
 
     The window is asked of the mask function itself, because not all models tell it to their attention.
