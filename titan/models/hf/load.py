@@ -80,7 +80,7 @@ def describe_model(model: Any, eos_token_ids: tuple[int, ...] | None = None) -> 
     text_config = model.config.get_text_config()
     decoder = find_decoder(model)
     device = next(model.parameters()).device
-    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    token, seen = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.ones(1, 1, dtype=torch.int64, device=device)
     probed: tuple[ProbedLayer, ...] = ()
     with torch.no_grad():
         if model._can_set_attn_implementation():
@@ -88,10 +88,10 @@ def describe_model(model: Any, eos_token_ids: tuple[int, ...] | None = None) -> 
             if model._can_set_experts_implementation():
                 model.set_experts_implementation(interface.IMPLEMENTATION)
             with probe.recording() as calls:
-                decoder(input_ids=token, use_cache=False)
+                decoder(input_ids=token, attention_mask=seen, use_cache=False)
             model.set_attn_implementation(probe.UNMASKED_PROBE)
             with probe.recording() as unmasked:
-                decoder(input_ids=token, use_cache=False)
+                decoder(input_ids=token, attention_mask=seen, use_cache=False)
             probe.check_masks(unmasked)
             model.set_attn_implementation(interface.IMPLEMENTATION)
             probed = tuple(probe.read_layers(calls, text_config))
