@@ -13,7 +13,7 @@ MINUTES ?= 60
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-fast soak check format bench clean
+.PHONY: demo test test-fast test-models families soak check format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/titan generate "def read_lines(path" --compare --dtype float32 --max-draft-tokens 4
@@ -26,6 +26,12 @@ test: $(INSTALLED)
 
 test-fast: $(INSTALLED)
 	$(PYTEST) -m "not slow"
+
+test-models: $(INSTALLED)
+	$(PYTEST) -m models
+
+families: $(INSTALLED)
+	PYTHONPATH=.:tests $(BIN)/python tests/models/family_table.py docs/families.md
 
 # Round after round, with other examples each time, until one fails or the time is over, which is looked at between rounds.
 soak: $(INSTALLED)

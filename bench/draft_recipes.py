@@ -15,13 +15,13 @@ from titan.draft.base import DraftContext, Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import create_drafter
 from titan.engine import Engine
-from titan.kernels.interfaces import Backend
+from titan.kernels.interfaces import Backend, Model
 from titan.models.decoder import Decoder
-from titan.models.loader import load_model, resolve_model
+from titan.models.loader import load_decoder, resolve_model
 
 TRUNCATED = "truncated"
 OPTIONS = ("tree", "tokens", "sampling", "bits")
-Models = dict[tuple[str, int | None], Decoder]
+Models = dict[tuple[str, int | None], Model]
 """Draft models by name and bits."""
 
 
@@ -84,12 +84,12 @@ class DraftRecipe:
         key = (self.model, self.bits)
         if key not in models:
             found = self._load(engine, target, context)
-            if not isinstance(found, Decoder):
+            if isinstance(found, Drafter):
                 return found
             models[key] = found
         return DraftModelDrafter(self.name, models[key], context)
 
-    def _load(self, engine: Engine, target: str, context: DraftContext) -> Decoder | Drafter:
+    def _load(self, engine: Engine, target: str, context: DraftContext) -> Model | Drafter:
         """The draft model; a drafter that has none."""
         if self.num_layers is not None:
             whole = model_of(engine.runner) if self.bits is None else _load_rounded(target, "target", self.bits, engine)
@@ -111,7 +111,7 @@ def truncate(model: Decoder, num_layers: int, backend: Backend) -> Decoder:
     config = model.config
     if not 1 <= num_layers < config.num_layers:
         raise ValueError(f"{TRUNCATED}:{num_layers} is not allowed: the target has {config.num_layers} layers, so 1 to one less")
-    shorter = replace(config, num_layers=num_layers, layer_windows=config.layer_windows[:num_layers])
+    shorter = replace(config, layers=config.layers[:num_layers])
     draft = Decoder(shorter, dtype=model.dtype, backend=backend, max_positions=model.max_positions, is_empty=True)
     draft.embedding, draft.final_norm, draft.lm_head = model.embedding, model.final_norm, model.lm_head
     draft.layers = nn.ModuleList(list(model.layers)[:num_layers])
@@ -133,7 +133,7 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
 
 def _load_rounded(name: str, role: Literal["target", "draft"], bits: int, engine: Engine) -> Decoder:
     """Load a model once more, because packed weights cannot be rounded, and round its linear layers; a tied embedding stays."""
-    model = load_model(resolve_model(name, role), dtype=engine.dtype, backend=engine.backend, pack=False)
+    model = load_decoder(resolve_model(name, role), dtype=engine.dtype, backend=engine.backend, pack=False)
     with torch.no_grad():
         for path, weight in model.named_parameters():
             if path.endswith("_weight") or path == "lm_head":

@@ -12,7 +12,7 @@ from titan.core.trees import DraftTrees
 from titan.draft.draft_model import DraftModelDrafter
 from titan.kernels.interfaces import Backend
 from titan.models.decoder import Decoder
-from titan.models.loader import load_model, resolve_model
+from titan.models.loader import load_decoder, resolve_model
 
 
 def load_shuffled(name: str, dtype: str, backend: Backend, seed: int) -> Decoder:
@@ -23,7 +23,7 @@ def load_shuffled(name: str, dtype: str, backend: Backend, seed: int) -> Decoder
     Raises:
         ValueError: it is not a model that can be loaded.
     """
-    model = load_model(resolve_model(name, "draft"), dtype=dtype, backend=backend, pack=False)
+    model = load_decoder(resolve_model(name, "draft"), dtype=dtype, backend=backend, pack=False)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():

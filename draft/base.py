@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVLayout, KVTensor
+from titan.core.options import ModelOptions
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
@@ -82,6 +83,11 @@ class ModelDrafter(Drafter, Protocol):
         """Maximum tokens of a request that the model can be fed."""
         ...
 
+    @property
+    def shared_vocabulary(self) -> float:
+        """Share of the target's tokens that the model can propose."""
+        ...
+
 
 @runtime_checkable
 class ConfidentDrafter(Drafter, Protocol):
@@ -96,7 +102,8 @@ class ConfidentDrafter(Drafter, Protocol):
 class DraftContext:
     """What a drafter may need to know about its engine.
 
-    ``prepare`` returns a runner of a model with its KV that is ready to grow trees as large as these, one of each kind.
+    ``prepare`` returns a runner of a model with its KV that is ready to grow trees as large as these, one of each kind, of tokens
+    below the last argument.
     """
 
     target_vocab_size: int
@@ -108,8 +115,8 @@ class DraftContext:
     dtype: str
     kv_cache_dtype: str  # of a draft model
     backend: Backend
-    prepare: Callable[[Any, KVTensor, Sequence[GrowthSpec]], Runner]
-    download_dir: str | None
+    prepare: Callable[[Any, KVTensor, Sequence[GrowthSpec], int], Runner]
+    model_options: ModelOptions  # of the engine: how draft models are found and loaded
     tokenizer: Any | None  # the target's, a transformers tokenizer
 
 

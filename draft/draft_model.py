@@ -14,8 +14,8 @@ from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees
 from titan.draft.base import DraftContext
 from titan.draft.policy import DraftPolicy
-from titan.kernels.interfaces import Runner
-from titan.models.decoder import Decoder
+from titan.draft.vocabulary import VocabularyMap
+from titan.kernels.interfaces import Model, Runner
 
 
 class DraftModelDrafter:
@@ -23,11 +23,12 @@ class DraftModelDrafter:
 
     Args:
         name: for display.
-        model: same vocabulary as the target (a padded size may differ).
+        model: same vocabulary as the target (a padded size may differ), or loaded in the order of ``vocabulary``.
         context: of the engine.
+        vocabulary: the map to the target's; ``None`` = it is the same.
     """
 
-    def __init__(self, name: str, model: Decoder, context: DraftContext) -> None:
+    def __init__(self, name: str, model: Model, context: DraftContext, vocabulary: VocabularyMap | None = None) -> None:
         self.name = name
         self.model = model
         self.kv = model.kv_layout.stored_as(context.kv_cache_dtype)
@@ -35,7 +36,10 @@ class DraftModelDrafter:
         self.max_num_batched_tokens = context.max_num_batched_tokens
         self.vocab_size = model.config.vocab_size
         self.target_vocab_size = context.target_vocab_size
-        self.max_len = model.config.max_position_embeddings
+        self.vocabulary = vocabulary
+        self.shared_vocabulary = 1.0 if vocabulary is None else vocabulary.share
+        self._num_proposable = context.target_vocab_size if vocabulary is None else vocabulary.num_shared
+        self.max_len: int = model.config.max_position_embeddings
         self.policy = DraftPolicy(
             context.draft_tree,
             context.draft_sampling,
@@ -46,7 +50,7 @@ class DraftModelDrafter:
         self._context = context
 
     def attach(self, kv: KVTensor) -> None:
-        self.runner = self._context.prepare(self.model, kv, self.policy.largest_specs())
+        self.runner = self._context.prepare(self.model, kv, self.policy.largest_specs(), self._num_proposable)
 
     def lookahead(self, request: Request, budget: int) -> int:
         return self.policy.lookahead(request, self._budget(request, budget))
@@ -59,10 +63,10 @@ class DraftModelDrafter:
         num_rows = len(plan.requests)
         if not feeds:
             return DraftTrees.empty(num_rows, self._context.backend.device)
-        trees = self.runner.grow(feeds, num_rows, self.target_vocab_size)
+        trees = self.runner.grow(feeds, num_rows, self._num_proposable)
         for feed in feeds:  # now that their KV is written
             plan.requests[feed.row].cover_draft(len(feed.token_ids))
-        return trees
+        return trees if self.vocabulary is None else self.vocabulary.to_target(trees)
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Do nothing: what verification says about the draft is in the requests' histories."""
@@ -87,7 +91,9 @@ class DraftModelDrafter:
         return feeds
 
     def _known(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens; ids that only the target's embedding has rows for, which are padding, become the draft's last id."""
+        """Return the tokens by the draft's ids; those that only the target's embedding has, as padding, become its last id."""
+        if self.vocabulary is not None:
+            return self.vocabulary.to_draft(token_ids)
         if self.vocab_size >= self.target_vocab_size:
             return token_ids
         return [min(token_id, self.vocab_size - 1) for token_id in token_ids]

@@ -6,14 +6,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from titan.core.options import ModelOptions
 from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
+from titan.draft.vocabulary import VocabularyMap
 from titan.models.config import ModelConfig
 from titan.models.loader import load_config, load_model, load_tokenizer, resolve_model
 
 DrafterFactory = Callable[[DraftContext], Drafter]
 DraftSpec = str | Drafter | None
+
+MIN_SHARE = 0.05
+"""Least share of the target's tokens that a draft model must be able to propose.
+
+Of the sizes in use, a vocabulary of 32,000 can have at most 12.5 % of one of 256,000, with the frequent words among them; the 256
+bytes, of which text in a larger vocabulary hardly consists, are 0.8 % of the former.
+"""
 
 
 def _make_ngram(context: DraftContext) -> Drafter:
@@ -35,7 +44,7 @@ def register(name: str, factory: DrafterFactory) -> None:
     _FACTORIES[name] = factory
 
 
-def check_draft(spec: DraftSpec, download_dir: str | None) -> None:
+def check_draft(spec: DraftSpec, options: ModelOptions) -> None:
     """Check that a draft's config, if it is a model, can be used; nothing else of it is downloaded.
 
     Raises:
@@ -43,14 +52,14 @@ def check_draft(spec: DraftSpec, download_dir: str | None) -> None:
     """
     if isinstance(spec, str) and spec not in _FACTORIES:
         with _naming_the_draft(spec):
-            load_config(resolve_model(spec, "draft"), download_dir=download_dir)
+            load_config(resolve_model(spec, "draft"), **_loading(options))
 
 
 def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
     """Create the drafter that ``spec`` stands for.
 
     Raises:
-        ValueError: the draft has another vocabulary than the target, is not a model that can be loaded, or has KV but accepts
+        ValueError: the draft shares too little of the target's vocabulary, is not a model that can be loaded, or has KV but accepts
             no cache.
     """
     if spec is None:
@@ -65,13 +74,21 @@ def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
     factory = _FACTORIES.get(spec)
     if factory is not None:
         return factory(context)
-    folder, place = resolve_model(spec, "draft"), context.download_dir
+    folder, options = resolve_model(spec, "draft"), context.model_options
     with _naming_the_draft(spec):
-        config, tokenizer = load_config(folder, download_dir=place), load_tokenizer(folder, download_dir=place)
-    _check_vocabulary(spec, config, tokenizer, context)
+        config = load_config(folder, **_loading(options))
+        trust = options.trust_remote_code
+        tokenizer = load_tokenizer(folder, download_dir=options.download_dir, trust_remote_code=trust)
+    vocabulary = _map_vocabulary(spec, config, tokenizer, context)
+    order = None if vocabulary is None else vocabulary.order
     with _naming_the_draft(spec):
-        model = load_model(folder, dtype=context.dtype, backend=context.backend, download_dir=place)
-    return DraftModelDrafter(spec, model, context)
+        model = load_model(folder, dtype=context.dtype, backend=context.backend, order=order, **_loading(options))
+    return DraftModelDrafter(spec, model, context, vocabulary)
+
+
+def _loading(options: ModelOptions) -> dict[str, Any]:
+    names = ("download_dir", "model_impl", "trust_remote_code")
+    return {name: getattr(options, name) for name in names}
 
 
 def _check_deterministic(name: str, context: DraftContext) -> None:
@@ -98,14 +115,30 @@ def _naming_the_draft(spec: str) -> Iterator[None]:
         raise ValueError(f"draft_model={spec!r} cannot be used; besides models, {names} are allowed: {error}") from error
 
 
-def _check_vocabulary(spec: str, config: ModelConfig, tokenizer: Any | None, context: DraftContext) -> None:
-    """Refuse a draft whose token ids mean something else; differently padded sizes are allowed if the tokenizers agree."""
-    if tokenizer is not None and context.tokenizer is not None:
-        if tokenizer.get_vocab() == context.tokenizer.get_vocab():
-            return
-        detail = f"its tokenizer has {len(tokenizer)} tokens, the target's {len(context.tokenizer)}, and they differ"
-    elif config.vocab_size == context.target_vocab_size:
-        return
-    else:
-        detail = f"it has {config.vocab_size} tokens, the target {context.target_vocab_size}"
-    raise ValueError(f"draft_model={spec!r} has another vocabulary: {detail}; a draft must share the target's vocabulary")
+def _map_vocabulary(spec: str, config: ModelConfig, tokenizer: Any | None, context: DraftContext) -> VocabularyMap | None:
+    """Return the map between the ids of draft and target; ``None`` if they mean the same, whatever the sizes are padded to.
+
+    Raises:
+        ValueError: the draft shares less than `MIN_SHARE` of the target's tokens, or sizes differ and a tokenizer is missing.
+    """
+    if tokenizer is None or context.tokenizer is None:
+        if config.vocab_size == context.target_vocab_size:
+            return None
+        missing = " and ".join(name for name, each in (("the draft", tokenizer), ("the target", context.tokenizer)) if each is None)
+        raise ValueError(
+            f"draft_model={spec!r} has another vocabulary: it has {config.vocab_size} tokens, the target "
+            f"{context.target_vocab_size}; allowed if both have tokenizers, by which tokens are matched, but {missing} has none"
+        )
+    if tokenizer.get_vocab() == context.tokenizer.get_vocab():
+        return None
+    vocabulary = VocabularyMap.of(
+        context.tokenizer, tokenizer, context.target_vocab_size, config.vocab_size, context.backend.device
+    )
+    if vocabulary.share < MIN_SHARE:
+        draft, target = (f"{each.name_or_path}, {len(each)} tokens" for each in (tokenizer, context.tokenizer))
+        raise ValueError(
+            f"draft_model={spec!r} has another vocabulary, with {vocabulary.num_shared} of the target's tokens, "
+            f"{vocabulary.share:.1%}: allowed is at least {MIN_SHARE:.0%} (tokenizers: of the draft "
+            f"{draft}, of the target {target})"
+        )
+    return vocabulary

@@ -4,7 +4,7 @@ What may be fed at which depth is known on the host before the first pass; token
 passes are done and `TreeOps.select` chooses the trees. Only where all trees that go on are beams with a `Worth`, the host looks,
 before each pass, whether it pays.
 
-Legend: n requests of a growth, V vocabulary of the target, W beam width, k children considered per node, I inner nodes.
+Legend: n requests of a growth, V vocabulary of the trees, W beam width, k children considered per node, I inner nodes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def grow_by_passes(
         backend: the one it runs on.
         feeds: as in `titan.kernels.interfaces.Runner.grow`; so are the next two.
         num_rows: of the plan.
-        vocab_size: of the target.
+        vocab_size: of the trees.
         block_size: tokens per KV block.
     """
     passes = TimedPasses(forward)
@@ -64,7 +64,7 @@ def grow_by_passes(
     num_missing = vocab_size - draft_vocab_size
 
     def widened(logits: Tensor) -> Tensor:
-        """Pad logits to the target's vocabulary, with -inf for tokens that the draft lacks."""
+        """Pad logits with -inf for tokens that the draft lacks, or cut those of tokens that are not proposed."""
         return pad(logits, (0, num_missing), value=float("-inf")) if num_missing else logits
 
     root_logits, groups = widened(root_logits), _group(growing)

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.arrays import Flags, Ints
-from titan.core.batch import RaggedBatch, Window
+from titan.core.attention import AttentionSpec, Window
+from titan.core.batch import RaggedBatch
 from titan.core.growth import Feed, GrowthSpec
-from titan.core.kv_tensor import KVTensor
+from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees
 
@@ -52,22 +53,32 @@ class LayerOps(Protocol):
 
         Args:
             layout: the attention layout that this back end's runner passes to a model.
-            windows: the distinct sliding windows of the layers.
+            windows: the distinct windows of the layers.
         """
 
-    def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, *, scale: float, window: Window) -> Tensor:
+    def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         """Attend from every query token to the slots it sees.
 
         Args:
             q: [T, H, D], the last dimension contiguous.
             kv_layer: [2, K, num_blocks, block_size, D], keys and values, or quantised blocks of them, see `KVTensor`; those of the
-                query tokens are already written, and read as they were written.
+                query tokens are already written, and read as they were written. [1, ...]: values are the first numbers of keys.
             plan: from `plan_attention`.
-            scale: multiplies the scores.
-            window: this layer's sliding window, one of those planned for.
+            spec: of the layer, with one of the windows planned for.
+            sinks: float32 [H], a score of each head besides those of its keys, which adds nothing to its output (gpt-oss).
 
         Returns:
-            [T, H * D], dtype of ``q``.
+            [T, H * V], dtype of ``q``; V = ``spec.value_dim`` or D.
+        """
+
+    def write_kv(self, kv_layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
+        """Write keys and values to their slots.
+
+        Args:
+            kv_layer: [2, K, num_blocks, block_size, D], updated in place; if it is quantised, so are keys and values.
+            slots: int64 [T], distinct.
+            keys: [T, K, D].
+            values: [T, K, V], V at most D; the rest of their slots is not read. ``None``: the layer has one plane, of keys.
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -120,10 +131,16 @@ class PassInputs:
 
 
 class Model(Protocol):
-    """A causal language model as runners see it; `titan.models.decoder.Decoder` is one."""
+    """A causal language model as the engine and runners see it; `titan.models.decoder.Decoder` is one."""
 
-    config: Any
+    config: Any  # a `titan.models.config.ModelConfig`
     dtype: torch.dtype
+    device: torch.device
+    max_positions: int
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """The layout of the model's KV."""
 
     def check_positions(self, positions: Ints) -> None:
         """Reject positions beyond those of the model."""
@@ -157,7 +174,7 @@ class Runner(Protocol):
         Args:
             feeds: one or more requests.
             num_rows: rows of the plan; rows without a feed get an empty tree.
-            vocab_size: of the target; draft tokens beyond it are not proposed.
+            vocab_size: of the trees; tokens of the draft beyond it are not proposed, and have no part in q.
         """
 
     def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> Sequence[WarmUp]:
@@ -167,7 +184,7 @@ class Runner(Protocol):
 
         Args:
             specs: the largest trees, of each kind, that the model is to `grow`.
-            vocab_size: of the target.
+            vocab_size: as in `grow`.
         """
 
 

@@ -34,6 +34,10 @@ settings.register_profile("soak", SOAK)
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "models" not in config.getoption("-m"):
+        left_out = [item for item in items if item.get_closest_marker("models")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("models")]
     for item in items:
         if any(word in item.nodeid for word in SLOW):
             item.add_marker("slow")

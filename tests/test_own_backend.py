@@ -31,7 +31,7 @@ from titan.kernels.torch.runner import TorchRunner
 from titan.kernels.triton.layers import TritonOps
 from titan.kernels.triton.runner import TritonRunner
 from titan.models.decoder import Decoder
-from titan.models.loader import load_model
+from titan.models.loader import load_decoder
 
 PROMPTS = random_prompts(6, seed=12, max_len=30)
 
@@ -117,7 +117,7 @@ class GeluOps(TorchOps):
 
 class GeluDecoder(Decoder):
     def __init__(self, path: str, backend: Backend) -> None:
-        plain = load_model(path, dtype="float32", backend=make_back_end("torch"), pack=False)
+        plain = load_decoder(path, dtype="float32", backend=make_back_end("torch"), pack=False)
         config = plain.config
         super().__init__(replace(config, traits=config.traits - {"silu"} | {"gelu"}), dtype=plain.dtype, backend=backend)
         assert type(self.ops) is TorchOps, "the fast operations do not know the trait"

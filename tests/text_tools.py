@@ -52,6 +52,16 @@ def make_piece_tokenizer() -> PreTrainedTokenizerFast:
     return _wrap(tokenizer)
 
 
+def make_letter_tokenizer(letters: str, style: str) -> PreTrainedTokenizerFast:
+    """Single letters, by id; "bytes" or "pieces" says how they are written."""
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    if style == "bytes":
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    else:
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
 class DigitTokenizer:
     """Each digit is the token of its value; nothing else is a token."""
 

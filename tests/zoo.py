@@ -36,6 +36,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "small_vocab": ("llama", {"vocab_size": 120, "num_hidden_layers": 1}),
     "short": ("llama", {"max_position_embeddings": 40, "num_hidden_layers": 1}),
     "narrow_window": ("mistral", {"sliding_window": 3}),
+    "bytes": ("llama", {"vocab_size": 340}),  # with room for `make_byte_tokenizer`
     "eight_other": ("llama", {"vocab_size": 8, "num_hidden_layers": 1, "eos_token_id": 2, "seed": 11}),
     "eight": ("llama", {"vocab_size": 8, "num_hidden_layers": 1, "eos_token_id": 2}),
 }

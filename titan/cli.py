@@ -237,7 +237,7 @@ def _generate(args: argparse.Namespace) -> int:
     print("\n")
     if args.show_tree:
         _print_trees(llm, run.trees)
-    print(_summary(run))
+    print(_summary(run, llm.metrics().draft_vocabulary))
     if plain is not None:
         print(
             f"without speculation: {plain.num_tokens} tokens, {plain.tokens_per_second:.1f} tokens/s, "
@@ -325,7 +325,7 @@ def _tree_as_json(verified: VerifiedTree) -> dict[str, object]:
     }
 
 
-def _summary(run: Run) -> str:
+def _summary(run: Run, draft_vocabulary: float | None) -> str:
     metrics = run.output.metrics
     line = f"{run.num_tokens} tokens, {run.tokens_per_second:.1f} tokens/s"
     if metrics.num_draft_tokens:
@@ -333,6 +333,8 @@ def _summary(run: Run) -> str:
         nodes = metrics.num_draft_tokens / metrics.num_sequence_steps
         line += f", mean acceptance length {metrics.mean_acceptance_length:.2f}, {nodes:.2f} draft tokens per step"
         line += f", acceptance per depth {per_depth}"
+    if draft_vocabulary is not None and draft_vocabulary < 1:
+        line += f"; the draft's vocabulary has {draft_vocabulary:.1%} of the target's tokens"
     return line
 
 

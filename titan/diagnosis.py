@@ -40,8 +40,10 @@ def faults(metrics: EngineMetrics) -> list[str]:
     always_drafts = metrics.draft != "none" and metrics.speculation is None  # "adaptive" lowers the number itself
     has_drafted = sum(metrics.proposed_per_depth) >= MANY_DRAFTS
     if always_drafts and has_drafted and metrics.mean_acceptance_length < FEW_TOKENS:
+        share = metrics.draft_vocabulary
+        vocabulary = "" if share is None or share == 1 else f", whose vocabulary has {share:.1%} of the target's tokens,"
         findings.append(
-            f"with the draft {metrics.draft!r} a step emits {metrics.mean_acceptance_length:.2f} tokens per request: "
+            f"with the draft {metrics.draft!r}{vocabulary} a step emits {metrics.mean_acceptance_length:.2f} tokens per request: "
             f"lower max_draft_tokens or use another draft"
         )
     if (speculation := metrics.speculation) is not None and speculation.choice != "on" and speculation.on_rate:

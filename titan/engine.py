@@ -38,12 +38,11 @@ from titan.execute.batch import split_logits, target_batch
 from titan.execute.memory_profile import run_largest_pass
 from titan.execute.out_of_memory import is_out_of_memory
 from titan.kernels.backend import choose_backend, choose_device
-from titan.kernels.interfaces import Backend, PassCounts, PassLimits, Runner, WarmUp
+from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits, Runner, WarmUp
 from titan.memory.block_pool import BlockPool
 from titan.memory.kv_cache import KVCache
 from titan.memory.sizing import block_bytes, num_kv_blocks, num_swap_blocks
 from titan.models.config import ModelConfig
-from titan.models.decoder import Decoder
 from titan.models.loader import load_model, resolve_model
 from titan.schedule.admission import Limits
 from titan.schedule.preemption import SwapRule
@@ -73,18 +72,18 @@ class Engine:
         config: the options.
         model: "demo", a folder, a hub id, or a decoder that is ready to run on the back end, whose own dtype then applies.
         draft: the drafter; see `titan.draft.registry`.
-        tokenizer: the target's transformers tokenizer, which a draft's must agree with; ``None`` = not known.
+        tokenizer: the target's transformers tokenizer, which a draft's is compared with; ``None`` = not known.
         backend: the back end to run on; ``None`` = the one for the device in the options.
 
     Raises:
-        ValueError: a model cannot be loaded, the draft has another vocabulary, or there is no room for the KV cache.
+        ValueError: a model cannot be loaded, the draft shares too few of its tokens, or the KV cache has no room.
         RuntimeError: as `check_process`.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        model: str | Decoder,
+        model: str | Model,
         draft: DraftSpec = None,
         tokenizer: Any | None = None,
         backend: Backend | None = None,
@@ -97,15 +96,17 @@ class Engine:
         self.backend.check_limits(block_size=block_size, max_batch_size=max_batch_size)
         is_drafting = config.speculation.speculation != "off" and config.speculation.max_draft_tokens > 0
         if is_drafting:
-            check_draft(draft, config.model.download_dir)  # before the target's weights are downloaded
+            check_draft(draft, config.model)  # before the target's weights are downloaded
         target = model
-        if not isinstance(target, Decoder):
+        if isinstance(target, str):
             target = load_model(
                 resolve_model(target, "target"),
                 dtype=config.model.dtype,
                 backend=self.backend,
                 revision=config.model.revision,
                 download_dir=config.model.download_dir,
+                model_impl=config.model.model_impl,
+                trust_remote_code=config.model.trust_remote_code,
             )
         self.model_config = target.config
         self.dtype = target.dtype
@@ -353,6 +354,7 @@ class Engine:
             recent=self._log.metrics(_seconds(), None if self._target_cost is None else self._target_cost.predict),
             draft_coverage=ratio(num_drafted, num_committed) if scheduler.running else None,
             draft=self.drafter.name,
+            draft_vocabulary=self.drafter.shared_vocabulary if isinstance(self.drafter, ModelDrafter) else None,
             graph_hit_rate=self.passes.hit_rate,
             speculation=None if self.adaptive is None else self.adaptive.metrics(mean_draft_tokens),
         )
@@ -420,30 +422,29 @@ class Engine:
 
     def _draft_context(self) -> DraftContext:
         config, backend, limits, passes = self.config, self.backend, self._pass_limits, self.passes
-        vocab_size = self.model_config.vocab_size
 
-        def prepare(model: Decoder, kv: KVTensor, specs: Sequence[GrowthSpec]) -> Runner:
+        def prepare(model: Model, kv: KVTensor, specs: Sequence[GrowthSpec], num_proposable: int) -> Runner:
             # without the engine, which would be in a reference cycle, and keep its memory until the collector runs
             runner = backend.prepare(model, kv, limits, passes)
-            _warm_up(config, runner.warm_up(specs, vocab_size))
+            _warm_up(config, runner.warm_up(specs, num_proposable))
             return runner
 
         return DraftContext(
-            target_vocab_size=vocab_size,
+            target_vocab_size=self.model_config.vocab_size,
             max_draft_tokens=config.speculation.max_draft_tokens,
             draft_tree=config.speculation.draft_tree,
             draft_sampling=config.speculation.draft_sampling,
             is_adaptive=config.speculation.speculation == "adaptive",
             max_num_batched_tokens=config.schedule.max_num_batched_tokens,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=str(config.model.draft_dtype or self.dtype).removeprefix("torch."),
             kv_cache_dtype=config.memory.draft_kv_cache_dtype,
             backend=backend,
             prepare=prepare,
-            download_dir=config.model.download_dir,
+            model_options=config.model,
             tokenizer=self._tokenizer,
         )
 
-    def _free_memory(self, target: Decoder, utilization: float | None) -> int:
+    def _free_memory(self, target: Model, utilization: float | None) -> int:
         return self.backend.memory_for_kv(
             lambda: run_largest_pass(self.backend, target, self.config, self._pass_limits, self.max_model_len), utilization
         )

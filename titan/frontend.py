@@ -262,7 +262,14 @@ class FrontEnd:
                 logprob.decoded_token = self.tokenizer.decode([token_id])
 
 
-def choose_tokenizer(model: str, tokenizer: str | None, revision: str | None = None, download_dir: str | None = None) -> Any | None:
+def choose_tokenizer(
+    model: str,
+    tokenizer: str | None,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> Any | None:
     """Load the requested tokenizer, or else the target model's; return ``None`` if it has none.
 
     Args:
@@ -270,14 +277,16 @@ def choose_tokenizer(model: str, tokenizer: str | None, revision: str | None = N
         tokenizer: likewise; ``None`` = the model's.
         revision: of the model on the hub; a requested tokenizer is that of its main branch.
         download_dir: as of `titan.core.options.ModelOptions`.
+        trust_remote_code: likewise.
 
     Raises:
         ValueError: the tokenizer cannot be used, or the requested one does not exist.
     """
     if tokenizer is None:
-        return load_tokenizer(resolve_model(model, "target"), revision, download_dir)
+        return load_tokenizer(resolve_model(model, "target"), revision, download_dir, trust_remote_code=trust_remote_code)
     try:
-        loaded = load_tokenizer(resolve_model(tokenizer, "target"), download_dir=download_dir)
+        folder = resolve_model(tokenizer, "target")
+        loaded = load_tokenizer(folder, download_dir=download_dir, trust_remote_code=trust_remote_code)
     except ValueError as error:
         raise ValueError(f"tokenizer={tokenizer!r} cannot be used: {error}") from error
     if loaded is None:

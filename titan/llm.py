@@ -34,8 +34,8 @@ class LLM:
 
     Args:
         model: "demo" (ships with the package), a folder in Hugging Face format, or a hub id.
-        draft_model: "demo", a folder or hub id of a model with the target's vocabulary, "ngram" (prompt lookup), a
-            `titan.draft.base.Drafter`, or ``None`` for no speculation.
+        draft_model: "demo", a folder or hub id of a model whose vocabulary is the target's or has enough of its tokens, "ngram"
+            (prompt lookup), a `titan.draft.base.Drafter`, or ``None`` for no speculation.
         tokenizer: folder or hub id of the tokenizer; ``None`` = the model's.
         options: ``device``, ``max_draft_tokens``, ``max_batch_size`` and the other fields of `ModelOptions`,
             `SpeculationOptions`, `ScheduleOptions` and `MemoryOptions`, documented in `titan.core.options`; some may be given under
@@ -60,11 +60,12 @@ class LLM:
             raise ValueError(f"model={shown(model)} is not allowed: it must be 'demo', a folder or a Hugging Face hub id")
         target = fspath(model)
         place = config.model.revision, config.model.download_dir
-        load_config(resolve_model(target, "target"), *place)  # before more is downloaded
+        impl, trust = config.model.model_impl, config.model.trust_remote_code
+        load_config(resolve_model(target, "target"), *place, model_impl=impl, trust_remote_code=trust)  # before more is downloaded
         self._default_params = SamplingParams()
         if config.model.generation_config == "auto":
             self._default_params = _default_params(target, *place)
-        target_tokenizer = choose_tokenizer(target, check_path("tokenizer", tokenizer), *place)
+        target_tokenizer = choose_tokenizer(target, check_path("tokenizer", tokenizer), *place, trust_remote_code=trust)
         self.engine = Engine(config, target, draft_model, target_tokenizer)
         self.frontend = FrontEnd(self.engine, target_tokenizer)
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from titan.kernels.interfaces import Backend
-from titan.models.config import ModelConfig
-from titan.models.decoder import Decoder
+from titan.models.config import DecoderConfig, ModelConfig
 from titan.models.files import ModelFiles
-from titan.models.loader import read_config, read_config_file, resolve_dtype, resolve_model
+from titan.models.loader import empty_modules, read_config, read_config_file, resolve_dtype, resolve_model
 
 LENGTHS = (2048, 8192, 32768, 131072)
 """Tokens of requests whose KV is told, besides the longest."""
@@ -31,8 +30,6 @@ def model_facts(name: str, revision: str | None, dtype: str, backend: Backend) -
     Raises:
         ValueError: there is no such model, or it is none.
     """
-    from accelerate.utils import compute_module_sizes
-
     files = ModelFiles(resolve_model(name, "target"), revision)
     read_config_file(files)
     try:
@@ -41,14 +38,16 @@ def model_facts(name: str, revision: str | None, dtype: str, backend: Backend) -
         how = _how_it_runs(config, run_dtype, backend)
     except ValueError as error:
         return False, {"model": name, "runs": f"no: {error}"}
-    weights = Decoder(config, dtype=run_dtype, backend=backend, max_positions=1, is_empty=True)
-    num_bytes = compute_module_sizes(weights)[""]
+    num_weights = sum(each.numel() for each in empty_modules(files, config, backend).parameters())
+    impl = "natively" if isinstance(config, DecoderConfig) else "with transformers' layers"
     facts = {
-        "model": f"{name}, {config.architecture}, {num_bytes // run_dtype.itemsize:,} weights in {_name(config.dtype)}",
-        "runs": f"yes, natively in {_name(run_dtype)}: {how}",
-        "weights": f"{_size(num_bytes)} in {_name(run_dtype)}",
-        "KV, 1 token": _size(bytes_per_token := config.kv_layout(run_dtype).bytes_per_token),
+        "model": f"{name}, {config.architecture}, {num_weights:,} weights in {_name(config.dtype)}",
+        "runs": f"yes, {impl} in {_name(run_dtype)}: {how}",
+        "weights": f"{_size(num_weights * run_dtype.itemsize)} in {_name(run_dtype)}",
     }
+    if not config.layers:
+        return True, {**facts, "KV": "known once the weights are loaded", "free memory": _size(backend.free_memory())}
+    facts["KV, 1 token"] = _size(bytes_per_token := config.kv_layout(run_dtype).bytes_per_token)
     longest = config.max_position_embeddings
     for length in (*(each for each in LENGTHS if each < longest), longest):
         facts[f"KV, {length:,} tokens{' (all)' * (length == longest)}"] = _size(length * bytes_per_token)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.bench.gpu.attention_batches import Case
+from titan.core.attention import AttentionSpec
 from titan.kernels.triton.tree_attention import tree_attention
 
 FLASHINFER_WORKSPACE = 256 * 2**20
@@ -27,7 +28,7 @@ Attend = Callable[[int], Tensor]
 def titan(case: Case) -> Attend:
     """Titan's kernel as the engine calls it."""
     plan = case.plan()
-    return lambda layer: tree_attention(case.q[layer], case.kv[layer], plan, scale=case.scale)
+    return lambda layer: tree_attention(case.q[layer], case.kv[layer], plan, AttentionSpec(case.scale))
 
 
 def split(case: Case, layer: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 from titan.kernels.interfaces import Backend
-from titan.models.config import ModelConfig
+from titan.models.config import DecoderConfig
 from titan.models.decoder import Decoder
 
 LAYER_SCALE = 0.25
@@ -48,7 +48,7 @@ DRAFT_OF_8B = llama(512, 2048, 8, 8, 4, 64)
 
 def make_decoder(config: LlamaConfig, *, backend: Backend, seed: int) -> Decoder:
     """A model in bfloat16, ready to run on a back end."""
-    decoder = Decoder(ModelConfig.read(config, "LlamaForCausalLM"), dtype=torch.bfloat16, backend=backend)
+    decoder = Decoder(DecoderConfig.read(config, "LlamaForCausalLM"), dtype=torch.bfloat16, backend=backend)
     generator = torch.Generator(backend.device).manual_seed(seed)
     with torch.no_grad():
         for name, weight in decoder.named_parameters():

@@ -12,7 +12,7 @@ from torch import Tensor
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.cpu.compiled import COMPILED_DTYPES, CompiledKernels
 from titan.kernels.cpu.layers import CompiledOps
-from titan.kernels.cpu.runner import TRAITS, make_compiled_runner
+from titan.kernels.cpu.runner import OP_TRAITS, TRAITS, make_compiled_runner
 from titan.kernels.cpu.sampling import CompiledSampling
 from titan.kernels.cpu.trees import CompiledTrees
 from titan.kernels.interfaces import LayerOps, PassCounts, PassLimits, Runner
@@ -41,10 +41,9 @@ class CpuBackend(TorchBackend):
             super().activate()
 
     def layer_ops(self, dtype: torch.dtype, traits: frozenset[str]) -> LayerOps:
-        if dtype in COMPILED_DTYPES and traits <= TRAITS:
-            return CompiledOps(self._kernels, dtype)
-        self._has_general_models = True
-        return super().layer_ops(dtype, traits)
+        is_compiled = dtype in COMPILED_DTYPES and traits <= OP_TRAITS
+        self._has_general_models |= not is_compiled or not traits <= TRAITS
+        return CompiledOps(self._kernels, dtype) if is_compiled else super().layer_ops(dtype, traits)
 
     def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:
         if model.dtype in COMPILED_DTYPES and (runner := make_compiled_runner(self, self._kernels, model, kv)) is not None:

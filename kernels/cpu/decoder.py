@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from torch import Tensor
 
-from titan.core.batch import Window
+from titan.core.attention import Window
 from titan.core.growth import ShapePlan
 from titan.kernels.cpu.layers import NO_WINDOW
 from titan.kernels.cpu.trees import NodeColumnsStruct

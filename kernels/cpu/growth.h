@@ -71,7 +71,7 @@ struct Growing {
   int64_t num_requests;
   int64_t block_size;
   int64_t table_width;
-  int64_t target_vocab_size; // tokens from there on are not proposed
+  int64_t target_vocab_size; // of the trees: tokens from there on are not proposed
   int64_t num_slots;
   const TreeGrowth* growths;  // [n], rows of the plan ascending
   const int64_t* block_table; // [n, table_width]

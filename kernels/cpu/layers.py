@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.core.batch import AttentionLayout, Window
+from titan.core.attention import AttentionSpec, Window
+from titan.core.batch import AttentionLayout
 from titan.kernels.cpu.compiled import CompiledKernels, address
 from titan.kernels.cpu.weights import is_packed, look_up, pack_weight, weight_struct
 from titan.kernels.torch.layers import TorchOps
@@ -86,7 +87,10 @@ class CompiledOps(TorchOps):
     def plan_attention(self, layout: AttentionLayout, windows: Sequence[Window]) -> CompiledPlan:
         return CompiledPlan(plan_struct(layout), layout)
 
-    def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: CompiledPlan, *, scale: float, window: Window) -> Tensor:
+    def tree_attention(
+        self, q: Tensor, kv_layer: Tensor, plan: CompiledPlan, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
+        assert isinstance(spec.window, int | None)
         num_tokens, num_heads, head_dim = q.shape
         if q.stride(1) != head_dim:
             q = q.contiguous()
@@ -101,7 +105,7 @@ class CompiledOps(TorchOps):
             kv_layer.stride(1),
             address(plan.layout.ancestor_bits),
             output.data_ptr(),
-            scale,
-            NO_WINDOW if window is None else window,
+            spec.scale,
+            NO_WINDOW if spec.window is None else spec.window,
         )
         return output

@@ -38,7 +38,10 @@ from titan.kernels.torch.runner import TorchRunner, place_nodes
 TRAITS = frozenset(
     {"rms_norm", "silu", "rope", "sliding_window", "attention_bias", "output_bias", "mlp_bias", "qk_norm", "tied_embedding"}
 )
-"""Traits of models that the C++ supports; see `titan.models.config.ModelConfig.traits`."""
+"""Traits of models whose passes are one call of C++; see `titan.models.config.ModelConfig.traits`."""
+
+OP_TRAITS = TRAITS | {"transformers"}
+"""Traits of models whose linear layers and attention are in C++."""
 
 UNPRICED = Worth(agreement=1.0, acceptance=1.0, node_price=-math.inf, row_price=0.0, pass_price=1.0)
 """The worth of nodes that are fed whatever that costs: each has an infinite profit."""
@@ -185,16 +188,18 @@ def make_compiled_runner(backend: Backend, kernels: CompiledKernels, model: Any,
         kv: of the model.
     """
     config, layers = model.config, []
-    if not is_packed(model.head) or not config.traits <= TRAITS or len(kv.groups) > 1:
+    if not config.traits <= TRAITS or not is_packed(model.head) or len(kv.groups) > 1:
         return None
-    for weights, kv_layer, window in zip(model.layer_weights, kv.layers, config.layer_windows, strict=True):
+    for weights, kv_layer, layer in zip(model.layer_weights, kv.layers, config.layers, strict=True):
         linear = (
             weight_struct(weights.qkv_weight, weights.qkv_bias, config.hidden_size),
             weight_struct(weights.output_weight, weights.output_bias, config.num_heads * config.head_dim),
             weight_struct(weights.gate_up_weight, weights.gate_up_bias, config.hidden_size),
             weight_struct(weights.down_weight, weights.down_bias, weights.gate_up_weight.shape[0] // 2),
         )
-        layers.append(layer_struct((weights.input_norm, weights.post_norm, weights.qk_norm), linear, kv_layer, window))
+        layers.append(
+            layer_struct((weights.input_norm, weights.post_norm, weights.qk_norm), linear, kv_layer, layer.attention.window)
+        )
     decoder = DecoderStruct(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,

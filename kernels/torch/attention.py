@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.core.arrays import Flags, Ints
-from titan.core.batch import AttentionLayout, Window
-from titan.core.limits import MAX_NODES
+from titan.core.arrays import Ints
+from titan.core.attention import AttentionSpec, Chunk, Window, visible_slots
+from titan.core.batch import AttentionLayout
 from titan.kernels.torch.quantised_kv import dequantise
 
 
@@ -36,7 +35,7 @@ def plan_requests(layout: AttentionLayout, requests: Ints, windows: Sequence[Win
     Args:
         layout: the batch.
         requests: their indices.
-        windows: distinct sliding windows of the layers.
+        windows: distinct windows of the layers.
         device: of the model.
     """
     planned = []
@@ -45,7 +44,7 @@ def plan_requests(layout: AttentionLayout, requests: Ints, windows: Sequence[Win
         is_causal = last - first == seq_len and not layout.ancestor_bits[first:last].any()
         visible = {
             window: None
-            if is_causal and (window is None or window >= seq_len)
+            if is_causal and (window is None or (window.size if isinstance(window, Chunk) else window) >= seq_len)
             else torch.from_numpy(visible_slots(layout, i, window)).to(device)
             for window in windows
         }
@@ -54,55 +53,52 @@ def plan_requests(layout: AttentionLayout, requests: Ints, windows: Sequence[Win
     return planned
 
 
-def visible_slots(layout: AttentionLayout, request: int, window: Window) -> Flags:
-    """Return which slots the query tokens of a request see in a layer with this window: bool [query, seq_len]."""
-    rows = slice(int(layout.query_start_loc[request]), int(layout.query_start_loc[request + 1]))
-    slots = np.arange(layout.seq_lens[request])
-    visible: Flags = slots < layout.visible_lens[rows, None]
-    if window is not None:
-        visible &= slots > layout.positions[rows, None] - window
-    if not layout.ancestor_bits[rows].any():
-        return visible
-    nodes = slots - layout.tree_starts[request]
-    bits = np.array([nearest_ancestors(bits, window) for bits in layout.ancestor_bits[rows].tolist()], np.int64)
-    is_ancestor = (bits[:, None] >> np.clip(nodes, 0, MAX_NODES - 1)) & 1 == 1
-    visible |= is_ancestor & (nodes >= 0) & (nodes < MAX_NODES)
-    return visible
-
-
-def nearest_ancestors(ancestor_bits: int, window: Window) -> int:
-    """Keep the highest ``window`` bits set, which are the nearest ancestors, since parents come before children."""
-    while window is not None and ancestor_bits.bit_count() > window:
-        ancestor_bits &= ancestor_bits - 1
-    return ancestor_bits
-
-
-def attend(q: Tensor, kv_layer: Tensor, query: RequestQuery, *, scale: float, window: Window) -> Tensor:
+def attend(q: Tensor, kv_layer: Tensor, query: RequestQuery, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
     """Attend from the query tokens of one request.
 
     Args:
         q: [query, num_heads, head_dim].
-        kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], or quantised.
+        kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], or quantised; [1, ...] without a plane of values.
         query: from `plan_requests`.
-        scale: multiplies the scores.
-        window: this layer's sliding window, one of those planned for.
+        spec: of the layer, with one of the windows planned for.
+        sinks: float32 [num_heads].
 
     Returns:
-        [query, num_heads * head_dim], dtype of ``q``.
+        [query, num_heads * value_dim], dtype of ``q``.
     """
     num_kv_heads, head_dim = kv_layer.shape[1], q.shape[2]
     blocks = kv_layer.index_select(2, query.block_ids)
     if blocks.dtype == torch.int8:
         blocks = dequantise(blocks, head_dim, q.dtype)
-    kv = blocks.view(2, 1, num_kv_heads, -1, head_dim)[:, :, :, : query.seq_len]
-    visible = query.visible[window]
-    output = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        kv[0],
-        kv[1],
-        attn_mask=visible,
-        is_causal=visible is None,
-        scale=scale,
-        enable_gqa=num_kv_heads != q.shape[1],
-    )
-    return output[0].transpose(0, 1).reshape(q.shape[0], -1)
+    kv = blocks.view(-1, 1, num_kv_heads, blocks.shape[2] * blocks.shape[3], head_dim)[:, :, :, : query.seq_len]
+    keys, values, visible = kv[0], kv[-1][..., : spec.value_dim], query.visible[spec.window]
+    if spec.softcap is None and sinks is None:
+        output = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            keys,
+            values,
+            attn_mask=visible,
+            is_causal=visible is None,
+            scale=spec.scale,
+            enable_gqa=num_kv_heads != q.shape[1],
+        )[0]
+    else:
+        output = _attend_by_scores(q.transpose(0, 1), keys[0], values[0], visible, spec, sinks)
+    return output.transpose(0, 1).reshape(q.shape[0], -1)
+
+
+def _attend_by_scores(
+    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
+    """Attend with a cap on scores, or with sinks, in float32: q [H, query, D], keys [K, seq_len, D] -> [H, query, V]."""
+    group = len(q) // len(keys)
+    scores = q.float() @ keys.float().repeat_interleave(group, 0).transpose(1, 2) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if visible is None:
+        visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:2], 1)), -1)
+    weights = scores.softmax(-1)[..., : keys.shape[1]]
+    return (weights @ values.float().repeat_interleave(group, 0)).to(q.dtype)

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.core.batch import AttentionLayout, Window
+from titan.core.attention import AttentionSpec, Window
+from titan.core.batch import AttentionLayout
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.torch.attention import attend, plan_requests
-from titan.kernels.torch.quantised_kv import write_quantised
+from titan.kernels.torch.kv_writes import write_kv
 
 
 class TorchOps:
@@ -41,8 +42,11 @@ class TorchOps:
     def plan_attention(self, layout: AttentionLayout, windows: Sequence[Window]) -> Any:
         return plan_requests(layout, np.arange(len(layout.seq_lens)), windows, self.device)
 
-    def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, *, scale: float, window: Window) -> Tensor:
-        return torch.cat([attend(q[query.rows], kv_layer, query, scale=scale, window=window) for query in plan])
+    def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
+        return torch.cat([attend(q[query.rows], kv_layer, query, spec, sinks) for query in plan])
+
+    def write_kv(self, kv_layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
+        write_kv(kv_layer, slots, keys, values)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Apply RMSNorm: Zhang and Sennrich, "Root mean square layer normalization", 2019."""
@@ -67,10 +71,7 @@ class TorchOps:
         queries_and_keys = queries_and_keys * cos + queries_and_keys.roll(head_dim // 2, -1) * sin
         queries: Tensor = queries_and_keys[:, :num_heads]
         keys = queries_and_keys[:, num_heads:]
-        if kv_layer.dtype == torch.int8:
-            write_quantised(kv_layer, places.slots, keys, values)
-            return queries
-        kv_layer.flatten(2, 3).index_copy_(2, places.slots, torch.stack((keys, values)).transpose(1, 2))
+        write_kv(kv_layer, places.slots, keys, values)
         return queries
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

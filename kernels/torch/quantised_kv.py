@@ -32,18 +32,17 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.to(torch.int8), torch.where(sizes.isfinite(), sizes / LARGEST, torch.nan)
 
 
-def write_quantised(kv_layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Quantise keys and values, [T, num_kv_heads, D] each, and write them to their slots.
+def write_quantised(kv_layer: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Quantise keys and values and write them to their slots.
 
     Args:
-        kv_layer: int8 [2, num_kv_heads, num_blocks, bytes], updated in place.
+        kv_layer: int8 [num_planes, num_kv_heads, num_blocks, bytes], updated in place.
         slots: int64 [T].
-        keys: of the tokens.
-        values: of the tokens.
+        rows: [num_planes, num_kv_heads, T, D].
     """
-    planes = kv_planes(kv_layer, keys.shape[-1])
+    planes = kv_planes(kv_layer, rows.shape[-1])
     block_size = planes[1].shape[-1]
-    for plane, written in zip(planes, quantise(torch.stack((keys, values)).transpose(1, 2)), strict=True):
+    for plane, written in zip(planes, quantise(rows), strict=True):
         plane[:, :, slots // block_size, slots % block_size] = written
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.batch import Window
+from titan.core.attention import Window
 from titan.kernels.triton.tools import FLOAT_DTYPES
 from titan.kernels.triton.tuning import TileConfig
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.batch import Window
+from titan.core.attention import Chunk, Window
 from titan.core.limits import MAX_NODES
 from titan.kernels.triton.attention_plan import (
     MAX_REQUESTS,
@@ -256,7 +256,7 @@ def _check_numbers(layout: DeviceLayout, windows: Sequence[Window], fixed_chunk:
     if not windows:
         raise ValueError("windows is empty: it must have one entry, None for full attention")
     for window in windows:
-        if window is not None and not 1 <= window <= MAX_WINDOW:
+        if window is not None and (isinstance(window, Chunk) or not 1 <= window <= MAX_WINDOW):
             raise ValueError(f"windows has {window}: each must be None or from 1 to {MAX_WINDOW}")
     if fixed_chunk is not None and (fixed_chunk < 1 or fixed_chunk % CHUNK_MULTIPLE):
         raise ValueError(f"fixed_chunk is {fixed_chunk}: it must be a positive multiple of {CHUNK_MULTIPLE}, or None")
@@ -264,7 +264,7 @@ def _check_numbers(layout: DeviceLayout, windows: Sequence[Window], fixed_chunk:
 
 def _within_window(ancestor_bits: Tensor, window: Window) -> Tensor:
     """Return ancestor bits without those that the window hides, int64 [T]."""
-    if window is None or window >= MAX_TREE_NODES:
+    if not isinstance(window, int) or window >= MAX_TREE_NODES:
         return ancestor_bits
     kept = torch.empty_like(ancestor_bits)
     num_tokens, block = len(ancestor_bits), 256

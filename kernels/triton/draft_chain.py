@@ -156,7 +156,7 @@ class DraftChains:
         return self._backend.trees.select([sibling_candidates(chains, drafted, columns)], num_rows)
 
     def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> list[Callable[[], object]]:
-        """Return recordings of all graphs that trees up to these need, the largest first; ``vocab_size`` is the target's."""
+        """Return recordings of all graphs that trees up to these need, the largest first; ``vocab_size`` as in `grow`."""
         num_tokens = min(vocab_size, self._model.config.vocab_size)
         sizes = {
             ChainSize(count, children_per_node(spec), depths, num_tokens)

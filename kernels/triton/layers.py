@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.core.batch import Window
+from titan.core.attention import Window
+from titan.kernels.torch.kv_writes import write_kv
 from titan.kernels.triton.attention_plan import DeviceLayout, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.gate import silu_mul
@@ -41,6 +42,7 @@ class TritonOps:
     rms_norm = staticmethod(rms_norm)
     rope_and_write_kv = staticmethod(rope_and_write_kv)
     silu_mul = staticmethod(silu_mul)
+    write_kv = staticmethod(write_kv)
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.batch import Window
+from titan.core.attention import AttentionSpec
 from titan.core.kv_tensor import kv_planes
 from titan.kernels.triton.attention_plan import MERGE_FIELDS, TileLaunch, TreeAttentionPlan, load_tile
 from titan.kernels.triton.tools import INTERPRETED, dot, narrow, require, require_launchable
@@ -292,10 +292,8 @@ def tree_attention(
     q: Tensor,
     kv_layer: Tensor,
     plan: TreeAttentionPlan,
-    *,
-    scale: float,
-    window: Window = None,
-    softcap: float | None = None,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from every query row to the slots it sees; padded rows are exactly 0.
 
@@ -304,9 +302,8 @@ def tree_attention(
         kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], keys and values, or quantised blocks of them; those of the
             query tokens are already written. The last dimension is contiguous.
         plan: from `attention_planner.plan_tree_attention`.
-        scale: multiplies the scores.
-        window: this layer's sliding window, one of those planned for.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; ``None`` = no cap.
+        spec: of the layer, with one of the windows planned for.
+        sinks: none: models with sinks take the general path.
 
     Returns:
         [T, num_heads * head_dim], dtype of ``q``.
@@ -316,7 +313,9 @@ def tree_attention(
     """
     geometry, num_tokens, device = plan.layout.geometry, len(plan.layout.positions), plan.layout.positions.device
     num_heads, num_kv_heads, head_dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
-    dtypes = (geometry.dtype,)
+    if sinks is not None:
+        raise ValueError("sinks are not supported by this kernel: it must be None")
+    dtypes, scale, window, softcap = (geometry.dtype,), spec.scale, spec.window, spec.softcap
     require_launchable("plan", device)
     require("q", q, shape=(num_tokens, num_heads, head_dim), dtypes=dtypes, device=device, contiguous=False)
     numbers, scales = kv_planes(kv_layer, head_dim) if kv_layer.dtype == torch.int8 else (kv_layer, None)
@@ -331,7 +330,7 @@ def tree_attention(
 
     output = q.new_empty(num_tokens, num_heads * head_dim)
     for launch in plan.launches[window]:
-        _launch(output, q, numbers, scales, plan, launch, scale, window, softcap)
+        _launch(output, q, numbers, scales, plan, launch, spec)
     return output
 
 
@@ -342,11 +341,10 @@ def _launch(
     scales: Tensor | None,  # [2, num_kv_heads, num_blocks, block_size]
     plan: TreeAttentionPlan,
     launch: TileLaunch,
-    scale: float,
-    window: Window,
-    softcap: float | None,
+    spec: AttentionSpec,
 ) -> None:
     layout, geometry, config = plan.layout, plan.layout.geometry, launch.config
+    scale, softcap = spec.scale, spec.softcap
     has_nodes = launch.ancestor_bits is not None
     log2_e = math.log2(math.e)
     # with a cap, scores are twice the argument of tanh, in powers of two: tanh(x) = 1 - 2 / (1 + e ** 2x)
@@ -371,7 +369,7 @@ def _launch(
         layout.block_table.stride(0),
         scale * log2_e if softcap is None else 2 * scale / softcap * log2_e,
         0.0 if softcap is None else softcap * log2_e,
-        window or 0,
+        spec.window or 0,
         NUM_KV_HEADS=geometry.num_kv_heads,
         GROUP=geometry.group,
         HEAD_DIM=geometry.head_dim,
@@ -380,7 +378,7 @@ def _launch(
         BLOCK_N=config.block_n,
         BLOCK_D=geometry.padded_head_dim,
         TREE=has_nodes,
-        WINDOWED=window is not None,
+        WINDOWED=spec.window is not None,
         SOFTCAPPED=softcap is not None,
         EMU=INTERPRETED,
         num_warps=config.num_warps,

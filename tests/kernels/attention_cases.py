@@ -11,7 +11,8 @@ import torch
 from interpreted import DEVICE
 from torch import Tensor
 
-from titan.core.batch import QueryRow, RaggedBatch, Window, build_batch
+from titan.core.attention import AttentionSpec, Window
+from titan.core.batch import QueryRow, RaggedBatch, build_batch
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor, kv_planes
 from titan.core.limits import MAX_NODES
 from titan.core.trees import DraftTree, DraftTrees, TreeLimits
@@ -248,4 +249,4 @@ def attend(backend: Backend, batch: RaggedBatch, q: Tensor, kv: Tensor, window: 
     else:
         place_nodes(batch)
         plan = ops.plan_attention(layout, windows)
-    return ops.tree_attention(q.to(backend.device), kv.to(backend.device), plan, scale=scale, window=window).cpu()
+    return ops.tree_attention(q.to(backend.device), kv.to(backend.device), plan, AttentionSpec(scale, window)).cpu()

@@ -11,7 +11,7 @@ import torch
 from attention_cases import Request, chain, device_inputs, make_case
 from interpreted import DEVICE
 
-from titan.core.batch import Window
+from titan.core.attention import Window
 from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, DeviceLayout, TreeAttentionPlan
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.tuning import num_multiprocessors, tile_config

@@ -23,7 +23,8 @@ from attention_cases import (
 )
 from torch import Tensor
 
-from titan.core.batch import RaggedBatch, Window
+from titan.core.attention import Window
+from titan.core.batch import RaggedBatch
 from titan.core.growth import Feed, ShapeSpec, main_path_order, shape_plan
 from titan.core.limits import MAX_NODES
 from titan.kernels.growth import grow_by_passes

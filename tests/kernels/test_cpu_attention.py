@@ -11,7 +11,7 @@ from attention_cases import Request, attend, chain, make_case, quantised
 from back_ends import KINDS, make_back_end
 from torch import Tensor
 
-from titan.core.batch import Window
+from titan.core.attention import Window
 from titan.core.kv_tensor import kv_planes
 from titan.kernels.interfaces import Backend
 

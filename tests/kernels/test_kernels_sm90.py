@@ -113,6 +113,7 @@ GROUP = 4  # query heads per KV head in the launches below
 
 ATTENTION = """
 import torch
+from titan.core.attention import AttentionSpec
 from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
 from titan.kernels.triton.attention_planner import plan_tree_attention
 from titan.kernels.triton.tree_attention import tree_attention
@@ -142,7 +143,7 @@ def launch(
     kv_layer = zeros(2, 8, 16, block_size, head_dim, dtype=dtype)
     if is_quantised:
         kv_layer = zeros(2, 8, 16, block_size * (head_dim + 4), dtype=torch.int8)
-    tree_attention(q, kv_layer, plan, scale=0.1, window=window, softcap=softcap)
+    tree_attention(q, kv_layer, plan, AttentionSpec(0.1, window, softcap))
 """
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 OPTIONS = "window=40, softcap=30.0, block_size=32"

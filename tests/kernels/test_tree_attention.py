@@ -14,7 +14,7 @@ from attention_cases import Request, chain, device_inputs, make_case, queries, r
 from interpreted import DEVICE, ON_CUDA, make_capture
 from torch import Tensor
 
-from titan.core.batch import Window
+from titan.core.attention import AttentionSpec, Window
 from titan.core.limits import MAX_NODES
 from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
 from titan.kernels.triton.attention_planner import plan_tree_attention
@@ -58,7 +58,7 @@ class Batch:
         setup, longest = self.setup, max(each.query_len for each in self.case.requests)
         layout = DeviceLayout(self.geometry, **self.inputs, short_query_len=setup.short_query_len, max_query_len=longest)
         plan = plan_tree_attention(layout, (None,) if setup.window is None else (None, setup.window), setup.fixed_chunk)
-        return tree_attention(self.q, self.kv, plan, scale=self.scale, window=setup.window, softcap=setup.softcap)
+        return tree_attention(self.q, self.kv, plan, AttentionSpec(self.scale, setup.window, setup.softcap))
 
     def check(self) -> None:
         self.check_output(self.run())

@@ -11,6 +11,7 @@ import torch
 from interpreted import DEVICE
 from torch import Tensor
 
+from titan.core.attention import AttentionSpec, Window
 from titan.core.trees import NODE_DTYPES, NodeColumns
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton import tools as triton_tools
@@ -87,6 +88,12 @@ def rotate(
     return rope_and_write_kv(qkv, TokenPlaces(rope_table, positions, slots), kv_layer, qk_norm)
 
 
+def attend(
+    q: Tensor, kv_layer: Tensor, plan: TreeAttentionPlan, scale: float, window: Window = None, softcap: float | None = None
+) -> Tensor:
+    return tree_attention(q, kv_layer, plan, AttentionSpec(scale, window, softcap))
+
+
 KV_LAYER = floats(2, 2, 3, 16, HEAD_DIM)
 NUMBERS: dict[str, Any] = {"seeds": longs([1, 2, 3]), "positions": longs([4, 5, 6])}
 DRAFTS: dict[str, Any] = {"draft_probs": floats(2, VOCAB_SIZE), "draft_rows": ints([0, 1, 0])}
@@ -94,7 +101,7 @@ DRAFTS: dict[str, Any] = {"draft_probs": floats(2, VOCAB_SIZE), "draft_rows": in
 WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
     AttentionGeometry: geometry,
     plan_attention: batch,
-    tree_attention: lambda: {"q": floats(3, 4, HEAD_DIM), "kv_layer": KV_LAYER, "plan": plan_attention(**batch()), "scale": 0.25},
+    attend: lambda: {"q": floats(3, 4, HEAD_DIM), "kv_layer": KV_LAYER, "plan": plan_attention(**batch()), "scale": 0.25},
     rms_norm: lambda: {"x": floats(3, 8), "weight": floats(8), "eps": 1e-5, "residual": floats(3, 8)},
     silu_mul: lambda: {"gate_up": floats(3, 8)},
     rotate: lambda: {
@@ -167,12 +174,12 @@ MESSAGES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (plan_attention, {"query_start_loc": ints([0, 2, 3, 3])}, "query_start_loc has shape [4]: it must be [3]"),
     (plan_attention, {"block_table": ints([[], []])}, "block_table has room for 0 slots per request: it must be 1 to 6291456"),
     (plan_attention, MANY, "seq_lens has 1025 requests: there must be 1 to 1024"),
-    (tree_attention, {"q": floats(2, 4, HEAD_DIM)}, "q has shape [2, 4, 16]: it must be [3, 4, 16]"),
-    (tree_attention, {"q": floats(3, 4, HEAD_DIM).half()}, "q has dtype torch.float16: it must be torch.float32"),
-    (tree_attention, {"kv_layer": floats(2, 2, 3, 8, HEAD_DIM)}, "kv_layer has shape [2, 2, 3, 8, 16]: it must be [2, 2, any,"),
-    (tree_attention, {"window": 8}, "window is 8: the plan was made for None"),
-    (tree_attention, {"softcap": 0.0}, "softcap is 0.0: it must be positive, or None"),
-    (tree_attention, {"scale": 0.0}, "scale is 0.0: it must be positive"),
+    (attend, {"q": floats(2, 4, HEAD_DIM)}, "q has shape [2, 4, 16]: it must be [3, 4, 16]"),
+    (attend, {"q": floats(3, 4, HEAD_DIM).half()}, "q has dtype torch.float16: it must be torch.float32"),
+    (attend, {"kv_layer": floats(2, 2, 3, 8, HEAD_DIM)}, "kv_layer has shape [2, 2, 3, 8, 16]: it must be [2, 2, any,"),
+    (attend, {"window": 8}, "window is 8: the plan was made for None"),
+    (attend, {"softcap": 0.0}, "softcap is 0.0: it must be positive, or None"),
+    (attend, {"scale": 0.0}, "scale is 0.0: it must be positive"),
     (rms_norm, {"x": floats(2, 16385)}, "x has shape [2, 16385]: hidden_size must be 1 to 16384"),
     (rms_norm, {"weight": floats(7)}, "weight has shape [7]: it must be [8]"),
     (rms_norm, {"residual": floats(2, 8)}, "residual has shape [2, 8]: it must be [3, 8]"),
@@ -230,7 +237,7 @@ def test_a_cuda_device_that_is_not_the_current_one_is_refused(monkeypatch: pytes
         triton_tools.require_launchable("x", torch.device("cuda:1"))
 
 
-@pytest.mark.parametrize("wrapper", [tree_attention, rotate], ids=["tree_attention", "rotate"])
+@pytest.mark.parametrize("wrapper", [attend, rotate], ids=["tree_attention", "rotate"])
 def test_quantised_blocks_are_whole_slots(wrapper: Callable[..., object]) -> None:
     blocks = torch.zeros(2, 2, 3, 16 * (HEAD_DIM + 4), dtype=torch.int8, device=DEVICE)
     wrapper(**WRAPPERS[wrapper]() | {"kv_layer": blocks})

@@ -10,14 +10,14 @@ import pytest
 import torch
 from tiny_models import SIZES
 
-from titan.models.config import ModelConfig
+from titan.models.config import DecoderConfig
 from titan.models.loader import load_config
 
 
-def read(folder: Path, model_type: str = "llama", **entries: Any) -> ModelConfig:
+def read(folder: Path, model_type: str = "llama", **entries: Any) -> DecoderConfig:
     content = SIZES | {"model_type": model_type, "architectures": [f"{model_type.capitalize()}ForCausalLM"]} | entries
     (folder / "config.json").write_text(json.dumps(content))
-    return load_config(str(folder))
+    return load_config(str(folder), model_impl="native")
 
 
 def test_the_generation_config_decides_on_the_end_tokens(tmp_path: Path) -> None:

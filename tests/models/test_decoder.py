@@ -23,7 +23,7 @@ from titan.kernels.backend import choose_backend
 from titan.kernels.cpu.weights import is_packed
 from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.models.decoder import Decoder
-from titan.models.loader import load_model
+from titan.models.loader import load_decoder
 
 BACKEND = choose_backend(torch.device("cpu"))
 BLOCK_SIZE = 16
@@ -97,7 +97,7 @@ def assert_close(logits: Tensor, expected: Tensor, bound: float = 1e-4) -> None:
 
 
 def load(folder: Path, dtype: str = "float32", **options: Any) -> Decoder:
-    return load_model(str(folder), dtype=dtype, backend=BACKEND, **options)
+    return load_decoder(str(folder), dtype=dtype, backend=BACKEND, **options)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -18,13 +18,13 @@ from transformers import PreTrainedTokenizerFast
 
 from titan.kernels.backend import choose_backend
 from titan.models.decoder import Decoder
-from titan.models.loader import load_model, load_tokenizer, resolve_dtype, resolve_model
+from titan.models.loader import load_decoder, load_tokenizer, resolve_dtype, resolve_model
 
 BACKEND = choose_backend(torch.device("cpu"))
 
 
 def load(folder: Path | str, dtype: str | torch.dtype = "float32", **options: Any) -> Decoder:
-    return load_model(str(folder), dtype=dtype, backend=BACKEND, **options)
+    return load_decoder(str(folder), dtype=dtype, backend=BACKEND, **options)
 
 
 def assert_same_weights(a: Decoder, b: Decoder) -> None:
@@ -59,7 +59,7 @@ def test_tied_weights_may_be_stored_twice_and_rotary_buffers_of_old_checkpoints_
 def test_chunked_reads_give_the_whole_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path, "qwen3")
     whole = load(tmp_path, pack=False)
-    monkeypatch.setattr("titan.models.loader.CHUNK_BYTES", 4 * 48 * 7)
+    monkeypatch.setattr("titan.models.weights.CHUNK_BYTES", 4 * 48 * 7)
     assert_same_weights(whole, load(tmp_path, pack=False))
 
 
@@ -135,16 +135,16 @@ def test_models_can_be_loaded_in_two_threads_and_loading_changes_nothing_of_torc
 MEASURE_PEAKS = """
 import sys, torch
 from titan.kernels.backend import choose_backend
-from titan.models.loader import load_model
+from titan.models.loader import load_decoder
 backend = choose_backend(torch.device("cpu"))
 def status(field):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
 tiny, folder, *dtypes = sys.argv[1:]
 for dtype in dtypes:
-    load_model(tiny, dtype=dtype, backend=backend)  # imports and code pages are not the weights'
+    load_decoder(tiny, dtype=dtype, backend=backend)  # imports and code pages are not the weights'
     before = status("VmRSS")
     open("/proc/self/clear_refs", "w").write("5")  # resets the high-water mark
-    model = load_model(folder, dtype=dtype, backend=backend)
+    model = load_decoder(folder, dtype=dtype, backend=backend)
     print(status("VmHWM") - before)
     del model
 """

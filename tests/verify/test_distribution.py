@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import count, product
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ from proposals import trees_on_host
 from scipy import stats
 from slow_logits import by_last_token, slow_probs, slow_transform
 from stepping import make_engine, run_all
-from tiny_models import reference_logits
+from text_tools import make_letter_tokenizer
+from tiny_models import make_model, reference_logits
 from torch import Tensor
 from zoo import Zoo
 
@@ -35,6 +37,7 @@ from titan.core.step import StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
 from titan.draft.base import NoDrafter
 from titan.draft.policy import DraftPolicy
+from titan.draft.vocabulary import VocabularyMap
 from titan.engine import Engine
 from titan.kernels.interfaces import Backend, Verified
 from titan.kernels.torch import trees as torch_trees
@@ -103,13 +106,14 @@ def sample(
     has_seed: bool = True,
     backend: Backend | None = None,
     watch: Callable[[Engine], None] = lambda _: None,
+    target: str | None = None,
     **options: Any,
 ) -> Sampled:
-    """As many sequences, of seeds 0, 1, ..."""
+    """As many sequences, of seeds 0, 1, ...; ``target`` is a folder with the weights of "eight", ``draft`` then a folder, too."""
     choice = {"draft_sampling": "sampled"} | PROPOSALS[proposal] if isinstance(proposal, str) else {}
     pool: dict[str, Any] = {"max_batch_size": 128, "block_size": 8, "num_kv_blocks": 300, "max_waiting_requests": 5000}
-    drafter = zoo.path(draft) if isinstance(proposal, str) else proposal
-    engine = make_engine(zoo.path("eight"), drafter, backend=backend, seed=5, **pool | choice | options)
+    drafter = (draft if target else zoo.path(draft)) if isinstance(proposal, str) else proposal
+    engine = make_engine(target or zoo.path("eight"), drafter, backend=backend, seed=5, **pool | choice | options)
     watch(engine)
     seeds = [seed if has_seed else None for seed in range(num_sequences)]
     params = [SamplingParams(max_tokens=LENGTH + MORE, seed=seed, ignore_eos=True, **SAMPLINGS[sampling]) for seed in seeds]
@@ -185,6 +189,47 @@ def test_a_request_may_change_between_sampled_and_most_likely_drafts(
     sampled = sample(zoo, "cuts", proposal, 2 * NUM_SEQUENCES, draft="eight_other")
     assert min(sum(kinds), len(kinds) - sum(kinds)) > NUM_SEQUENCES
     assert p_value(zoo, sampled, "cuts") > 1e-3
+
+
+@pytest.fixture(scope="module")
+def letters(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The target "eight" whose tokens are letters, and a draft of its own that has six of them, by other ids, and three others."""
+    folder: Path = tmp_path_factory.mktemp("letters")
+    zoo.model("eight").save_pretrained(folder / "target")
+    make_letter_tokenizer("abcdefgh", "bytes").save_pretrained(folder / "target")
+    make_model(folder / "draft", vocab_size=9, num_hidden_layers=1, eos_token_id=2, seed=12)
+    make_letter_tokenizer("xgayfchbz", "pieces").save_pretrained(folder / "draft")
+    return {"target": str(folder / "target"), "draft": str(folder / "draft"), "has_seed": False}
+
+
+OTHER_VOCABULARY = [("hot", "auto", "cpu"), ("hot", "shape", "cpu"), ("cuts", "dynamic", "cpu"), ("hot", "chain", "torch")]
+
+
+@pytest.mark.parametrize(("sampling", "proposal", "back_end"), OTHER_VOCABULARY)
+def test_drafts_of_another_vocabulary_keep_the_distribution_too(
+    zoo: Zoo, letters: dict[str, Any], sampling: str, proposal: str, back_end: str
+) -> None:
+    sampled = sample(zoo, sampling, proposal, NUM_SEQUENCES // 2, backend=make_back_end(back_end), **letters)
+    assert 200 < sampled.accepted_per_depth[0] < 0.65 * sampled.proposed_per_depth[0]
+    assert p_value(zoo, sampled, sampling) > 1e-3
+
+
+@pytest.mark.parametrize("mistake", ["not renormalised", "by other ids"])
+def test_the_chi_square_notices_a_q_of_other_tokens(
+    zoo: Zoo, letters: dict[str, Any], mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft's distribution over all of its tokens, of which a part is not the target's; or tokens of a wrong map."""
+    to_target = VocabularyMap.to_target
+
+    def mistaken(vocabulary: VocabularyMap, trees: DraftTrees) -> DraftTrees:
+        mapped = to_target(vocabulary, trees)
+        probs = mapped.draft_probs
+        if probs is None:
+            return mapped
+        return replace(mapped, draft_probs=0.6 * probs if mistake == "not renormalised" else probs.roll(1, 1).contiguous())
+
+    monkeypatch.setattr(VocabularyMap, "to_target", mistaken)
+    assert p_value(zoo, sample(zoo, "hot", "chain", **letters), "hot") < 1e-6
 
 
 class Peeking:

@@ -15,9 +15,6 @@ from torch import Tensor
 from titan.core.arrays import Ints
 from titan.core.trees import DraftTrees
 
-Window = int | None
-"""Number of positions that a token attends to in a layer, its own included; ``None`` = all."""
-
 
 class QueryRow(NamedTuple):
     """The committed tokens of one request in one pass of one model: ``token_ids`` at positions ``start, start + 1, ...``."""

@@ -22,7 +22,8 @@ class KVGroup:
 
     num_layers: int
     num_kv_heads: int
-    head_dim: int  # of keys and of values
+    head_dim: int  # numbers of a key, and room of a value
+    num_planes: int = 2  # keys and values, or only keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,9 @@ class KVLayout:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token over all layers, scales included."""
-        return sum(2 * each.num_layers * each.num_kv_heads * self.bytes_per_row(each.head_dim) for each in self.groups)
+        return sum(
+            each.num_planes * each.num_layers * each.num_kv_heads * self.bytes_per_row(each.head_dim) for each in self.groups
+        )
 
     def bytes_per_row(self, head_dim: int) -> int:
         """Bytes of one key or value of a head."""
@@ -76,15 +79,15 @@ class KVTensor:
         self.groups: tuple[Tensor, ...] = tuple(
             allocate(self._group_shape(each), dtype=layout.dtype, device=device) for each in layout.groups
         )
-        """One tensor per group: [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim].
+        """One tensor per group: [num_layers, num_planes, num_kv_heads, num_blocks, block_size, head_dim].
 
         Quantised blocks are bytes, [..., num_blocks, block_size * (head_dim + SCALE_BYTES)], which `kv_planes` takes apart.
         """
         self.layers: Sequence[Tensor] = [layer for group in self.groups for layer in group]
-        """One tensor per layer, [2, num_kv_heads, num_blocks, ...], views of the groups."""
+        """One tensor per layer, [num_planes, num_kv_heads, num_blocks, ...], views of the groups."""
 
     def _group_shape(self, group: KVGroup) -> tuple[int, ...]:
-        shape = group.num_layers, 2, group.num_kv_heads, self.num_blocks
+        shape = group.num_layers, group.num_planes, group.num_kv_heads, self.num_blocks
         if self.layout.is_quantised:
             return *shape, self.block_size * self.layout.bytes_per_row(group.head_dim)
         return *shape, self.block_size, group.head_dim

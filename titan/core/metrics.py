@@ -149,6 +149,7 @@ class EngineMetrics:
     recent: RecentMetrics
     draft_coverage: float | None  # share of the running requests' committed tokens with valid draft KV; None: none running
     draft: str  # name of the drafter
+    draft_vocabulary: float | None  # share of the target's tokens that the draft model can propose; None: no model drafts
     graph_hit_rate: float | None  # share of target and draft passes replayed as CUDA graphs; None: no such device
     speculation: SpeculationMetrics | None  # None: speculation is not adaptive, or nothing drafts
 

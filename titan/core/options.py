@@ -33,6 +33,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"} | {f"torch.{name}": name for name in DTYPES[1:]}
 """Other names of dtypes, among them those that torch's own print."""
 GENERATION_CONFIGS = ("auto", "vllm")
+MODEL_IMPLS = ("auto", "native", "transformers")
 SPECULATIONS = ("adaptive", "fixed", "off")
 SPECULATION_TARGETS = ("throughput", "latency")
 DRAFT_TREES = ("auto", "dynamic", "chain")
@@ -62,6 +63,10 @@ class ModelOptions:
         download_dir: folder for downloads from the hub; ``None`` = the hub library's cache.
         generation_config: where a call has no sampling params, "auto" uses those of the model's generation_config.json, and
             "vllm" (its name for it) `SamplingParams()`.
+        model_impl: who computes the layers of target and draft: "native", Titan's own decoder; "transformers", that library's
+            modules; "auto", the decoder where there is one for the model.
+        trust_remote_code: run code that comes with a checkpoint, where transformers has no such model or tokenizer.
+        draft_dtype: as ``dtype``, of the draft; ``None`` = that of the target.
     """
 
     dtype: str | torch.dtype = "auto"
@@ -73,14 +78,18 @@ class ModelOptions:
     revision: str | None = None
     download_dir: str | None = None
     generation_config: str = "auto"
+    model_impl: str = "auto"
+    trust_remote_code: bool = False
+    draft_dtype: str | torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        dtype, device = (str(each) if isinstance(each, torch.dtype | torch.device) else each for each in (self.dtype, self.device))
+        given: object = self.device
+        device = str(given) if isinstance(given, torch.device) else given
         if not isinstance(device, str):
             raise ValueError(f"device={shown(device)} is not supported: allowed are 'auto', 'cpu', 'cuda', 'cuda:N'")
         store(
             self,
-            dtype=check_choice("dtype", DTYPE_ALIASES.get(dtype, dtype) if isinstance(dtype, str) else dtype, DTYPES),
+            dtype=_check_dtype("dtype", self.dtype),
             device=device,
             seed=randbits(63) if self.seed is None else check_integer("seed", self.seed, 0, 2**63 - 1),
             num_threads=_check_optional("num_threads", self.num_threads, MAX_THREADS),
@@ -89,6 +98,9 @@ class ModelOptions:
             revision=check_text("revision", self.revision),
             download_dir=check_path("download_dir", self.download_dir),
             generation_config=check_choice("generation_config", self.generation_config, GENERATION_CONFIGS),
+            model_impl=check_choice("model_impl", self.model_impl, MODEL_IMPLS),
+            trust_remote_code=check_bool("trust_remote_code", self.trust_remote_code),
+            draft_dtype=None if self.draft_dtype is None else _check_dtype("draft_dtype", self.draft_dtype),
         )
 
 
@@ -265,6 +277,12 @@ def _check_kv_cache_dtype(name: str, dtype: str) -> str:
     return check_choice(name, dtype, KV_CACHE_DTYPES)
 
 
+def _check_dtype(name: str, dtype: object) -> str:
+    """Return the name of a dtype that models run in, given by one of its names or by torch's object."""
+    dtype = str(dtype) if isinstance(dtype, torch.dtype) else dtype
+    return check_choice(name, DTYPE_ALIASES.get(dtype, dtype) if isinstance(dtype, str) else dtype, DTYPES)
+
+
 def _check_policy(policy: object) -> str | SchedulingPolicy:
     if isinstance(policy, SchedulingPolicy) and not isinstance(policy, type):
         return policy
@@ -286,6 +304,9 @@ class EngineOptions(TypedDict, total=False):
     revision: str | None
     download_dir: str | PathLike[str] | None
     generation_config: str
+    model_impl: str
+    trust_remote_code: bool
+    draft_dtype: str | torch.dtype | None
     speculation: str
     speculation_target: str
     max_draft_tokens: int

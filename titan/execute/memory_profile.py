@@ -12,14 +12,13 @@ from titan.core.options import EngineConfig
 from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees
-from titan.kernels.interfaces import Backend, PassCounts, PassLimits
-from titan.models.decoder import Decoder
+from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits
 from titan.sample.logits import TransformedRows, transform_logits
 
 ALL_PENALTIES = SamplingParams(repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1)
 
 
-def run_largest_pass(backend: Backend, model: Decoder, config: EngineConfig, limits: PassLimits, max_model_len: int) -> None:
+def run_largest_pass(backend: Backend, model: Model, config: EngineConfig, limits: PassLimits, max_model_len: int) -> None:
     """Run the largest pass: the maximum tokens of a step spread over the maximum requests, each with logits of a whole tree.
 
     Then run the heaviest operations on its logits: penalties for all of them, and as many probabilities as a draft samples its
@@ -45,7 +44,7 @@ def run_largest_pass(backend: Backend, model: Decoder, config: EngineConfig, lim
         ) from error
 
 
-def _run(backend: Backend, model: Decoder, config: EngineConfig, limits: PassLimits, max_model_len: int) -> None:
+def _run(backend: Backend, model: Model, config: EngineConfig, limits: PassLimits, max_model_len: int) -> None:
     num_requests, block_size = config.schedule.max_batch_size, config.memory.block_size
     max_len = min(max_model_len, model.max_positions)
     num_tokens = min(config.schedule.max_num_batched_tokens // num_requests, max_len)

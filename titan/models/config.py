@@ -1,4 +1,4 @@
-"""The config of a decoder, read from a transformers config."""
+"""What is known of a model from its config."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from titan.core.batch import Window
+from titan.core.attention import AttentionSpec, LayerSpec, Window, kv_groups
 from titan.core.checks import check_choice, check_integer
-from titan.core.kv_tensor import KVGroup, KVLayout
+from titan.core.kv_tensor import KVLayout
 from titan.models.registry import ARCHITECTURES
 from titan.models.rope import Rope, read_rope
 
@@ -24,31 +24,51 @@ MAX_SIZE = 2**24
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The config of a decoder; made by `ModelConfig.read`."""
+    """What the engine needs to know of a model."""
 
     architecture: str
     vocab_size: int
+    max_position_embeddings: int
+    layers: tuple[LayerSpec, ...]  # those with a cache of their own; none if they are known only once the weights are loaded
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype  # of the checkpoint
+    # features of the model: those of `LayerSpec.traits`, and "rms_norm", "silu", "rope", "attention_bias" (of the q, k and v
+    # projections), "output_bias" (of the attention's output projection), "mlp_bias", "qk_norm" (RMSNorm over each head of q and k),
+    # "tied_embedding"; or "transformers": the layers are that library's modules. A back end lists those that its fast paths
+    # support, and a model with any other runs on the general path
+    traits: frozenset[str]
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """The distinct windows of the layers, in order of first use."""
+        return tuple(dict.fromkeys(layer.attention.window for layer in self.layers))
+
+    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+        """Return the layout of the model's KV in this dtype."""
+        return KVLayout(kv_groups(self.layers), dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """The config of a `titan.models.decoder.Decoder`; made by `DecoderConfig.read`."""
+
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    max_position_embeddings: int
-    layer_windows: tuple[Window, ...]  # sliding window of each layer; None = full attention
     rope: Rope
-    eos_token_ids: tuple[int, ...]
-    dtype: torch.dtype  # of the checkpoint
-    # features of the model: "rms_norm", "silu", "rope", "sliding_window", "attention_bias" (of the q, k and v projections),
-    # "output_bias" (of the attention's output projection), "mlp_bias", "qk_norm" (RMSNorm over each head of q and k),
-    # "tied_embedding"; a back end lists those that its fast paths support, and a model with any other runs on the general path
-    traits: frozenset[str]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, all of the same shapes."""
+        return len(self.layers)
 
     @classmethod
-    def read(cls, config: PretrainedConfig, architecture: str, eos_token_ids: tuple[int, ...] | None = None) -> ModelConfig:
+    def read(cls, config: PretrainedConfig, architecture: str, eos_token_ids: tuple[int, ...] | None = None) -> DecoderConfig:
         """Read a transformers config.
 
         Args:
@@ -71,9 +91,8 @@ class ModelConfig:
         max_position_embeddings = config.max_position_embeddings
         # A window as long as the model's positions is no window.
         windows = tuple(None if w is None or w >= max_position_embeddings else w for w in family.layer_windows)
-        traits = {"rms_norm", "silu", "rope", *family.traits}
-        if any(window is not None for window in windows):
-            traits.add("sliding_window")
+        layers = tuple(LayerSpec(num_heads, num_kv_heads, head_dim, AttentionSpec(head_dim**-0.5, window)) for window in windows)
+        traits = {"rms_norm", "silu", "rope", *family.traits, *(trait for layer in layers for trait in layer.traits)}
         if config.tie_word_embeddings:
             traits.add("tied_embedding")
         return cls(
@@ -81,27 +100,17 @@ class ModelConfig:
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers,
+            layers=layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=config.rms_norm_eps,
             max_position_embeddings=max_position_embeddings,
-            layer_windows=windows,
             rope=read_rope(config, head_dim),
             eos_token_ids=as_token_ids(config.eos_token_id) if eos_token_ids is None else eos_token_ids,
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32,
             traits=frozenset(traits),
         )
-
-    @property
-    def windows(self) -> tuple[Window, ...]:
-        """The distinct sliding windows of the layers, in order of first use."""
-        return tuple(dict.fromkeys(self.layer_windows))
-
-    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
-        """Return the layout of the model's KV in this dtype."""
-        return KVLayout((KVGroup(self.num_layers, self.num_kv_heads, self.head_dim),), dtype)
 
 
 def check_fields(content: Mapping[str, Any]) -> None:

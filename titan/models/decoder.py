@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.kernels.interfaces import Backend, PassInputs, TokenPlaces
-from titan.models.config import ModelConfig
+from titan.models.config import DecoderConfig
 from titan.models.layers import LayerStep, LayerWeights, attention, gated, layer_shapes
 from titan.models.rope import rope_table
 
@@ -31,7 +31,7 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderConfig,
         *,
         dtype: torch.dtype,
         backend: Backend,
@@ -66,11 +66,12 @@ class Decoder(nn.Module):
         self._next_norms: tuple[Tensor, ...] = ()  # per layer, the norm weight applied to its output
         self.head = torch.empty(0, dtype=dtype, device=device)
 
-    def prepare(self, *, pack: bool = True) -> None:
+    def prepare(self, *, pack: bool = True, num_outputs: int | None = None) -> None:
         """Make the weights ready to run; call once, after loading.
 
         Args:
             pack: pack those weights that are not packed yet; see `is_packable`.
+            num_outputs: the first tokens, which alone get logits; ``None`` = all.
         """
         layer_weights = []
         for parameters in self.layers:
@@ -82,7 +83,7 @@ class Decoder(nn.Module):
             self._pack_parameter(self, name)
         self._layer_weights = tuple(layer_weights)
         self._next_norms = (*(weights.input_norm for weights in layer_weights[1:]), self.final_norm)
-        self.head = (self.embedding if self.lm_head is None else self.lm_head).detach()
+        self.head = (self.embedding if self.lm_head is None else self.lm_head).detach()[:num_outputs]
 
     def is_packable(self, parameter: str) -> bool:
         """Whether a parameter of the decoder or of a layer belongs to a linear layer: a tied embedding does, too."""
@@ -141,7 +142,7 @@ class Decoder(nn.Module):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the output head: [L, hidden_size] -> [L, vocab_size]."""
+        """Apply the output head: [L, hidden_size] -> [L, vocab_size], or as many as `prepare` was told."""
         return self.ops.linear(hidden, self.head, None)
 
     def _pack_parameter(self, owner: nn.Module, parameter: str) -> None:

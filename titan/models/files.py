@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 ALLOWED_NAMES = "it must be 'demo', a folder or a Hugging Face hub id"
+CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
+WEIGHT_INDEX = "model.safetensors.index.json"
+SINGLE_WEIGHT_FILE = "model.safetensors"
+CONFIG_FILES = (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG, WEIGHT_INDEX)
+"""Small files, which say what else is read."""
 WHAT_IS_READ = "a model is a folder or hub id with config.json and weights in safetensors"
 
 
@@ -100,3 +105,20 @@ def one_line(error: Exception) -> str:
     """Return what an error says, in one line; errors whose message is not meant for people also say their kind."""
     text = " ".join(str(error).split())
     return text if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
+
+
+def no_model(files: ModelFiles) -> str | None:
+    """Return why files without a config or without weights are no model, if they are something else that is known."""
+    name, names = files.name, files.names()
+    if ADAPTER_CONFIG in names:
+        base = files.read_json(ADAPTER_CONFIG).get("base_model_name_or_path")
+        return f"model {name!r} is an adapter (LoRA) of {base!r}, not a model: merge it into that one, and give the merged model"
+    if gguf := [each for each in names if each.endswith(".gguf")]:
+        return f"model {name!r} has weights in GGUF ({some(gguf)}), which is not supported: {WHAT_IS_READ}"
+    return None
+
+
+def some(names: list[str], limit: int = 5) -> str:
+    """Write the first of some names, and how many more there are."""
+    listed = ", ".join(names[:limit]) or "none"
+    return f"{listed} and {len(names) - limit} more" if len(names) > limit else listed

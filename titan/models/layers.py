@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from titan.kernels.interfaces import LayerOps, TokenPlaces
-from titan.models.config import ModelConfig
+from titan.models.config import DecoderConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class LayerStep:
     places: TokenPlaces  # with the rope table in the model's dtype
 
 
-def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that a layer of this config has, by their names in `LayerWeights`."""
     hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
     qkv_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -66,7 +66,9 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def attention(normed: Tensor, weights: LayerWeights, config: ModelConfig, layer: int, kv_layer: Tensor, step: LayerStep) -> Tensor:
+def attention(
+    normed: Tensor, weights: LayerWeights, config: DecoderConfig, layer: int, kv_layer: Tensor, step: LayerStep
+) -> Tensor:
     """Write the tokens' keys and values and compute attention, without the output projection.
 
     Args:
@@ -83,7 +85,7 @@ def attention(normed: Tensor, weights: LayerWeights, config: ModelConfig, layer:
     ops = step.ops
     qkv = ops.linear(normed, weights.qkv_weight, weights.qkv_bias)
     q = ops.rope_and_write_kv(qkv, step.places, kv_layer, weights.qk_norm, config.rms_norm_eps)
-    return ops.tree_attention(q, kv_layer, step.attention_plan, scale=config.head_dim**-0.5, window=config.layer_windows[layer])
+    return ops.tree_attention(q, kv_layer, step.attention_plan, config.layers[layer].attention)
 
 
 def gated(normed: Tensor, weights: LayerWeights, ops: LayerOps) -> Tensor:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titan.core.batch import Window
+from titan.core.attention import Window
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+class NotNativeError(ValueError):
+    """A model, or a feature of it, for which Titan has no decoder of its own; transformers may have it."""
 
 
 class Family(NamedTuple):
@@ -40,7 +44,7 @@ def _windows_by_layer_type(config: PretrainedConfig) -> tuple[Window, ...]:
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     for layer_type in config.layer_types:
         if layer_type not in windows:
-            raise ValueError(f"layer type {layer_type!r} is not supported: it must be one of {', '.join(windows)}")
+            raise NotNativeError(f"layer type {layer_type!r} is not supported: it must be one of {', '.join(windows)}")
     return tuple(windows[layer_type] for layer_type in config.layer_types)
 
 
@@ -56,7 +60,8 @@ def check_supported(content: Mapping[str, Any]) -> str:
     """Return the architecture named by the content of a config.json.
 
     Raises:
-        ValueError: the architecture or a feature is not supported.
+        NotNativeError: the architecture or a feature is not supported.
+        ValueError: an entry is not allowed.
     """
     architectures: list[str] = content.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(each, str) for each in architectures):
@@ -64,17 +69,17 @@ def check_supported(content: Mapping[str, Any]) -> str:
     architecture = next((each for each in architectures if each in ARCHITECTURES), None)
     if architecture is None:
         found = ", ".join(architectures) or "no architecture"
-        raise ValueError(f"architectures names {found}; supported are {', '.join(ARCHITECTURES)}")
+        raise NotNativeError(f"architectures names {found}; supported are {', '.join(ARCHITECTURES)}")
     model_type, expected = content.get("model_type"), architecture.removesuffix("ForCausalLM").lower()
     if model_type != expected:
-        raise ValueError(f"model_type={model_type!r} does not fit {architecture}: it must be {expected!r}")
+        raise NotNativeError(f"model_type={model_type!r} does not fit {architecture}: it must be {expected!r}")
     if quantization := content.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise ValueError(
+        raise NotNativeError(
             f"quantization_config says that the weights are quantized ({method}), which is not supported: use float32, bfloat16 or "
             "float16 weights"
         )
     activation = content.get("hidden_act", "silu")
     if activation != "silu":
-        raise ValueError(f"hidden_act={activation!r} is not supported: it must be 'silu'")
+        raise NotNativeError(f"hidden_act={activation!r} is not supported: it must be 'silu'")
     return architecture

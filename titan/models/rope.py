@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from titan.models.registry import NotNativeError
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -37,17 +39,18 @@ def read_rope(config: PretrainedConfig, head_dim: int) -> Rope:
     """Read the rotary embedding of a transformers config.
 
     Raises:
-        ValueError: the rope type or a partial rotation is not supported, or an entry is not the number that it must be.
+        NotNativeError: the rope type or a partial rotation is not supported.
+        ValueError: an entry is not the number that it must be.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = config.rope_parameters
     rope_type = parameters.get("rope_type") if parameters else None
     if rope_type not in ROPE_TYPES:
-        raise ValueError(f"rope type {rope_type!r} is not supported: it must be one of {', '.join(ROPE_TYPES)}")
+        raise NotNativeError(f"rope type {rope_type!r} is not supported: it must be one of {', '.join(ROPE_TYPES)}")
     partial = parameters.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise ValueError(f"partial_rotary_factor={partial} is not supported: it must be 1")
+        raise NotNativeError(f"partial_rotary_factor={partial} is not supported: it must be 1")
     for name in ROPE_NUMBERS:
         value = parameters.get(name)
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf):

@@ -1,0 +1,113 @@
+"""Write a table of the families of causal language models that transformers knows, and of how Titan runs each.
+
+    python tests/models/family_table.py docs/families.md
+
+makes a tiny checkpoint of each family, compares what Titan generates with what transformers does, as tests/models/test_families.py,
+and says what it found. The first errors of families that fail go to standard error, and the exit status is then 1.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import transformers
+from checkpoints import Checkpoint, Checkpoints
+from families import FAMILIES, NOT_TRIED, Family
+from parity import check_parity
+from tqdm import tqdm
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from titan import LLM
+
+HEAD = """# Families of models
+
+Made by `make families`, with transformers {version}: a tiny random checkpoint of each family of causal language models, whose
+greedy output in float32 on a CPU must be that of transformers' `generate`, token for token: prompts of 1 to 48 tokens, alone and
+together, in chunks, without a draft, with n-grams, and with trees of a draft model, where requests are preempted; see
+[tests/models/parity.py](../tests/models/parity.py). {summary}
+
+*native*: Titan's own decoder; *transformers*: transformers' layers on Titan's paged attention; *gathered*: transformers' layers and
+attention, on keys and values that are gathered for each layer.
+
+| model type | class | runs | has |
+|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """How a family runs, or "refused" or "fails"; and, of the latter, why."""
+
+    family: Family
+    runs: str
+    reason: str = ""
+
+    def row(self) -> str:
+        """Return the family's row of the table."""
+        model_type, _, variant = self.family.name.partition(":")
+        classes: dict[str, str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        name = f"`{model_type}`" + (f" ({variant.replace('_', ' ')})" if variant else "")
+        return f"| {name} | {classes[model_type]} | {self.runs} | {'; '.join(filter(None, (self.family.notes, self.reason)))} |"
+
+
+def try_family(checkpoint: Checkpoint) -> Finding:
+    """Compare a family with transformers, or see that it is refused as expected."""
+    family = checkpoint.family
+    try:
+        if family.runs != "refused":
+            check_parity(checkpoint)
+            return Finding(family, family.runs)
+        LLM(checkpoint.path, device="cpu", warm_up=False)
+    except ValueError as error:
+        expected = family.runs == "refused" and re.search(family.refusal, str(error))
+        return Finding(family, "refused" if expected else "fails", _first_line(error).replace(checkpoint.path, family.name))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the table says so
+        return Finding(family, "fails", _first_line(error))
+    return Finding(family, "fails", "is not refused")
+
+
+def table(findings: list[Finding]) -> str:
+    """Return the page."""
+    counts = Counter(finding.runs for finding in findings)
+    summary = f"Of {len(findings)}, " + ", ".join(f"{count} {runs}" for runs, count in counts.most_common()) + "."
+    rows = [finding.row() for finding in findings]
+    return HEAD.format(version=transformers.__version__, summary=summary) + "\n".join((*rows, "", *_not_tried(), ""))
+
+
+def _not_tried() -> Iterator[str]:
+    yield "Not tried:\n"
+    known = {family.model_type for family in FAMILIES.values()}
+    for reason, names in NOT_TRIED.items():
+        known |= set(names.split())
+        yield f"- {reason}: {', '.join(f'`{name}`' for name in names.split())}"
+    if unknown := [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in known]:
+        yield f"- newer than this list: {', '.join(f'`{name}`' for name in unknown)}"
+
+
+def _first_line(error: Exception) -> str:
+    line = next(iter(str(error).splitlines()), "")
+    return line.replace("|", "\\|") if isinstance(error, ValueError | AssertionError) else f"{type(error).__name__}: {line}"
+
+
+def main() -> int:
+    """Try all families and write the page to the path given."""
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(Path(folder))
+        findings = [try_family(checkpoints[name]) for name in tqdm(FAMILIES)]
+    Path(sys.argv[1]).write_text(table(findings), encoding="utf-8")
+    failures = [finding for finding in findings if finding.runs == "fails"]
+    for finding in failures:
+        print(f"{finding.family.name}: {finding.reason}", file=sys.stderr)
+    return min(len(failures), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

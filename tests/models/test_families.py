@@ -1,0 +1,36 @@
+"""Families of models, each by a tiny checkpoint: greedy output is that of transformers' `generate`, or the family is refused.
+
+One family for each mechanism is in every run of the tests; the others are in `make test-models`.
+"""
+
+from __future__ import annotations
+
+import pytest
+from checkpoints import Checkpoints
+from families import FAMILIES
+from parity import check_parity
+
+from titan import LLM
+
+ALWAYS = {"gemma3_text", "gpt_oss", "deepseek_v3", "llama4_text", "phi3:longrope", "gpt2", "falcon", "mixtral", "bloom", "mamba"}
+
+
+def names(*, refused: bool) -> list[object]:
+    chosen = [name for name, family in FAMILIES.items() if (family.runs == "refused") == refused]
+    return [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.models) for name in chosen]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("families"))
+
+
+@pytest.mark.parametrize("name", names(refused=False))
+def test_greedy_output_is_that_of_transformers(checkpoints: Checkpoints, name: str) -> None:
+    check_parity(checkpoints[name])
+
+
+@pytest.mark.parametrize("name", names(refused=True))
+def test_what_cannot_run_is_refused_by_name(checkpoints: Checkpoints, name: str) -> None:
+    with pytest.raises(ValueError, match=FAMILIES[name].refusal):
+        LLM(checkpoints[name].path, device="cpu", warm_up=False)

@@ -1,0 +1,1 @@
+"""Models of transformers over Titan's paged KV: their own modules, with attention, experts and linear layers of the back end."""

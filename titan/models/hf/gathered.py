@@ -1,0 +1,146 @@
+"""Models of transformers whose attention is their own: it gets the slots of all requests, gathered, under one mask.
+
+Slow for many requests, but right for whatever updates a cache and takes masks of four dimensions (Falcon, GPT-J).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan.core.arrays import Ints
+from titan.core.attention import AttentionSpec, LayerSpec, visible_slots
+from titan.core.batch import AttentionLayout, QueryRow, build_batch, physical_slots
+from titan.core.kv_tensor import KVTensor, kv_planes
+from titan.kernels.interfaces import LayerOps, Model, PassInputs
+
+MAX_DIFFERENCE = 0.1
+"""Largest difference of logits by rounding, in norms; in float32 it is below 1e-4."""
+
+
+class GatheredAttention:
+    """See `titan.models.hf.model.Attending`.
+
+    Args:
+        dtype: of the model.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    @contextmanager
+    def passing(self, inputs: PassInputs, kv: KVTensor, ops: LayerOps) -> Iterator[dict[str, Any]]:
+        """See `titan.models.hf.model.Attending`."""
+        device = inputs.token_ids.device
+        slots, mask = (torch.from_numpy(each).to(device) for each in gather(inputs.attention))
+        bias = torch.zeros(mask.shape, dtype=self._dtype, device=device).masked_fill_(~mask, torch.finfo(self._dtype).min)
+        cache = PagedCache(ops, kv, inputs.slot_mapping, slots)
+        yield {"attention_mask": bias[None, None], "past_key_values": cache, "use_cache": True}
+
+
+class Gathered(NamedTuple):
+    """The slots of all requests of a batch, one after another, and what each query token sees of them."""
+
+    slots: Ints  # int64 [N], of the cache
+    mask: Any  # bool [T, N]
+
+
+def gather(layout: AttentionLayout) -> Gathered:
+    """Return the slots that the requests of a batch have, and the mask over them."""
+    seq_lens, starts = layout.seq_lens, layout.query_start_loc
+    owners = np.repeat(np.arange(len(seq_lens)), seq_lens)
+    firsts = np.cumsum(seq_lens) - seq_lens
+    places = np.arange(len(owners)) - firsts[owners]
+    mask = np.zeros((len(layout.positions), len(owners)), np.bool_)
+    for i, (first, length) in enumerate(zip(firsts.tolist(), seq_lens.tolist(), strict=True)):
+        mask[starts[i] : starts[i + 1], first : first + length] = visible_slots(layout, i, None)
+    return Gathered(physical_slots(layout.block_table, owners, places, layout.block_size), mask)
+
+
+class PagedCache:
+    """Stands in for a transformers cache: it writes what is new to the paged one, and returns what all requests may look at.
+
+    Args:
+        ops: that write.
+        kv: of the model.
+        new_slots: int64 [T], of the query tokens.
+        slots: int64 [N], of all requests.
+    """
+
+    is_compileable = False
+
+    def __init__(self, ops: LayerOps, kv: KVTensor, new_slots: Tensor, slots: Tensor) -> None:
+        self._ops = ops
+        self._kv = kv
+        self._new_slots = new_slots
+        self._slots = slots
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of transformers
+        """Return 0: the mask and the positions are given."""
+        return 0
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write keys and values, [1, K, T, D] each, and return those of all slots, [1, K, N, D] each."""
+        kv_layer = self._kv.layers[layer_idx]
+        self._ops.write_kv(kv_layer, self._new_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        if kv_layer.dtype == torch.int8:
+            numbers, scales = (plane.flatten(2, 3).index_select(2, self._slots) for plane in kv_planes(kv_layer, key.shape[3]))
+            rows = (numbers * scales[..., None]).to(key.dtype)
+        else:
+            rows = kv_layer.flatten(2, 3).index_select(2, self._slots)
+        return rows[0][None], rows[1][None]
+
+
+def check_gathering(ours: Model, model: Any) -> None:
+    """Check that a model goes by its mask, by running two requests together and alone.
+
+    One of them is in the middle, so that its slots lie before the other's queries and after them: a model that masks by places
+    besides hides the wrong ones.
+
+    Args:
+        ours: the model over paged KV.
+        model: the same as transformers has it.
+
+    Raises:
+        ValueError: the logits differ by more than rounding.
+    """
+    tokens = [[1, 2, 3, 4, 5], [3, 1, 2]]
+    kv = KVTensor(ours.kv_layout, 2, 8, ours.device)
+    rows = [[QueryRow([1], 0, tokens[0][:3])], [QueryRow([0], 0, tokens[1]), QueryRow([1], 3, tokens[0][3:])]]
+    with torch.no_grad():
+        for batch in (build_batch(each, block_size=8) for each in rows):
+            arrays = [batch.token_ids, batch.attention.positions, batch.slot_mapping]
+            token_ids, positions, slots = (torch.from_numpy(each).to(ours.device) for each in arrays)
+            inputs = PassInputs(token_ids, positions, slots, None, batch.attention)
+            together = ours.logits(ours.hidden_states(inputs, kv))
+        first, second = (model(torch.tensor([each], device=ours.device), use_cache=False).logits[0] for each in tokens)
+    alone = torch.cat((second, first[3:]))
+    if not (together - alone).norm() <= MAX_DIFFERENCE * alone.norm():
+        raise ValueError(f"{type(model).__name__} does not go by the mask it is given, without which trees cannot be run")
+
+
+class ShapeCache:
+    """Stands in for a transformers cache, and records the shapes that a model stores."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self.layers: list[LayerSpec] = []
+        self.num_heads = 1
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of transformers
+        """Return 0."""
+        return 0
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Record the layer."""
+        num_kv_heads, head_dim = key.shape[1], key.shape[3]
+        if value.shape[3] != head_dim or layer_idx != len(self.layers):
+            raise ValueError(f"layer {layer_idx} stores values of {value.shape[3]} numbers for keys of {head_dim}: not supported")
+        self.layers.append(LayerSpec(num_kv_heads, num_kv_heads, head_dim, AttentionSpec(1.0)))
+        return key, value

@@ -1,0 +1,86 @@
+"""A model of transformers with the interface of Titan's own decoder."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from titan.core.arrays import Ints
+from titan.core.kv_tensor import KVLayout, KVTensor
+from titan.kernels.interfaces import Backend, LayerOps, PassInputs
+from titan.models.config import ModelConfig
+from titan.models.hf.split import Head, find_decoder
+from titan.models.token_order import TokenOrder
+
+
+class Attending(Protocol):
+    """How the attention of a model's modules reaches the paged KV."""
+
+    def passing(self, inputs: PassInputs, kv: KVTensor, ops: LayerOps) -> AbstractContextManager[dict[str, Any]]:
+        """Make a pass ready; the context gives the arguments of the decoder besides tokens and positions."""
+
+
+class TransformersModel:
+    """A causal language model whose modules are transformers', over paged KV; see `titan.kernels.interfaces.Model`.
+
+    Args:
+        model: with its weights on the back end's device.
+        config: of the model.
+        attending: bound to the attention modules of ``model``.
+        dtype: of weights, activations and logits.
+        backend: that runs the attention.
+        max_positions: positions that can be run; ``None``: those of the config.
+        order: of the tokens; ``None`` = the checkpoint's.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: ModelConfig,
+        attending: Attending,
+        *,
+        dtype: torch.dtype,
+        backend: Backend,
+        max_positions: int | None = None,
+        order: TokenOrder | None = None,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = backend.device
+        self.max_positions = config.max_position_embeddings if max_positions is None else max_positions
+        self.ops = backend.layer_ops(dtype, config.traits)
+        self._attending = attending
+        self._decoder: nn.Module = find_decoder(model)
+        self._head = Head(model, self._decoder)
+        self._order = None if order is None else order.token_ids.to(self.device)
+        self._outputs = None if self._order is None or order is None else self._order[: order.num_outputs]
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """The layout of the model's KV."""
+        return self.config.kv_layout(self.dtype)
+
+    def check_positions(self, positions: Ints) -> None:
+        """Check that the model has these positions.
+
+        Raises:
+            IndexError: a position is not in 0 to ``max_positions - 1``.
+        """
+        if positions.max() >= self.max_positions or positions.min() < 0:
+            raise IndexError(f"positions {positions.min()} to {positions.max()} are not allowed: there are {self.max_positions}")
+
+    def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:
+        """Run the decoder on the query tokens of a pass, and write their KV: [L, hidden_size]."""
+        token_ids = inputs.token_ids if self._order is None else self._order[inputs.token_ids]
+        with self._attending.passing(inputs, kv, self.ops) as arguments:
+            output = self._decoder(input_ids=token_ids[None], position_ids=inputs.positions[None], **arguments)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden if inputs.logits_rows is None else hidden.index_select(0, inputs.logits_rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Apply the output head: [L, hidden_size] -> [L, vocab_size], or as many as the order of tokens has outputs."""
+        logits = self._head(hidden)
+        return logits if self._outputs is None else logits.index_select(1, self._outputs)

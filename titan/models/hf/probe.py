@@ -1,0 +1,169 @@
+"""One pass of one token, in which each attention layer of a model tells what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from titan.core.attention import AttentionSpec, Chunk, LayerSpec, Window
+from titan.models.hf.latents import has_latents, latent_spec
+
+PROBE = "titan_probe"
+"""Name under which the attention and the masks of a probe are registered."""
+UNMASKED_PROBE = "titan_unmasked_probe"
+"""Name under which the attention of a probe is registered alone, for which transformers makes no masks."""
+OPTIONS = {"sliding_window", "softcap", "s_aux", "is_causal"} | {"dropout", "position_ids", "use_cache", "output_attentions"}
+"""What modules may tell the attention function by name; the latter four change nothing here."""
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+"""Those of a config's ``layer_types`` whose only state is keys and values."""
+VISIBILITY = "titan_visibility"
+"""Attribute of a probe's mask that holds its `Visibility`."""
+
+
+class Visibility(NamedTuple):
+    """What a mask shows to a token."""
+
+    is_causal: bool
+    window: Window
+
+
+class Call(NamedTuple):
+    """A call of the attention function."""
+
+    module: nn.Module
+    query: Tensor  # [1, H, T, D]
+    key: Tensor  # [1, K, T, D]
+    value: Tensor  # [1, K, T, V]
+    mask: Any
+    visibility: Visibility | None  # None: the mask does not say
+    scaling: float | None
+    options: dict[str, Any]
+
+
+_CALLS: ContextVar[list[Call]] = ContextVar("titan_probe_calls")
+
+
+class ProbedLayer(NamedTuple):
+    """An attention module with what it asks for."""
+
+    module: nn.Module
+    spec: LayerSpec
+    expanded: LayerSpec | None  # of a layer that attends to latents: that of its attention to what they expand to
+    sinks: Tensor | None  # [H]
+    source: int | None  # index of the layer whose keys and values it reads; None: its own
+
+
+@contextmanager
+def recording() -> Iterator[list[Call]]:
+    """Collect the calls of the probe's attention in this thread."""
+    calls: list[Call] = []
+    token = _CALLS.set(calls)
+    try:
+        yield calls
+    finally:
+        _CALLS.reset(token)
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None, **options: Any
+) -> tuple[Tensor, None]:
+    """Record the call, and attend to nothing; the signature is that of transformers' attention functions."""
+    visibility = getattr(attention_mask, VISIBILITY, None)
+    _CALLS.get().append(Call(module, query, key, value, attention_mask, visibility, scaling, options))
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def make_mask(*_: Any, mask_function: Callable[..., Any], local_size: int | None = None, device: Any = None, **__: Any) -> Tensor:
+    """Return a mask of one element that says what masks of this kind show; the signature is that of transformers' mask functions.
+
+    The window is asked of the mask function itself, because not all models tell it to their attention.
+    """
+    mask = torch.zeros(1, 1, 1, 1, device=device)
+    zero = torch.zeros((), dtype=torch.int64)
+
+    def sees(query: int, key: int) -> bool:
+        return bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
+
+    try:
+        window: Window = local_size
+        if local_size is not None and local_size > 1 and not sees(local_size, 1):
+            window = Chunk(local_size)
+        setattr(mask, VISIBILITY, Visibility(not sees(0, 1), window))
+    except (RuntimeError, NotImplementedError):  # it reads a tensor of the meta device
+        pass
+    return mask
+
+
+def read_layers(calls: list[Call], text_config: Any) -> list[ProbedLayer]:
+    """Return the attention layers of a model in the order in which they run.
+
+    Args:
+        calls: of one pass.
+        text_config: of the model.
+
+    Raises:
+        ValueError: a layer does what paged tree attention cannot do; names it.
+    """
+    layer_types = getattr(text_config, "layer_types", None) or ()
+    layers: list[ProbedLayer] = []
+    for index, call in enumerate(calls):
+        if any(call.module is each.module for each in layers):
+            raise ValueError(f"{type(call.module).__name__} attends several times in a pass, which is not supported")
+        place = getattr(call.module, "layer_idx", index)
+        kind = layer_types[place] if isinstance(place, int) and place < len(layer_types) else None
+        source = next((i for i in reversed(range(index)) if calls[i].key is call.key), None)
+        while source is not None and (earlier := layers[source].source) is not None:
+            source = earlier
+        spec, expanded = _layer_spec(call, kind, text_config), None
+        if has_latents(call.module):
+            spec, expanded = latent_spec(call.module, spec), spec
+        layers.append(ProbedLayer(call.module, spec, expanded, call.options.get("s_aux"), source))
+    if len(layers) != text_config.num_hidden_layers:
+        raise ValueError(
+            f"{len(layers)} of {text_config.num_hidden_layers} layers attend through transformers' attention interface: layers "
+            f"that keep another state than keys and values are not supported"
+        )
+    return layers
+
+
+def check_masks(calls: list[Call]) -> None:
+    """Refuse a model that builds masks itself, which would not be heard.
+
+    Args:
+        calls: of a pass for which transformers made no masks.
+
+    Raises:
+        ValueError: names the attention module.
+    """
+    for call in calls:
+        if call.mask is not None:
+            raise ValueError(f"{type(call.module).__name__} gets a mask that the model builds itself, which is not supported")
+
+
+def _layer_spec(call: Call, kind: str | None, text_config: Any) -> LayerSpec:
+    module, options = call.module, call.options
+    if unknown := sorted(options.keys() - OPTIONS):
+        raise ValueError(f"{type(module).__name__} asks attention for {', '.join(unknown)}, which is not supported")
+    is_causal = options.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ValueError(f"{type(module).__name__} has attention that is not causal, which is not supported")
+    window: Window = options.get("sliding_window")
+    if kind == "sliding_attention" and window is None:
+        window = text_config.sliding_window
+    if call.visibility is not None:
+        if not call.visibility.is_causal:
+            raise ValueError(f"{type(module).__name__} has a mask that shows later tokens, which is not supported")
+        window = call.visibility.window
+    if kind == "chunked_attention":
+        window = Chunk(text_config.attention_chunk_size)
+    num_heads, key_dim = call.query.shape[1], call.query.shape[3]
+    value_dim = call.value.shape[3]
+    head_dim = max(key_dim, value_dim)
+    scale = key_dim**-0.5 if call.scaling is None else float(call.scaling)
+    attention = AttentionSpec(scale, window, options.get("softcap"), None if value_dim == head_dim else value_dim)
+    return LayerSpec(num_heads, call.key.shape[1], head_dim, attention, has_sinks=options.get("s_aux") is not None)

@@ -1,0 +1,81 @@
+"""A causal language model of transformers in two parts: its decoder, and the head that turns hidden states into logits."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class DecoderOutput:
+    """The output of a decoder, of which only the hidden states are there; all else is ``None``."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index != 0:
+            raise IndexError(f"the output of a decoder has no entry {index}")
+        return self.last_hidden_state
+
+
+class GivenStates(nn.Module):
+    """Stands in for a decoder: it returns the hidden states that it was given, whatever it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> DecoderOutput:
+        assert self.states is not None, "called by a head only"
+        return DecoderOutput(self.states)
+
+
+def find_decoder(model: Any) -> Any:
+    """Return the module of a model that turns tokens into hidden states.
+
+    Raises:
+        ValueError: the model has none apart from its head.
+    """
+    for module in (model.get_decoder(), getattr(model, "model", None), model.base_model):
+        takes_tokens = isinstance(module, nn.Module) and "input_ids" in inspect.signature(module.forward).parameters
+        if module is not model and takes_tokens:
+            return module
+    raise ValueError(f"{type(model).__name__} has no decoder apart from its head, which is not supported")
+
+
+class Head:
+    """All that a model does with the hidden states of its decoder: the output layer with its own scales and caps.
+
+    Args:
+        model: the whole model; it is not changed.
+        decoder: found by `find_decoder`.
+    """
+
+    def __init__(self, model: nn.Module, decoder: nn.Module) -> None:
+        path = next(name for name, module in model.named_modules() if module is decoder)
+        self._states = GivenStates()
+        self._model = _replace(model, path.split("."), self._states)
+        parameter = next(decoder.parameters())
+        self._token = torch.zeros(1, 1, dtype=torch.int64, device=parameter.device)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Compute logits: [L, hidden_size] -> [L, vocab_size]."""
+        self._states.states = hidden[None]
+        logits: Tensor = self._model(input_ids=self._token, use_cache=False).logits
+        self._states.states = None
+        return logits[0]
+
+
+def _replace(module: nn.Module, path: list[str], replacement: nn.Module) -> nn.Module:
+    """Return a shallow copy of a module with another one at a place inside of it."""
+    twin = copy.copy(module)
+    inner = replacement if len(path) == 1 else _replace(module.get_submodule(path[0]), path[1:], replacement)
+    twin.__dict__["_modules"] = {**module._modules, path[0]: inner}
+    return twin

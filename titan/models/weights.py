@@ -1,0 +1,246 @@
+"""The weights of a decoder: streamed from safetensors into its parameters, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from titan.core.checks import shown
+from titan.models.config import DecoderConfig
+from titan.models.decoder import Decoder
+from titan.models.files import CONFIG_FILES, SINGLE_WEIGHT_FILE, WEIGHT_INDEX, ModelFiles, no_model, one_line, some
+from titan.models.token_order import TokenOrder
+
+WEIGHT_DTYPES = {"F32", "BF16", "F16"}
+"""Supported dtypes of safetensors files."""
+
+CHUNK_BYTES = 8 * 2**20
+"""Approximate size of the pieces in which weights are copied, so that few pages of a file are mapped at a time."""
+
+MAX_SHARED_NUMBERS = 2**24
+"""Size of the largest weight whose place in memory is shared while it is packed; the allocator gives larger ones back at once."""
+
+
+def load_weights(model: Decoder, files: ModelFiles, *, pack: bool, order: TokenOrder | None) -> None:
+    """Fill an empty decoder, and make it ready to run.
+
+    Args:
+        model: whose parameters are on the meta device.
+        files: of the model.
+        pack: pack the weights where possible; see `Decoder.prepare`.
+        order: of the tokens; ``None`` = the checkpoint's.
+
+    Raises:
+        ValueError: the weights do not fit the config, or are not finite.
+    """
+    destinations, tensors = destinations_of(model), _find_tensors(files)
+    _check_weights(destinations, tensors, model.config, files.name)
+    _load_weights(model, destinations, tensors, pack, order)
+    model.prepare(pack=pack, num_outputs=None if order is None else order.num_outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """Location of a tensor of the checkpoint."""
+
+    model: str
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+
+
+def weight_files(files: ModelFiles) -> list[str]:
+    """Return the names of the weight files that are loaded.
+
+    Raises:
+        ValueError: the index is damaged.
+    """
+    if not (files.fetch(*CONFIG_FILES) / WEIGHT_INDEX).is_file():
+        return [SINGLE_WEIGHT_FILE]
+    weight_map = files.read_json(WEIGHT_INDEX).get("weight_map")
+    place = f"model {files.name!r} has a {WEIGHT_INDEX} with weight_map"
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{place}={shown(weight_map)}, which is not allowed: it must be an object of weights and their files")
+    for key, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(
+                f"{place}[{key!r}]={file!r}, which is not allowed: it must be the name of a .safetensors file beside it"
+            )
+    return sorted(set(weight_map.values()))
+
+
+def _find_tensors(files: ModelFiles) -> dict[str, _StoredTensor]:
+    """Read the headers of all weight files, downloading them if need be; return the tensors by name."""
+    from safetensors import SafetensorError, safe_open
+
+    name, names = files.name, weight_files(files)
+    folder = files.fetch(*names)
+    tensors = {}
+    for file in (folder / each for each in names):
+        if not file.is_file():
+            found = [each for each in files.names() if each.endswith((".bin", ".safetensors", ".pt", ".pth"))]
+            raise ValueError(
+                no_model(files)
+                or f"model {name!r} has no weight file {file.name}: weights must be in {SINGLE_WEIGHT_FILE} "
+                f"or in the files of {WEIGHT_INDEX} (found {some(found)})"
+            )
+        try:
+            with safe_open(file, framework="pt") as reader:
+                for key in reader.keys():  # noqa: SIM118 (the reader is no mapping)
+                    stored = reader.get_slice(key)
+                    if stored.get_dtype() not in WEIGHT_DTYPES:
+                        raise ValueError(
+                            f"model {name!r} has weight {key!r} of dtype {stored.get_dtype()} in {file.name}, which is not "
+                            f"supported: it must be one of {', '.join(sorted(WEIGHT_DTYPES))}"
+                        )
+                    tensors[key] = _StoredTensor(name, file, key, tuple(stored.get_shape()))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"model {name!r} has a damaged weight file {file.name}: {one_line(error)}") from error
+    return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """The rows of a parameter that a tensor of the checkpoint fills."""
+
+    owner: nn.Module
+    parameter: str
+    rows: slice
+    shape: tuple[int, ...]  # that the checkpoint's tensor must have
+
+
+def destinations_of(model: Decoder) -> dict[str, Destination]:
+    """Return where each tensor of a checkpoint goes, by its name in transformers."""
+    config = model.config
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    destinations: dict[str, Destination] = {}
+
+    def whole(source: str, owner: nn.Module, parameter: str) -> None:
+        shape = tuple(owner.get_parameter(parameter).shape)
+        destinations[source] = Destination(owner, parameter, slice(0, shape[0]), shape)
+
+    def stacked(prefix: str, owner: nn.Module, target: str, parts: Mapping[str, int]) -> None:
+        for kind in ("weight", "bias"):
+            parameter = f"{target}_{kind}"
+            if parameter not in owner._parameters:
+                continue
+            columns = tuple(owner.get_parameter(parameter).shape[1:])
+            first = 0
+            for part, size in parts.items():
+                rows = slice(first, first + size)
+                destinations[f"{prefix}{part}.{kind}"] = Destination(owner, parameter, rows, (size, *columns))
+                first += size
+
+    whole("model.embed_tokens.weight", model, "embedding")
+    whole("model.norm.weight", model, "final_norm")
+    if model.lm_head is not None:
+        whole("lm_head.weight", model, "lm_head")
+    for i, layer in enumerate(model.layers):
+        prefix = f"model.layers.{i}."
+        whole(f"{prefix}input_layernorm.weight", layer, "input_norm")
+        whole(f"{prefix}post_attention_layernorm.weight", layer, "post_norm")
+        stacked(f"{prefix}self_attn.", layer, "qkv", {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size})
+        stacked(f"{prefix}self_attn.", layer, "output", {"o_proj": config.hidden_size})
+        stacked(f"{prefix}mlp.", layer, "gate_up", {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size})
+        stacked(f"{prefix}mlp.", layer, "down", {"down_proj": config.hidden_size})
+        if "qk_norm" in config.traits:
+            q_rows, k_rows = slice(0, config.num_heads), slice(config.num_heads, None)
+            for source, rows in (("q_norm", q_rows), ("k_norm", k_rows)):  # one weight for all heads
+                destinations[f"{prefix}self_attn.{source}.weight"] = Destination(layer, "qk_norm", rows, (config.head_dim,))
+    return destinations
+
+
+def _check_weights(
+    destinations: dict[str, Destination], tensors: dict[str, _StoredTensor], config: DecoderConfig, name: str
+) -> None:
+    """Raise a `ValueError` for missing, unexpected or wrongly shaped tensors."""
+    is_tied = "tied_embedding" in config.traits
+    ignored = {key for key in tensors if key.endswith("rotary_emb.inv_freq") or (is_tied and key == "lm_head.weight")}
+    missing = sorted(destinations.keys() - tensors.keys())
+    unexpected = sorted(tensors.keys() - destinations.keys() - ignored)
+    if missing or unexpected:
+        raise ValueError(
+            f"model {name!r} has weights that do not fit {config.architecture}: "
+            f"missing {some(missing)}; unexpected {some(unexpected)}"
+        )
+    for key, destination in destinations.items():
+        if tensors[key].shape != destination.shape:
+            raise ValueError(
+                f"model {name!r} has weight {key!r} of shape {list(tensors[key].shape)} in {tensors[key].file.name}: "
+                f"its config asks for {list(destination.shape)}"
+            )
+
+
+def _load_weights(
+    model: Decoder, destinations: dict[str, Destination], tensors: dict[str, _StoredTensor], pack: bool, order: TokenOrder | None
+) -> None:
+    """Fill the parameters of an empty decoder one by one, and pack those that can be."""
+    places = None if order is None else order.token_ids.argsort().to(model.device)  # of the checkpoint's tokens
+    parts: dict[tuple[nn.Module, str], list[str]] = {}
+    for key, destination in destinations.items():
+        parts.setdefault((destination.owner, destination.parameter), []).append(key)
+
+    def empty(num_elements: int) -> Tensor:
+        return torch.empty(num_elements, dtype=model.dtype, device=model.device)
+
+    packed = {part for part in parts if pack and model.ops.packs and model.is_packable(part[1])}
+    # Plain weights that are to be packed share one buffer: freed one by one, they would leave holes in the heap that the
+    # packed ones do not fit into, which adds up to a third of the model. Large ones leave none.
+    sizes = [owner.get_parameter(parameter).numel() for owner, parameter in packed]
+    buffer = empty(max((size for size in sizes if size <= MAX_SHARED_NUMBERS), default=0))
+    for (owner, parameter), keys in parts.items():
+        shape = owner.get_parameter(parameter).shape
+        is_packed = (owner, parameter) in packed
+        is_shared = is_packed and shape.numel() <= MAX_SHARED_NUMBERS
+        value = (buffer[: shape.numel()] if is_shared else empty(shape.numel())).view(shape)
+        for key in keys:
+            _copy_tensor(value[destinations[key].rows], tensors[key], places if parameter in ("embedding", "lm_head") else None)
+        setattr(owner, parameter, nn.Parameter(model.ops.pack(value) if is_packed else value, requires_grad=False))
+        del value
+
+
+def _copy_tensor(target: Tensor, tensor: _StoredTensor, places: Tensor | None) -> None:
+    """Copy a stored tensor piece by piece; one without the target's first dimension is broadcast along it.
+
+    Args:
+        target: rows of a parameter.
+        tensor: of the checkpoint.
+        places: int64 [rows], where its rows go; ``None`` = in their order.
+
+    Raises:
+        ValueError: numbers of it are not finite, or not in the target's dtype.
+    """
+    if target.dim() > len(tensor.shape):
+        target.copy_(_read_rows(tensor, slice(None), target.dtype))
+        return
+    step = max(1, CHUNK_BYTES // max(1, target[:1].nbytes))
+    for first in range(0, len(target), step):
+        rows = slice(first, first + step)
+        read = _read_rows(tensor, rows, target.dtype)
+        if places is None:
+            target[rows].copy_(read)
+        else:
+            target.index_copy_(0, places[rows], read.to(target))
+
+
+def _read_rows(tensor: _StoredTensor, rows: slice, dtype: torch.dtype) -> Tensor:
+    """Map some rows of a stored tensor, and check that a dtype holds their numbers.
+
+    The file is reopened each time, because pages that were read stay mapped, and count as memory of the process,
+    as long as the file is open.
+    """
+    from safetensors import safe_open
+
+    with safe_open(tensor.file, framework="pt") as reader:
+        read: Tensor = reader.get_slice(tensor.key)[rows]
+    low, high = read.aminmax()
+    if not (low >= torch.finfo(dtype).min and high <= torch.finfo(dtype).max):  # a NaN fails as well
+        raise ValueError(
+            f"model {tensor.model!r} has weight {tensor.key!r} with numbers that are not finite in "
+            f"{str(dtype).removeprefix('torch.')}, in {tensor.file.name}: NaN and infinities are not allowed"
+        )
+    return read
