@@ -74,7 +74,9 @@ class CompiledPlan:
 
 
 class CompiledOps(TorchOps):
-    """Linear layers, attention and KV writes in C++; see `titan.kernels.interfaces.LayerOps`. Passes in one call do not need the rest.
+    """Linear layers, attention and KV writes in C++; see `titan.kernels.interfaces.LayerOps`.
+
+    Passes in one call do not need the rest.
 
     Args:
         kernels: the compiled C++ of this folder.
@@ -88,10 +90,11 @@ class CompiledOps(TorchOps):
         super().__init__(torch.device("cpu"))
         self._kernels, self._dtype = kernels, dtype
         self._multiply = kernels.function("linear", dtype, _POINTER, _POINTER, _INT, _POINTER, _POINTER)
-        arguments = _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER
-        self._attend = {each: kernels.function(f"tree_attention{each}", dtype, *arguments) for each in ("", "_int8")}
-        arguments = _POINTER, _INT, _INT, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT, _INT
-        self._write_rows = {each: kernels.function(f"write_rows{each}", dtype, *arguments) for each in ("", "_int8")}
+        of_attention = _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER
+        of_writes = _POINTER, _INT, _INT, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT, _INT
+        suffixes = "", "_int8"  # of the stored numbers
+        self._attend = {each: kernels.function(f"tree_attention{each}", dtype, *of_attention) for each in suffixes}
+        self._write_rows = {each: kernels.function(f"write_rows{each}", dtype, *of_writes) for each in suffixes}
 
     def pack(self, weight: Tensor) -> Tensor:
         return pack_weight(weight, self._kernels)

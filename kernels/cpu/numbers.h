@@ -207,7 +207,7 @@ inline float exponential(float argument) {
   return argument < -87.0f ? 0.0f : y * scale;
 }
 
-// tanh(x), within 3 ulp: a polynomial near 0 (Cephes, tanhf), else from exp(-2 |x|).
+// tanh(x), within 2 ulp: a polynomial near 0 (Cephes, tanhf), else from exp(-2 |x|).
 inline float hyperbolic_tangent(float x) {
   const float square = x * x;
   float y = -5.70498872745e-3f;
