@@ -37,9 +37,9 @@ struct QueryTile {
 struct TileRoom {
   std::vector<QueryTile> tiles;
   std::vector<Line> queries; // [tiles, D / 32, 16 pairs of dimensions, 16 queries], bfloat16
-  std::vector<Line> sums;    // [tiles, D / 32, 2, 16 queries, 16], weighted sums of values, in their order
+  std::vector<Line> sums;    // [tiles, V / 32, 2, 16 queries, 16], weighted sums of values, in their order
   std::vector<Line> keys;    // [kTile, D], bfloat16, of quantised slots
-  std::vector<Line> values;  // [D / 32, 2, 16 pairs of slots, 16], bfloat16; even dimensions, then odd ones, or halves if quantised
+  std::vector<Line> values;  // [V / 32, 2, 16 pairs of slots, 16], bfloat16; even dimensions, then odd ones, or halves if quantised
   Line scores[kTile];        // [slots, queries]
   Line weights[kTileRows];   // [queries, 16 pairs of slots], bfloat16
 };
@@ -79,7 +79,8 @@ inline void load_queries(const Head<S>& head, int64_t first_row, int64_t num_row
   for (int64_t i = 0; i < num_rows; ++i) {
     const int64_t row = first_row + i, token = head.token(row);
     rows[i] = q + token * q_stride + head.query_head(row) * plan.head_dim;
-    const int64_t bits = nearest_ancestors(head.ancestor_bits[token], head.window);
+    if (const float* sinks = head.spec.sinks) tile->largest[i] = sinks[head.query_head(row)] * kLog2E, tile->totals[i] = 1.0f;
+    const int64_t bits = nearest_ancestors(head.ancestor_bits[token], head.window(token));
     tile->visible_lens[i] = static_cast<int32_t>(plan.visible_lens[token]);
     tile->first_slots[i] = static_cast<int32_t>(head.first_slot(token));
     tile->ancestor_bits[0][i] = static_cast<int32_t>(bits);
@@ -103,13 +104,13 @@ inline void load_queries(const Head<S>& head, int64_t first_row, int64_t num_row
 // Load the values of a tile of slots, as pairs, and prefetch the next tile's keys and values.
 template <int D, typename S>
 void load_values(const Head<S>& head, const Tile& tile, const Tile& next, Line* values) {
-  const int64_t head_dim = D ? D : head.plan.head_dim;
+  const int64_t head_dim = D ? D : head.plan.head_dim, value_dim = D ? D : head.spec.value_dim;
   for (int64_t j = 0; j < kTile; j += 2) {
     for (int64_t each = j; each < std::min(j + 2, next.count); ++each) {
       prefetch_numbers(head.keys + next.offsets[each], head_dim);
-      prefetch_numbers(head.values + next.offsets[each], head_dim);
+      if (!head.spec.is_latent) prefetch_numbers(head.values + next.offsets[each], value_dim);
     }
-    for (int64_t d = 0; d < head_dim; d += kTileInputs) {
+    for (int64_t d = 0; d < value_dim; d += kTileInputs) {
       Words low, high;
       if constexpr (kIsQuantised<S>) {
         const S *first = head.values + tile.offsets[j] + d, *second = head.values + tile.offsets[j + 1] + d;
@@ -160,15 +161,16 @@ inline Lanes power_of_two(Lanes x) {
 }
 
 // Compute the weights of a tile of slots (online softmax: Milakov and Gimelshein, 2018); return the factor for earlier sums.
-template <typename S>
-inline Lanes weigh(QueryTile* tile, const Tile& slots, const TileScales& scales, int64_t tree_start, float scale, Line* scores,
-                   Line* weights) {
+template <bool IsCapped, typename S>
+inline Lanes weigh(const Head<S>& head, QueryTile* tile, const Tile& slots, const TileScales& scales, Line* scores, Line* weights) {
   const bool is_visible = slots.begin >= tile->fully_visible_from && slots.begin + slots.count <= tile->fully_visible_to;
-  const float log_scale = scale * kLog2E;
+  const int64_t tree_start = head.tree_start();
+  const float log_scale = (IsCapped ? 1.0f : head.spec.scale) * kLog2E;
   Lanes largest[2] = {tile->largest, tile->largest};
   for (int64_t j = 0; j < kTile; ++j) {
     Lanes* score = lanes_of(scores + j);
     if constexpr (kIsQuantised<S>) *score *= scales.keys[j];
+    if constexpr (IsCapped) cap_scores(scores[j].lanes, kLanes, head.spec.scale, head.spec.softcap);
     *score = j < slots.count ? *score * log_scale : Lanes{} + kMinusInfinity;
     if (!is_visible) *score = see(*tile, slots.begin + j, slots.begin + j - tree_start) ? *score : kMinusInfinity;
     largest[j % 2] = *score > largest[j % 2] ? *score : largest[j % 2]; // never NaN
@@ -218,18 +220,19 @@ template <int D, typename S>
 void attend_head_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stride, BFloat16* output) {
   static thread_local TileRoom room;
   const AttentionPlan& plan = head.plan;
-  const int64_t head_dim = D ? D : plan.head_dim, num_rows = head.num_rows(), num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const int64_t head_dim = D ? D : plan.head_dim, value_dim = D ? D : head.spec.value_dim;
+  const int64_t num_rows = head.num_rows(), num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   room.tiles.resize(num_tiles);
   room.queries.resize(num_tiles * head_dim / 2);
-  room.sums.assign(num_tiles * head_dim, Line{});
-  room.values.resize(head_dim);
+  room.sums.assign(num_tiles * value_dim, Line{});
+  room.values.resize(value_dim);
   room.keys.resize(num_lines<BFloat16>(kTile * head_dim));
   int64_t first_slot = std::numeric_limits<int64_t>::max(), end = 0;
   for (int64_t i = 0; i < num_tiles; ++i) {
     const int64_t first_row = i * kTileRows, count = std::min<int64_t>(kTileRows, num_rows - first_row);
     load_queries(head, first_row, count, q, q_stride, &room.tiles[i], &room.queries[i * head_dim / 2]);
   }
-  for (int64_t token = head.item.first_token; token < head.item.first_token + head.item.num_tokens; ++token) {
+  for (int64_t token = head.token(0); token <= head.token(num_rows - 1); ++token) {
     first_slot = std::min(first_slot, head.first_slot(token));
     end = std::max(end, head.end_slot(token));
   }
@@ -251,18 +254,21 @@ void attend_head_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stri
     }
     for (int64_t i = 0; i < num_tiles; ++i) {
       score_queries<D>(head_dim, keys, &room.queries[i * head_dim / 2], room.scores);
-      const Lanes kept = weigh<S>(&room.tiles[i], tile, scales, head.tree_start(), head.scale, room.scores, room.weights);
-      add_values<D>(head_dim, kept, room.weights, room.values.data(), &room.sums[i * head_dim]);
+      const auto weigh_scores = [&](auto is_capped) __attribute__((always_inline)) {
+        return weigh<is_capped>(head, &room.tiles[i], tile, scales, room.scores, room.weights);
+      };
+      const Lanes kept = head.spec.softcap > 0 ? weigh_scores(std::true_type{}) : weigh_scores(std::false_type{});
+      add_values<D>(value_dim, kept, room.weights, room.values.data(), &room.sums[i * value_dim]);
     }
   }
   _tile_release();
 
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t i = row / kTileRows, lane = row % kTileRows;
-    BFloat16* result = output + (head.token(row) * plan.num_heads + head.query_head(row)) * head_dim;
+    BFloat16* result = output + (head.token(row) * plan.num_heads + head.query_head(row)) * value_dim;
     const float factor = 1.0f / room.tiles[i].totals[lane];
-    for (int64_t d = 0; d < head_dim; d += kTileInputs) {
-      const Line* sums = &room.sums[i * head_dim + d + lane];
+    for (int64_t d = 0; d < value_dim; d += kTileInputs) {
+      const Line* sums = &room.sums[i * value_dim + d + lane];
       write_dimensions<S>(load_lanes(sums->lanes), load_lanes(sums[kTileRows].lanes), factor, result + d);
     }
   }
@@ -270,16 +276,16 @@ void attend_head_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stri
 
 template <typename S>
 inline void attend_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stride, BFloat16* output) {
-  const int64_t head_dim = head.plan.head_dim;
-  const auto attend = head_dim == 64    ? attend_head_by_tiles<64, S>
-                      : head_dim == 128 ? attend_head_by_tiles<128, S>
-                                        : attend_head_by_tiles<0, S>;
+  const int64_t dim = head.spec.value_dim == head.plan.head_dim ? head.plan.head_dim : 0; // of both keys and values
+  const auto attend = dim == 64    ? attend_head_by_tiles<64, S>
+                      : dim == 128 ? attend_head_by_tiles<128, S>
+                                   : attend_head_by_tiles<0, S>;
   attend(head, q, q_stride, output);
 }
 
 // Whether dimensions are whole tiles, and tiles of keys lie within blocks.
-inline bool takes_tiles(const AttentionPlan& plan) {
-  return plan.head_dim % kTileInputs == 0 && plan.block_size % kTileRows == 0;
+inline bool takes_tiles(const AttentionPlan& plan, const AttentionSpec& spec) {
+  return plan.head_dim % kTileInputs == 0 && spec.value_dim % kTileInputs == 0 && plan.block_size % kTileRows == 0;
 }
 
 #endif

@@ -20,18 +20,19 @@
 
 namespace {
 
-constexpr int64_t kItemQueries = 64; // most queries of a request that one thread attends at a time
+constexpr int64_t kItemQueries = 64;         // most queries of a request that one thread attends at a time,
+constexpr int64_t kItemNumbers = 128 * 1024; // and of sums of their rows, which stay in the L2 cache
 
-// Working memory of a thread. Dimensions are padded to P, a multiple of kPairInputs.
+// Working memory of a thread. Dimensions of keys are padded to P, a multiple of kPairInputs, and those of values to V.
 template <typename T>
 struct AttentionRoom {
   std::vector<Line> queries;  // Row<T> [rows, P]
   std::vector<Line> keys;     // Row<T> [kTile, P], if they cannot be used in place
-  std::vector<Line> values;   // T [kTile, P], if they cannot be used in place; bfloat16 as pairs of slots [kTile / 2, P, 2]
-  std::vector<Line> sums;     // float [rows, P], weighted sums of values, in their order
+  std::vector<Line> values;   // T [kTile, V], if they cannot be used in place; bfloat16 as pairs of slots [kTile / 2, V, 2]
+  std::vector<Line> sums;     // float [rows, V], weighted sums of values, in their order
   std::vector<float> largest; // [rows], largest score
   std::vector<float> totals;  // [rows], sums of weights
-  std::vector<int64_t> ends;  // [rows], one behind the last slot that is seen
+  std::vector<RowSlots> seen; // [rows]
 };
 
 // Dimensions that are kLanes words.
@@ -113,39 +114,40 @@ inline float weigh(float* scores, float* largest, float* total) {
 // Attend M rows, from `first` on, to a tile of slots; `scales` are of quantised ones.
 template <typename T, int M, typename S>
 void attend_rows(const Head<S>& head, const Tile& tile, const Row<T>* const* keys, const T* const* values, const TileScales* scales,
-                 int64_t dim, int64_t first, AttentionRoom<T>* room) {
+                 int64_t dim, int64_t value_dim, int64_t first, AttentionRoom<T>* room) {
   constexpr int kVectors = kLanes == 4 ? 4 : 2; // of dimensions, whose sums fit into the registers
   const auto compute_scores = dim == 64 ? score<64, Row<T>> : dim == 128 ? score<128, Row<T>> : score<0, Row<T>>;
   Row<T> weights[M][kTile];
   float kept[M];
   for (int row = 0; row < M; ++row) {
     alignas(64) float scores[kTile];
-    compute_scores(numbers_of<Row<T>>(room->queries) + (first + row) * dim, keys, dim, head.scale, scores);
+    compute_scores(numbers_of<Row<T>>(room->queries) + (first + row) * dim, keys, dim, head.spec.scale, scores);
     if constexpr (kIsQuantised<S>) multiply(scores, scales->keys);
-    hide(head, first + row, tile, scores);
+    if (head.spec.softcap > 0) cap_scores(scores, kTile, 1.0f, head.spec.softcap);
+    hide(head, first + row, room->seen[first + row], tile, scores);
     kept[row] = weigh(scores, &room->largest[first + row], &room->totals[first + row]);
     if constexpr (kIsQuantised<S>) multiply(scores, scales->values);
     for (int64_t j = 0; j < kTile; j += kLanes) narrow_lanes(load_lanes(scores + j), &weights[row][j]);
   }
-  for (int64_t d = 0; d < dim; d += kVectors * kLanes) {
-    float* result = numbers_of<float>(room->sums) + first * dim + d;
+  for (int64_t d = 0; d < value_dim; d += kVectors * kLanes) {
+    float* result = numbers_of<float>(room->sums) + first * value_dim + d;
     Lanes sums[kVectors][M];
     for (int v = 0; v < kVectors; ++v)
-      for (int row = 0; row < M; ++row) sums[v][row] = load_lanes(result + row * dim + v * kLanes) * kept[row];
+      for (int row = 0; row < M; ++row) sums[v][row] = load_lanes(result + row * value_dim + v * kLanes) * kept[row];
     for (int64_t j = 0; j < tile.count; j += kPair<T>) {
       const T* packed[kVectors];
       for (int v = 0; v < kVectors; ++v) packed[v] = values[j] + (d + v * kLanes) * kPair<T>;
       add_products<M, kVectors>(&weights[0][j], kTile, packed, sums);
     }
     for (int v = 0; v < kVectors; ++v)
-      for (int row = 0; row < M; ++row) store(sums[v][row], result + row * dim + v * kLanes);
+      for (int row = 0; row < M; ++row) store(sums[v][row], result + row * value_dim + v * kLanes);
   }
 }
 
 // Write a row of results from its sums: those of pairs in the order of `pair_values`, others in their own.
 template <typename T, typename S>
-inline void write_result(const float* sums, float factor, int64_t head_dim, T* result) {
-  for (int64_t d = 0; d < head_dim; ++d) {
+inline void write_result(const float* sums, float factor, int64_t value_dim, T* result) {
+  for (int64_t d = 0; d < value_dim; ++d) {
     const int64_t place = kIsQuantised<S> ? d : d / kStep<T> * kStep<T> + d % kPair<T> * kLanes + d % kStep<T> / kPair<T>;
     narrow(sums[place] * factor, &result[d]);
   }
@@ -155,23 +157,26 @@ template <typename T, typename S>
 void attend_by_vectors(const Head<S>& head, const T* q, int64_t q_stride, T* output) {
   static thread_local AttentionRoom<T> room;
   const AttentionPlan& plan = head.plan;
-  const int64_t num_rows = head.num_rows(), head_dim = plan.head_dim, dim = round_up(plan.head_dim, kPairInputs);
+  const AttentionSpec& spec = head.spec;
+  const int64_t num_rows = head.num_rows(), head_dim = plan.head_dim, dim = round_up(head_dim, kPairInputs);
+  const int64_t value_dim = spec.value_dim, sums_dim = round_up(value_dim, kPairInputs);
   room.queries.assign(num_lines<Row<T>>(num_rows * dim), Line{});
-  room.sums.assign(num_lines<float>(num_rows * dim), Line{});
-  for (std::vector<Line>* lines : {&room.keys, &room.values}) lines->resize(num_lines<float>(2 * kTile * dim));
+  room.sums.assign(num_lines<float>(num_rows * sums_dim), Line{});
+  room.keys.resize(num_lines<float>(kTile * dim));
+  room.values.resize(num_lines<float>(2 * kTile * sums_dim));
   room.largest.assign(num_rows, kMinusInfinity);
-  room.totals.assign(num_rows, 0.0f);
-  room.ends.resize(num_rows);
-  int64_t first_slot = std::numeric_limits<int64_t>::max();
+  room.totals.assign(num_rows, spec.sinks ? 1.0f : 0.0f);
+  room.seen.resize(num_rows);
+  int64_t first_slot = std::numeric_limits<int64_t>::max(), end = 0;
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t token = head.token(row);
-    room.ends[row] = head.end_slot(token);
-    first_slot = std::min(first_slot, head.first_slot(token));
+    if (spec.sinks) room.largest[row] = spec.sinks[head.query_head(row)];
+    const RowSlots& seen = room.seen[row] = {head.first_slot(token), plan.visible_lens[token], head.end_slot(token)};
+    first_slot = std::min(first_slot, seen.first), end = std::max(end, seen.end);
     const T* query = q + token * q_stride + head.query_head(row) * head_dim;
     Row<T>* copy = numbers_of<Row<T>>(room.queries) + row * dim;
     for (int64_t d = 0; d < head_dim; ++d) narrow(widen(query[d]), &copy[kIsQuantised<S> ? key_place<Row<T>>(d) : d]);
   }
-  const int64_t end = *std::max_element(room.ends.begin(), room.ends.end());
   const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, group_rows = (num_rows + num_groups - 1) / num_groups;
   const Tile first_tile = find_tile(head, first_slot / kTile * kTile, end);
   Tile next = first_tile;
@@ -181,60 +186,68 @@ void attend_by_vectors(const Head<S>& head, const T* q, int64_t q_stride, T* out
     const Row<T>* keys[kTile];
     const T* values[kTile];
     const Tile& ahead = next.count ? next : first_tile; // of the next KV head, if this one ends here
-    const auto prefetch = [&](const S* numbers) __attribute__((always_inline)) {
-      for (int64_t j = 0; j < ahead.count; ++j) prefetch_numbers(numbers + (next.count ? 0 : head.next) + ahead.offsets[j], head_dim);
+    const auto prefetch = [&](const S* numbers, int64_t count) __attribute__((always_inline)) {
+      for (int64_t j = 0; j < ahead.count; ++j) prefetch_numbers(numbers + (next.count ? 0 : head.next) + ahead.offsets[j], count);
     };
     TileScales scales;
-    prefetch(head.keys);
+    prefetch(head.keys, head_dim);
     if constexpr (kIsQuantised<S>) {
       scales = find_scales(head, tile);
       widen_keys(head.keys, tile, dim, numbers_of<Row<T>>(room.keys), keys);
-      widen_values(head.values, tile, dim, numbers_of<T>(room.values), values);
+      widen_values(head.values, tile, sums_dim, numbers_of<T>(room.values), values);
     } else {
       find_rows(head.keys, tile, head_dim, dim, numbers_of<Row<T>>(room.keys), keys);
-      find_rows(head.values, tile, head_dim, dim, numbers_of<T>(room.values) + kTile * dim, values);
-      pair_values(values, tile.count, dim, numbers_of<T>(room.values));
+      find_rows(head.values, tile, value_dim, sums_dim, numbers_of<T>(room.values) + kTile * sums_dim, values);
+      pair_values(values, tile.count, sums_dim, numbers_of<T>(room.values));
     }
-    prefetch(head.values);
+    if (!spec.is_latent) prefetch(head.values, value_dim);
     for (int64_t first = 0; first < num_rows; first += group_rows) {
       const int64_t count = std::min(group_rows, num_rows - first);
-      if (*std::max_element(&room.ends[first], &room.ends[first] + count) > tile.begin)
-        with_constant<kMostRows>(count, [&](auto m) { attend_rows<T, m>(head, tile, keys, values, &scales, dim, first, &room); });
+      if (std::any_of(&room.seen[first], &room.seen[first] + count, [&](const RowSlots& each) { return each.end > tile.begin; }))
+        with_constant<kMostRows>(
+            count, [&](auto m) { attend_rows<T, m>(head, tile, keys, values, &scales, dim, sums_dim, first, &room); });
     }
   }
   for (int64_t row = 0; row < num_rows; ++row) {
-    T* result = output + (head.token(row) * plan.num_heads + head.query_head(row)) * head_dim;
-    write_result<T, S>(numbers_of<float>(room.sums) + row * dim, 1.0f / room.totals[row], head_dim, result);
+    T* result = output + (head.token(row) * plan.num_heads + head.query_head(row)) * value_dim;
+    write_result<T, S>(numbers_of<float>(room.sums) + row * sums_dim, 1.0f / room.totals[row], value_dim, result);
   }
 }
 
-// Divide the requests of a plan among threads.
-inline std::vector<AttentionItem> attention_items(const AttentionPlan& plan) {
+// Divide the requests of a plan among threads; where there are fewer requests and KV heads than threads, their rows as well.
+inline std::vector<AttentionItem> attention_items(const AttentionPlan& plan, int64_t value_dim, int64_t num_threads) {
   std::vector<AttentionItem> items;
+  const int64_t* starts = plan.query_start_loc;
+  int64_t num_queried = 0; // requests
+  for (int64_t request = 0; request < plan.num_requests; ++request) num_queried += starts[request] < starts[request + 1];
+  const int64_t num_parts = std::max<int64_t>(num_threads / std::max<int64_t>(num_queried * plan.num_kv_heads, 1), 1); // of each
+  const int64_t group = plan.num_heads / plan.num_kv_heads;
+  const int64_t most_rows = std::min(kItemQueries * group, std::max<int64_t>(kItemNumbers / value_dim, kMostRows));
   for (int64_t request = 0; request < plan.num_requests; ++request) {
-    const int64_t end = plan.query_start_loc[request + 1];
-    for (int64_t first = plan.query_start_loc[request]; first < end; first += kItemQueries)
-      items.push_back({request, first, std::min(kItemQueries, end - first)});
+    const int64_t num_rows = (starts[request + 1] - starts[request]) * group;
+    const int64_t size = std::min(most_rows, std::max<int64_t>((num_rows + num_parts - 1) / num_parts, kMostRows));
+    for (int64_t first = 0; first < num_rows; first += size) items.push_back({request, first, std::min(size, num_rows - first)});
   }
   return items;
 }
 
 template <typename T, typename S>
-void tree_attention(Member& member, const AttentionPlan& plan, const std::vector<AttentionItem>& items, const T* q, int64_t q_stride,
-                    const S* kv_layer, int64_t head_stride, const int64_t* ancestor_bits, T* output, float scale, int64_t window) {
+void tree_attention(Member& member, const AttentionPlan& plan, const AttentionSpec& spec, const std::vector<AttentionItem>& items,
+                    const T* q, int64_t q_stride, const S* kv_layer, int64_t head_stride, const int64_t* ancestor_bits, T* output) {
   int64_t num_slots = 0;
   for (const AttentionItem& item : items) num_slots += plan.seq_lens[item.request];
   const int64_t num_heads = items.size() * plan.num_kv_heads, size = num_slots / std::max<int64_t>(items.size(), 1) * plan.head_dim;
   member.share(num_heads, size, [&](int64_t index) {
     const AttentionItem& item = items[index / plan.num_kv_heads];
     const int64_t kv_head = index % plan.num_kv_heads;
-    const Head<S> head{plan, item, kv_head, plan.num_heads / plan.num_kv_heads, kv_layer + kv_head * head_stride,
-                       kv_layer + (plan.num_kv_heads + kv_head) * head_stride,
+    const S* keys = kv_layer + kv_head * head_stride;
+    const Head<S> head{plan, spec, item, kv_head, plan.num_heads / plan.num_kv_heads,
+                       keys, spec.is_latent ? keys : keys + plan.num_kv_heads * head_stride,
                        kv_head + 1 < plan.num_kv_heads ? head_stride : 0, plan.block_table + item.request * plan.table_width,
-                       ancestor_bits, scale, window};
+                       ancestor_bits};
 #ifdef TITAN_HAS_AMX
     if constexpr (std::is_same_v<T, BFloat16>)
-      if (takes_tiles(plan)) return attend_by_tiles(head, q, q_stride, output);
+      if (takes_tiles(plan, spec)) return attend_by_tiles(head, q, q_stride, output);
 #endif
     attend_by_vectors(head, q, q_stride, output);
   });
@@ -242,12 +255,12 @@ void tree_attention(Member& member, const AttentionPlan& plan, const std::vector
 
 } // namespace
 
-#define TITAN_DEFINE_ATTENTION(T, S, NAME)                                                                                       \
-  extern "C" void tree_attention_##NAME(Team* team, const AttentionPlan* plan, const T* q, int64_t q_stride,                   \
-                                        const S* kv_layer, int64_t head_stride, const int64_t* ancestor_bits, T* output,       \
-                                        float scale, int64_t window) {                                                         \
-    const std::vector<AttentionItem> items = attention_items(*plan);                                                           \
-    team->run([&](Member& member) {                                                                                            \
-      tree_attention(member, *plan, items, q, q_stride, kv_layer, head_stride, ancestor_bits, output, scale, window);          \
-    });                                                                                                                        \
+#define TITAN_DEFINE_ATTENTION(T, S, NAME)                                                                                    \
+  extern "C" void tree_attention_##NAME(Team* team, const AttentionPlan* plan, const AttentionSpec* spec, const T* q,         \
+                                        int64_t q_stride, const S* kv_layer, int64_t head_stride, const int64_t* ancestor_bits,\
+                                        T* output) {                                                                          \
+    const std::vector<AttentionItem> items = attention_items(*plan, spec->value_dim, team->num_threads());                    \
+    team->run([&](Member& member) {                                                                                           \
+      tree_attention(member, *plan, *spec, items, q, q_stride, kv_layer, head_stride, ancestor_bits, output);                 \
+    });                                                                                                                       \
   }

@@ -1,4 +1,4 @@
-// A ragged batch of queries over paged KV, and the location of the slots that they see.
+// A ragged batch of queries over paged KV, what a layer computes of it, and the location of the slots that they see.
 
 #pragma once
 
@@ -25,46 +25,66 @@ struct AttentionPlan {
   const int64_t* positions;       // [T]
   const int64_t* visible_lens;    // [T]
 };
+
+// What the attention of a layer computes; see `titan.core.attention.AttentionSpec`.
+struct AttentionSpec {
+  float scale;
+  float softcap;      // scores become softcap * tanh(score / softcap); 0: they stay
+  int64_t window;     // positions that a query attends to, or those of a chunk
+  int64_t is_chunked; // whether it attends to those from the start of its chunk on
+  int64_t value_dim;  // at most head_dim
+  int64_t is_latent;  // whether the cache holds keys only, whose first numbers are the values
+  const float* sinks; // [num_heads], or null
+};
 }
 
 namespace {
 
 constexpr int kTile = 32; // slots processed together
 
-// Queries of one request that are attended together.
+// Rows of one request that are attended together, of each KV head: row r is query r / group of head r % group.
 struct AttentionItem {
   int64_t request;
-  int64_t first_token;
-  int64_t num_tokens;
+  int64_t first_row;
+  int64_t num_rows;
 };
 
-// Their rows of one KV head, and what they attend to: row r is query r / group of head r % group.
+// Those of one KV head, counted from the first one, and what they attend to.
 template <typename S>
 struct Head {
   const AttentionPlan& plan;
+  const AttentionSpec& spec;
   const AttentionItem& item;
   int64_t kv_head;
   int64_t group;
   const S* keys;   // of this KV head, see slots.h
-  const S* values; // likewise
+  const S* values; // likewise; its keys where they are latents
   int64_t next;    // from here to the next KV head, in elements; 0 for the last one
   const int64_t* blocks;
   const int64_t* ancestor_bits;
-  float scale;
-  int64_t window;
 
-  // Return the first slot that the query `token` sees, and one behind the last.
-  int64_t first_slot(int64_t token) const { return std::max<int64_t>(plan.positions[token] - window + 1, 0); }
+  // Return how many positions the query `token` attends to.
+  int64_t window(int64_t token) const { return spec.is_chunked ? plan.positions[token] % spec.window + 1 : spec.window; }
+
+  // Return the first slot that it sees, and one behind the last.
+  int64_t first_slot(int64_t token) const { return std::max<int64_t>(plan.positions[token] - window(token) + 1, 0); }
   int64_t end_slot(int64_t token) const {
     const uint64_t bits = ancestor_bits[token];
     const int64_t tree_end = bits ? tree_start() + 64 - __builtin_clzll(bits) : 0;
     return std::min(std::max(plan.visible_lens[token], tree_end), plan.seq_lens[item.request]);
   }
 
-  int64_t num_rows() const { return item.num_tokens * group; }
-  int64_t token(int64_t row) const { return item.first_token + row / group; }
-  int64_t query_head(int64_t row) const { return kv_head * group + row % group; }
+  int64_t num_rows() const { return item.num_rows; }
+  int64_t token(int64_t row) const { return plan.query_start_loc[item.request] + (item.first_row + row) / group; }
+  int64_t query_head(int64_t row) const { return kv_head * group + (item.first_row + row) % group; }
   int64_t tree_start() const { return plan.tree_starts[item.request]; }
+};
+
+// What a row sees besides its ancestors, and one behind the last slot that it sees.
+struct RowSlots {
+  int64_t first;
+  int64_t visible_len;
+  int64_t end;
 };
 
 // The slots of a tile, with their offsets in elements of a head; behind its end, those of its last slot.
@@ -110,17 +130,23 @@ inline int64_t nearest_ancestors(int64_t bits, int64_t window) {
   return bits;
 }
 
+// Cap scores: softcap * tanh(factor * score / softcap). Not inline, so that the loops of layers without a cap stay short.
+[[gnu::noinline]] void cap_scores(float* scores, int64_t count, float factor, float softcap) {
+  const float inverse = factor / softcap;
+#pragma omp simd
+  for (int64_t j = 0; j < count; ++j) scores[j] = softcap * hyperbolic_tangent(scores[j] * inverse);
+}
+
 // Mask the scores of those slots of a tile that a row does not see.
 template <typename S>
-inline void hide(const Head<S>& head, int64_t row, const Tile& tile, float* scores) {
-  const int64_t token = head.token(row), visible_len = head.plan.visible_lens[token];
-  const int64_t first = head.first_slot(token);
+inline void hide(const Head<S>& head, int64_t row, RowSlots seen, const Tile& tile, float* scores) {
   std::fill(scores + tile.count, scores + kTile, kMinusInfinity);
-  if (tile.begin + tile.count <= visible_len && tile.begin >= first) return;
-  const uint64_t bits = nearest_ancestors(head.ancestor_bits[token], head.window);
+  if (tile.begin + tile.count <= seen.visible_len && tile.begin >= seen.first) return;
+  const int64_t token = head.token(row);
+  const uint64_t bits = nearest_ancestors(head.ancestor_bits[token], head.window(token));
   for (int64_t j = 0; j < tile.count; ++j) {
     const int64_t slot = tile.begin + j, node = slot - head.tree_start();
-    const bool is_context = slot < visible_len && slot >= first;
+    const bool is_context = slot < seen.visible_len && slot >= seen.first;
     const bool is_ancestor = node >= 0 && node < 64 && (bits >> node & 1);
     if (!is_context && !is_ancestor) scores[j] = kMinusInfinity;
   }

@@ -100,10 +100,11 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
   T* gated = gate_up + num_tokens * widest;
   T* kept_stream = gated + num_tokens * widest / 2; // of the rows that need logits
   T* kept_attended = kept_stream + num_tokens * size;
-  const std::vector<AttentionItem> items = attention_items(plan);
+  Team& team = *static_cast<Team*>(decoder.team);
+  const std::vector<AttentionItem> items = attention_items(plan, head_dim, team.num_threads());
   std::atomic<int64_t> ticks{0}; // of attention, on the thread that called
 
-  static_cast<Team*>(decoder.team)->run([&](Member& member) {
+  team.run([&](Member& member) {
     T *x = stream, *input = attended;
     int64_t num_rows = num_tokens;
     member.share(num_tokens, size, [&](int64_t i) { look_up(decoder, pass.token_ids[i], stream + i * size); });
@@ -116,9 +117,9 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
         rope_and_write_kv(member, qkv, static_cast<const T*>(decoder.rope_table), pass.positions, pass.slot_mapping, kv_layer,
                           head_stride, static_cast<const T*>(layer.qk_norm), decoder.eps, num_tokens, decoder.num_heads,
                           decoder.num_kv_heads, head_dim, plan.block_size);
+        const AttentionSpec spec{decoder.scale, 0.0f, layer.window, false, head_dim, false, nullptr};
         const auto start = std::chrono::steady_clock::now();
-        tree_attention(member, plan, items, qkv, qkv_size, kv_layer, head_stride, pass.ancestor_bits, attended, decoder.scale,
-                       layer.window);
+        tree_attention(member, plan, spec, items, qkv, qkv_size, kv_layer, head_stride, pass.ancestor_bits, attended);
         if (member.is_first()) ticks += (std::chrono::steady_clock::now() - start).count();
       };
       decoder.kv_is_quantised ? attend(static_cast<int8_t*>(layer.kv)) : attend(static_cast<T*>(layer.kv));

@@ -72,13 +72,24 @@ void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_
         rotated[d + half] = head[d + half] * widen(cos[d + half]) + head[d] * widen(sin[d + half]);
       }
       if (is_key)
-        write_slot(rotated, slot_mapping[token], block_size, head_dim, kv_layer + (index - num_heads) * head_stride);
+        write_slot(rotated, head_dim, slot_mapping[token], block_size, head_dim, kv_layer + (index - num_heads) * head_stride);
       else
         copy_row(rotated, head_dim, input);
     }
     for (int64_t index = 0; index < num_kv_heads && slot_mapping[token] >= 0; ++index)
-      write_slot(qkv + token * token_size + (num_qk_heads + index) * head_dim, slot_mapping[token], block_size, head_dim,
+      write_slot(qkv + token * token_size + (num_qk_heads + index) * head_dim, head_dim, slot_mapping[token], block_size, head_dim,
                  kv_layer + (num_kv_heads + index) * head_stride);
+  });
+}
+
+// Write the keys of tokens, or their values, to their slots; the numbers of a row lie side by side.
+template <typename T, typename S>
+void write_rows(Team* team, const T* rows, int64_t token_stride, int64_t row_stride, int64_t size, const int64_t* slots,
+                int64_t num_tokens, S* plane, int64_t head_stride, int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
+  share(team, num_tokens, num_kv_heads * size, [&](int64_t token) {
+    for (int64_t index = 0; index < num_kv_heads; ++index)
+      write_slot(rows + token * token_stride + index * row_stride, size, slots[token], block_size, head_dim,
+                 plane + index * head_stride);
   });
 }
 
@@ -97,3 +108,11 @@ void silu_mul(Member& member, const T* gate_up, T* output, int64_t num_rows, int
 }
 
 } // namespace
+
+#define TITAN_DEFINE_KV_WRITES(T, S, NAME)                                                                                    \
+  extern "C" void write_rows_##NAME(Team* team, const T* rows, int64_t token_stride, int64_t row_stride, int64_t size,        \
+                                    const int64_t* slots, int64_t num_tokens, S* plane, int64_t head_stride,                  \
+                                    int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {                             \
+    write_rows(team, rows, token_stride, row_stride, size, slots, num_tokens, plane, head_stride, num_kv_heads, head_dim,     \
+               block_size);                                                                                                   \
+  }

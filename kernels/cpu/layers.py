@@ -1,4 +1,4 @@
-"""Linear layers and attention on a CPU, in the C++ of this folder."""
+"""Linear layers, attention and KV writes on a CPU, in the C++ of this folder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.core.attention import AttentionSpec, Window
+from titan.core.attention import AttentionSpec, Chunk, Window
 from titan.core.batch import AttentionLayout
+from titan.core.kv_tensor import SCALE_BYTES
 from titan.kernels.cpu.compiled import CompiledKernels, address
 from titan.kernels.cpu.weights import is_packed, look_up, pack_weight, weight_struct
 from titan.kernels.torch.layers import TorchOps
@@ -38,6 +39,26 @@ class PlanStruct(ctypes.Structure):
     ]
 
 
+class SpecStruct(ctypes.Structure):
+    """``AttentionSpec`` of the C++."""
+
+    _fields_ = [
+        ("scale", _FLOAT),
+        ("softcap", _FLOAT),
+        *((name, _INT) for name in ("window", "is_chunked", "value_dim", "is_latent")),
+        ("sinks", _POINTER),
+    ]
+
+
+def spec_struct(spec: AttentionSpec, head_dim: int, is_latent: bool, sinks: Tensor | None) -> SpecStruct:
+    """Return what a layer computes as the library reads it; the sinks must outlive it."""
+    is_chunked = isinstance(spec.window, Chunk)
+    window = spec.window.size if isinstance(spec.window, Chunk) else NO_WINDOW if spec.window is None else spec.window
+    value_dim = head_dim if spec.value_dim is None else spec.value_dim
+    pointer = None if sinks is None else sinks.data_ptr()
+    return SpecStruct(spec.scale, spec.softcap or 0.0, window, is_chunked, value_dim, is_latent, pointer)
+
+
 def plan_struct(layout: AttentionLayout) -> PlanStruct:
     """Return a batch as the library reads it, which must outlive it; the caller fills in the numbers of heads."""
     sizes = len(layout.seq_lens), 0, 0, 0, layout.block_size, layout.block_table.shape[1]
@@ -53,7 +74,9 @@ class CompiledPlan:
 
 
 class CompiledOps(TorchOps):
-    """Linear layers and attention in C++; see `titan.kernels.interfaces.LayerOps`. Passes in one call do not need the rest.
+    """Linear layers, attention and KV writes in C++; see `titan.kernels.interfaces.LayerOps`.
+
+    Passes in one call do not need the rest.
 
     Args:
         kernels: the compiled C++ of this folder.
@@ -65,10 +88,13 @@ class CompiledOps(TorchOps):
 
     def __init__(self, kernels: CompiledKernels, dtype: torch.dtype) -> None:
         super().__init__(torch.device("cpu"))
-        self._kernels = kernels
+        self._kernels, self._dtype = kernels, dtype
         self._multiply = kernels.function("linear", dtype, _POINTER, _POINTER, _INT, _POINTER, _POINTER)
-        arguments = _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _INT
-        self._attend = {each: kernels.function(f"tree_attention{each}", dtype, *arguments) for each in ("", "_int8")}
+        of_attention = _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER
+        of_writes = _POINTER, _INT, _INT, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT, _INT
+        suffixes = "", "_int8"  # of the stored numbers
+        self._attend = {each: kernels.function(f"tree_attention{each}", dtype, *of_attention) for each in suffixes}
+        self._write_rows = {each: kernels.function(f"write_rows{each}", dtype, *of_writes) for each in suffixes}
 
     def pack(self, weight: Tensor) -> Tensor:
         return pack_weight(weight, self._kernels)
@@ -90,22 +116,37 @@ class CompiledOps(TorchOps):
     def tree_attention(
         self, q: Tensor, kv_layer: Tensor, plan: CompiledPlan, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        assert isinstance(spec.window, int | None)
+        assert q.dtype == self._dtype and (sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()))
         num_tokens, num_heads, head_dim = q.shape
         if q.stride(1) != head_dim:
             q = q.contiguous()
-        output = q.new_empty(num_tokens, num_heads * head_dim)
+        layer = spec_struct(spec, head_dim, kv_layer.shape[0] == 1, sinks)
+        output = q.new_empty(num_tokens, num_heads * layer.value_dim)
         struct = plan.struct
         struct.num_heads, struct.num_kv_heads, struct.head_dim = num_heads, kv_layer.shape[1], head_dim
         self._attend["_int8" if kv_layer.dtype == torch.int8 else ""](
             ctypes.addressof(struct),
+            ctypes.addressof(layer),
             q.data_ptr(),
             q.stride(0),
             kv_layer.data_ptr(),
             kv_layer.stride(1),
             address(plan.layout.ancestor_bits),
             output.data_ptr(),
-            spec.scale,
-            NO_WINDOW if spec.window is None else spec.window,
         )
         return output
+
+    def write_kv(self, kv_layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
+        num_tokens, num_kv_heads, head_dim = keys.shape
+        block_size, suffix = kv_layer.shape[3], ""
+        if kv_layer.dtype == torch.int8:
+            block_size, suffix = block_size // (head_dim + SCALE_BYTES), "_int8"
+        write, plane, (plane_stride, head_stride, *_) = self._write_rows[suffix], kv_layer.data_ptr(), kv_layer.stride()
+        for rows in (keys,) if values is None else (keys, values):
+            assert rows.dtype == self._dtype
+            if rows.stride(2) != 1:
+                rows = rows.contiguous()
+            token_stride, row_stride, _ = rows.stride()
+            places = slots.data_ptr(), num_tokens, plane, head_stride, num_kv_heads, head_dim, block_size
+            write(rows.data_ptr(), token_stride, row_stride, rows.shape[2], *places)
+            plane += plane_stride * kv_layer.itemsize

@@ -40,7 +40,7 @@ TRAITS = frozenset(
 )
 """Traits of models whose passes are one call of C++; see `titan.models.config.ModelConfig.traits`."""
 
-OP_TRAITS = TRAITS | {"transformers"}
+OP_TRAITS = TRAITS | {"transformers", "soft_cap", "sinks", "chunked_window", "narrow_values", "latent_kv"}
 """Traits of models whose linear layers and attention are in C++."""
 
 UNPRICED = Worth(agreement=1.0, acceptance=1.0, node_price=-math.inf, row_price=0.0, pass_price=1.0)

@@ -34,22 +34,22 @@ inline void copy_row(const X* row, int64_t size, T* result) {
   }
 }
 
-// Write a row to its slot of a KV head.
+// Write a row of `size` numbers, at most head_dim, to its slot of a KV head; the rest of the slot stays.
 template <typename X, typename S>
-inline void write_slot(const X* row, int64_t slot, int64_t block_size, int64_t head_dim, S* head) {
+inline void write_slot(const X* row, int64_t size, int64_t slot, int64_t block_size, int64_t head_dim, S* head) {
   if constexpr (kIsQuantised<S>) {
     S* block = head + slot / block_size * block_size * slot_size<S>(head_dim);
     S* numbers = block + slot % block_size * head_dim;
-    float size = kLeastSize, poison = 0;
-#pragma omp simd reduction(max : size) reduction(+ : poison)
-    for (int64_t d = 0; d < head_dim; ++d) size = std::max(size, std::fabs(widen(row[d]))), poison += widen(row[d]) * 0.0f;
-    const float factor = kLargestNumber / size, scale = size / kLargestNumber + poison;
+    float largest = kLeastSize, poison = 0;
+#pragma omp simd reduction(max : largest) reduction(+ : poison)
+    for (int64_t d = 0; d < size; ++d) largest = std::max(largest, std::fabs(widen(row[d]))), poison += widen(row[d]) * 0.0f;
+    const float factor = kLargestNumber / largest, scale = largest / kLargestNumber + poison;
 #pragma omp simd
-    for (int64_t d = 0; d < head_dim; ++d) // NaN becomes one of the bounds
+    for (int64_t d = 0; d < size; ++d) // NaN becomes one of the bounds
       numbers[d] = static_cast<S>(std::max(-kLargestNumber, std::min(kLargestNumber, std::nearbyint(widen(row[d]) * factor))));
     std::memcpy(block + block_size * head_dim + slot % block_size * sizeof scale, &scale, sizeof scale);
   } else {
-    copy_row(row, head_dim, head + slot * head_dim);
+    copy_row(row, size, head + slot * head_dim);
   }
 }
 

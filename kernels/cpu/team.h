@@ -84,6 +84,8 @@ public:
     }
   }
 
+  int64_t num_threads() const { return num_threads_; }
+
   // Run `body(member)` on all threads that are free; return when it has returned on each of them.
   template <typename Body>
   void run(const Body& body) {

@@ -71,7 +71,7 @@ class TorchOps:
         queries_and_keys = queries_and_keys * cos + queries_and_keys.roll(head_dim // 2, -1) * sin
         queries: Tensor = queries_and_keys[:, :num_heads]
         keys = queries_and_keys[:, num_heads:]
-        write_kv(kv_layer, places.slots, keys, values)
+        self.write_kv(kv_layer, places.slots, keys, values)
         return queries
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

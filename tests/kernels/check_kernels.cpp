@@ -86,9 +86,9 @@ int check_linear(const char* name) {
 }
 
 // Two requests: a chunk of 70 queries, and a query with a tree of 3 nodes below it, two of them siblings.
-// S is the type of the stored numbers.
+// S is the type of the stored numbers; of what a layer may have beyond a window, it has all or nothing.
 template <typename T, typename S = T>
-int check_attention(const char* name, int64_t head_dim, int64_t window) {
+int check_attention(const char* name, int64_t head_dim, int64_t window, bool has_all = false) {
   constexpr int64_t kHeads = 4, kKvHeads = 2, kBlockSize = 16, kBlocks = 16, kWidth = 8;
   const int64_t start_loc[] = {0, 70, 74}, seq_lens[] = {100, 54}, tree_starts[] = {0, 51};
   std::vector<int64_t> table(2 * kWidth), positions(74), visible(74), bits(74, 0);
@@ -99,11 +99,14 @@ int check_attention(const char* name, int64_t head_dim, int64_t window) {
   bits[71] = 1, bits[72] = 3, bits[73] = 4;
   const AttentionPlan plan{2, kHeads, kKvHeads, head_dim, kBlockSize, kWidth, start_loc, seq_lens, tree_starts, table.data(),
                            positions.data(), visible.data()};
+  const float sinks[] = {-1.0f, 0.5f, 2.0f, 0.0f}, softcap = has_all ? 2.0f : 0.0f;
+  const int64_t value_dim = has_all ? head_dim - 3 : head_dim;
+  const AttentionSpec spec{0.2f, softcap, window, has_all, value_dim, has_all, has_all ? sinks : nullptr};
   const int64_t num_slots = kBlocks * kBlockSize, head_stride = num_slots * slot_size<S>(head_dim);
   const auto q = random_numbers<T>(74 * kHeads * head_dim), numbers = random_numbers<T>(2 * kKvHeads * num_slots * head_dim);
   std::vector<S> kv(2 * kKvHeads * head_stride);
   for (int64_t i = 0; i < 2 * kKvHeads * num_slots; ++i)
-    write_slot(&numbers[i * head_dim], i % num_slots, kBlockSize, head_dim, &kv[i / num_slots * head_stride]);
+    write_slot(&numbers[i * head_dim], head_dim, i % num_slots, kBlockSize, head_dim, &kv[i / num_slots * head_stride]);
   const auto stored = [&](int64_t head, int64_t slot, int64_t d) {
     if constexpr (kIsQuantised<S>) {
       const S* block = &kv[head * head_stride + slot / kBlockSize * kBlockSize * slot_size<S>(head_dim)];
@@ -115,35 +118,36 @@ int check_attention(const char* name, int64_t head_dim, int64_t window) {
       return double(widen(kv[head * head_stride + slot * head_dim + d]));
     }
   };
-  std::vector<T> output(q.size());
+  std::vector<T> output(74 * kHeads * value_dim);
   Team team(2);
-  const auto items = attention_items(plan);
+  const auto items = attention_items(plan, value_dim, team.num_threads());
   team.run([&](Member& member) {
-    tree_attention(member, plan, items, q.data(), kHeads * head_dim, kv.data(), head_stride, bits.data(), output.data(), 0.2f, window);
+    tree_attention(member, plan, spec, items, q.data(), kHeads * head_dim, kv.data(), head_stride, bits.data(), output.data());
   });
   double worst = 0;
   for (int64_t token = 0; token < 74; ++token)
     for (int64_t head = 0; head < kHeads; ++head) {
       const int64_t request = token >= 70;
-      std::vector<double> result(head_dim, 0.0);
-      double total = 0, size = 0;
+      std::vector<double> result(value_dim, 0.0);
+      double total = has_all ? std::exp(double(sinks[head])) : 0, size = 0;
+      const int64_t first = has_all ? positions[token] / window * window : positions[token] - window + 1;
       for (int64_t slot = 0; slot < seq_lens[request]; ++slot) {
         const int64_t node = request ? slot - tree_starts[1] : -1;
-        const bool is_context = slot < visible[token] && slot > positions[token] - window;
+        const bool is_context = slot < visible[token] && slot >= first;
         const int64_t depth = node == 1 ? 1 : 0; // of the node below the first one
-        const bool is_ancestor = node >= 0 && (bits[token] >> node & 1) && 51 + depth > positions[token] - window;
+        const bool is_ancestor = node >= 0 && (bits[token] >> node & 1) && 51 + depth >= first;
         if (!is_context && !is_ancestor) continue;
         const int64_t place = table[request * kWidth + slot / kBlockSize] * kBlockSize + slot % kBlockSize;
         const auto key = [&](int64_t d) { return stored(head / 2, place, d); };
-        const auto value = [&](int64_t d) { return stored(kKvHeads + head / 2, place, d); };
+        const auto value = [&](int64_t d) { return stored((has_all ? 0 : kKvHeads) + head / 2, place, d); };
         double score = 0;
         for (int64_t d = 0; d < head_dim; ++d) score += double(widen(q[(token * kHeads + head) * head_dim + d])) * key(d);
-        const double weight = std::exp(0.2 * score);
+        const double weight = std::exp(has_all ? softcap * std::tanh(0.2 * score / softcap) : 0.2 * score);
         total += weight;
-        for (int64_t d = 0; d < head_dim; ++d) result[d] += weight * value(d), size = std::max(size, std::abs(value(d)));
+        for (int64_t d = 0; d < value_dim; ++d) result[d] += weight * value(d), size = std::max(size, std::abs(value(d)));
       }
-      for (int64_t d = 0; d < head_dim; ++d) {
-        const double exact = result[d] / total, found = widen(output[(token * kHeads + head) * head_dim + d]);
+      for (int64_t d = 0; d < value_dim; ++d) {
+        const double exact = result[d] / total, found = widen(output[(token * kHeads + head) * value_dim + d]);
         const double error = std::abs(found - exact) / (kEps<T> * std::abs(exact) + (kEps<T> + 1e-6) * size);
         worst = error <= worst ? worst : error; // NaN stays
       }
@@ -163,6 +167,8 @@ int main() {
     failures += check_attention<BFloat16, int8_t>("attention, bfloat16, quantised", head_dim, 20);
     failures += check_attention<float>("attention, float32, window", head_dim, 20);
     failures += check_attention<BFloat16>("attention, bfloat16, window", head_dim, 20);
+    failures += check_attention<float>("attention, float32, all", head_dim, 20, true);
+    failures += check_attention<BFloat16, int8_t>("attention, bfloat16, quantised, all", head_dim, 20, true);
   }
   return failures;
 }

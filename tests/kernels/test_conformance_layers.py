@@ -177,6 +177,45 @@ def test_quantised_keys_and_values_are_off_by_half_a_scale_and_only_their_slots_
     assert (errors <= (0.5 / 127 + 3 * rounding) * sizes[is_finite] + 1e-12).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_quantised", [False, True])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_dim", "value_dim", "order"),
+    [(4, 64, 64, (1, 0, 2)), (2, 24, 10, (0, 1, 2)), (1, 576, None, (1, 0, 2)), (3, 40, 40, (2, 1, 0))],
+)
+def test_keys_and_values_reach_their_slots_however_they_lie_in_memory(
+    backend: Backend,
+    dtype: torch.dtype,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None,
+    order: tuple[int, ...],
+    is_quantised: bool,
+) -> None:
+    """Narrow values the first numbers of theirs; latents, which have no values, in a cache of one plane."""
+    rows = [
+        torch.randn(9, num_kv_heads, size, generator=torch.Generator().manual_seed(size)) for size in (head_dim, value_dim) if size
+    ]
+    rows = [each.to(backend.device, dtype).permute(order).contiguous().permute(order) for each in rows]  # its own inverse
+    layout = KVLayout((KVGroup(1, num_kv_heads, head_dim, len(rows)),), torch.int8 if is_quantised else dtype)
+    [kv_layer] = KVTensor(layout, 3, 16, backend.device).layers
+    slots = torch.randperm(48, generator=torch.Generator().manual_seed(3))[:9].to(backend.device)
+    make_ops(backend, dtype).write_kv(kv_layer.fill_(5), slots, rows[0], rows[1] if value_dim else None)
+    is_written = torch.zeros(48, dtype=torch.bool, device=backend.device)
+    is_written[slots] = True
+    numbers, scales = kv_planes(kv_layer, head_dim) if is_quantised else (kv_layer, None)
+    for plane, written in enumerate(rows):
+        found = numbers[plane].flatten(1, 2)
+        assert (found[:, ~is_written] == 5).all()
+        found, written = found[:, slots, : written.shape[2]].double(), written.transpose(0, 1).double()
+        if scales is None:
+            assert torch.equal(found, written)
+        else:
+            sizes = scales[plane].flatten(1, 2)[:, slots].double()
+            torch.testing.assert_close(sizes, written.abs().amax(-1) / 127, rtol=1e-6, atol=0)
+            assert ((found * sizes[..., None] - written).abs() <= 0.5001 * sizes[..., None]).all()
+
+
 # What Triton does beyond that: tensors may lie apart, and beyond 32 bits.
 
 

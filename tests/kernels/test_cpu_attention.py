@@ -7,12 +7,14 @@ from itertools import product
 
 import pytest
 import torch
-from attention_cases import Request, attend, chain, make_case, quantised
-from back_ends import KINDS, make_back_end
+from attention_cases import SCALE, Request, attend, chain, make_case, quantised
+from back_ends import KINDS, make_back_end, make_kernels
 from torch import Tensor
 
-from titan.core.attention import Window
+from titan.core.attention import AttentionSpec, Chunk, LayerSpec, Window
 from titan.core.kv_tensor import kv_planes
+from titan.kernels.cpu.backend import CpuBackend
+from titan.kernels.cpu.kinds import Kind
 from titan.kernels.interfaces import Backend
 
 
@@ -25,8 +27,10 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def attend_all(backend: Backend, requests: Sequence[Request], q: Tensor, kv: Tensor, window: Window = None) -> Tensor:
-    return attend(backend, make_case(list(requests), layout="dense").batch(backend), q, kv, window)
+def attend_all(backend: Backend, requests: Sequence[Request], q: Tensor, kv: Tensor, layer: LayerSpec) -> Tensor:
+    spec, sinks = layer.attention, torch.arange(layer.num_heads) - 1.0 if layer.has_sinks else None
+    batch = make_case(list(requests), layout="dense").batch(backend)
+    return attend(backend, batch, q, kv, spec.window, spec.scale, spec.softcap, spec.value_dim, sinks)
 
 
 @pytest.mark.parametrize("num_nodes", [0, 7, 40])
@@ -56,14 +60,41 @@ def test_chains_and_chunks_are_attended_as_their_tokens_alone(
     """Bit by bit, wherever the context ends, whatever lies behind it, whoever is beside, and also of several pieces for threads."""
     chains, chunks = [Request(root, 1, chain(9)) for root in (0, 3, 14, 31, 60, 127)], [Request(37, 65), Request(0, 150)]
     for request, num_heads in product([*chains, *chunks], (2, 6)):
-        root, num_tokens, neighbour = request.context, request.query_len, Request(50, 3)
-        kv = random(2, 2, 20, 16, head_dim, dtype=dtype, seed=root)
-        kv = quantised(kv)[0] if is_quantised else kv
-        q = random(num_tokens, num_heads, head_dim, dtype=dtype, seed=root + 1)
-        both = attend_all(compiled, [request, neighbour], torch.cat([q, q[:3]]), kv, window)[:-3]
-        for i in range(0, num_tokens, 1 + num_tokens // 20):
-            broken, later = kv.clone(), torch.arange(root + i + 1, 320)  # what is not there yet
-            numbers = kv_planes(broken, head_dim)[1] if is_quantised else broken
-            numbers[:, :, later // 16, later % 16] = torch.nan
-            alone = attend_all(compiled, [Request(root + i)], q[i : i + 1], broken, window)
-            assert torch.equal(alone, both[i : i + 1])
+        layer = LayerSpec(num_heads, 2, head_dim, AttentionSpec(SCALE, window))
+        check_tokens_alone(compiled, layer, request, dtype, is_quantised)
+
+
+def check_tokens_alone(backend: Backend, layer: LayerSpec, request: Request, dtype: torch.dtype, is_quantised: bool) -> None:
+    root, num_tokens, neighbour = request.context, request.query_len, Request(50, 3)
+    kv = random(1 if layer.is_latent else 2, layer.num_kv_heads, 20, 16, layer.head_dim, dtype=dtype, seed=root)
+    kv = quantised(kv)[0] if is_quantised else kv
+    q = random(num_tokens, layer.num_heads, layer.head_dim, dtype=dtype, seed=root + 1)
+    both = attend_all(backend, [request, neighbour], torch.cat([q, q[:3]]), kv, layer)[:-3]
+    for i in range(0, num_tokens, 1 + num_tokens // 20):
+        broken, later = kv.clone(), torch.arange(root + i + 1, 320)  # what is not there yet
+        numbers = kv_planes(broken, layer.head_dim)[1] if is_quantised else broken
+        numbers[:, :, later // 16, later % 16] = torch.nan
+        alone = attend_all(backend, [Request(root + i)], q[i : i + 1], broken, layer)
+        assert torch.equal(alone, both[i : i + 1])
+
+
+LATENTS = LayerSpec(16, 1, 576, AttentionSpec(SCALE / 8, value_dim=512), is_latent=True)
+ALL_AT_ONCE = LayerSpec(6, 2, 96, AttentionSpec(SCALE, Chunk(40), 3.0, 64), has_sinks=True)
+
+
+@pytest.mark.parametrize("is_quantised", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", [LATENTS, ALL_AT_ONCE], ids=["latents", "all at once"])
+def test_so_are_those_of_other_families(compiled: Backend, layer: LayerSpec, dtype: torch.dtype, is_quantised: bool) -> None:
+    for request in (Request(37, 1, chain(9)), Request(70, 34)):
+        check_tokens_alone(compiled, layer, request, dtype, is_quantised)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_that_share_the_rows_of_a_head_change_nothing(kind: Kind, dtype: torch.dtype) -> None:
+    alone, together = (CpuBackend(make_kernels(kind, num_threads)) for num_threads in (1, 5))
+    for request in (Request(70), Request(37, 1, chain(6)), Request(20, 40)):
+        kv = random(1, 1, 20, 16, 576, dtype=dtype)
+        q = random(request.query_len, 16, 576, dtype=dtype, seed=1)
+        assert torch.equal(*(attend_all(each, [request], q, kv, LATENTS) for each in (alone, together)))

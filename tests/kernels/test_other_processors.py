@@ -29,4 +29,4 @@ def test_kernels_agree_with_loops_in_double(name: str, tmp_path: Path) -> None:
     flags, program = [*(set(FLAGS) - {"-shared", "-fPIC"}), *flags], str(tmp_path / "check")
     subprocess.run([compiler, *flags, str(FOLDER / "check_kernels.cpp"), "-o", program], check=True)
     result = subprocess.run([*run, program], capture_output=True, text=True, check=False)
-    assert result.returncode == 0 and len(result.stdout.splitlines()) == 34, result.stdout
+    assert result.returncode == 0 and len(result.stdout.splitlines()) == 44, result.stdout
