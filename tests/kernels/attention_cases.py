@@ -11,7 +11,7 @@ import torch
 from interpreted import DEVICE
 from torch import Tensor
 
-from titan.core.attention import AttentionSpec, Window
+from titan.core.attention import AttentionSpec, Chunk, LayerSpec, Window
 from titan.core.batch import QueryRow, RaggedBatch, build_batch
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor, kv_planes
 from titan.core.limits import MAX_NODES
@@ -19,7 +19,7 @@ from titan.core.trees import DraftTree, DraftTrees, TreeLimits
 from titan.kernels.interfaces import Backend, LayerOps
 from titan.kernels.torch.runner import place_nodes
 from titan.kernels.triton.attention_plan import AttentionGeometry
-from titan.kernels.triton.backend import TritonBackend
+from titan.kernels.triton.layers import TritonOps
 from titan.kernels.triton.pass_inputs import upload_inputs
 
 SCALE = 0.3
@@ -70,8 +70,15 @@ class Request:
         lines += [[*range(self.tree_start), *(self.tree_start + each for each in self.path(node))] for node in self.nodes]
         visible = torch.zeros(self.query_len, self.seq_len, dtype=torch.bool)
         for row, line in zip(visible, lines, strict=True):  # the slots on the way to this token, itself last
-            row[line if window is None else line[-window:]] = True
+            row[line[first_position(window, len(line) - 1) :]] = True
         return visible
+
+
+def first_position(window: Window, position: int) -> int:
+    """The first position that a token at this one sees."""
+    if isinstance(window, Chunk):
+        return position // window.size * window.size
+    return 0 if window is None else max(position - window + 1, 0)
 
 
 def chain(num_nodes: int) -> list[int]:
@@ -120,15 +127,29 @@ class Case:
         trees = DraftTrees.of(proposal, limits, drafter="test", vocab_size=1, upload=backend.upload, device=backend.device)
         return build_batch(rows, trees, block_size=self.block_size)
 
-    def expected(self, q: Tensor, kv: Tensor, scale: float = SCALE, softcap: float | None = None) -> Tensor:
+    def expected(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        scale: float = SCALE,
+        softcap: float | None = None,
+        value_dim: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         seen = [(each.block_ids, each.must_see(self.window)) for each in self.requests]
-        return reference_attention(q, kv, seen, scale, softcap)
+        return reference_attention(q, kv, seen, scale, softcap, value_dim, sinks)
 
 
 def reference_attention(
-    q: Tensor, kv_layer: Tensor, seen: Sequence[tuple[Sequence[int], Tensor]], scale: float, softcap: float | None = None
+    q: Tensor,
+    kv_layer: Tensor,
+    seen: Sequence[tuple[Sequence[int], Tensor]],
+    scale: float,
+    softcap: float | None = None,
+    value_dim: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention over a mask, one dense product per request: float64 [T, num_heads * head_dim].
+    """Attention over a mask, one dense product per request: float64 [T, num_heads * value_dim].
 
     Of each request ``seen`` has its physical block ids and the slots that its queries see, bool [query_len, slots]; what is in
     others may be NaN. Behind the queries of all there may be padding, which gives 0.
@@ -139,13 +160,16 @@ def reference_attention(
         slots = mask.any(0).nonzero()[:, 0]
         blocks = torch.tensor(block_ids, device=q.device)[slots // block_size]
         kv = kv_layer[:, :, blocks, slots % block_size].double()
-        keys, values = kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)  # [num_heads, slots, head_dim]
+        kv = kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)  # [planes, num_heads, slots, head_dim]
+        keys, values = kv[0], kv[-1, ..., :value_dim]
         scores = torch.einsum("thd,hnd->htn", q[start : start + len(mask)].double(), keys) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        weights = scores.masked_fill(~mask[:, slots], float("-inf")).softmax(-1)
-        outputs.append(torch.einsum("htn,hnd->thd", weights, values))
-    padding = torch.zeros(len(q) - sum(map(len, outputs)), *q.shape[1:], dtype=torch.float64, device=q.device)
+        weights = scores.masked_fill(~mask[:, slots], float("-inf")).exp()
+        totals = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.double().to(q.device).exp()[:, None, None])
+        outputs.append(torch.einsum("htn,hnd->thd", weights / totals, values))
+    width = kv_layer.shape[-1] if value_dim is None else value_dim
+    padding = torch.zeros(len(q) - sum(map(len, outputs)), q.shape[1], width, dtype=torch.float64, device=q.device)
     return torch.cat([*outputs, padding]).flatten(1)
 
 
@@ -197,17 +221,19 @@ def device_inputs(case: Case, num_padded: int = 0) -> dict[str, Tensor]:
     }
 
 
-def random_kv(case: Case, num_kv_heads: int, dtype: torch.dtype, head_dim: int, *, spares_owned: bool = True) -> Tensor:
+def random_kv(
+    case: Case, num_kv_heads: int, dtype: torch.dtype, head_dim: int, *, spares_owned: bool = True, num_planes: int = 2
+) -> Tensor:
     """NaN where nobody may look; large values in slots that nobody sees, though their owner may load them.
 
     A request may load all slots of its blocks, or else, unless ``spares_owned``, those from the window of its first token on.
     """
     generator = torch.Generator().manual_seed(0)
-    kv = torch.randn(2, num_kv_heads, case.num_blocks, case.block_size, head_dim, generator=generator).to(dtype)
+    kv = torch.randn(num_planes, num_kv_heads, case.num_blocks, case.block_size, head_dim, generator=generator).to(dtype)
     is_seen = torch.zeros(case.num_blocks, case.block_size, dtype=torch.bool)
     is_loaded = is_seen.clone()
     for request in case.requests:
-        first = 0 if case.window is None else request.context + (request.num_tokens > 0) - case.window
+        first = first_position(case.window, request.context - (request.num_tokens == 0))
         slots, blocks = torch.arange(request.seq_len), torch.tensor(request.block_ids, dtype=torch.int64)
         places = blocks[slots // case.block_size], slots % case.block_size
         is_seen[places] |= request.must_see(case.window).any(0)
@@ -221,8 +247,8 @@ def random_kv(case: Case, num_kv_heads: int, dtype: torch.dtype, head_dim: int, 
 
 def quantised(kv: Tensor) -> tuple[Tensor, Tensor]:
     """Blocks of int8 and their scales, near these numbers, and what they stand for: float64, of the shape of ``kv``."""
-    _, num_kv_heads, num_blocks, block_size, head_dim = kv.shape
-    layout = KVLayout((KVGroup(1, num_kv_heads, head_dim),), torch.int8)
+    num_planes, num_kv_heads, num_blocks, block_size, head_dim = kv.shape
+    layout = KVLayout((KVGroup(1, num_kv_heads, head_dim, num_planes),), torch.int8)
     [blocks] = KVTensor(layout, num_blocks, block_size, torch.device("cpu")).layers
     numbers, scales = kv_planes(blocks, head_dim)
     scales.copy_(kv.float().abs().amax(-1) / 127)
@@ -236,17 +262,35 @@ def queries(num_tokens: int, num_heads: int, dtype: torch.dtype, head_dim: int, 
     return torch.randn(num_tokens, num_heads + 2, head_dim, generator=generator).to(device, dtype)[:, :num_heads]
 
 
-def make_ops(backend: Backend, dtype: torch.dtype) -> LayerOps:
-    return backend.layer_ops(dtype, frozenset())
+def make_ops(backend: Backend, dtype: torch.dtype, traits: frozenset[str] = frozenset()) -> LayerOps:
+    return backend.layer_ops(dtype, traits)
 
 
-def attend(backend: Backend, batch: RaggedBatch, q: Tensor, kv: Tensor, window: Window = None, scale: float = SCALE) -> Tensor:
-    ops, layout, windows = make_ops(backend, q.dtype), batch.attention, (None,) if window is None else (None, window)
+def supports(backend: Backend, dtype: torch.dtype, traits: frozenset[str]) -> bool:
+    """Whether the back end has attention of its own for these traits; all fall back on the reference."""
+    return isinstance(backend.layer_ops(dtype, traits), type(make_ops(backend, dtype)))
+
+
+def attend(
+    backend: Backend,
+    batch: RaggedBatch,
+    q: Tensor,
+    kv: Tensor,
+    window: Window = None,
+    scale: float = SCALE,
+    softcap: float | None = None,
+    value_dim: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    spec = AttentionSpec(scale, window, softcap, value_dim)
+    layer = LayerSpec(q.shape[1], kv.shape[1], q.shape[2], spec, sinks is not None, kv.shape[0] == 1)
+    ops, layout, windows = make_ops(backend, q.dtype, layer.traits), batch.attention, (None,) if window is None else (None, window)
     plan: Any
-    if isinstance(backend, TritonBackend):
+    if isinstance(ops, TritonOps):
         geometry = AttentionGeometry(q.shape[1], kv.shape[1], q.shape[2], layout.block_size, q.dtype)
         plan = ops.plan_attention(upload_inputs(batch, geometry, backend.device, SHORT_QUERY_LEN).attention, windows)
     else:
         place_nodes(batch)
         plan = ops.plan_attention(layout, windows)
-    return ops.tree_attention(q.to(backend.device), kv.to(backend.device), plan, AttentionSpec(scale, window)).cpu()
+    sinks = None if sinks is None else sinks.to(backend.device)
+    return ops.tree_attention(q.to(backend.device), kv.to(backend.device), plan, spec, sinks).cpu()

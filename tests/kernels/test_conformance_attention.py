@@ -20,10 +20,11 @@ from attention_cases import (
     random_parents,
     reference_attention,
     star,
+    supports,
 )
 from torch import Tensor
 
-from titan.core.attention import Window
+from titan.core.attention import AttentionSpec, Chunk, LayerSpec, Window
 from titan.core.batch import RaggedBatch
 from titan.core.growth import Feed, ShapeSpec, main_path_order, shape_plan
 from titan.core.limits import MAX_NODES
@@ -56,11 +57,21 @@ def check(
     head_dim: int = 16,
     is_quantised: bool = False,
 ) -> None:
-    kv = exact = random_kv(case, num_kv_heads, dtype, head_dim)
+    check_layer(backend, case, LayerSpec(num_heads, num_kv_heads, head_dim, AttentionSpec(SCALE, case.window)), dtype, is_quantised)
+
+
+def check_layer(backend: Backend, case: Case, layer: LayerSpec, dtype: torch.dtype, is_quantised: bool = False) -> None:
+    spec = layer.attention
+    kv = exact = random_kv(case, layer.num_kv_heads, dtype, layer.head_dim, num_planes=1 if layer.is_latent else 2)
+    if spec.value_dim is not None and not layer.is_latent:
+        kv[1, ..., spec.value_dim :] = 300.0 if is_quantised else torch.nan
     if is_quantised:
         kv, exact = quantised(kv)
-    q = queries(case.query_start_loc[-1], num_heads, dtype, head_dim)
-    assert_near(attend(backend, case.batch(backend), q, kv, case.window), case.expected(q, exact), dtype)
+    q = queries(case.query_start_loc[-1], layer.num_heads, dtype, layer.head_dim)
+    sinks = torch.randn(layer.num_heads, generator=torch.Generator().manual_seed(2)) if layer.has_sinks else None
+    rest = spec.scale, spec.softcap, spec.value_dim, sinks
+    output = attend(backend, case.batch(backend), q, kv, case.window, *rest)
+    assert_near(output, case.expected(q, exact, *rest), dtype)
 
 
 @pytest.mark.parametrize("is_quantised", [False, True])
@@ -79,9 +90,36 @@ def test_any_mix_of_queries(backend: Backend, is_quantised: bool) -> None:
         check(backend, case, *heads, dtype, head_dim, is_quantised)
 
 
-@pytest.mark.parametrize("window", [None, 4])
+LAYERS = {
+    "caps": LayerSpec(4, 2, 64, AttentionSpec(SCALE, 24, 3.0)),
+    "sinks": LayerSpec(6, 2, 64, AttentionSpec(SCALE, 5), has_sinks=True),
+    "chunks": LayerSpec(2, 2, 128, AttentionSpec(SCALE, Chunk(12))),
+    "narrow values": LayerSpec(4, 2, 192, AttentionSpec(SCALE / 4, None, None, 128)),
+    "latents": LayerSpec(16, 1, 576, AttentionSpec(SCALE / 8, None, None, 512), is_latent=True),
+    "latents of many heads": LayerSpec(128, 1, 40, AttentionSpec(SCALE, None, None, 24), is_latent=True),
+    "all at once": LayerSpec(6, 2, 80, AttentionSpec(SCALE, Chunk(24), 3.0, 40), has_sinks=True),
+    "all at once over latents": LayerSpec(16, 1, 96, AttentionSpec(SCALE, Chunk(24), 3.0, 64), has_sinks=True, is_latent=True),
+}
+"""What layers of families beyond Llama's have; each with trees deeper than its window, and across the edges of its chunks."""
+
+
+@pytest.mark.parametrize("is_quantised", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_layers_of_other_families(backend: Backend, layer: LayerSpec, dtype: torch.dtype, is_quantised: bool) -> None:
+    if not supports(backend, dtype, layer.traits):
+        pytest.skip(f"its attention lacks one of {sorted(layer.traits)}")
+    rng = np.random.default_rng(0)
+    requests = [Request(10, 1, chain(6)), Request(35, 2, random_parents(rng, 40)), Request(70), Request(0, 30), Request(20, 64)]
+    num_requests = 3 if isinstance(backend, TritonBackend) else 5
+    check_layer(backend, make_case(requests[:num_requests], window=layer.attention.window), layer, dtype, is_quantised)
+
+
+@pytest.mark.parametrize("window", [None, 4, Chunk(16)])
 def test_trees_at_block_edges(backend: Backend, window: Window) -> None:
     """A star, a chain, a tree of 63 nodes and one behind a prefill chunk, each begun at every offset that matters."""
+    if isinstance(window, Chunk) and not supports(backend, torch.float32, frozenset({"chunked_window"})):
+        pytest.skip("its attention lacks chunks")
     requests, rng = [], np.random.default_rng(0)
     for context in (0, 1, 15, 16, 31, 32, 63):
         requests += [Request(context, 1, star(7)), Request(context, 1, chain(6)), Request(context, 9, random_parents(rng, 5))]
