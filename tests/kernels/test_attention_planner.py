@@ -12,8 +12,8 @@ from attention_cases import Request, chain, device_inputs, make_case
 from interpreted import DEVICE
 
 from titan.core.attention import Window
-from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, DeviceLayout, TreeAttentionPlan
-from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, DeviceLayout
+from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.tuning import num_multiprocessors, tile_config
 
 CANDIDATES = [length * 2**i for i in range(16) for length in (128, 192)]
@@ -30,8 +30,8 @@ class Batch:
 
     def plan(self, windows: tuple[Window, ...], fixed_chunk: int | None) -> TreeAttentionPlan:
         longest = max(request.query_len for request in self.case.requests)
-        layout = DeviceLayout(self.geometry, **self.inputs, short_query_len=SHORT_QUERY_LEN, max_query_len=longest)
-        return plan_tree_attention(layout, windows, fixed_chunk)
+        layout = DeviceLayout(self.geometry.block_size, **self.inputs, short_query_len=SHORT_QUERY_LEN, max_query_len=longest)
+        return TreeAttentionPlan(layout, windows, fixed_chunk)
 
 
 def random_batch(seed: int) -> Batch:
@@ -113,7 +113,7 @@ def test_records_are_those_of_plain_loops(fixed_chunk: int | None, num_batches: 
         windows = (None, sizes[seed % len(sizes)])
         plan = batch.plan(windows, fixed_chunk)
         for window in windows:
-            launches = plan.launches[window]
+            launches = plan.launches(batch.geometry, window)
             has_long = max(request.query_len for request in batch.case.requests) > SHORT_QUERY_LEN
             assert [launch.ancestor_bits is not None for launch in launches] == [True, False][: 1 + has_long]
             for launch in launches:
@@ -130,11 +130,11 @@ def test_records_are_those_of_plain_loops(fixed_chunk: int | None, num_batches: 
 
 def test_few_requests_with_long_contexts_are_split_and_many_are_not() -> None:
     geometry = AttentionGeometry(8, 2, 64, 16, torch.bfloat16)
-    few = Batch(geometry, [Request(3996, 1, chain(3))]).plan((None,), None).launches[None][0]
+    few = Batch(geometry, [Request(3996, 1, chain(3))]).plan((None,), None).launches(geometry, None)[0]
     num_running = few.num_running // geometry.num_kv_heads
     assert min(num_running, 4000 // 128) / 2 <= few.counts[0] <= 2 * num_running
     number = min(8 * num_running, MAX_REQUESTS)
-    many = Batch(geometry, [Request(3996, 1, chain(3)) for _ in range(number)]).plan((None,), None).launches[None][0]
+    many = Batch(geometry, [Request(3996, 1, chain(3)) for _ in range(number)]).plan((None,), None).launches(geometry, None)[0]
     assert many.counts.tolist() == [number, 0]
 
 
@@ -142,7 +142,7 @@ def test_a_uniform_batch_that_fills_the_device_twice_is_split(monkeypatch: pytes
     """The sizes of Llama 3 8B on an H200: 576 programs, of which 264 run at a time, would take three rounds."""
     monkeypatch.setattr("titan.kernels.triton.attention_planner.num_multiprocessors", lambda device: 132)
     geometry = AttentionGeometry(32, 8, 128, 16, torch.bfloat16)
-    [launch] = Batch(geometry, [Request(4096, 1, chain(6)) for _ in range(72)]).plan((None,), None).launches[None]
+    [launch] = Batch(geometry, [Request(4096, 1, chain(6)) for _ in range(72)]).plan((None,), None).launches(geometry, None)
     num_tiles, num_merges = launch.counts.tolist()
     assert num_merges == 72 and 2 * 72 <= num_tiles <= len(launch.part_outputs)
     assert launch.part_outputs.nbytes <= 33 * 2**20
@@ -158,8 +158,8 @@ def test_bits_of_ancestors_beyond_the_window_are_dropped(window: int) -> None:
     batch = Batch(geometry, [Request(0)], num_padded=299)
     batch.inputs["ancestor_bits"] = torch.from_numpy(bits.view(np.int64)).to(DEVICE)
     plan = batch.plan((window, 64), None)
-    kept = plan.launches[window][0].ancestor_bits
+    kept = plan.launches(geometry, window)[0].ancestor_bits
     assert kept is not None
     expected = [sum(1 << bit for bit in [bit for bit in range(64) if each >> bit & 1][-window:]) for each in bits.tolist()]
     assert kept.cpu().numpy().view(np.uint64).tolist() == expected
-    assert plan.launches[64][0].ancestor_bits is batch.inputs["ancestor_bits"]
+    assert plan.launches(geometry, 64)[0].ancestor_bits is batch.inputs["ancestor_bits"]

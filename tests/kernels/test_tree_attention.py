@@ -16,8 +16,8 @@ from torch import Tensor
 
 from titan.core.attention import AttentionSpec, Window
 from titan.core.limits import MAX_NODES
-from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
-from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.kernels.triton.attention_plan import DeviceLayout
+from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.tools import INTERPRETED
 from titan.kernels.triton.tree_attention import tree_attention
 
@@ -50,14 +50,13 @@ class Batch:
         self.case = make_case(requests, setup.block_size, setup.window, seed=setup.seed)
         self.kv = random_kv(self.case, setup.num_kv_heads, setup.dtype, setup.head_dim, spares_owned=False).to(DEVICE)
         self.q = queries(self.case.query_start_loc[-1] + setup.num_padded, num_heads, setup.dtype, setup.head_dim, DEVICE)
-        self.geometry = AttentionGeometry(num_heads, setup.num_kv_heads, setup.head_dim, setup.block_size, setup.dtype)
         self.inputs = device_inputs(self.case, setup.num_padded)
         self.scale = 1.5 * float(setup.head_dim) ** -0.5
 
     def run(self) -> Tensor:
         setup, longest = self.setup, max(each.query_len for each in self.case.requests)
-        layout = DeviceLayout(self.geometry, **self.inputs, short_query_len=setup.short_query_len, max_query_len=longest)
-        plan = plan_tree_attention(layout, (None,) if setup.window is None else (None, setup.window), setup.fixed_chunk)
+        layout = DeviceLayout(setup.block_size, **self.inputs, short_query_len=setup.short_query_len, max_query_len=longest)
+        plan = TreeAttentionPlan(layout, (None,) if setup.window is None else (None, setup.window), setup.fixed_chunk)
         return tree_attention(self.q, self.kv, plan, AttentionSpec(self.scale, setup.window, setup.softcap))
 
     def check(self) -> None:
