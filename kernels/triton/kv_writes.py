@@ -67,12 +67,13 @@ def _write_kv_kernel(
     dims = tl.arange(0, BLOCK_D)[None, :]
     is_head = heads < NUM_KV_HEADS
     is_written = is_head & (dims < KEY_DIM)
+    is_loaded = is_written
     places = keys_ptr + token * stride_keys_token + heads * stride_keys_head + dims
     if values_ptr is not None:
         if plane == 1:
-            is_written = is_head & (dims < VALUE_DIM)
+            is_loaded = is_head & (dims < VALUE_DIM)
             places = values_ptr + token * stride_values_token + heads * stride_values_head + dims
-    numbers = tl.load(places, mask=is_written, other=0.0)
+    numbers = tl.load(places, mask=is_loaded, other=0.0)
 
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     places = kv_ptr + plane.to(tl.int64) * stride_kv + heads * stride_kv_head + block * stride_kv_block + offset * stride_kv_offset
@@ -94,7 +95,7 @@ def write_kv(kv_layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor | Non
             contiguous. Quantisation is that of `titan.kernels.torch.quantised_kv`.
         slots: int64 [T], distinct but for -1.
         keys: [T, K, D], bfloat16, float16 or float32; the dtype of a cache that is not quantised.
-        values: [T, K, V], V at most D, dtype of ``keys``; the rest of their slots stays as it is. ``None``: there is one plane.
+        values: [T, K, V], V at most D, dtype of ``keys``; the rest of their slots becomes 0. ``None``: there is one plane.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype, strides or device.
@@ -105,8 +106,8 @@ def write_kv(kv_layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor | Non
     num_tokens, num_kv_heads, head_dim = keys.shape
     numbers, scales = kv_planes(kv_layer, head_dim) if kv_layer.dtype == torch.int8 else (kv_layer, None)
     num_planes = 1 if values is None else 2
-    shape, dtypes = (num_planes, num_kv_heads, None, None, head_dim), (keys.dtype, torch.int8)
-    require("kv_layer", numbers, shape=shape, dtypes=dtypes, device=device, contiguous=False, is_written=True)
+    layer_shape, dtypes = (num_planes, num_kv_heads, None, None, head_dim), (keys.dtype, torch.int8)
+    require("kv_layer", numbers, shape=layer_shape, dtypes=dtypes, device=device, contiguous=False, is_written=True)
     require("slots", slots, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
     if values is not None:
         shape = (num_tokens, num_kv_heads, None)

@@ -5,6 +5,7 @@ Nothing is tuned while serving.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,7 @@ def tile_config(max_rows: int | None, *, head_dim: int, dtype: torch.dtype, devi
         major, minor = torch.cuda.get_device_capability(device)
         capability = 10 * major + minor
     is_large = head_dim > 256
+    configs: Sequence[TileConfig]
     if dtype == torch.float32:
         configs = FLOAT32_LARGE_CONFIGS if is_large else FLOAT32_CONFIGS
     else:

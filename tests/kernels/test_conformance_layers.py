@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor, kv_planes
 from titan.kernels.interfaces import Backend, LayerOps, TokenPlaces
 from titan.kernels.triton.gate import silu_mul
+from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.layers import TritonOps
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
@@ -177,6 +179,40 @@ def test_quantised_keys_and_values_are_off_by_half_a_scale_and_only_their_slots_
     assert (errors <= (0.5 / 127 + 3 * rounding) * sizes[is_finite] + 1e-12).all()
 
 
+@pytest.mark.parametrize("is_quantised", [False, True])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim", "value_dim"), [(3, 40, None), (2, 24, 10), (1, 576, 0)])
+def test_keys_and_values_are_written_to_their_slots_alone(
+    backend: Backend, num_kv_heads: int, head_dim: int, value_dim: int | None, is_quantised: bool
+) -> None:
+    """Those of a model of another library lie in memory by heads; values may be narrower than their slots, or missing."""
+    num_tokens, num_planes = 7, 1 if value_dim == 0 else 2
+    ops, layout = make_ops(backend, torch.float32), KVLayout((KVGroup(1, num_kv_heads, head_dim, num_planes),), torch.int8)
+    written = [random(backend, num_kv_heads, num_tokens, head_dim, dtype=torch.float32).transpose(0, 1)]
+    if num_planes == 2:
+        written.append(
+            random(backend, num_kv_heads, num_tokens, value_dim or head_dim, dtype=torch.float32, seed=1).transpose(0, 1)
+        )
+    slots = torch.tensor([17, 3, 40, 0, 31, 32, 16])
+    if isinstance(ops, TritonOps):  # others pad a pass with it
+        slots[[2, 6]] = -1
+    [kv_layer] = KVTensor(layout if is_quantised else replace(layout, dtype=torch.float32), 3, 16, backend.device).layers
+    kv_layer.fill_(5)
+    ops.write_kv(kv_layer, slots.to(backend.device), written[0], written[1] if num_planes == 2 else None)
+    numbers, scales = kv_planes(kv_layer, head_dim) if is_quantised else (kv_layer, None)
+    for plane, rows in enumerate(written):
+        by_slot = numbers[plane].flatten(1, 2).cpu()
+        for slot, row in zip(slots.tolist(), rows.cpu(), strict=True):
+            found = by_slot[:, slot, : row.shape[-1]]
+            if slot >= 0 and scales is not None:
+                scale = scales[plane].flatten(1, 2)[:, slot].cpu()
+                torch.testing.assert_close(scale, row.abs().amax(-1) / 127)
+                torch.testing.assert_close(found, (row / scale[:, None]).round().to(torch.int8), rtol=0, atol=1)
+            elif slot >= 0:
+                assert torch.equal(found, row)
+        others = [slot for slot in range(48) if slot not in slots]
+        assert (by_slot[:, others] == 5).all()
+
+
 # What Triton does beyond that: tensors may lie apart, and beyond 32 bits.
 
 
@@ -249,4 +285,5 @@ def test_no_tokens_are_no_work_on_triton() -> None:
     places = TokenPlaces(make_table(1, 8).to(DEVICE), none, none)
     assert rope_and_write_kv(torch.zeros(0, 24, device=DEVICE), places, kv_layer).shape == (0, 1, 8)
     assert rms_norm(torch.zeros(0, 8, device=DEVICE), torch.ones(8, device=DEVICE), 1e-5).shape == (0, 8)
+    write_kv(kv_layer, none, torch.zeros(0, 1, 8, device=DEVICE), torch.zeros(0, 1, 8, device=DEVICE))
     assert silu_mul(torch.zeros(0, 16, device=DEVICE)).shape == (0, 8) and not kv_layer.any()
