@@ -18,7 +18,7 @@ from titan.core.attention import AttentionSpec, Chunk, LayerSpec, kv_groups
 from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.kernels.interfaces import Backend, PassCounts, PassInputs
 from titan.kernels.triton.backend import TritonBackend
-from titan.kernels.triton.cuda_graphs import Replay
+from titan.kernels.triton.cuda_graphs import Replay, Replays
 from titan.kernels.triton.runner import TritonRunner
 
 LAYERS = (
@@ -105,5 +105,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_why_once(c
             twins.run(twins.parts(query_lens))
     assert len(tried) == 2 and twins.counts == PassCounts(num_replayed=1, num_eager=5)
     [record] = caplog.records
+    with pytest.raises(ValueError, match="a number was read on the host"):  # of Titan's own models
+        Replays(failing_capture([], 0), PassCounts(), DEVICE).record(0, lambda: torch.zeros(1), "a pass")
     reason = "a pass of 1 tokens could not be captured: ValueError: a number was read on the host"
     assert record.levelname == "WARNING" and record.getMessage() == f"this model runs without CUDA graphs, since {reason}"

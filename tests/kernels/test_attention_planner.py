@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import Request, chain, device_inputs, make_case
+from attention_cases import Request, chain, device_inputs, first_position, make_case
 from interpreted import DEVICE
 
-from titan.core.attention import Window
+from titan.core.attention import Chunk, Window, window_sizes
 from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, DeviceLayout
 from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.tuning import num_multiprocessors, tile_config
@@ -67,10 +67,11 @@ def expected_records(
         first_row = batch.case.query_start_loc[i] * group
         if window is not None:
             tokens_of_tile = -(-(block_m + group - 1) // group)  # a tile may begin within a token
-            most = most - max(visible_lens[0] - window, 0) if is_short else min(most, window + tokens_of_tile - 1)
+            size = window.size if isinstance(window, Chunk) else window
+            most = most - first_position(window, visible_lens[0] - 1) if is_short else min(most, size + tokens_of_tile - 1)
         for row in range(0, query_len * group, block_m):
             num_rows = min(block_m, query_len * group - row)
-            first_slot = 0 if window is None else max(visible_lens[row // group] - window, 0)
+            first_slot = first_position(window, visible_lens[row // group] - 1)
             end_slot = request.seq_len if is_short else visible_lens[(row + num_rows - 1) // group]
             tiles.append((i, first_row + row, num_rows, first_slot, end_slot, most))
 
@@ -104,9 +105,9 @@ def config_of(batch: Batch, is_short: bool) -> Any:
 @pytest.mark.parametrize(
     ("fixed_chunk", "num_batches", "sizes"),
     # with the latter, a tile's slots are one more than a chunk, where few tokens share a tile of 128 rows
-    [(None, 20, (1, 60, 300, 5000)), (512, 12, (386, 470, 494))],
+    [(None, 20, (1, 60, 300, 5000, Chunk(50), Chunk(700))), (512, 12, (386, 470, 494))],
 )
-def test_records_are_those_of_plain_loops(fixed_chunk: int | None, num_batches: int, sizes: Sequence[int]) -> None:
+def test_records_are_those_of_plain_loops(fixed_chunk: int | None, num_batches: int, sizes: Sequence[Window]) -> None:
     num_splits = set()
     for seed in range(num_batches):
         batch = random_batch(seed)
@@ -148,18 +149,23 @@ def test_a_uniform_batch_that_fills_the_device_twice_is_split(monkeypatch: pytes
     assert launch.part_outputs.nbytes <= 33 * 2**20
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 62, 63])
-def test_bits_of_ancestors_beyond_the_window_are_dropped(window: int) -> None:
-    rng = np.random.default_rng(window)
+@pytest.mark.parametrize("window", [1, 2, 5, 62, 63, Chunk(9), Chunk(80)])
+def test_bits_of_ancestors_beyond_the_window_are_dropped(window: int | Chunk) -> None:
+    rng = np.random.default_rng(0)
     bits = rng.integers(0, 2**64, 300, dtype=np.uint64) & rng.integers(0, 2**64, 300, dtype=np.uint64)
     bits[:4] = [0, 1, 2**63, 2**64 - 1]
     bits[4:100] |= rng.integers(0, 2**64, 96, dtype=np.uint64)
     geometry = AttentionGeometry(1, 1, 64, 16, torch.bfloat16)
     batch = Batch(geometry, [Request(0)], num_padded=299)
     batch.inputs["ancestor_bits"] = torch.from_numpy(bits.view(np.int64)).to(DEVICE)
+    positions = rng.integers(0, 200, 300)
+    batch.inputs["positions"].copy_(torch.from_numpy(positions))
     plan = batch.plan((window, 64), None)
     kept = plan.launches(geometry, window)[0].ancestor_bits
     assert kept is not None
-    expected = [sum(1 << bit for bit in [bit for bit in range(64) if each >> bit & 1][-window:]) for each in bits.tolist()]
+    expected = [
+        sum(1 << bit for bit in [bit for bit in range(64) if each >> bit & 1][-size:])
+        for each, size in zip(bits.tolist(), window_sizes(window, positions).tolist(), strict=True)
+    ]
     assert kept.cpu().numpy().view(np.uint64).tolist() == expected
     assert plan.launches(geometry, 64)[0].ancestor_bits is batch.inputs["ancestor_bits"]
