@@ -162,6 +162,7 @@ def test_bits_of_ancestors_beyond_the_window_are_dropped(window: int | Chunk) ->
     batch.inputs["positions"].copy_(torch.from_numpy(positions))
     plan = batch.plan((window, 64), None)
     kept = plan.launches(geometry, window)[0].ancestor_bits
+    assert plan.launches(geometry, window) is plan.launches(geometry, window), "planned once for all layers"
     assert kept is not None
     expected = [
         sum(1 << bit for bit in [bit for bit in range(64) if each >> bit & 1][-size:])

@@ -97,14 +97,13 @@ CASES = {
     "a head of 256": Setup([Request(0, 21), EMPTY, Request(15, 1, star(7))], group=2, head_dim=256, dtype=BF16),
     "slots that all rows see, within a window": Setup([Request(90, 70), Request(400, 1, random_tree(7, 7, 3))], window=170),
     "chunks, sinks and narrow values, split": Setup(
-        [Request(70, 1, random_tree(3, 40, 3)), Request(150, 70), EMPTY, Request(55)],
+        [Request(70, 1, random_tree(3, 20, 3)), Request(50, 40), EMPTY, Request(55)],
         group=3,
-        num_kv_heads=2,
-        window=Chunk(90),
+        window=Chunk(74),
         value_dim=40,
         has_sinks=True,
         fixed_chunk=32,
-        short_query_len=48,
+        short_query_len=24,
         num_padded=2,
     ),
     "latents, sinks, split": Setup(
