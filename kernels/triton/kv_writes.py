@@ -102,6 +102,8 @@ def write_kv(kv_layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor | Non
     """
     device, floats = keys.device, FLOAT_DTYPES
     require_launchable("keys", device)
+    keys = keys if keys.stride(-1) == 1 else keys.contiguous()
+    values = values if values is None or values.stride(-1) == 1 else values.contiguous()
     require("keys", keys, shape=(None, None, None), dtypes=floats, device=device, contiguous=False)
     num_tokens, num_kv_heads, head_dim = keys.shape
     numbers, scales = kv_planes(kv_layer, head_dim) if kv_layer.dtype == torch.int8 else (kv_layer, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor, kv_planes
 from titan.kernels.interfaces import Backend, LayerOps, TokenPlaces
+from titan.kernels.torch.layers import TorchOps
 from titan.kernels.triton.gate import silu_mul
 from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.layers import TritonOps
@@ -179,40 +179,6 @@ def test_quantised_keys_and_values_are_off_by_half_a_scale_and_only_their_slots_
     assert (errors <= (0.5 / 127 + 3 * rounding) * sizes[is_finite] + 1e-12).all()
 
 
-@pytest.mark.parametrize("is_quantised", [False, True])
-@pytest.mark.parametrize(("num_kv_heads", "head_dim", "value_dim"), [(3, 40, None), (2, 24, 10), (1, 576, 0)])
-def test_keys_and_values_are_written_to_their_slots_alone(
-    backend: Backend, num_kv_heads: int, head_dim: int, value_dim: int | None, is_quantised: bool
-) -> None:
-    """Those of a model of another library lie in memory by heads; values may be narrower than their slots, or missing."""
-    num_tokens, num_planes = 7, 1 if value_dim == 0 else 2
-    ops, layout = make_ops(backend, torch.float32), KVLayout((KVGroup(1, num_kv_heads, head_dim, num_planes),), torch.int8)
-    written = [random(backend, num_kv_heads, num_tokens, head_dim, dtype=torch.float32).transpose(0, 1)]
-    if num_planes == 2:
-        written.append(
-            random(backend, num_kv_heads, num_tokens, value_dim or head_dim, dtype=torch.float32, seed=1).transpose(0, 1)
-        )
-    slots = torch.tensor([17, 3, 40, 0, 31, 32, 16])
-    if isinstance(ops, TritonOps):  # others pad a pass with it
-        slots[[2, 6]] = -1
-    [kv_layer] = KVTensor(layout if is_quantised else replace(layout, dtype=torch.float32), 3, 16, backend.device).layers
-    kv_layer.fill_(5)
-    ops.write_kv(kv_layer, slots.to(backend.device), written[0], written[1] if num_planes == 2 else None)
-    numbers, scales = kv_planes(kv_layer, head_dim) if is_quantised else (kv_layer, None)
-    for plane, rows in enumerate(written):
-        by_slot = numbers[plane].flatten(1, 2).cpu()
-        for slot, row in zip(slots.tolist(), rows.cpu(), strict=True):
-            found = by_slot[:, slot, : row.shape[-1]]
-            if slot >= 0 and scales is not None:
-                scale = scales[plane].flatten(1, 2)[:, slot].cpu()
-                torch.testing.assert_close(scale, row.abs().amax(-1) / 127)
-                torch.testing.assert_close(found, (row / scale[:, None]).round().to(torch.int8), rtol=0, atol=1)
-            elif slot >= 0:
-                assert torch.equal(found, row)
-        others = [slot for slot in range(48) if slot not in slots]
-        assert (by_slot[:, others] == 5).all()
-
-
 # What Triton does beyond that: tensors may lie apart, and beyond 32 bits.
 
 
@@ -278,6 +244,17 @@ def test_queries_and_caches_may_lie_apart(far: str) -> None:
     exact_q = reference_rope_and_write_kv(qkv, places, exact_kv, num_heads=1)
     assert_rounded_once(rope_and_write_kv(qkv, places, kv_layer), exact_q)
     assert_rounded_once(kv_layer[:, :, [0, 2], 0], exact_kv[:, :, [0, 2], 0])
+
+
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_keys_and_values_of_padding_are_not_written(is_quantised: bool) -> None:
+    keys, values = on_triton(4, 3, 40), on_triton(4, 3, 10, seed=1)
+    layout = KVLayout((KVGroup(1, 3, 40),), torch.int8 if is_quantised else keys.dtype)
+    slots = torch.tensor([17, -1, 3, -1], device=DEVICE)
+    expected, kv_layer = (KVTensor(layout, 2, 16, DEVICE).layers[0].fill_(5) for _ in range(2))
+    TorchOps(DEVICE).write_kv(expected, slots[::2], keys[::2], values[::2])
+    write_kv(kv_layer, slots, keys, values)
+    assert torch.equal(kv_layer, expected)
 
 
 def test_no_tokens_are_no_work_on_triton() -> None:

@@ -138,12 +138,13 @@ WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
     reject_trees: lambda: {"trees": two_trees(), "sampled": longs([0, 1]), "distributions": distributions()} | DRAFTS | NUMBERS,
 }
 
+APART = "numbers that do not lie side by side"
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "an integer for a float, or a float for an integer": lambda x: x.int() if x.is_floating_point() else x.float(),
     "a dtype that no kernel takes": lambda x: x.to(torch.float8_e4m3fn) if x.is_floating_point() else x.to(torch.int16),
     "a dimension too many": lambda x: x[None],
     "a dimension too few": lambda x: x[0],
-    "numbers that do not lie side by side": lambda x: torch.stack((x, x), -1)[..., 0],
+    APART: lambda x: torch.stack((x, x), -1)[..., 0],
     "another device": lambda x: x.to("meta"),
 }
 
@@ -154,6 +155,8 @@ def test_each_tensor_is_refused_by_name(wrapper: Callable[..., object]) -> None:
     wrapper(**arguments())  # which is fine as it is
     for name in [name for name, value in arguments().items() if isinstance(value, Tensor)]:
         for change, apply in CHANGES.items():
+            if (wrapper, change) == (write_kv, APART) and name in ("keys", "values"):
+                continue  # they may lie as another library leaves them
             changed = arguments()
             changed[name] = apply(changed[name])
             print(name, "with", change)
