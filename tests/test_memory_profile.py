@@ -15,9 +15,8 @@ from torch import Tensor
 from zoo import Zoo
 
 from titan.core.batch import RaggedBatch
-from titan.kernels.triton import layers as triton_layers
-from titan.kernels.triton.attention_plan import TreeAttentionPlan
-from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.kernels.triton.attention_plan import TileLaunch
+from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.runner import TritonRunner
 
@@ -97,13 +96,14 @@ def test_passes_stay_within_the_models_positions(zoo: Zoo, device: Device) -> No
 def test_the_parts_of_split_contexts_have_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No pass of a long request takes more memory for parts than the largest pass took."""
     taken: list[int] = []
+    plan = TreeAttentionPlan._plan
 
-    def recorded(*args: Any, **options: Any) -> TreeAttentionPlan:
-        plan = plan_tree_attention(*args, **options)
-        taken.append(sum(launch.part_outputs.nbytes for launches in plan.launches.values() for launch in launches))
-        return plan
+    def recorded(*args: Any) -> list[TileLaunch]:
+        launches = plan(*args)
+        taken.append(sum(launch.part_outputs.nbytes for launch in launches))
+        return launches
 
-    monkeypatch.setattr(triton_layers, "plan_tree_attention", recorded)
+    monkeypatch.setattr(TreeAttentionPlan, "_plan", recorded)
     make_model(tmp_path, num_hidden_layers=1)
     engine = make_engine(str(tmp_path), backend=triton_backend(), **OPTIONS)
     profiled = max(taken)

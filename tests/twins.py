@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from titan.kernels.growth import grow_by_passes
 from titan.kernels.interfaces import Backend, PassCounts, PassLimits
 from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.torch.runner import TorchRunner
-from titan.models.decoder import Decoder
 from titan.models.loader import load_model
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 40
@@ -37,14 +36,24 @@ class Twins:
 
     def __init__(self, folder: Path, backend: Backend, dtype: str = "float32") -> None:
         plain = TorchBackend(torch.device("cpu"))
-        models = [load_model(str(folder), dtype=dtype, backend=each) for each in (plain, backend)]
+        self._prepare(plain, backend, [load_model(str(folder), dtype=dtype, backend=each) for each in (plain, backend)], dtype)
+
+    @classmethod
+    def of(cls, make_model: Callable[[Backend], Any], backend: Backend) -> Twins:
+        """Of any model in float32."""
+        plain, twins = TorchBackend(torch.device("cpu")), cls.__new__(cls)
+        twins._prepare(plain, backend, [make_model(plain), make_model(backend)], "float32")
+        return twins
+
+    def _prepare(self, plain: Backend, backend: Backend, models: Sequence[Any], dtype: str) -> None:
         kvs = [random_kv(model) for model in models]
         self.device = backend.device
         self.bound = BOUNDS[dtype]
         self.counts = PassCounts()
         self.plain = plain.prepare(models[0], kvs[0], LIMITS, PassCounts())
         self.runner: Any = backend.prepare(models[1], kvs[1], LIMITS, self.counts)
-        self.kvs = [kv.groups[0] for kv in kvs]
+        self.caches = kvs
+        self.kvs = [kv.groups[0] for kv in kvs]  # all there is of a native model
         self.rng = np.random.default_rng(0)
 
     def tokens(self, count: int) -> list[int]:
@@ -75,13 +84,15 @@ class Twins:
     def run(self, parts: Sequence[Part]) -> None:
         """One pass; logits and KV must agree, and only the slots of this pass change."""
         batches = self.batches(parts)
-        before = self.kvs[1].cpu().clone()
+        plain, other = self.caches
+        befores = [group.cpu().clone() for group in other.groups]
         self.compare(*batches)
         written = batches[0].slot_mapping
         untouched = np.setdiff1d(np.arange(NUM_BLOCKS * BLOCK_SIZE), written)
-        expected, after, before = (kv.flatten(3, 4) for kv in (self.kvs[0], self.kvs[1].cpu(), before))
-        assert torch.equal(after[:, :, :, untouched].view(torch.uint8), before[:, :, :, untouched].view(torch.uint8))
-        assert_near(after[:, :, :, written], expected[:, :, :, written], self.bound)
+        for groups in zip(plain.groups, other.groups, befores, strict=True):
+            expected, after, before = (kv.cpu().flatten(3, 4) for kv in groups)
+            assert torch.equal(after[:, :, :, untouched].view(torch.uint8), before[:, :, :, untouched].view(torch.uint8))
+            assert_near(after[:, :, :, written], expected[:, :, :, written], self.bound)
 
     def compare(self, plain_batch: RaggedBatch, batch: RaggedBatch) -> None:
         with torch.inference_mode():
@@ -128,12 +139,12 @@ class GrowthTwins:
         torch.testing.assert_close(kv.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
-def random_kv(model: Decoder) -> KVTensor:
+def random_kv(model: Any) -> KVTensor:
     """The same for all models of a layout; NaN in the blocks of nobody."""
     kv = KVTensor(model.kv_layout, NUM_BLOCKS, BLOCK_SIZE, model.device)
-    [group] = kv.groups
-    group.copy_(torch.randn(group.shape, generator=torch.Generator().manual_seed(0)))
-    group[:, :, :, NUM_REQUESTS * BLOCKS_PER_REQUEST :] = torch.nan
+    for group in kv.groups:
+        group.copy_(torch.randn(group.shape, generator=torch.Generator().manual_seed(0)))
+        group[:, :, :, NUM_REQUESTS * BLOCKS_PER_REQUEST :] = torch.nan
     return kv
 
 

@@ -18,8 +18,8 @@ from titan.bench.gpu.sections import Setting
 from titan.bench.samples import Label
 from titan.core.batch import QueryRow, build_batch
 from titan.core.trees import DraftTree, DraftTrees, TreeLimits
-from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout, TreeAttentionPlan
-from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
+from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.pass_inputs import upload_inputs
 from titan.kernels.triton.upload import upload
 
@@ -85,7 +85,7 @@ class Case:
 
     def plan(self) -> TreeAttentionPlan:
         """Plan as the engine would, once per step."""
-        return plan_tree_attention(self.layout, (None,))
+        return TreeAttentionPlan(self.layout)
 
 
 def make_case(shape: Shape, setting: Setting) -> Case:
@@ -114,5 +114,5 @@ def _make_layout(shape: Shape, tables: list[list[int]], device: torch.device) ->
     bring = partial(upload, device=device)
     trees = DraftTrees.of([tree] * num_requests, limits, drafter="bench", vocab_size=1, upload=bring, device=device)
     batch = build_batch(rows, trees, block_size=shape.geometry.block_size)
-    layout: DeviceLayout = upload_inputs(batch, shape.geometry, device, max_short_query=1 + num_nodes).attention
+    layout: DeviceLayout = upload_inputs(batch, device, max_short_query=1 + num_nodes).attention
     return layout

@@ -71,13 +71,10 @@ class Stage:
         mixed = Mock(wraps=ops, **{name: getattr(model.ops, name) for name in ("look_up", "linear", "linear_add_norm")})
         with patch.object(mixed, operation, wraps=getattr(owner, operation)) as recorded, patch.object(model, "ops", mixed):
             if ops.name == "Triton":
-                from titan.kernels.triton.attention_plan import AttentionGeometry  # not every platform has triton
-                from titan.kernels.triton.pass_inputs import upload_inputs
+                from titan.kernels.triton.pass_inputs import upload_inputs  # not every platform has triton
 
-                config, kv = model.config, self.kv
-                geometry = AttentionGeometry(config.num_heads, config.num_kv_heads, config.head_dim, kv.block_size, model.dtype)
-                inputs = upload_inputs(batch, geometry, self.backend.device, 1 + NUM_DRAFT_TOKENS)
-                model.logits(model.hidden_states(inputs, kv))
+                inputs = upload_inputs(batch, self.backend.device, 1 + NUM_DRAFT_TOKENS)
+                model.logits(model.hidden_states(inputs, self.kv))
             else:
                 TorchRunner(self.backend, model, self.kv).forward(batch)
         call = recorded.call_args_list[index]

@@ -5,7 +5,6 @@ Legend: T query tokens, padded ones included; R requests; G query heads per KV h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.attention import Window
+from titan.core.attention import Chunk, LayerSpec, Window
 from titan.kernels.triton.tools import FLOAT_DTYPES
-from titan.kernels.triton.tuning import TileConfig
+from titan.kernels.triton.tuning import TileConfig, tile_config
 
-MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 512
+
+MAX_LATENT_REST = 64
+"""Most numbers of a latent key that are not in its value: those that are rotated."""
 
 BLOCK_SIZES = (16, 32)
 """Slots per KV block that tree attention has tiles for."""
@@ -62,9 +64,23 @@ def store_merges(merges_ptr, merges, first_row, num_rows, first_part, num_parts,
     tl.store(record + 3, num_parts, mask=mask)
 
 
+@triton.jit
+def window_sizes(positions, window, CHUNKED: tl.constexpr):
+    """Return how many positions tokens attend to, their own included; ``CHUNKED``: from the start of a chunk of ``window``."""
+    sizes = tl.zeros_like(positions) + window
+    if CHUNKED:
+        sizes = positions % window + 1
+    return sizes
+
+
+def window_length(window: Window) -> int:
+    """Return the positions of a window, or of a chunk; 0: there is none."""
+    return window.size if isinstance(window, Chunk) else window or 0
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionGeometry:
-    """Numbers that all attention layers of a model share.
+    """The shapes of a layer's heads.
 
     Raises:
         ValueError: names the field, its value and what is allowed.
@@ -75,12 +91,24 @@ class AttentionGeometry:
     head_dim: int
     block_size: int  # slots of a KV block
     dtype: torch.dtype  # of queries, keys, values and output
+    value_dim: int | None = None  # None: head_dim
+    is_latent: bool = False  # values are the first numbers of keys
+
+    @classmethod
+    def of(cls, layer: LayerSpec, block_size: int, dtype: torch.dtype) -> AttentionGeometry:
+        """Return the geometry of a layer."""
+        value_dim = layer.attention.value_dim
+        return cls(layer.num_heads, layer.num_kv_heads, layer.head_dim, block_size, dtype, value_dim, layer.is_latent)
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads is {self.num_heads}: it must be a multiple of num_kv_heads, {self.num_kv_heads}")
-        if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM:
-            raise ValueError(f"head_dim is {self.head_dim}: it must be from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
+        most = MAX_HEAD_DIM + (MAX_LATENT_REST if self.is_latent else 0)
+        if not MIN_HEAD_DIM <= self.head_dim <= most:
+            raise ValueError(f"head_dim is {self.head_dim}: it must be from {MIN_HEAD_DIM} to {most}")
+        least, most = max(1, self.head_dim - MAX_LATENT_REST) if self.is_latent else 1, min(self.head_dim, MAX_HEAD_DIM)
+        if not least <= self.num_values <= most:
+            raise ValueError(f"value_dim is {self.num_values}: it must be from {least} to {most}")
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size is {self.block_size}: it must be one of {BLOCK_SIZES}")
         if self.dtype not in FLOAT_DTYPES:
@@ -92,9 +120,34 @@ class AttentionGeometry:
         return self.num_heads // self.num_kv_heads
 
     @property
-    def padded_head_dim(self) -> int:
-        """Size of the tile dimension that holds a head."""
-        return max(16, int(triton.next_power_of_2(self.head_dim)))
+    def num_values(self) -> int:
+        """Numbers of a value, and of a head of the output."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def num_rest(self) -> int:
+        """Numbers at the end of a key that have a tile of their own: of a latent key, those behind its value."""
+        return self.head_dim - self.num_values if self.is_latent else 0
+
+    @property
+    def padded_key_dims(self) -> tuple[int, int]:
+        """Sizes of the tile dimensions that hold the first part of a key and its rest, 0 if there is none."""
+        return padded_dim(self.head_dim - self.num_rest), padded_dim(self.num_rest) if self.num_rest else 0
+
+    @property
+    def padded_value_dim(self) -> int:
+        """Size of the tile dimension that holds a value."""
+        return padded_dim(self.num_values)
+
+    def tiles(self, max_query_len: int | None, device: torch.device) -> TileConfig:
+        """Return the tiles of queries up to this length; ``None``: of any."""
+        max_rows = None if max_query_len is None else max_query_len * self.group
+        return tile_config(max_rows, head_dim=sum(self.padded_key_dims), dtype=self.dtype, device=device)
+
+
+def padded_dim(size: int) -> int:
+    """Return the size of the tile dimension that holds this many numbers."""
+    return max(16, int(triton.next_power_of_2(size)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,13 +156,13 @@ class DeviceLayout:
 
     A query row sees slot ``n`` of its request if ``n < visible_len``, or if bit ``n - tree_start`` of its ancestor bits is
     set. A window hides slots at or below ``position - window`` that are visible by the first rule, and all but the nearest
-    ``window`` ancestors.
+    ``window`` ancestors; that of a `titan.core.attention.Chunk` is ``position % size + 1``.
 
     From row to row of a request ``visible_lens`` must grow by 0 or 1, and no position may be less than ``visible_len - 1``. Below
     ``seq_len``, all slots that are within the window of the first row or a later one must hold finite numbers, visible or not.
     """
 
-    geometry: AttentionGeometry
+    block_size: int  # slots of a KV block
     query_start_loc: Tensor  # int32 [R + 1], prefix sums of query lengths, which may be 0; rows from the last on are padding
     seq_lens: Tensor  # int32 [R], slots that the queries of a request may read, their own included
     block_table: Tensor  # int32 [R, blocks], physical block ids
@@ -132,14 +185,6 @@ class TileLaunch:
     tiles: Tensor  # int32 [at most, TILE_FIELDS]
     merges: Tensor  # int32 [at most, MERGE_FIELDS]
     counts: Tensor  # int32 [2], actual numbers of tiles and merges
-    part_outputs: Tensor  # float32 [parts, num_kv_heads, block_m, head_dim], each normalised by itself
+    part_outputs: Tensor  # float32 [parts, num_kv_heads, block_m, num_values], each normalised by itself
     part_log_sums: Tensor  # float32 [parts, num_kv_heads, block_m], base 2
     ancestor_bits: Tensor | None  # int64 [T], cut to the window; None: prefill chunks, without tree nodes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TreeAttentionPlan:
-    """A plan of attention, made once per step and used by every layer."""
-
-    layout: DeviceLayout
-    launches: Mapping[Window, Sequence[TileLaunch]]  # verification tiles, then those of prefill chunks if there are any

@@ -6,7 +6,7 @@ device idle, their slots are split into chunks of one length, and the parts are 
 2023). As all requests share the chunk length, a plan follows from a few sums over requests.
 
 Nothing here synchronizes, and every size follows from shapes and from numbers that the host knows: planning can be captured in a
-CUDA graph and replayed with other lengths. One plan serves all layers of a step.
+CUDA graph and replayed with other lengths. One plan serves all layers of a step that have equal shapes and windows.
 
 Legend: T query tokens, padded ones included; R requests; G query heads per KV head.
 """
@@ -29,19 +29,20 @@ from titan.kernels.triton.attention_plan import (
     AttentionGeometry,
     DeviceLayout,
     TileLaunch,
-    TreeAttentionPlan,
     store_merges,
     store_tiles,
+    window_length,
+    window_sizes,
 )
 from titan.kernels.triton.tools import require, require_launchable
-from titan.kernels.triton.tuning import TileConfig, num_multiprocessors, tile_config
+from titan.kernels.triton.tuning import TileConfig, num_multiprocessors
 
 MAX_TREE_NODES = MAX_NODES + 1
 
 PARTS_PER_RUNNING_PROGRAM = 8
 """Most parts of split tiles per program that runs at a time: the tiles of up to four rounds of programs can be halved, so that the
-last round leaves less of the device idle. On 132 multiprocessors the parts of a launch take at most 66 MiB for heads of 128, and
-132 MiB for heads of 256."""
+last round leaves less of the device idle. On 132 multiprocessors the parts of a launch take at most 66 MiB for values of 128
+numbers, and 132 MiB for larger ones."""
 MIN_CHUNK = 128
 """The shortest chunk that the planner chooses, in slots."""
 MAX_SLOTS = 3 * MIN_CHUNK * 2**14
@@ -56,16 +57,27 @@ TILE_COST = tl.constexpr(96)  # cost of starting and ending a program, in slots:
 REFUSED = tl.constexpr(2**56)
 
 
+@triton.jit
+def _first_slots(visible_lens, window, CHUNKED: tl.constexpr):
+    """Return the first slots that tokens may see; no position is below the last slot that is visible by length."""
+    positions = tl.maximum(visible_lens - 1, 0)
+    return tl.maximum(positions + 1 - window_sizes(positions, window, CHUNKED), 0)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "window"])
-def _nearest_ancestors_kernel(kept_bits_ptr, ancestor_bits_ptr, num_tokens, window, BLOCK: tl.constexpr):
-    """Keep the highest ``window`` set bits, which are the nearest ancestors, since parents come before children."""
+def _nearest_ancestors_kernel(
+    kept_bits_ptr, ancestor_bits_ptr, positions_ptr, num_tokens, window, CHUNKED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Keep as many of the highest bits set as the window has positions: the nearest ancestors, as parents come before children."""
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(ancestor_bits_ptr + tokens, mask=tokens < num_tokens, other=0)
+    positions = tl.load(positions_ptr + tokens, mask=tokens < num_tokens, other=0)
+    sizes = window_sizes(positions, window, CHUNKED)
     kept = tl.zeros_like(bits)
     count = tl.zeros_like(bits)
     for i in range(64):
         bit = (bits >> (63 - i)) & 1
-        kept |= tl.where(count < window, bit, 0) << (63 - i)
+        kept |= tl.where(count < sizes, bit, 0) << (63 - i)
         count += bit
     tl.store(kept_bits_ptr + tokens, kept, mask=tokens < num_tokens)
 
@@ -118,6 +130,7 @@ def _plan_kernel(
     BLOCK_M: tl.constexpr,
     TREE: tl.constexpr,  # the launch of short queries
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
     FIXED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     ITEMS: tl.constexpr,
@@ -138,7 +151,7 @@ def _plan_kernel(
     if WINDOWED:
         if TREE:
             first_visible_lens = tl.load(visible_lens_ptr + first_tokens, mask=num_rows > 0, other=0)
-            num_slots = seq_lens - tl.maximum(first_visible_lens - window, 0)
+            num_slots = seq_lens - _first_slots(first_visible_lens, window, CHUNKED)
         else:
             num_slots = tl.minimum(seq_lens, window + (BLOCK_M + GROUP - 2) // GROUP)
     if FIXED:
@@ -172,7 +185,7 @@ def _plan_kernel(
         end_slot = seq_lens[:, None]
         if WINDOWED:
             visible_lens = tl.load(visible_lens_ptr + first_row // GROUP, mask=is_item, other=0)
-            first_slot = tl.maximum(visible_lens - window, 0)
+            first_slot = _first_slots(visible_lens, window, CHUNKED)
         if not TREE:
             end_slot = tl.load(visible_lens_ptr + (first_row + rows - 1) // GROUP, mask=is_item, other=0)
         first_slot = tl.minimum(first_slot + split * chunk, end_slot)
@@ -187,47 +200,64 @@ def _plan_kernel(
         store_merges(merges_ptr, merge_places[:, None] + tile, first_row, rows, part, splits[:, None], is_merge)
 
 
-def plan_tree_attention(
-    layout: DeviceLayout, windows: Sequence[Window] = (None,), fixed_chunk: int | None = None
-) -> TreeAttentionPlan:
-    """Plan the attention of one ragged batch, on the device.
+class TreeAttentionPlan:
+    """The attention of one ragged batch, planned on the device when the first layer of a kind asks for it.
 
     All shapes and numbers are static: they must be the same when a CUDA graph is replayed. The contents of the tensors may change.
 
     Args:
         layout: of the batch.
-        windows: distinct sliding windows of the layers.
+        windows: distinct windows of the layers.
         fixed_chunk: split contexts into chunks of this many slots, whatever the batch, so that a request's output does not depend
             on the others, bit for bit, for the same ``short_query_len``. Room for all parts is allocated in advance.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
     """
-    num_tokens, num_requests = _check_layout(layout)
-    _check_numbers(layout, windows, fixed_chunk)
 
-    geometry, device, short_query_len = layout.geometry, layout.seq_lens.device, layout.short_query_len
-    max_slots = layout.block_table.shape[1] * geometry.block_size
-    max_query_len = min(layout.max_query_len, num_tokens)
-    num_long = min(num_requests, num_tokens // (short_query_len + 1))
-    short_config = _tile_config(geometry, short_query_len, device)
-    long_config = _tile_config(geometry, None, device)
-    launches = {}
-    for window in windows:
-        bits = _within_window(layout.ancestor_bits, window)
-        max_tiles = _max_tiles(geometry.group, short_config, num_requests, num_tokens, min(short_query_len, num_tokens))
-        of_window = [_allocate(geometry, short_config, max_tiles, max_slots, fixed_chunk, bits, device)]
+    def __init__(self, layout: DeviceLayout, windows: Sequence[Window] = (None,), fixed_chunk: int | None = None) -> None:
+        _check_layout(layout)
+        _check_numbers(layout, windows, fixed_chunk)
+        self.layout = layout
+        self.windows = windows
+        self._fixed_chunk = fixed_chunk
+        self._launches: dict[tuple[AttentionGeometry, Window], list[TileLaunch]] = {}
+
+    def launches(self, geometry: AttentionGeometry, window: Window) -> Sequence[TileLaunch]:
+        """Return the launches of layers: verification tiles, then those of prefill chunks if there are any.
+
+        Raises:
+            ValueError: more query rows than can be counted, or a window that was not announced.
+        """
+        if window not in self.windows:
+            raise ValueError(f"window is {window}: the plan was made for {', '.join(map(str, self.windows))}")
+        if (geometry, window) not in self._launches:
+            self._launches[geometry, window] = self._plan(geometry, window)
+        return self._launches[geometry, window]
+
+    def _plan(self, geometry: AttentionGeometry, window: Window) -> list[TileLaunch]:
+        layout, fixed_chunk = self.layout, self._fixed_chunk
+        num_tokens, num_requests = len(layout.positions), len(layout.seq_lens)
+        if num_tokens * geometry.num_heads >= 2**31:
+            raise ValueError(f"positions has {num_tokens} tokens: with {geometry.num_heads} heads there must be 1 to 2**31 rows")
+        device, short_query_len = layout.seq_lens.device, layout.short_query_len
+        max_slots = layout.block_table.shape[1] * layout.block_size
+        max_query_len = min(layout.max_query_len, num_tokens)
+        config = geometry.tiles(short_query_len, device)
+        max_tiles = _max_tiles(geometry.group, config, num_requests, num_tokens, min(short_query_len, num_tokens))
+        bits = _within_window(layout, window)
+        launches = [_allocate(geometry, config, max_tiles, max_slots, fixed_chunk, bits, device)]
         if max_query_len > short_query_len:
-            max_tiles = _max_tiles(geometry.group, long_config, num_long, num_tokens, max_query_len)
-            of_window.append(_allocate(geometry, long_config, max_tiles, max_slots, fixed_chunk, None, device))
-        for launch in of_window:
-            _fill(launch, layout, window, fixed_chunk)
-        launches[window] = of_window
-    return TreeAttentionPlan(layout, launches)
+            config, num_long = geometry.tiles(None, device), min(num_requests, num_tokens // (short_query_len + 1))
+            max_tiles = _max_tiles(geometry.group, config, num_long, num_tokens, max_query_len)
+            launches.append(_allocate(geometry, config, max_tiles, max_slots, fixed_chunk, None, device))
+        for launch in launches:
+            _fill(launch, layout, geometry, window, fixed_chunk)
+        return launches
 
 
-def _check_layout(layout: DeviceLayout) -> tuple[int, int]:
-    """Check the tensors; return the numbers of tokens and requests."""
+def _check_layout(layout: DeviceLayout) -> None:
+    """Check the tensors."""
     device, int32 = layout.query_start_loc.device, (torch.int32,)
     require_launchable("query_start_loc", device)
     require("seq_lens", layout.seq_lens, shape=(None,), dtypes=int32, device=device)
@@ -238,16 +268,15 @@ def _check_layout(layout: DeviceLayout) -> tuple[int, int]:
     require("visible_lens", layout.visible_lens, shape=(num_tokens,), dtypes=int32, device=device)
     require("tree_starts", layout.tree_starts, shape=(num_requests,), dtypes=int32, device=device)
     require("ancestor_bits", layout.ancestor_bits, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
-    return num_tokens, num_requests
 
 
 def _check_numbers(layout: DeviceLayout, windows: Sequence[Window], fixed_chunk: int | None) -> None:
-    num_requests, num_tokens, num_heads = len(layout.seq_lens), len(layout.positions), layout.geometry.num_heads
-    max_slots = layout.block_table.shape[1] * layout.geometry.block_size
+    num_requests, num_tokens = len(layout.seq_lens), len(layout.positions)
+    max_slots = layout.block_table.shape[1] * layout.block_size
     if not 1 <= num_requests <= MAX_REQUESTS:
         raise ValueError(f"seq_lens has {num_requests} requests: there must be 1 to {MAX_REQUESTS}")
-    if not 1 <= num_tokens * num_heads < 2**31:
-        raise ValueError(f"positions has {num_tokens} tokens: with {num_heads} heads there must be 1 to 2**31 rows")
+    if not num_tokens:
+        raise ValueError("positions is empty: there must be at least one token")
     if not 1 <= max_slots <= MAX_SLOTS:
         raise ValueError(f"block_table has room for {max_slots} slots per request: it must be 1 to {MAX_SLOTS}")
     for name in ("short_query_len", "max_query_len"):
@@ -256,25 +285,23 @@ def _check_numbers(layout: DeviceLayout, windows: Sequence[Window], fixed_chunk:
     if not windows:
         raise ValueError("windows is empty: it must have one entry, None for full attention")
     for window in windows:
-        if window is not None and (isinstance(window, Chunk) or not 1 <= window <= MAX_WINDOW):
+        if window is not None and not 1 <= window_length(window) <= MAX_WINDOW:
             raise ValueError(f"windows has {window}: each must be None or from 1 to {MAX_WINDOW}")
     if fixed_chunk is not None and (fixed_chunk < 1 or fixed_chunk % CHUNK_MULTIPLE):
         raise ValueError(f"fixed_chunk is {fixed_chunk}: it must be a positive multiple of {CHUNK_MULTIPLE}, or None")
 
 
-def _within_window(ancestor_bits: Tensor, window: Window) -> Tensor:
+def _within_window(layout: DeviceLayout, window: Window) -> Tensor:
     """Return ancestor bits without those that the window hides, int64 [T]."""
-    if not isinstance(window, int) or window >= MAX_TREE_NODES:
-        return ancestor_bits
-    kept = torch.empty_like(ancestor_bits)
-    num_tokens, block = len(ancestor_bits), 256
-    _nearest_ancestors_kernel[(triton.cdiv(num_tokens, block),)](kept, ancestor_bits, num_tokens, window, BLOCK=block)
+    bits = layout.ancestor_bits
+    if window is None or (isinstance(window, int) and window >= MAX_TREE_NODES):
+        return bits
+    kept = torch.empty_like(bits)
+    num_tokens, block = len(bits), 256
+    _nearest_ancestors_kernel[(triton.cdiv(num_tokens, block),)](
+        kept, bits, layout.positions, num_tokens, window_length(window), CHUNKED=isinstance(window, Chunk), BLOCK=block
+    )
     return kept
-
-
-def _tile_config(geometry: AttentionGeometry, max_query_len: int | None, device: torch.device) -> TileConfig:
-    max_rows = None if max_query_len is None else max_query_len * geometry.group
-    return tile_config(max_rows, head_dim=geometry.padded_head_dim, dtype=geometry.dtype, device=device)
 
 
 def _max_tiles(group: int, config: TileConfig, max_requests: int, num_tokens: int, max_query_len: int) -> int:
@@ -306,15 +333,15 @@ def _allocate(
         tiles=torch.empty(max_tiles + max_parts, TILE_FIELDS.value, dtype=torch.int32, device=device),
         merges=torch.empty(max_parts // 2, MERGE_FIELDS.value, dtype=torch.int32, device=device),
         counts=torch.empty(2, dtype=torch.int32, device=device),
-        part_outputs=torch.empty(*shape, geometry.head_dim, dtype=torch.float32, device=device),
+        part_outputs=torch.empty(*shape, geometry.num_values, dtype=torch.float32, device=device),
         part_log_sums=torch.empty(shape, dtype=torch.float32, device=device),
         ancestor_bits=ancestor_bits,
     )
 
 
-def _fill(launch: TileLaunch, layout: DeviceLayout, window: Window, fixed_chunk: int | None) -> None:
+def _fill(launch: TileLaunch, layout: DeviceLayout, geometry: AttentionGeometry, window: Window, fixed_chunk: int | None) -> None:
     """Write the records of a launch."""
-    geometry, num_requests = layout.geometry, len(layout.seq_lens)
+    num_requests = len(layout.seq_lens)
     block_r = max(16, triton.next_power_of_2(num_requests))
     num_warps = min(16, max(4, block_r // 16))
     _plan_kernel[(1,)](
@@ -326,7 +353,7 @@ def _fill(launch: TileLaunch, layout: DeviceLayout, window: Window, fixed_chunk:
         layout.visible_lens,
         num_requests,
         layout.short_query_len,
-        window or 0,
+        window_length(window),
         fixed_chunk or 0,
         launch.num_running,
         len(launch.part_outputs),
@@ -335,6 +362,7 @@ def _fill(launch: TileLaunch, layout: DeviceLayout, window: Window, fixed_chunk:
         BLOCK_M=launch.config.block_m,
         TREE=launch.ancestor_bits is not None,
         WINDOWED=window is not None,
+        CHUNKED=isinstance(window, Chunk),
         FIXED=fixed_chunk is not None,
         BLOCK_R=block_r,
         ITEMS=128 * num_warps // block_r,

@@ -31,10 +31,14 @@ KV_MEMORY_SHARE = 0.9
 """Share of the device memory left by the largest passes that the KV caches take, unless their size is given; the rest is for
 graphs, and for later drafts."""
 
-TRAITS = frozenset(
-    {"rms_norm", "silu", "rope", "sliding_window", "attention_bias", "output_bias", "mlp_bias", "qk_norm", "tied_embedding"}
-)
-"""Traits of models that the Triton layer supports; see `titan.models.config.ModelConfig.traits`."""
+ATTENTION_TRAITS = frozenset({"sliding_window", "chunked_window", "soft_cap", "sinks", "narrow_values", "latent_kv"})
+"""Traits of layers that the attention supports; see `titan.core.attention.LayerSpec.traits`."""
+
+DECODER_TRAITS = frozenset({"rms_norm", "silu", "rope", "attention_bias", "output_bias", "mlp_bias", "qk_norm", "tied_embedding"})
+"""Traits of Titan's own decoder that the other operations of a layer support; see `titan.models.config.ModelConfig.traits`."""
+
+TRAITS = ATTENTION_TRAITS | DECODER_TRAITS | {"transformers"}
+"""Traits of models that run with these operations, and in CUDA graphs; modules of transformers need the attention alone."""
 
 
 class TritonBackend:

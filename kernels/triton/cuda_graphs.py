@@ -101,10 +101,13 @@ class Replays:
         capture: records them.
         counts: of passes; updated.
         device: for messages.
+        may_fail: whether the passes may do what cannot be captured, as the modules of other libraries do: from the first one on
+            that fails, for whatever reason, none is captured.
     """
 
-    def __init__(self, capture: Capture, counts: PassCounts, device: torch.device) -> None:
-        self._capture, self._counts, self._device = capture, counts, device
+    def __init__(self, capture: Capture, counts: PassCounts, device: torch.device, *, may_fail: bool = False) -> None:
+        self._capture, self._counts, self._device, self._may_fail = capture, counts, device, may_fail
+        self._has_failed = False
         self._replays: dict[Hashable, Replay | None] = {}
 
     def __contains__(self, key: Hashable) -> bool:
@@ -114,7 +117,23 @@ class Replays:
     def record(self, key: Hashable, passes: Callable[[], Tensor], description: str) -> Tensor:
         """Run passes, which also compiles their kernels as a capture requires, then capture them; return the output of the run."""
         output = passes()
-        replay = self._capture(passes)
+        self._replays[key] = None if self._has_failed else self._captured(passes, description)
+        return output
+
+    def _captured(self, passes: Callable[[], Tensor], description: str) -> Replay | None:
+        try:
+            replay = self._capture(passes)
+        except Exception as error:
+            if not self._may_fail:
+                raise
+            self._has_failed = True
+            logging.getLogger(__name__).warning(
+                "this model runs without CUDA graphs, since %s could not be captured: %s: %s",
+                description,
+                type(error).__name__,
+                error,
+            )
+            return None
         if replay is None and None not in self._replays.values():
             logging.getLogger(__name__).warning(
                 "%s has no memory for the CUDA graph of %s, which runs without one, as may others: a smaller KV cache leaves room "
@@ -122,8 +141,7 @@ class Replays:
                 self._device,
                 description,
             )
-        self._replays[key] = replay
-        return output
+        return replay
 
     def run(self, key: Hashable, passes: Callable[[], Tensor], num_passes: int = 1) -> Tensor:
         """Return the output of recorded passes over the inputs of now, valid until the next ones."""
@@ -158,11 +176,11 @@ def cuda_graph_capture() -> Capture:
         try:
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # other threads continue
                 output = function()
-        except RuntimeError as error:
+        except Exception as error:
             torch.cuda.set_stream(before)  # torch.cuda.graph stays on its own stream if it cannot end a capture
+            failed.append(graph)
             if not _is_out_of_memory(error):
                 raise
-            failed.append(graph)
             return None
         return Replay(graph.replay, output)
 

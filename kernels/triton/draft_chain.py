@@ -27,7 +27,7 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees
 from titan.kernels.growth import Forward, feed_roots
 from titan.kernels.interfaces import Backend, Model, PassInputs
-from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
+from titan.kernels.triton.attention_plan import DeviceLayout
 from titan.kernels.triton.chain_trees import (
     Chains,
     child_columns,
@@ -93,7 +93,6 @@ class DraftChains:
         backend: the one whose device the model is on.
         model: the draft.
         kv: of the model.
-        geometry: of its attention.
         request_counts: numbers of requests that graphs are captured for, ascending.
         num_nodes: of the longest chain.
         num_blocks: most blocks in a request's table.
@@ -105,13 +104,12 @@ class DraftChains:
         backend: Backend,
         model: Model,
         kv: KVTensor,
-        geometry: AttentionGeometry,
         request_counts: Sequence[int],
         num_nodes: int,
         num_blocks: int,
         replays: Replays,
     ) -> None:
-        self._backend, self._model, self._kv, self._geometry = backend, model, kv, geometry
+        self._backend, self._model, self._kv = backend, model, kv
         self._request_counts = request_counts
         self._max_fed, longest = num_nodes - 1, max(1, min(num_nodes - 1, MAX_DEPTHS))
         # of the graphs, longest first; powers of two add up to any other number in a few replays
@@ -270,7 +268,7 @@ class DraftChains:
 
     def _inputs(self, count: int) -> PassInputs:
         layout = DeviceLayout(
-            geometry=self._geometry,
+            block_size=self._kv.block_size,
             query_start_loc=self._query_start_loc[: count + 1],
             seq_lens=self._seq_lens[:count],
             block_table=self._block_table[:count],

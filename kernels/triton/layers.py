@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.core.attention import Window
-from titan.kernels.torch.kv_writes import write_kv
-from titan.kernels.triton.attention_plan import DeviceLayout, TreeAttentionPlan
-from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.kernels.triton.attention_plan import DeviceLayout
+from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.gate import silu_mul
+from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
 from titan.kernels.triton.tree_attention import tree_attention
@@ -62,7 +62,7 @@ class TritonOps:
         return F.linear(x, weight, bias)
 
     def plan_attention(self, layout: DeviceLayout, windows: Sequence[Window]) -> TreeAttentionPlan:
-        return plan_tree_attention(layout, windows)
+        return TreeAttentionPlan(layout, windows)
 
     def linear_add_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float

@@ -15,7 +15,7 @@ from torch import Tensor
 from titan.core.arrays import Ints
 from titan.core.batch import RaggedBatch
 from titan.kernels.interfaces import PassInputs
-from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
+from titan.kernels.triton.attention_plan import DeviceLayout
 from titan.kernels.triton.cuda_graphs import PassSize
 from titan.kernels.triton.upload import upload
 
@@ -41,12 +41,11 @@ def upload_rows(batch: RaggedBatch, device: torch.device) -> Tensor | None:
     return None if len(rows) == len(batch.attention.positions) else upload([rows], device)[0]
 
 
-def upload_inputs(batch: RaggedBatch, geometry: AttentionGeometry, device: torch.device, max_short_query: int) -> PassInputs:
+def upload_inputs(batch: RaggedBatch, device: torch.device, max_short_query: int) -> PassInputs:
     """Upload a batch to new memory, without padding.
 
     Args:
         batch: on the host, except for its nodes.
-        geometry: of the model that reads it.
         device: where the model is.
         max_short_query: queries up to this length are attended as verifications; longer ones as prefill chunks, unless they end
             in a branching tree.
@@ -56,21 +55,19 @@ def upload_inputs(batch: RaggedBatch, geometry: AttentionGeometry, device: torch
     _place_nodes(batch, tensors)
     short_query_len = _short_query_len(batch, max_short_query)
     logits_rows = upload_rows(batch, device)
-    return _inputs(tensors, geometry, tensors[BLOCK_TABLE], short_query_len, size.max_query_len, logits_rows)
+    return _inputs(tensors, batch.attention.block_size, tensors[BLOCK_TABLE], short_query_len, size.max_query_len, logits_rows)
 
 
 class StaticInputs:
     """Inputs that have fixed addresses for each size, as a CUDA graph needs them; all rows get logits.
 
     Args:
-        geometry: of the model that reads them.
         device: where the model is.
         largest: most tokens, requests and tokens per request.
         num_blocks: most blocks in a request's table.
     """
 
-    def __init__(self, geometry: AttentionGeometry, device: torch.device, largest: PassSize, num_blocks: int) -> None:
-        self.geometry = geometry
+    def __init__(self, device: torch.device, largest: PassSize, num_blocks: int) -> None:
         self.device = device
         num_bytes = largest.num_tokens * MAX_PACKED_BYTES_PER_TOKEN + MAX_PADDING
         num_bytes += largest.num_requests * (MAX_PACKED_BYTES_PER_REQUEST + 4 * num_blocks)
@@ -88,7 +85,7 @@ class StaticInputs:
         num_requests, num_blocks = batch.attention.block_table.shape
         self.block_table[:num_requests, :num_blocks].copy_(tensors[BLOCK_TABLE])
         block_table = self.block_table[: size.num_requests]
-        return _inputs(tensors, self.geometry, block_table, size.max_query_len, size.max_query_len, None)
+        return _inputs(tensors, batch.attention.block_size, block_table, size.max_query_len, size.max_query_len, None)
 
 
 def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[np.int64] | NDArray[np.int32]]:
@@ -124,7 +121,7 @@ def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[np.int64]
 
 def _inputs(
     tensors: list[Tensor],
-    geometry: AttentionGeometry,
+    block_size: int,
     block_table: Tensor,
     short_query_len: int,
     max_query_len: int,
@@ -132,7 +129,7 @@ def _inputs(
 ) -> PassInputs:
     token_ids, ancestor_bits, positions, slot_mapping, visible_lens, query_start_loc, seq_lens, tree_starts = tensors[:BLOCK_TABLE]
     layout = DeviceLayout(
-        geometry=geometry,
+        block_size=block_size,
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         block_table=block_table,

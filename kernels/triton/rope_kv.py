@@ -14,6 +14,7 @@ from torch import Tensor
 
 from titan.core.kv_tensor import kv_planes
 from titan.kernels.interfaces import TokenPlaces
+from titan.kernels.triton.kv_writes import round_to_int8, row_sizes
 from titan.kernels.triton.tools import FLOAT_DTYPES, INTERPRETED, narrow, require, require_launchable
 
 PAIRS_PER_PROGRAM = 512
@@ -89,10 +90,12 @@ def _rope_and_write_kv_kernel(
     head_places = kv_heads // NUM_KV_HEADS * stride_kv + kv_heads % NUM_KV_HEADS * stride_kv_head
     places = kv_ptr + slot_place + head_places + pairs
     if scales_ptr is not None:
-        sizes, are_finite = _largest_sizes(tl.where(is_pair, wide_first, 0.0), tl.where(is_pair, wide_second, 0.0))
+        first_sizes, first_finite = row_sizes(tl.where(is_pair, wide_first, 0.0))
+        second_sizes, second_finite = row_sizes(tl.where(is_pair, wide_second, 0.0))
+        sizes, are_finite = tl.maximum(first_sizes, second_sizes), first_finite & second_finite
         factors = 127.0 / sizes
-        tl.store(places, _round(wide_first * factors), mask=is_written)
-        tl.store(places + HALF, _round(wide_second * factors), mask=is_written)
+        tl.store(places, round_to_int8(wide_first * factors), mask=is_written)
+        tl.store(places + HALF, round_to_int8(wide_second * factors), mask=is_written)
         head_places = kv_heads // NUM_KV_HEADS * stride_scales + kv_heads % NUM_KV_HEADS * stride_scales_head
         places = scales_ptr + slot // BLOCK_SIZE * stride_scales_block + slot % BLOCK_SIZE + head_places
         is_scaled = (heads >= NUM_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (slot >= 0)
@@ -100,21 +103,6 @@ def _rope_and_write_kv_kernel(
     else:
         tl.store(places, first, mask=is_written)
         tl.store(places + HALF, second, mask=is_written)
-
-
-@triton.jit
-def _largest_sizes(first, second):
-    """Return the largest size of a number in each row of two tiles, at least 1e-30, and whether all are finite: [HEADS, 1] each."""
-    sizes = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
-    poison = tl.sum(first * 0.0, axis=1) + tl.sum(second * 0.0, axis=1)  # a maximum leaves NaN out
-    return tl.maximum(sizes, 1e-30)[:, None], (poison == 0.0)[:, None]
-
-
-@triton.jit
-def _round(x):
-    """Round to integers, to nearest, ties to even: the sum holds no fraction. What is not finite becomes a bound."""
-    bounded = tl.minimum(tl.maximum(x, -127.0), 127.0)
-    return ((bounded + 12582912.0) - 12582912.0).to(tl.int8)
 
 
 def rope_and_write_kv(

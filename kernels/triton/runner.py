@@ -19,7 +19,7 @@ from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry
 from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassSize, Replays
 from titan.kernels.triton.draft_chain import DraftChains
 from titan.kernels.triton.pass_inputs import StaticInputs, size_of, upload_inputs, upload_rows
-from titan.kernels.triton.tuning import tile_config
+from titan.kernels.triton.tuning import TileConfig
 from titan.kernels.triton.warm_up import idle_batch
 
 
@@ -47,26 +47,24 @@ class TritonRunner:
     ) -> None:
         if limits.num_requests > MAX_REQUESTS:
             raise ValueError(f"{limits.num_requests} requests in a batch are too many: the Triton kernels take {MAX_REQUESTS}")
-        config = model.config
         self.backend = backend
         self.model = model
         self.kv = kv
-        self._geometry = AttentionGeometry(config.num_heads, config.num_kv_heads, config.head_dim, kv.block_size, model.dtype)
+        layers = model.config.layers
+        self._geometries = {AttentionGeometry.of(layer, kv.block_size, model.dtype) for layer in layers}
         self._max_query_len = limits.query_len
         self._sizes = GraphSizes(limits)
         num_blocks = limits.num_blocks + -(-MAX_NODES // kv.block_size)  # a beam writes more nodes than a request may keep
-        self._static = StaticInputs(self._geometry, backend.device, self._sizes.largest, num_blocks)
+        self._static = StaticInputs(backend.device, self._sizes.largest, num_blocks)
         self._num_blocks = num_blocks
-        self._replays = Replays(capture, counts, backend.device)
+        self._replays = Replays(capture, counts, backend.device, may_fail="transformers" in model.config.traits)
         self._counts = counts
 
     @cached_property
     def _chains(self) -> DraftChains:
         """Made when it is first needed: a target grows nothing."""
         num_nodes, request_counts = self._max_query_len - 1, self._sizes.request_counts
-        return DraftChains(
-            self.backend, self.model, self.kv, self._geometry, request_counts, num_nodes, self._num_blocks, self._replays
-        )
+        return DraftChains(self.backend, self.model, self.kv, request_counts, num_nodes, self._num_blocks, self._replays)
 
     @property
     def padded_sizes(self) -> Sequence[int]:
@@ -101,13 +99,15 @@ class TritonRunner:
         return passes
 
     def _query_lens_of_tiles(self) -> list[int]:
-        """Return one query length for each size of tiles that attention is compiled for."""
-        geometry = self._geometry
-        tile = partial(tile_config, head_dim=geometry.padded_head_dim, dtype=geometry.dtype, device=self.backend.device)
-        return list({tile(query_len * geometry.group): query_len for query_len in (1, 2, 4, 8, 16, 32, 64, 128)}.values())
+        """Return query lengths with which attention is compiled for each size of tiles of each kind of layer."""
+
+        def tiles(query_len: int) -> tuple[TileConfig, ...]:
+            return tuple(geometry.tiles(query_len, self.backend.device) for geometry in self._geometries)
+
+        return list({tiles(query_len): query_len for query_len in (1, 2, 4, 8, 16, 32, 64, 128)}.values())
 
     def _eager_logits(self, batch: RaggedBatch) -> Tensor:
-        inputs = upload_inputs(batch, self._geometry, self.backend.device, self._max_query_len)
+        inputs = upload_inputs(batch, self.backend.device, self._max_query_len)
         return self.model.logits(self.model.hidden_states(inputs, self.kv))
 
     def _padded_hidden_states(self, batch: RaggedBatch, size: PassSize) -> Tensor:

@@ -6,7 +6,9 @@ softmax", 2018, in base 2. A tile whose slots are split yields parts, each norma
 kernel merges them in the order of their slots, and zeroes the padded rows.
 
 Quantised keys and values are the integers of their blocks, which are exact in the dtype of the model; the scales of keys multiply
-scores, those of values the weights.
+scores, those of values the weights. Latent keys are loaded once, in two parts, the first of which is the value.
+
+A sink is a score that no value belongs to: it is what the softmax of a whole tile, and the merge of a split one, begin with.
 
 Products of bfloat16 or float16 are summed in float32, and everything between them is computed in float32; float32 is multiplied in
 float32. Slots are in memory at ``block * block_size + offset`` of a KV head; block offsets are 64-bit.
@@ -21,10 +23,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.attention import AttentionSpec
+from titan.core.attention import AttentionSpec, Chunk
 from titan.core.kv_tensor import kv_planes
-from titan.kernels.triton.attention_plan import MERGE_FIELDS, TileLaunch, TreeAttentionPlan, load_tile
-from titan.kernels.triton.tools import INTERPRETED, dot, narrow, require, require_launchable
+from titan.kernels.triton.attention_plan import (
+    MERGE_FIELDS,
+    AttentionGeometry,
+    DeviceLayout,
+    TileLaunch,
+    load_tile,
+    window_length,
+    window_sizes,
+)
+from titan.kernels.triton.attention_planner import TreeAttentionPlan
+from titan.kernels.triton.tools import FLOAT_DTYPES, INTERPRETED, dot, narrow, require, require_launchable
 
 MERGED_PARTS = 16
 """Parts that are read at a time."""
@@ -32,13 +43,17 @@ ZEROED_NUMBERS = 1024
 """Elements of padded rows that are zeroed at a time."""
 MERGE_PROGRAMS_PER_RUNNING_PROGRAM = 4
 
+LOG2_E = tl.constexpr(math.log2(math.e))
+"""Scores are computed in powers of two."""
+
 
 @triton.jit
 def _attend(
-    output,  # [BLOCK_M, BLOCK_D], the weighted values of the slots so far
+    output,  # [BLOCK_M, BLOCK_V], the weighted values of the slots so far
     largest,  # [BLOCK_M], their largest score
     total,  # [BLOCK_M], the sum of their weights
     q,  # [BLOCK_M, BLOCK_D]
+    q_rest,  # [BLOCK_M, BLOCK_REST]
     first_slot,
     end_slot,
     skipped_slot,
@@ -57,10 +72,14 @@ def _attend(
     hidden_slots,  # [BLOCK_M], the last slot before the window
     ancestor_bits,  # [BLOCK_M]
     tree_start,
-    HEAD_DIM: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    REST_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     MASKED: tl.constexpr,
     TREE: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -72,21 +91,33 @@ def _attend(
     Not ``MASKED``: every row sees all of them.
     """
     dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_V)
     for step in range(first_slot, end_slot - num_skipped, BLOCK_N):
         slots = step + tl.where(step < skipped_slot, 0, num_skipped) + tl.arange(0, BLOCK_N)
         is_slot = (slots < end_slot) | (not MASKED)  # without masks, iterations are whole
         block_ids = tl.load(block_ids_ptr + slots // BLOCK_SIZE, mask=is_slot, other=0).to(tl.int64)
-        places = (block_ids * stride_kv_block + slots % BLOCK_SIZE * stride_kv_slot)[:, None] + dims[None, :]
+        places = (block_ids * stride_kv_block + slots % BLOCK_SIZE * stride_kv_slot)[:, None]
         is_loaded = is_slot[:, None]
-        if HEAD_DIM != BLOCK_D:
-            is_loaded = is_loaded & (dims[None, :] < HEAD_DIM)
-        keys = tl.load(k_ptr + places, mask=is_loaded, other=0)
+        if KEY_DIM != BLOCK_D:
+            is_loaded = is_loaded & (dims[None, :] < KEY_DIM)
+        keys = tl.load(k_ptr + places + dims[None, :], mask=is_loaded, other=0)
         if k_scales_ptr is not None:
             keys = narrow(keys.to(tl.float32), q.dtype, EMU)
-        scores = dot(q, tl.trans(keys), EMU) * scale
+        scores = dot(q, tl.trans(keys), EMU)
+        if REST_DIM > 0:
+            rest_dims = tl.arange(0, BLOCK_REST)
+            is_rest = is_slot[:, None]
+            if REST_DIM != BLOCK_REST:
+                is_rest = is_rest & (rest_dims[None, :] < REST_DIM)
+            rest = tl.load(k_ptr + places + KEY_DIM + rest_dims[None, :], mask=is_rest, other=0)
+            if k_scales_ptr is not None:
+                rest = narrow(rest.to(tl.float32), q.dtype, EMU)
+            scores += dot(q_rest, tl.trans(rest), EMU)
+        scores = scores * scale
         if k_scales_ptr is not None:
             scale_places = block_ids * stride_scales_block + slots % BLOCK_SIZE
-            scores = scores * tl.load(k_scales_ptr + scale_places, mask=is_slot, other=0.0)[None, :]
+            key_scales = tl.load(k_scales_ptr + scale_places, mask=is_slot, other=0.0)
+            scores = scores * key_scales[None, :]
         if SOFTCAPPED:
             scores = softcap * (1 - 2 / (1 + tl.exp2(scores)))
         if MASKED:
@@ -106,10 +137,18 @@ def _attend(
         weights = tl.exp2(scores - reference[:, None])
         decay = tl.exp2(largest - reference)
         total = total * decay + tl.sum(weights, axis=1)
-        values = tl.load(v_ptr + places, mask=is_loaded, other=0)
-        if k_scales_ptr is not None:
-            values = narrow(values.to(tl.float32), q.dtype, EMU)
-            weights = weights * tl.load(v_scales_ptr + scale_places, mask=is_slot, other=0.0)[None, :]
+        if v_ptr is not None:
+            is_value = is_slot[:, None]
+            if VALUE_DIM != BLOCK_V:
+                is_value = is_value & (value_dims[None, :] < VALUE_DIM)
+            values = tl.load(v_ptr + places + value_dims[None, :], mask=is_value, other=0)
+            if k_scales_ptr is not None:
+                values = narrow(values.to(tl.float32), q.dtype, EMU)
+                weights = weights * tl.load(v_scales_ptr + scale_places, mask=is_slot, other=0.0)[None, :]
+        else:
+            values = keys
+            if k_scales_ptr is not None:
+                weights = weights * key_scales[None, :]
         output = output * decay[:, None] + dot(narrow(weights, values.dtype, EMU), values, EMU)
         largest = new_largest
     return output, largest, total
@@ -117,12 +156,13 @@ def _attend(
 
 @triton.jit(do_not_specialize=["stride_block_table", "window"])
 def _attention_kernel(
-    output_ptr,  # [T, NUM_KV_HEADS * GROUP * HEAD_DIM]
-    part_outputs_ptr,  # [parts, NUM_KV_HEADS, BLOCK_M, HEAD_DIM]
+    output_ptr,  # [T, NUM_KV_HEADS * GROUP * VALUE_DIM]
+    part_outputs_ptr,  # [parts, NUM_KV_HEADS, BLOCK_M, VALUE_DIM]
     part_log_sums_ptr,  # [parts, NUM_KV_HEADS, BLOCK_M]
     q_ptr,  # [T, NUM_KV_HEADS * GROUP, HEAD_DIM]
+    sinks_ptr,  # [NUM_KV_HEADS * GROUP], or None
     k_ptr,  # [NUM_KV_HEADS, blocks, BLOCK_SIZE, HEAD_DIM]
-    v_ptr,
+    v_ptr,  # None: values are the first numbers of keys
     k_scales_ptr,  # [NUM_KV_HEADS, blocks, BLOCK_SIZE], or None if keys and values are not quantised
     v_scales_ptr,
     tiles_ptr,
@@ -146,12 +186,17 @@ def _attention_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    REST_DIM: tl.constexpr,  # numbers at the end of a key that are no part of the value whose first numbers are the key's
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     TREE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SOFTCAPPED: tl.constexpr,
     EMU: tl.constexpr,
 ):
@@ -169,31 +214,45 @@ def _attention_kernel(
     rows = first_row + tile_rows
     tokens = (rows // GROUP).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
+    KEY_DIM: tl.constexpr = HEAD_DIM - REST_DIM
     dims = tl.arange(0, BLOCK_D)
-    is_number = is_row[:, None]
-    if HEAD_DIM != BLOCK_D:
-        is_number = is_number & (dims[None, :] < HEAD_DIM)
-    q_places = (tokens * stride_q_token + heads * stride_q_head)[:, None] + dims[None, :]
-    q = tl.load(q_ptr + q_places, mask=is_number, other=0.0)
+    is_loaded = is_row[:, None]
+    if KEY_DIM != BLOCK_D:
+        is_loaded = is_loaded & (dims[None, :] < KEY_DIM)
+    q_places = (tokens * stride_q_token + heads * stride_q_head)[:, None]
+    q = tl.load(q_ptr + q_places + dims[None, :], mask=is_loaded, other=0.0)
+    q_rest = q
+    if REST_DIM > 0:
+        rest_dims = tl.arange(0, BLOCK_REST)
+        is_rest = is_row[:, None] & (rest_dims[None, :] < REST_DIM)
+        q_rest = tl.load(q_ptr + q_places + KEY_DIM + rest_dims[None, :], mask=is_rest, other=0.0)
 
     visible_lens = tl.load(visible_lens_ptr + tokens, mask=is_row, other=0)
     hidden_slots = visible_lens
     if WINDOWED:
-        hidden_slots = tl.load(positions_ptr + tokens, mask=is_row, other=0).to(tl.int32) - window
+        positions = tl.load(positions_ptr + tokens, mask=is_row, other=0).to(tl.int32)
+        hidden_slots = positions - window_sizes(positions, window, CHUNKED)
     ancestor_bits = visible_lens
     tree_start = 0
     if TREE:
         ancestor_bits = tl.load(ancestor_bits_ptr + tokens, mask=is_row, other=0)
         tree_start = tl.load(tree_starts_ptr + request)
 
-    kv_head_offset = kv_head.to(tl.int64) * stride_kv_head
+    k_ptr += kv_head.to(tl.int64) * stride_kv_head
+    if v_ptr is not None:
+        v_ptr += kv_head.to(tl.int64) * stride_kv_head
     if k_scales_ptr is not None:
         k_scales_ptr += kv_head.to(tl.int64) * stride_scales_head
-        v_scales_ptr += kv_head.to(tl.int64) * stride_scales_head
+        if v_scales_ptr is not None:
+            v_scales_ptr += kv_head.to(tl.int64) * stride_scales_head
     block_ids_ptr = block_table_ptr + request.to(tl.int64) * stride_block_table
-    output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:
+        if part < 0:
+            largest = tl.load(sinks_ptr + heads, mask=is_row, other=0.0) * LOG2_E
+            total = tl.full([BLOCK_M], 1.0, tl.float32)
     # between the window of the last row and the first row's own slot, all rows see all slots
     num_hidden = 0
     if WINDOWED:
@@ -202,38 +261,43 @@ def _attention_kernel(
     in_sight = tl.minimum(tl.load(visible_lens_ptr + first_row // GROUP), end_slot) - seen_slot
     num_seen = tl.maximum(in_sight, 0) // BLOCK_N * BLOCK_N
     output, largest, total = _attend(
-        output, largest, total, q, seen_slot, seen_slot + num_seen, end_slot, 0,
-        k_ptr + kv_head_offset, v_ptr + kv_head_offset, k_scales_ptr, v_scales_ptr,
+        output, largest, total, q, q_rest, seen_slot, seen_slot + num_seen, end_slot, 0,
+        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
         block_ids_ptr, stride_kv_block, stride_kv_slot, stride_scales_block, scale, softcap,
         visible_lens, hidden_slots, ancestor_bits, tree_start,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, False, TREE, WINDOWED, SOFTCAPPED, EMU,
+        KEY_DIM, REST_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_REST, BLOCK_V, False, TREE, WINDOWED, SOFTCAPPED, EMU,
     )  # fmt: skip
     output, largest, total = _attend(
-        output, largest, total, q, first_slot, end_slot, seen_slot, num_seen,
-        k_ptr + kv_head_offset, v_ptr + kv_head_offset, k_scales_ptr, v_scales_ptr,
+        output, largest, total, q, q_rest, first_slot, end_slot, seen_slot, num_seen,
+        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
         block_ids_ptr, stride_kv_block, stride_kv_slot, stride_scales_block, scale, softcap,
         visible_lens, hidden_slots, ancestor_bits, tree_start,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, True, TREE, WINDOWED, SOFTCAPPED, EMU,
+        KEY_DIM, REST_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_REST, BLOCK_V, True, TREE, WINDOWED, SOFTCAPPED, EMU,
     )  # fmt: skip
 
     has_seen = total > 0
     output = output / tl.where(has_seen, total, 1.0)[:, None]
+    value_dims = tl.arange(0, BLOCK_V)
+    is_stored = is_row[:, None]
+    if VALUE_DIM != BLOCK_V:
+        is_stored = is_stored & (value_dims[None, :] < VALUE_DIM)
     if part < 0:
-        places = tokens * (NUM_KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
+        places = tokens * (NUM_KV_HEADS * GROUP * VALUE_DIM) + heads * VALUE_DIM
         numbers = narrow(output, output_ptr.dtype.element_ty, EMU)
-        tl.store(output_ptr + places[:, None] + dims[None, :], numbers, mask=is_number)
+        tl.store(output_ptr + places[:, None] + value_dims[None, :], numbers, mask=is_stored)
     else:
         places = (part.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + tile_rows
-        tl.store(part_outputs_ptr + places[:, None] * HEAD_DIM + dims[None, :], output, mask=is_number)
+        tl.store(part_outputs_ptr + places[:, None] * VALUE_DIM + value_dims[None, :], output, mask=is_stored)
         log_sums = tl.where(has_seen, largest + tl.log2(tl.where(has_seen, total, 1.0)), float("-inf"))
         tl.store(part_log_sums_ptr + places, log_sums, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_numbers"])
 def _merge_kernel(
-    output_ptr,  # [T, NUM_KV_HEADS * GROUP * HEAD_DIM]
-    part_outputs_ptr,  # [parts, NUM_KV_HEADS, BLOCK_M, HEAD_DIM]
+    output_ptr,  # [T, NUM_KV_HEADS * GROUP * VALUE_DIM]
+    part_outputs_ptr,  # [parts, NUM_KV_HEADS, BLOCK_M, VALUE_DIM]
     part_log_sums_ptr,  # [parts, NUM_KV_HEADS, BLOCK_M]
+    sinks_ptr,  # [NUM_KV_HEADS * GROUP], or None
     merges_ptr,
     counts_ptr,
     query_start_loc_ptr,  # [num_requests + 1]
@@ -241,9 +305,9 @@ def _merge_kernel(
     num_numbers,  # of the output
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     PARTS: tl.constexpr,
     ZEROED: tl.constexpr,
     PADDED: tl.constexpr,  # whether this launch zeroes the padded rows
@@ -251,8 +315,8 @@ def _merge_kernel(
 ):
     """A fixed number of programs shares the rows of all merges, so that a step without merges costs next to nothing."""
     DTYPE: tl.constexpr = output_ptr.dtype.element_ty
-    TOKEN: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
-    dims = tl.arange(0, BLOCK_D)
+    TOKEN: tl.constexpr = NUM_KV_HEADS * GROUP * VALUE_DIM
+    dims = tl.arange(0, BLOCK_V)
     num_units = tl.load(counts_ptr + 1) * (NUM_KV_HEADS * BLOCK_M)
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
         tile_row = unit % BLOCK_M
@@ -260,16 +324,20 @@ def _merge_kernel(
         record = merges_ptr + unit // (BLOCK_M * NUM_KV_HEADS) * MERGE_FIELDS
         if tile_row < tl.load(record + 1):  # see `store_merges`
             row, first_part, num_parts = tl.load(record) + tile_row, tl.load(record + 2), tl.load(record + 3)
-            output = tl.zeros([BLOCK_D], tl.float32)
+            output = tl.zeros([BLOCK_V], tl.float32)
             largest = tl.full([], float("-inf"), tl.float32)
             total = tl.zeros([], tl.float32)
+            head = kv_head * GROUP + row % GROUP
+            if sinks_ptr is not None:
+                largest = tl.load(sinks_ptr + head) * LOG2_E
+                total = tl.full([], 1.0, tl.float32)
             for first in range(0, num_parts, PARTS):
                 parts = first + tl.arange(0, PARTS)
                 is_part = parts < num_parts
                 places = ((first_part + parts).to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + tile_row
                 log_sums = tl.load(part_log_sums_ptr + places, mask=is_part, other=float("-inf"))
-                is_loaded = is_part[:, None] & (dims[None, :] < HEAD_DIM)
-                outputs = tl.load(part_outputs_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=is_loaded, other=0.0)
+                is_loaded = is_part[:, None] & (dims[None, :] < VALUE_DIM)
+                outputs = tl.load(part_outputs_ptr + places[:, None] * VALUE_DIM + dims[None, :], mask=is_loaded, other=0.0)
                 new_largest = tl.maximum(largest, tl.max(log_sums, axis=0))
                 reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
                 weights = tl.exp2(log_sums - reference)
@@ -278,8 +346,8 @@ def _merge_kernel(
                 output = output * decay + tl.sum(outputs * weights[:, None], axis=0)
                 largest = new_largest
             output = output / tl.where(total > 0, total, 1.0)
-            place = (row // GROUP).to(tl.int64) * TOKEN + (kv_head * GROUP + row % GROUP) * HEAD_DIM
-            tl.store(output_ptr + place + dims, narrow(output, DTYPE, EMU), mask=dims < HEAD_DIM)
+            place = (row // GROUP).to(tl.int64) * TOKEN + head * VALUE_DIM
+            tl.store(output_ptr + place + dims, narrow(output, DTYPE, EMU), mask=dims < VALUE_DIM)
     if PADDED:
         first_number = tl.load(query_start_loc_ptr + num_requests).to(tl.int64) * TOKEN
         first_number += tl.program_id(0) * ZEROED
@@ -300,61 +368,68 @@ def tree_attention(
     Args:
         q: [T, num_heads, head_dim], the last dimension contiguous.
         kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], keys and values, or quantised blocks of them; those of the
-            query tokens are already written. The last dimension is contiguous.
-        plan: from `attention_planner.plan_tree_attention`.
+            query tokens are already written. The last dimension is contiguous. [1, ...]: values are the first numbers of keys.
+        plan: of the pass.
         spec: of the layer, with one of the windows planned for.
-        sinks: none: models with sinks take the general path.
+        sinks: float32 [num_heads], finite.
 
     Returns:
-        [T, num_heads * head_dim], dtype of ``q``.
+        [T, num_heads * value_dim], dtype of ``q``.
 
     Raises:
         ValueError: names the argument, its value and what is expected.
     """
-    geometry, num_tokens, device = plan.layout.geometry, len(plan.layout.positions), plan.layout.positions.device
-    num_heads, num_kv_heads, head_dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
-    if sinks is not None:
-        raise ValueError("sinks are not supported by this kernel: it must be None")
-    dtypes, scale, window, softcap = (geometry.dtype,), spec.scale, spec.window, spec.softcap
+    layout, scale, softcap = plan.layout, spec.scale, spec.softcap
+    num_tokens, device = len(layout.positions), layout.positions.device
     require_launchable("plan", device)
-    require("q", q, shape=(num_tokens, num_heads, head_dim), dtypes=dtypes, device=device, contiguous=False)
+    require("q", q, shape=(num_tokens, None, None), dtypes=FLOAT_DTYPES, device=device, contiguous=False)
+    num_heads, head_dim = q.shape[1:]
     numbers, scales = kv_planes(kv_layer, head_dim) if kv_layer.dtype == torch.int8 else (kv_layer, None)
-    shape = (2, num_kv_heads, None, geometry.block_size, head_dim)
-    require("kv_layer", numbers, shape=shape, dtypes=(geometry.dtype, torch.int8), device=device, contiguous=False)
-    if window not in plan.launches:
-        raise ValueError(f"window is {window}: the plan was made for {', '.join(map(str, plan.launches))}")
+    shape = (None, None, None, layout.block_size, head_dim)
+    require("kv_layer", numbers, shape=shape, dtypes=(q.dtype, torch.int8), device=device, contiguous=False)
+    num_planes, num_kv_heads = numbers.shape[:2]
+    if num_planes not in (1, 2):
+        raise ValueError(f"kv_layer has {num_planes} planes: it must have 2, keys and values, or 1, keys")
+    if sinks is not None:
+        require("sinks", sinks, shape=(num_heads,), dtypes=(torch.float32,), device=device)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale is {scale}: it must be positive")
     if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
         raise ValueError(f"softcap is {softcap}: it must be positive, or None")
 
-    output = q.new_empty(num_tokens, num_heads * head_dim)
-    for launch in plan.launches[window]:
-        _launch(output, q, numbers, scales, plan, launch, spec)
+    geometry = AttentionGeometry(
+        num_heads, num_kv_heads, head_dim, layout.block_size, q.dtype, spec.value_dim, is_latent=num_planes == 1
+    )
+    output = q.new_empty(num_tokens, num_heads * geometry.num_values)
+    for launch in plan.launches(geometry, spec.window):
+        _launch(output, q, numbers, scales, layout, geometry, launch, spec, sinks)
     return output
 
 
 def _launch(
     output: Tensor,
     q: Tensor,
-    numbers: Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim]
-    scales: Tensor | None,  # [2, num_kv_heads, num_blocks, block_size]
-    plan: TreeAttentionPlan,
+    numbers: Tensor,  # [1 or 2, num_kv_heads, num_blocks, block_size, head_dim]
+    scales: Tensor | None,  # [1 or 2, num_kv_heads, num_blocks, block_size]
+    layout: DeviceLayout,
+    geometry: AttentionGeometry,
     launch: TileLaunch,
     spec: AttentionSpec,
+    sinks: Tensor | None,
 ) -> None:
-    layout, geometry, config = plan.layout, plan.layout.geometry, launch.config
+    config = launch.config
     scale, softcap = spec.scale, spec.softcap
     has_nodes = launch.ancestor_bits is not None
-    log2_e = math.log2(math.e)
+    block_d, block_rest = geometry.padded_key_dims
     # with a cap, scores are twice the argument of tanh, in powers of two: tanh(x) = 1 - 2 / (1 + e ** 2x)
     _attention_kernel[(len(launch.tiles) * geometry.num_kv_heads,)](
         output,
         launch.part_outputs,
         launch.part_log_sums,
         q,
-        *numbers,
-        *((None, None) if scales is None else scales),
+        sinks,
+        *_keys_and_values(numbers),
+        *_keys_and_values(scales),
         launch.tiles,
         launch.counts,
         layout.block_table,
@@ -367,18 +442,23 @@ def _launch(
         *numbers.stride()[1:4],
         *((0, 0) if scales is None else scales.stride()[1:3]),
         layout.block_table.stride(0),
-        scale * log2_e if softcap is None else 2 * scale / softcap * log2_e,
-        0.0 if softcap is None else softcap * log2_e,
-        spec.window or 0,
+        scale * LOG2_E.value if softcap is None else 2 * scale / softcap * LOG2_E.value,
+        0.0 if softcap is None else softcap * LOG2_E.value,
+        window_length(spec.window),
         NUM_KV_HEADS=geometry.num_kv_heads,
         GROUP=geometry.group,
         HEAD_DIM=geometry.head_dim,
+        REST_DIM=geometry.num_rest,
+        VALUE_DIM=geometry.num_values,
         BLOCK_SIZE=geometry.block_size,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        BLOCK_D=geometry.padded_head_dim,
+        BLOCK_D=block_d,
+        BLOCK_REST=block_rest,
+        BLOCK_V=geometry.padded_value_dim,
         TREE=has_nodes,
         WINDOWED=spec.window is not None,
+        CHUNKED=isinstance(spec.window, Chunk),
         SOFTCAPPED=softcap is not None,
         EMU=INTERPRETED,
         num_warps=config.num_warps,
@@ -389,6 +469,7 @@ def _launch(
         output,
         launch.part_outputs,
         launch.part_log_sums,
+        sinks,
         launch.merges,
         launch.counts,
         layout.query_start_loc,
@@ -396,9 +477,9 @@ def _launch(
         output.numel(),
         NUM_KV_HEADS=geometry.num_kv_heads,
         GROUP=geometry.group,
-        HEAD_DIM=geometry.head_dim,
+        VALUE_DIM=geometry.num_values,
         BLOCK_M=config.block_m,
-        BLOCK_D=geometry.padded_head_dim,
+        BLOCK_V=geometry.padded_value_dim,
         PARTS=MERGED_PARTS,
         ZEROED=ZEROED_NUMBERS,
         PADDED=has_nodes,
@@ -406,3 +487,10 @@ def _launch(
         num_warps=4,
         enable_fp_fusion=True,
     )
+
+
+def _keys_and_values(planes: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the two planes of a layer; ``None`` for what is not there."""
+    if planes is None:
+        return None, None
+    return planes[0], planes[1] if len(planes) == 2 else None

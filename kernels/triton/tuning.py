@@ -5,6 +5,7 @@ Nothing is tuned while serving.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,9 @@ class TileConfig:
     programs_per_multiprocessor: int  # at a time, by registers and shared memory
 
 
+LARGE = 512
+"""Padded size of heads above 256, those of latents with their rotated part included; tiles of 64 rows do not fit in registers."""
+
 # (capability, padded head_dim, bytes per element) -> ascending by block_m; from the compiler's reports, not timed yet
 TABLE = {
     (SM90, 64, 2): (
@@ -46,6 +50,10 @@ TABLE = {
         TileConfig(64, 32, 8, 5, 1),
         TileConfig(128, 32, 8, 3, 1),
     ),
+    (SM90, LARGE, 2): (
+        TileConfig(16, 32, 8, 5, 1),
+        TileConfig(32, 32, 8, 5, 1),
+    ),
 }
 
 SAFE_CONFIGS = (
@@ -55,8 +63,17 @@ SAFE_CONFIGS = (
 )
 """Tiles for other devices and head sizes: at most 96 KiB of shared memory."""
 
+SAFE_LARGE_CONFIGS = (
+    TileConfig(16, 32, 8, 3, 1),
+    TileConfig(32, 32, 8, 3, 1),
+)
+"""Those of heads above 256: at most 98 KiB."""
+
 FLOAT32_CONFIGS = (TileConfig(16, 32, 8, 3, 2),)
 """Tiles for float32, which is multiplied without tensor cores; larger ones do not fit in registers."""
+
+FLOAT32_LARGE_CONFIGS = (TileConfig(16, 32, 8, 3, 1),)
+"""Those of heads above 256."""
 
 
 def tile_config(max_rows: int | None, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> TileConfig:
@@ -64,7 +81,7 @@ def tile_config(max_rows: int | None, *, head_dim: int, dtype: torch.dtype, devi
 
     Args:
         max_rows: of a request and KV head; ``None``: any number.
-        head_dim: padded to a power of two.
+        head_dim: sum of the padded sizes of the parts of a key.
         dtype: of queries, keys and values.
         device: where the kernel runs.
     """
@@ -72,7 +89,13 @@ def tile_config(max_rows: int | None, *, head_dim: int, dtype: torch.dtype, devi
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         capability = 10 * major + minor
-    configs = FLOAT32_CONFIGS if dtype == torch.float32 else TABLE.get((capability, head_dim, dtype.itemsize), SAFE_CONFIGS)
+    is_large = head_dim > 256
+    configs: Sequence[TileConfig]
+    if dtype == torch.float32:
+        configs = FLOAT32_LARGE_CONFIGS if is_large else FLOAT32_CONFIGS
+    else:
+        known = TABLE.get((capability, LARGE if is_large else head_dim, dtype.itemsize))
+        configs = known or (SAFE_LARGE_CONFIGS if is_large else SAFE_CONFIGS)
     return next((config for config in configs if max_rows is not None and config.block_m >= max_rows), configs[-1])
 
 

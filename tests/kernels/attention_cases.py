@@ -18,7 +18,6 @@ from titan.core.limits import MAX_NODES
 from titan.core.trees import DraftTree, DraftTrees, TreeLimits
 from titan.kernels.interfaces import Backend, LayerOps
 from titan.kernels.torch.runner import place_nodes
-from titan.kernels.triton.attention_plan import AttentionGeometry
 from titan.kernels.triton.layers import TritonOps
 from titan.kernels.triton.pass_inputs import upload_inputs
 
@@ -287,8 +286,7 @@ def attend(
     ops, layout, windows = make_ops(backend, q.dtype, layer.traits), batch.attention, (None,) if window is None else (None, window)
     plan: Any
     if isinstance(ops, TritonOps):
-        geometry = AttentionGeometry(q.shape[1], kv.shape[1], q.shape[2], layout.block_size, q.dtype)
-        plan = ops.plan_attention(upload_inputs(batch, geometry, backend.device, SHORT_QUERY_LEN).attention, windows)
+        plan = ops.plan_attention(upload_inputs(batch, backend.device, SHORT_QUERY_LEN).attention, windows)
     else:
         place_nodes(batch)
         plan = ops.plan_attention(layout, windows)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import Request, chain, device_inputs, make_case
+from attention_cases import Request, chain, device_inputs, first_position, make_case
 from interpreted import DEVICE
 
-from titan.core.attention import Window
-from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, DeviceLayout, TreeAttentionPlan
-from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.core.attention import Chunk, Window, window_sizes
+from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, DeviceLayout
+from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.tuning import num_multiprocessors, tile_config
 
 CANDIDATES = [length * 2**i for i in range(16) for length in (128, 192)]
@@ -30,8 +30,8 @@ class Batch:
 
     def plan(self, windows: tuple[Window, ...], fixed_chunk: int | None) -> TreeAttentionPlan:
         longest = max(request.query_len for request in self.case.requests)
-        layout = DeviceLayout(self.geometry, **self.inputs, short_query_len=SHORT_QUERY_LEN, max_query_len=longest)
-        return plan_tree_attention(layout, windows, fixed_chunk)
+        layout = DeviceLayout(self.geometry.block_size, **self.inputs, short_query_len=SHORT_QUERY_LEN, max_query_len=longest)
+        return TreeAttentionPlan(layout, windows, fixed_chunk)
 
 
 def random_batch(seed: int) -> Batch:
@@ -67,10 +67,11 @@ def expected_records(
         first_row = batch.case.query_start_loc[i] * group
         if window is not None:
             tokens_of_tile = -(-(block_m + group - 1) // group)  # a tile may begin within a token
-            most = most - max(visible_lens[0] - window, 0) if is_short else min(most, window + tokens_of_tile - 1)
+            size = window.size if isinstance(window, Chunk) else window
+            most = most - first_position(window, visible_lens[0] - 1) if is_short else min(most, size + tokens_of_tile - 1)
         for row in range(0, query_len * group, block_m):
             num_rows = min(block_m, query_len * group - row)
-            first_slot = 0 if window is None else max(visible_lens[row // group] - window, 0)
+            first_slot = first_position(window, visible_lens[row // group] - 1)
             end_slot = request.seq_len if is_short else visible_lens[(row + num_rows - 1) // group]
             tiles.append((i, first_row + row, num_rows, first_slot, end_slot, most))
 
@@ -104,16 +105,16 @@ def config_of(batch: Batch, is_short: bool) -> Any:
 @pytest.mark.parametrize(
     ("fixed_chunk", "num_batches", "sizes"),
     # with the latter, a tile's slots are one more than a chunk, where few tokens share a tile of 128 rows
-    [(None, 20, (1, 60, 300, 5000)), (512, 12, (386, 470, 494))],
+    [(None, 20, (1, 60, 300, 5000, Chunk(50), Chunk(700))), (512, 12, (386, 470, 494))],
 )
-def test_records_are_those_of_plain_loops(fixed_chunk: int | None, num_batches: int, sizes: Sequence[int]) -> None:
+def test_records_are_those_of_plain_loops(fixed_chunk: int | None, num_batches: int, sizes: Sequence[Window]) -> None:
     num_splits = set()
     for seed in range(num_batches):
         batch = random_batch(seed)
         windows = (None, sizes[seed % len(sizes)])
         plan = batch.plan(windows, fixed_chunk)
         for window in windows:
-            launches = plan.launches[window]
+            launches = plan.launches(batch.geometry, window)
             has_long = max(request.query_len for request in batch.case.requests) > SHORT_QUERY_LEN
             assert [launch.ancestor_bits is not None for launch in launches] == [True, False][: 1 + has_long]
             for launch in launches:
@@ -130,11 +131,11 @@ def test_records_are_those_of_plain_loops(fixed_chunk: int | None, num_batches: 
 
 def test_few_requests_with_long_contexts_are_split_and_many_are_not() -> None:
     geometry = AttentionGeometry(8, 2, 64, 16, torch.bfloat16)
-    few = Batch(geometry, [Request(3996, 1, chain(3))]).plan((None,), None).launches[None][0]
+    few = Batch(geometry, [Request(3996, 1, chain(3))]).plan((None,), None).launches(geometry, None)[0]
     num_running = few.num_running // geometry.num_kv_heads
     assert min(num_running, 4000 // 128) / 2 <= few.counts[0] <= 2 * num_running
     number = min(8 * num_running, MAX_REQUESTS)
-    many = Batch(geometry, [Request(3996, 1, chain(3)) for _ in range(number)]).plan((None,), None).launches[None][0]
+    many = Batch(geometry, [Request(3996, 1, chain(3)) for _ in range(number)]).plan((None,), None).launches(geometry, None)[0]
     assert many.counts.tolist() == [number, 0]
 
 
@@ -142,24 +143,30 @@ def test_a_uniform_batch_that_fills_the_device_twice_is_split(monkeypatch: pytes
     """The sizes of Llama 3 8B on an H200: 576 programs, of which 264 run at a time, would take three rounds."""
     monkeypatch.setattr("titan.kernels.triton.attention_planner.num_multiprocessors", lambda device: 132)
     geometry = AttentionGeometry(32, 8, 128, 16, torch.bfloat16)
-    [launch] = Batch(geometry, [Request(4096, 1, chain(6)) for _ in range(72)]).plan((None,), None).launches[None]
+    [launch] = Batch(geometry, [Request(4096, 1, chain(6)) for _ in range(72)]).plan((None,), None).launches(geometry, None)
     num_tiles, num_merges = launch.counts.tolist()
     assert num_merges == 72 and 2 * 72 <= num_tiles <= len(launch.part_outputs)
     assert launch.part_outputs.nbytes <= 33 * 2**20
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 62, 63])
-def test_bits_of_ancestors_beyond_the_window_are_dropped(window: int) -> None:
-    rng = np.random.default_rng(window)
+@pytest.mark.parametrize("window", [1, 2, 5, 62, 63, Chunk(9), Chunk(80)])
+def test_bits_of_ancestors_beyond_the_window_are_dropped(window: int | Chunk) -> None:
+    rng = np.random.default_rng(0)
     bits = rng.integers(0, 2**64, 300, dtype=np.uint64) & rng.integers(0, 2**64, 300, dtype=np.uint64)
     bits[:4] = [0, 1, 2**63, 2**64 - 1]
     bits[4:100] |= rng.integers(0, 2**64, 96, dtype=np.uint64)
     geometry = AttentionGeometry(1, 1, 64, 16, torch.bfloat16)
     batch = Batch(geometry, [Request(0)], num_padded=299)
     batch.inputs["ancestor_bits"] = torch.from_numpy(bits.view(np.int64)).to(DEVICE)
+    positions = rng.integers(0, 200, 300)
+    batch.inputs["positions"].copy_(torch.from_numpy(positions))
     plan = batch.plan((window, 64), None)
-    kept = plan.launches[window][0].ancestor_bits
+    kept = plan.launches(geometry, window)[0].ancestor_bits
+    assert plan.launches(geometry, window) is plan.launches(geometry, window), "planned once for all layers"
     assert kept is not None
-    expected = [sum(1 << bit for bit in [bit for bit in range(64) if each >> bit & 1][-window:]) for each in bits.tolist()]
+    expected = [
+        sum(1 << bit for bit in [bit for bit in range(64) if each >> bit & 1][-size:])
+        for each, size in zip(bits.tolist(), window_sizes(window, positions).tolist(), strict=True)
+    ]
     assert kept.cpu().numpy().view(np.uint64).tolist() == expected
-    assert plan.launches[64][0].ancestor_bits is batch.inputs["ancestor_bits"]
+    assert plan.launches(geometry, 64)[0].ancestor_bits is batch.inputs["ancestor_bits"]

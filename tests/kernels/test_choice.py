@@ -24,7 +24,7 @@ from titan.kernels.cpu.threads import available_cores
 from titan.kernels.interfaces import Backend
 from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.torch.layers import TorchOps
-from titan.kernels.triton.backend import TRAITS, TritonBackend
+from titan.kernels.triton.backend import DECODER_TRAITS, TritonBackend
 from titan.kernels.triton.layers import TritonOps
 
 CPU = torch.device("cpu")
@@ -95,7 +95,9 @@ def test_fast_operations_are_given_to_models_whose_traits_they_know(backend: Bac
     fast = next(ops for kind, ops in of_back_ends.items() if isinstance(backend, kind))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         is_known = dtype != torch.float16 or not isinstance(backend, CpuBackend)
-        assert type(backend.layer_ops(dtype, TRAITS - {"tied_embedding"})) is (fast if is_known else TorchOps)
+        assert type(backend.layer_ops(dtype, DECODER_TRAITS | {"sliding_window"} - {"tied_embedding"})) is (
+            fast if is_known else TorchOps
+        )
         assert type(backend.layer_ops(dtype, frozenset({"rms_norm", "moe"}))) is TorchOps
 
 
@@ -115,7 +117,7 @@ def test_a_card_that_triton_does_not_support_is_refused_and_so_are_threads_of_a_
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        ({"head_dim": 258}, {}, "head_dim is 258: it must be from 8 to 256"),
+        ({"head_dim": 514}, {}, "head_dim is 514: it must be from 8 to 512"),
         ({}, {"block_size": 64}, "^block_size=64 is not supported on .*: it must be 16 or 32$"),
         ({}, {"max_batch_size": 1025}, "^max_batch_size=1025 is not supported on .*: it must be at most 1024$"),
     ],

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor, kv_planes
 from titan.kernels.interfaces import Backend, LayerOps, TokenPlaces
+from titan.kernels.torch.layers import TorchOps
 from titan.kernels.triton.gate import silu_mul
+from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.layers import TritonOps
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
@@ -283,9 +285,21 @@ def test_queries_and_caches_may_lie_apart(far: str) -> None:
     assert_rounded_once(kv_layer[:, :, [0, 2], 0], exact_kv[:, :, [0, 2], 0])
 
 
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_keys_and_values_of_padding_are_not_written(is_quantised: bool) -> None:
+    keys, values = on_triton(4, 3, 40), on_triton(4, 3, 10, seed=1)
+    layout = KVLayout((KVGroup(1, 3, 40),), torch.int8 if is_quantised else keys.dtype)
+    slots = torch.tensor([17, -1, 3, -1], device=DEVICE)
+    expected, kv_layer = (KVTensor(layout, 2, 16, DEVICE).layers[0].fill_(5) for _ in range(2))
+    TorchOps(DEVICE).write_kv(expected, slots[::2], keys[::2], values[::2])
+    write_kv(kv_layer, slots, keys, values)
+    assert torch.equal(kv_layer, expected)
+
+
 def test_no_tokens_are_no_work_on_triton() -> None:
     none, kv_layer = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(2, 1, 2, 16, 8, device=DEVICE)
     places = TokenPlaces(make_table(1, 8).to(DEVICE), none, none)
     assert rope_and_write_kv(torch.zeros(0, 24, device=DEVICE), places, kv_layer).shape == (0, 1, 8)
     assert rms_norm(torch.zeros(0, 8, device=DEVICE), torch.ones(8, device=DEVICE), 1e-5).shape == (0, 8)
+    write_kv(kv_layer, none, torch.zeros(0, 1, 8, device=DEVICE), torch.zeros(0, 1, 8, device=DEVICE))
     assert silu_mul(torch.zeros(0, 16, device=DEVICE)).shape == (0, 8) and not kv_layer.any()

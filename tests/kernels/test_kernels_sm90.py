@@ -10,7 +10,7 @@ import pytest
 import torch
 from sm90 import NUM_BYTES_OF_SHARED_MEMORY, Build, compile_launches
 
-from titan.kernels.triton.tuning import FLOAT32_CONFIGS, SAFE_CONFIGS, SM90, TABLE, TileConfig
+from titan.kernels.triton.tuning import FLOAT32_CONFIGS, FLOAT32_LARGE_CONFIGS, LARGE, SAFE_CONFIGS, SM90, TABLE, TileConfig
 
 NUM_REGISTERS = 65536  # of a multiprocessor
 
@@ -23,6 +23,7 @@ from titan.core.trees import allocate_nodes
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton.draft_chain import DraftChains
 from titan.kernels.triton.gate import silu_mul
+from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
 from titan.kernels.triton.row_distribution import normalized_probs, row_distributions
@@ -41,11 +42,14 @@ for (num_heads, num_kv_heads, head_dim, dtype), is_quantised in product(sizes, (
     kv_layer = zeros(2, num_kv_heads, 4, 16, head_dim, dtype=dtype)
     if is_quantised:
         kv_layer = zeros(2, num_kv_heads, 4, 16 * (head_dim + 4), dtype=torch.int8)
+    keys = zeros(7, num_kv_heads, head_dim, dtype=dtype)
+    write_kv(kv_layer, slots, keys, keys)
     for qk_norm in (None, zeros(num_heads + num_kv_heads, head_dim, dtype=dtype)):
         rope_and_write_kv(
             zeros(7, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
             TokenPlaces(zeros(64, 2, head_dim, dtype=dtype), slots, slots), kv_layer, qk_norm, eps=1e-6,
         )
+write_kv(zeros(1, 1, 4, 16, 576, dtype=half), slots, zeros(7, 1, 576, dtype=half), None)  # latents
 for hidden_size, dtype in ((768, half), (4096, half), (16384, half), (16384, single)):
     x, weight = zeros(7, hidden_size, dtype=dtype), zeros(hidden_size, dtype=dtype)
     rms_norm(x, weight, 1e-6)
@@ -72,13 +76,14 @@ for num_candidates in (*range(1, 33), 33, 45, 63, 100, 427, 510, 512):  # chains
 
 backend, kv = SimpleNamespace(device=start_loc.device), SimpleNamespace(block_size=16)
 for num_blocks in (64, 513):
-    chains = DraftChains(backend, None, kv, None, [1, 2, 15, 1024], 7, num_blocks, None)
+    chains = DraftChains(backend, None, kv, [1, 2, 15, 1024], 7, num_blocks, None)
     for num_requests in (1, 2, 15, 1024):
         chains._lay_out_depth(num_requests)
 """
 
 KERNELS = {
     "_rope_and_write_kv_kernel": (12, 64),
+    "_write_kv_kernel": (7, 40),
     "_norm_kernel": (8, 96),
     "_silu_mul_kernel": (3, 64),
     "_walk_kernel": (1, 40),
@@ -92,7 +97,7 @@ KERNELS = {
     "_lay_out_depth_kernel": (2, 64),
 }
 """How often each is built, and the most registers it may use: the compiler of Triton 3.6 takes up to 40 % more than that of 3.7."""
-MAX_SHARED_BYTES = {"_rope_and_write_kv_kernel": 64, "_norm_kernel": 1024, "_silu_mul_kernel": 0}
+MAX_SHARED_BYTES = {"_rope_and_write_kv_kernel": 64, "_write_kv_kernel": 64, "_norm_kernel": 1024, "_silu_mul_kernel": 0}
 """Of the kernels of layers: for the sum or the largest number of a row only; the others take up to 48 KiB."""
 
 
@@ -113,21 +118,21 @@ GROUP = 4  # query heads per KV head in the launches below
 
 ATTENTION = """
 import torch
-from titan.core.attention import AttentionSpec
-from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
-from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.core.attention import AttentionSpec, Chunk
+from titan.kernels.triton.attention_plan import DeviceLayout
+from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.tree_attention import tree_attention
 
 def zeros(*shape, dtype=torch.int32):
     return torch.zeros(shape, dtype=dtype)
 
 def launch(
-    head_dim, dtype, short_query_len, max_query_len, window=None, softcap=None, block_size=16, num_requests=4, is_quantised=False
+    head_dim, dtype, short_query_len, max_query_len, window=None, softcap=None, block_size=16, num_requests=4, is_quantised=False,
+    num_heads=32, num_kv_heads=8, value_dim=None, num_planes=2, has_sinks=False,
 ):
-    geometry = AttentionGeometry(32, 8, head_dim, block_size, dtype)
     num_tokens = 2048
     layout = DeviceLayout(
-        geometry,
+        block_size,
         query_start_loc=zeros(num_requests + 1),
         seq_lens=zeros(num_requests),
         block_table=zeros(num_requests, 64),
@@ -138,15 +143,19 @@ def launch(
         short_query_len=short_query_len,
         max_query_len=max_query_len,
     )
-    plan = plan_tree_attention(layout, (window,))
-    q = zeros(num_tokens, 48, head_dim, dtype=dtype)[:, :32]
-    kv_layer = zeros(2, 8, 16, block_size, head_dim, dtype=dtype)
+    plan = TreeAttentionPlan(layout, (window,))
+    q = zeros(num_tokens, 48, head_dim, dtype=dtype)[:, :num_heads]
+    kv_layer = zeros(num_planes, num_kv_heads, 16, block_size, head_dim, dtype=dtype)
     if is_quantised:
-        kv_layer = zeros(2, 8, 16, block_size * (head_dim + 4), dtype=torch.int8)
-    tree_attention(q, kv_layer, plan, AttentionSpec(0.1, window, softcap))
+        kv_layer = zeros(num_planes, num_kv_heads, 16, block_size * (head_dim + 4), dtype=torch.int8)
+    sinks = zeros(num_heads, dtype=torch.float32) if has_sinks else None
+    tree_attention(q, kv_layer, plan, AttentionSpec(0.1, window, softcap, value_dim), sinks)
 """
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 OPTIONS = "window=40, softcap=30.0, block_size=32"
+SINKS = "window=128, has_sinks=True"
+NARROW = "window=Chunk(8192), has_sinks=True, value_dim=128"
+LATENT = "value_dim=512, num_planes=1, num_heads=4, num_kv_heads=1"
 
 
 @dataclass(frozen=True)
@@ -157,6 +166,7 @@ class Launch:
     dtype: torch.dtype
     configs: Sequence[TileConfig]
     options: str = ""
+    slot_numbers: int | None = None  # keys and values together; None: twice head_dim
 
     @property
     def line(self) -> str:
@@ -178,6 +188,10 @@ def launches() -> list[Launch]:
     made.append(Launch(96, torch.bfloat16, (small, large)))
     made += [Launch(32, torch.bfloat16, (config,)) for config in SAFE_CONFIGS]
     made += [Launch(head_dim, torch.float32, FLOAT32_CONFIGS * 2, "window=40") for head_dim in (64, 128, 256)]
+    made.append(Launch(64, torch.bfloat16, TABLE[SM90, 64, 2][1:2], SINKS))
+    made.append(Launch(192, torch.bfloat16, TABLE[SM90, 256, 2][1:2], NARROW, 192 + 128))
+    made.append(Launch(576, torch.bfloat16, TABLE[SM90, LARGE, 2], LATENT, 576))
+    made.append(Launch(576, torch.float32, FLOAT32_LARGE_CONFIGS, LATENT, 576))
     return made
 
 
@@ -210,8 +224,9 @@ def test_every_configuration_fits_as_the_table_says_with_its_buffers_and_tensor_
         assert running * build.registers * 32 * build.num_warps <= NUM_REGISTERS, build
         assert running * (build.shared_bytes + RESERVED) <= NUM_BYTES_OF_SHARED_MEMORY + RESERVED, build
         # loads of block ids and of what they point to take two stages each: a depth that only the compiled code shows
-        num_buffers = 2 * ((config.num_stages - 1) // 2)
-        assert build.shared_bytes >= num_buffers * config.block_n * launch.head_dim * launch.dtype.itemsize, build
+        num_slots = (config.num_stages - 1) // 2 * config.block_n
+        slot_numbers = launch.slot_numbers or 2 * launch.head_dim
+        assert build.shared_bytes >= num_slots * slot_numbers * launch.dtype.itemsize, build
         # products of a warp group where there are 64 rows for it; float32 is multiplied exactly, without tensor cores
         is_half = launch.dtype.itemsize == 2
         assert (build.has_wgmma, build.has_mma) == (is_half and config.block_m >= 64, is_half and config.block_m < 64), build

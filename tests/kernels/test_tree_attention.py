@@ -14,10 +14,10 @@ from attention_cases import Request, chain, device_inputs, make_case, queries, r
 from interpreted import DEVICE, ON_CUDA, make_capture
 from torch import Tensor
 
-from titan.core.attention import AttentionSpec, Window
+from titan.core.attention import AttentionSpec, Chunk, Window
 from titan.core.limits import MAX_NODES
-from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
-from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.kernels.triton.attention_plan import DeviceLayout
+from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.tools import INTERPRETED
 from titan.kernels.triton.tree_attention import tree_attention
 
@@ -36,6 +36,9 @@ class Setup:
     dtype: torch.dtype = FP32
     window: Window = None
     softcap: float | None = None
+    value_dim: int | None = None
+    is_latent: bool = False
+    has_sinks: bool = False
     fixed_chunk: int | None = None
     short_query_len: int = 8
     num_padded: int = 0
@@ -48,23 +51,29 @@ class Batch:
         num_heads = setup.group * setup.num_kv_heads
         self.setup = setup
         self.case = make_case(requests, setup.block_size, setup.window, seed=setup.seed)
-        self.kv = random_kv(self.case, setup.num_kv_heads, setup.dtype, setup.head_dim, spares_owned=False).to(DEVICE)
+        num_planes = 1 if setup.is_latent else 2
+        self.kv = random_kv(
+            self.case, setup.num_kv_heads, setup.dtype, setup.head_dim, spares_owned=False, num_planes=num_planes
+        ).to(DEVICE)
         self.q = queries(self.case.query_start_loc[-1] + setup.num_padded, num_heads, setup.dtype, setup.head_dim, DEVICE)
-        self.geometry = AttentionGeometry(num_heads, setup.num_kv_heads, setup.head_dim, setup.block_size, setup.dtype)
+        sinks = 3 * torch.randn(num_heads, generator=torch.Generator().manual_seed(2))
+        self.sinks = sinks.to(DEVICE) if setup.has_sinks else None
         self.inputs = device_inputs(self.case, setup.num_padded)
         self.scale = 1.5 * float(setup.head_dim) ** -0.5
 
     def run(self) -> Tensor:
         setup, longest = self.setup, max(each.query_len for each in self.case.requests)
-        layout = DeviceLayout(self.geometry, **self.inputs, short_query_len=setup.short_query_len, max_query_len=longest)
-        plan = plan_tree_attention(layout, (None,) if setup.window is None else (None, setup.window), setup.fixed_chunk)
-        return tree_attention(self.q, self.kv, plan, AttentionSpec(self.scale, setup.window, setup.softcap))
+        layout = DeviceLayout(setup.block_size, **self.inputs, short_query_len=setup.short_query_len, max_query_len=longest)
+        plan = TreeAttentionPlan(layout, (None,) if setup.window is None else (None, setup.window), setup.fixed_chunk)
+        return tree_attention(
+            self.q, self.kv, plan, AttentionSpec(self.scale, setup.window, setup.softcap, setup.value_dim), self.sinks
+        )
 
     def check(self) -> None:
         self.check_output(self.run())
 
     def check_output(self, output: Tensor) -> None:
-        expected = self.case.expected(self.q, self.kv, self.scale, self.setup.softcap)
+        expected = self.case.expected(self.q, self.kv, self.scale, self.setup.softcap, self.setup.value_dim, self.sinks)
         assert not expected.isnan().any()
         assert output.dtype == self.setup.dtype and output.shape == expected.shape
         assert (output.double() - expected).norm() <= TOLERANCE[self.setup.dtype] * expected.norm()
@@ -87,6 +96,26 @@ CASES = {
     "only chunks": Setup([Request(0, 33), Request(17, 70), Request(100, 5)], short_query_len=1, dtype=BF16),
     "a head of 256": Setup([Request(0, 21), EMPTY, Request(15, 1, star(7))], group=2, head_dim=256, dtype=BF16),
     "slots that all rows see, within a window": Setup([Request(90, 70), Request(400, 1, random_tree(7, 7, 3))], window=170),
+    "chunks, sinks and narrow values, split": Setup(
+        [Request(70, 1, random_tree(3, 20, 3)), Request(50, 40), EMPTY, Request(55)],
+        group=3,
+        window=Chunk(74),
+        value_dim=40,
+        has_sinks=True,
+        fixed_chunk=32,
+        short_query_len=24,
+        num_padded=2,
+    ),
+    "latents, sinks, split": Setup(
+        [Request(100, 1, chain(5)), Request(30, 20)],
+        group=16,
+        head_dim=56,
+        value_dim=40,
+        is_latent=True,
+        has_sinks=True,
+        fixed_chunk=32,
+        dtype=BF16,
+    ),
     "splits as the planner likes": Setup([Request(700, 1, chain(3)), Request(30)], num_kv_heads=2, dtype=BF16),
 }
 
@@ -115,6 +144,13 @@ LARGE_CASES = {
     "sliding window": of_a_model(12, 4096, 6, 1, window=1024),
     "window below the depth": of_a_model(12, 512, 32, window=3),
     "softcap of scores": of_a_model(12, 2048, 6, 1, softcap=30.0),
+    "chunks and sinks": of_a_model(12, 4096, 6, 1, window=Chunk(1500), has_sinks=True),
+    "narrow values": of_a_model(12, 2048, 6, 1, head_dim=192, value_dim=128),
+    "heads of 512": of_a_model(4, 2048, 6, 1, head_dim=512),
+    "latents": of_a_model(12, 4096, 6, 1, group=128, num_kv_heads=1, head_dim=576, value_dim=512, is_latent=True),
+    "latents in float32": of_a_model(
+        2, 2048, 6, 1, group=16, num_kv_heads=1, head_dim=576, value_dim=512, is_latent=True, dtype=FP32
+    ),
 }
 """Too large for the interpreter."""
 
@@ -147,11 +183,13 @@ def test_any_mix_of_queries_and_options(seed: int) -> None:
             head_dim=int(rng.choice([16, 40, 48, 64, 80, 128])),
             block_size=int(rng.choice([16, 32])),
             dtype=[BF16, FP16, FP32][rng.integers(3)],
-            window=[None, None, 1, 3, 20][rng.integers(5)],
+            window=[None, 1, 3, 20, Chunk(5), Chunk(37)][rng.integers(6)],
             softcap=[None, 5.0][rng.integers(2)],
             fixed_chunk=[None, 16, 48, 64][rng.integers(4)],
             short_query_len=int(rng.choice([8, 16])),
             num_padded=int(rng.integers(0, 4)),
+            value_dim=[None, 13][rng.integers(2)],
+            has_sinks=bool(rng.integers(2)),
             seed=seed,
         )
     )

@@ -11,13 +11,14 @@ import torch
 from interpreted import DEVICE
 from torch import Tensor
 
-from titan.core.attention import AttentionSpec, Window
+from titan.core.attention import AttentionSpec, Chunk, Window
 from titan.core.trees import NODE_DTYPES, NodeColumns
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton import tools as triton_tools
-from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, DeviceLayout, TreeAttentionPlan
-from titan.kernels.triton.attention_planner import plan_tree_attention
+from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, DeviceLayout
+from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.gate import silu_mul
+from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
 from titan.kernels.triton.row_distribution import RowDistributions, row_distributions
@@ -42,8 +43,8 @@ def longs(values: list[Any]) -> Tensor:
     return ints(values, torch.int64)
 
 
-def plan_attention(windows: Sequence[int | None] = (None,), fixed_chunk: int | None = None, **layout: Any) -> TreeAttentionPlan:
-    return plan_tree_attention(DeviceLayout(**layout), windows, fixed_chunk)
+def plan_attention(windows: Sequence[Window] = (None,), fixed_chunk: int | None = None, **layout: Any) -> TreeAttentionPlan:
+    return TreeAttentionPlan(DeviceLayout(**layout), windows, fixed_chunk)
 
 
 def geometry() -> dict[str, Any]:
@@ -52,7 +53,7 @@ def geometry() -> dict[str, Any]:
 
 def batch() -> dict[str, Any]:
     return {
-        "geometry": AttentionGeometry(**geometry()),
+        "block_size": 16,
         "query_start_loc": ints([0, 2, 3]),
         "seq_lens": ints([5, 9]),
         "block_table": ints([[0, 0], [0, 0]]),
@@ -88,10 +89,8 @@ def rotate(
     return rope_and_write_kv(qkv, TokenPlaces(rope_table, positions, slots), kv_layer, qk_norm)
 
 
-def attend(
-    q: Tensor, kv_layer: Tensor, plan: TreeAttentionPlan, scale: float, window: Window = None, softcap: float | None = None
-) -> Tensor:
-    return tree_attention(q, kv_layer, plan, AttentionSpec(scale, window, softcap))
+def attend(q: Tensor, kv_layer: Tensor, plan: TreeAttentionPlan, sinks: Tensor | None = None, **spec: Any) -> Tensor:
+    return tree_attention(q, kv_layer, plan, AttentionSpec(**{"scale": 0.25} | spec), sinks)
 
 
 KV_LAYER = floats(2, 2, 3, 16, HEAD_DIM)
@@ -101,7 +100,18 @@ DRAFTS: dict[str, Any] = {"draft_probs": floats(2, VOCAB_SIZE), "draft_rows": in
 WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
     AttentionGeometry: geometry,
     plan_attention: batch,
-    attend: lambda: {"q": floats(3, 4, HEAD_DIM), "kv_layer": KV_LAYER, "plan": plan_attention(**batch()), "scale": 0.25},
+    attend: lambda: {
+        "q": floats(3, 4, HEAD_DIM),
+        "kv_layer": KV_LAYER,
+        "plan": plan_attention(**batch()),
+        "sinks": floats(4),
+    },
+    write_kv: lambda: {
+        "kv_layer": KV_LAYER,
+        "slots": longs([0, 1, -1]),
+        "keys": floats(3, 2, HEAD_DIM),
+        "values": floats(3, 2, 8),
+    },
     rms_norm: lambda: {"x": floats(3, 8), "weight": floats(8), "eps": 1e-5, "residual": floats(3, 8)},
     silu_mul: lambda: {"gate_up": floats(3, 8)},
     rotate: lambda: {
@@ -128,12 +138,13 @@ WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
     reject_trees: lambda: {"trees": two_trees(), "sampled": longs([0, 1]), "distributions": distributions()} | DRAFTS | NUMBERS,
 }
 
+APART = "numbers that do not lie side by side"
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "an integer for a float, or a float for an integer": lambda x: x.int() if x.is_floating_point() else x.float(),
     "a dtype that no kernel takes": lambda x: x.to(torch.float8_e4m3fn) if x.is_floating_point() else x.to(torch.int16),
     "a dimension too many": lambda x: x[None],
     "a dimension too few": lambda x: x[0],
-    "numbers that do not lie side by side": lambda x: torch.stack((x, x), -1)[..., 0],
+    APART: lambda x: torch.stack((x, x), -1)[..., 0],
     "another device": lambda x: x.to("meta"),
 }
 
@@ -144,6 +155,8 @@ def test_each_tensor_is_refused_by_name(wrapper: Callable[..., object]) -> None:
     wrapper(**arguments())  # which is fine as it is
     for name in [name for name, value in arguments().items() if isinstance(value, Tensor)]:
         for change, apply in CHANGES.items():
+            if (wrapper, change) == (write_kv, APART) and name in ("keys", "values"):
+                continue  # they may lie as another library leaves them
             changed = arguments()
             changed[name] = apply(changed[name])
             print(name, "with", change)
@@ -151,7 +164,7 @@ def test_each_tensor_is_refused_by_name(wrapper: Callable[..., object]) -> None:
                 wrapper(**changed)
 
 
-@pytest.mark.parametrize(("wrapper", "name"), [(rms_norm, "residual"), (rotate, "kv_layer")])
+@pytest.mark.parametrize(("wrapper", "name"), [(rms_norm, "residual"), (rotate, "kv_layer"), (write_kv, "kv_layer")])
 def test_what_is_written_has_a_place_for_each_number(wrapper: Callable[..., object], name: str) -> None:
     arguments = WRAPPERS[wrapper]()
     tensor = arguments[name]
@@ -164,22 +177,33 @@ ZEROS = ints([0] * (MAX_REQUESTS + 2))
 MANY = {"query_start_loc": ZEROS, "block_table": ZEROS[1:, None], "seq_lens": ZEROS[1:], "tree_starts": ZEROS[1:]}
 MESSAGES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (AttentionGeometry, {"num_heads": 5}, "num_heads is 5: it must be a multiple of num_kv_heads, 2"),
-    (AttentionGeometry, {"head_dim": 512}, "head_dim is 512: it must be from 8 to 256"),
+    (AttentionGeometry, {"head_dim": 513}, "head_dim is 513: it must be from 8 to 512"),
+    (AttentionGeometry, {"head_dim": 577, "is_latent": True}, "head_dim is 577: it must be from 8 to 576"),
+    (AttentionGeometry, {"value_dim": 17}, "value_dim is 17: it must be from 1 to 16"),
+    (AttentionGeometry, {"head_dim": 576, "value_dim": 511, "is_latent": True}, "value_dim is 511: it must be from 512 to 512"),
     (AttentionGeometry, {"block_size": 8}, "block_size is 8: it must be one of (16, 32)"),
     (AttentionGeometry, {"dtype": torch.float64}, "dtype is torch.float64: it must be one of torch.bfloat16, torch.float16, torch"),
     (plan_attention, {"short_query_len": 0}, "short_query_len is 0: it must be at least 1"),
     (plan_attention, {"windows": ()}, "windows is empty: it must have one entry, None for full attention"),
     (plan_attention, {"windows": (None, 0)}, "windows has 0: each must be None or from 1 to 1073741824"),
+    (plan_attention, {"windows": (Chunk(0),)}, "windows has Chunk(size=0): each must be None or from 1 to 1073741824"),
     (plan_attention, {"fixed_chunk": 40}, "fixed_chunk is 40: it must be a positive multiple of 16, or None"),
     (plan_attention, {"query_start_loc": ints([0, 2, 3, 3])}, "query_start_loc has shape [4]: it must be [3]"),
     (plan_attention, {"block_table": ints([[], []])}, "block_table has room for 0 slots per request: it must be 1 to 6291456"),
     (plan_attention, MANY, "seq_lens has 1025 requests: there must be 1 to 1024"),
-    (attend, {"q": floats(2, 4, HEAD_DIM)}, "q has shape [2, 4, 16]: it must be [3, 4, 16]"),
-    (attend, {"q": floats(3, 4, HEAD_DIM).half()}, "q has dtype torch.float16: it must be torch.float32"),
-    (attend, {"kv_layer": floats(2, 2, 3, 8, HEAD_DIM)}, "kv_layer has shape [2, 2, 3, 8, 16]: it must be [2, 2, any,"),
+    (attend, {"q": floats(2, 4, HEAD_DIM)}, "q has shape [2, 4, 16]: it must be [3, any, any]"),
+    (attend, {"q": floats(3, 4, HEAD_DIM).half()}, "kv_layer has dtype torch.float32: it must be torch.float16 or torch.int8"),
+    (attend, {"q": floats(3, 5, HEAD_DIM), "sinks": None}, "num_heads is 5: it must be a multiple of num_kv_heads, 2"),
+    (attend, {"sinks": floats(3)}, "sinks has shape [3]: it must be [4]"),
+    (attend, {"value_dim": 17}, "value_dim is 17: it must be from 1 to 16"),
+    (attend, {"kv_layer": floats(3, 2, 3, 16, HEAD_DIM)}, "kv_layer has 3 planes: it must have 2, keys and values, or 1, keys"),
+    (attend, {"kv_layer": floats(2, 2, 3, 8, HEAD_DIM)}, "kv_layer has shape [2, 2, 3, 8, 16]: it must be [any, any, any, 16, 16]"),
     (attend, {"window": 8}, "window is 8: the plan was made for None"),
     (attend, {"softcap": 0.0}, "softcap is 0.0: it must be positive, or None"),
     (attend, {"scale": 0.0}, "scale is 0.0: it must be positive"),
+    (write_kv, {"values": floats(3, 2, 17)}, "values has shape [3, 2, 17]: a value must have 1 to 16 numbers"),
+    (write_kv, {"values": None}, "kv_layer has shape [2, 2, 3, 16, 16]: it must be [1, 2, any, any, 16]"),
+    (write_kv, {"slots": longs([0, 1])}, "slots has shape [2]: it must be [3]"),
     (rms_norm, {"x": floats(2, 16385)}, "x has shape [2, 16385]: hidden_size must be 1 to 16384"),
     (rms_norm, {"weight": floats(7)}, "weight has shape [7]: it must be [8]"),
     (rms_norm, {"residual": floats(2, 8)}, "residual has shape [2, 8]: it must be [3, 8]"),
@@ -237,7 +261,7 @@ def test_a_cuda_device_that_is_not_the_current_one_is_refused(monkeypatch: pytes
         triton_tools.require_launchable("x", torch.device("cuda:1"))
 
 
-@pytest.mark.parametrize("wrapper", [attend, rotate], ids=["tree_attention", "rotate"])
+@pytest.mark.parametrize("wrapper", [attend, rotate, write_kv])
 def test_quantised_blocks_are_whole_slots(wrapper: Callable[..., object]) -> None:
     blocks = torch.zeros(2, 2, 3, 16 * (HEAD_DIM + 4), dtype=torch.int8, device=DEVICE)
     wrapper(**WRAPPERS[wrapper]() | {"kv_layer": blocks})
