@@ -315,9 +315,7 @@ def why_not_native(files: ModelFiles) -> str | None:
     return None
 
 
-def empty_modules(
-    files: ModelFiles, config: ModelConfig, backend: Backend, *, trust_remote_code: bool = False
-) -> nn.Module:
+def empty_modules(files: ModelFiles, config: ModelConfig, backend: Backend, *, trust_remote_code: bool = False) -> nn.Module:
     """Return the modules of a model without memory, which tell how many weights it has.
 
     Args:
@@ -356,7 +354,9 @@ def check_type(content: Mapping[str, Any], *, trust_remote_code: bool) -> None:
         return
     unknown = f"model_type={model_type!r} is unknown to transformers {__version__}"
     if auto_map:
-        raise ValueError(f"{unknown}, and auto_map={shown(auto_map)} names code of the checkpoint: allowed with trust_remote_code=True")
+        raise ValueError(
+            f"{unknown}, and auto_map={shown(auto_map)} names code of the checkpoint: allowed with trust_remote_code=True"
+        )
     raise ValueError(f"{unknown}: allowed are its causal language models, or code in the checkpoint, which auto_map names")
 
 

@@ -16,7 +16,7 @@ def quantisation(config: Any) -> dict[str, Any] | None:
     """Return what a config of transformers says about the quantisation of its weights; ``None`` if they are not quantised."""
     for each in (config, config.get_text_config()):
         if (found := getattr(each, "quantization_config", None)) is not None:
-            return found if isinstance(found, dict) else found.to_dict()  # type: ignore[no-any-return]
+            return found if isinstance(found, dict) else found.to_dict()
     return None
 
 
@@ -55,9 +55,9 @@ def num_bytes(module: nn.Module) -> int:
     return buffers + sum(part.nbytes for _, part in plain_tensors(module))
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
+def _parts(tensor: Any) -> Iterator[Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
-    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+    for name in tensor.__tensor_flatten__()[0]:
         yield from _parts(getattr(tensor, name))

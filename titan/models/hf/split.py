@@ -79,7 +79,8 @@ class Head:
 
 
 def _path(model: nn.Module, inner: nn.Module) -> list[str]:
-    return next(name for name, module in model.named_modules() if module is inner).split(".")
+    name: str = next(name for name, module in model.named_modules() if module is inner)
+    return name.split(".")
 
 
 def _replace(module: nn.Module, path: list[str], replacement: nn.Module) -> nn.Module:

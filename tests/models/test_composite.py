@@ -1,0 +1,44 @@
+"""Checkpoints that take images as well: the language model runs, the rest is neither loaded nor in memory, and a line says so."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import Checkpoint
+from families import FAMILIES
+
+from titan.kernels.backend import choose_backend
+from titan.models.files import ModelFiles
+from titan.models.hf.load import load_weights
+from titan.models.loader import empty_modules, load_model, read_config
+
+
+def test_only_the_language_model_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, backend = Checkpoint(FAMILIES["gemma3"], tmp_path), choose_backend(torch.device("cpu"))
+    whole = {name for name, _ in checkpoint.model.named_parameters()}
+    language = {name for name in whole if "vision_tower" not in name and "multi_modal_projector" not in name}
+    assert language < whole
+    loaded = []
+    monkeypatch.setattr("titan.models.hf.load.TransformersModel", lambda model, *_, **__: loaded.append(model))
+    with caplog.at_level(logging.WARNING, "titan"):
+        load_weights(ModelFiles(checkpoint.path), None, dtype=torch.float32, backend=backend)
+    assert {name for name, _ in loaded[0].named_parameters()} == language
+    [line] = [record.getMessage() for record in caplog.records if record.name.startswith("titan")]
+    assert line == f"model {checkpoint.path!r} runs text-only: of Gemma3ForConditionalGeneration, only the language model is loaded"
+    files = ModelFiles(checkpoint.path)
+    modules = empty_modules(files, read_config(files), backend)
+    assert {name for name, _ in modules.named_parameters()} == language
+
+
+def test_a_missing_weight_of_the_language_model_is_still_missing(tmp_path: Path) -> None:
+    from test_broken_models import weights
+
+    checkpoint = Checkpoint(FAMILIES["gemma3"], tmp_path)
+    weights(language_model__model__norm__weight=None, model__language_model__norm__weight=None)(Path(checkpoint.path))
+    with pytest.raises(ValueError, match="missing model.language_model.norm.weight; unexpected none"):
+        load_model(checkpoint.path, dtype="float32", backend=choose_backend(torch.device("cpu")))
