@@ -220,7 +220,7 @@ def test_info_tells_from_the_config_alone_whether_a_model_runs_and_in_how_much_m
         "KV, 4,096 tokens (all)": "1.5 MiB (1,572,864 bytes)",
     }
     assert info(capsys, "--model", str(tmp_path))["runs"] == "yes, natively in float32: compiled C++ in every layer"
-    monkeypatch.setattr("titan.kernels.cpu.backend.TRAITS", TRAITS - {"tied_embedding"})
+    monkeypatch.setattr("titan.kernels.cpu.backend.OP_TRAITS", TRAITS - {"tied_embedding"})
     assert info(capsys, "--model", str(tmp_path))["runs"].endswith("for compiled C++ has no tied_embedding")
 
     config = tmp_path / "config.json"

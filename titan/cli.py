@@ -46,7 +46,7 @@ WARM_UP_TOKENS = 24
 
 DTYPE_HELP = f"of weights and KV: {', '.join(DTYPES)} (default: auto)"
 IMPL_HELP = "whose layers: Titan's own decoder, transformers' modules, or the former where it can (default: auto)"
-TRUST_HELP = "run code that comes with a checkpoint, where transformers has no such model or tokenizer"
+TRUST_HELP = "run the code that a checkpoint comes with"
 REVISION_HELP = "branch, tag or commit of a model on the hub (default: its main branch)"
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "ignore_eos")

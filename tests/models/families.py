@@ -331,7 +331,7 @@ NOT_TRIED = {
 """The other model types of transformers' mapping for causal language models, by reason."""
 
 SEEDS = dict.fromkeys(("cohere2", "glm", "gpt-sw3", "lfm3:attention", "minicpm3", "ministral3", "mixtral", "qwen3"), 1)
-SEEDS |= {"vaultgemma": 1, "xglm": 1, "gemma3_text": 2, "gpt2": 2, "opt": 3, "opt:post_norm": 4}
+SEEDS |= {"cohere2_vision": 1, "vaultgemma": 1, "xglm": 1, "gemma3_text": 2, "gpt2": 2, "opt": 3, "opt:post_norm": 4}
 """Seeds other than 0, of families whose continuations would have a near-tie, or few tokens."""
 
 

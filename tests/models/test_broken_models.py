@@ -274,8 +274,8 @@ def test_code_of_a_checkpoint_is_neither_run_nor_asked_about(
     write("custom.py", f"open({str(tmp_path / 'was run')!r}, 'w')\nclass Custom: pass")(folder)
     edit("tokenizer_config.json", tokenizer_class="Custom", auto_map={"AutoTokenizer": ["custom.Custom", None]})(folder)
     config(auto_map={"AutoConfig": "custom.Custom", "AutoModelForCausalLM": "custom.Custom"})(folder)
-    message = f"model {str(folder)!r} has a tokenizer_config.json with auto_map=...custom.Custom...: code of checkpoints is run only with "
-    message += "trust_remote_code=True"
+    message = f"model {str(folder)!r} has a tokenizer_config.json with auto_map=...custom.Custom...: code of checkpoints is run "
+    message += "only with trust_remote_code=True"
     assert_refused(capsys, str(folder), message)
     assert not asked.called and not (tmp_path / "was run").exists()
 

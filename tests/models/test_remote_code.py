@@ -137,5 +137,5 @@ def test_trusted_code_runs_to_greedy_parity_and_drafts(tmp_path: Path, monkeypat
     assert len({token for output in outputs for token in output.outputs[0].token_ids}) > 8
     edit = load_file(folder / "model.safetensors")
     save_file({name: weight for name, weight in edit.items() if "bias" not in name}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="the weights do not fit TinyForCausalLM: missing model.layers.0.qkv.bias"):
+    with pytest.raises(ValueError, match=r"the weights do not fit TinyForCausalLM: missing model.layers.0.qkv.bias"):
         LLM(str(folder), trust_remote_code=True, **DEFAULTS)
