@@ -70,7 +70,7 @@ def try_family(checkpoint: Checkpoint) -> Finding:
         LLM(checkpoint.path, device="cpu", warm_up=False)
     except ValueError as error:
         expected = family.runs == "refused" and re.search(family.refusal, str(error))
-        return Finding(family, "refused" if expected else "fails", _first_line(error).replace(checkpoint.path, family.name))
+        return Finding(family, "refused" if expected else "fails", _first_line(error).rpartition(" that cannot be used: ")[2])
     except Exception as error:  # noqa: BLE001 - whatever it is, the table says so
         return Finding(family, "fails", _first_line(error))
     return Finding(family, "fails", "is not refused")
