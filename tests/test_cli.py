@@ -220,18 +220,47 @@ def test_info_tells_from_the_config_alone_whether_a_model_runs_and_in_how_much_m
         "KV, 4,096 tokens (all)": "1.5 MiB (1,572,864 bytes)",
     }
     assert info(capsys, "--model", str(tmp_path))["runs"] == "yes, natively in float32: compiled C++ in every layer"
-    monkeypatch.setattr("titan.kernels.cpu.backend.TRAITS", TRAITS - {"tied_embedding"})
+    monkeypatch.setattr("titan.kernels.cpu.backend.OP_TRAITS", TRAITS - {"tied_embedding"})
     assert info(capsys, "--model", str(tmp_path))["runs"].endswith("for compiled C++ has no tied_embedding")
 
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "gelu"}))
-    facts = info(capsys, "--model", str(tmp_path), status=1)
+    facts = info(capsys, "--model", str(tmp_path), "--model-impl", "native", status=1)
     assert facts["runs"].startswith("no: model ") and "hidden_act='gelu' is not supported" in facts["runs"]
     config.rename(tmp_path / "adapter_config.json")
     refused = {("--model", str(tmp_path)): "LoRA", ("--model", str(tmp_path / "none")): "does not exist", ("--model", ""): "''"}
+    refused |= {("--model-impl", "native"): "--model-impl='native' needs --model"}
+    refused |= {("--trust-remote-code",): "--trust-remote-code needs --model"}
     refused |= {("--revision", "main"): "--revision='main' needs --model", ("--dtype", "half"): "--dtype='half' needs --model"}
     for options, why in refused.items():
         assert main(["info", *options]) == 2 and why in capsys.readouterr().err
+
+
+SMALL = {"vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "runs", "layers"),
+    [
+        ({"model_type": "llama"}, [], "natively", "Titan's own decoder"),
+        ({"model_type": "llama"}, ["--model-impl", "transformers"], "transformers", "because model_impl='transformers'"),
+        (
+            {"model_type": "phimoe"},
+            [],
+            "transformers",
+            "on Titan's paged attention, because architectures names PhimoeForCausalLM;",
+        ),
+        ({"model_type": "falcon"}, [], "gathered", "with an attention of their own, on keys and values gathered for it"),
+    ],
+)
+def test_info_says_whose_layers_run_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], options: list[str], runs: str, layers: str
+) -> None:
+    name = f"{config['model_type'].title()}ForCausalLM"
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | config | {"architectures": [name]}))
+    facts = info(capsys, "--model", str(tmp_path), *options)
+    assert facts["runs"].startswith(f"yes, {runs} in float32: ") and layers in facts["layers"]
+    assert name.lower() in facts["model"].lower() and "KV, 1 token" in facts
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,6 @@ def lookup(**lengths: Any) -> dict[str, Any]:
         ({"max_num_seqs": 0}, None, "max_batch_size=0 .*integer >= 1.*given as max_num_seqs"),
         ({"max_num_seqs": 4, "max_batch_size": 4}, None, "max_num_seqs and max_batch_size are the same option"),
         ({"gpu_memory_utilization": 1.5}, None, r"memory_utilization=1.5.*\(0, 1\].*given as gpu_memory_utilization"),
-        ({"trust_remote_code": True}, None, "trust_remote_code=True is not supported; allowed: False"),
         ({"speculative_config": {"model": "m"}}, "n", "speculative_config and draft_model are the same option"),
         (
             {"speculative_config": {"model": "m", "num_speculative_tokens": 99}},

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from titan import __version__
-from titan.core.options import DRAFT_SAMPLINGS, DTYPES, SPECULATION_TARGETS, SPECULATIONS, ModelOptions
+from titan.core.options import DRAFT_SAMPLINGS, DTYPES, MODEL_IMPLS, SPECULATION_TARGETS, SPECULATIONS, ModelOptions
 from titan.core.outputs import RequestMetrics, RequestOutput
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
@@ -45,12 +45,14 @@ WARM_UP_TOKENS = 24
 """Tokens generated before timing starts, so that one-time set-up is not measured."""
 
 DTYPE_HELP = f"of weights and KV: {', '.join(DTYPES)} (default: auto)"
+IMPL_HELP = "whose layers: Titan's own decoder, transformers' modules, or the former where it can (default: auto)"
+TRUST_HELP = "run the code that a checkpoint comes with"
 REVISION_HELP = "branch, tag or commit of a model on the hub (default: its main branch)"
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "ignore_eos")
 """Options of ``titan generate`` that `SamplingParams` takes under the same names."""
 ENGINE_OPTIONS = (
-    *("dtype", "revision", "device", "num_threads", "warm_up"),
+    *("dtype", "draft_dtype", "revision", "model_impl", "trust_remote_code", "device", "num_threads", "warm_up"),
     *("speculation", "speculation_target", "max_draft_tokens", "draft_tree", "draft_sampling"),
 )
 """Options of ``titan generate`` that `LLM` takes under the same names."""
@@ -133,6 +135,8 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--model", help="say instead, from its config alone, whether and how this model runs, and in how much memory")
     info.add_argument("--revision", help=REVISION_HELP)
     info.add_argument("--dtype", help=DTYPE_HELP)
+    info.add_argument("--model-impl", choices=MODEL_IMPLS, help=IMPL_HELP)
+    info.add_argument("--trust-remote-code", action="store_true", default=None, help=TRUST_HELP)
     info.add_argument("--json", action="store_true", help="print one JSON object")
     bench = commands.add_parser("bench", help=f"benchmarks: {', '.join(BENCHES)}", add_help=False)
     bench.add_argument("bench", nargs="?", choices=BENCHES, help="which benchmark; its own options follow (try --help)")
@@ -201,7 +205,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="random seed (default: 0)")
     add("--stop", action="append", help="stop at this text; may be given again")
     add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    add("--model-impl", choices=MODEL_IMPLS, default="auto", help=IMPL_HELP)
+    add("--trust-remote-code", action="store_true", help=TRUST_HELP)
     add("--dtype", default="auto", help=DTYPE_HELP)
+    add("--draft-dtype", help="of the draft's weights and KV, likewise (default: that of the target)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--num-threads", type=int, help="of a CPU (default: one per physical core)")
     add("--no-warm-up", dest="warm_up", action="store_false", help="of a GPU: compile kernels when they are first needed")
@@ -366,13 +373,16 @@ def _as_json(run: Run, plain: Run | None, difference: Difference | None) -> dict
 
 def _info(args: argparse.Namespace) -> int:
     """Print the versions of Titan and its dependencies, the device, and the kernels in use; or what running a model takes."""
-    for name in ("revision", "dtype"):
+    for name in ("revision", "dtype", "model_impl", "trust_remote_code"):
         if args.model is None and getattr(args, name) is not None:
-            raise ValueError(f"--{name}={getattr(args, name)!r} needs --model: it is an option of a model")
+            option = f"--{name.replace('_', '-')}"
+            value = "" if name == "trust_remote_code" else f"={getattr(args, name)!r}"
+            raise ValueError(f"{option}{value} needs --model: it is an option of a model")
     backend = choose_backend(choose_device("auto"))
     if args.model is not None:
-        dtype = str(ModelOptions(dtype=args.dtype or "auto").dtype)
-        runs, facts = model_facts(args.model, args.revision, dtype, backend)
+        given = {"dtype": args.dtype, "model_impl": args.model_impl, "trust_remote_code": args.trust_remote_code}
+        options = ModelOptions(revision=args.revision, **{name: value for name, value in given.items() if value is not None})
+        runs, facts = model_facts(args.model, options, backend)
         _print_facts({**facts, **backend.facts()}, args.json)
         return 0 if runs else 1
     facts = {

@@ -43,7 +43,7 @@ from titan.memory.block_pool import BlockPool
 from titan.memory.kv_cache import KVCache
 from titan.memory.sizing import block_bytes, num_kv_blocks, num_swap_blocks
 from titan.models.config import ModelConfig
-from titan.models.loader import load_model, resolve_model
+from titan.models.loader import how_it_runs, load_model, resolve_model
 from titan.schedule.admission import Limits
 from titan.schedule.preemption import SwapRule
 from titan.schedule.scheduler import Lookahead, Scheduler
@@ -325,6 +325,7 @@ class Engine:
         swap_space = self.kv.swap_space
         num_drafted = sum(min(request.num_drafted_context, request.num_computed_tokens) for request in scheduler.running)
         return EngineMetrics(
+            model_impl=how_it_runs(self.model_config),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_finished_requests=counters.num_finished_requests,

@@ -6,22 +6,36 @@ from collections.abc import Iterator
 
 import torch
 
+from titan.core.options import ModelOptions
 from titan.kernels.interfaces import Backend
-from titan.models.config import DecoderConfig, ModelConfig
+from titan.models.config import ModelConfig
 from titan.models.files import ModelFiles
-from titan.models.loader import empty_modules, read_config, read_config_file, resolve_dtype, resolve_model
+from titan.models.loader import (
+    empty_modules,
+    how_it_runs,
+    read_config,
+    read_config_file,
+    resolve_dtype,
+    resolve_model,
+    why_not_native,
+)
+
+LAYERS = {
+    "native": "Titan's own decoder",
+    "transformers": "transformers' modules, on Titan's paged attention",
+    "gathered": "transformers' modules with an attention of their own, on keys and values gathered for it, which is slower",
+}
 
 LENGTHS = (2048, 8192, 32768, 131072)
 """Tokens of requests whose KV is told, besides the longest."""
 
 
-def model_facts(name: str, revision: str | None, dtype: str, backend: Backend) -> tuple[bool, dict[str, str]]:
+def model_facts(name: str, options: ModelOptions, backend: Backend) -> tuple[bool, dict[str, str]]:
     """Read a model's config, and nothing else of it.
 
     Args:
         name: "demo", a folder or a hub id.
-        revision: branch, tag or commit on the hub; ``None`` = its main branch.
-        dtype: as of `titan.core.options.ModelOptions`.
+        options: with which it would be loaded.
         backend: that would run it.
 
     Returns:
@@ -30,21 +44,27 @@ def model_facts(name: str, revision: str | None, dtype: str, backend: Backend) -
     Raises:
         ValueError: there is no such model, or it is none.
     """
-    files = ModelFiles(resolve_model(name, "target"), revision)
-    read_config_file(files)
+    files = ModelFiles(resolve_model(name, "target"), options.revision, options.download_dir)
+    content, trust = read_config_file(files), options.trust_remote_code
     try:
-        config = read_config(files)
-        run_dtype = resolve_dtype(dtype, config.dtype, backend)
-        how = _how_it_runs(config, run_dtype, backend)
+        config = read_config(files, options.model_impl, trust_remote_code=trust)
+        run_dtype = resolve_dtype(options.dtype, config.dtype, backend)
+        how = _kernels(config, run_dtype, backend)
     except ValueError as error:
         return False, {"model": name, "runs": f"no: {error}"}
-    num_weights = sum(each.numel() for each in empty_modules(files, config, backend).parameters())
-    impl = "natively" if isinstance(config, DecoderConfig) else "with transformers' layers"
+    modules = empty_modules(files, config, backend, trust_remote_code=trust)
+    num_weights = sum(each.numel() for each in modules.parameters())
+    impl = how_it_runs(config)
     facts = {
         "model": f"{name}, {config.architecture}, {num_weights:,} weights in {_name(config.dtype)}",
-        "runs": f"yes, {impl} in {_name(run_dtype)}: {how}",
+        "runs": f"yes, {'natively' if impl == 'native' else impl} in {_name(run_dtype)}: {how}",
+        "layers": LAYERS[impl],
         "weights": f"{_size(num_weights * run_dtype.itemsize)} in {_name(run_dtype)}",
     }
+    if impl != "native":
+        facts["layers"] += f", because {why_not_native(files) or f'model_impl={options.model_impl!r}'}"
+    if quantised := content.get("quantization_config"):
+        facts["weights"] += f" if dequantised: quantization_config has quant_method={quantised.get('quant_method')!r}"
     if not config.layers:
         return True, {**facts, "KV": "known once the weights are loaded", "free memory": _size(backend.free_memory())}
     facts["KV, 1 token"] = _size(bytes_per_token := config.kv_layout(run_dtype).bytes_per_token)
@@ -54,9 +74,9 @@ def model_facts(name: str, revision: str | None, dtype: str, backend: Backend) -
     return True, {**facts, "free memory": _size(backend.free_memory())}
 
 
-def _how_it_runs(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> str:
+def _kernels(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> str:
     if backend.layer_ops(dtype, config.traits).name == backend.name:
-        return f"{backend.name} in every layer"
+        return f"{backend.name} in every layer{'' if how_it_runs(config) == 'native' else ', for its attention'}"
     missing = ", ".join(_missing(config, dtype, backend))
     return f"operation by operation in PyTorch, for {backend.name} has no {missing}"
 

@@ -18,7 +18,6 @@ class LLMOptions(EngineOptions, total=False):
     max_num_seqs: int
     gpu_memory_utilization: float | None
     kv_cache_memory_bytes: int | None
-    trust_remote_code: bool
     tensor_parallel_size: int
     pipeline_parallel_size: int
     quantization: None
@@ -86,7 +85,6 @@ TRANSLATIONS: Mapping[str, Translation] = {
     "max_num_seqs": _renamed("max_batch_size"),
     "gpu_memory_utilization": _renamed("memory_utilization"),
     "kv_cache_memory_bytes": _renamed("kv_cache_memory"),
-    "trust_remote_code": _only(False),  # no code of a checkpoint is run
     "tensor_parallel_size": _only(1),
     "pipeline_parallel_size": _only(1),
     "quantization": _only(None),

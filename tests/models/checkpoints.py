@@ -14,7 +14,16 @@ import torch
 from families import FAMILIES, SIZES, VOCAB_SIZE, Family
 from text_tools import make_tokenizer
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import logging
 
 logging.disable_progress_bar()
@@ -45,7 +54,11 @@ def make_config(config_class: type[PreTrainedConfig], overrides: Mapping[str, An
     options = {own_name.get(name, name): size for name, size in SIZES.items() if own_name.get(name, name) in known}
     for name, option in overrides.items():
         part = config_class.sub_configs.get(name)
-        options[name] = deepcopy(option) if part is None else make_config(part, option)
+        if part is None or option is None:
+            options[name] = deepcopy(option)
+        else:
+            part = CONFIG_MAPPING[option["model_type"]] if part is AutoConfig else part
+            options[name] = make_config(part, {key: each for key, each in option.items() if key != "model_type"})
     return config_class(**options)
 
 
@@ -61,7 +74,9 @@ class Checkpoint:
         """The model in float32, whose `generate` does not stop at an end of sequence."""
         torch.manual_seed(self.family.seed)
         config = make_config(CONFIG_MAPPING[self.family.model_type], self.family.config)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        has_images = self.family.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        auto_model: Any = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+        model: PreTrainedModel = auto_model.from_config(config, dtype=torch.float32)
         randomise(model)
         model.generation_config = GenerationConfig(pad_token_id=0)
         return model.eval()

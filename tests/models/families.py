@@ -205,6 +205,54 @@ TRANSFORMERS: Rows = {
     "solar_open": ("experts", {}),
 }
 
+TEXT_ONLY = "language model of one that takes images"
+PATCHES = {"image_size": 28, "patch_size": 14}
+QWEN_PATCHES = {"depth": 2, "embed_dim": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14}
+ROTATED_PARTS = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 3, 3]}
+QWEN = {"text_config": {"rope_parameters": ROTATED_PARTS}, "vision_config": QWEN_PATCHES} | {
+    "image_token_id": 120,
+    "video_token_id": 121,
+    "vision_start_token_id": 122,
+    "vision_end_token_id": 123,
+}
+
+COMPOSITE: Rows = {
+    "cohere2_vision": (
+        TEXT_ONLY,
+        {
+            "text_config": {"model_type": "cohere2", "logit_scale": 0.5},
+            "vision_config": PATCHES | {"model_type": "siglip_vision_model"},
+        },
+    ),
+    "gemma3": (
+        TEXT_ONLY,
+        {"text_config": TRANSFORMERS["gemma3_text"][1], "vision_config": PATCHES | {"model_type": "siglip_vision_model"}}
+        | {"mm_tokens_per_image": 4, "image_token_index": 120},
+    ),
+    "gemma4": (TEXT_ONLY, {"text_config": TRANSFORMERS["gemma4_text"][1], "vision_config": PATCHES, "audio_config": None}),
+    "glm4v": (TEXT_ONLY, QWEN),
+    "idefics3": (TEXT_ONLY, {"text_config": {"model_type": "llama"}, "vision_config": PATCHES, "image_token_id": 120}),
+    "internvl": (
+        TEXT_ONLY,
+        {"text_config": {"model_type": "qwen2"}, "vision_config": {"image_size": [28, 28], "patch_size": [14, 14]}},
+    ),
+    "llama4": (
+        TEXT_ONLY,
+        {"text_config": TRANSFORMERS["llama4_text"][1]}
+        | {"vision_config": PATCHES | {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}},
+    ),
+    "llava": (
+        TEXT_ONLY,
+        {"text_config": {"model_type": "llama"}, "vision_config": PATCHES | {"model_type": "clip_vision_model"}}
+        | {"image_token_index": 120},
+    ),
+    "mistral3": (TEXT_ONLY, {"text_config": {"model_type": "mistral"}, "vision_config": PATCHES | {"model_type": "pixtral"}}),
+    "qwen2_vl": (TEXT_ONLY, QWEN),
+    "qwen2_5_vl": (TEXT_ONLY, QWEN),
+    "qwen3_vl": (TEXT_ONLY, QWEN),
+    "qwen3_vl_moe": (f"{TEXT_ONLY}; experts", QWEN),
+}
+
 GATHERED: Rows = {
     "codegen": ("no attention interface", {}),
     "falcon": ("no attention interface; one KV head, parallel layers", {}),
@@ -272,7 +320,7 @@ NOT_TRIED = {
         "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod"
     ),
     "with images or sound; its language model is tried alone where it is a family of its own": (
-        "dots3_note emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moss_transcribe_diarize musicgen "
+        "dots3_note emu3 fuyu gemma3n gemma4_unified git got_ocr2 mllama moss_transcribe_diarize musicgen "
         "musicgen_melody phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp"
     ),
     "drafts of one other model": "gemma4_assistant gemma4_unified_assistant",
@@ -283,7 +331,7 @@ NOT_TRIED = {
 """The other model types of transformers' mapping for causal language models, by reason."""
 
 SEEDS = dict.fromkeys(("cohere2", "glm", "gpt-sw3", "lfm3:attention", "minicpm3", "ministral3", "mixtral", "qwen3"), 1)
-SEEDS |= {"vaultgemma": 1, "xglm": 1, "gemma3_text": 2, "gpt2": 2, "opt": 3, "opt:post_norm": 4}
+SEEDS |= {"cohere2_vision": 1, "vaultgemma": 1, "xglm": 1, "gemma3_text": 2, "gpt2": 2, "opt": 3, "opt:post_norm": 4}
 """Seeds other than 0, of families whose continuations would have a near-tie, or few tokens."""
 
 
@@ -309,6 +357,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     **{name: Family(name, *row, "native") for name, row in NATIVE.items()},
     **{name: Family(name, *row, "transformers") for name, row in TRANSFORMERS.items()},
+    **{name: Family(name, *row, "transformers") for name, row in COMPOSITE.items()},
     **{name: Family(name, *row, "gathered") for name, row in GATHERED.items()},
     **{name: Family(name, notes, config, "refused", refusal) for name, (notes, refusal, config) in REFUSED.items()},
 }

@@ -22,7 +22,10 @@ from checkpoints import Checkpoint, Checkpoints
 from families import FAMILIES, NOT_TRIED, Family
 from parity import check_parity
 from tqdm import tqdm
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from titan import LLM
 
@@ -34,7 +37,7 @@ together, in chunks, without a draft, with n-grams, and with trees of a draft mo
 [tests/models/parity.py](../tests/models/parity.py). {summary}
 
 *native*: Titan's own decoder; *transformers*: transformers' layers on Titan's paged attention; *gathered*: transformers' layers and
-attention, on keys and values that are gathered for each layer.
+attention, on keys and values that are gathered for each layer. Of models that take images as well, the language model runs.
 
 | model type | class | runs | has |
 |---|---|---|---|
@@ -52,7 +55,7 @@ class Finding:
     def row(self) -> str:
         """Return the family's row of the table."""
         model_type, _, variant = self.family.name.partition(":")
-        classes: dict[str, str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        classes: dict[str, str] = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
         name = f"`{model_type}`" + (f" ({variant.replace('_', ' ')})" if variant else "")
         return f"| {name} | {classes[model_type]} | {self.runs} | {'; '.join(filter(None, (self.family.notes, self.reason)))} |"
 
@@ -67,7 +70,7 @@ def try_family(checkpoint: Checkpoint) -> Finding:
         LLM(checkpoint.path, device="cpu", warm_up=False)
     except ValueError as error:
         expected = family.runs == "refused" and re.search(family.refusal, str(error))
-        return Finding(family, "refused" if expected else "fails", _first_line(error).replace(checkpoint.path, family.name))
+        return Finding(family, "refused" if expected else "fails", _first_line(error).rpartition(" that cannot be used: ")[2])
     except Exception as error:  # noqa: BLE001 - whatever it is, the table says so
         return Finding(family, "fails", _first_line(error))
     return Finding(family, "fails", "is not refused")

@@ -29,10 +29,11 @@ CHAIN: dict[str, Any] = {"max_draft_tokens": 4, "draft_tree": "chain"}
 def check_parity(checkpoint: Checkpoint) -> None:
     """Assert that greedy output is that of transformers: alone, in a batch and in chunks, with n-grams, with trees of a draft.
 
-    The last two with so few blocks that requests are preempted; the first two with log-probabilities.
+    The last two with so few blocks that requests are preempted. The layers run as is expected of the family.
     """
     checkpoint.check()
-    alone, _ = _run(checkpoint, one_by_one=True)
+    alone, metrics = _run(checkpoint, one_by_one=True)
+    assert metrics.model_impl == checkpoint.family.runs
     _compare("each prompt alone", checkpoint, alone)
     mixed, _ = _run(checkpoint, **CHUNKS)
     _compare("all prompts at once, in chunks", checkpoint, mixed)

@@ -163,6 +163,79 @@ BROKEN: dict[str, tuple[Damage, str]] = {
 }
 
 
+NATIVE_ONLY = {"architecture", "no architecture", "model type", "quantized", "activation", "rope type", "part of a rotation"}
+"""What is refused with model_impl="native" alone: else such models go to transformers."""
+
+UNFIT = "has a checkpoint that cannot be used: the weights do not fit LlamaForCausalLM: "
+CODE = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
+TRANSFORMERS: dict[str, tuple[Damage, str]] = {
+    "another name": (
+        weights(lm_head__weight=None, gate__weight=torch.ones(1)),
+        f"{UNFIT}missing lm_head.weight; unexpected gate.weight; of another shape none",
+    ),
+    "many missing": (config(num_hidden_layers=5), f"{UNFIT}missing ... and 13 more; unexpected none; ..."),
+    "shape": (weights(model__norm__weight=torch.ones(7)), f"{UNFIT}... of another shape model.norm.weight ([7], not [48])"),
+    "NaN": (
+        weights(model__norm__weight=torch.full((48,), torch.nan)),
+        "has a checkpoint that cannot be used: weight 'model.norm.weight' has numbers that are not finite in float32: NaN and ...",
+    ),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "a.bin"),
+        f"has no weight file model.safetensors: weights must be in model.safetensors or in the files of {INDEX} (found a.bin)",
+    ),
+    "weights cut short": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"\x00" * 20),
+        "has a damaged weight file model.safetensors: ...",
+    ),
+    "heads": (config(num_attention_heads=5), f"{CONFIG}...(48)...(5)..."),  # in the words of transformers
+}
+"""Of models that transformers runs."""
+
+CONFIG_ALONE: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown type": ({"model_type": "llamma"}, "model_type='llamma' is unknown to transformers ...: allowed are its causal ..."),
+    "no type": ({}, "model_type=None is unknown to transformers ..."),
+    "code": (
+        {"model_type": "mine", "auto_map": CODE},
+        "model_type='mine' is unknown to transformers ..., and auto_map={... names code of the checkpoint: allowed with "
+        "trust_remote_code=True",
+    ),
+    "no language model": ({"model_type": "vit"}, "model_type='vit' is none of transformers' causal language models, ..."),
+    "encoder-decoder": ({"model_type": "t5"}, "model_type='t5' is an encoder-decoder, which is not supported"),
+    "ALiBi": ({"model_type": "bloom"}, "model_type='bloom' has ALiBi, which is not supported: it must take position ids"),
+    "state space": (
+        {"model_type": "mamba", "num_hidden_layers": 1, "hidden_size": 8, "vocab_size": 9},
+        "...keeps another state than keys and values, which is not supported...",
+    ),
+    "linear attention": ({"model_type": "qwen3_next"}, "layer type 'linear_attention' keeps another state than keys and values..."),
+    "quantiser": (
+        {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "quantization_config has quant_method='gptq', which cannot be loaded here: ...pip install optimum...",
+    ),
+    "unknown quantiser": (
+        {"model_type": "llama", "quantization_config": {"quant_method": "magic"}},
+        "quantization_config has quant_method='magic', which cannot be loaded here: Unknown quantization type...'torchao'...",
+    ),
+}
+"""Configs without weights: none are looked for."""
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_broken_model_of_transformers_is_refused_by_what_is_wrong(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    shutil.copytree(whole / "one", tmp_path, dirs_exist_ok=True)
+    damage, message = TRANSFORMERS[name]
+    damage(tmp_path)
+    assert_refused(capsys, str(tmp_path), f"model {str(tmp_path)!r} {message}", "--model-impl", "transformers")
+
+
+@pytest.mark.parametrize("name", CONFIG_ALONE)
+def test_what_cannot_run_is_refused_by_its_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    content, message = CONFIG_ALONE[name]
+    write("config.json", json.dumps(content))(tmp_path)
+    assert_refused(capsys, str(tmp_path), f"model {str(tmp_path)!r} {CONFIG}{message}")
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_folder_is_refused_by_what_is_wrong(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
@@ -171,7 +244,8 @@ def test_a_broken_folder_is_refused_by_what_is_wrong(
     damage, message = BROKEN[name]
     damage(tmp_path / "one")
     folder = tmp_path / ("shards" if "shard" in name else "one")
-    assert_refused(capsys, str(folder), f"model {str(folder)!r} {message}")
+    options = ("--model-impl", "native") if name in NATIVE_ONLY else ()
+    assert_refused(capsys, str(folder), f"model {str(folder)!r} {message}", *options)
 
 
 def assert_refused(capsys: pytest.CaptureFixture[str], model: str, message: str, *options: str) -> None:
@@ -200,8 +274,9 @@ def test_code_of_a_checkpoint_is_neither_run_nor_asked_about(
     write("custom.py", f"open({str(tmp_path / 'was run')!r}, 'w')\nclass Custom: pass")(folder)
     edit("tokenizer_config.json", tokenizer_class="Custom", auto_map={"AutoTokenizer": ["custom.Custom", None]})(folder)
     config(auto_map={"AutoConfig": "custom.Custom", "AutoModelForCausalLM": "custom.Custom"})(folder)
-    message = f"model {str(folder)!r} has a tokenizer_config.json with auto_map=...custom.Custom...: no code of checkpoints is run"
-    assert_refused(capsys, str(folder), f"{message}...")
+    message = f"model {str(folder)!r} has a tokenizer_config.json with auto_map=...custom.Custom...: code of checkpoints is run "
+    message += "only with trust_remote_code=True"
+    assert_refused(capsys, str(folder), message)
     assert not asked.called and not (tmp_path / "was run").exists()
 
 
@@ -270,9 +345,9 @@ def test_a_bench_downloads_a_revision_and_takes_its_folder(hub: Hub) -> None:
 def test_nothing_large_is_downloaded_before_both_configs_were_read(
     hub: Hub, capsys: pytest.CaptureFixture[str], broken: str
 ) -> None:
-    config(quantization_config={"quant_method": "awq"})(hub.repositories / broken)
+    config(quantization_config={"quant_method": "magic"})(hub.repositories / broken)
     options = ["--draft-model", "some/draft"]
-    assert_refused(capsys, "some/model", f"{'draft_model=' if 'draft' in broken else 'model'}... quantized (awq)", *options)
+    assert_refused(capsys, "some/model", f"{'draft_model=' if 'draft' in broken else 'model'}... quant_method='magic'...", *options)
     assert {name for name in hub.files if "safetensors" in name} == {INDEX}
 
 

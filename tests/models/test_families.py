@@ -12,7 +12,19 @@ from parity import check_parity
 
 from titan import LLM
 
-ALWAYS = {"gemma3_text", "gpt_oss", "deepseek_v3", "llama4_text", "phi3:longrope", "gpt2", "falcon", "mixtral", "bloom", "mamba"}
+ALWAYS = {
+    "gemma3",
+    "gemma3_text",
+    "gpt_oss",
+    "deepseek_v3",
+    "llama4_text",
+    "phi3:longrope",
+    "gpt2",
+    "falcon",
+    "mixtral",
+    "bloom",
+    "mamba",
+}
 
 
 def names(*, refused: bool) -> list[object]:

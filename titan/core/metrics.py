@@ -120,6 +120,7 @@ class UserMetrics:
 class EngineMetrics:
     """A snapshot of an engine."""
 
+    model_impl: str  # who computes the target's layers: "native", "transformers" or "gathered"; see docs/models.md
     num_running: int
     num_waiting: int
     num_finished_requests: int

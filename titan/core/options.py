@@ -65,7 +65,7 @@ class ModelOptions:
             "vllm" (its name for it) `SamplingParams()`.
         model_impl: who computes the layers of target and draft: "native", Titan's own decoder; "transformers", that library's
             modules; "auto", the decoder where there is one for the model.
-        trust_remote_code: run code that comes with a checkpoint, where transformers has no such model or tokenizer.
+        trust_remote_code: run the code that a checkpoint comes with, if it is not for Titan's own decoder.
         draft_dtype: as ``dtype``, of the draft; ``None`` = that of the target.
     """
 

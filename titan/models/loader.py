@@ -27,7 +27,7 @@ from titan.models.files import (
 )
 from titan.models.registry import NotNativeError, check_supported
 from titan.models.token_order import TokenOrder
-from titan.models.weights import load_weights, weight_files
+from titan.models.weights import fetch_weights, load_weights, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -200,12 +200,12 @@ def load_model(
     config = read_config(files, model_impl, trust_remote_code=trust_remote_code)
     if isinstance(config, DecoderConfig):
         return _fill_decoder(files, config, dtype, backend, max_positions, pack=True, order=order)
-    folder = files.fetch(*CONFIG_FILES, *weight_files(files), *(["*.py"] if trust_remote_code else []))
+    fetch_weights(files)  # their errors name the model
     with _naming(path_or_id, "checkpoint"), _TRANSFORMERS_LOCK:
         from titan.models.hf.load import load_weights as load_with_transformers
 
         return load_with_transformers(
-            folder,
+            files,
             config.eos_token_ids,
             dtype=resolve_dtype(dtype, config.dtype, backend),
             backend=backend,
@@ -272,7 +272,7 @@ def read_config(files: ModelFiles, model_impl: str = "auto", *, trust_remote_cod
             except NotNativeError:
                 if model_impl == "native":
                     raise
-        check_code(content, trust_remote_code=trust_remote_code)
+        check_type(content, trust_remote_code=trust_remote_code)
         from transformers import AutoConfig
 
         from titan.models.hf.load import describe
@@ -289,13 +289,40 @@ def _read_decoder_config(content: dict[str, Any], folder: Path, eos_token_ids: t
     return DecoderConfig.read(AutoConfig.from_pretrained(folder, trust_remote_code=False), architecture, eos_token_ids)
 
 
-def empty_modules(files: ModelFiles, config: ModelConfig, backend: Backend) -> nn.Module:
+def how_it_runs(config: ModelConfig) -> str:
+    """Return who computes a model's layers.
+
+    "native" is Titan's decoder, "transformers" that library's modules over paged attention, and "gathered" such modules with an
+    attention of their own, for which keys and values are gathered.
+    """
+    if "own_attention" in config.traits:
+        return "gathered"
+    return "transformers" if "transformers" in config.traits else "native"
+
+
+def why_not_native(files: ModelFiles) -> str | None:
+    """Return what keeps a model from Titan's own decoder; ``None`` if nothing does.
+
+    Raises:
+        ValueError: as `load_config`, of what is wrong with any model.
+    """
+    content, folder = read_config_file(files), files.fetch(*CONFIG_FILES)
+    try:
+        with _TRANSFORMERS_LOCK:
+            _read_decoder_config(content, folder, None)
+    except NotNativeError as error:
+        return str(error)
+    return None
+
+
+def empty_modules(files: ModelFiles, config: ModelConfig, backend: Backend, *, trust_remote_code: bool = False) -> nn.Module:
     """Return the modules of a model without memory, which tell how many weights it has.
 
     Args:
         files: of the model.
         config: from `read_config`.
         backend: that would run it.
+        trust_remote_code: as of `load_config`.
     """
     if isinstance(config, DecoderConfig):
         return Decoder(config, dtype=torch.float32, backend=backend, max_positions=1, is_empty=True)
@@ -304,29 +331,33 @@ def empty_modules(files: ModelFiles, config: ModelConfig, backend: Backend) -> n
     from titan.models.hf.load import empty_model
 
     with _TRANSFORMERS_LOCK:
-        model: nn.Module = empty_model(AutoConfig.from_pretrained(files.fetch(*CONFIG_FILES), trust_remote_code=False))
+        whole_config = AutoConfig.from_pretrained(files.fetch(*CONFIG_FILES), trust_remote_code=trust_remote_code)
+        model: nn.Module = empty_model(whole_config, trust_remote_code=trust_remote_code)
     return model
 
 
-def check_code(content: Mapping[str, Any], *, trust_remote_code: bool) -> None:
-    """Refuse a model whose code is in its folder, unless that is trusted.
+def check_type(content: Mapping[str, Any], *, trust_remote_code: bool) -> None:
+    """Refuse a model that transformers does not know, unless its code comes with it and is trusted.
+
+    Args:
+        content: of a config.json.
+        trust_remote_code: as of `load_config`.
 
     Raises:
-        ValueError: the code is not trusted.
+        ValueError: names the type, and the code if there is any.
     """
-    auto_map = content.get("auto_map")
-    if auto_map and not trust_remote_code and not is_known(content):
-        raise ValueError(
-            f"auto_map={shown(auto_map)} names code of the checkpoint, which is run only with trust_remote_code=True, and "
-            f"transformers itself has no model_type={content.get('model_type')!r}"
-        )
-
-
-def is_known(content: Mapping[str, Any]) -> bool:
-    """Whether transformers itself has a model of the type that a config.json names."""
+    from transformers import __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return content.get("model_type") in CONFIG_MAPPING
+    model_type, auto_map = content.get("model_type"), content.get("auto_map")
+    if model_type in CONFIG_MAPPING or (auto_map and trust_remote_code):
+        return
+    unknown = f"model_type={model_type!r} is unknown to transformers {__version__}"
+    if auto_map:
+        raise ValueError(
+            f"{unknown}, and auto_map={shown(auto_map)} names code of the checkpoint: allowed with trust_remote_code=True"
+        )
+    raise ValueError(f"{unknown}: allowed are its causal language models, or code in the checkpoint, which auto_map names")
 
 
 def read_config_file(files: ModelFiles) -> dict[str, Any]:

@@ -73,8 +73,22 @@ def weight_files(files: ModelFiles) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
-def _find_tensors(files: ModelFiles) -> dict[str, _StoredTensor]:
-    """Read the headers of all weight files, downloading them if need be; return the tensors by name."""
+def fetch_weights(files: ModelFiles) -> list[Path]:
+    """Return the paths of all weight files, downloading them if need be, after a look at their headers.
+
+    Raises:
+        ValueError: one is missing or damaged.
+    """
+    return sorted({tensor.file for tensor in _find_tensors(files, None).values()})
+
+
+def _find_tensors(files: ModelFiles, dtypes: set[str] | None = WEIGHT_DTYPES) -> dict[str, _StoredTensor]:
+    """Read the headers of all weight files, downloading them if need be; return the tensors by name.
+
+    Args:
+        files: of the model.
+        dtypes: that are allowed, as safetensors names them; ``None`` = all.
+    """
     from safetensors import SafetensorError, safe_open
 
     name, names = files.name, weight_files(files)
@@ -92,10 +106,10 @@ def _find_tensors(files: ModelFiles) -> dict[str, _StoredTensor]:
             with safe_open(file, framework="pt") as reader:
                 for key in reader.keys():  # noqa: SIM118 (the reader is no mapping)
                     stored = reader.get_slice(key)
-                    if stored.get_dtype() not in WEIGHT_DTYPES:
+                    if dtypes is not None and stored.get_dtype() not in dtypes:
                         raise ValueError(
                             f"model {name!r} has weight {key!r} of dtype {stored.get_dtype()} in {file.name}, which is not "
-                            f"supported: it must be one of {', '.join(sorted(WEIGHT_DTYPES))}"
+                            f"supported: it must be one of {', '.join(sorted(dtypes))}"
                         )
                     tensors[key] = _StoredTensor(name, file, key, tuple(stored.get_shape()))
         except (SafetensorError, OSError) as error:

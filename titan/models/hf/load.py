@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,20 +15,27 @@ import torch
 from titan.core.attention import Chunk, LayerSpec
 from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig, as_token_ids
-from titan.models.files import some
+from titan.models.files import CONFIG_FILES, ModelFiles, some
 from titan.models.hf import interface, probe
+from titan.models.hf.composite import composite_class, is_composite
 from titan.models.hf.experts import run_experts
 from titan.models.hf.gathered import GatheredAttention, ShapeCache, check_gathering
 from titan.models.hf.model import TransformersModel
 from titan.models.hf.paged import PagedAttention
 from titan.models.hf.probe import LAYER_TYPES, ProbedLayer
+from titan.models.hf.quantised import check_quantisation, num_bytes, plain_tensors, quantisation
 from titan.models.hf.split import find_decoder
 from titan.models.token_order import TokenOrder
+from titan.models.weights import fetch_weights
+
+LOG = logging.getLogger(__name__)
 
 DEFAULT_POSITIONS = 2048
 """Of models that do not say how many they have."""
 CHANGING_ROPES = ("dynamic", "longrope")
 """Rope types whose frequencies depend on the longest position of a batch: only positions before they change are run."""
+MAX_GROWTH = 1.2
+"""Of quantised weights in memory, relative to their files: those that take more are said to be dequantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +58,15 @@ def describe(config: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
         ValueError: the model, or a feature of it, is not supported.
     """
     check_config(config)
+    with _quiet():
+        check_quantisation(config)
     register()
     model = empty_model(config, trust_remote_code=trust_remote_code)
     try:
         return describe_model(model, eos_token_ids).config
     except (RuntimeError, NotImplementedError):  # what it computes depends on numbers, which meta tensors do not have
-        return _config(model, (), frozenset({"transformers"}), eos_token_ids)
+        traits = {"transformers"} if model._can_set_attn_implementation() else {"transformers", "own_attention"}
+        return _config(model, (), frozenset(traits), eos_token_ids)
 
 
 def empty_model(config: Any, *, trust_remote_code: bool = False) -> Any:
@@ -67,6 +77,8 @@ def empty_model(config: Any, *, trust_remote_code: bool = False) -> Any:
         trust_remote_code: as of `titan.core.options.ModelOptions`.
     """
     with torch.device("meta"), _quiet():
+        if (model_class := _composite_class(config)) is not None:
+            return model_class._from_config(config, dtype=torch.float32).eval()
         return _auto_model().from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
 
 
@@ -82,7 +94,7 @@ def describe_model(model: Any, eos_token_ids: tuple[int, ...] | None = None) -> 
     device = next(model.parameters()).device
     token, seen = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.ones(1, 1, dtype=torch.int64, device=device)
     probed: tuple[ProbedLayer, ...] = ()
-    with torch.no_grad():
+    with torch.no_grad(), _quiet():
         if model._can_set_attn_implementation():
             model.set_attn_implementation(probe.PROBE)
             if model._can_set_experts_implementation():
@@ -126,14 +138,14 @@ def _config(
         vocab_size=text_config.vocab_size,
         max_position_embeddings=max_positions(text_config),
         layers=layers,
-        eos_token_ids=as_token_ids(text_config.eos_token_id) if eos_token_ids is None else eos_token_ids,
+        eos_token_ids=as_token_ids(_end_tokens(model.config)) if eos_token_ids is None else eos_token_ids,
         dtype=_checkpoint_dtype(model.config),
         traits=traits,
     )
 
 
 def load_weights(
-    folder: Path,
+    files: ModelFiles,
     eos_token_ids: tuple[int, ...] | None,
     *,
     dtype: torch.dtype,
@@ -145,7 +157,7 @@ def load_weights(
     """Load a model whose config has been described.
 
     Args:
-        folder: with the config and the weights in safetensors.
+        files: of the model.
         eos_token_ids: as of `describe`.
         dtype: to run in.
         backend: that runs the model.
@@ -156,21 +168,34 @@ def load_weights(
     Raises:
         ValueError: weights are missing, surplus, of other shapes than the config asks for, or not finite.
     """
+    from transformers import AutoConfig
+
+    paths = fetch_weights(files)
+    folder = files.fetch(*CONFIG_FILES, *(path.name for path in paths), *(["*.py"] if trust_remote_code else []))
     register()
     with _quiet():
-        model, report = _auto_model().from_pretrained(
+        whole_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model, report = (_composite_class(whole_config) or _auto_model()).from_pretrained(
             folder,
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
             trust_remote_code=trust_remote_code,
             device_map=None if backend.is_host else {"": backend.device},
         )
     _check_report(report, type(model).__name__)
     model.eval().requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not parameter.isfinite().all():
-            raise ValueError(f"weight {name!r} has numbers that are not finite in {dtype}: NaN and infinities are not allowed")
+    for name, weight in plain_tensors(model):
+        if weight.is_floating_point() and not weight.isfinite().all():
+            raise ValueError(
+                f"weight {name!r} has numbers that are not finite in {str(weight.dtype).removeprefix('torch.')}: NaN and "
+                "infinities are not allowed"
+            )
+    found = quantisation(whole_config)
+    if found is not None:
+        with _quiet(), torch.no_grad():  # compressed-tensors decompresses in the first pass of the whole model
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=backend.device), use_cache=False)
     description = describe_model(model, eos_token_ids)
     config, layers = description.config, description.layers
     paged = PagedAttention(layers, config.windows, model.config.get_text_config()) if layers else None
@@ -185,6 +210,12 @@ def load_weights(
     )
     if paged is None:
         check_gathering(loaded, model)
+    if is_composite(whole_config):
+        LOG.warning("model %r runs text-only: of %s, only the language model is loaded", files.name, config.architecture)
+    in_memory, in_files = num_bytes(model), sum(path.stat().st_size for path in paths)
+    if found is not None and in_memory > MAX_GROWTH * in_files:
+        method, sizes = found.get("quant_method"), (f"{size / 2**20:,.1f} MiB" for size in (in_memory, in_files))
+        LOG.warning("model %r is dequantised at load (%s): its weights take %s, in files %s", files.name, method, *sizes)
     return loaded
 
 
@@ -209,10 +240,14 @@ def check_config(config: Any) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     text_config = config.get_text_config()
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder or text_config.is_encoder_decoder:
         raise ValueError(f"model_type={config.model_type!r} is an encoder-decoder, which is not supported")
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not hasattr(config, "auto_map"):
-        raise ValueError(f"model_type={config.model_type!r} is none of transformers' causal language models")
+    has_class = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or _composite_class(config) is not None
+    if not has_class and not hasattr(config, "auto_map"):
+        raise ValueError(
+            f"model_type={config.model_type!r} is none of transformers' causal language models, and has none inside: allowed are "
+            "those of docs/models.md"
+        )
     if getattr(text_config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         raise ValueError(f"model_type={config.model_type!r} has ALiBi, which is not supported: it must take position ids")
     for layer_type in getattr(text_config, "layer_types", None) or ():
@@ -260,11 +295,21 @@ def _check_report(report: Mapping[str, Any], name: str) -> None:
     problems = {
         "missing": report["missing_keys"],
         "unexpected": report["unexpected_keys"],
-        "of another shape": [each[0] for each in report["mismatched_keys"]],
+        "of another shape": [f"{key} ({list(found)}, not {list(asked)})" for key, found, asked in report["mismatched_keys"]],
     }
     if any(problems.values()):
         found = "; ".join(f"{what} {some(sorted(keys))}" for what, keys in problems.items())
         raise ValueError(f"the weights do not fit {name}: {found}")
+
+
+def _end_tokens(config: Any) -> Any:
+    """Return those of a config's language model; in composite ones they may be beside it."""
+    own, beside = (getattr(each, "eos_token_id", None) for each in (config.get_text_config(), config))
+    return beside if own is None else own
+
+
+def _composite_class(config: Any) -> Any | None:
+    return composite_class(config) if is_composite(config) else None
 
 
 def _auto_model() -> Any:

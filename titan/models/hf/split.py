@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan.models.hf.composite import is_composite
+
 
 class DecoderOutput:
     """The output of a decoder, of which only the hidden states are there; all else is ``None``."""
@@ -46,7 +48,7 @@ def find_decoder(model: Any) -> Any:
     for module in (model.get_decoder(), getattr(model, "model", None), model.base_model):
         takes_tokens = isinstance(module, nn.Module) and "input_ids" in inspect.signature(module.forward).parameters
         if module is not model and takes_tokens:
-            return module
+            return find_decoder(module) if isinstance(getattr(module, "lm_head", None), nn.Module) else module
     raise ValueError(f"{type(model).__name__} has no decoder apart from its head, which is not supported")
 
 
@@ -58,10 +60,13 @@ class Head:
         decoder: found by `find_decoder`.
     """
 
-    def __init__(self, model: nn.Module, decoder: nn.Module) -> None:
-        path = next(name for name, module in model.named_modules() if module is decoder)
+    def __init__(self, model: Any, decoder: nn.Module) -> None:
+        path = _path(model, decoder)
+        if is_composite(model.config):  # it puts embeddings of images and text together around its decoder
+            place = _path(model, model.get_output_embeddings())[:-1]
+            model, path = model.get_submodule(".".join(place)), path[len(place) :][:1]
         self._states = GivenStates()
-        self._model = _replace(model, path.split("."), self._states)
+        self._model = _replace(model, path, self._states)
         parameter = next(decoder.parameters())
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=parameter.device)
 
@@ -71,6 +76,11 @@ class Head:
         logits: Tensor = self._model(input_ids=self._token, use_cache=False).logits
         self._states.states = None
         return logits[0]
+
+
+def _path(model: nn.Module, inner: nn.Module) -> list[str]:
+    name: str = next(name for name, module in model.named_modules() if module is inner)
+    return name.split(".")
 
 
 def _replace(module: nn.Module, path: list[str], replacement: nn.Module) -> nn.Module:

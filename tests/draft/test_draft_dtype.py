@@ -1,0 +1,24 @@
+"""A draft in another dtype than its target changes what is drafted, and nothing of a greedy output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from stepping import DEFAULTS, greedy
+from zoo import Zoo, random_prompts
+
+from titan import LLM
+from titan.draft.draft_model import DraftModelDrafter
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_a_bfloat16_draft_of_a_float32_target(zoo: Zoo, model_impl: str) -> None:
+    options = DEFAULTS | {"model_impl": model_impl, "num_kv_blocks": 64}
+    llm = LLM(zoo.path("llama"), zoo.path("llama~"), draft_dtype="bfloat16", **options)
+    assert isinstance(llm.engine.drafter, DraftModelDrafter) and llm.engine.drafter.kv is not None
+    assert (llm.engine.dtype, llm.engine.drafter.kv.dtype) == (torch.float32, torch.bfloat16)
+    prompts = random_prompts(3)
+    outputs = llm.generate(prompts, greedy(24, ignore_eos=True), use_tqdm=False)
+    expected = [zoo.greedy("llama", prompt, 24, ignore_eos=True) for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert llm.metrics().acceptance_rate > 0 and llm.metrics().model_impl == model_impl
