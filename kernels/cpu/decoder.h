@@ -24,6 +24,7 @@ struct DecoderLayer {
   Weight down;
   void* kv; // [2, num_kv_heads, num_slots, slot_size(head_dim)]
   int64_t window;
+  float scale; // of the scores
 };
 
 struct Decoder {
@@ -34,7 +35,7 @@ struct Decoder {
   int64_t head_dim;
   int64_t kv_is_quantised;
   float eps;
-  float scale;
+  float embedding_scale;
   const void* embedding;  // [vocab_size, hidden_size], or null if it is the head
   const void* rope_table; // [max_positions, 2, head_dim]
   const void* final_norm; // [hidden_size]
@@ -59,19 +60,21 @@ struct DecoderPass {
 
 namespace {
 
-// Copy a token's row of the embedding to `result`.
+// Copy a token's row of the embedding, scaled, to `result`.
 template <typename T>
 void look_up(const Decoder& decoder, int64_t token, T* result) {
   const int64_t size = decoder.hidden_size, depth = depth_of(decoder.head);
   const int64_t first = token / kBlock * kBlock * depth, lane = token % kBlock; // of the token's row in the packed head
+  const auto put = [&](int64_t d, float number) { narrow(number * decoder.embedding_scale, &result[d]); };
   if (decoder.embedding) {
-    std::memcpy(result, static_cast<const T*>(decoder.embedding) + token * size, size * sizeof(T));
+    const T* row = static_cast<const T*>(decoder.embedding) + token * size;
+    for (int64_t d = 0; d < size; ++d) put(d, widen(row[d]));
   } else if (decoder.head.format == kPairs) {
     const BFloat16* pairs = static_cast<const BFloat16*>(decoder.head.data) + first + 2 * lane;
-    for (int64_t d = 0; d < size; ++d) narrow(widen(pairs[d / 2 * 2 * kBlock + d % 2]), &result[d]);
+    for (int64_t d = 0; d < size; ++d) put(d, widen(pairs[d / 2 * 2 * kBlock + d % 2]));
   } else {
     const auto copy = [&](const auto* numbers) {
-      for (int64_t d = 0; d < size; ++d) narrow(load_lanes(numbers + first + d * kBlock + lane / kLanes * kLanes)[lane % kLanes], &result[d]);
+      for (int64_t d = 0; d < size; ++d) put(d, load_lanes(numbers + first + d * kBlock + lane / kLanes * kLanes)[lane % kLanes]);
     };
     decoder.head.format == kFloat16 ? copy(static_cast<const Float16*>(decoder.head.data)) : copy(static_cast<const float*>(decoder.head.data));
   }
@@ -117,7 +120,7 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
         rope_and_write_kv(member, qkv, static_cast<const T*>(decoder.rope_table), pass.positions, pass.slot_mapping, kv_layer,
                           head_stride, static_cast<const T*>(layer.qk_norm), decoder.eps, num_tokens, decoder.num_heads,
                           decoder.num_kv_heads, head_dim, plan.block_size);
-        const AttentionSpec spec{decoder.scale, 0.0f, layer.window, false, head_dim, false, nullptr};
+        const AttentionSpec spec{layer.scale, 0.0f, layer.window, false, head_dim, false, nullptr};
         const auto start = std::chrono::steady_clock::now();
         tree_attention(member, plan, spec, items, qkv, qkv_size, kv_layer, head_stride, pass.ancestor_bits, attended);
         if (member.is_first()) ticks += (std::chrono::steady_clock::now() - start).count();

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from torch import Tensor
 
-from titan.core.attention import Window
+from titan.core.attention import AttentionSpec
 from titan.core.growth import ShapePlan
 from titan.kernels.cpu.layers import NO_WINDOW
 from titan.kernels.cpu.trees import NodeColumnsStruct
@@ -31,6 +31,7 @@ class LayerStruct(ctypes.Structure):
         ("down", WeightStruct),
         ("kv", _POINTER),
         ("window", _INT),
+        ("scale", _FLOAT),
     ]
 
 
@@ -40,7 +41,7 @@ class DecoderStruct(ctypes.Structure):
     _fields_ = [
         *((name, _INT) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "kv_is_quantised")),
         ("eps", _FLOAT),
-        ("scale", _FLOAT),
+        ("embedding_scale", _FLOAT),
         *((name, _POINTER) for name in ("embedding", "rope_table", "final_norm", "layers", "attention_seconds", "team")),
         ("head", WeightStruct),
     ]
@@ -103,7 +104,7 @@ class GrowingStruct(ctypes.Structure):
 
 
 def layer_struct(
-    norms: tuple[Tensor, Tensor, Tensor | None], weights: Sequence[WeightStruct], kv_layer: Tensor, window: Window
+    norms: tuple[Tensor, Tensor, Tensor | None], weights: Sequence[WeightStruct], kv_layer: Tensor, spec: AttentionSpec
 ) -> LayerStruct:
     """Return a layer as the library reads it; the tensors must outlive it.
 
@@ -111,7 +112,9 @@ def layer_struct(
         norms: input norm, post norm, and the norms of queries and keys.
         weights: qkv, output, gate and up, down.
         kv_layer: [2, num_kv_heads, num_blocks, ...], contiguous, see `titan.core.kv_tensor.KVTensor`.
-        window: the sliding window of its attention.
+        spec: of its attention.
     """
+    assert isinstance(spec.window, int | None)
     pointers = (None if norm is None else norm.data_ptr() for norm in norms)
-    return LayerStruct(*pointers, *weights, kv_layer.data_ptr(), NO_WINDOW if window is None else window)
+    window = NO_WINDOW if spec.window is None else spec.window
+    return LayerStruct(*pointers, *weights, kv_layer.data_ptr(), window, spec.scale)

@@ -198,7 +198,7 @@ def make_compiled_runner(backend: Backend, kernels: CompiledKernels, model: Any,
             weight_struct(weights.down_weight, weights.down_bias, weights.gate_up_weight.shape[0] // 2),
         )
         layers.append(
-            layer_struct((weights.input_norm, weights.post_norm, weights.qk_norm), linear, kv_layer, layer.attention.window)
+            layer_struct((weights.input_norm, weights.post_norm, weights.qk_norm), linear, kv_layer, layer.attention)
         )
     decoder = DecoderStruct(
         hidden_size=config.hidden_size,
@@ -207,7 +207,7 @@ def make_compiled_runner(backend: Backend, kernels: CompiledKernels, model: Any,
         head_dim=config.head_dim,
         kv_is_quantised=kv.layout.is_quantised,
         eps=config.rms_norm_eps,
-        scale=config.head_dim**-0.5,
+        embedding_scale=config.embedding_scale,
         embedding=None if is_packed(model.embedding) else model.embedding.data_ptr(),
         rope_table=model.rope_table.data_ptr(),
         final_norm=model.final_norm.data_ptr(),

@@ -59,6 +59,7 @@ LOCAL_ROPE, GLOBAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}, {"rope_
 Rows = dict[str, tuple[str, dict[str, Any]]]
 
 NATIVE: Rows = {
+    "granite": ("scales of embedding, residual, attention, logits", GRANITE),
     "llama": ("", {}),
     "llama:dynamic": ("rope that depends on the length", {"rope_parameters": DYNAMIC}),
     "llama:yarn": ("YaRN", {"rope_parameters": YARN}),
@@ -85,7 +86,6 @@ TRANSFORMERS: Rows = {
     "gpt2": ("learned positions, LayerNorm, fused QKV", {"scale_attn_by_inverse_layer_idx": True}),
     "gpt_bigcode": ("one KV head, learned positions", {}),
     "gpt_neox": ("parallel layers, partial rope, fused QKV", {}),
-    "granite": ("scales of embedding, residual, attention, logits", GRANITE),
     "helium": ("interleaved rope", {}),
     "hunyuan_v1_dense": ("norms of queries and keys after rope", {}),
     "hyperclovax": ("scales, norms after sublayers", GRANITE),

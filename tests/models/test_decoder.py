@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import random_parents
+from families import GRANITE
 from proposals import paths_of
 from stepping import host_trees
 from tiny_models import MODEL_TYPES, make_model, reference_logits
@@ -37,13 +38,19 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 1000.0},
 }
 
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in MODEL_TYPES} | {
+    "granite": ("granite", GRANITE),
+}
+
+WINDOWED = {"mistral", "qwen2", "qwen3"}
+
 SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     f"{model_type}_{rope}": (model_type, {"rope_parameters": dict(parameters)})
     for model_type in MODEL_TYPES
     for rope, parameters in ROPES.items()
-} | {
+} | FAMILIES | {
     "multi_head": ("llama", {"num_key_value_heads": 4}),
     "multi_query": ("llama", {"num_key_value_heads": 1}),
     "derived_head_dim": ("llama", {"head_dim": None}),
@@ -57,6 +64,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_window": ("qwen2", SLIDING),
     "qwen3_window": ("qwen3", SLIDING),
     "qwen2_window_off": ("qwen2", {"sliding_window": 7, "use_sliding_window": False}),
+    "granite_tied": ("granite", GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "qwen3_layer_types": ("qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
 }
 
@@ -115,10 +123,11 @@ def test_chunks_and_single_tokens_match_transformers(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_checkpoints_in_bfloat16_are_exact_in_float32(tmp_path: Path, model_type: str, is_tied: bool) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_in_bfloat16_are_exact_in_float32(tmp_path: Path, family: str, is_tied: bool) -> None:
+    model_type, config = FAMILIES[family]
     even = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": is_tied}
-    reference = make_model(tmp_path, model_type, **even)
+    reference = make_model(tmp_path, model_type, **config, **even)
     for parameter in reference.parameters():
         parameter.data = parameter.bfloat16().float()
     reference.save_pretrained(tmp_path)
@@ -137,11 +146,12 @@ def test_checkpoints_in_bfloat16_are_exact_in_float32(tmp_path: Path, model_type
     assert_close(session.feed(token_ids[149:], 149), expected[149:], 1e-5)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_prefill_decode_and_verification_share_a_pass(tmp_path: Path, model_type: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_decode_and_verification_share_a_pass(tmp_path: Path, family: str) -> None:
     """Every node of a tree gets the logits of its path, also where that leaves the window."""
-    window = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}
-    reference = make_model(tmp_path, model_type, **(window if model_type != "llama" else {}))
+    model_type, config = FAMILIES[family]
+    window = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1} if family in WINDOWED else {}
+    reference = make_model(tmp_path, model_type, **(config | window))
     chunk, decoded, verified = random_tokens(50, 1), random_tokens(21, 2), random_tokens(33, 3)
     tree = random_tree(12)
     session = Session(load(tmp_path), num_requests=4)
@@ -164,9 +174,10 @@ def test_prefill_decode_and_verification_share_a_pass(tmp_path: Path, model_type
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_half_precision_is_as_close_as_transformers_is(tmp_path: Path, model_type: str, dtype: str) -> None:
-    reference = make_model(tmp_path, model_type)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_is_as_close_as_transformers_is(tmp_path: Path, family: str, dtype: str) -> None:
+    model_type, config = FAMILIES[family]
+    reference = make_model(tmp_path, model_type, **config)
     token_ids = random_tokens(60)
     expected = reference_logits(reference, token_ids)[39:]
     session = Session(load(tmp_path, dtype))

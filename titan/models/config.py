@@ -61,6 +61,8 @@ class DecoderConfig(ModelConfig):
     head_dim: int
     rms_norm_eps: float
     rope: Rope
+    embedding_scale: float = 1.0  # multiplies the rows of the embedding
+    logits_scale: float = 1.0  # is folded into the final norm when it is loaded
 
     @property
     def num_layers(self) -> int:
@@ -91,7 +93,8 @@ class DecoderConfig(ModelConfig):
         max_position_embeddings = config.max_position_embeddings
         # A window as long as the model's positions is no window.
         windows = tuple(None if w is None or w >= max_position_embeddings else w for w in family.layer_windows)
-        layers = tuple(LayerSpec(num_heads, num_kv_heads, head_dim, AttentionSpec(head_dim**-0.5, window)) for window in windows)
+        scale = head_dim**-0.5 if family.attention_scale is None else family.attention_scale
+        layers = tuple(LayerSpec(num_heads, num_kv_heads, head_dim, AttentionSpec(scale, window)) for window in windows)
         traits = {"rms_norm", "silu", "rope", *family.traits, *(trait for layer in layers for trait in layer.traits)}
         if config.tie_word_embeddings:
             traits.add("tied_embedding")
@@ -104,7 +107,10 @@ class DecoderConfig(ModelConfig):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=config.rms_norm_eps,
+            # The whole residual stream is divided by the scale of what is added to it. Norms see no scale but for their eps.
+            rms_norm_eps=config.rms_norm_eps / family.residual_scale**2,
+            embedding_scale=family.embedding_scale / family.residual_scale,
+            logits_scale=family.logits_scale,
             max_position_embeddings=max_position_embeddings,
             rope=read_rope(config, head_dim),
             eos_token_ids=as_token_ids(config.eos_token_id) if eos_token_ids is None else eos_token_ids,

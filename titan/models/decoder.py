@@ -131,6 +131,8 @@ class Decoder(nn.Module):
         plan = ops.plan_attention(inputs.attention, config.windows)
         step = LayerStep(ops, plan, TokenPlaces(self.rope_table, inputs.positions, inputs.slot_mapping))
         x = ops.look_up(inputs.token_ids, self.embedding, config.hidden_size, self.dtype)
+        if config.embedding_scale != 1:
+            x = x * config.embedding_scale
         normed = ops.rms_norm(x, self.layer_weights[0].input_norm, eps)
         rows, last = inputs.logits_rows, config.num_layers - 1
         for layer, (weights, next_norm) in enumerate(zip(self.layer_weights, self._next_norms, strict=True)):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan.core.attention import Window
+from titan.core.checks import check_number
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,6 +21,10 @@ class Family(NamedTuple):
 
     layer_windows: tuple[Window, ...]  # sliding window of each layer; None = full attention
     traits: frozenset[str]  # see `titan.models.config.ModelConfig.traits`
+    attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and feed-forward part add to the residual stream
+    logits_scale: float = 1.0
 
 
 def _llama(config: PretrainedConfig) -> Family:
@@ -40,6 +45,17 @@ def _qwen3(config: PretrainedConfig) -> Family:
     return Family(_windows_by_layer_type(config), frozenset({"qk_norm", *biases}))
 
 
+def _granite(config: PretrainedConfig) -> Family:
+    for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        check_number(name, getattr(config, name), low=0, open_low=True)
+    return _llama(config)._replace(
+        attention_scale=config.attention_multiplier,
+        embedding_scale=config.embedding_multiplier,
+        residual_scale=config.residual_multiplier,
+        logits_scale=1 / config.logits_scaling,
+    )
+
+
 def _windows_by_layer_type(config: PretrainedConfig) -> tuple[Window, ...]:
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     for layer_type in config.layer_types:
@@ -53,6 +69,7 @@ ARCHITECTURES: dict[str, Callable[[PretrainedConfig], Family]] = {
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "GraniteForCausalLM": _granite,
 }
 
 

@@ -125,6 +125,11 @@ class Destination:
     parameter: str
     rows: slice
     shape: tuple[int, ...]  # that the checkpoint's tensor must have
+    factor: float = 1.0  # of its numbers
+
+    def folded(self, numbers: Tensor) -> Tensor:
+        """Return numbers of the checkpoint as the decoder has them: in float32 where they change, so that they are rounded once."""
+        return numbers if self.factor == 1 else numbers.float() * self.factor
 
 
 def destinations_of(model: Decoder) -> dict[str, Destination]:
@@ -133,9 +138,9 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     destinations: dict[str, Destination] = {}
 
-    def whole(source: str, owner: nn.Module, parameter: str) -> None:
+    def whole(source: str, owner: nn.Module, parameter: str, factor: float = 1.0) -> None:
         shape = tuple(owner.get_parameter(parameter).shape)
-        destinations[source] = Destination(owner, parameter, slice(0, shape[0]), shape)
+        destinations[source] = Destination(owner, parameter, slice(0, shape[0]), shape, factor)
 
     def stacked(prefix: str, owner: nn.Module, target: str, parts: Mapping[str, int]) -> None:
         for kind in ("weight", "bias"):
@@ -150,7 +155,7 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
                 first += size
 
     whole("model.embed_tokens.weight", model, "embedding")
-    whole("model.norm.weight", model, "final_norm")
+    whole("model.norm.weight", model, "final_norm", config.logits_scale)
     if model.lm_head is not None:
         whole("lm_head.weight", model, "lm_head")
     for i, layer in enumerate(model.layers):
@@ -212,29 +217,31 @@ def _load_weights(
         is_shared = is_packed and shape.numel() <= MAX_SHARED_NUMBERS
         value = (buffer[: shape.numel()] if is_shared else empty(shape.numel())).view(shape)
         for key in keys:
-            _copy_tensor(value[destinations[key].rows], tensors[key], places if parameter in ("embedding", "lm_head") else None)
+            _copy_tensor(value, destinations[key], tensors[key], places if parameter in ("embedding", "lm_head") else None)
         setattr(owner, parameter, nn.Parameter(model.ops.pack(value) if is_packed else value, requires_grad=False))
         del value
 
 
-def _copy_tensor(target: Tensor, tensor: _StoredTensor, places: Tensor | None) -> None:
-    """Copy a stored tensor piece by piece; one without the target's first dimension is broadcast along it.
+def _copy_tensor(parameter: Tensor, destination: Destination, tensor: _StoredTensor, places: Tensor | None) -> None:
+    """Copy a stored tensor piece by piece; one without the parameter's first dimension is broadcast along it.
 
     Args:
-        target: rows of a parameter.
+        parameter: the whole of it.
+        destination: of the tensor.
         tensor: of the checkpoint.
         places: int64 [rows], where its rows go; ``None`` = in their order.
 
     Raises:
         ValueError: numbers of it are not finite, or not in the target's dtype.
     """
+    target = parameter[destination.rows]
     if target.dim() > len(tensor.shape):
-        target.copy_(_read_rows(tensor, slice(None), target.dtype))
+        target.copy_(destination.folded(_read_rows(tensor, slice(None), target.dtype)))
         return
     step = max(1, CHUNK_BYTES // max(1, target[:1].nbytes))
     for first in range(0, len(target), step):
         rows = slice(first, first + step)
-        read = _read_rows(tensor, rows, target.dtype)
+        read = destination.folded(_read_rows(tensor, rows, target.dtype))
         if places is None:
             target[rows].copy_(read)
         else:
