@@ -20,7 +20,7 @@ def assert_rounded_once(actual: Tensor, exact: Tensor) -> None:
 
 def make_table(num_positions: int, head_dim: int) -> Tensor:
     frequencies = tuple(100.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))
-    return rope_table(Rope("default", frequencies, 1.0), num_positions)
+    return rope_table(Rope("default", frequencies, 1.0), head_dim, num_positions)
 
 
 def reference_rope_and_write_kv(

@@ -54,6 +54,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "original_max_positio
 LONGROPE |= {"short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.0, 4.0], "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0, 9.0]}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
+PART = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.75}
 LOCAL_ROPE, GLOBAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 
 Rows = dict[str, tuple[str, dict[str, Any]]]
@@ -64,6 +65,12 @@ NATIVE: Rows = {
     "llama:dynamic": ("rope that depends on the length", {"rope_parameters": DYNAMIC}),
     "llama:yarn": ("YaRN", {"rope_parameters": YARN}),
     "mistral": ("windows", {}),
+    "phi3": ("fused QKV and gate; windows", {}),
+    "phi3:longrope": (
+        "rope that depends on the length",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128, "sliding_window": None},
+    ),
+    "phi3:part": ("rope of a part of each head", {"rope_parameters": PART, "sliding_window": None}),
     "qwen2": ("biases; windows in some layers", {"use_sliding_window": True, "max_window_layers": 2}),
     "qwen3": ("norms of queries and keys", {"tie_word_embeddings": True}),
 }
@@ -105,11 +112,6 @@ TRANSFORMERS: Rows = {
     "opt:post_norm": ("projected embedding, norms after sublayers", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
     "persimmon": ("partial rope, norms of queries and keys, fused QKV", {}),
     "phi": ("parallel layers, partial rope", {"qk_layernorm": True, "num_key_value_heads": 2}),
-    "phi3": ("fused QKV and gate; windows", {}),
-    "phi3:longrope": (
-        "rope that depends on the length",
-        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128, "sliding_window": None},
-    ),
     "seed_oss": ("biases", {"attention_out_bias": True}),
     "smollm3": ("layers without rope", {"no_rope_layer_interval": 2}),
     "stablelm": ("LayerNorm, partial rope", {"use_qkv_bias": True}),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import LONGROPE
 from tiny_models import SIZES
 
 from titan.models.config import DecoderConfig
@@ -36,6 +37,13 @@ def test_dtype_memory_per_token_and_windows(tmp_path: Path) -> None:
     config = read(tmp_path, torch_dtype="bfloat16")
     assert config.dtype == torch.bfloat16
     assert config.kv_layout(torch.bfloat16).bytes_per_token == 2 * 3 * 2 * 16 * 2
+
+
+def test_positions_end_where_the_frequencies_would_change(tmp_path: Path) -> None:
+    """Beyond, keys in the cache would be of other frequencies than new ones."""
+    sizes = {"hidden_size": 64, "original_max_position_embeddings": 128, "architectures": ["Phi3ForCausalLM"]}
+    config = read(tmp_path, "phi3", rope_parameters=LONGROPE, **sizes)
+    assert config.max_position_embeddings == 128 < SIZES["max_position_embeddings"]
 
 
 def test_layers_of_an_unknown_type_are_refused(tmp_path: Path) -> None:

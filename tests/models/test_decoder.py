@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import random_parents
-from families import GRANITE
+from families import GRANITE, LONGROPE, PART
 from proposals import paths_of
 from stepping import host_trees
 from tiny_models import MODEL_TYPES, make_model, reference_logits
@@ -38,11 +38,13 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 1000.0},
 }
 
+LONG_PART = LONGROPE | {"partial_rotary_factor": 0.5} | {name: LONGROPE[name][:4] for name in ("short_factor", "long_factor")}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in MODEL_TYPES} | {
     "granite": ("granite", GRANITE),
+    "phi3": ("phi3", {"rope_parameters": PART}),
 }
 
-WINDOWED = {"mistral", "qwen2", "qwen3"}
+WINDOWED = {"mistral", "qwen2", "qwen3", "phi3"}
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
@@ -65,6 +67,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_window": ("qwen3", SLIDING),
     "qwen2_window_off": ("qwen2", {"sliding_window": 7, "use_sliding_window": False}),
     "granite_tied": ("granite", GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "phi3_whole_heads": ("phi3", {"sliding_window": 7}),
+    "phi3_longrope": ("phi3", {"rope_parameters": LONG_PART, "original_max_position_embeddings": 128, "hidden_size": 64}),
     "qwen3_layer_types": ("qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
 }
 

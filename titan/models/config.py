@@ -63,6 +63,7 @@ class DecoderConfig(ModelConfig):
     rope: Rope
     embedding_scale: float = 1.0  # multiplies the rows of the embedding
     logits_scale: float = 1.0  # is folded into the final norm when it is loaded
+    is_fused: bool = False  # q, k and v are one tensor of the checkpoint, gate and up another
 
     @property
     def num_layers(self) -> int:
@@ -90,7 +91,8 @@ class DecoderConfig(ModelConfig):
         if not 0 <= config.rms_norm_eps < 1:
             raise ValueError(f"rms_norm_eps={config.rms_norm_eps} is not allowed: it must be a number in [0, 1)")
         family = ARCHITECTURES[architecture](config)
-        max_position_embeddings = config.max_position_embeddings
+        rope = read_rope(config, head_dim, may_rotate_part=family.may_rotate_part)
+        max_position_embeddings = min(config.max_position_embeddings, rope.max_positions or config.max_position_embeddings)
         # A window as long as the model's positions is no window.
         windows = tuple(None if w is None or w >= max_position_embeddings else w for w in family.layer_windows)
         scale = head_dim**-0.5 if family.attention_scale is None else family.attention_scale
@@ -111,8 +113,9 @@ class DecoderConfig(ModelConfig):
             rms_norm_eps=config.rms_norm_eps / family.residual_scale**2,
             embedding_scale=family.embedding_scale / family.residual_scale,
             logits_scale=family.logits_scale,
+            is_fused=family.is_fused,
             max_position_embeddings=max_position_embeddings,
-            rope=read_rope(config, head_dim),
+            rope=rope,
             eos_token_ids=as_token_ids(config.eos_token_id) if eos_token_ids is None else eos_token_ids,
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32,
             traits=frozenset(traits),

@@ -61,7 +61,7 @@ class Decoder(nn.Module):
         self.final_norm = empty(config.hidden_size)
         self.lm_head = None if "tied_embedding" in config.traits else empty(config.vocab_size, config.hidden_size)
         # The table is computed in float32 and rounded once, as transformers rounds its cosines and sines.
-        self.rope_table = rope_table(config.rope, self.max_positions).to(device, dtype)
+        self.rope_table = rope_table(config.rope, config.head_dim, self.max_positions).to(device, dtype)
         self._layer_weights: tuple[LayerWeights, ...] = ()
         self._next_norms: tuple[Tensor, ...] = ()  # per layer, the norm weight applied to its output
         self.head = torch.empty(0, dtype=dtype, device=device)

@@ -25,6 +25,8 @@ class Family(NamedTuple):
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and feed-forward part add to the residual stream
     logits_scale: float = 1.0
+    is_fused: bool = False  # q, k and v are one tensor of the checkpoint, gate and up another
+    may_rotate_part: bool = False  # of each head: partial_rotary_factor
 
 
 def _llama(config: PretrainedConfig) -> Family:
@@ -56,6 +58,10 @@ def _granite(config: PretrainedConfig) -> Family:
     )
 
 
+def _phi3(config: PretrainedConfig) -> Family:
+    return Family((config.sliding_window,) * config.num_hidden_layers, frozenset(), is_fused=True, may_rotate_part=True)
+
+
 def _windows_by_layer_type(config: PretrainedConfig) -> tuple[Window, ...]:
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     for layer_type in config.layer_types:
@@ -70,6 +76,7 @@ ARCHITECTURES: dict[str, Callable[[PretrainedConfig], Family]] = {
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "GraniteForCausalLM": _granite,
+    "Phi3ForCausalLM": _phi3,
 }
 
 

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from titan.core.checks import check_number
 from titan.models.registry import NotNativeError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ROPE_NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("attention_factor", "beta_fast", "beta_slow"),
@@ -24,19 +26,26 @@ ROPE_NUMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The rotation of each pair of head dimensions.
+    """The rotation of pairs of head dimensions.
 
-    ``dynamic`` is used only up to the trained length, where it equals ``default``: beyond it, the frequencies would depend
-    on the length of each sequence and cached keys would go stale, so longer sequences are not admitted.
+    ``dynamic`` is used only up to the trained length, where it equals ``default``, and ``longrope`` up to the length before it was
+    extended: beyond it, the frequencies would depend on the length of each sequence and cached keys would go stale, so longer
+    sequences are not admitted.
     """
 
     rope_type: str
-    inverse_frequencies: tuple[float, ...]  # head_dim / 2
-    attention_scaling: float  # multiplies cos and sin (yarn)
+    inverse_frequencies: tuple[float, ...]  # of each pair: head_dim / 2, or fewer if a part of each head is not rotated
+    attention_scaling: float  # multiplies cos and sin (yarn, longrope)
+    max_positions: int | None = None  # for which the frequencies hold; None: as many as the model has
 
 
-def read_rope(config: PretrainedConfig, head_dim: int) -> Rope:
+def read_rope(config: PretrainedConfig, head_dim: int, *, may_rotate_part: bool = False) -> Rope:
     """Read the rotary embedding of a transformers config.
+
+    Args:
+        config: the config, with transformers' defaults filled in.
+        head_dim: of queries and keys.
+        may_rotate_part: ``partial_rotary_factor`` may be below 1.
 
     Raises:
         NotNativeError: the rope type or a partial rotation is not supported.
@@ -49,28 +58,46 @@ def read_rope(config: PretrainedConfig, head_dim: int) -> Rope:
     if rope_type not in ROPE_TYPES:
         raise NotNativeError(f"rope type {rope_type!r} is not supported: it must be one of {', '.join(ROPE_TYPES)}")
     partial = parameters.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
+    rotary_dim = int(head_dim * check_number("partial_rotary_factor", partial, low=0, high=1, open_low=True))
+    if partial != 1.0 and not may_rotate_part:
         raise NotNativeError(f"partial_rotary_factor={partial} is not supported: it must be 1")
+    if rotary_dim % 2:
+        raise NotNativeError(f"partial_rotary_factor={partial} rotates {rotary_dim} of {head_dim} dimensions: the number must be even")
     for name in ROPE_NUMBERS:
         value = parameters.get(name)
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf):
             raise ValueError(f"{name}={value!r} of the rotary embedding is not allowed: it must be a number above 0")
     if rope_type == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         inverse_frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     else:
         inverse_frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config)
-    return Rope(rope_type, tuple(inverse_frequencies.tolist()), float(scaling))
+    changes_at = parameters["original_max_position_embeddings"] if rope_type == "longrope" else None
+    return Rope(rope_type, tuple(inverse_frequencies.tolist()), float(scaling), changes_at)
 
 
-def rope_table(rope: Rope, max_positions: int) -> Tensor:
+def rope_table(rope: Rope, head_dim: int, max_positions: int) -> Tensor:
     """Compute the cosines and signed sines of every position: float32 [max_positions, 2, head_dim].
 
     ``x`` is rotated to ``x * cos + roll(x, head_dim / 2) * sin``: the minus sign of the usual "rotate half" is in the
-    sines of the first half.
+    sines of the first half. Dimensions that are not rotated have a cosine of 1; `head_places` says which they are.
     """
     frequencies = torch.tensor(rope.inverse_frequencies, dtype=torch.float32)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-    return table.mul_(rope.attention_scaling)
+    num_still = head_dim // 2 - len(rope.inverse_frequencies)
+    cos = F.pad(angles.cos().mul_(rope.attention_scaling), (0, num_still), value=1.0)
+    sin = F.pad(angles.sin().mul_(rope.attention_scaling), (0, num_still))
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+
+
+def head_places(rope: Rope, head_dim: int) -> Tensor | None:
+    """Return where each dimension of a head of queries or keys goes: int64 [head_dim]; ``None``: where it is.
+
+    transformers rotates the first dimensions of a head, and pairs each of their first half with one of their second half. The
+    decoder has the first of every pair in the first half of the head, whatever is rotated, which changes no score.
+    """
+    num_pairs, half = len(rope.inverse_frequencies), head_dim // 2
+    if num_pairs in (0, half):
+        return None
+    first, second, still = torch.arange(head_dim).split([num_pairs, num_pairs, head_dim - 2 * num_pairs])
+    return torch.cat((first, still[: half - num_pairs], second, still[half - num_pairs :])).argsort()

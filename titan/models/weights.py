@@ -13,6 +13,7 @@ from titan.core.checks import shown
 from titan.models.config import DecoderConfig
 from titan.models.decoder import Decoder
 from titan.models.files import CONFIG_FILES, SINGLE_WEIGHT_FILE, WEIGHT_INDEX, ModelFiles, no_model, one_line, some
+from titan.models.rope import head_places
 from titan.models.token_order import TokenOrder
 
 WEIGHT_DTYPES = {"F32", "BF16", "F16"}
@@ -126,6 +127,7 @@ class Destination:
     rows: slice
     shape: tuple[int, ...]  # that the checkpoint's tensor must have
     factor: float = 1.0  # of its numbers
+    places: Tensor | None = None  # int64, where its rows go among those rows; None: in their order
 
     def folded(self, numbers: Tensor) -> Tensor:
         """Return numbers of the checkpoint as the decoder has them: in float32 where they change, so that they are rounded once."""
@@ -135,8 +137,12 @@ class Destination:
 def destinations_of(model: Decoder) -> dict[str, Destination]:
     """Return where each tensor of a checkpoint goes, by its name in transformers."""
     config = model.config
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    q_size, kv_size, ffn_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
+    qkv, gate_up = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, {"gate_proj": ffn_size, "up_proj": ffn_size}
+    if config.is_fused:
+        qkv, gate_up = {"qkv_proj": q_size + 2 * kv_size}, {"gate_up_proj": 2 * ffn_size}
     destinations: dict[str, Destination] = {}
+    qkv_places = _qkv_places(config)
 
     def whole(source: str, owner: nn.Module, parameter: str, factor: float = 1.0) -> None:
         shape = tuple(owner.get_parameter(parameter).shape)
@@ -151,7 +157,8 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
             first = 0
             for part, size in parts.items():
                 rows = slice(first, first + size)
-                destinations[f"{prefix}{part}.{kind}"] = Destination(owner, parameter, rows, (size, *columns))
+                places = qkv_places[rows] - first if target == "qkv" and qkv_places is not None else None
+                destinations[f"{prefix}{part}.{kind}"] = Destination(owner, parameter, rows, (size, *columns), places=places)
                 first += size
 
     whole("model.embed_tokens.weight", model, "embedding")
@@ -162,15 +169,25 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
         prefix = f"model.layers.{i}."
         whole(f"{prefix}input_layernorm.weight", layer, "input_norm")
         whole(f"{prefix}post_attention_layernorm.weight", layer, "post_norm")
-        stacked(f"{prefix}self_attn.", layer, "qkv", {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size})
+        stacked(f"{prefix}self_attn.", layer, "qkv", qkv)
         stacked(f"{prefix}self_attn.", layer, "output", {"o_proj": config.hidden_size})
-        stacked(f"{prefix}mlp.", layer, "gate_up", {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size})
+        stacked(f"{prefix}mlp.", layer, "gate_up", gate_up)
         stacked(f"{prefix}mlp.", layer, "down", {"down_proj": config.hidden_size})
         if "qk_norm" in config.traits:
             q_rows, k_rows = slice(0, config.num_heads), slice(config.num_heads, None)
             for source, rows in (("q_norm", q_rows), ("k_norm", k_rows)):  # one weight for all heads
                 destinations[f"{prefix}self_attn.{source}.weight"] = Destination(layer, "qk_norm", rows, (config.head_dim,))
     return destinations
+
+
+def _qkv_places(config: DecoderConfig) -> Tensor | None:
+    """Return where each row of q, k and v goes among them all; ``None``: where it is."""
+    places, num_heads = head_places(config.rope, config.head_dim), config.num_heads + config.num_kv_heads
+    if places is None:
+        return None
+    rows = torch.arange((num_heads + config.num_kv_heads) * config.head_dim)
+    rows[: num_heads * config.head_dim] = (torch.arange(num_heads)[:, None] * config.head_dim + places).flatten()
+    return rows
 
 
 def _check_weights(
@@ -198,7 +215,7 @@ def _load_weights(
     model: Decoder, destinations: dict[str, Destination], tensors: dict[str, _StoredTensor], pack: bool, order: TokenOrder | None
 ) -> None:
     """Fill the parameters of an empty decoder one by one, and pack those that can be."""
-    places = None if order is None else order.token_ids.argsort().to(model.device)  # of the checkpoint's tokens
+    token_places = None if order is None else order.token_ids.argsort()  # of the checkpoint's tokens
     parts: dict[tuple[nn.Module, str], list[str]] = {}
     for key, destination in destinations.items():
         parts.setdefault((destination.owner, destination.parameter), []).append(key)
@@ -217,7 +234,8 @@ def _load_weights(
         is_shared = is_packed and shape.numel() <= MAX_SHARED_NUMBERS
         value = (buffer[: shape.numel()] if is_shared else empty(shape.numel())).view(shape)
         for key in keys:
-            _copy_tensor(value, destinations[key], tensors[key], places if parameter in ("embedding", "lm_head") else None)
+            places = token_places if parameter in ("embedding", "lm_head") else destinations[key].places
+            _copy_tensor(value, destinations[key], tensors[key], None if places is None else places.to(model.device))
         setattr(owner, parameter, nn.Parameter(model.ops.pack(value) if is_packed else value, requires_grad=False))
         del value
 
