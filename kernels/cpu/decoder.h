@@ -18,6 +18,7 @@ struct DecoderLayer {
   const void* input_norm; // [hidden_size]
   const void* post_norm;  // [hidden_size]
   const void* qk_norm;    // [num_heads + num_kv_heads, head_dim], or null
+  const void* rope_table; // [max_positions, 2, head_dim]
   Weight qkv;
   Weight output;
   Weight gate_up;
@@ -37,7 +38,6 @@ struct Decoder {
   float eps;
   float embedding_scale;
   const void* embedding;  // [vocab_size, hidden_size], or null if it is the head
-  const void* rope_table; // [max_positions, 2, head_dim]
   const void* final_norm; // [hidden_size]
   const DecoderLayer* layers;
   double* attention_seconds; // passes add the time of their attention to it
@@ -117,7 +117,7 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
       linear<T>(member, layer.qkv, normed, num_tokens, nullptr, qkv, room);
       const auto attend = [&](auto* kv_layer) {
         const int64_t head_stride = pass.num_slots * slot_size<std::remove_pointer_t<decltype(kv_layer)>>(head_dim);
-        rope_and_write_kv(member, qkv, static_cast<const T*>(decoder.rope_table), pass.positions, pass.slot_mapping, kv_layer,
+        rope_and_write_kv(member, qkv, static_cast<const T*>(layer.rope_table), pass.positions, pass.slot_mapping, kv_layer,
                           head_stride, static_cast<const T*>(layer.qk_norm), decoder.eps, num_tokens, decoder.num_heads,
                           decoder.num_kv_heads, head_dim, plan.block_size);
         const AttentionSpec spec{layer.scale, 0.0f, layer.window, false, head_dim, false, nullptr};

@@ -25,6 +25,7 @@ class LayerStruct(ctypes.Structure):
         ("input_norm", _POINTER),
         ("post_norm", _POINTER),
         ("qk_norm", _POINTER),
+        ("rope_table", _POINTER),
         ("qkv", WeightStruct),
         ("output", WeightStruct),
         ("gate_up", WeightStruct),
@@ -42,7 +43,7 @@ class DecoderStruct(ctypes.Structure):
         *((name, _INT) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "kv_is_quantised")),
         ("eps", _FLOAT),
         ("embedding_scale", _FLOAT),
-        *((name, _POINTER) for name in ("embedding", "rope_table", "final_norm", "layers", "attention_seconds", "team")),
+        *((name, _POINTER) for name in ("embedding", "final_norm", "layers", "attention_seconds", "team")),
         ("head", WeightStruct),
     ]
 
@@ -104,17 +105,17 @@ class GrowingStruct(ctypes.Structure):
 
 
 def layer_struct(
-    norms: tuple[Tensor, Tensor, Tensor | None], weights: Sequence[WeightStruct], kv_layer: Tensor, spec: AttentionSpec
+    tensors: Sequence[Tensor | None], weights: Sequence[WeightStruct], kv_layer: Tensor, spec: AttentionSpec
 ) -> LayerStruct:
     """Return a layer as the library reads it; the tensors must outlive it.
 
     Args:
-        norms: input norm, post norm, and the norms of queries and keys.
+        tensors: its input norm, post norm, norms of queries and keys, and rope table.
         weights: qkv, output, gate and up, down.
         kv_layer: [2, num_kv_heads, num_blocks, ...], contiguous, see `titan.core.kv_tensor.KVTensor`.
         spec: of its attention.
     """
     assert isinstance(spec.window, int | None)
-    pointers = (None if norm is None else norm.data_ptr() for norm in norms)
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     window = NO_WINDOW if spec.window is None else spec.window
     return LayerStruct(*pointers, *weights, kv_layer.data_ptr(), window, spec.scale)

@@ -36,7 +36,8 @@ from titan.kernels.interfaces import Backend, Model
 from titan.kernels.torch.runner import TorchRunner, place_nodes
 
 TRAITS = frozenset(
-    {"rms_norm", "silu", "rope", "sliding_window", "attention_bias", "output_bias", "mlp_bias", "qk_norm", "tied_embedding"}
+    {"rms_norm", "silu", "rope", "rope_per_layer", "sliding_window", "qk_norm", "tied_embedding"}
+    | {"attention_bias", "output_bias", "mlp_bias"}
 )
 """Traits of models whose passes are one call of C++; see `titan.models.config.ModelConfig.traits`."""
 
@@ -197,9 +198,8 @@ def make_compiled_runner(backend: Backend, kernels: CompiledKernels, model: Any,
             weight_struct(weights.gate_up_weight, weights.gate_up_bias, config.hidden_size),
             weight_struct(weights.down_weight, weights.down_bias, weights.gate_up_weight.shape[0] // 2),
         )
-        layers.append(
-            layer_struct((weights.input_norm, weights.post_norm, weights.qk_norm), linear, kv_layer, layer.attention)
-        )
+        tensors = weights.input_norm, weights.post_norm, weights.qk_norm, weights.rope_table
+        layers.append(layer_struct(tensors, linear, kv_layer, layer.attention))
     decoder = DecoderStruct(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
@@ -209,7 +209,6 @@ def make_compiled_runner(backend: Backend, kernels: CompiledKernels, model: Any,
         eps=config.rms_norm_eps,
         embedding_scale=config.embedding_scale,
         embedding=None if is_packed(model.embedding) else model.embedding.data_ptr(),
-        rope_table=model.rope_table.data_ptr(),
         final_norm=model.final_norm.data_ptr(),
         head=weight_struct(model.head, None, config.hidden_size),
     )

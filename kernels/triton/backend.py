@@ -34,7 +34,10 @@ graphs, and for later drafts."""
 ATTENTION_TRAITS = frozenset({"sliding_window", "chunked_window", "soft_cap", "sinks", "narrow_values", "latent_kv"})
 """Traits of layers that the attention supports; see `titan.core.attention.LayerSpec.traits`."""
 
-DECODER_TRAITS = frozenset({"rms_norm", "silu", "rope", "attention_bias", "output_bias", "mlp_bias", "qk_norm", "tied_embedding"})
+DECODER_TRAITS = frozenset(
+    {"rms_norm", "qk_norm", "silu", "rope", "rope_per_layer", "tied_embedding"}
+    | {"attention_bias", "output_bias", "mlp_bias"}
+)
 """Traits of Titan's own decoder that the other operations of a layer support; see `titan.models.config.ModelConfig.traits`."""
 
 TRAITS = ATTENTION_TRAITS | DECODER_TRAITS | {"transformers"}

@@ -73,6 +73,7 @@ NATIVE: Rows = {
     "phi3:part": ("rope of a part of each head", {"rope_parameters": PART, "sliding_window": None}),
     "qwen2": ("biases; windows in some layers", {"use_sliding_window": True, "max_window_layers": 2}),
     "qwen3": ("norms of queries and keys", {"tie_word_embeddings": True}),
+    "smollm3": ("layers without rope", {"no_rope_layer_interval": 2}),
 }
 
 TRANSFORMERS: Rows = {
@@ -113,7 +114,6 @@ TRANSFORMERS: Rows = {
     "persimmon": ("partial rope, norms of queries and keys, fused QKV", {}),
     "phi": ("parallel layers, partial rope", {"qk_layernorm": True, "num_key_value_heads": 2}),
     "seed_oss": ("biases", {"attention_out_bias": True}),
-    "smollm3": ("layers without rope", {"no_rope_layer_interval": 2}),
     "stablelm": ("LayerNorm, partial rope", {"use_qkv_bias": True}),
     "stablelm:parallel": (
         "parallel layers, norms of queries and keys",

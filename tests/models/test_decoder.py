@@ -42,6 +42,7 @@ LONG_PART = LONGROPE | {"partial_rotary_factor": 0.5} | {name: LONGROPE[name][:4
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in MODEL_TYPES} | {
     "granite": ("granite", GRANITE),
     "phi3": ("phi3", {"rope_parameters": PART}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
 }
 
 WINDOWED = {"mistral", "qwen2", "qwen3", "phi3"}
@@ -69,6 +70,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite_tied": ("granite", GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "phi3_whole_heads": ("phi3", {"sliding_window": 7}),
     "phi3_longrope": ("phi3", {"rope_parameters": LONG_PART, "original_max_position_embeddings": 128, "hidden_size": 64}),
+    "smollm3_window": ("smollm3", {"use_sliding_window": True, "sliding_window": 7, "no_rope_layer_interval": 2}),
     "qwen3_layer_types": ("qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
 }
 

@@ -11,8 +11,8 @@ import torch
 from titan.core.attention import AttentionSpec, LayerSpec, Window, kv_groups
 from titan.core.checks import check_choice, check_integer
 from titan.core.kv_tensor import KVLayout
-from titan.models.registry import ARCHITECTURES
-from titan.models.rope import Rope, read_rope
+from titan.models.registry import ARCHITECTURES, WHOLE_ROPE
+from titan.models.rope import NO_ROPE, Rope, read_rope
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,7 +36,7 @@ class ModelConfig:
     dtype: torch.dtype  # of the checkpoint
     # features of the model: those of `LayerSpec.traits`, and "rms_norm", "silu", "rope", "attention_bias" (of the q, k and v
     # projections), "output_bias" (of the attention's output projection), "mlp_bias", "qk_norm" (RMSNorm over each head of q and k),
-    # "tied_embedding"; or "transformers": the layers are that library's modules. A back end lists those that its fast paths
+    # "tied_embedding", "rope_per_layer"; or "transformers": the layers are that library's modules. A back end lists those that its fast paths
     # support, and a model with any other runs on the general path
     traits: frozenset[str]
 
@@ -60,7 +60,7 @@ class DecoderConfig(ModelConfig):
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: Rope
+    ropes: tuple[Rope, ...]  # of each layer
     embedding_scale: float = 1.0  # multiplies the rows of the embedding
     logits_scale: float = 1.0  # is folded into the final norm when it is loaded
     is_fused: bool = False  # q, k and v are one tensor of the checkpoint, gate and up another
@@ -91,8 +91,10 @@ class DecoderConfig(ModelConfig):
         if not 0 <= config.rms_norm_eps < 1:
             raise ValueError(f"rms_norm_eps={config.rms_norm_eps} is not allowed: it must be a number in [0, 1)")
         family = ARCHITECTURES[architecture](config)
-        rope = read_rope(config, head_dim, may_rotate_part=family.may_rotate_part)
-        max_position_embeddings = min(config.max_position_embeddings, rope.max_positions or config.max_position_embeddings)
+        entries = family.layer_ropes or (WHOLE_ROPE,) * len(family.layer_windows)
+        read = {each: read_rope(config, head_dim, each, may_rotate_part=family.may_rotate_part) for each in entries if each is not None}
+        ropes = tuple(NO_ROPE if each is None else read[each] for each in entries)
+        max_position_embeddings = min([config.max_position_embeddings, *(each.max_positions for each in ropes if each.max_positions)])
         # A window as long as the model's positions is no window.
         windows = tuple(None if w is None or w >= max_position_embeddings else w for w in family.layer_windows)
         scale = head_dim**-0.5 if family.attention_scale is None else family.attention_scale
@@ -100,6 +102,8 @@ class DecoderConfig(ModelConfig):
         traits = {"rms_norm", "silu", "rope", *family.traits, *(trait for layer in layers for trait in layer.traits)}
         if config.tie_word_embeddings:
             traits.add("tied_embedding")
+        if len(set(ropes)) > 1:
+            traits.add("rope_per_layer")
         return cls(
             architecture=architecture,
             vocab_size=config.vocab_size,
@@ -115,7 +119,7 @@ class DecoderConfig(ModelConfig):
             logits_scale=family.logits_scale,
             is_fused=family.is_fused,
             max_position_embeddings=max_position_embeddings,
-            rope=rope,
+            ropes=ropes,
             eos_token_ids=as_token_ids(config.eos_token_id) if eos_token_ids is None else eos_token_ids,
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32,
             traits=frozenset(traits),

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVLayout, KVTensor
-from titan.kernels.interfaces import Backend, PassInputs, TokenPlaces
+from titan.kernels.interfaces import Backend, PassInputs
 from titan.models.config import DecoderConfig
 from titan.models.layers import LayerStep, LayerWeights, attention, gated, layer_shapes
 from titan.models.rope import rope_table
@@ -60,8 +60,9 @@ class Decoder(nn.Module):
         )
         self.final_norm = empty(config.hidden_size)
         self.lm_head = None if "tied_embedding" in config.traits else empty(config.vocab_size, config.hidden_size)
-        # The table is computed in float32 and rounded once, as transformers rounds its cosines and sines.
-        self.rope_table = rope_table(config.rope, config.head_dim, self.max_positions).to(device, dtype)
+        # Tables are computed in float32 and rounded once, as transformers rounds its cosines and sines.
+        tables = {rope: rope_table(rope, config.head_dim, self.max_positions).to(device, dtype) for rope in set(config.ropes)}
+        self._rope_tables = tuple(tables[rope] for rope in config.ropes)
         self._layer_weights: tuple[LayerWeights, ...] = ()
         self._next_norms: tuple[Tensor, ...] = ()  # per layer, the norm weight applied to its output
         self.head = torch.empty(0, dtype=dtype, device=device)
@@ -74,11 +75,11 @@ class Decoder(nn.Module):
             num_outputs: the first tokens, which alone get logits; ``None`` = all.
         """
         layer_weights = []
-        for parameters in self.layers:
+        for parameters, table in zip(self.layers, self._rope_tables, strict=True):
             assert isinstance(parameters, nn.ParameterDict)
             for name in parameters if pack else ():
                 self._pack_parameter(parameters, name)
-            layer_weights.append(LayerWeights(**parameters))
+            layer_weights.append(LayerWeights(**parameters, rope_table=table))
         for name in ("embedding", "lm_head") if pack else ():
             self._pack_parameter(self, name)
         self._layer_weights = tuple(layer_weights)
@@ -106,7 +107,7 @@ class Decoder(nn.Module):
         return self.config.kv_layout(self.dtype)
 
     def check_positions(self, positions: Ints) -> None:
-        """Check that the rope table has these positions.
+        """Check that the rope tables have these positions.
 
         Raises:
             IndexError: a position is not in 0 to ``max_positions - 1``.
@@ -129,7 +130,7 @@ class Decoder(nn.Module):
         """
         config, ops, eps = self.config, self.ops, self.config.rms_norm_eps
         plan = ops.plan_attention(inputs.attention, config.windows)
-        step = LayerStep(ops, plan, TokenPlaces(self.rope_table, inputs.positions, inputs.slot_mapping))
+        step = LayerStep(ops, plan, inputs.positions, inputs.slot_mapping)
         x = ops.look_up(inputs.token_ids, self.embedding, config.hidden_size, self.dtype)
         if config.embedding_scale != 1:
             x = x * config.embedding_scale

@@ -27,6 +27,7 @@ class LayerWeights:
     post_norm: Tensor  # [hidden_size]
     gate_up_weight: Tensor  # out_features: gate, up
     down_weight: Tensor
+    rope_table: Tensor  # [max_positions, 2, D], see `titan.models.rope.rope_table`
     qkv_bias: Tensor | None = None
     qk_norm: Tensor | None = None  # [H + K, D]
     output_bias: Tensor | None = None
@@ -40,7 +41,8 @@ class LayerStep:
 
     ops: LayerOps
     attention_plan: Any  # from ``ops.plan_attention``
-    places: TokenPlaces  # with the rope table in the model's dtype
+    positions: Tensor  # int64 [T]
+    slots: Tensor  # int64 [T]
 
 
 def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -84,7 +86,8 @@ def attention(
     """
     ops = step.ops
     qkv = ops.linear(normed, weights.qkv_weight, weights.qkv_bias)
-    q = ops.rope_and_write_kv(qkv, step.places, kv_layer, weights.qk_norm, config.rms_norm_eps)
+    places = TokenPlaces(weights.rope_table, step.positions, step.slots)
+    q = ops.rope_and_write_kv(qkv, places, kv_layer, weights.qk_norm, config.rms_norm_eps)
     return ops.tree_attention(q, kv_layer, step.attention_plan, config.layers[layer].attention)
 
 

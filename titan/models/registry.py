@@ -16,6 +16,10 @@ class NotNativeError(ValueError):
     """A model, or a feature of it, for which Titan has no decoder of its own; transformers may have it."""
 
 
+WHOLE_ROPE = ""
+"""In place of the name of an entry of ``rope_parameters``: they are those of one rotation."""
+
+
 class Family(NamedTuple):
     """The properties in which the families' decoders differ."""
 
@@ -27,6 +31,7 @@ class Family(NamedTuple):
     logits_scale: float = 1.0
     is_fused: bool = False  # q, k and v are one tensor of the checkpoint, gate and up another
     may_rotate_part: bool = False  # of each head: partial_rotary_factor
+    layer_ropes: tuple[str | None, ...] | None = None  # entries of rope_parameters, None = no rotation; None: all have the whole
 
 
 def _llama(config: PretrainedConfig) -> Family:
@@ -62,6 +67,11 @@ def _phi3(config: PretrainedConfig) -> Family:
     return Family((config.sliding_window,) * config.num_hidden_layers, frozenset(), is_fused=True, may_rotate_part=True)
 
 
+def _smollm3(config: PretrainedConfig) -> Family:
+    ropes = tuple(WHOLE_ROPE if has_rope else None for has_rope in config.no_rope_layers[: config.num_hidden_layers])
+    return _llama(config)._replace(layer_windows=_windows_by_layer_type(config), layer_ropes=ropes)
+
+
 def _windows_by_layer_type(config: PretrainedConfig) -> tuple[Window, ...]:
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     for layer_type in config.layer_types:
@@ -77,6 +87,7 @@ ARCHITECTURES: dict[str, Callable[[PretrainedConfig], Family]] = {
     "Qwen3ForCausalLM": _qwen3,
     "GraniteForCausalLM": _granite,
     "Phi3ForCausalLM": _phi3,
+    "SmolLM3ForCausalLM": _smollm3,
 }
 
 

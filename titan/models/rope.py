@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.core.checks import check_number
-from titan.models.registry import NotNativeError
+from titan.models.registry import WHOLE_ROPE, NotNativeError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,12 +39,17 @@ class Rope:
     max_positions: int | None = None  # for which the frequencies hold; None: as many as the model has
 
 
-def read_rope(config: PretrainedConfig, head_dim: int, *, may_rotate_part: bool = False) -> Rope:
-    """Read the rotary embedding of a transformers config.
+NO_ROPE = Rope("none", (), 1.0)
+"""Of a layer that does not rotate."""
+
+
+def read_rope(config: PretrainedConfig, head_dim: int, entry: str = WHOLE_ROPE, *, may_rotate_part: bool = False) -> Rope:
+    """Read a rotary embedding of a transformers config.
 
     Args:
         config: the config, with transformers' defaults filled in.
         head_dim: of queries and keys.
+        entry: of its ``rope_parameters``, by name.
         may_rotate_part: ``partial_rotary_factor`` may be below 1.
 
     Raises:
@@ -53,7 +58,7 @@ def read_rope(config: PretrainedConfig, head_dim: int, *, may_rotate_part: bool 
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = config.rope_parameters
+    parameters = config.rope_parameters[entry] if entry else config.rope_parameters
     rope_type = parameters.get("rope_type") if parameters else None
     if rope_type not in ROPE_TYPES:
         raise NotNativeError(f"rope type {rope_type!r} is not supported: it must be one of {', '.join(ROPE_TYPES)}")
@@ -71,7 +76,7 @@ def read_rope(config: PretrainedConfig, head_dim: int, *, may_rotate_part: bool 
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         inverse_frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     else:
-        inverse_frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config)
+        inverse_frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, layer_type=entry or None)
     changes_at = parameters["original_max_position_embeddings"] if rope_type == "longrope" else None
     return Rope(rope_type, tuple(inverse_frequencies.tolist()), float(scaling), changes_at)
 

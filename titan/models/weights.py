@@ -13,7 +13,7 @@ from titan.core.checks import shown
 from titan.models.config import DecoderConfig
 from titan.models.decoder import Decoder
 from titan.models.files import CONFIG_FILES, SINGLE_WEIGHT_FILE, WEIGHT_INDEX, ModelFiles, no_model, one_line, some
-from titan.models.rope import head_places
+from titan.models.rope import Rope, head_places
 from titan.models.token_order import TokenOrder
 
 WEIGHT_DTYPES = {"F32", "BF16", "F16"}
@@ -142,13 +142,11 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
     if config.is_fused:
         qkv, gate_up = {"qkv_proj": q_size + 2 * kv_size}, {"gate_up_proj": 2 * ffn_size}
     destinations: dict[str, Destination] = {}
-    qkv_places = _qkv_places(config)
-
     def whole(source: str, owner: nn.Module, parameter: str, factor: float = 1.0) -> None:
         shape = tuple(owner.get_parameter(parameter).shape)
         destinations[source] = Destination(owner, parameter, slice(0, shape[0]), shape, factor)
 
-    def stacked(prefix: str, owner: nn.Module, target: str, parts: Mapping[str, int]) -> None:
+    def stacked(prefix: str, owner: nn.Module, target: str, parts: Mapping[str, int], all_places: Tensor | None = None) -> None:
         for kind in ("weight", "bias"):
             parameter = f"{target}_{kind}"
             if parameter not in owner._parameters:
@@ -157,7 +155,7 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
             first = 0
             for part, size in parts.items():
                 rows = slice(first, first + size)
-                places = qkv_places[rows] - first if target == "qkv" and qkv_places is not None else None
+                places = None if all_places is None else all_places[rows] - first
                 destinations[f"{prefix}{part}.{kind}"] = Destination(owner, parameter, rows, (size, *columns), places=places)
                 first += size
 
@@ -169,7 +167,7 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
         prefix = f"model.layers.{i}."
         whole(f"{prefix}input_layernorm.weight", layer, "input_norm")
         whole(f"{prefix}post_attention_layernorm.weight", layer, "post_norm")
-        stacked(f"{prefix}self_attn.", layer, "qkv", qkv)
+        stacked(f"{prefix}self_attn.", layer, "qkv", qkv, _qkv_places(config, config.ropes[i]))
         stacked(f"{prefix}self_attn.", layer, "output", {"o_proj": config.hidden_size})
         stacked(f"{prefix}mlp.", layer, "gate_up", gate_up)
         stacked(f"{prefix}mlp.", layer, "down", {"down_proj": config.hidden_size})
@@ -180,9 +178,9 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
     return destinations
 
 
-def _qkv_places(config: DecoderConfig) -> Tensor | None:
-    """Return where each row of q, k and v goes among them all; ``None``: where it is."""
-    places, num_heads = head_places(config.rope, config.head_dim), config.num_heads + config.num_kv_heads
+def _qkv_places(config: DecoderConfig, rope: Rope) -> Tensor | None:
+    """Return where each row of a layer's q, k and v goes among them all; ``None``: where it is."""
+    places, num_heads = head_places(rope, config.head_dim), config.num_heads + config.num_kv_heads
     if places is None:
         return None
     rows = torch.arange((num_heads + config.num_kv_heads) * config.head_dim)
