@@ -15,9 +15,14 @@
 extern "C" {
 
 struct DecoderLayer {
-  const void* input_norm; // [hidden_size]
-  const void* post_norm;  // [hidden_size]
-  const void* qk_norm;    // [num_heads + num_kv_heads, head_dim], or null
+  // Norms, or null: [hidden_size], of what attention and feed-forward part read, and of what they add to the residual stream;
+  // [num_heads + num_kv_heads, head_dim], of each head of queries and keys, or of all queries and of all keys of a token.
+  const void* input_norm;
+  const void* gate_up_norm;
+  const void* output_norm;
+  const void* down_norm;
+  const void* qk_norm;
+  const void* row_norm;
   const void* rope_table; // [max_positions, 2, head_dim]
   Weight qkv;
   Weight output;
@@ -110,11 +115,24 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
   team.run([&](Member& member) {
     T *x = stream, *input = attended;
     int64_t num_rows = num_tokens;
+    const auto read = [&](const void* norm) -> const T* { // what a part of a layer reads
+      if (!norm) return x;
+      rms_norm(member, x, static_cast<const T*>(norm), normed, num_rows, size, decoder.eps);
+      return normed;
+    };
+    const auto add = [&](const Weight& weight, const T* rows, const void* norm) { // what a part of a layer adds to the stream
+      if (!norm) return linear(member, weight, rows, num_rows, x, x, room);
+      linear<T>(member, weight, rows, num_rows, nullptr, normed, room);
+      add_norm(member, normed, static_cast<const T*>(norm), x, num_rows, size, decoder.eps);
+    };
     member.share(num_tokens, size, [&](int64_t i) { look_up(decoder, pass.token_ids[i], stream + i * size); });
     for (int64_t i = 0; i < decoder.num_layers; ++i) {
       const DecoderLayer& layer = decoder.layers[i];
-      rms_norm(member, x, static_cast<const T*>(layer.input_norm), normed, num_tokens, size, decoder.eps);
-      linear<T>(member, layer.qkv, normed, num_tokens, nullptr, qkv, room);
+      linear<T>(member, layer.qkv, read(layer.input_norm), num_tokens, nullptr, qkv, room);
+      if (layer.row_norm) {
+        const int64_t k_size = decoder.num_kv_heads * head_dim;
+        norm_rows(member, qkv, qkv_size, static_cast<const T*>(layer.row_norm), q_size, k_size, num_tokens, decoder.eps);
+      }
       const auto attend = [&](auto* kv_layer) {
         const int64_t head_stride = pass.num_slots * slot_size<std::remove_pointer_t<decltype(kv_layer)>>(head_dim);
         rope_and_write_kv(member, qkv, static_cast<const T*>(layer.rope_table), pass.positions, pass.slot_mapping, kv_layer,
@@ -133,14 +151,12 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
         });
         x = kept_stream, input = kept_attended, num_rows = pass.num_rows;
       }
-      linear(member, layer.output, input, num_rows, x, x, room);
-      rms_norm(member, x, static_cast<const T*>(layer.post_norm), normed, num_rows, size, decoder.eps);
-      linear<T>(member, layer.gate_up, normed, num_rows, nullptr, gate_up, room);
+      add(layer.output, input, layer.output_norm);
+      linear<T>(member, layer.gate_up, read(layer.gate_up_norm), num_rows, nullptr, gate_up, room);
       silu_mul(member, gate_up, gated, num_rows, layer.down.num_inputs);
-      linear(member, layer.down, gated, num_rows, x, x, room);
+      add(layer.down, gated, layer.down_norm);
     }
-    rms_norm(member, x, static_cast<const T*>(decoder.final_norm), normed, num_rows, size, decoder.eps);
-    linear<T>(member, decoder.head, normed, num_rows, nullptr, logits, room);
+    linear<T>(member, decoder.head, read(decoder.final_norm), num_rows, nullptr, logits, room);
   });
   using Period = std::chrono::steady_clock::period;
   *decoder.attention_seconds += static_cast<double>(ticks) * Period::num / Period::den;

@@ -18,14 +18,15 @@ from titan.kernels.cpu.weights import WeightStruct
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
+LAYER_NORMS = ("input_norm", "gate_up_norm", "output_norm", "down_norm", "qk_norm", "row_norm")
+"""Names in `titan.models.layers.LayerWeights`, in the order of the C++."""
+
+
 class LayerStruct(ctypes.Structure):
     """``DecoderLayer`` of the C++."""
 
     _fields_ = [
-        ("input_norm", _POINTER),
-        ("post_norm", _POINTER),
-        ("qk_norm", _POINTER),
-        ("rope_table", _POINTER),
+        *((name, _POINTER) for name in (*LAYER_NORMS, "rope_table")),
         ("qkv", WeightStruct),
         ("output", WeightStruct),
         ("gate_up", WeightStruct),
@@ -110,7 +111,7 @@ def layer_struct(
     """Return a layer as the library reads it; the tensors must outlive it.
 
     Args:
-        tensors: its input norm, post norm, norms of queries and keys, and rope table.
+        tensors: its `LAYER_NORMS`, and its rope table.
         weights: qkv, output, gate and up, down.
         kv_layer: [2, num_kv_heads, num_blocks, ...], contiguous, see `titan.core.kv_tensor.KVTensor`.
         spec: of its attention.

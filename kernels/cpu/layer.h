@@ -29,13 +29,35 @@ inline float normed(T x, float factor, T weight) {
 }
 
 template <typename T>
-void rms_norm(Member& member, const T* x, const T* weight, T* output, int64_t num_rows, int64_t size, float eps) {
-  member.share(num_rows, size, [&](int64_t row) {
-    const T* input = x + row * size;
-    T* result = output + row * size;
-    const float factor = inverse_rms(input, size, eps);
+void norm_row(const T* x, const T* weight, T* output, int64_t size, float eps) {
+  const float factor = inverse_rms(x, size, eps);
 #pragma omp simd
-    for (int64_t i = 0; i < size; ++i) narrow(normed(input[i], factor, weight[i]), &result[i]);
+  for (int64_t i = 0; i < size; ++i) narrow(normed(x[i], factor, weight[i]), &output[i]);
+}
+
+template <typename T>
+void rms_norm(Member& member, const T* x, const T* weight, T* output, int64_t num_rows, int64_t size, float eps) {
+  member.share(num_rows, size, [&](int64_t row) { norm_row(x + row * size, weight, output + row * size, size, eps); });
+}
+
+// Add the RMSNorm of x to the residual stream; x is overwritten.
+template <typename T>
+void add_norm(Member& member, T* x, const T* weight, T* stream, int64_t num_rows, int64_t size, float eps) {
+  member.share(num_rows, size, [&](int64_t row) {
+    T *added = x + row * size, *sum = stream + row * size;
+    norm_row(added, weight, added, size, eps);
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) narrow(widen(sum[i]) + widen(added[i]), &sum[i]);
+  });
+}
+
+// Apply an RMSNorm to all queries of a token together, and one to all its keys, in place.
+template <typename T>
+void norm_rows(Member& member, T* qkv, int64_t token_size, const T* weight, int64_t q_size, int64_t k_size, int64_t num_tokens, float eps) {
+  member.share(num_tokens, token_size, [&](int64_t token) {
+    T *q = qkv + token * token_size, *k = q + q_size;
+    norm_row(q, weight, q, q_size, eps);
+    norm_row(k, weight + q_size, k, k_size, eps);
   });
 }
 

@@ -20,6 +20,7 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees, GrowthReport, NodeColumns, allocate_nodes
 from titan.kernels.cpu.compiled import CompiledKernels, address
 from titan.kernels.cpu.decoder import (
+    LAYER_NORMS,
     TREE_GROWTH,
     DecoderStruct,
     GrowingStruct,
@@ -36,7 +37,7 @@ from titan.kernels.interfaces import Backend, Model
 from titan.kernels.torch.runner import TorchRunner, place_nodes
 
 TRAITS = frozenset(
-    {"rms_norm", "silu", "rope", "rope_per_layer", "sliding_window", "qk_norm", "tied_embedding"}
+    {"rms_norm", "pre_norm", "post_norm", "qk_norm", "row_norm", "silu", "rope", "rope_per_layer", "sliding_window", "tied_embedding"}
     | {"attention_bias", "output_bias", "mlp_bias"}
 )
 """Traits of models whose passes are one call of C++; see `titan.models.config.ModelConfig.traits`."""
@@ -198,7 +199,7 @@ def make_compiled_runner(backend: Backend, kernels: CompiledKernels, model: Any,
             weight_struct(weights.gate_up_weight, weights.gate_up_bias, config.hidden_size),
             weight_struct(weights.down_weight, weights.down_bias, weights.gate_up_weight.shape[0] // 2),
         )
-        tensors = weights.input_norm, weights.post_norm, weights.qk_norm, weights.rope_table
+        tensors = [*(getattr(weights, name) for name in LAYER_NORMS), weights.rope_table]
         layers.append(layer_struct(tensors, linear, kv_layer, layer.attention))
     decoder = DecoderStruct(
         hidden_size=config.hidden_size,

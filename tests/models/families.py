@@ -65,6 +65,8 @@ NATIVE: Rows = {
     "llama:dynamic": ("rope that depends on the length", {"rope_parameters": DYNAMIC}),
     "llama:yarn": ("YaRN", {"rope_parameters": YARN}),
     "mistral": ("windows", {}),
+    "olmo2": ("norms after sublayers, of whole queries and keys", {}),
+    "olmo3": ("windows per layer, norms after sublayers", {}),
     "phi3": ("fused QKV and gate; windows", {}),
     "phi3:longrope": (
         "rope that depends on the length",
@@ -108,7 +110,6 @@ TRANSFORMERS: Rows = {
     "nanochat": ("norms without weights, logit soft cap", {"final_logit_softcapping": 3.0}),
     "nemotron": ("LayerNorm of 1 + weight, squared ReLU, partial rope", {}),
     "olmo": ("LayerNorm without weights, clipped QKV", {"clip_qkv": 1.0}),
-    "olmo2": ("norms after sublayers, of whole queries and keys", {}),
     "opt": ("learned positions with an offset", {}),
     "opt:post_norm": ("projected embedding, norms after sublayers", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
     "persimmon": ("partial rope, norms of queries and keys, fused QKV", {}),
@@ -135,7 +136,6 @@ TRANSFORMERS: Rows = {
     "lfm3:attention": ("gated attention, sandwich norms", {"num_hidden_layers": 3, "layer_types": GLOBAL_LAST}),
     "ministral": ("windows per layer", {"num_hidden_layers": 3, "layer_types": GLOBAL_LAST}),
     "modernbert-decoder": ("windows and rope per layer, LayerNorm without biases", {"local_attention": 2 * WINDOW}),
-    "olmo3": ("windows per layer, norms after sublayers", {}),
     # head sizes per layer
     "gemma4_text": (
         "head size, KV heads and rope per layer, shared KV, keys as values, experts",

@@ -39,13 +39,16 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 LONG_PART = LONGROPE | {"partial_rotary_factor": 0.5} | {name: LONGROPE[name][:4] for name in ("short_factor", "long_factor")}
+ROPE_PER_LAYER = {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}, "full_attention": ROPES["yarn"]}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in MODEL_TYPES} | {
     "granite": ("granite", GRANITE),
     "phi3": ("phi3", {"rope_parameters": PART}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"rope_parameters": ROPE_PER_LAYER}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
 }
 
-WINDOWED = {"mistral", "qwen2", "qwen3", "phi3"}
+WINDOWED = {"mistral", "qwen2", "qwen3", "phi3", "olmo3"}
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
@@ -70,6 +73,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite_tied": ("granite", GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "phi3_whole_heads": ("phi3", {"sliding_window": 7}),
     "phi3_longrope": ("phi3", {"rope_parameters": LONG_PART, "original_max_position_embeddings": 128, "hidden_size": 64}),
+    "olmo3_window": ("olmo3", {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
     "smollm3_window": ("smollm3", {"use_sliding_window": True, "sliding_window": 7, "no_rope_layer_interval": 2}),
     "qwen3_layer_types": ("qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
 }

@@ -34,10 +34,11 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...]  # those with a cache of their own; none if they are known only once the weights are loaded
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype  # of the checkpoint
-    # features of the model: those of `LayerSpec.traits`, and "rms_norm", "silu", "rope", "attention_bias" (of the q, k and v
-    # projections), "output_bias" (of the attention's output projection), "mlp_bias", "qk_norm" (RMSNorm over each head of q and k),
-    # "tied_embedding", "rope_per_layer"; or "transformers": the layers are that library's modules. A back end lists those that its fast paths
-    # support, and a model with any other runs on the general path
+    # features of the model: those of `LayerSpec.traits`, and "rms_norm", "pre_norm" and "post_norm" (of what attention and feed-forward
+    # part read, and of what they add), "silu", "rope", "rope_per_layer", "attention_bias" (of the q, k and v projections),
+    # "output_bias" (of the attention's output projection), "mlp_bias", "qk_norm" (RMSNorm over each head of q and k), "row_norm" (over
+    # all heads of q, and over those of k), "tied_embedding"; or "transformers": the layers are that library's modules. A back end
+    # lists those that its fast paths support, and a model with any other runs on the general path
     traits: frozenset[str]
 
     @property
@@ -63,6 +64,7 @@ class DecoderConfig(ModelConfig):
     ropes: tuple[Rope, ...]  # of each layer
     embedding_scale: float = 1.0  # multiplies the rows of the embedding
     logits_scale: float = 1.0  # is folded into the final norm when it is loaded
+    norms: Mapping[str, str]  # names in `titan.models.layers.LayerWeights`, and in the checkpoint
     is_fused: bool = False  # q, k and v are one tensor of the checkpoint, gate and up another
 
     @property
@@ -104,6 +106,7 @@ class DecoderConfig(ModelConfig):
             traits.add("tied_embedding")
         if len(set(ropes)) > 1:
             traits.add("rope_per_layer")
+        traits |= {trait for trait, name in (("pre_norm", "input_norm"), ("post_norm", "output_norm")) if name in family.norms}
         return cls(
             architecture=architecture,
             vocab_size=config.vocab_size,
@@ -118,6 +121,7 @@ class DecoderConfig(ModelConfig):
             embedding_scale=family.embedding_scale / family.residual_scale,
             logits_scale=family.logits_scale,
             is_fused=family.is_fused,
+            norms=family.norms,
             max_position_embeddings=max_position_embeddings,
             ropes=ropes,
             eos_token_ids=as_token_ids(config.eos_token_id) if eos_token_ids is None else eos_token_ids,

@@ -9,7 +9,7 @@ from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.kernels.interfaces import Backend, PassInputs
 from titan.models.config import DecoderConfig
-from titan.models.layers import LayerStep, LayerWeights, attention, gated, layer_shapes
+from titan.models.layers import LayerStep, LayerWeights, Projection, add_part, attention, gated, layer_shapes, norm
 from titan.models.rope import rope_table
 
 
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         tables = {rope: rope_table(rope, config.head_dim, self.max_positions).to(device, dtype) for rope in set(config.ropes)}
         self._rope_tables = tuple(tables[rope] for rope in config.ropes)
         self._layer_weights: tuple[LayerWeights, ...] = ()
-        self._next_norms: tuple[Tensor, ...] = ()  # per layer, the norm weight applied to its output
+        self._next_norms: tuple[Tensor | None, ...] = ()  # per layer, the norm weight applied to its output
         self.head = torch.empty(0, dtype=dtype, device=device)
 
     def prepare(self, *, pack: bool = True, num_outputs: int | None = None) -> None:
@@ -134,14 +134,16 @@ class Decoder(nn.Module):
         x = ops.look_up(inputs.token_ids, self.embedding, config.hidden_size, self.dtype)
         if config.embedding_scale != 1:
             x = x * config.embedding_scale
-        normed = ops.rms_norm(x, self.layer_weights[0].input_norm, eps)
+        normed = norm(x, self.layer_weights[0].input_norm, eps, ops)
         rows, last = inputs.logits_rows, config.num_layers - 1
         for layer, (weights, next_norm) in enumerate(zip(self.layer_weights, self._next_norms, strict=True)):
             attended = attention(normed, weights, config, layer, kv.layers[layer], step)
             if layer == last and rows is not None and len(rows) < len(x):  # the other rows are done: their KV is written
                 x, attended = x.index_select(0, rows), attended.index_select(0, rows)
-            x, normed = ops.linear_add_norm(attended, weights.output_weight, weights.output_bias, x, weights.post_norm, eps)
-            x, normed = ops.linear_add_norm(gated(normed, weights, ops), weights.down_weight, weights.down_bias, x, next_norm, eps)
+            output = Projection(weights.output_weight, weights.output_bias, weights.output_norm)
+            x, normed = add_part(attended, output, x, weights.gate_up_norm, eps, ops)
+            down = Projection(weights.down_weight, weights.down_bias, weights.down_norm)
+            x, normed = add_part(gated(normed, weights, ops), down, x, next_norm, eps, ops)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -20,6 +20,12 @@ WHOLE_ROPE = ""
 """In place of the name of an entry of ``rope_parameters``: they are those of one rotation."""
 
 
+PRE_NORMS = {"input_norm": "input_layernorm", "gate_up_norm": "post_attention_layernorm"}
+"""Norms of a layer that has one before each of its parts: names in `titan.models.layers.LayerWeights`, and in checkpoints."""
+POST_NORMS = {"output_norm": "post_attention_layernorm", "down_norm": "post_feedforward_layernorm"}
+"""Those of a layer that has one behind each of its parts."""
+
+
 class Family(NamedTuple):
     """The properties in which the families' decoders differ."""
 
@@ -31,6 +37,7 @@ class Family(NamedTuple):
     logits_scale: float = 1.0
     is_fused: bool = False  # q, k and v are one tensor of the checkpoint, gate and up another
     may_rotate_part: bool = False  # of each head: partial_rotary_factor
+    norms: Mapping[str, str] = PRE_NORMS
     layer_ropes: tuple[str | None, ...] | None = None  # entries of rope_parameters, None = no rotation; None: all have the whole
 
 
@@ -72,6 +79,15 @@ def _smollm3(config: PretrainedConfig) -> Family:
     return _llama(config)._replace(layer_windows=_windows_by_layer_type(config), layer_ropes=ropes)
 
 
+def _olmo2(config: PretrainedConfig) -> Family:
+    biases = {"attention_bias", "output_bias"} if config.attention_bias else set()
+    return Family((None,) * config.num_hidden_layers, frozenset({"row_norm", *biases}), norms=POST_NORMS)
+
+
+def _olmo3(config: PretrainedConfig) -> Family:
+    return _olmo2(config)._replace(layer_windows=_windows_by_layer_type(config), layer_ropes=tuple(config.layer_types))
+
+
 def _windows_by_layer_type(config: PretrainedConfig) -> tuple[Window, ...]:
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     for layer_type in config.layer_types:
@@ -88,6 +104,8 @@ ARCHITECTURES: dict[str, Callable[[PretrainedConfig], Family]] = {
     "GraniteForCausalLM": _granite,
     "Phi3ForCausalLM": _phi3,
     "SmolLM3ForCausalLM": _smollm3,
+    "Olmo2ForCausalLM": _olmo2,
+    "Olmo3ForCausalLM": _olmo3,
 }
 
 

@@ -165,8 +165,8 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
         whole("lm_head.weight", model, "lm_head")
     for i, layer in enumerate(model.layers):
         prefix = f"model.layers.{i}."
-        whole(f"{prefix}input_layernorm.weight", layer, "input_norm")
-        whole(f"{prefix}post_attention_layernorm.weight", layer, "post_norm")
+        for parameter, source in config.norms.items():
+            whole(f"{prefix}{source}.weight", layer, parameter)
         stacked(f"{prefix}self_attn.", layer, "qkv", qkv, _qkv_places(config, config.ropes[i]))
         stacked(f"{prefix}self_attn.", layer, "output", {"o_proj": config.hidden_size})
         stacked(f"{prefix}mlp.", layer, "gate_up", gate_up)
@@ -175,6 +175,10 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
             q_rows, k_rows = slice(0, config.num_heads), slice(config.num_heads, None)
             for source, rows in (("q_norm", q_rows), ("k_norm", k_rows)):  # one weight for all heads
                 destinations[f"{prefix}self_attn.{source}.weight"] = Destination(layer, "qk_norm", rows, (config.head_dim,))
+        if "row_norm" in config.traits:
+            for source, rows in (("q_norm", slice(0, q_size)), ("k_norm", slice(q_size, q_size + kv_size))):
+                shape = (rows.stop - rows.start,)
+                destinations[f"{prefix}self_attn.{source}.weight"] = Destination(layer, "row_norm", rows, shape)
     return destinations
 
 
