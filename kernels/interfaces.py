@@ -118,6 +118,9 @@ class LayerOps(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Compute ``silu(gate) * up``: [T, 2 * size] -> [T, size]."""
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """Compute ``gelu(gate) * up`` with the approximation of GELU by tanh: [T, 2 * size] -> [T, size]."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassInputs:

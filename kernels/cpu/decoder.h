@@ -40,6 +40,7 @@ struct Decoder {
   int64_t num_kv_heads;
   int64_t head_dim;
   int64_t kv_is_quantised;
+  int64_t has_gelu; // in place of SiLU
   float eps;
   float embedding_scale;
   const void* embedding;  // [vocab_size, hidden_size], or null if it is the head
@@ -153,7 +154,7 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
       }
       add(layer.output, input, layer.output_norm);
       linear<T>(member, layer.gate_up, read(layer.gate_up_norm), num_rows, nullptr, gate_up, room);
-      silu_mul(member, gate_up, gated, num_rows, layer.down.num_inputs);
+      (decoder.has_gelu ? gate<gelu, T> : gate<silu, T>)(member, gate_up, gated, num_rows, layer.down.num_inputs);
       add(layer.down, gated, layer.down_norm);
     }
     linear<T>(member, decoder.head, read(decoder.final_norm), num_rows, nullptr, logits, room);

@@ -41,7 +41,9 @@ class DecoderStruct(ctypes.Structure):
     """``Decoder`` of the C++."""
 
     _fields_ = [
-        *((name, _INT) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "kv_is_quantised")),
+        *((name, _INT) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")),
+        ("kv_is_quantised", _INT),
+        ("has_gelu", _INT),
         ("eps", _FLOAT),
         ("embedding_scale", _FLOAT),
         *((name, _POINTER) for name in ("embedding", "final_norm", "layers", "attention_seconds", "team")),

@@ -115,16 +115,20 @@ void write_rows(Team* team, const T* rows, int64_t token_stride, int64_t row_str
   });
 }
 
-template <typename T>
-void silu_mul(Member& member, const T* gate_up, T* output, int64_t num_rows, int64_t size) {
+inline float silu(float x) { return x * sigmoid(x); }
+
+// Hendrycks and Gimpel, "Gaussian error linear units", 2016: its approximation by tanh, which is 2 * sigmoid(2 * x) - 1.
+inline float gelu(float x) { return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x)); }
+
+template <float (*activation)(float), typename T>
+void gate(Member& member, const T* gate_up, T* output, int64_t num_rows, int64_t size) {
   member.share(num_rows, size, [&](int64_t row) {
     const T* gate = gate_up + row * 2 * size;
     const T* up = gate + size;
     T* result = output + row * size;
 #pragma omp simd
     for (int64_t i = 0; i < size; ++i) {
-      const float x = widen(gate[i]);
-      narrow(x * sigmoid(x) * widen(up[i]), &result[i]);
+      narrow(activation(widen(gate[i])) * widen(up[i]), &result[i]);
     }
   });
 }

@@ -37,7 +37,19 @@ from titan.kernels.interfaces import Backend, Model
 from titan.kernels.torch.runner import TorchRunner, place_nodes
 
 TRAITS = frozenset(
-    {"rms_norm", "pre_norm", "post_norm", "qk_norm", "row_norm", "silu", "rope", "rope_per_layer", "sliding_window", "tied_embedding"}
+    {
+        "rms_norm",
+        "pre_norm",
+        "post_norm",
+        "qk_norm",
+        "row_norm",
+        "silu",
+        "gelu_tanh",
+        "rope",
+        "rope_per_layer",
+        "sliding_window",
+        "tied_embedding",
+    }
     | {"attention_bias", "output_bias", "mlp_bias"}
 )
 """Traits of models whose passes are one call of C++; see `titan.models.config.ModelConfig.traits`."""
@@ -207,6 +219,7 @@ def make_compiled_runner(backend: Backend, kernels: CompiledKernels, model: Any,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         kv_is_quantised=kv.layout.is_quantised,
+        has_gelu="gelu_tanh" in config.traits,
         eps=config.rms_norm_eps,
         embedding_scale=config.embedding_scale,
         embedding=None if is_packed(model.embedding) else model.embedding.data_ptr(),

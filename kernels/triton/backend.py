@@ -35,7 +35,7 @@ ATTENTION_TRAITS = frozenset({"sliding_window", "chunked_window", "soft_cap", "s
 """Traits of layers that the attention supports; see `titan.core.attention.LayerSpec.traits`."""
 
 DECODER_TRAITS = frozenset(
-    {"rms_norm", "pre_norm", "post_norm", "qk_norm", "row_norm", "silu", "rope", "rope_per_layer", "tied_embedding"}
+    {"rms_norm", "pre_norm", "post_norm", "qk_norm", "row_norm", "silu", "gelu_tanh", "rope", "rope_per_layer", "tied_embedding"}
     | {"attention_bias", "output_bias", "mlp_bias"}
 )
 """Traits of Titan's own decoder that the other operations of a layer support; see `titan.models.config.ModelConfig.traits`."""

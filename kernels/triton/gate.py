@@ -1,6 +1,6 @@
-"""The gate of the feed-forward layer in one launch: SiLU of one half of a row times the other half.
+"""The gate of the feed-forward layer in one launch: SiLU or GELU of one half of a row times the other half.
 
-Shazeer, "GLU variants improve transformer", 2020 (SwiGLU).
+Shazeer, "GLU variants improve transformer", 2020 (SwiGLU, GEGLU).
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ MAX_COLUMNS_PER_PROGRAM = 1024
 
 
 @triton.jit
-def _silu_mul_kernel(
+def _gate_kernel(
     output_ptr,  # [T, SIZE]
     gate_up_ptr,  # [T, 2 * SIZE]
     stride_gate_up,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,  # of one program
+    HAS_GELU: tl.constexpr,
     EMU: tl.constexpr,
 ):
     """One program per row and piece of a row."""
@@ -32,7 +33,10 @@ def _silu_mul_kernel(
     places = gate_up_ptr + row * stride_gate_up + columns
     gate = tl.load(places, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(places + SIZE, mask=inside, other=0.0).to(tl.float32)
-    product = gate * tl.sigmoid(gate) * up
+    steepened = gate
+    if HAS_GELU:  # Hendrycks and Gimpel, "Gaussian error linear units", 2016: its approximation by tanh, written with a sigmoid
+        steepened = 1.5957691216 * (gate + 0.044715 * gate * gate * gate)
+    product = gate * tl.sigmoid(steepened) * up
     tl.store(output_ptr + row * SIZE + columns, narrow(product, output_ptr.dtype.element_ty, EMU), mask=inside)
 
 
@@ -48,6 +52,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     Raises:
         ValueError: wrong shape, dtype or strides, or no device that Triton kernels run on.
     """
+    return _gate(gate_up, has_gelu=False)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Compute ``gelu(gate) * up``, with ``gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))``, as `silu_mul`."""
+    return _gate(gate_up, has_gelu=True)
+
+
+def _gate(gate_up: Tensor, *, has_gelu: bool) -> Tensor:
     device, dtype = gate_up.device, gate_up.dtype
     require_launchable("gate_up", device)
     require("gate_up", gate_up, shape=(None, None), dtypes=FLOAT_DTYPES, device=device, contiguous=False)
@@ -58,7 +71,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     size = num_columns // 2
     output = torch.empty(num_rows, size, dtype=dtype, device=device)
     columns = min(triton.next_power_of_2(size), MAX_COLUMNS_PER_PROGRAM)
-    _silu_mul_kernel[(num_rows, triton.cdiv(size, columns))](
-        output, gate_up, gate_up.stride(0), SIZE=size, COLUMNS=columns, EMU=INTERPRETED, num_warps=4
+    _gate_kernel[(num_rows, triton.cdiv(size, columns))](
+        output, gate_up, gate_up.stride(0), SIZE=size, COLUMNS=columns, HAS_GELU=has_gelu, EMU=INTERPRETED, num_warps=4
     )
     return output

@@ -16,7 +16,7 @@ from torch import Tensor
 from titan.core.attention import Window
 from titan.kernels.triton.attention_plan import DeviceLayout
 from titan.kernels.triton.attention_planner import TreeAttentionPlan
-from titan.kernels.triton.gate import silu_mul
+from titan.kernels.triton.gate import gelu_mul, silu_mul
 from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
@@ -42,6 +42,7 @@ class TritonOps:
     rms_norm = staticmethod(rms_norm)
     rope_and_write_kv = staticmethod(rope_and_write_kv)
     silu_mul = staticmethod(silu_mul)
+    gelu_mul = staticmethod(gelu_mul)
     write_kv = staticmethod(write_kv)
 
     def __init__(self, device: torch.device) -> None:

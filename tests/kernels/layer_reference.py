@@ -56,3 +56,9 @@ def reference_silu_mul(gate_up: Tensor) -> Tensor:
     """What `silu_mul` computes, in float64: [T, 2 * intermediate_size] -> [T, intermediate_size]."""
     gate, up = gate_up.double().chunk(2, -1)
     return gate / (1 + torch.exp(-gate)) * up
+
+
+def reference_gelu_mul(gate_up: Tensor) -> Tensor:
+    """What `gelu_mul` computes, in float64: [T, 2 * intermediate_size] -> [T, intermediate_size]."""
+    gate, up = gate_up.double().chunk(2, -1)
+    return gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up

@@ -8,13 +8,20 @@ import pytest
 import torch
 from attention_cases import make_ops
 from interpreted import DEVICE, ON_CUDA, triton_backend
-from layer_reference import assert_rounded_once, make_table, reference_rms_norm, reference_rope_and_write_kv, reference_silu_mul
+from layer_reference import (
+    assert_rounded_once,
+    make_table,
+    reference_gelu_mul,
+    reference_rms_norm,
+    reference_rope_and_write_kv,
+    reference_silu_mul,
+)
 from torch import Tensor
 
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor, kv_planes
 from titan.kernels.interfaces import Backend, LayerOps, TokenPlaces
 from titan.kernels.torch.layers import TorchOps
-from titan.kernels.triton.gate import silu_mul
+from titan.kernels.triton.gate import gelu_mul, silu_mul
 from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.layers import TritonOps
 from titan.kernels.triton.norm import rms_norm
@@ -60,11 +67,13 @@ def test_a_row_with_nan_spoils_no_other(backend: Backend, dtype: torch.dtype) ->
         assert int(output.isnan().any(1).sum()) == 1
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's in the interpreter, as exp(1000) is infinite
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (2, 5), (40, 65), (2, 2100)])
-def test_silu_mul_is_its_definition(backend: Backend, dtype: torch.dtype, num_rows: int, size: int) -> None:
+def test_gates_are_their_definitions(backend: Backend, dtype: torch.dtype, num_rows: int, size: int) -> None:
     ops, gate_up = make_ops(backend, dtype), random(backend, num_rows, 2 * size, dtype=dtype, scale=8.0)
     assert_near(ops, ops.silu_mul(gate_up), reference_silu_mul(gate_up), dtype)
+    assert_near(ops, ops.gelu_mul(gate_up), reference_gelu_mul(gate_up), dtype)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's in the interpreter, as exp(1000) is infinite
@@ -72,9 +81,10 @@ def test_silu_mul_is_its_definition(backend: Backend, dtype: torch.dtype, num_ro
 def test_large_gates_are_closed_or_open(backend: Backend, dtype: torch.dtype) -> None:
     gates = [-1e30, -1000.0, -200.0, -50.0, -0.0, 256.0, 1024.0, torch.inf, torch.nan]
     gate_up = torch.tensor([gates + [up] * len(gates) for up in (3.0, -3.0)], device=backend.device, dtype=dtype)
-    output = make_ops(backend, dtype).silu_mul(gate_up)
-    assert output[:, :5].abs().max() < 1e-19 and output[:, 8].isnan().all()
-    assert output[:, 5:8].tolist() == [[768, 3072, torch.inf], [-768, -3072, -torch.inf]]
+    ops = make_ops(backend, dtype)
+    for output in (ops.silu_mul(gate_up), ops.gelu_mul(gate_up)):
+        assert output[:, :5].abs().max() < 1e-19 and output[:, 8].isnan().all()
+        assert output[:, 5:8].tolist() == [[768, 3072, torch.inf], [-768, -3072, -torch.inf]]
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 33])
@@ -261,6 +271,7 @@ def test_rows_of_norms_and_gates_may_lie_apart_and_be_as_large_as_a_models(
         assert int(beside.sum()) == num_tokens * 16
     gate_up = place(on_triton(num_tokens, 7 * hidden_size, dtype=dtype))
     assert_rounded_once(silu_mul(gate_up), reference_silu_mul(gate_up))
+    assert_rounded_once(gelu_mul(gate_up), reference_gelu_mul(gate_up))
 
 
 @pytest.mark.parametrize("far", ["tokens", "heads", "blocks", "by_block"])

@@ -22,7 +22,7 @@ from titan.core.random import Purpose
 from titan.core.trees import allocate_nodes
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton.draft_chain import DraftChains
-from titan.kernels.triton.gate import silu_mul
+from titan.kernels.triton.gate import gelu_mul, silu_mul
 from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
@@ -56,6 +56,7 @@ for hidden_size, dtype in ((768, half), (4096, half), (16384, half), (16384, sin
     rms_norm(x, weight, 1e-6, x.clone())
 for intermediate_size, dtype in ((2048, half), (14336, half), (14336, single)):
     silu_mul(zeros(7, 2 * intermediate_size, dtype=dtype))
+    gelu_mul(zeros(7, 2 * intermediate_size, dtype=dtype))
 
 start_loc = torch.zeros(3, dtype=torch.int32)
 for num_rows, max_nodes in ((8, 6), (7, 1), (6, 16)):  # which differ from step to step
@@ -85,7 +86,7 @@ KERNELS = {
     "_rope_and_write_kv_kernel": (12, 64),
     "_write_kv_kernel": (7, 40),
     "_norm_kernel": (8, 96),
-    "_silu_mul_kernel": (3, 64),
+    "_gate_kernel": (6, 64),
     "_walk_kernel": (1, 40),
     "_sum_up_chunks_kernel": (2, 64),
     "_cut_rows_kernel": (2, 128),
@@ -97,7 +98,7 @@ KERNELS = {
     "_lay_out_depth_kernel": (2, 64),
 }
 """How often each is built, and the most registers it may use: the compiler of Triton 3.6 takes up to 40 % more than that of 3.7."""
-MAX_SHARED_BYTES = {"_rope_and_write_kv_kernel": 64, "_write_kv_kernel": 64, "_norm_kernel": 1024, "_silu_mul_kernel": 0}
+MAX_SHARED_BYTES = {"_rope_and_write_kv_kernel": 64, "_write_kv_kernel": 64, "_norm_kernel": 1024, "_gate_kernel": 0}
 """Of the kernels of layers: for the sum or the largest number of a row only; the others take up to 48 KiB."""
 
 

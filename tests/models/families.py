@@ -60,6 +60,12 @@ LOCAL_ROPE, GLOBAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}, {"rope_
 Rows = dict[str, tuple[str, dict[str, Any]]]
 
 NATIVE: Rows = {
+    "gemma": ("scaled embedding, norms of 1 + weight", {}),
+    "gemma3_text": (
+        "windows and rope per layer",
+        {"num_hidden_layers": 3, "layer_types": GLOBAL_LAST, "query_pre_attn_scalar": 40}
+        | {"rope_parameters": {WINDOWED: LOCAL_ROPE, FULL: GLOBAL_ROPE}},
+    ),
     "granite": ("scales of embedding, residual, attention, logits", GRANITE),
     "llama": ("", {}),
     "llama:dynamic": ("rope that depends on the length", {"rope_parameters": DYNAMIC}),
@@ -89,7 +95,6 @@ TRANSFORMERS: Rows = {
     "ctrl": ("sinusoidal positions", {"dff": 96}),
     "cwm": ("windows per layer", {"num_hidden_layers": 3, "layer_types": GLOBAL_LAST}),
     "ernie4_5": ("interleaved rope", {"use_bias": True}),
-    "gemma": ("scaled embedding, norms of 1 + weight", {}),
     "glm": ("partial interleaved rope", {}),
     "glm4": ("sandwich norms, partial rope", {}),
     "gpt-sw3": ("learned positions", {"num_hidden_layers": 2}),
@@ -124,11 +129,6 @@ TRANSFORMERS: Rows = {
     # windows per layer
     "cohere2": ("windows per layer, rope only there", {"logit_scale": 0.5}),
     "exaone4": ("windows per layer, rope only there", {}),
-    "gemma3_text": (
-        "windows and rope per layer",
-        {"num_hidden_layers": 3, "layer_types": GLOBAL_LAST, "query_pre_attn_scalar": 40}
-        | {"rope_parameters": {WINDOWED: LOCAL_ROPE, FULL: GLOBAL_ROPE}},
-    ),
     "gemma3n_text": (
         "shared KV, alternating updates, embeddings per layer",
         SHARED_KV | {"laurel_rank": 8, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]},

@@ -42,41 +42,48 @@ LONG_PART = LONGROPE | {"partial_rotary_factor": 0.5} | {name: LONGROPE[name][:4
 ROPE_PER_LAYER = {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}, "full_attention": ROPES["yarn"]}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in MODEL_TYPES} | {
     "granite": ("granite", GRANITE),
+    "gemma": ("gemma", {}),
+    "gemma3": ("gemma3_text", {"rope_parameters": ROPE_PER_LAYER, "query_pre_attn_scalar": 40, "sliding_window_pattern": 2}),
     "phi3": ("phi3", {"rope_parameters": PART}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"rope_parameters": ROPE_PER_LAYER}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
 }
 
-WINDOWED = {"mistral", "qwen2", "qwen3", "phi3", "olmo3"}
+WINDOWED = {"mistral", "qwen2", "qwen3", "phi3", "olmo3", "gemma3"}
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    f"{model_type}_{rope}": (model_type, {"rope_parameters": dict(parameters)})
-    for model_type in MODEL_TYPES
-    for rope, parameters in ROPES.items()
-} | FAMILIES | {
-    "multi_head": ("llama", {"num_key_value_heads": 4}),
-    "multi_query": ("llama", {"num_key_value_heads": 1}),
-    "derived_head_dim": ("llama", {"head_dim": None}),
-    "wide_heads": ("qwen3", {"head_dim": 32}),
-    "tied_llama": ("llama", {"tie_word_embeddings": True}),
-    "tied_qwen3": ("qwen3", {"tie_word_embeddings": True}),
-    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "qwen3_biases": ("qwen3", {"attention_bias": True}),
-    "mistral_window": ("mistral", {"sliding_window": 7}),
-    "mistral_no_window": ("mistral", {"sliding_window": None}),
-    "qwen2_window": ("qwen2", SLIDING),
-    "qwen3_window": ("qwen3", SLIDING),
-    "qwen2_window_off": ("qwen2", {"sliding_window": 7, "use_sliding_window": False}),
-    "granite_tied": ("granite", GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-    "phi3_whole_heads": ("phi3", {"sliding_window": 7}),
-    "phi3_longrope": ("phi3", {"rope_parameters": LONG_PART, "original_max_position_embeddings": 128, "hidden_size": 64}),
-    "olmo3_window": ("olmo3", {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
-    "smollm3_window": ("smollm3", {"use_sliding_window": True, "sliding_window": 7, "no_rope_layer_interval": 2}),
-    "qwen3_layer_types": ("qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
-}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = (
+    {
+        f"{model_type}_{rope}": (model_type, {"rope_parameters": dict(parameters)})
+        for model_type in MODEL_TYPES
+        for rope, parameters in ROPES.items()
+    }
+    | FAMILIES
+    | {
+        "multi_head": ("llama", {"num_key_value_heads": 4}),
+        "multi_query": ("llama", {"num_key_value_heads": 1}),
+        "derived_head_dim": ("llama", {"head_dim": None}),
+        "wide_heads": ("qwen3", {"head_dim": 32}),
+        "tied_llama": ("llama", {"tie_word_embeddings": True}),
+        "tied_qwen3": ("qwen3", {"tie_word_embeddings": True}),
+        "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+        "qwen3_biases": ("qwen3", {"attention_bias": True}),
+        "mistral_window": ("mistral", {"sliding_window": 7}),
+        "mistral_no_window": ("mistral", {"sliding_window": None}),
+        "qwen2_window": ("qwen2", SLIDING),
+        "qwen3_window": ("qwen3", SLIDING),
+        "qwen2_window_off": ("qwen2", {"sliding_window": 7, "use_sliding_window": False}),
+        "granite_tied": ("granite", GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        "phi3_whole_heads": ("phi3", {"sliding_window": 7}),
+        "phi3_longrope": ("phi3", {"rope_parameters": LONG_PART, "original_max_position_embeddings": 128, "hidden_size": 64}),
+        "gemma3_window": ("gemma3_text", {"sliding_window": 7, "sliding_window_pattern": 2, "tie_word_embeddings": True}),
+        "olmo3_window": ("olmo3", {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+        "smollm3_window": ("smollm3", {"use_sliding_window": True, "sliding_window": 7, "no_rope_layer_interval": 2}),
+        "qwen3_layer_types": ("qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    }
+)
 
 
 class Session:

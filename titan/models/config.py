@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from titan.core.attention import AttentionSpec, LayerSpec, Window, kv_groups
 from titan.core.checks import check_choice, check_integer
 from titan.core.kv_tensor import KVLayout
-from titan.models.registry import ARCHITECTURES, WHOLE_ROPE
+from titan.models.registry import ARCHITECTURES, WHOLE_ROPE, activation_trait
 from titan.models.rope import NO_ROPE, Rope, read_rope
 
 if TYPE_CHECKING:
@@ -34,11 +35,11 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...]  # those with a cache of their own; none if they are known only once the weights are loaded
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype  # of the checkpoint
-    # features of the model: those of `LayerSpec.traits`, and "rms_norm", "pre_norm" and "post_norm" (of what attention and feed-forward
-    # part read, and of what they add), "silu", "rope", "rope_per_layer", "attention_bias" (of the q, k and v projections),
-    # "output_bias" (of the attention's output projection), "mlp_bias", "qk_norm" (RMSNorm over each head of q and k), "row_norm" (over
-    # all heads of q, and over those of k), "tied_embedding"; or "transformers": the layers are that library's modules. A back end
-    # lists those that its fast paths support, and a model with any other runs on the general path
+    # features of the model: those of `LayerSpec.traits`, and "rms_norm", "pre_norm" and "post_norm" (of what attention and
+    # feed-forward part read, and of what they add), "silu" or "gelu_tanh", "rope", "rope_per_layer", "attention_bias" (of the q, k
+    # and v projections), "output_bias" (of the attention's output projection), "mlp_bias", "qk_norm" (RMSNorm over each head of q
+    # and k), "row_norm" (over all heads of q, and over those of k), "tied_embedding"; or "transformers": the layers are that
+    # library's modules. A back end lists those that its fast paths support, and a model with any other runs on the general path
     traits: frozenset[str]
 
     @property
@@ -65,6 +66,7 @@ class DecoderConfig(ModelConfig):
     embedding_scale: float = 1.0  # multiplies the rows of the embedding
     logits_scale: float = 1.0  # is folded into the final norm when it is loaded
     norms: Mapping[str, str]  # names in `titan.models.layers.LayerWeights`, and in the checkpoint
+    norm_offset: float = 0.0  # is added to the weights of all norms when they are loaded
     is_fused: bool = False  # q, k and v are one tensor of the checkpoint, gate and up another
 
     @property
@@ -94,14 +96,22 @@ class DecoderConfig(ModelConfig):
             raise ValueError(f"rms_norm_eps={config.rms_norm_eps} is not allowed: it must be a number in [0, 1)")
         family = ARCHITECTURES[architecture](config)
         entries = family.layer_ropes or (WHOLE_ROPE,) * len(family.layer_windows)
-        read = {each: read_rope(config, head_dim, each, may_rotate_part=family.may_rotate_part) for each in entries if each is not None}
-        ropes = tuple(NO_ROPE if each is None else read[each] for each in entries)
-        max_position_embeddings = min([config.max_position_embeddings, *(each.max_positions for each in ropes if each.max_positions)])
+        read = partial(read_rope, config, head_dim, may_rotate_part=family.may_rotate_part)
+        rope_of = {each: NO_ROPE if each is None else read(each) for each in dict.fromkeys(entries)}
+        ropes = tuple(rope_of[each] for each in entries)
+        limits = (rope.max_positions for rope in rope_of.values() if rope.max_positions is not None)
+        max_position_embeddings = min([config.max_position_embeddings, *limits])
         # A window as long as the model's positions is no window.
         windows = tuple(None if w is None or w >= max_position_embeddings else w for w in family.layer_windows)
         scale = head_dim**-0.5 if family.attention_scale is None else family.attention_scale
         layers = tuple(LayerSpec(num_heads, num_kv_heads, head_dim, AttentionSpec(scale, window)) for window in windows)
-        traits = {"rms_norm", "silu", "rope", *family.traits, *(trait for layer in layers for trait in layer.traits)}
+        traits = {
+            "rms_norm",
+            "rope",
+            activation_trait(config),
+            *family.traits,
+            *(trait for layer in layers for trait in layer.traits),
+        }
         if config.tie_word_embeddings:
             traits.add("tied_embedding")
         if len(set(ropes)) > 1:
@@ -122,6 +132,7 @@ class DecoderConfig(ModelConfig):
             logits_scale=family.logits_scale,
             is_fused=family.is_fused,
             norms=family.norms,
+            norm_offset=family.norm_offset,
             max_position_embeddings=max_position_embeddings,
             ropes=ropes,
             eos_token_ids=as_token_ids(config.eos_token_id) if eos_token_ids is None else eos_token_ids,

@@ -143,7 +143,7 @@ class Decoder(nn.Module):
             output = Projection(weights.output_weight, weights.output_bias, weights.output_norm)
             x, normed = add_part(attended, output, x, weights.gate_up_norm, eps, ops)
             down = Projection(weights.down_weight, weights.down_bias, weights.down_norm)
-            x, normed = add_part(gated(normed, weights, ops), down, x, next_norm, eps, ops)
+            x, normed = add_part(gated(normed, weights, config, ops), down, x, next_norm, eps, ops)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -109,9 +109,10 @@ def attention(
     return ops.tree_attention(q, kv_layer, step.attention_plan, config.layers[layer].attention)
 
 
-def gated(normed: Tensor, weights: LayerWeights, ops: LayerOps) -> Tensor:
+def gated(normed: Tensor, weights: LayerWeights, config: DecoderConfig, ops: LayerOps) -> Tensor:
     """Compute the gated feed-forward part, without the down projection: [T, hidden_size] -> [T, intermediate_size]."""
-    return ops.silu_mul(ops.linear(normed, weights.gate_up_weight, weights.gate_up_bias))
+    gate_up = ops.linear(normed, weights.gate_up_weight, weights.gate_up_bias)
+    return ops.gelu_mul(gate_up) if "gelu_tanh" in config.traits else ops.silu_mul(gate_up)
 
 
 def norm(x: Tensor, weight: Tensor | None, eps: float, ops: LayerOps) -> Tensor:

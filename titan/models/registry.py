@@ -26,6 +26,11 @@ POST_NORMS = {"output_norm": "post_attention_layernorm", "down_norm": "post_feed
 """Those of a layer that has one behind each of its parts."""
 
 
+SANDWICH_NORMS = POST_NORMS | {"input_norm": "input_layernorm", "gate_up_norm": "pre_feedforward_layernorm"}
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Traits of the gated feed-forward part, by their names in configs."""
+
+
 class Family(NamedTuple):
     """The properties in which the families' decoders differ."""
 
@@ -38,6 +43,7 @@ class Family(NamedTuple):
     is_fused: bool = False  # q, k and v are one tensor of the checkpoint, gate and up another
     may_rotate_part: bool = False  # of each head: partial_rotary_factor
     norms: Mapping[str, str] = PRE_NORMS
+    norm_offset: float = 0.0  # norms multiply by their weights and this
     layer_ropes: tuple[str | None, ...] | None = None  # entries of rope_parameters, None = no rotation; None: all have the whole
 
 
@@ -55,8 +61,7 @@ def _qwen2(config: PretrainedConfig) -> Family:
 
 
 def _qwen3(config: PretrainedConfig) -> Family:
-    biases = {"attention_bias", "output_bias"} if config.attention_bias else set()
-    return Family(_windows_by_layer_type(config), frozenset({"qk_norm", *biases}))
+    return Family(_windows_by_layer_type(config), frozenset({"qk_norm", *_biases(config.attention_bias)}))
 
 
 def _granite(config: PretrainedConfig) -> Family:
@@ -80,12 +85,37 @@ def _smollm3(config: PretrainedConfig) -> Family:
 
 
 def _olmo2(config: PretrainedConfig) -> Family:
-    biases = {"attention_bias", "output_bias"} if config.attention_bias else set()
-    return Family((None,) * config.num_hidden_layers, frozenset({"row_norm", *biases}), norms=POST_NORMS)
+    traits = frozenset({"row_norm", *_biases(config.attention_bias)})
+    return Family((None,) * config.num_hidden_layers, traits, norms=POST_NORMS)
 
 
 def _olmo3(config: PretrainedConfig) -> Family:
     return _olmo2(config)._replace(layer_windows=_windows_by_layer_type(config), layer_ropes=tuple(config.layer_types))
+
+
+def _gemma(config: PretrainedConfig) -> Family:
+    if config.use_bidirectional_attention:
+        raise NotNativeError("use_bidirectional_attention=True is not supported: it must be false")
+    family = Family((None,) * config.num_hidden_layers, frozenset(_biases(config.attention_bias)))
+    return family._replace(embedding_scale=config.hidden_size**0.5, norm_offset=1.0)
+
+
+def _gemma3(config: PretrainedConfig) -> Family:
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if (cap := getattr(config, name)) is not None:
+            raise NotNativeError(f"{name}={cap} is not supported: it must be null")
+    family = _gemma(config)
+    return family._replace(
+        layer_windows=_windows_by_layer_type(config),
+        layer_ropes=tuple(config.layer_types),
+        traits=family.traits | {"qk_norm"},
+        attention_scale=check_number("query_pre_attn_scalar", config.query_pre_attn_scalar, low=0, open_low=True) ** -0.5,
+        norms=SANDWICH_NORMS,
+    )
+
+
+def _biases(attention_bias: bool) -> set[str]:
+    return {"attention_bias", "output_bias"} if attention_bias else set()
 
 
 def _windows_by_layer_type(config: PretrainedConfig) -> tuple[Window, ...]:
@@ -106,7 +136,10 @@ ARCHITECTURES: dict[str, Callable[[PretrainedConfig], Family]] = {
     "SmolLM3ForCausalLM": _smollm3,
     "Olmo2ForCausalLM": _olmo2,
     "Olmo3ForCausalLM": _olmo3,
+    "GemmaForCausalLM": _gemma,
+    "Gemma3ForCausalLM": _gemma3,
 }
+MODEL_TYPES = {name: name.removesuffix("ForCausalLM").lower() for name in ARCHITECTURES} | {"Gemma3ForCausalLM": "gemma3_text"}
 
 
 def check_supported(content: Mapping[str, Any]) -> str:
@@ -123,7 +156,7 @@ def check_supported(content: Mapping[str, Any]) -> str:
     if architecture is None:
         found = ", ".join(architectures) or "no architecture"
         raise NotNativeError(f"architectures names {found}; supported are {', '.join(ARCHITECTURES)}")
-    model_type, expected = content.get("model_type"), architecture.removesuffix("ForCausalLM").lower()
+    model_type, expected = content.get("model_type"), MODEL_TYPES[architecture]
     if model_type != expected:
         raise NotNativeError(f"model_type={model_type!r} does not fit {architecture}: it must be {expected!r}")
     if quantization := content.get("quantization_config"):
@@ -132,7 +165,17 @@ def check_supported(content: Mapping[str, Any]) -> str:
             f"quantization_config says that the weights are quantized ({method}), which is not supported: use float32, bfloat16 or "
             "float16 weights"
         )
-    activation = content.get("hidden_act", "silu")
-    if activation != "silu":
-        raise NotNativeError(f"hidden_act={activation!r} is not supported: it must be 'silu'")
     return architecture
+
+
+def activation_trait(config: PretrainedConfig) -> str:
+    """Return the trait of the activation that a config names.
+
+    Raises:
+        NotNativeError: it is not supported.
+    """
+    name = "hidden_activation" if config.model_type == "gemma3_text" else "hidden_act"
+    activation = getattr(config, name)
+    if activation not in ACTIVATIONS:
+        raise NotNativeError(f"{name}={activation!r} is not supported: it must be one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[activation]

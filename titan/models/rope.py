@@ -67,7 +67,9 @@ def read_rope(config: PretrainedConfig, head_dim: int, entry: str = WHOLE_ROPE, 
     if partial != 1.0 and not may_rotate_part:
         raise NotNativeError(f"partial_rotary_factor={partial} is not supported: it must be 1")
     if rotary_dim % 2:
-        raise NotNativeError(f"partial_rotary_factor={partial} rotates {rotary_dim} of {head_dim} dimensions: the number must be even")
+        raise ValueError(
+            f"partial_rotary_factor={partial} rotates {rotary_dim} of {head_dim} dimensions: that must be an even number"
+        )
     for name in ROPE_NUMBERS:
         value = parameters.get(name)
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf):

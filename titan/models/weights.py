@@ -126,12 +126,13 @@ class Destination:
     parameter: str
     rows: slice
     shape: tuple[int, ...]  # that the checkpoint's tensor must have
-    factor: float = 1.0  # of its numbers
+    offset: float = 0.0  # is added to its numbers
+    factor: float = 1.0  # of the sums
     places: Tensor | None = None  # int64, where its rows go among those rows; None: in their order
 
     def folded(self, numbers: Tensor) -> Tensor:
         """Return numbers of the checkpoint as the decoder has them: in float32 where they change, so that they are rounded once."""
-        return numbers if self.factor == 1 else numbers.float() * self.factor
+        return numbers if self.offset == 0 and self.factor == 1 else (numbers.float() + self.offset) * self.factor
 
 
 def destinations_of(model: Decoder) -> dict[str, Destination]:
@@ -142,9 +143,10 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
     if config.is_fused:
         qkv, gate_up = {"qkv_proj": q_size + 2 * kv_size}, {"gate_up_proj": 2 * ffn_size}
     destinations: dict[str, Destination] = {}
-    def whole(source: str, owner: nn.Module, parameter: str, factor: float = 1.0) -> None:
+
+    def whole(source: str, owner: nn.Module, parameter: str, offset: float = 0.0, factor: float = 1.0) -> None:
         shape = tuple(owner.get_parameter(parameter).shape)
-        destinations[source] = Destination(owner, parameter, slice(0, shape[0]), shape, factor)
+        destinations[source] = Destination(owner, parameter, slice(0, shape[0]), shape, offset, factor)
 
     def stacked(prefix: str, owner: nn.Module, target: str, parts: Mapping[str, int], all_places: Tensor | None = None) -> None:
         for kind in ("weight", "bias"):
@@ -160,13 +162,13 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
                 first += size
 
     whole("model.embed_tokens.weight", model, "embedding")
-    whole("model.norm.weight", model, "final_norm", config.logits_scale)
+    whole("model.norm.weight", model, "final_norm", offset=config.norm_offset, factor=config.logits_scale)
     if model.lm_head is not None:
         whole("lm_head.weight", model, "lm_head")
     for i, layer in enumerate(model.layers):
         prefix = f"model.layers.{i}."
         for parameter, source in config.norms.items():
-            whole(f"{prefix}{source}.weight", layer, parameter)
+            whole(f"{prefix}{source}.weight", layer, parameter, offset=config.norm_offset)
         stacked(f"{prefix}self_attn.", layer, "qkv", qkv, _qkv_places(config, config.ropes[i]))
         stacked(f"{prefix}self_attn.", layer, "output", {"o_proj": config.hidden_size})
         stacked(f"{prefix}mlp.", layer, "gate_up", gate_up)
@@ -174,7 +176,8 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
         if "qk_norm" in config.traits:
             q_rows, k_rows = slice(0, config.num_heads), slice(config.num_heads, None)
             for source, rows in (("q_norm", q_rows), ("k_norm", k_rows)):  # one weight for all heads
-                destinations[f"{prefix}self_attn.{source}.weight"] = Destination(layer, "qk_norm", rows, (config.head_dim,))
+                shape = (config.head_dim,)
+                destinations[f"{prefix}self_attn.{source}.weight"] = Destination(layer, "qk_norm", rows, shape, config.norm_offset)
         if "row_norm" in config.traits:
             for source, rows in (("q_norm", slice(0, q_size)), ("k_norm", slice(q_size, q_size + kv_size))):
                 shape = (rows.stop - rows.start,)
