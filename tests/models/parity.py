@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,21 +27,22 @@ TREE: dict[str, Any] = {"max_draft_tokens": 6, "draft_tree": [-1, -1, 0, 0, 1, 2
 CHAIN: dict[str, Any] = {"max_draft_tokens": 4, "draft_tree": "chain"}
 
 
-def check_parity(checkpoint: Checkpoint) -> None:
+def check_parity(checkpoint: Checkpoint, model_impl: str = "auto") -> None:
     """Assert that greedy output is that of transformers: alone, in a batch and in chunks, with n-grams, with trees of a draft.
 
     The last two with so few blocks that requests are preempted. The layers run as is expected of the family.
     """
     checkpoint.check()
-    alone, metrics = _run(checkpoint, one_by_one=True)
-    assert metrics.model_impl == checkpoint.family.runs
+    run = partial(_run, checkpoint, model_impl=model_impl)
+    alone, metrics = run(one_by_one=True)
+    assert metrics.model_impl == (checkpoint.family.runs if model_impl == "auto" else model_impl)
     _compare("each prompt alone", checkpoint, alone)
-    mixed, _ = _run(checkpoint, **CHUNKS)
+    mixed, _ = run(**CHUNKS)
     _compare("all prompts at once, in chunks", checkpoint, mixed)
-    ngram, metrics = _run(checkpoint, "ngram", **SCARCE, **CHAIN)
+    ngram, metrics = run("ngram", **SCARCE, **CHAIN)
     _compare("n-gram drafts, few blocks", checkpoint, ngram)
     assert metrics.num_preemptions, "n-gram drafts: enough blocks for all, so that nothing was preempted"
-    trees, metrics = _run(checkpoint, checkpoint.draft_path, **SCARCE, **TREE)
+    trees, metrics = run(checkpoint.draft_path, **SCARCE, **TREE)
     _compare("trees of a draft model, few blocks", checkpoint, trees)
     assert metrics.num_preemptions, "trees: enough blocks for all, so that nothing was preempted"
     assert metrics.acceptance_rate, "trees: no draft token was accepted"

@@ -27,8 +27,12 @@ ALWAYS = {
 }
 
 
-def names(*, refused: bool) -> list[object]:
-    chosen = [name for name, family in FAMILIES.items() if (family.runs == "refused") == refused]
+NATIVE, REFUSED = {"native"}, {"refused"}
+ALL_BUT_REFUSED = {family.runs for family in FAMILIES.values()} - REFUSED
+
+
+def names(runs: set[str]) -> list[object]:
+    chosen = [name for name, family in FAMILIES.items() if family.runs in runs]
     return [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.models) for name in chosen]
 
 
@@ -37,12 +41,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(tmp_path_factory.mktemp("families"))
 
 
-@pytest.mark.parametrize("name", names(refused=False))
+@pytest.mark.parametrize("name", names(ALL_BUT_REFUSED))
 def test_greedy_output_is_that_of_transformers(checkpoints: Checkpoints, name: str) -> None:
     check_parity(checkpoints[name])
 
 
-@pytest.mark.parametrize("name", names(refused=True))
+@pytest.mark.parametrize("name", names(NATIVE))
+def test_families_with_a_decoder_run_on_transformers_as_well(checkpoints: Checkpoints, name: str) -> None:
+    check_parity(checkpoints[name], "transformers")
+
+
+@pytest.mark.parametrize("name", names(REFUSED))
 def test_what_cannot_run_is_refused_by_name(checkpoints: Checkpoints, name: str) -> None:
     with pytest.raises(ValueError, match=FAMILIES[name].refusal):
         LLM(checkpoints[name].path, device="cpu", warm_up=False)

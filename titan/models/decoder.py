@@ -1,4 +1,4 @@
-"""One config-driven decoder for the Llama family: Llama, Mistral, Qwen2 and Qwen3."""
+"""One config-driven decoder for the Llama family and its relatives, see `titan.models.registry`."""
 
 from __future__ import annotations
 
