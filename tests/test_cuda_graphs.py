@@ -182,6 +182,26 @@ def test_replayed_passes_are_those_of_pytorch_as_batches_grow_and_shrink(folder:
     assert twins.counts == PassCounts(num_replayed=2 * len(shapes) - len(sizes), num_eager=len(sizes)), "captured once each"
 
 
+FULL, WINDOWED = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.6}),
+        ("gemma3_text", {"layer_types": [WINDOWED, FULL], "sliding_window": 20}),
+        ("olmo3", {"layer_types": [WINDOWED, FULL], "sliding_window": 20}),
+        ("smollm3", {"no_rope_layers": [1, 0]}),
+    ],
+)
+def test_what_families_have_beyond_a_llama_is_replayed_as_well(tmp_path: Path, model_type: str, config: dict[str, Any]) -> None:
+    make_model(tmp_path, model_type, num_hidden_layers=2, **config)
+    twins = Twins(tmp_path, triton_backend())
+    for shape in ([3, 1], [3, 1]):
+        twins.run(twins.parts(shape))
+    assert twins.counts == PassCounts(num_replayed=1, num_eager=1)
+
+
 SPEC = ShapeSpec(shape_plan(np.array([-1], np.int32).tobytes()))
 """Of feeds whose nodes are given here."""
 BEAM = BeamSpec(2, 2, 1, 3, 1.0)

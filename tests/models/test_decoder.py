@@ -41,7 +41,7 @@ ROPES: dict[str, dict[str, Any]] = {
 LONG_PART = LONGROPE | {"partial_rotary_factor": 0.5} | {name: LONGROPE[name][:4] for name in ("short_factor", "long_factor")}
 ROPE_PER_LAYER = {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}, "full_attention": ROPES["yarn"]}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in MODEL_TYPES} | {
-    "granite": ("granite", GRANITE),
+    "granite": ("granite", GRANITE | {"rms_norm_eps": 0.1}),  # which shows how eps is scaled
     "gemma": ("gemma", {}),
     "gemma3": ("gemma3_text", {"rope_parameters": ROPE_PER_LAYER, "query_pre_attn_scalar": 40, "sliding_window_pattern": 2}),
     "phi3": ("phi3", {"rope_parameters": PART}),
