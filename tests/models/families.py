@@ -228,7 +228,7 @@ COMPOSITE: Rows = {
     ),
     "gemma3": (
         TEXT_ONLY,
-        {"text_config": TRANSFORMERS["gemma3_text"][1], "vision_config": PATCHES | {"model_type": "siglip_vision_model"}}
+        {"text_config": NATIVE["gemma3_text"][1], "vision_config": PATCHES | {"model_type": "siglip_vision_model"}}
         | {"mm_tokens_per_image": 4, "image_token_index": 120},
     ),
     "gemma4": (TEXT_ONLY, {"text_config": TRANSFORMERS["gemma4_text"][1], "vision_config": PATCHES, "audio_config": None}),

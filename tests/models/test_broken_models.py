@@ -94,7 +94,7 @@ BROKEN: dict[str, tuple[Damage, str]] = {
         config(quantization_config={"quant_method": "gptq"}),
         f"{CONFIG}quantization_config says that the weights are quantized (gptq), which is not supported: use float32, ...",
     ),
-    "activation": (config(hidden_act="gelu"), f"{CONFIG}hidden_act='gelu' is not supported: it must be 'silu'"),
+    "activation": (config(hidden_act="gelu"), f"{CONFIG}hidden_act='gelu' is not supported: it must be one of silu, ..."),
     "no KV heads": (config(num_key_value_heads=0), f"{CONFIG}num_key_value_heads=0 {SIZE}"),
     "text for a size": (config(hidden_size="48"), f"{CONFIG}hidden_size='48' {SIZE}"),
     "null for a size": (config(num_hidden_layers=None), f"{CONFIG}num_hidden_layers=None {SIZE}"),

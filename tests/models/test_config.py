@@ -49,3 +49,13 @@ def test_positions_end_where_the_frequencies_would_change(tmp_path: Path) -> Non
 def test_layers_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'chunked_attention' is not supported"):
         read(tmp_path, "qwen2", layer_types=["chunked_attention"] * 3)
+
+
+def test_numbers_of_other_families_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"residual_multiplier=0 is outside the allowed range \(0, inf\)"):
+        read(tmp_path, "granite", residual_multiplier=0)
+    part = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.44}
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.44 rotates 7 of 16 dimensions"):
+        read(tmp_path, "phi3", rope_parameters=part)
+    with pytest.raises(ValueError, match=r"final_logit_softcapping=30\.0 is not supported: it must be null"):
+        read(tmp_path, "gemma3_text", architectures=["Gemma3ForCausalLM"], final_logit_softcapping=30.0)
