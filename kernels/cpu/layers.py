@@ -1,4 +1,4 @@
-"""Linear layers and attention on a CPU, in the C++ of this folder."""
+"""The operations of a layer on a CPU, in the C++ of this folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from titan.core.attention import AttentionSpec, Window
 from titan.core.batch import AttentionLayout
+from titan.core.kv_tensor import SCALE_BYTES
 from titan.kernels.cpu.compiled import CompiledKernels, address
 from titan.kernels.cpu.weights import is_packed, look_up, pack_weight, weight_struct
+from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.torch.layers import TorchOps
 
 NO_WINDOW = 2**40
@@ -53,7 +55,7 @@ class CompiledPlan:
 
 
 class CompiledOps(TorchOps):
-    """Linear layers and attention in C++; see `titan.kernels.interfaces.LayerOps`. Passes in one call do not need the rest.
+    """See `titan.kernels.interfaces.LayerOps`.
 
     Args:
         kernels: the compiled C++ of this folder.
@@ -69,6 +71,10 @@ class CompiledOps(TorchOps):
         self._multiply = kernels.function("linear", dtype, _POINTER, _POINTER, _INT, _POINTER, _POINTER)
         arguments = _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _INT
         self._attend = {each: kernels.function(f"tree_attention{each}", dtype, *arguments) for each in ("", "_int8")}
+        self._norm = kernels.function("rms_norm", dtype, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _FLOAT)
+        self._gate = kernels.function("silu_mul", dtype, _POINTER, _POINTER, _INT, _INT)
+        rope_arguments = *[_POINTER] * 5, _INT, _POINTER, _INT, _FLOAT, *[_INT] * 5
+        self._rotate = {each: kernels.function(f"rope_and_write_kv{each}", dtype, *rope_arguments) for each in ("", "_int8")}
 
     def pack(self, weight: Tensor) -> Tensor:
         return pack_weight(weight, self._kernels)
@@ -108,4 +114,42 @@ class CompiledOps(TorchOps):
             spec.scale,
             NO_WINDOW if spec.window is None else spec.window,
         )
+        return output
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        num_rows, size = x.shape
+        output = torch.empty_like(x)
+        self._norm(x.data_ptr(), weight.data_ptr(), weight.dtype != x.dtype, output.data_ptr(), num_rows, size, eps)
+        return output
+
+    def rope_and_write_kv(self, qkv: Tensor, places: TokenPlaces, kv_layer: Tensor, qk_norm: Tensor | None, eps: float) -> Tensor:
+        num_tokens, num_kv_heads, head_dim = len(qkv), kv_layer.shape[1], places.rope_table.shape[-1]
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        block_size, suffix = kv_layer.shape[3], ""
+        if kv_layer.dtype == torch.int8:
+            block_size, suffix = block_size // (head_dim + SCALE_BYTES), "_int8"
+        self._rotate[suffix](
+            qkv.data_ptr(),
+            places.rope_table.data_ptr(),
+            places.positions.data_ptr(),
+            places.slots.data_ptr(),
+            kv_layer.data_ptr(),
+            kv_layer.stride(1),
+            None if qk_norm is None else qk_norm.data_ptr(),
+            qk_norm is not None and qk_norm.dtype != qkv.dtype,
+            eps,
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+        )
+        return qkv.view(num_tokens, -1, head_dim)[:, :num_heads]
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        num_rows, size = len(gate_up), gate_up.shape[1] // 2
+        output = gate_up.new_empty(num_rows, size)
+        self._gate(gate_up.data_ptr(), output.data_ptr(), num_rows, size)
         return output

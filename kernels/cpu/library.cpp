@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "decoder.h"
 #include "growth.h"
+#include "layer.h"
 #include "linear.h"
 #include "sampling.h"
 
@@ -12,6 +13,14 @@ TITAN_DEFINE_ATTENTION(float, float, float32)
 TITAN_DEFINE_ATTENTION(BFloat16, BFloat16, bfloat16)
 TITAN_DEFINE_ATTENTION(float, int8_t, int8_float32)
 TITAN_DEFINE_ATTENTION(BFloat16, int8_t, int8_bfloat16)
+
+TITAN_DEFINE_LAYER(float, float32)
+TITAN_DEFINE_LAYER(BFloat16, bfloat16)
+
+TITAN_DEFINE_ROPE(float, float, float32)
+TITAN_DEFINE_ROPE(BFloat16, BFloat16, bfloat16)
+TITAN_DEFINE_ROPE(float, int8_t, int8_float32)
+TITAN_DEFINE_ROPE(BFloat16, int8_t, int8_bfloat16)
 
 TITAN_DEFINE_LINEAR(float, float32)
 TITAN_DEFINE_LINEAR(BFloat16, bfloat16)

@@ -51,8 +51,9 @@ class TorchOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Apply RMSNorm: Zhang and Sennrich, "Root mean square layer normalization", 2019."""
         wide = x.float()
-        # rounded before the multiplication by the weight, as in transformers
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        # rounded before the multiplication by a weight of the same dtype, as in transformers
+        return (normed.to(weight.dtype) * weight).to(x.dtype)
 
     def linear_add_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float

@@ -39,11 +39,17 @@ def assert_near(ops: LayerOps, actual: Tensor, exact: Tensor, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (2, 7), (40, 100), (2, 4096)])
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e3])
-def test_rms_norm_is_its_definition(backend: Backend, dtype: torch.dtype, num_rows: int, size: int, scale: float) -> None:
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_rms_norm_is_its_definition(
+    backend: Backend, dtype: torch.dtype, num_rows: int, size: int, scale: float, is_wide: bool
+) -> None:
     ops = make_ops(backend, dtype)
     x = random(backend, num_rows, size, dtype=dtype, scale=scale, mean=scale)  # a mean that layer norm would take away
-    weight, before = random(backend, size, dtype=dtype, seed=1), x.clone()
-    assert_near(ops, ops.rms_norm(x, weight, 1e-6), reference_rms_norm(x, weight, 1e-6), dtype)
+    weight, before = random(backend, size, dtype=torch.float32 if is_wide else dtype, seed=1), x.clone()
+    normed, exact = ops.rms_norm(x, weight, 1e-6), reference_rms_norm(x, weight, 1e-6)
+    assert_near(ops, normed, exact, dtype)
+    if is_wide:  # rounded once
+        assert (normed.double() - exact).norm() <= torch.finfo(dtype).eps / 2 * exact.norm() + 1e-6 * exact.norm()
     assert torch.equal(x, before)
 
 
@@ -115,7 +121,8 @@ def test_heads_are_normed_and_rotated_and_only_their_slots_change(
     ops, num_blocks, block_size, num_positions = make_ops(backend, dtype), 4 + num_tokens // 8, 16, 2048 if num_tokens > 24 else 50
     qkv = random(backend, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     qkv[0, -4:] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])  # values, which reach the cache as they are
-    qk_norm = random(backend, num_heads + num_kv_heads, head_dim, dtype=dtype, seed=1, mean=1.0) if has_norm else None
+    norm_dtype = torch.float32 if num_heads % 2 else dtype
+    qk_norm = random(backend, num_heads + num_kv_heads, head_dim, dtype=norm_dtype, seed=1, mean=1.0) if has_norm else None
     table = make_table(num_positions, head_dim).to(backend.device, dtype)
     generator = torch.Generator().manual_seed(3)
     positions = torch.randint(num_positions, (num_tokens,), generator=generator)
