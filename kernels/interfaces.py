@@ -121,6 +121,17 @@ class LayerOps(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Compute ``silu(gate) * up``: [T, 2 * size] -> [T, size]."""
 
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
+        """Apply a linear layer, `silu_mul` and another linear layer: [T, in_features] -> [T, out_features].
+
+        Args:
+            x: rows.
+            gate_up: [2 * size, in_features], packed or plain.
+            gate_up_bias: [2 * size].
+            down: [out_features, size], packed or plain.
+            down_bias: [out_features].
+        """
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassInputs:

@@ -14,7 +14,7 @@ from titan.core.attention import AttentionSpec, Window
 from titan.core.batch import AttentionLayout
 from titan.core.kv_tensor import SCALE_BYTES
 from titan.kernels.cpu.compiled import CompiledKernels, address
-from titan.kernels.cpu.weights import is_packed, look_up, pack_weight, weight_struct
+from titan.kernels.cpu.weights import is_packed, pack_weight, weight_struct
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.torch.layers import TorchOps
 
@@ -67,12 +67,14 @@ class CompiledOps(TorchOps):
 
     def __init__(self, kernels: CompiledKernels, dtype: torch.dtype) -> None:
         super().__init__(torch.device("cpu"))
-        self._kernels = kernels
+        self._kernels, self._dtype = kernels, dtype
         self._multiply = kernels.function("linear", dtype, _POINTER, _POINTER, _INT, _POINTER, _POINTER)
         arguments = _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _INT
         self._attend = {each: kernels.function(f"tree_attention{each}", dtype, *arguments) for each in ("", "_int8")}
+        self._look_up = kernels.function("look_up", dtype, _POINTER, _POINTER, _INT, _POINTER)
         self._norm = kernels.function("rms_norm", dtype, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _FLOAT)
         self._gate = kernels.function("silu_mul", dtype, _POINTER, _POINTER, _INT, _INT)
+        self._run_mlp = kernels.function("gated_mlp", dtype, _POINTER, _POINTER, _POINTER, _INT, _POINTER)
         rope_arguments = *[_POINTER] * 5, _INT, _POINTER, _INT, _FLOAT, *[_INT] * 5
         self._rotate = {each: kernels.function(f"rope_and_write_kv{each}", dtype, *rope_arguments) for each in ("", "_int8")}
 
@@ -80,7 +82,15 @@ class CompiledOps(TorchOps):
         return pack_weight(weight, self._kernels)
 
     def look_up(self, token_ids: Tensor, embedding: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-        return look_up(token_ids, embedding, size, dtype) if is_packed(embedding) else F.embedding(token_ids, embedding)
+        if not is_packed(embedding):
+            return F.embedding(token_ids, embedding)
+        assert dtype == self._dtype
+        token_ids = token_ids.contiguous()
+        if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < len(embedding):
+            raise IndexError(f"tokens {int(token_ids.min())} to {int(token_ids.max())} are not allowed: there are {len(embedding)}")
+        struct, output = weight_struct(embedding, None, size), torch.empty(len(token_ids), size, dtype=dtype)
+        self._look_up(ctypes.addressof(struct), token_ids.data_ptr(), len(token_ids), output.data_ptr())
+        return output
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not is_packed(weight):
@@ -152,4 +162,14 @@ class CompiledOps(TorchOps):
         num_rows, size = len(gate_up), gate_up.shape[1] // 2
         output = gate_up.new_empty(num_rows, size)
         self._gate(gate_up.data_ptr(), output.data_ptr(), num_rows, size)
+        return output
+
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
+        if not is_packed(gate_up) or not is_packed(down):
+            return super().gated_mlp(x, gate_up, gate_up_bias, down, down_bias)
+        x = x.contiguous()
+        first = weight_struct(gate_up, gate_up_bias, x.shape[1])
+        second = weight_struct(down, down_bias, first.num_outputs // 2)
+        output = x.new_empty(len(x), second.num_outputs)
+        self._run_mlp(ctypes.addressof(first), ctypes.addressof(second), x.data_ptr(), len(x), output.data_ptr())
         return output

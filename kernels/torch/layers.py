@@ -78,3 +78,6 @@ class TorchOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
+
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
+        return self.linear(self.silu_mul(self.linear(x, gate_up, gate_up_bias)), down, down_bias)

@@ -72,6 +72,19 @@ def test_silu_mul_is_its_definition(backend: Backend, dtype: torch.dtype, num_ro
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's in the interpreter, as exp(1000) is infinite
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size", "has_bias"), [(1, 96, False), (40, 33, True), (0, 32, False)])
+def test_gated_mlp_is_its_definition(backend: Backend, dtype: torch.dtype, num_rows: int, size: int, has_bias: bool) -> None:
+    ops, x = make_ops(backend, dtype), random(backend, num_rows, 48, dtype=dtype)
+    gate_up, down = (random(backend, *shape, dtype=dtype, seed=1) for shape in ((2 * size, 48), (40, size)))
+    biases = [random(backend, len(each), dtype=dtype, seed=2) if has_bias else None for each in (gate_up, down)]
+    gate, up = (x.double() @ gate_up.double().T + (0 if biases[0] is None else biases[0].double())).chunk(2, -1)
+    exact = (gate * gate.sigmoid() * up) @ down.double().T + (0 if biases[1] is None else biases[1].double())
+    output = ops.gated_mlp(x, ops.pack(gate_up), biases[0], ops.pack(down), biases[1])
+    assert output.dtype == dtype and output.shape == exact.shape
+    assert (output.double() - exact).norm() <= 3 * BOUNDS[dtype] * exact.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_gates_are_closed_or_open(backend: Backend, dtype: torch.dtype) -> None:
     gates = [-1e30, -1000.0, -200.0, -50.0, -0.0, 256.0, 1024.0, torch.inf, torch.nan]

@@ -5,6 +5,7 @@ Each is made from the module whose place it takes, whose weights it holds in the
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 
@@ -55,7 +56,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: [..., in_features] -> [..., out_features]."""
         output = self._ops.linear(x.reshape(-1, self.in_features), self.packed.weight, self.packed.bias)
-        return output.view(*x.shape[:-1], -1)
+        return output.view(*x.shape[:-1], self.out_features)
 
 
 class PackedEmbedding(nn.Module):
@@ -76,7 +77,7 @@ class PackedEmbedding(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         """Look tokens up: int64 [...] -> [..., size]."""
         rows = self._ops.look_up(token_ids.reshape(-1), self._weight, self.embedding_dim, self._dtype)
-        return (rows if self._scale is None else rows * self._scale).view(*token_ids.shape, -1)
+        return (rows if self._scale is None else rows * self._scale).view(*token_ids.shape, self.embedding_dim)
 
 
 class FusedNorm(nn.Module):
@@ -117,33 +118,28 @@ class GatedMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the part: [..., size] -> [..., size]."""
-        ops, activation = self._ops, self._activation
-        gate_up = ops.linear(x.reshape(-1, x.shape[-1]), self._gate_up.weight, self._gate_up.bias)
-        if activation is None:
-            gated = ops.silu_mul(gate_up)
-        else:
-            gate, up = gate_up.chunk(2, -1)
-            gated = activation(gate) * up
-        return ops.linear(gated, self._down.weight, self._down.bias).view(x.shape)
+        rows, gate_up, down = x.reshape(-1, x.shape[-1]), self._gate_up, self._down
+        if self._activation is None:
+            return self._ops.gated_mlp(rows, gate_up.weight, gate_up.bias, down.weight, down.bias).view(x.shape)
+        gate, up = self._ops.linear(rows, gate_up.weight, gate_up.bias).chunk(2, -1)
+        return self._ops.linear(self._activation(gate) * up, down.weight, down.bias).view(x.shape)
 
 
 def fuse_norm(ops: LayerOps, module: nn.Module) -> FusedNorm | None:
     """Return a fused norm that computes what a module does; ``None`` if there is none."""
-    parameters = dict(module.named_parameters())
-    if list(parameters) != ["weight"] or any(module.children()) or any(module.buffers()) or not is_unhooked(module):
+    tensors, weight = [*module.parameters(), *module.buffers()], getattr(module, "weight", None)
+    epsilons = {each for each in vars(module).values() if isinstance(each, float) and 0 <= each < 1}
+    if len(tensors) != 1 or type(weight) is not nn.Parameter or weight.ndim != 1 or not epsilons or not takes_rows(module):
         return None
-    weight = parameters["weight"].detach()
-    if weight.ndim != 1 or type(parameters["weight"]) is not nn.Parameter:
-        return None
+    weight = weight.detach()
     inputs = mixed_rows(weight)
     inputs[-1] = 0
     inputs[-1, len(weight) // 2] = 100  # all of a row in one number, which norms make as large as they can
     expected = module(inputs)
-    epsilons = {each for each in vars(module).values() if isinstance(each, float) and 0 <= each < 1}
     gains = [weight, weight.float(), 1 + weight.float()]
     found = [FusedNorm(ops, each, eps) for eps in sorted(epsilons) for each in gains]
-    nearest = min(found, key=lambda fused: difference(fused(inputs), expected), default=None)
-    return nearest if nearest is not None and is_close(nearest(inputs), expected) else None
+    nearest = min(found, key=lambda fused: difference(fused(inputs), expected))
+    return nearest if is_close(nearest(inputs), expected) else None
 
 
 def fuse_mlp(ops: LayerOps, module: nn.Module) -> GatedMlp | None:
@@ -151,7 +147,7 @@ def fuse_mlp(ops: LayerOps, module: nn.Module) -> GatedMlp | None:
     layers = next((names for names in MLP_LAYERS if all(hasattr(module, name) for name in names)), ())
     activation = next((getattr(module, name) for name in ACTIVATIONS if hasattr(module, name)), None)
     linears = [getattr(module, name) for name in layers]
-    if not linears or not callable(activation) or not all(map(is_plain_linear, linears)) or not is_unhooked(module):
+    if not linears or not callable(activation) or not all(map(is_plain_linear, linears)) or not takes_rows(module):
         return None
     inputs, numbers = mixed_rows(linears[0].weight), torch.linspace(-20, 20, 999).to(linears[0].weight)
     is_silu = is_close(F.silu(numbers), activation(numbers))
@@ -190,6 +186,11 @@ def is_unhooked(module: nn.Module) -> bool:
     """Whether calling a module calls the method of its class alone."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module.__dict__.get("forward")
     return not any(hooks)
+
+
+def takes_rows(module: nn.Module) -> bool:
+    """Whether a module takes one tensor and nothing else."""
+    return is_unhooked(module) and len(inspect.signature(module.forward).parameters) == 1
 
 
 def is_close(found: Tensor, expected: Tensor) -> bool:
