@@ -60,7 +60,7 @@ class FusedAttention(nn.Module):
 
 
 def fuse_attention(
-    ops: LayerOps, bound: BoundAttention, module: nn.Module, arguments: dict[str, Any], kv: KVTensor
+    ops: LayerOps, bound: BoundAttention, module: nn.Module, arguments: dict[str, Any], kv: KVTensor, max_positions: int
 ) -> FusedAttention | None:
     """Return a fused module that computes what an attention module does; ``None`` if there is none.
 
@@ -70,6 +70,7 @@ def fuse_attention(
         module: to be replaced.
         arguments: what its layer calls it with, by name, in a pass of `NUM_TOKENS`.
         kv: of the model, with a block, to write to.
+        max_positions: of the model.
     """
     spec, linears = bound.spec, [getattr(module, name, None) for name in PROJECTIONS]
     norms = [fuse_norm(ops, getattr(module, name)) for name in HEAD_NORMS if hasattr(module, name)]
@@ -85,6 +86,9 @@ def fuse_attention(
     if norms and len(norms[0].gains) != spec.head_dim:
         return None
     fused = FusedAttention(bound, PackedWeight(ops, *linears[:-1]), PackedWeight(ops, linears[-1]), norms)
+    if isinstance(arguments.get("position_ids"), Tensor):  # some scale queries by them
+        positions = torch.linspace(0, max_positions - 1, NUM_TOKENS, device=angles[0].device).long()
+        arguments = {**arguments, "position_ids": positions[None]}
     return fused if _computes_the_same(fused, module, bound, ops, arguments, kv) else None
 
 

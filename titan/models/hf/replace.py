@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +18,7 @@ from titan.models.hf.interface import BINDING
 from titan.models.hf.modules import PackedLinear, fuse_embedding, fuse_mlp, fuse_norm, is_close, is_plain_linear, mixed_rows
 
 
-def replace_modules(model: Any, decoder: nn.Module, ops: LayerOps, kv: KVTensor) -> None:
+def replace_modules(model: Any, decoder: nn.Module, ops: LayerOps, kv: KVTensor, max_positions: int) -> None:
     """Replace the modules of a model, one after another, by those that run on a back end's operations.
 
     Each is compared on random input with the one it replaces, and is not used if it differs by more than rounding.
@@ -26,11 +28,21 @@ def replace_modules(model: Any, decoder: nn.Module, ops: LayerOps, kv: KVTensor)
         decoder: of the model.
         ops: of the model.
         kv: of the model, with one block, which is overwritten.
+        max_positions: of the model.
     """
-    replacing = _Replacing(ops, kv, record_calls(decoder, ops, kv))
+    replacing = _Replacing(ops, kv, record_calls(decoder, ops, kv), max_positions)
     if ops.packs:
         replacing.replace_tied_embedding(model)
     replacing.replace_children(model)
+
+
+def reads_weight(parent: nn.Module, name: str) -> bool:
+    """Whether the class of a module reads the weight of a child itself, or does not show what it does."""
+    try:
+        source = inspect.getsource(type(parent))
+    except (OSError, TypeError):
+        return True
+    return re.search(rf"\bself\.{name}\.(weight|bias)\b", source) is not None
 
 
 def record_calls(decoder: nn.Module, ops: LayerOps, kv: KVTensor) -> dict[nn.Module, dict[str, Any]]:
@@ -62,10 +74,11 @@ class _Replacing:
         ops: of the model.
         kv: of the model, with one block.
         calls: of its attention modules, see `record_calls`.
+        max_positions: of the model.
     """
 
-    def __init__(self, ops: LayerOps, kv: KVTensor, calls: Mapping[nn.Module, dict[str, Any]]) -> None:
-        self._ops, self._kv, self._calls = ops, kv, calls
+    def __init__(self, ops: LayerOps, kv: KVTensor, calls: Mapping[nn.Module, dict[str, Any]], max_positions: int) -> None:
+        self._ops, self._kv, self._calls, self._max_positions = ops, kv, calls, max_positions
         self._kept: nn.Module | None = None  # an output head whose weight others read
 
     def replace_tied_embedding(self, model: Any) -> None:
@@ -74,19 +87,20 @@ class _Replacing:
         if not isinstance(head, nn.Linear) or getattr(embedding, "weight", None) is not head.weight:
             return
         packed = self._packed_linear(head) if is_plain_linear(head) else None
+        places = [(parent, name) for parent in model.modules() for name, child in parent.named_children() if child in (head, embedding)]
+        if any(reads_weight(*place) for place in places):
+            packed = None
         rows = None if packed is None else fuse_embedding(self._ops, embedding, head.weight.detach(), packed.packed.weight)
         if packed is None or rows is None:
             self._kept = head
             return
-        for parent in list(model.modules()):
-            for name, child in parent.named_children():
-                if child is head or child is embedding:
-                    setattr(parent, name, packed if child is head else rows)
+        for parent, name in places:
+            setattr(parent, name, packed if getattr(parent, name) is head else rows)
 
     def replace_children(self, parent: nn.Module) -> None:
         """Replace what can be replaced below a module."""
         for name, child in parent.named_children():
-            if (replacement := self._replacement(child)) is not None:
+            if (replacement := None if reads_weight(parent, name) else self._replacement(child)) is not None:
                 setattr(parent, name, replacement)
             elif not self._ops.packs or not pack_experts(self._ops, child):
                 self.replace_children(child)
@@ -94,7 +108,7 @@ class _Replacing:
     def _replacement(self, module: nn.Module) -> nn.Module | None:
         ops, bound = self._ops, getattr(module, BINDING, None)
         if bound is not None and module in self._calls:
-            attention = fuse_attention(ops, bound, module, self._calls[module], self._kv)
+            attention = fuse_attention(ops, bound, module, self._calls[module], self._kv, self._max_positions)
             for name in PROJECTIONS if attention is not None else ():
                 setattr(module, name, None)  # its weights are no longer needed, but others may hold the module
             return attention
