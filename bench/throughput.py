@@ -106,9 +106,9 @@ class ThroughputBench:
                 context = (sum(map(len, workload.prompts)) + sum(workload.output_lens) / 2) / at_once
                 for labels, run in self._runs(loaded.dtype, turns, profiles, workload, at_once):
                     figures = {"context": context, **run.figures}
-                    is_native = loaded.engine is not None and isinstance(model_of(loaded.engine.runner), Decoder)
-                    if labels["mode"] == TITAN and is_native and "host" in figures:
-                        floor = 1e3 * floor_seconds(loaded.engine, at_once, context)
+                    engine = loaded.engine if labels["mode"] == TITAN and "host" in figures else None
+                    if engine is not None and isinstance(model_of(engine.runner), Decoder):
+                        floor = 1e3 * floor_seconds(engine, at_once, context)
                         figures |= {"ms/pass at least": floor, "pass x least": figures["ms/target pass"] / floor}
                     if "host" in figures:  # nothing is timed on a GPU
                         self.profiles.append(Sample(labels, round_id, figures))

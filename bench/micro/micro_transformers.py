@@ -1,6 +1,6 @@
 """Models of transformers: a pass of a 30 M Llama beside Titan's own decoder, and a layer of experts beside transformers' own.
 
-    titan bench kernels --select micro_transformers
+titan bench kernels --select micro_transformers
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titan.models.loader import load_model
 
 Measure = Callable[..., Any]
 pytestmark = [pytest.mark.benchmark(group="kernel"), pytest.mark.parametrize("dtype", ["float32", "bfloat16"])]
-SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 10, "num_attention_heads": 6, "vocab_size": 32000}
+SIZES: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 10, "num_attention_heads": 6}
 CONTEXT_LEN, NUM_NODES, BLOCK_SIZE, NUM_BLOCKS = 300, 6, 16, 20
 NUM_EXPERTS, TOP_K = 32, 4
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     path = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).bfloat16().save_pretrained(path)
+    LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=32000, tie_word_embeddings=True)).bfloat16().save_pretrained(path)
     return path
 
 

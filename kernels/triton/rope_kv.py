@@ -162,8 +162,8 @@ def rope_and_write_kv(
     require("positions", places.positions, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
     require("slots", places.slots, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
     if qk_norm is not None:
-        shape, dtypes = (num_heads + num_kv_heads, head_dim), (dtype, torch.float32)
-        require("qk_norm", qk_norm, shape=shape, dtypes=dtypes, device=device)
+        all_heads = num_heads + num_kv_heads, head_dim
+        require("qk_norm", qk_norm, shape=all_heads, dtypes=(dtype, torch.float32), device=device)
 
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device=device)
     pairs = triton.next_power_of_2(head_dim // 2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,3 +192,37 @@ def test_other_classes_of_linear_layers_stay() -> None:
     mlp = ready(LlamaMLP(LlamaConfig(**SIZES)), torch.float32)
     mlp.up_proj = ready(OtherLinear(SIZE, 160, bias=False), torch.float32)
     assert fuse_mlp(make_ops(torch.float32), mlp) is None
+
+
+MEASURE_PEAK = """
+import sys, threading, torch
+from titan.kernels.backend import choose_backend
+from titan.models.loader import load_model
+backend, peaks, is_loaded = choose_backend(torch.device("cpu")), [], threading.Event()
+def own_bytes():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+def watch():
+    while not is_loaded.wait(0.002):
+        peaks.append(own_bytes())
+tiny, folder = sys.argv[1:]
+load_model(tiny, dtype="float32", backend=backend, model_impl="transformers")  # imports are not the weights'
+before, watcher = own_bytes(), threading.Thread(target=watch)
+watcher.start()
+model = load_model(folder, dtype="float32", backend=backend, model_impl="transformers")
+is_loaded.set()
+watcher.join()
+print(max(peaks) - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from Linux's /proc")
+def test_packed_weights_take_the_place_of_the_originals_one_by_one(tmp_path: Path) -> None:
+    """Without pages of files, which transformers maps and the system may take away."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 8, "vocab_size": 8000}
+    for name, changes in {"tiny": {"hidden_size": 64, "num_hidden_layers": 1}, "large": {}}.items():
+        model = LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
+        model.save_pretrained(tmp_path / name)
+    arguments = [sys.executable, "-c", MEASURE_PEAK, str(tmp_path / "tiny"), str(tmp_path / "large")]
+    run = subprocess.run(arguments, check=True, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    num_bytes = 4 * model.num_parameters()
+    assert 0.8 * num_bytes < int(run.stdout) <= 1.2 * num_bytes

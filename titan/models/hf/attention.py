@@ -40,9 +40,7 @@ class FusedAttention(nn.Module):
             counts = bound.spec.num_heads, bound.spec.num_kv_heads
             self._norm = torch.cat([norm.gains.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
 
-    def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any
-    ) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any) -> tuple[Tensor, None]:
         """Attend from the tokens of the current pass: [1, T, hidden_size] -> [1, T, hidden_size].
 
         Args:
@@ -72,8 +70,9 @@ def fuse_attention(
         kv: of the model, with a block, to write to.
         max_positions: of the model.
     """
-    spec, linears = bound.spec, [getattr(module, name, None) for name in PROJECTIONS]
-    norms = [fuse_norm(ops, getattr(module, name)) for name in HEAD_NORMS if hasattr(module, name)]
+    spec = bound.spec
+    linears: list[Any] = [getattr(module, name, None) for name in PROJECTIONS]
+    norms: list[Any] = [fuse_norm(ops, getattr(module, name)) for name in HEAD_NORMS if hasattr(module, name)]
     angles, shape = arguments.get("position_embeddings"), (1, NUM_TOKENS, spec.head_dim)
     if not bound.writes or bound.latents is not None or spec.attention.value_dim is not None or not is_unhooked(module):
         return None
@@ -109,7 +108,7 @@ def _computes_the_same(
     return rest == expected_rest and is_close(output, expected) and is_close(written, expected_kv)
 
 
-class QueryOps:
+class EchoedQueries:
     """Operations of a model whose attention returns its queries, so that they can be compared.
 
     Args:
@@ -122,7 +121,7 @@ class QueryOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
+    def tree_attention(self, q: Tensor, _kv_layer: Tensor, _plan: Any, spec: AttentionSpec, _sinks: Tensor | None = None) -> Tensor:
         """Return the queries, as many of their numbers as values have: [T, H, D] -> [T, H * V]."""
         return q[..., : spec.value_dim].flatten(1)
 
@@ -130,7 +129,7 @@ class QueryOps:
 @contextmanager
 def run_without_attention(current: Current, ops: LayerOps, kv: KVTensor) -> Iterator[None]:
     """Let modules run a pass of `NUM_TOKENS` in which the attention returns its queries."""
-    current.run = Pass(cast("LayerOps", QueryOps(ops)), kv, torch.arange(NUM_TOKENS, device=kv.groups[0].device), None)
+    current.run = Pass(cast("LayerOps", EchoedQueries(ops)), kv, torch.arange(NUM_TOKENS, device=kv.groups[0].device), None)
     try:
         yield
     finally:

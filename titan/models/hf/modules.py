@@ -30,12 +30,14 @@ class PackedWeight:
     """
 
     def __init__(self, ops: LayerOps, *linears: nn.Linear) -> None:
-        weights = [linear.weight.detach() for linear in linears]
+        weights: list[Tensor] = [linear.weight.detach() for linear in linears]
         self.num_inputs = linears[0].in_features
         self.weight = ops.pack(weights[0] if len(weights) == 1 else torch.cat(weights))
         self.bias: Tensor | None = None
         if any(linear.bias is not None for linear in linears):
-            biases = [w.new_zeros(len(w)) if linear.bias is None else linear.bias for w, linear in zip(weights, linears, strict=True)]
+            biases: list[Tensor] = [
+                w.new_zeros(len(w)) if linear.bias is None else linear.bias for w, linear in zip(weights, linears, strict=True)
+            ]
             self.bias = torch.cat(biases).detach()
 
 
@@ -210,5 +212,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 def mixed_rows(weight: Tensor) -> Tensor:
     """Return random rows of several sizes, inputs of a weight [..., in_features]: the smallest tell where an eps is added."""
     sizes = torch.tensor([1e-4, 1e-2, 0.1, 1, 1, 10, 100])
-    rows = torch.randn(len(sizes), weight.shape[-1], generator=torch.Generator().manual_seed(0)) + 0.5  # a mean that a norm may drop
+    rows = (
+        torch.randn(len(sizes), weight.shape[-1], generator=torch.Generator().manual_seed(0)) + 0.5
+    )  # a mean that a norm may drop
     return (rows * sizes[:, None]).to(weight)

@@ -87,7 +87,9 @@ class _Replacing:
         if not isinstance(head, nn.Linear) or getattr(embedding, "weight", None) is not head.weight:
             return
         packed = self._packed_linear(head) if is_plain_linear(head) else None
-        places = [(parent, name) for parent in model.modules() for name, child in parent.named_children() if child in (head, embedding)]
+        places = [
+            (parent, name) for parent in model.modules() for name, child in parent.named_children() if child in (head, embedding)
+        ]
         if any(reads_weight(*place) for place in places):
             packed = None
         rows = None if packed is None else fuse_embedding(self._ops, embedding, head.weight.detach(), packed.packed.weight)
