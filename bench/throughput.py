@@ -28,10 +28,12 @@ from titan.bench.prompts import prompt_stream
 from titan.bench.report import add_target, bench_parser, count, measure_and_publish, parse, positive
 from titan.bench.runs import Run, latency_figures, share_equal
 from titan.bench.samples import Label, Sample
+from titan.bench.step_times import model_of
 from titan.bench.throughput_report import throughput_report
 from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.kernels.backend import choose_device
+from titan.models.decoder import Decoder
 from titan.models.loader import DEMO, DTYPES, resolve_model
 
 NUM_WARM_UP_TOKENS = 16
@@ -104,8 +106,9 @@ class ThroughputBench:
                 context = (sum(map(len, workload.prompts)) + sum(workload.output_lens) / 2) / at_once
                 for labels, run in self._runs(loaded.dtype, turns, profiles, workload, at_once):
                     figures = {"context": context, **run.figures}
-                    if labels["mode"] == TITAN and loaded.engine is not None and "host" in figures:
-                        floor = 1e3 * floor_seconds(loaded.engine, at_once, context)
+                    engine = loaded.engine if labels["mode"] == TITAN and "host" in figures else None
+                    if engine is not None and isinstance(model_of(engine.runner), Decoder):
+                        floor = 1e3 * floor_seconds(engine, at_once, context)
                         figures |= {"ms/pass at least": floor, "pass x least": figures["ms/target pass"] / floor}
                     if "host" in figures:  # nothing is timed on a GPU
                         self.profiles.append(Sample(labels, round_id, figures))

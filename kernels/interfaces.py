@@ -82,7 +82,10 @@ class LayerOps(Protocol):
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Compute ``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension, in float32: [T, size] -> [T, size]."""
+        """Compute ``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension, in float32: [T, size] -> [T, size].
+
+        A weight in float32 is multiplied before the result is rounded to the dtype of ``x``.
+        """
 
     def linear_add_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
@@ -108,7 +111,7 @@ class LayerOps(Protocol):
             qkv: [T, (H + 2 * K) * D]; may be overwritten.
             places: of the tokens; if this back end's runner pads passes, slot -1 writes nothing.
             kv_layer: [2, K, num_blocks, block_size, D], updated in place; if it is quantised, so are keys and values.
-            qk_norm: [H + K, D], weights of an RMSNorm applied to each head before the rotation.
+            qk_norm: [H + K, D], weights of an RMSNorm applied to each head before the rotation, as ``weight`` of `rms_norm`.
             eps: as in `rms_norm`.
 
         Returns:
@@ -120,6 +123,17 @@ class LayerOps(Protocol):
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """Compute ``gelu(gate) * up`` with the approximation of GELU by tanh: [T, 2 * size] -> [T, size]."""
+
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
+        """Apply a linear layer, `silu_mul` and another linear layer: [T, in_features] -> [T, out_features].
+
+        Args:
+            x: rows.
+            gate_up: [2 * size, in_features], packed or plain.
+            gate_up_bias: [2 * size].
+            down: [out_features, size], packed or plain.
+            down_bias: [out_features].
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)

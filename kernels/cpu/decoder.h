@@ -69,21 +69,13 @@ namespace {
 // Copy a token's row of the embedding, scaled, to `result`.
 template <typename T>
 void look_up(const Decoder& decoder, int64_t token, T* result) {
-  const int64_t size = decoder.hidden_size, depth = depth_of(decoder.head);
-  const int64_t first = token / kBlock * kBlock * depth, lane = token % kBlock; // of the token's row in the packed head
-  const auto put = [&](int64_t d, float number) { narrow(number * decoder.embedding_scale, &result[d]); };
-  if (decoder.embedding) {
-    const T* row = static_cast<const T*>(decoder.embedding) + token * size;
-    for (int64_t d = 0; d < size; ++d) put(d, widen(row[d]));
-  } else if (decoder.head.format == kPairs) {
-    const BFloat16* pairs = static_cast<const BFloat16*>(decoder.head.data) + first + 2 * lane;
-    for (int64_t d = 0; d < size; ++d) put(d, widen(pairs[d / 2 * 2 * kBlock + d % 2]));
-  } else {
-    const auto copy = [&](const auto* numbers) {
-      for (int64_t d = 0; d < size; ++d) put(d, load_lanes(numbers + first + d * kBlock + lane / kLanes * kLanes)[lane % kLanes]);
-    };
-    decoder.head.format == kFloat16 ? copy(static_cast<const Float16*>(decoder.head.data)) : copy(static_cast<const float*>(decoder.head.data));
-  }
+  const int64_t size = decoder.hidden_size;
+  if (decoder.embedding)
+    std::memcpy(result, static_cast<const T*>(decoder.embedding) + token * size, size * sizeof(T));
+  else
+    unpack_row(decoder.head, token, result);
+  if (decoder.embedding_scale != 1.0f)
+    for (int64_t d = 0; d < size; ++d) narrow(widen(result[d]) * decoder.embedding_scale, &result[d]);
 }
 
 // Compute the logits of the rows that need them: [L, vocab_size].

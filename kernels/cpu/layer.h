@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "numbers.h"
@@ -20,23 +21,24 @@ float inverse_rms(const T* x, int64_t size, float eps) {
   return 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
 }
 
-// One element of RMSNorm; rounded before the multiplication by the weight, as in transformers.
-template <typename T>
-inline float normed(T x, float factor, T weight) {
+// One element of RMSNorm; rounded before the multiplication by a weight of the same type, as in transformers.
+template <typename T, typename W>
+inline float normed(T x, float factor, W weight) {
+  if constexpr (!std::is_same_v<T, W>) return widen(x) * factor * widen(weight);
   T rounded;
   narrow(widen(x) * factor, &rounded);
   return widen(rounded) * widen(weight);
 }
 
-template <typename T>
-void norm_row(const T* x, const T* weight, T* output, int64_t size, float eps) {
+template <typename T, typename W>
+void norm_row(const T* x, const W* weight, T* output, int64_t size, float eps) {
   const float factor = inverse_rms(x, size, eps);
 #pragma omp simd
   for (int64_t i = 0; i < size; ++i) narrow(normed(x[i], factor, weight[i]), &output[i]);
 }
 
-template <typename T>
-void rms_norm(Member& member, const T* x, const T* weight, T* output, int64_t num_rows, int64_t size, float eps) {
+template <typename T, typename W>
+void rms_norm(Member& member, const T* x, const W* weight, T* output, int64_t num_rows, int64_t size, float eps) {
   member.share(num_rows, size, [&](int64_t row) { norm_row(x + row * size, weight, output + row * size, size, eps); });
 }
 
@@ -61,9 +63,9 @@ void norm_rows(Member& member, T* qkv, int64_t token_size, const T* weight, int6
   });
 }
 
-template <typename T, typename S>
+template <typename T, typename S, typename W>
 void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_t* positions, const int64_t* slot_mapping, S* kv_layer,
-                       int64_t head_stride, const T* qk_norm, float eps, int64_t num_tokens, int64_t num_heads,
+                       int64_t head_stride, const W* qk_norm, float eps, int64_t num_tokens, int64_t num_heads,
                        int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
   const int64_t num_qk_heads = num_heads + num_kv_heads, token_size = (num_qk_heads + num_kv_heads) * head_dim;
   const int64_t half = head_dim / 2;
@@ -141,4 +143,33 @@ void gate(Member& member, const T* gate_up, T* output, int64_t num_rows, int64_t
                                     int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {                             \
     write_rows(team, rows, token_stride, row_stride, size, slots, num_tokens, plane, head_stride, num_kv_heads, head_dim,     \
                block_size);                                                                                                   \
+  }
+
+// Weights of norms are of type T, or of type float if `is_wide`.
+#define TITAN_DEFINE_LAYER(T, NAME)                                                                                            \
+  extern "C" void rms_norm_##NAME(Team* team, const T* x, const void* weight, int64_t is_wide, T* output, int64_t num_rows,    \
+                                  int64_t size, float eps) {                                                                   \
+    run(team, num_rows * size, [&](Member& member) {                                                                           \
+      if (is_wide)                                                                                                             \
+        rms_norm(member, x, static_cast<const float*>(weight), output, num_rows, size, eps);                                   \
+      else                                                                                                                     \
+        rms_norm(member, x, static_cast<const T*>(weight), output, num_rows, size, eps);                                       \
+    });                                                                                                                        \
+  }                                                                                                                            \
+  extern "C" void silu_mul_##NAME(Team* team, const T* gate_up, T* output, int64_t num_rows, int64_t size) {                   \
+    run(team, num_rows * size, [&](Member& member) { gate<silu>(member, gate_up, output, num_rows, size); });                  \
+  }
+
+#define TITAN_DEFINE_ROPE(T, S, NAME)                                                                                          \
+  extern "C" void rope_and_write_kv_##NAME(Team* team, T* qkv, const T* rope_table, const int64_t* positions,                  \
+                                           const int64_t* slots, S* kv_layer, int64_t head_stride, const void* qk_norm,        \
+                                           int64_t is_wide, float eps, int64_t num_tokens, int64_t num_heads,                  \
+                                           int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {                       \
+    const auto rotate = [&](Member& member, const auto* norm) {                                                                \
+      rope_and_write_kv(member, qkv, rope_table, positions, slots, kv_layer, head_stride, norm, eps, num_tokens, num_heads,    \
+                        num_kv_heads, head_dim, block_size);                                                                   \
+    };                                                                                                                         \
+    run(team, num_tokens * (num_heads + 2 * num_kv_heads) * head_dim, [&](Member& member) {                                    \
+      is_wide ? rotate(member, static_cast<const float*>(qk_norm)) : rotate(member, static_cast<const T*>(qk_norm));           \
+    });                                                                                                                        \
   }

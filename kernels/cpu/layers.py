@@ -1,4 +1,4 @@
-"""Linear layers, attention and KV writes on a CPU, in the C++ of this folder."""
+"""The operations of a layer on a CPU, in the C++ of this folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from titan.core.attention import AttentionSpec, Chunk, Window
 from titan.core.batch import AttentionLayout
 from titan.core.kv_tensor import SCALE_BYTES
 from titan.kernels.cpu.compiled import CompiledKernels, address
-from titan.kernels.cpu.weights import is_packed, look_up, pack_weight, weight_struct
+from titan.kernels.cpu.weights import is_packed, pack_weight, weight_struct
+from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.torch.layers import TorchOps
 
 NO_WINDOW = 2**40
@@ -74,9 +75,7 @@ class CompiledPlan:
 
 
 class CompiledOps(TorchOps):
-    """Linear layers, attention and KV writes in C++; see `titan.kernels.interfaces.LayerOps`.
-
-    Passes in one call do not need the rest.
+    """See `titan.kernels.interfaces.LayerOps`.
 
     Args:
         kernels: the compiled C++ of this folder.
@@ -95,12 +94,26 @@ class CompiledOps(TorchOps):
         suffixes = "", "_int8"  # of the stored numbers
         self._attend = {each: kernels.function(f"tree_attention{each}", dtype, *of_attention) for each in suffixes}
         self._write_rows = {each: kernels.function(f"write_rows{each}", dtype, *of_writes) for each in suffixes}
+        self._look_up = kernels.function("look_up", dtype, _POINTER, _POINTER, _INT, _POINTER)
+        self._norm = kernels.function("rms_norm", dtype, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _FLOAT)
+        self._gate = kernels.function("silu_mul", dtype, _POINTER, _POINTER, _INT, _INT)
+        self._run_mlp = kernels.function("gated_mlp", dtype, _POINTER, _POINTER, _POINTER, _INT, _POINTER)
+        rope_arguments = *[_POINTER] * 5, _INT, _POINTER, _INT, _FLOAT, *[_INT] * 5
+        self._rotate = {each: kernels.function(f"rope_and_write_kv{each}", dtype, *rope_arguments) for each in suffixes}
 
     def pack(self, weight: Tensor) -> Tensor:
         return pack_weight(weight, self._kernels)
 
     def look_up(self, token_ids: Tensor, embedding: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-        return look_up(token_ids, embedding, size, dtype) if is_packed(embedding) else F.embedding(token_ids, embedding)
+        if not is_packed(embedding):
+            return F.embedding(token_ids, embedding)
+        assert dtype == self._dtype
+        token_ids = token_ids.contiguous()
+        if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < len(embedding):
+            raise IndexError(f"tokens {int(token_ids.min())} to {int(token_ids.max())} are not allowed: there are {len(embedding)}")
+        struct, output = weight_struct(embedding, None, size), torch.empty(len(token_ids), size, dtype=dtype)
+        self._look_up(ctypes.addressof(struct), token_ids.data_ptr(), len(token_ids), output.data_ptr())
+        return output
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not is_packed(weight):
@@ -150,3 +163,51 @@ class CompiledOps(TorchOps):
             places = slots.data_ptr(), num_tokens, plane, head_stride, num_kv_heads, head_dim, block_size
             write(rows.data_ptr(), token_stride, row_stride, rows.shape[2], *places)
             plane += plane_stride * kv_layer.itemsize
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        num_rows, size = x.shape
+        output = torch.empty_like(x)
+        self._norm(x.data_ptr(), weight.data_ptr(), weight.dtype != x.dtype, output.data_ptr(), num_rows, size, eps)
+        return output
+
+    def rope_and_write_kv(self, qkv: Tensor, places: TokenPlaces, kv_layer: Tensor, qk_norm: Tensor | None, eps: float) -> Tensor:
+        num_tokens, num_kv_heads, head_dim = len(qkv), kv_layer.shape[1], places.rope_table.shape[-1]
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        block_size, suffix = kv_layer.shape[3], ""
+        if kv_layer.dtype == torch.int8:
+            block_size, suffix = block_size // (head_dim + SCALE_BYTES), "_int8"
+        self._rotate[suffix](
+            qkv.data_ptr(),
+            places.rope_table.data_ptr(),
+            places.positions.data_ptr(),
+            places.slots.data_ptr(),
+            kv_layer.data_ptr(),
+            kv_layer.stride(1),
+            None if qk_norm is None else qk_norm.data_ptr(),
+            qk_norm is not None and qk_norm.dtype != qkv.dtype,
+            eps,
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+        )
+        return qkv.view(num_tokens, -1, head_dim)[:, :num_heads]
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        num_rows, size = len(gate_up), gate_up.shape[1] // 2
+        output = gate_up.new_empty(num_rows, size)
+        self._gate(gate_up.data_ptr(), output.data_ptr(), num_rows, size)
+        return output
+
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
+        if not is_packed(gate_up) or not is_packed(down):
+            return super().gated_mlp(x, gate_up, gate_up_bias, down, down_bias)
+        x = x.contiguous()
+        first = weight_struct(gate_up, gate_up_bias, x.shape[1])
+        second = weight_struct(down, down_bias, first.num_outputs // 2)
+        output = x.new_empty(len(x), second.num_outputs)
+        self._run_mlp(ctypes.addressof(first), ctypes.addressof(second), x.data_ptr(), len(x), output.data_ptr())
+        return output

@@ -7,6 +7,7 @@
 #include "growth.h"
 #include "layer.h"
 #include "linear.h"
+#include "mlp.h"
 #include "sampling.h"
 
 TITAN_DEFINE_ATTENTION(float, float, float32)
@@ -18,9 +19,19 @@ TITAN_DEFINE_KV_WRITES(float, float, float32)
 TITAN_DEFINE_KV_WRITES(BFloat16, BFloat16, bfloat16)
 TITAN_DEFINE_KV_WRITES(float, int8_t, int8_float32)
 TITAN_DEFINE_KV_WRITES(BFloat16, int8_t, int8_bfloat16)
+TITAN_DEFINE_LAYER(float, float32)
+TITAN_DEFINE_LAYER(BFloat16, bfloat16)
+
+TITAN_DEFINE_ROPE(float, float, float32)
+TITAN_DEFINE_ROPE(BFloat16, BFloat16, bfloat16)
+TITAN_DEFINE_ROPE(float, int8_t, int8_float32)
+TITAN_DEFINE_ROPE(BFloat16, int8_t, int8_bfloat16)
 
 TITAN_DEFINE_LINEAR(float, float32)
 TITAN_DEFINE_LINEAR(BFloat16, bfloat16)
+
+TITAN_DEFINE_MLP(float, float32)
+TITAN_DEFINE_MLP(BFloat16, bfloat16)
 
 TITAN_DEFINE_DECODER(float, float32)
 TITAN_DEFINE_DECODER(BFloat16, bfloat16)

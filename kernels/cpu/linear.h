@@ -82,6 +82,21 @@ void linear(Member& member, const Weight& weight, const T* x, int64_t num_rows, 
   multiply_by_vectors<T, Row<T>, BFloat16>(member, weight, rows, depth, num_rows, residual, output);
 }
 
+// Copy the weights of an output to `result`, [num_inputs].
+template <typename T>
+void unpack_row(const Weight& weight, int64_t row, T* result) {
+  const int64_t size = weight.num_inputs, first = row / kBlock * kBlock * depth_of(weight), lane = row % kBlock;
+  if (weight.format == kPairs) {
+    const BFloat16* pairs = static_cast<const BFloat16*>(weight.data) + first + 2 * lane;
+    for (int64_t d = 0; d < size; ++d) narrow(widen(pairs[d / 2 * 2 * kBlock + d % 2]), &result[d]);
+  } else {
+    const auto copy = [&](const auto* numbers) {
+      for (int64_t d = 0; d < size; ++d) narrow(load_lanes(numbers + first + d * kBlock + lane / kLanes * kLanes)[lane % kLanes], &result[d]);
+    };
+    weight.format == kFloat16 ? copy(static_cast<const Float16*>(weight.data)) : copy(static_cast<const float*>(weight.data));
+  }
+}
+
 // Make blocks of rows [num_rows, depth], a multiple of kBlock rows: [num_rows / kBlock, depth, kBlock].
 template <typename Word>
 void make_blocks(Team* team, const Word* rows, int64_t num_rows, int64_t depth, Word* blocks) {
@@ -106,4 +121,7 @@ extern "C" void make_blocks_32(Team* team, const uint32_t* rows, int64_t num_row
   extern "C" void linear_##NAME(Team* team, const Weight* weight, const T* x, int64_t num_rows, const T* residual, T* output) { \
     std::vector<Line> room(linear_lines<T>(*weight, num_rows));                                                                \
     team->run([&](Member& member) { linear(member, *weight, x, num_rows, residual, output, room.data()); });                   \
+  }                                                                                                                            \
+  extern "C" void look_up_##NAME(Team* team, const Weight* weight, const int64_t* rows, int64_t num_rows, T* output) {         \
+    share(team, num_rows, weight->num_inputs, [&](int64_t i) { unpack_row(*weight, rows[i], output + i * weight->num_inputs); }); \
   }

@@ -169,6 +169,17 @@ void Member::share(int64_t count, int64_t size, const Work& work) {
   team_.ticket_.compare_exchange_strong(expected, static_cast<uint64_t>(phase_) << 32, std::memory_order_acq_rel);
 }
 
+// Run `body(member)` on the calling thread alone if it has little to do, else on all threads that are free.
+template <typename Body>
+void run(Team* team, int64_t size, const Body& body) {
+  if (size <= kChunkSize) {
+    Member member(*team, true, true);
+    body(member);
+  } else {
+    team->run(body);
+  }
+}
+
 // Share the work of a single phase.
 template <typename Work>
 void share(Team* team, int64_t count, int64_t size, const Work& work) {

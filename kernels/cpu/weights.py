@@ -73,14 +73,6 @@ def is_packed(weight: Tensor) -> bool:
     return weight.dtype in FORMATS
 
 
-def look_up(token_ids: Tensor, packed: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Return rows of a packed weight: int64 [n] -> [n, size]."""
-    words = packed.view(torch.int16 if packed.dtype == torch.uint16 else torch.int32)
-    num_rows, depth = words.shape
-    blocks = words.as_strided((_round_up(num_rows, BLOCK) // BLOCK, depth, BLOCK), (depth * BLOCK, BLOCK, 1))
-    return blocks[token_ids // BLOCK, :, token_ids % BLOCK].view(NUMBERS[packed.dtype])[:, :size].to(dtype)
-
-
 def weight_struct(packed: Tensor, bias: Tensor | None, num_inputs: int) -> WeightStruct:
     """Return how the library reads a packed weight and a bias [out_features]; both must outlive the result."""
     pointer = None if bias is None else bias.data_ptr()

@@ -51,8 +51,9 @@ class TorchOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Apply RMSNorm: Zhang and Sennrich, "Root mean square layer normalization", 2019."""
         wide = x.float()
-        # rounded before the multiplication by the weight, as in transformers
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        # rounded before the multiplication by a weight of the same dtype, as in transformers
+        return (normed.to(weight.dtype) * weight).to(x.dtype)
 
     def linear_add_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
@@ -81,3 +82,6 @@ class TorchOps:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
+
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
+        return self.linear(self.silu_mul(self.linear(x, gate_up, gate_up_bias)), down, down_bias)

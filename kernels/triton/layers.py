@@ -69,3 +69,6 @@ class TritonOps:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return residual, rms_norm(self.linear(x, weight, bias), norm_weight, eps, residual)
+
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
+        return self.linear(self.silu_mul(self.linear(x, gate_up, gate_up_bias)), down, down_bias)

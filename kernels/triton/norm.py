@@ -50,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
     Args:
         x: [T, hidden_size], bfloat16, float16 or float32; rows may be strided.
-        weight: [hidden_size], dtype of ``x``.
+        weight: [hidden_size], dtype of ``x`` or float32.
         eps: added to the mean square.
         residual: [T, hidden_size], dtype of ``x``, to which ``x`` is added in place, and which is normalized instead of ``x``. The
             sum is rounded before it is normalized, as in transformers; rows may be strided.
@@ -69,7 +69,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         raise ValueError(f"x has shape {list(x.shape)}: hidden_size must be 1 to {MAX_HIDDEN_SIZE}")
     if residual is not None:
         require("residual", residual, shape=x.shape, dtypes=(dtype,), device=device, contiguous=False, is_written=True)
-    require("weight", weight, shape=(hidden_size,), dtypes=(dtype,), device=device)
+    require("weight", weight, shape=(hidden_size,), dtypes=(dtype, torch.float32), device=device)
 
     normed = torch.empty(num_rows, hidden_size, dtype=dtype, device=device)
     columns = triton.next_power_of_2(hidden_size)

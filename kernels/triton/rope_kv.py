@@ -117,7 +117,7 @@ def rope_and_write_kv(
         places: of the tokens; the table has the dtype of ``qkv``, slots are distinct; slot -1 = keys and values are not written.
         kv_layer: [2, K, num_blocks, block_size, D], dtype of ``qkv``, or quantised, updated in place; only D, or the bytes of a
             block, must be contiguous. Quantisation is that of `titan.kernels.torch.quantised_kv`.
-        qk_norm: weights of the RMSNorm over each query and key head before the rotation, [H + K, D], dtype of ``qkv``;
+        qk_norm: weights of the RMSNorm over each query and key head before the rotation, [H + K, D], dtype of ``qkv`` or float32;
             ``None`` = no norm.
         eps: added to the mean square.
 
@@ -150,7 +150,8 @@ def rope_and_write_kv(
     require("positions", places.positions, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
     require("slots", places.slots, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
     if qk_norm is not None:
-        require("qk_norm", qk_norm, shape=(num_heads + num_kv_heads, head_dim), dtypes=(dtype,), device=device)
+        all_heads = num_heads + num_kv_heads, head_dim
+        require("qk_norm", qk_norm, shape=all_heads, dtypes=(dtype, torch.float32), device=device)
 
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device=device)
     pairs = triton.next_power_of_2(head_dim // 2)

@@ -48,11 +48,17 @@ def assert_near(ops: LayerOps, actual: Tensor, exact: Tensor, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (2, 7), (40, 100), (2, 4096)])
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e3])
-def test_rms_norm_is_its_definition(backend: Backend, dtype: torch.dtype, num_rows: int, size: int, scale: float) -> None:
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_rms_norm_is_its_definition(
+    backend: Backend, dtype: torch.dtype, num_rows: int, size: int, scale: float, is_wide: bool
+) -> None:
     ops = make_ops(backend, dtype)
     x = random(backend, num_rows, size, dtype=dtype, scale=scale, mean=scale)  # a mean that layer norm would take away
-    weight, before = random(backend, size, dtype=dtype, seed=1), x.clone()
-    assert_near(ops, ops.rms_norm(x, weight, 1e-6), reference_rms_norm(x, weight, 1e-6), dtype)
+    weight, before = random(backend, size, dtype=torch.float32 if is_wide else dtype, seed=1), x.clone()
+    normed, exact = ops.rms_norm(x, weight, 1e-6), reference_rms_norm(x, weight, 1e-6)
+    assert_near(ops, normed, exact, dtype)
+    if is_wide:  # rounded once
+        assert (normed.double() - exact).norm() <= torch.finfo(dtype).eps / 2 * exact.norm() + 1e-6 * exact.norm()
     assert torch.equal(x, before)
 
 
@@ -77,6 +83,19 @@ def test_gates_are_their_definitions(backend: Backend, dtype: torch.dtype, num_r
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's in the interpreter, as exp(1000) is infinite
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size", "has_bias"), [(1, 96, False), (40, 33, True), (0, 32, False)])
+def test_gated_mlp_is_its_definition(backend: Backend, dtype: torch.dtype, num_rows: int, size: int, has_bias: bool) -> None:
+    ops, x = make_ops(backend, dtype), random(backend, num_rows, 48, dtype=dtype)
+    gate_up, down = (random(backend, *shape, dtype=dtype, seed=1) for shape in ((2 * size, 48), (40, size)))
+    biases = [random(backend, len(each), dtype=dtype, seed=2) if has_bias else None for each in (gate_up, down)]
+    gate, up = (x.double() @ gate_up.double().T + (0 if biases[0] is None else biases[0].double())).chunk(2, -1)
+    exact = (gate * gate.sigmoid() * up) @ down.double().T + (0 if biases[1] is None else biases[1].double())
+    output = ops.gated_mlp(x, ops.pack(gate_up), biases[0], ops.pack(down), biases[1])
+    assert output.dtype == dtype and output.shape == exact.shape
+    assert (output.double() - exact).norm() <= 3 * BOUNDS[dtype] * exact.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_gates_are_closed_or_open(backend: Backend, dtype: torch.dtype) -> None:
     gates = [-1e30, -1000.0, -200.0, -50.0, -0.0, 256.0, 1024.0, torch.inf, torch.nan]
@@ -127,7 +146,8 @@ def test_heads_are_normed_and_rotated_and_only_their_slots_change(
     ops, num_blocks, block_size, num_positions = make_ops(backend, dtype), 4 + num_tokens // 8, 16, 2048 if num_tokens > 24 else 50
     qkv = random(backend, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     qkv[0, -4:] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])  # values, which reach the cache as they are
-    qk_norm = random(backend, num_heads + num_kv_heads, head_dim, dtype=dtype, seed=1, mean=1.0) if has_norm else None
+    norm_dtype = torch.float32 if num_heads % 2 else dtype
+    qk_norm = random(backend, num_heads + num_kv_heads, head_dim, dtype=norm_dtype, seed=1, mean=1.0) if has_norm else None
     table = make_table(num_positions, head_dim).to(backend.device, dtype)
     generator = torch.Generator().manual_seed(3)
     positions = torch.randint(num_positions, (num_tokens,), generator=generator)

@@ -18,7 +18,7 @@ from torch import Tensor
 from titan.kernels.cpu import weights as cpu_weights
 from titan.kernels.cpu.compiled import CompiledKernels
 from titan.kernels.cpu.layers import CompiledOps
-from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, look_up, pack_weight, weight_struct
+from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, pack_weight, weight_struct
 
 SIZES = [(1, 1), (64, 32), (50, 70), (17, 16), (131, 33), (33, 2050), (100, 192)]
 NUM_ROWS = (*range(20), 21, 24, 31, 32, 33, 48, 63, 64, 65, 70)
@@ -66,7 +66,8 @@ def test_every_number_is_where_the_layout_says(kernels: CompiledKernels, model: 
                 assert flat[place] == float(weight[output, i])
     assert sum(map(bool, flat)) == int(weight.count_nonzero())
     token_ids = torch.arange(size[0]).flip(0)
-    assert torch.equal(look_up(token_ids, packed, size[1], weight.dtype), weight[token_ids])
+    ops = CompiledOps(kernels, weight.dtype)
+    assert torch.equal(ops.look_up(token_ids, packed, size[1], weight.dtype), weight[token_ids])
 
 
 def test_the_smallest_format_that_holds_a_weight_is_its_own(kernels: CompiledKernels) -> None:

@@ -2,8 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from titan.kernels.interfaces import LayerOps
+from titan.models.hf.modules import is_close, is_unhooked, mixed_rows
+
+BINDING = "titan_experts"
+"""Attribute of a module of experts that holds its `PackedExperts`."""
+TRAITS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
+"""Attributes of modules of experts, given by transformers' decorator of their classes."""
+
+
+class PackedExperts:
+    """Experts with packed weights, each run on the tokens that chose it.
+
+    Args:
+        ops: of the model.
+        module: of experts that `are_packable`.
+    """
+
+    def __init__(self, ops: LayerOps, module: Any) -> None:
+        self._ops = ops
+        self._up, self._down = (pack_layers(ops, module, name) for name in layer_names(module))
+
+    def run(self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Apply the experts that were chosen for each token; see `run_experts`."""
+        num_tokens, top_k = top_k_index.shape
+        experts, order = top_k_index.flatten().sort()
+        counts = experts.bincount(minlength=len(self._up)).tolist()
+        rows = hidden_states[order // top_k].split(counts)
+        outputs = []
+        for x, up, down in zip(rows, self._up, self._down, strict=True):
+            if len(x):
+                inner = self._ops.linear(x, *up)
+                inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+                outputs.append(self._ops.linear(inner, *down))
+        output = torch.cat(outputs)
+        if module.has_post_expert_norm:
+            output = module.post_expert_norm(output)
+        by_choice = torch.empty_like(output)
+        by_choice[order] = output
+        weighted = by_choice.view(num_tokens, top_k, -1) * top_k_weights[:, :, None]
+        return weighted.sum(1).to(hidden_states.dtype)
 
 
 def run_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -22,5 +65,47 @@ def run_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, t
 
     if hidden_states.is_meta:  # which expert gets how many tokens is not known
         return torch.zeros_like(hidden_states)
+    packed: PackedExperts | None = getattr(module, BINDING, None)
+    if packed is not None:
+        return packed.run(module, hidden_states, top_k_index, top_k_weights)
     output: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     return output
+
+
+def pack_experts(ops: LayerOps, module: Any) -> bool:
+    """Pack the weights of experts, which replace those of the module; return whether that could be done.
+
+    Args:
+        ops: of the model.
+        module: one that may have experts.
+    """
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    if not all(hasattr(module, trait) for trait in TRAITS) or not is_unhooked(module):
+        return False
+    weights = [getattr(module, name, None) for name in layer_names(module)]
+    if not all(type(each) is nn.Parameter and each.ndim == 3 for each in weights):
+        return False
+    size = weights[1].shape[2 if module.is_transposed else 1]  # type: ignore[union-attr]
+    rows, num_experts = mixed_rows(weights[1].new_empty(1, size)), len(weights[1])  # type: ignore[union-attr,arg-type]
+    chosen = torch.stack([torch.randperm(num_experts, generator=torch.Generator().manual_seed(i))[:2] for i in range(len(rows))])
+    choice = chosen.to(rows.device), torch.linspace(0.1, 0.9, chosen.numel()).view(chosen.shape).to(rows)
+    packed = PackedExperts(ops, module)
+    if not is_close(packed.run(module, rows, *choice), grouped_mm_experts_forward(module, rows, *choice)):
+        return False
+    setattr(module, BINDING, packed)
+    for name in layer_names(module):
+        setattr(module, name, None)
+    return True
+
+
+def layer_names(module: Any) -> tuple[str, str]:
+    """Return the names of the weights of a module of experts."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
+def pack_layers(ops: LayerOps, module: Any, name: str) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the packed weight and the bias of a linear layer of each expert."""
+    weights = getattr(module, name).detach()
+    biases = getattr(module, f"{name}_bias").detach() if module.has_bias else [None] * len(weights)
+    return [(ops.pack(w.T.contiguous() if module.is_transposed else w), bias) for w, bias in zip(weights, biases, strict=True)]

@@ -5,7 +5,7 @@ transformers builds no masks for it, because it is registered for attention alon
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from titan.core.attention import LayerSpec
 from titan.core.kv_tensor import KVTensor
-from titan.kernels.interfaces import LayerOps
+from titan.kernels.interfaces import LayerOps, TokenPlaces
 
 IMPLEMENTATION = "titan"
 """Name under which the attention is registered."""
@@ -30,6 +30,18 @@ class Pass:
     kv: KVTensor
     slots: Tensor  # int64 [T], where keys and values are written
     plan: Any  # from ``ops.plan_attention``
+    rotations: dict[int, tuple[Any, TokenPlaces]] = field(default_factory=dict)  # by id, with what has it
+
+    def rotation(self, angles: tuple[Tensor, Tensor]) -> TokenPlaces:
+        """Return the tokens' places with their cosines and sines, [1, T, D] each, as `LayerOps.rope_and_write_kv` takes them."""
+        if (found := self.rotations.get(id(angles))) is not None:
+            return found[1]
+        (cos,), (sin,) = angles
+        half = sin.shape[1] // 2
+        table = torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), 1)), 1)
+        places = TokenPlaces(table, torch.arange(len(table), device=table.device), self.slots)
+        self.rotations[id(angles)] = angles, places
+        return places
 
 
 @dataclass(slots=True, eq=False)

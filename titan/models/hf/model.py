@@ -12,8 +12,12 @@ from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.kernels.interfaces import Backend, LayerOps, PassInputs
 from titan.models.config import ModelConfig
+from titan.models.hf.replace import replace_modules
 from titan.models.hf.split import Head, find_decoder
 from titan.models.token_order import TokenOrder
+
+CHECKED_SLOTS = 16
+"""Of the cache in which modules are compared with those that replace them."""
 
 
 class Attending(Protocol):
@@ -27,7 +31,7 @@ class TransformersModel:
     """A causal language model whose modules are transformers', over paged KV; see `titan.kernels.interfaces.Model`.
 
     Args:
-        model: with its weights on the back end's device.
+        model: with its weights on the back end's device; its modules are replaced, see `replace_modules`.
         config: of the model.
         attending: bound to the attention modules of ``model``.
         dtype: of weights, activations and logits.
@@ -54,7 +58,9 @@ class TransformersModel:
         self.ops = backend.layer_ops(dtype, config.traits)
         self._attending = attending
         self._decoder: nn.Module = find_decoder(model)
-        self._head = Head(model, self._decoder)
+        checked_kv = KVTensor(self.kv_layout, 1, CHECKED_SLOTS, self.device)
+        replace_modules(model, self._decoder, self.ops, checked_kv, config.max_position_embeddings)
+        self._head = Head(model, self._decoder, self.device)
         self._order = None if order is None else order.token_ids.to(self.device)
         self._outputs = None if self._order is None or order is None else self._order[: order.num_outputs]
 

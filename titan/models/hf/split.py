@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titan.models.hf.composite import is_composite
+from titan.models.hf.modules import PackedLinear, mixed_rows
 
 
 class DecoderOutput:
@@ -58,20 +59,34 @@ class Head:
     Args:
         model: the whole model; it is not changed.
         decoder: found by `find_decoder`.
+        device: of the model.
     """
 
-    def __init__(self, model: Any, decoder: nn.Module) -> None:
+    def __init__(self, model: Any, decoder: nn.Module, device: torch.device) -> None:
         path = _path(model, decoder)
+        output_layer = model.get_output_embeddings()
         if is_composite(model.config):  # it puts embeddings of images and text together around its decoder
-            place = _path(model, model.get_output_embeddings())[:-1]
+            place = _path(model, output_layer)[:-1]
             model, path = model.get_submodule(".".join(place)), path[len(place) :][:1]
         self._states = GivenStates()
         self._model = _replace(model, path, self._states)
-        parameter = next(decoder.parameters())
-        self._token = torch.zeros(1, 1, dtype=torch.int64, device=parameter.device)
+        self._token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self._layer = self._find_layer(output_layer)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Compute logits: [L, hidden_size] -> [L, vocab_size]."""
+        return self._run_model(hidden) if self._layer is None else self._layer(hidden)
+
+    def _find_layer(self, layer: Any) -> PackedLinear | None:
+        """Return the output layer, if logits are nothing but its output."""
+        if not isinstance(layer, PackedLinear):
+            return None
+        hidden = mixed_rows(torch.empty(layer.in_features, dtype=layer.dtype, device=self._token.device))
+        with torch.no_grad():
+            logits, outputs = self._run_model(hidden), layer(hidden)
+        return layer if logits.dtype == outputs.dtype and torch.equal(logits, outputs) else None
+
+    def _run_model(self, hidden: Tensor) -> Tensor:
         self._states.states = hidden[None]
         logits: Tensor = self._model(input_ids=self._token, use_cache=False).logits
         self._states.states = None

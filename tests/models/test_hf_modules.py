@@ -1,0 +1,228 @@
+"""Modules of transformers that Titan replaces compute the same as before; what is only alike stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, LlamaForCausalLM, Phi3Config, Qwen3MoeConfig
+from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from titan.kernels.backend import choose_backend
+from titan.kernels.interfaces import LayerOps
+from titan.models.hf.attention import FusedAttention
+from titan.models.hf.experts import BINDING, pack_experts, run_experts
+from titan.models.hf.load import load_weights
+from titan.models.hf.modules import FusedNorm, GatedMlp, PackedLinear, fuse_embedding, fuse_mlp, fuse_norm, is_plain_linear
+
+DTYPES = [torch.float32, torch.bfloat16]
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+SIZE = 96
+SIZES: dict[str, Any] = {"hidden_size": SIZE, "intermediate_size": 160}
+
+
+def make_ops(dtype: torch.dtype) -> LayerOps:
+    return choose_backend(torch.device("cpu")).layer_ops(dtype, frozenset({"transformers"}))
+
+
+def ready(module: nn.Module, dtype: torch.dtype) -> Any:
+    """A module with random weights."""
+    for i, parameter in enumerate(module.parameters()):
+        parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 0.2
+    return module.to(dtype).eval().requires_grad_(False)
+
+
+def random_rows(dtype: torch.dtype, *shape: int) -> Tensor:
+    return (torch.randn(*shape, SIZE, generator=torch.Generator().manual_seed(9)) * 3 - 1).to(dtype)
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    assert (found.double() - expected.double()).norm() <= BOUNDS[found.dtype] * expected.double().norm()
+
+
+class LateEps(LlamaRMSNorm):
+    """With eps added to the root."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        wide = hidden_states.float()
+        return self.weight * (wide / (wide.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon)).to(hidden_states.dtype)
+
+
+class ClampedNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states).clamp(-1.9, 1.9)
+
+
+class CentredNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
+
+
+class NormWithGate(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        normed = super().forward(hidden_states)
+        return normed if gate is None else normed * gate
+
+
+class ClampedMlp(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=7) * self.up_proj(x))
+
+
+class SwappedMlp(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+class ClippedAttention(LlamaAttention):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        return super().forward(hidden_states.clamp(-5, 5), **kwargs)
+
+
+class OtherLinear(nn.Linear):
+    """As quantised layers are: a class of its own."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("make", [LlamaRMSNorm, Gemma3RMSNorm])
+def test_norms_of_both_kinds_are_fused(make: Callable[..., nn.Module], dtype: torch.dtype) -> None:
+    norm = ready(make(SIZE, eps=1e-5), dtype)
+    fused = fuse_norm(make_ops(dtype), norm)
+    assert fused is not None
+    for rows in (random_rows(dtype, 2, 5), 1e-3 * random_rows(dtype, 7)):
+        assert_same(fused(rows), norm(rows))
+    assert fused.gains.dtype == (torch.float32 if make is Gemma3RMSNorm else dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("make", [LateEps, ClampedNorm, CentredNorm, NormWithGate])
+def test_norms_that_are_only_alike_stay(make: Callable[..., nn.Module], dtype: torch.dtype) -> None:
+    assert fuse_norm(make_ops(dtype), ready(make(SIZE, eps=1e-5), dtype)) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("mlp", "config"),
+    [
+        (LlamaMLP, LlamaConfig(**SIZES, mlp_bias=True)),
+        (Phi3MLP, Phi3Config(**SIZES, pad_token_id=0)),
+        (Gemma3MLP, Gemma3TextConfig(**SIZES)),
+    ],
+)
+def test_gated_feed_forward_parts_are_fused(mlp: Callable[..., nn.Module], config: Any, dtype: torch.dtype) -> None:
+    module, rows = ready(mlp(config), dtype), random_rows(dtype, 2, 3)
+    fused = fuse_mlp(make_ops(dtype), module)
+    assert fused is not None
+    assert_same(fused(rows), module(rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mlp", [ClampedMlp, SwappedMlp])
+def test_feed_forward_parts_that_are_only_alike_stay(mlp: Callable[..., nn.Module], dtype: torch.dtype) -> None:
+    assert fuse_mlp(make_ops(dtype), ready(mlp(LlamaConfig(**SIZES)), dtype)) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embeddings_are_read_from_the_packed_head_if_they_are_only_scaled(dtype: torch.dtype) -> None:
+    ops, tokens = make_ops(dtype), torch.tensor([[5, 0, 63]])
+    for embedding in (nn.Embedding(64, SIZE), Gemma3TextScaledWordEmbedding(64, SIZE, 0, embed_scale=SIZE**0.5)):
+        module = ready(embedding, dtype)
+        fused = fuse_embedding(ops, module, module.weight, ops.pack(module.weight))
+        assert fused is not None and torch.equal(fused(tokens), module(tokens))
+    clipped = ready(nn.Embedding(64, SIZE, max_norm=1.0), dtype)
+    assert fuse_embedding(ops, clipped, clipped.weight.clone(), ops.pack(clipped.weight)) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("experts", "config"),
+    [
+        (Qwen3MoeExperts, Qwen3MoeConfig(hidden_size=SIZE, moe_intermediate_size=64, num_experts=8)),
+        (GptOssExperts, GptOssConfig(hidden_size=SIZE, intermediate_size=64, num_local_experts=8)),  # transposed, biases, own gate
+    ],
+)
+@pytest.mark.parametrize("num_rows", [1, 7, 40])
+def test_packed_experts_are_those_of_transformers(
+    experts: Callable[..., nn.Module], config: Any, dtype: torch.dtype, num_rows: int
+) -> None:
+    config._experts_implementation = "eager"
+    plain, packed = (ready(experts(config), dtype) for _ in range(2))
+    assert pack_experts(make_ops(dtype), packed) and hasattr(packed, BINDING)
+    assert packed.down_proj is None, "its memory is given back"
+    rows, chosen = random_rows(dtype, num_rows), torch.rand(num_rows, 8, generator=torch.Generator().manual_seed(1)).topk(3)
+    choice = chosen.indices, chosen.values.to(dtype)
+    for expected in (plain(rows, *choice), grouped_mm_experts_forward(plain, rows, *choice)):
+        assert_same(run_experts(packed, rows, *choice), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_of_a_llama_is_replaced_and_what_is_only_alike_is_not(tmp_path: Any, dtype: torch.dtype, monkeypatch: Any) -> None:
+    config = LlamaConfig(**SIZES, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=2, vocab_size=64)
+    ready(LlamaForCausalLM(config), dtype).save_pretrained(tmp_path)
+    backend = choose_backend(torch.device("cpu"))
+    model = load_weights(tmp_path, None, dtype=dtype, backend=backend)
+    found = {type(module) for module in model._decoder.modules()}
+    assert {FusedAttention, GatedMlp, FusedNorm} <= found and not found & {nn.Linear, LlamaAttention, LlamaMLP, LlamaRMSNorm}
+    assert isinstance(model._head._layer, PackedLinear)
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaAttention", ClippedAttention)
+    clipped = load_weights(tmp_path, None, dtype=dtype, backend=backend)
+    found = {type(module) for module in clipped._decoder.modules()}
+    assert ClippedAttention in found and FusedAttention not in found
+    assert nn.Linear not in found, "its projections are packed all the same"
+
+
+def test_other_classes_of_linear_layers_stay() -> None:
+    assert is_plain_linear(nn.Linear(4, 4))
+    hooked = nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda *_: None)
+    assert not any(map(is_plain_linear, (OtherLinear(4, 4), hooked)))
+    mlp = ready(LlamaMLP(LlamaConfig(**SIZES)), torch.float32)
+    mlp.up_proj = ready(OtherLinear(SIZE, 160, bias=False), torch.float32)
+    assert fuse_mlp(make_ops(torch.float32), mlp) is None
+
+
+MEASURE_PEAK = """
+import sys, threading, torch
+from titan.kernels.backend import choose_backend
+from titan.models.loader import load_model
+backend, peaks, is_loaded = choose_backend(torch.device("cpu")), [], threading.Event()
+def own_bytes():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+def watch():
+    while not is_loaded.wait(0.002):
+        peaks.append(own_bytes())
+tiny, folder = sys.argv[1:]
+load_model(tiny, dtype="float32", backend=backend, model_impl="transformers")  # imports are not the weights'
+before, watcher = own_bytes(), threading.Thread(target=watch)
+watcher.start()
+model = load_model(folder, dtype="float32", backend=backend, model_impl="transformers")
+is_loaded.set()
+watcher.join()
+print(max(peaks) - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from Linux's /proc")
+def test_packed_weights_take_the_place_of_the_originals_one_by_one(tmp_path: Path) -> None:
+    """Without pages of files, which transformers maps and the system may take away."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 8, "vocab_size": 8000}
+    for name, changes in {"tiny": {"hidden_size": 64, "num_hidden_layers": 1}, "large": {}}.items():
+        model = LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
+        model.save_pretrained(tmp_path / name)
+    arguments = [sys.executable, "-c", MEASURE_PEAK, str(tmp_path / "tiny"), str(tmp_path / "large")]
+    run = subprocess.run(arguments, check=True, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    num_bytes = 4 * model.num_parameters()
+    assert 0.8 * num_bytes < int(run.stdout) <= 1.2 * num_bytes

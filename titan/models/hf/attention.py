@@ -1,0 +1,136 @@
+"""Attention modules of the usual kind: projections, norms of heads, rotation, attention and output in five operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from titan.core.attention import AttentionSpec
+from titan.core.kv_tensor import KVTensor
+from titan.kernels.interfaces import LayerOps
+from titan.models.hf.interface import BoundAttention, Current, Pass
+from titan.models.hf.modules import FusedNorm, PackedWeight, fuse_norm, is_close, is_plain_linear, is_unhooked, mixed_rows
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
+NUM_TOKENS = 3
+"""Of the passes that compare modules."""
+
+
+class FusedAttention(nn.Module):
+    """An attention module of one projection, RMSNorm of heads if it has them, and rotation of whole heads by halves.
+
+    Args:
+        bound: the attention of the module.
+        projection: to queries, keys and values.
+        output: the output projection.
+        norms: of the heads of queries and of keys; none if they are not normed.
+    """
+
+    def __init__(self, bound: BoundAttention, projection: PackedWeight, output: PackedWeight, norms: Sequence[FusedNorm]) -> None:
+        super().__init__()
+        self._bound, self._projection, self._output = bound, projection, output
+        self._norm: Tensor | None = None
+        self._eps = norms[0].eps if norms else 0.0
+        if norms:
+            counts = bound.spec.num_heads, bound.spec.num_kv_heads
+            self._norm = torch.cat([norm.gains.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
+
+    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """Attend from the tokens of the current pass: [1, T, hidden_size] -> [1, T, hidden_size].
+
+        Args:
+            hidden_states: of the tokens.
+            position_embeddings: cosines and sines of the tokens, [1, T, D] each.
+        """
+        bound, projection, output = self._bound, self._projection, self._output
+        now = bound.current.run
+        assert now is not None, "modules run in passes only"
+        kv_layer = now.kv.layers[bound.kv_index]
+        qkv = now.ops.linear(hidden_states[0], projection.weight, projection.bias)
+        q = now.ops.rope_and_write_kv(qkv, now.rotation(position_embeddings), kv_layer, self._norm, self._eps)
+        attended = now.ops.tree_attention(q, kv_layer, now.plan, bound.spec.attention, bound.sinks)
+        return now.ops.linear(attended, output.weight, output.bias)[None], None
+
+
+def fuse_attention(
+    ops: LayerOps, bound: BoundAttention, module: nn.Module, arguments: dict[str, Any], kv: KVTensor, max_positions: int
+) -> FusedAttention | None:
+    """Return a fused module that computes what an attention module does; ``None`` if there is none.
+
+    Args:
+        ops: of the model.
+        bound: the attention of the module.
+        module: to be replaced.
+        arguments: what its layer calls it with, by name, in a pass of `NUM_TOKENS`.
+        kv: of the model, with a block, to write to.
+        max_positions: of the model.
+    """
+    spec = bound.spec
+    linears: list[Any] = [getattr(module, name, None) for name in PROJECTIONS]
+    norms: list[Any] = [fuse_norm(ops, getattr(module, name)) for name in HEAD_NORMS if hasattr(module, name)]
+    angles, shape = arguments.get("position_embeddings"), (1, NUM_TOKENS, spec.head_dim)
+    if not bound.writes or bound.latents is not None or spec.attention.value_dim is not None or not is_unhooked(module):
+        return None
+    if not isinstance(angles, tuple) or [each.shape for each in angles] != [shape, shape] or "hidden_states" not in arguments:
+        return None
+    if not all(map(is_plain_linear, linears)) or any(each.dtype != linears[0].weight.dtype for each in angles):
+        return None
+    if norms and (len(norms) < len(HEAD_NORMS) or not all(norms) or len({(each.eps, *each.gains.shape) for each in norms}) > 1):
+        return None
+    if norms and len(norms[0].gains) != spec.head_dim:
+        return None
+    fused = FusedAttention(bound, PackedWeight(ops, *linears[:-1]), PackedWeight(ops, linears[-1]), norms)
+    if isinstance(arguments.get("position_ids"), Tensor):  # some scale queries by them
+        positions = torch.linspace(0, max_positions - 1, NUM_TOKENS, device=angles[0].device).long()
+        arguments = {**arguments, "position_ids": positions[None]}
+    return fused if _computes_the_same(fused, module, bound, ops, arguments, kv) else None
+
+
+def _computes_the_same(
+    fused: nn.Module, module: nn.Module, bound: BoundAttention, ops: LayerOps, arguments: dict[str, Any], kv: KVTensor
+) -> bool:
+    """Whether two attention modules have the same queries, keys, values and outputs, for random tokens at random angles."""
+    weight, generator = module.get_parameter("q_proj.weight"), torch.Generator().manual_seed(1)
+    angles = tuple(torch.randn(each.shape, generator=generator).to(weight) for each in arguments["position_embeddings"])
+    tokens = mixed_rows(weight)[-NUM_TOKENS:][None]
+    found = []
+    for each in (fused, module):
+        kv_layer = kv.layers[bound.kv_index].zero_()
+        with run_without_attention(bound.current, ops, kv):
+            output, *rest = each(**{**arguments, "hidden_states": tokens, "position_embeddings": angles})
+        found.append((output, kv_layer.clone(), rest))
+    (output, written, rest), (expected, expected_kv, expected_rest) = found
+    return rest == expected_rest and is_close(output, expected) and is_close(written, expected_kv)
+
+
+class EchoedQueries:
+    """Operations of a model whose attention returns its queries, so that they can be compared.
+
+    Args:
+        ops: of the model.
+    """
+
+    def __init__(self, ops: LayerOps) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def tree_attention(self, q: Tensor, _kv_layer: Tensor, _plan: Any, spec: AttentionSpec, _sinks: Tensor | None = None) -> Tensor:
+        """Return the queries, as many of their numbers as values have: [T, H, D] -> [T, H * V]."""
+        return q[..., : spec.value_dim].flatten(1)
+
+
+@contextmanager
+def run_without_attention(current: Current, ops: LayerOps, kv: KVTensor) -> Iterator[None]:
+    """Let modules run a pass of `NUM_TOKENS` in which the attention returns its queries."""
+    current.run = Pass(cast("LayerOps", EchoedQueries(ops)), kv, torch.arange(NUM_TOKENS, device=kv.groups[0].device), None)
+    try:
+        yield
+    finally:
+        current.run = None

@@ -1,0 +1,125 @@
+"""Replacement of a model's modules by Titan's, wherever these compute the same."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan.core.kv_tensor import KVTensor
+from titan.kernels.interfaces import LayerOps
+from titan.models.hf.attention import NUM_TOKENS, PROJECTIONS, fuse_attention, run_without_attention
+from titan.models.hf.experts import pack_experts
+from titan.models.hf.interface import BINDING
+from titan.models.hf.modules import PackedLinear, fuse_embedding, fuse_mlp, fuse_norm, is_close, is_plain_linear, mixed_rows
+
+
+def replace_modules(model: Any, decoder: nn.Module, ops: LayerOps, kv: KVTensor, max_positions: int) -> None:
+    """Replace the modules of a model, one after another, by those that run on a back end's operations.
+
+    Each is compared on random input with the one it replaces, and is not used if it differs by more than rounding.
+
+    Args:
+        model: with its weights, and with its attention bound; changed in place.
+        decoder: of the model.
+        ops: of the model.
+        kv: of the model, with one block, which is overwritten.
+        max_positions: of the model.
+    """
+    replacing = _Replacing(ops, kv, record_calls(decoder, ops, kv), max_positions)
+    if ops.packs:
+        replacing.replace_tied_embedding(model)
+    replacing.replace_children(model)
+
+
+def reads_weight(parent: nn.Module, name: str) -> bool:
+    """Whether the class of a module reads the weight of a child itself, or does not show what it does."""
+    try:
+        source = inspect.getsource(type(parent))
+    except (OSError, TypeError):
+        return True
+    return re.search(rf"\bself\.{name}\.(weight|bias)\b", source) is not None
+
+
+def record_calls(decoder: nn.Module, ops: LayerOps, kv: KVTensor) -> dict[nn.Module, dict[str, Any]]:
+    """Return what attention modules are called with, by name, in a pass of a few tokens; those called otherwise are left out."""
+    bound = {module: getattr(module, BINDING) for module in decoder.modules() if hasattr(module, BINDING)}
+    calls: dict[nn.Module, dict[str, Any]] = {}
+    if not bound:
+        return calls
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not args:
+            calls[module] = kwargs
+
+    hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in bound]
+    tokens = torch.arange(NUM_TOKENS, device=kv.groups[0].device)[None]
+    try:
+        with run_without_attention(next(iter(bound.values())).current, ops, kv):
+            decoder(input_ids=tokens, position_ids=tokens, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+class _Replacing:
+    """Replacement of the modules of one model.
+
+    Args:
+        ops: of the model.
+        kv: of the model, with one block.
+        calls: of its attention modules, see `record_calls`.
+        max_positions: of the model.
+    """
+
+    def __init__(self, ops: LayerOps, kv: KVTensor, calls: Mapping[nn.Module, dict[str, Any]], max_positions: int) -> None:
+        self._ops, self._kv, self._calls, self._max_positions = ops, kv, calls, max_positions
+        self._kept: nn.Module | None = None  # an output head whose weight others read
+
+    def replace_tied_embedding(self, model: Any) -> None:
+        """Replace embeddings and output head, if they have the same weight: both then read the packed one."""
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or getattr(embedding, "weight", None) is not head.weight:
+            return
+        packed = self._packed_linear(head) if is_plain_linear(head) else None
+        places = [
+            (parent, name) for parent in model.modules() for name, child in parent.named_children() if child in (head, embedding)
+        ]
+        if any(reads_weight(*place) for place in places):
+            packed = None
+        rows = None if packed is None else fuse_embedding(self._ops, embedding, head.weight.detach(), packed.packed.weight)
+        if packed is None or rows is None:
+            self._kept = head
+            return
+        for parent, name in places:
+            setattr(parent, name, packed if getattr(parent, name) is head else rows)
+
+    def replace_children(self, parent: nn.Module) -> None:
+        """Replace what can be replaced below a module."""
+        for name, child in parent.named_children():
+            if (replacement := None if reads_weight(parent, name) else self._replacement(child)) is not None:
+                setattr(parent, name, replacement)
+            elif not self._ops.packs or not pack_experts(self._ops, child):
+                self.replace_children(child)
+
+    def _replacement(self, module: nn.Module) -> nn.Module | None:
+        ops, bound = self._ops, getattr(module, BINDING, None)
+        if bound is not None and module in self._calls:
+            attention = fuse_attention(ops, bound, module, self._calls[module], self._kv, self._max_positions)
+            for name in PROJECTIONS if attention is not None else ():
+                setattr(module, name, None)  # its weights are no longer needed, but others may hold the module
+            return attention
+        if is_plain_linear(module) and module is not self._kept:
+            return self._packed_linear(module)
+        return fuse_norm(ops, module) or fuse_mlp(ops, module)
+
+    def _packed_linear(self, linear: Any) -> PackedLinear | None:
+        if not self._ops.packs:
+            return None
+        packed, rows = PackedLinear(self._ops, linear), mixed_rows(linear.weight)
+        return packed if is_close(packed(rows), linear(rows)) else None
