@@ -21,6 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from titan.kernels.backend import choose_backend
 from titan.kernels.interfaces import LayerOps
+from titan.models.files import ModelFiles
 from titan.models.hf.attention import FusedAttention
 from titan.models.hf.experts import BINDING, pack_experts, run_experts
 from titan.models.hf.load import load_weights
@@ -172,13 +173,13 @@ def test_all_of_a_llama_is_replaced_and_what_is_only_alike_is_not(tmp_path: Any,
     config = LlamaConfig(**SIZES, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=2, vocab_size=64)
     ready(LlamaForCausalLM(config), dtype).save_pretrained(tmp_path)
     backend = choose_backend(torch.device("cpu"))
-    model = load_weights(tmp_path, None, dtype=dtype, backend=backend)
+    model = load_weights(ModelFiles(str(tmp_path)), None, dtype=dtype, backend=backend)
     found = {type(module) for module in model._decoder.modules()}
     assert {FusedAttention, GatedMlp, FusedNorm} <= found and not found & {nn.Linear, LlamaAttention, LlamaMLP, LlamaRMSNorm}
     assert isinstance(model._head._layer, PackedLinear)
 
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaAttention", ClippedAttention)
-    clipped = load_weights(tmp_path, None, dtype=dtype, backend=backend)
+    clipped = load_weights(ModelFiles(str(tmp_path)), None, dtype=dtype, backend=backend)
     found = {type(module) for module in clipped._decoder.modules()}
     assert ClippedAttention in found and FusedAttention not in found
     assert nn.Linear not in found, "its projections are packed all the same"

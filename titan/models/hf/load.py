@@ -196,6 +196,7 @@ def load_weights(
     if found is not None:
         with _quiet(), torch.no_grad():  # compressed-tensors decompresses in the first pass of the whole model
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=backend.device), use_cache=False)
+    in_memory, in_files = num_bytes(model), sum(path.stat().st_size for path in paths)
     description = describe_model(model, eos_token_ids)
     config, layers = description.config, description.layers
     paged = PagedAttention(layers, config.windows, model.config.get_text_config()) if layers else None
@@ -212,7 +213,6 @@ def load_weights(
         check_gathering(loaded, model)
     if is_composite(whole_config):
         LOG.warning("model %r runs text-only: of %s, only the language model is loaded", files.name, config.architecture)
-    in_memory, in_files = num_bytes(model), sum(path.stat().st_size for path in paths)
     if found is not None and in_memory > MAX_GROWTH * in_files:
         method, sizes = found.get("quant_method"), (f"{size / 2**20:,.1f} MiB" for size in (in_memory, in_files))
         LOG.warning("model %r is dequantised at load (%s): its weights take %s, in files %s", files.name, method, *sizes)

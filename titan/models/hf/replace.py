@@ -83,7 +83,10 @@ class _Replacing:
 
     def replace_tied_embedding(self, model: Any) -> None:
         """Replace embeddings and output head, if they have the same weight: both then read the packed one."""
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        try:
+            embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        except NotImplementedError:  # code of a checkpoint need not say where they are
+            return
         if not isinstance(head, nn.Linear) or getattr(embedding, "weight", None) is not head.weight:
             return
         packed = self._packed_linear(head) if is_plain_linear(head) else None
