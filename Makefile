@@ -13,7 +13,7 @@ MINUTES ?= 60
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-fast test-models families soak check format bench clean
+.PHONY: demo test test-fast test-models test-all families soak check format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/titan generate "def read_lines(path" --compare --dtype float32 --max-draft-tokens 4
@@ -29,6 +29,9 @@ test-fast: $(INSTALLED)
 
 test-models: $(INSTALLED)
 	$(PYTEST) -m models
+
+test-all: $(INSTALLED)
+	$(PYTEST) -m "models or long or not models"
 
 families: $(INSTALLED)
 	PYTHONPATH=.:tests $(BIN)/python tests/models/family_table.py docs/families.md

@@ -25,6 +25,14 @@ SLOW = (
 )
 """Words in the names of tests that are slow by nature, or of their files or parameters."""
 
+LONG = (
+    *("[narrow_window~-150-8-mixed]", "[other-90-8-chains]", "growth_ends_early_where_the_host_can_look[triton]"),
+    *("own_logprobs[triton", "left_on_the_device", "measures_kernels_and_the_host"),
+)
+"""Words in the names of tests that take from ten seconds to half a minute, and try what others try at a smaller size."""
+LEFT_OUT = ("models", "long")
+"""Marks of tests that run only if they are named."""
+
 SOAK = settings(
     max_examples=1000, stateful_step_count=50, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck)
 )
@@ -34,10 +42,13 @@ settings.register_profile("soak", SOAK)
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "models" not in config.getoption("-m"):
-        left_out = [item for item in items if item.get_closest_marker("models")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("models")]
+    for item in items:
+        if any(word in item.nodeid for word in LONG):
+            item.add_marker("long")
+    unnamed = [mark for mark in LEFT_OUT if mark not in config.getoption("-m")]
+    left_out = [item for item in items if any(map(item.get_closest_marker, unnamed))]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
     for item in items:
         if any(word in item.nodeid for word in SLOW):
             item.add_marker("slow")
