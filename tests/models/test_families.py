@@ -13,15 +13,12 @@ from parity import check_parity
 from titan import LLM
 
 ALWAYS = {
-    "gemma3",
     "gemma3_text",
     "gpt_oss",
     "deepseek_v3",
     "llama4_text",
     "phi3:longrope",
-    "gpt2",
     "falcon",
-    "mixtral",
     "bloom",
     "mamba",
 }
