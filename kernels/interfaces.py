@@ -9,6 +9,7 @@ Legend: T query tokens, H query heads, K KV heads of dimension D; L rows of logi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -367,8 +368,8 @@ class Backend(Protocol):
     sampling: SamplingOps
     trees: TreeOps
 
-    def activate(self) -> None:
-        """Make the device current in this thread, before a step."""
+    def active(self) -> AbstractContextManager[None]:
+        """Make the device current in this thread, and its settings those of a step; the context gives the settings back."""
 
     def check_limits(self, *, block_size: int, max_batch_size: int) -> None:
         """Reject limits that the kernels do not support.

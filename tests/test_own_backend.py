@@ -99,7 +99,7 @@ def test_an_engine_runs_on_a_back_end_of_ones_own(zoo: Zoo, name: str) -> None:
     outputs = run_all(engine, PROMPTS, PARAMS)
     assert outputs == run_all(make_engine(target, draft, backend=make_back_end("cpu"), **options), PROMPTS, PARAMS)
     assert own.calls["prepare"] == 3, "of the target and of the draft, and to see what the largest pass takes"
-    assert {"activate", "check_limits", "clear_blocks", "download", "select", "verify", "grow"} <= own.calls.keys()
+    assert {"active", "check_limits", "clear_blocks", "download", "select", "verify", "grow"} <= own.calls.keys()
     assert own.calls["sample_children"] > 0 or name != "sampled"
     assert own.calls["move_paths"] > 0 or name == "auto"
     bytes_per_block = 16 * 3 * 2 * 2 * 16 * 4

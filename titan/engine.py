@@ -91,7 +91,12 @@ class Engine:
         check_process()
         self.config = config
         self.backend = backend or choose_backend(choose_device(config.model.device), config.model.num_threads)
-        self.backend.activate()
+        with self.backend.active():
+            self._assemble(model, draft, tokenizer)
+
+    def _assemble(self, model: str | Model, draft: DraftSpec, tokenizer: Any | None) -> None:
+        """Load the models, allocate the caches and connect the parts."""
+        config = self.config
         block_size, max_batch_size = config.memory.block_size, config.schedule.max_batch_size
         self.backend.check_limits(block_size=block_size, max_batch_size=max_batch_size)
         is_drafting = config.speculation.speculation != "off" and config.speculation.max_draft_tokens > 0
@@ -158,9 +163,8 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one step and return the requests whose output changed."""
         watch = Stopwatch(_seconds)
-        self.backend.activate()
         adaptive, expired = self.adaptive, self.scheduler.expire()
-        with torch.inference_mode():
+        with self.backend.active(), torch.inference_mode():
             plan = self.scheduler.schedule(self._max_draft_tokens if adaptive is None else adaptive.num_reserved, self._lookahead)
             if not plan.requests:
                 return expired
@@ -266,9 +270,9 @@ class Engine:
             raise ValueError("swap_draft() contradicts speculation='off': allowed with 'adaptive' and 'fixed'")
         if self.config.speculation.max_draft_tokens == 0:
             raise ValueError("swap_draft() contradicts max_draft_tokens=0: allowed with at least 1")
-        self.backend.activate()
         block_bytes_before = self.kv.bytes_per_block
-        self._use_drafter(create_drafter(draft, self._draft_context()))
+        with self.backend.active():
+            self._use_drafter(create_drafter(draft, self._draft_context()))
         self._swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
         self.kv.new_draft_epoch(self.scheduler.in_flight)
 
@@ -286,20 +290,20 @@ class Engine:
         """
         requests = self.scheduler.in_flight
         self._check_resize(check_integer("num_blocks", num_blocks, 1), requests)
-        self.backend.activate()
-        tensors = {
-            role: KVTensor(each.layout, num_blocks, each.block_size, self.backend.device, torch.empty)
-            for role, each in self.kv.tensors.items()
-        }
-        runner = self.backend.prepare(self._target, tensors["target"], self._pass_limits, self.passes)
-        try:
-            self._attach_to_drafter(tensors)
-            self.kv.compact(requests, tensors)
-        except Exception:
-            self._attach_to_drafter(self.kv.tensors)
-            raise
-        self.runner = runner
-        self.limits = replace(self.limits, num_kv_blocks=num_blocks)
+        with self.backend.active():
+            tensors = {
+                role: KVTensor(each.layout, num_blocks, each.block_size, self.backend.device, torch.empty)
+                for role, each in self.kv.tensors.items()
+            }
+            runner = self.backend.prepare(self._target, tensors["target"], self._pass_limits, self.passes)
+            try:
+                self._attach_to_drafter(tensors)
+                self.kv.compact(requests, tensors)
+            except Exception:
+                self._attach_to_drafter(self.kv.tensors)
+                raise
+            self.runner = runner
+            self.limits = replace(self.limits, num_kv_blocks=num_blocks)
 
     def _attach_to_drafter(self, tensors: Mapping[Role, KVTensor]) -> None:
         if isinstance(self.drafter, CachingDrafter) and "draft" in tensors:
@@ -417,7 +421,8 @@ class Engine:
         if schedule.max_inter_token_s is None:  # prompts do not matter
             max_rows = min(max_rows, schedule.max_batch_size * (1 + self._max_draft_tokens))
         try:
-            return measure(subjects, self.backend, Extent(self.kv.block_size, schedule.max_batch_size, max_rows))
+            with self.backend.active():  # as in steps, now that the back end knows the models
+                return measure(subjects, self.backend, Extent(self.kv.block_size, schedule.max_batch_size, max_rows))
         finally:
             pool.release(block_ids[::-1])  # so that they are allocated in the same order as before
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from torch import Tensor
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.cpu.compiled import COMPILED_DTYPES, CompiledKernels
 from titan.kernels.cpu.layers import CompiledOps
-from titan.kernels.cpu.runner import OP_TRAITS, TRAITS, make_compiled_runner
+from titan.kernels.cpu.runner import OP_TRAITS, make_compiled_runner
 from titan.kernels.cpu.sampling import CompiledSampling
 from titan.kernels.cpu.trees import CompiledTrees
 from titan.kernels.interfaces import LayerOps, PassCounts, PassLimits, Runner
-from titan.kernels.torch.backend import TorchBackend
+from titan.kernels.torch.backend import TorchBackend, using_threads
 
 
 class CpuBackend(TorchBackend):
@@ -31,18 +32,18 @@ class CpuBackend(TorchBackend):
     def __init__(self, kernels: CompiledKernels) -> None:
         super().__init__(torch.device("cpu"), kernels.description)
         self.num_threads = kernels.num_threads
-        self._has_general_models = False
+        self._torch_threads = 1  # what is left to PyTorch is little, and its threads would take cores from the kernels' own
         sampling = CompiledSampling(kernels)
         self._kernels = kernels
         self.sampling, self.trees = sampling, CompiledTrees(kernels, sampling, self.upload)
 
-    def activate(self) -> None:
-        if self._has_general_models:  # others run on the kernels' own threads
-            super().activate()
+    def active(self) -> AbstractContextManager[None]:
+        return using_threads(self._torch_threads)
 
     def layer_ops(self, dtype: torch.dtype, traits: frozenset[str]) -> LayerOps:
         is_compiled = dtype in COMPILED_DTYPES and traits <= OP_TRAITS
-        self._has_general_models |= not is_compiled or not traits <= TRAITS
+        if not is_compiled:
+            self._torch_threads = self.num_threads
         return CompiledOps(self._kernels, dtype) if is_compiled else super().layer_ops(dtype, traits)
 
     def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:

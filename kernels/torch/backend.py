@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import psutil
@@ -20,6 +21,20 @@ from titan.kernels.torch.trees import TorchTrees
 
 KV_MEMORY_SHARE = 0.4
 """Largest share of the host's free memory that the KV caches take, unless their size is given."""
+
+
+@contextmanager
+def using_threads(num_threads: int) -> Iterator[None]:
+    """Let PyTorch use so many threads for what this thread computes."""
+    before = torch.get_num_threads()
+    if before == num_threads:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class TorchBackend:
@@ -42,9 +57,8 @@ class TorchBackend:
         self.sampling: SamplingOps = TorchSampling(self.upload)
         self.trees: TreeOps = TorchTrees(self.sampling, self.upload)
 
-    def activate(self) -> None:
-        if torch.get_num_threads() != self.num_threads:
-            torch.set_num_threads(self.num_threads)
+    def active(self) -> AbstractContextManager[None]:
+        return using_threads(self.num_threads)
 
     def check_limits(self, *, block_size: int, max_batch_size: int) -> None:
         """Accept all limits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -63,9 +64,10 @@ class TritonBackend:
         self.sampling: SamplingOps = sampling
         self.trees: TreeOps = TritonTrees(device, self.upload, sampling)
 
-    def activate(self) -> None:
+    def active(self) -> AbstractContextManager[None]:
         if self.device.type == "cuda":  # Triton launches on the current one, and another engine or thread may have another
             torch.cuda.set_device(self.device)
+        return nullcontext()
 
     def check_limits(self, *, block_size: int, max_batch_size: int) -> None:
         if block_size not in BLOCK_SIZES:

@@ -65,10 +65,12 @@ def test_without_a_compiler_pytorch_runs_with_the_threads_that_were_asked_for(
     backend = choose_backend(CPU, 7)
     assert type(backend) is TorchBackend and "several times slower" in caplog.text
     assert "not compiled: no C++ compiler was found" in backend.facts()["kernels"] and "7 threads" in backend.facts()["device"]
-    choose_backend(CPU).activate()
-    assert counts == []
-    backend.activate()
-    assert counts == [7]
+    with choose_backend(CPU).active():
+        assert counts == []
+    before = torch.get_num_threads()
+    with backend.active():
+        assert counts == [7]
+    assert counts == [7, before]
 
 
 def test_threads_are_as_many_as_physical_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
