@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from titan.core.arrays import Ints
 from titan.core.attention import AttentionSpec, LayerSpec, Window, kv_groups
 from titan.core.checks import check_choice, check_integer
 from titan.core.kv_tensor import KVLayout
@@ -139,6 +140,16 @@ class DecoderConfig(ModelConfig):
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32,
             traits=frozenset(traits),
         )
+
+
+def check_positions(positions: Ints, max_positions: int) -> None:
+    """Check that a model has these positions.
+
+    Raises:
+        IndexError: a position is not in 0 to ``max_positions - 1``.
+    """
+    if positions.max() >= max_positions or positions.min() < 0:
+        raise IndexError(f"positions {positions.min()} to {positions.max()} are not allowed: there are {max_positions}")
 
 
 def check_fields(content: Mapping[str, Any]) -> None:

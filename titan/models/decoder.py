@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.kernels.interfaces import Backend, PassInputs
-from titan.models.config import DecoderConfig
+from titan.models.config import DecoderConfig, check_positions
 from titan.models.layers import LayerStep, LayerWeights, Projection, add_part, attention, gated, layer_shapes, norm
 from titan.models.rope import rope_table
 
@@ -112,8 +112,7 @@ class Decoder(nn.Module):
         Raises:
             IndexError: a position is not in 0 to ``max_positions - 1``.
         """
-        if positions.max() >= self.max_positions or positions.min() < 0:
-            raise IndexError(f"positions {positions.min()} to {positions.max()} are not allowed: there are {self.max_positions}")
+        check_positions(positions, self.max_positions)
 
     def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:
         """Run all but the output head on the query tokens of a pass, and write their KV; positions are not checked.

@@ -8,6 +8,12 @@ from typing import Any
 from torch import nn
 
 
+def module_path(model: nn.Module, inner: nn.Module) -> list[str]:
+    """Return the names that lead from a model to a module inside of it."""
+    name: str = next(name for name, module in model.named_modules() if module is inner)
+    return name.split(".")
+
+
 def is_composite(config: Any) -> bool:
     """Whether a config of transformers has one of a language model inside of it."""
     return config.get_text_config() is not config
@@ -39,7 +45,7 @@ def _text_only(model_class: Any) -> Any:
 def _keep_language_model(model: Any) -> list[str]:
     """Remove the modules beside a model's decoder, other than its output layer, and return their names."""
     decoder, output = model.get_decoder(), model.get_output_embeddings()
-    path = next(name for name, module in model.named_modules() if module is decoder).split(".")
+    path = module_path(model, decoder)
     removed = []
     for depth, kept in enumerate(path):
         parent: nn.Module = model.get_submodule(".".join(path[:depth]))

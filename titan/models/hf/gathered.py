@@ -131,7 +131,6 @@ class ShapeCache:
 
     def __init__(self) -> None:
         self.layers: list[LayerSpec] = []
-        self.num_heads = 1
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of transformers
         """Return 0."""

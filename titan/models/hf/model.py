@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.kernels.interfaces import Backend, LayerOps, PassInputs
-from titan.models.config import ModelConfig
+from titan.models.config import ModelConfig, check_positions
 from titan.models.hf.replace import replace_modules
 from titan.models.hf.split import Head, find_decoder
 from titan.models.token_order import TokenOrder
@@ -75,8 +75,7 @@ class TransformersModel:
         Raises:
             IndexError: a position is not in 0 to ``max_positions - 1``.
         """
-        if positions.max() >= self.max_positions or positions.min() < 0:
-            raise IndexError(f"positions {positions.min()} to {positions.max()} are not allowed: there are {self.max_positions}")
+        check_positions(positions, self.max_positions)
 
     def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:
         """Run the decoder on the query tokens of a pass, and write their KV: [L, hidden_size]."""

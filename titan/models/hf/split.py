@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan.models.hf.composite import is_composite
+from titan.models.hf.composite import is_composite, module_path
 from titan.models.hf.modules import PackedLinear, mixed_rows
 
 
@@ -63,10 +63,10 @@ class Head:
     """
 
     def __init__(self, model: Any, decoder: nn.Module, device: torch.device) -> None:
-        path = _path(model, decoder)
+        path = module_path(model, decoder)
         output_layer = model.get_output_embeddings()
         if is_composite(model.config):  # it puts embeddings of images and text together around its decoder
-            place = _path(model, output_layer)[:-1]
+            place = module_path(model, output_layer)[:-1]
             model, path = model.get_submodule(".".join(place)), path[len(place) :][:1]
         self._states = GivenStates()
         self._model = _replace(model, path, self._states)
@@ -91,11 +91,6 @@ class Head:
         logits: Tensor = self._model(input_ids=self._token, use_cache=False).logits
         self._states.states = None
         return logits[0]
-
-
-def _path(model: nn.Module, inner: nn.Module) -> list[str]:
-    name: str = next(name for name, module in model.named_modules() if module is inner)
-    return name.split(".")
 
 
 def _replace(module: nn.Module, path: list[str], replacement: nn.Module) -> nn.Module:
