@@ -10,7 +10,7 @@ import pytest
 from adaptive_simulator import MACHINES, Fixed, Fleet, Machine, Policy, Text, compare, controller_of
 
 from titan.adaptive.load import Candidate, Load
-from titan.adaptive.optimum import DEBT_STEPS, best
+from titan.adaptive.optimum import DEBT_STEPS, Prices, best
 from titan.adaptive.value import estimate
 from titan.core.draft_history import AcceptanceCounts
 
@@ -67,7 +67,7 @@ def test_first_steps_with_a_hopeless_draft(machine: Machine, n: int) -> None:
 )
 def test_mixed_fleet(machine: Machine, n: int, uniform: float, oracle: float) -> None:
     texts = mixed(n)
-    rate = compare(machine, texts, adaptive(machine), seeds=5)
+    rate = compare(machine, texts, adaptive(machine), seeds=9)
     lengths = (1, 2, 3, 4, 6)
     assert rate >= uniform * max(1.0, *(compare(machine, texts, partial(Fixed, each), seeds=1) for each in lengths))
     assert rate >= oracle * max(1.0, *(compare(machine, texts, partial(Fixed, *([0, each] * n)), seeds=1) for each in lengths))
@@ -214,7 +214,7 @@ def test_optimum_is_that_of_all_settings(seed: int) -> None:
         3,
         600,
     )
-    found = best(load, acceptance, costs)
+    found = best(load, acceptance, Prices(load, costs))
     of_pass, of_row = costs.draft_line(load)
 
     def rate(nodes: Sequence[int]) -> float:

@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan.adaptive.costs import Costs
+from titan.adaptive.costs import COLD_STEPS, Costs
 from titan.adaptive.load import Load, Outcome
-from titan.adaptive.optimum import Optimum, best
+from titan.adaptive.optimum import Optimum, Prices, best
 from titan.adaptive.probes import Probes
 from titan.adaptive.value import TreeGain, estimate, own_acceptance
 from titan.core.draft_history import AcceptanceCounts
@@ -41,6 +41,9 @@ PRIOR = AcceptanceCounts(num_accepted=2.1, num_expected=3.0, confidence=0.6, num
 
 OFF_DWELL = 32
 """Most steps for which it stands that nothing is drafted."""
+
+REST_STEPS = 4
+"""Steps without a decision of which one tells what they cost."""
 
 IDLE_FADE = 0.975
 """Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
@@ -102,8 +105,8 @@ class Controller:
         """Whether there may be a probe in the next step."""
         return self._probes.is_due
 
-    def rests(self, num_requests: int, num_rows: int) -> bool:
-        """Whether it stands that a step drafts nothing, whatever is known of its requests; it is then the last that was decided.
+    def rest(self, num_requests: int, num_rows: int) -> bool:
+        """Rest in a step if it stands that it drafts nothing, whatever is known of its requests; return whether it does.
 
         Args:
             num_requests: that emit tokens.
@@ -117,7 +120,8 @@ class Controller:
 
     def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
         """Learn from a step in which the controller rested; the load has no candidates."""
-        self.costs.note_rest(load, num_requests, outcome)
+        if self._num_rested <= COLD_STEPS or self._num_rested % REST_STEPS == 0:
+            self.costs.note_rest(load, num_requests, outcome)
         plain_seconds = self.costs.plain_seconds(load, num_requests) if self._probes.num_cold else outcome.seconds
         self._probes.observe(outcome.seconds, plain_seconds, None, num_requests)
 
@@ -184,10 +188,11 @@ class Controller:
         owing = np.array([each.num_missing - 1 for each in load.candidates]) * n * row_seconds / self.costs.plain_seconds(load)
         sure = np.maximum(means - np.minimum(owing, 1.0) * np.sqrt(means * (1 - means)) * estimates.mean_error, 0.0)
         self._probes.forget()
-        self.optimum = best(load, sure.tolist(), self.costs, self.tree_gain)
+        prices = Prices(load, self.costs)
+        self.optimum = best(load, sure.tolist(), prices, self.tree_gain)
         self._hoped = self.optimum.num_nodes
         if not all(self._hoped):
-            self._hoped = best(load, np.minimum(means + estimates.errors, 1.0).tolist(), self.costs, self.tree_gain).num_nodes
+            self._hoped = best(load, np.minimum(means + estimates.errors, 1.0).tolist(), prices, self.tree_gain).num_nodes
 
     def _worth(self, i: int, load: Load) -> Worth | None:
         candidate = load.candidates[i]
@@ -219,7 +224,7 @@ class Controller:
         self._age_counts(load, decision)
         num_accepted = outcome.num_accepted if decision.drafts else None
         self._probes.observe(outcome.seconds, self.costs.plain_seconds(load), num_accepted, n)
-        if decision.is_probe:
+        if decision.is_probe and not self._probes.num_left:
             self._key = ()
 
     def _age_counts(self, load: Load, decision: Decision) -> None:

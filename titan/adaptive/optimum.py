@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import itemgetter
 
 from titan.adaptive.costs import Costs
@@ -41,53 +42,82 @@ class Optimum:
         return any(self.num_nodes)
 
 
-def best(load: Load, acceptance: Sequence[float], costs: Costs, tree_gain: TreeGain | None = None) -> Optimum:
+class Prices:
+    """What the parts of a load's step cost, each worked out once.
+
+    Args:
+        load: of the step, with at least one candidate.
+        costs: of passes and the host.
+    """
+
+    def __init__(self, load: Load, costs: Costs) -> None:
+        n, self._load, self._costs, self._target = len(load.candidates), load, costs, dict[int, float]()
+        self.pass_seconds, self.row_seconds = costs.draft_line(load)
+        self.total_weight = sum([each.weight for each in load.candidates])
+        decode = costs.target.predict(n, load.num_context_tokens)  # prefill is paid for anyway: it only makes further rows dearer
+        self.off_rate = self.total_weight / (costs.host.predict(n) + decode)
+        # Rows of a candidate's first node, as the debts of those that the draft has not been fed are spread.
+        self.first_rows = [
+            1 + (each.num_missing - 1) / min(DEBT_STEPS, max(1.0, DEBT_SHARE * each.num_remaining)) for each in load.candidates
+        ]
+        self.host = [0.0, *[costs.host.predict(n, 1 << octave) for octave in range(n.bit_length())]]  # by octaves of drafting ones
+        self._prefill = self._pass(0) - costs.target.predict(n, load.num_context_tokens, True)
+
+    def target(self, num_nodes: int) -> float:
+        """Return the seconds of the target's pass with these nodes, prefill left out."""
+        seconds = self._target.get(num_nodes)
+        if seconds is None:
+            seconds = self._target[num_nodes] = self._pass(num_nodes) - self._prefill
+        return seconds
+
+    def _pass(self, num_nodes: int) -> float:
+        return self._costs.target.predict(self._load.num_rows + num_nodes, self._load.num_context_tokens, True)
+
+
+def best(load: Load, acceptance: Sequence[float], prices: Prices, tree_gain: TreeGain | None = None) -> Optimum:
     """Compare the settings of a load, and return the best.
 
     Args:
         load: of the step, with at least one candidate.
         acceptance: probability that a node's first child is accepted, of each candidate.
-        costs: of passes and the host.
+        prices: of the load.
         tree_gain: what trees bring beyond chains; ``None`` = nothing.
     """
-    candidates, n = load.candidates, len(load.candidates)
-    total_weight = sum([each.weight for each in candidates])
-    decode = costs.target.predict(n, load.num_context_tokens)  # prefill is paid for anyway: it only makes further rows dearer
-    off_rate = total_weight / (costs.host.predict(n) + decode)
+    n, off_rate = len(load.candidates), prices.off_rate
     optimum = Optimum([0] * n, off_rate, off_rate)
-    nodes = _nodes_by_value(candidates, acceptance)
+    nodes = _nodes_by_value(load.candidates, acceptance)
     if not nodes:
         return optimum
-    pass_seconds, row_seconds = costs.draft_line(load)
-    missing = [1 + (each.num_missing - 1) / min(DEBT_STEPS, max(1.0, DEBT_SHARE * each.num_remaining)) for each in candidates]
     sizes = sorted({*_grid(len(nodes), GRID_SIZES), *(n * depth for depth in range(1, GRID_DEPTHS + 1) if n * depth <= len(nodes))})
-    context = load.num_context_tokens
-    prefill = costs.target.predict(load.num_rows, context, True) - costs.target.predict(n, context, True)
-    target = {size: costs.target.predict(load.num_rows + size, context, True) - prefill for size in [*sizes, 2 * sizes[-1]]}
-    host = {drafting: costs.host.predict(n, 1 << (drafting - 1)) for drafting in range(1, n.bit_length() + 1)}
-    best_of = 0, 0
+    target = [prices.target(size) for size in sizes]
+    drafted, last_rate = list[tuple[float, int, int]](), 0.0
     for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):
-        fixed = num_passes * pass_seconds
-        gain, rows, size, num_drafting = 0.0, 0.0, 0, 0
-        for value, depth, i in nodes:
-            if depth > num_passes:
-                continue
-            gain, size = gain + value, size + 1
-            rows += missing[i] if depth == 1 else 1.0
-            num_drafting += depth == 1
-            if size in target:
-                of_trees = 1.0 if tree_gain is None else tree_gain.ratio(size / num_drafting)
-                seconds = host[num_drafting.bit_length()] + fixed + row_seconds * rows + target[size]
-                rate = (total_weight + of_trees * gain) / seconds
-                if rate > optimum.on_rate:
-                    optimum.on_rate, best_of = rate, (num_passes, size)
+        reached = [each for each in nodes if each[1] <= num_passes]
+        gains = list(accumulate([value for value, _, _ in reached]))
+        num_drafting = list(accumulate([depth == 1 for _, depth, _ in reached]))
+        rows = list(accumulate([prices.first_rows[i] if depth == 1 else 1.0 for _, depth, i in reached]))
+        fixed, best_rate, best_size = num_passes * prices.pass_seconds, 0.0, 0
+        for size, target_seconds in zip(sizes, target, strict=True):
+            if size > len(reached):
+                break
+            drafting = num_drafting[size - 1]
+            of_trees = 1.0 if tree_gain is None else tree_gain.ratio(size / drafting)
+            seconds = prices.host[drafting.bit_length()] + fixed + prices.row_seconds * rows[size - 1] + target_seconds
+            rate = (prices.total_weight + of_trees * gains[size - 1]) / seconds
+            if rate > best_rate:
+                best_rate, best_size = rate, size
+        if best_rate > optimum.on_rate:
+            optimum.on_rate, drafted = best_rate, reached[:best_size]
+        if best_rate < last_rate:  # rates rise with the depth, then fall
+            break
+        last_rate = best_rate
     if optimum.on_rate > off_rate * (1 + MARGIN):
-        num_passes, size = best_of
-        for _, _, i in [each for each in nodes if each[1] <= num_passes][:size]:
+        for _, _, i in drafted:
             optimum.num_nodes[i] += 1
-        above = min((each for each in target if each > size), default=size)
-        optimum.rate, optimum.row_seconds, optimum.pass_seconds = optimum.on_rate, row_seconds, pass_seconds
-        optimum.node_seconds = max(target[above] - target[size], 0.0) / (above - size)
+        size = len(drafted)
+        above = min((each for each in sizes if each > size), default=2 * size)
+        optimum.rate, optimum.row_seconds, optimum.pass_seconds = optimum.on_rate, prices.row_seconds, prices.pass_seconds
+        optimum.node_seconds = max(prices.target(above) - prices.target(size), 0.0) / (above - size)
     return optimum
 
 

@@ -51,7 +51,7 @@ class AdaptiveSpeculation:
         num_rows, num_context = sum(plan.num_tokens), sum([request.num_computed_tokens for request in plan.requests])
         is_first_try = len(plan.requests) == 1 and not self.controller.has_drafted  # a long prompt is too much for a probe
         plan.drafts_prompts = self.controller.optimum.drafts or is_first_try
-        self._rows, self._rests = rows, self.controller.rests(len(rows), num_rows)
+        self._rows, self._rests = rows, self.controller.rest(len(rows), num_rows)
         if self._rests:
             self._load, self._decision = Load((), num_rows, num_context), NOTHING
             for i in rows:
