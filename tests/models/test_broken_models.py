@@ -208,8 +208,8 @@ CONFIG_ALONE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "linear attention": ({"model_type": "qwen3_next"}, "layer type 'linear_attention' keeps another state than keys and values..."),
     "quantiser": (
-        {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "quantization_config has quant_method='gptq', which cannot be loaded here: ...pip install optimum...",
+        {"model_type": "llama", "quantization_config": {"quant_method": "quanto"}},
+        "quantization_config has quant_method='quanto', which cannot be loaded here: transformers reads no quantised ...",
     ),
     "unknown quantiser": (
         {"model_type": "llama", "quantization_config": {"quant_method": "magic"}},

@@ -23,7 +23,7 @@ from titan.models.hf.gathered import GatheredAttention, ShapeCache, check_gather
 from titan.models.hf.model import TransformersModel
 from titan.models.hf.paged import PagedAttention
 from titan.models.hf.probe import LAYER_TYPES, ProbedLayer
-from titan.models.hf.quantised import check_quantisation, num_bytes, plain_tensors, quantisation
+from titan.models.hf.quantised import cast_unquantised, check_quantisation, mixes_rows, num_bytes, plain_tensors, quantisation
 from titan.models.hf.split import find_decoder
 from titan.models.token_order import TokenOrder
 from titan.models.weights import fetch_weights
@@ -194,6 +194,7 @@ def load_weights(
             )
     found = quantisation(whole_config)
     if found is not None:
+        cast_unquantised(model, empty_model(whole_config, trust_remote_code=trust_remote_code), dtype)
         with _quiet(), torch.no_grad():  # compressed-tensors decompresses in the first pass of the whole model
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=backend.device), use_cache=False)
     in_memory, in_files = num_bytes(model), sum(path.stat().st_size for path in paths)
@@ -216,6 +217,12 @@ def load_weights(
     if found is not None and in_memory > MAX_GROWTH * in_files:
         method, sizes = found.get("quant_method"), (f"{size / 2**20:,.1f} MiB" for size in (in_memory, in_files))
         LOG.warning("model %r is dequantised at load (%s): its weights take %s, in files %s", files.name, method, *sizes)
+    if found is not None and mixes_rows(found):
+        LOG.warning(
+            "model %r has load_in_8bit with llm_int8_threshold above 0: its rounding depends on all tokens of a pass, and so may "
+            "its output, on drafts and on other requests; 0 ends that",
+            files.name,
+        )
     return loaded
 
 

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan.models.files import one_line
+
+PACKAGES = {
+    "gptq": ("optimum", "gptqmodel"),
+    "awq": ("gptqmodel",),
+    "bitsandbytes": ("bitsandbytes",),
+    "compressed-tensors": ("compressed_tensors",),
+    "torchao": ("torchao",),
+}
+"""Packages without which transformers cannot load a method; of others it says itself what to install."""
+WITHOUT_CHECKPOINTS = ("hqq", "quanto")
+"""Methods by which transformers quantises models that it loads, and whose quantised checkpoints it cannot read."""
+OUTLIERS = 6.0
+"""Threshold of bitsandbytes where a config has none."""
+PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantisation(config: Any) -> dict[str, Any] | None:
@@ -30,7 +47,12 @@ def check_quantisation(config: Any) -> None:
         return
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    method = f"quantization_config has quant_method={found.get('quant_method')!r}, which cannot be loaded here"
+    name = found.get("quant_method")
+    method = f"quantization_config has quant_method={name!r}, which cannot be loaded here"
+    if name in WITHOUT_CHECKPOINTS:
+        raise ValueError(f"{method}: transformers reads no quantised checkpoints of it")
+    if missing := [package for package in PACKAGES.get(str(name), ()) if find_spec(package) is None]:
+        raise ValueError(f"{method}: `pip install {' '.join(missing).replace('_', '-')}`")
     try:
         quantiser = AutoHfQuantizer.from_config(copy.deepcopy(found), pre_quantized=True)
         quantiser.validate_environment(device_map=None, weights_only=True)
@@ -41,6 +63,36 @@ def check_quantisation(config: Any) -> None:
         raise ValueError(f"{method}: {' '.join(str(error).split())}") from error
     except Exception as error:  # each method has its own
         raise ValueError(f"{method}: {one_line(error)}") from error
+
+
+def mixes_rows(found: Mapping[str, Any]) -> bool:
+    """Whether the output of a row depends on the rows beside it: LLM.int8 computes the columns apart in which any has an outlier.
+
+    Args:
+        found: from `quantisation`.
+    """
+    return bool(found.get("load_in_8bit")) and found.get("llm_int8_threshold", OUTLIERS) > 0
+
+
+def cast_unquantised(model: Any, plain: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights that are not quantised, of which some quantisers leave the dtype as it is in the checkpoint.
+
+    Args:
+        model: loaded; changed in place.
+        plain: the same model as it is without quantisation; its weights are not read.
+        dtype: to run in; weights that transformers keeps in float32 stay as they are.
+    """
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    kept = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+    for path, module in plain.named_modules():
+        found = modules.get(path)
+        if found is None or type(found) is not type(module):  # the quantiser's own
+            continue
+        for name, _ in module.named_parameters(recurse=False):
+            weight = getattr(found, name, None)  # packed weights have other names
+            is_kept = any(re.search(pattern, f"{path}.{name}") for pattern in kept)
+            if type(weight) is nn.Parameter and weight.dtype in PLAIN_DTYPES and not is_kept:
+                weight.data = weight.data.to(dtype)
 
 
 def plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
