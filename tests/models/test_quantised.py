@@ -221,6 +221,28 @@ def test_a_quantised_model_writes_what_transformers_does(tmp_path: Path, caplog:
         assert path in (None, "ngram") or llm.metrics().acceptance_rate > 0, what
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is dequantised depends on the device")
+def test_experts_in_mxfp4_write_what_transformers_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "sliding_window": 12}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    make_model(tmp_path, "gpt_oss", **sizes, num_local_experts=4, num_experts_per_tok=2, rope_parameters=rope)
+    weights: dict[str, Tensor] = {}
+    experts = [name for name in load_file(tmp_path / "model.safetensors") if name.endswith(("gate_up_proj", "down_proj"))]
+    for name in experts:
+        num_experts, inputs, outputs = load_file(tmp_path / "model.safetensors")[name].shape
+        shape = num_experts, outputs, inputs // 32
+        weights[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8)  # two numbers of four bits in each
+        weights[f"{name}_scales"] = torch.randint(122, 126, shape, dtype=torch.uint8)  # exponents, of 2^-5 to 2^-2
+    quantise(tmp_path, {"quant_method": "mxfp4"}, weights, instead_of=experts)
+    prompt = random_prompts(2)[1]
+    tokens, _ = generate(load_reference(tmp_path), prompt)
+    with caplog.at_level(logging.WARNING, "titan"):
+        llm = LLM(str(tmp_path), str(tmp_path), **(DEFAULTS | {"draft_tree": "dynamic"}), num_kv_blocks=64)
+    assert caplog.text.count("is dequantised at load (mxfp4): its weights take ") == 2
+    [output] = llm.generate([prompt], greedy(NUM_TOKENS, ignore_eos=True), use_tqdm=False)
+    assert output.outputs[0].token_ids == tokens and llm.metrics().acceptance_rate == 1
+
+
 @pytest.mark.filterwarnings("ignore")  # of the package
 def test_that_outliers_of_8_bits_mix_rows_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_model(tmp_path, hidden_size=64, intermediate_size=128)
