@@ -49,7 +49,7 @@ SHARED_KV = {"num_hidden_layers": 6, "layer_types": [*GLOBAL_LAST, WINDOWED, WIN
     "hidden_size_per_layer_input": 8,
     "final_logit_softcapping": 3.0,
 }
-GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 0.4, "residual_multiplier": 0.6, "attention_multiplier": 0.4}
+GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 0.4, "residual_multiplier": 0.6, "attention_multiplier": 0.15}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "original_max_position_embeddings": 128}
 LONGROPE |= {"short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.0, 4.0], "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0, 9.0]}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
