@@ -36,7 +36,8 @@ from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
 from titan.kernels.backend import choose_backend, choose_device
-from titan.models.loader import DEMO, DTYPES, load_model, load_tokenizer, resolve_model
+from titan.models.files import ModelFiles
+from titan.models.loader import DEMO, DTYPES, load_model, load_tokenizer, open_model, resolve_model
 
 NUM_WARM_UP_TOKENS = 16
 """Tokens that each request of a warm-up run generates."""
@@ -68,7 +69,7 @@ class AdaptiveBench:
         self._backend = choose_backend(choose_device(args.device))
         target = resolve_model(args.model, "target")
         self._tokenizer = load_tokenizer(target)
-        self._target = load_model(target, dtype=args.dtype, backend=self._backend)
+        self._target = load_model(open_model(ModelFiles(target)), dtype=args.dtype, backend=self._backend)
         self._drafts: Models = {}
         if args.hopeless:
             self._drafts[args.draft_model, None] = load_shuffled(args.draft_model, args.dtype, self._backend, args.seed)

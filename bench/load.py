@@ -37,7 +37,8 @@ from titan.core.limits import MAX_NODES
 from titan.core.options import EngineConfig
 from titan.engine import Engine
 from titan.kernels.backend import choose_backend, choose_device
-from titan.models.loader import DEMO, DTYPES, load_model, load_tokenizer, resolve_model
+from titan.models.files import ModelFiles
+from titan.models.loader import DEMO, DTYPES, load_model, load_tokenizer, open_model, resolve_model
 
 NAMES = ("long-prompts", "priority", "fair", "prefix", "int8", "int8-memory", "load")
 BLOCK_SIZE = 16
@@ -64,7 +65,7 @@ class LoadBench:
         target = resolve_model(args.model, "target")
         self._backend = choose_backend(choose_device("auto"))
         self._tokenizer = load_tokenizer(target)
-        self._target = load_model(target, dtype=args.dtype, backend=self._backend)
+        self._target = load_model(open_model(ModelFiles(target)), dtype=args.dtype, backend=self._backend)
         self._load = Load(
             model=args.model,
             prompt_len=args.prompt_len,

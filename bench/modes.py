@@ -18,7 +18,8 @@ from titan.bench.turns import error_line, log
 from titan.bench.workloads import Workload
 from titan.draft.ngram import NgramDrafter
 from titan.engine import Engine
-from titan.models.loader import load_config, resolve_model
+from titan.models.files import ModelFiles
+from titan.models.loader import open_model, resolve_model
 
 TITAN = "titan"
 TITAN_DRAFT = "titan-draft"
@@ -158,7 +159,7 @@ def possible_modes(draft_model: str | None) -> list[str]:
     """
     if draft_model is None or draft_model == NgramDrafter.name:
         return [name for name, mode in MODES.items() if not mode.uses_draft or (draft_model and name == TITAN_DRAFT)]
-    load_config(resolve_model(draft_model, "draft"))
+    open_model(ModelFiles(resolve_model(draft_model, "draft")))
     return list(MODES)
 
 

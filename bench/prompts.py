@@ -18,7 +18,8 @@ from typing import Any
 
 from titan.bench.turns import log
 from titan.bench.workloads import Lengths, read_text
-from titan.models.loader import load_config, load_tokenizer, resolve_model
+from titan.models.files import ModelFiles
+from titan.models.loader import load_tokenizer, open_model, resolve_model
 
 DEFINITION = re.compile(r"^ *(?:async def|def|class) ", re.MULTILINE)
 CHARACTERS_PER_TOKEN = 12
@@ -49,7 +50,7 @@ def prompt_stream(model: str, source: str, lengths: Lengths, seed: int) -> Itera
     if source == "auto":
         source = SYNTHETIC if tokenizer is None else "code"
     if source == SYNTHETIC:
-        return random_prompts(lengths, load_config(folder).vocab_size, seed)
+        return random_prompts(lengths, open_model(ModelFiles(folder)).config.vocab_size, seed)
     if source not in SOURCES and not Path(source).is_file():
         raise ValueError(f"prompts {source!r} are unknown: allowed are auto, {SYNTHETIC}, {', '.join(SOURCES)}, or a file")
     if tokenizer is None:

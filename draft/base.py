@@ -12,7 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVLayout, KVTensor
-from titan.core.options import ModelOptions
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
@@ -116,7 +115,6 @@ class DraftContext:
     kv_cache_dtype: str  # of a draft model
     backend: Backend
     prepare: Callable[[Any, KVTensor, Sequence[GrowthSpec], int], Runner]
-    model_options: ModelOptions  # of the engine: how draft models are found and loaded
     tokenizer: Any | None  # the target's, a transformers tokenizer
 
 

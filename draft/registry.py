@@ -12,7 +12,8 @@ from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.vocabulary import VocabularyMap
 from titan.models.config import ModelConfig
-from titan.models.loader import load_config, load_model, load_tokenizer, resolve_model
+from titan.models.files import ModelFiles
+from titan.models.loader import load_model, load_tokenizer, open_model, resolve_model
 
 DrafterFactory = Callable[[DraftContext], Drafter]
 DraftSpec = str | Drafter | None
@@ -44,51 +45,47 @@ def register(name: str, factory: DrafterFactory) -> None:
     _FACTORIES[name] = factory
 
 
-def check_draft(spec: DraftSpec, options: ModelOptions) -> None:
-    """Check that a draft's config, if it is a model, can be used; nothing else of it is downloaded.
+def drafter_factory(spec: DraftSpec, options: ModelOptions) -> DrafterFactory:
+    """Return what creates the drafter that ``spec`` stands for; of a draft model, only the config is read so far.
+
+    The factory raises a `ValueError` if the draft shares too little of the target's vocabulary, its weights do not fit, or options
+    ask for what the drafter cannot do.
 
     Raises:
-        ValueError: it is not a model that can be loaded.
-    """
-    if isinstance(spec, str) and spec not in _FACTORIES:
-        with _naming_the_draft(spec):
-            load_config(resolve_model(spec, "draft"), **_loading(options))
-
-
-def create_drafter(spec: DraftSpec, context: DraftContext) -> Drafter:
-    """Create the drafter that ``spec`` stands for.
-
-    Raises:
-        ValueError: the draft shares too little of the target's vocabulary, is not a model that can be loaded, or has KV but accepts
-            no cache.
+        ValueError: it is neither a drafter nor a model that can be run, or has KV but accepts no cache.
     """
     if spec is None:
-        return NoDrafter()
-    if not isinstance(spec, str):
-        if not isinstance(spec, Drafter):
-            raise ValueError(f"draft_model={spec!r} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter")
-        if spec.kv is not None and not isinstance(spec, CachingDrafter):
-            raise ValueError(f"draft_model={spec!r} has kv, but is not a CachingDrafter: allowed with attach() and lookahead()")
+        return lambda _: NoDrafter()
+    if isinstance(spec, str):
+        return _FACTORIES.get(spec) or _draft_model_factory(spec, options)
+    if not isinstance(spec, Drafter):
+        raise ValueError(f"draft_model={spec!r} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter")
+    if spec.kv is not None and not isinstance(spec, CachingDrafter):
+        raise ValueError(f"draft_model={spec!r} has kv, but is not a CachingDrafter: allowed with attach() and lookahead()")
+
+    def as_it_is(context: DraftContext) -> Drafter:
         _check_deterministic(spec.name, context)
         return spec
-    factory = _FACTORIES.get(spec)
-    if factory is not None:
-        return factory(context)
-    folder, options = resolve_model(spec, "draft"), context.model_options
-    with _naming_the_draft(spec):
-        config = load_config(folder, **_loading(options))
-        trust = options.trust_remote_code
-        tokenizer = load_tokenizer(folder, download_dir=options.download_dir, trust_remote_code=trust)
-    vocabulary = _map_vocabulary(spec, config, tokenizer, context)
-    order = None if vocabulary is None else vocabulary.order
-    with _naming_the_draft(spec):
-        model = load_model(folder, dtype=context.dtype, backend=context.backend, order=order, **_loading(options))
-    return DraftModelDrafter(spec, model, context, vocabulary)
+
+    return as_it_is
 
 
-def _loading(options: ModelOptions) -> dict[str, Any]:
-    names = ("download_dir", "model_impl", "trust_remote_code")
-    return {name: getattr(options, name) for name in names}
+def _draft_model_factory(spec: str, options: ModelOptions) -> DrafterFactory:
+    folder, trust = resolve_model(spec, "draft"), options.trust_remote_code
+    with _naming_the_draft(spec):
+        files = ModelFiles(folder, download_dir=options.download_dir)
+        checkpoint = open_model(files, options.model_impl, trust_remote_code=trust)
+
+    def load(context: DraftContext) -> Drafter:
+        with _naming_the_draft(spec):
+            tokenizer = load_tokenizer(folder, download_dir=options.download_dir, trust_remote_code=trust)
+        vocabulary = _map_vocabulary(spec, checkpoint.config, tokenizer, context)
+        order = None if vocabulary is None else vocabulary.order
+        with _naming_the_draft(spec):
+            model = load_model(checkpoint, dtype=context.dtype, backend=context.backend, order=order)
+        return DraftModelDrafter(spec, model, context, vocabulary)
+
+    return load
 
 
 def _check_deterministic(name: str, context: DraftContext) -> None:

@@ -21,6 +21,8 @@ from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 from titan.frontend import FrontEnd, choose_tokenizer
 from titan.kernels.interfaces import Backend
+from titan.models.files import ModelFiles
+from titan.models.loader import open_model
 
 SCARCE: dict[str, Any] = {"max_batch_size": 4, "prefill_chunk_size": 7, "block_size": 8, "num_kv_blocks": 14}
 AMPLE: dict[str, Any] = {"max_batch_size": 32, "block_size": 16, "num_kv_blocks": 400}
@@ -38,7 +40,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 def make_engine(model: str, draft: DraftSpec = None, *, backend: Backend | None = None, **options: Any) -> Engine:
-    return Engine(EngineConfig.of(**(DEFAULTS | options)), model, draft, choose_tokenizer(model, None), backend)
+    config = EngineConfig.of(**(DEFAULTS | options))
+    checkpoint = open_model(ModelFiles(model), config.model.model_impl)
+    return Engine(config, checkpoint, draft, choose_tokenizer(model, None), backend)
 
 
 def greedy(max_tokens: int | None, **options: Any) -> SamplingParams:

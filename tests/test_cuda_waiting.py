@@ -34,7 +34,8 @@ from titan.kernels.interfaces import PassCounts, Verified
 from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.tree_walk import _walk_kernel
 from titan.models.decoder import Decoder
-from titan.models.loader import load_config
+from titan.models.files import ModelFiles
+from titan.models.loader import open_model
 from titan.sample.logits import TransformedRows, transform_logits
 from titan.verify.logprobs import emitted_logprobs
 
@@ -174,7 +175,7 @@ def test_logprobs_take_one_copy_there_and_one_back(device: Device, uploads: Uplo
 
 def make_meta_engine(zoo: Zoo, device: Device, name: str = "llama", **options: Any) -> Engine:
     """A target and a draft without weights."""
-    configs = [load_config(zoo.path(each)) for each in (name, f"{name}~")]
+    configs = [open_model(ModelFiles(zoo.path(each))).config for each in (name, f"{name}~")]
     target, draft = (Decoder(config, dtype=torch.bfloat16, backend=device) for config in configs)
     for decoder in (target, draft):
         decoder.prepare(pack=False)

@@ -36,7 +36,8 @@ from titan.engine import Engine
 from titan.frontend import FrontEnd
 from titan.kernels.interfaces import Backend
 from titan.models.decoder import Decoder
-from titan.models.loader import load_model
+from titan.models.files import ModelFiles
+from titan.models.loader import load_model, open_model
 from titan.schedule.policies.fair import FairPolicy
 from titan.schedule.policies.priority import PriorityPolicy
 
@@ -80,7 +81,7 @@ class WatchedFair(FairPolicy):
 @cache
 def load(path: str, back_end: str) -> tuple[Decoder, Backend]:
     backend = make_back_end(back_end)
-    return load_model(path, dtype="float32", backend=backend), backend
+    return load_model(open_model(ModelFiles(path)), dtype="float32", backend=backend), backend
 
 
 def make_engine(target: Decoder, backend: Backend, draft: DraftSpec = None, **options: Any) -> Engine:

@@ -21,7 +21,8 @@ from titan.kernels.growth import grow_by_passes
 from titan.kernels.interfaces import Backend, PassCounts, PassLimits
 from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.torch.runner import TorchRunner
-from titan.models.loader import load_model
+from titan.models.files import ModelFiles
+from titan.models.loader import load_model, open_model
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 40
 NUM_REQUESTS, BLOCKS_PER_REQUEST = 6, 4
@@ -36,7 +37,8 @@ class Twins:
 
     def __init__(self, folder: Path, backend: Backend, dtype: str = "float32") -> None:
         plain = TorchBackend(torch.device("cpu"))
-        self._prepare(plain, backend, [load_model(str(folder), dtype=dtype, backend=each) for each in (plain, backend)], dtype)
+        opened = open_model(ModelFiles(str(folder)))
+        self._prepare(plain, backend, [load_model(opened, dtype=dtype, backend=each) for each in (plain, backend)], dtype)
 
     @classmethod
     def of(cls, make_model: Callable[[Backend], Any], backend: Backend) -> Twins:
@@ -104,7 +106,8 @@ class GrowthTwins:
 
     def __init__(self, path: str, vocab_size: int, backend: Backend) -> None:
         plain_backend, self.backend = TorchBackend(torch.device("cpu")), backend
-        plain, model = (load_model(path, dtype="float32", backend=each) for each in (plain_backend, backend))
+        opened = open_model(ModelFiles(path))
+        plain, model = (load_model(opened, dtype="float32", backend=each) for each in (plain_backend, backend))
         kvs = [KVTensor(each.kv_layout, 56, BLOCK_SIZE, each.device) for each in (plain, model)]
         self.counts = PassCounts()
         self.plain = TorchRunner(plain_backend, plain, kvs[0])

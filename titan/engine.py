@@ -33,7 +33,7 @@ from titan.core.step_times import Stopwatch
 from titan.core.trees import DraftTrees, GrowthReport, TreeLimits
 from titan.draft.base import CachingDrafter, DraftContext, Drafter, ModelDrafter, NoDrafter
 from titan.draft.labels import note_verification
-from titan.draft.registry import DraftSpec, check_draft, create_drafter
+from titan.draft.registry import DraftSpec, drafter_factory
 from titan.execute.batch import split_logits, target_batch
 from titan.execute.memory_profile import run_largest_pass
 from titan.execute.out_of_memory import is_out_of_memory
@@ -43,7 +43,7 @@ from titan.memory.block_pool import BlockPool
 from titan.memory.kv_cache import KVCache
 from titan.memory.sizing import block_bytes, num_kv_blocks, num_swap_blocks
 from titan.models.config import ModelConfig
-from titan.models.loader import how_it_runs, load_model, resolve_model
+from titan.models.loader import Checkpoint, how_it_runs, load_model
 from titan.schedule.admission import Limits
 from titan.schedule.preemption import SwapRule
 from titan.schedule.scheduler import Lookahead, Scheduler
@@ -70,7 +70,7 @@ class Engine:
 
     Args:
         config: the options.
-        model: "demo", a folder, a hub id, or a decoder that is ready to run on the back end, whose own dtype then applies.
+        model: from `open_model`, or a decoder that is ready to run on the back end, whose own dtype then applies.
         draft: the drafter; see `titan.draft.registry`.
         tokenizer: the target's transformers tokenizer, which a draft's is compared with; ``None`` = not known.
         backend: the back end to run on; ``None`` = the one for the device in the options.
@@ -83,7 +83,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        model: str | Model,
+        model: Checkpoint | Model,
         draft: DraftSpec = None,
         tokenizer: Any | None = None,
         backend: Backend | None = None,
@@ -94,25 +94,14 @@ class Engine:
         with self.backend.active():
             self._assemble(model, draft, tokenizer)
 
-    def _assemble(self, model: str | Model, draft: DraftSpec, tokenizer: Any | None) -> None:
+    def _assemble(self, model: Checkpoint | Model, draft: DraftSpec, tokenizer: Any | None) -> None:
         """Load the models, allocate the caches and connect the parts."""
         config = self.config
         block_size, max_batch_size = config.memory.block_size, config.schedule.max_batch_size
         self.backend.check_limits(block_size=block_size, max_batch_size=max_batch_size)
         is_drafting = config.speculation.speculation != "off" and config.speculation.max_draft_tokens > 0
-        if is_drafting:
-            check_draft(draft, config.model)  # before the target's weights are downloaded
-        target = model
-        if isinstance(target, str):
-            target = load_model(
-                resolve_model(target, "target"),
-                dtype=config.model.dtype,
-                backend=self.backend,
-                revision=config.model.revision,
-                download_dir=config.model.download_dir,
-                model_impl=config.model.model_impl,
-                trust_remote_code=config.model.trust_remote_code,
-            )
+        make_drafter = drafter_factory(draft if is_drafting else None, config.model)  # before the target's weights are downloaded
+        target = load_model(model, dtype=config.model.dtype, backend=self.backend) if isinstance(model, Checkpoint) else model
         self.model_config = target.config
         self.dtype = target.dtype
         self.max_model_len = _max_model_len(config.model, self.model_config)
@@ -122,7 +111,7 @@ class Engine:
         num_drafts = config.speculation.max_draft_tokens if is_drafting else 0
         self._pass_limits = PassLimits(max_batch_size, 1 + num_drafts, max_blocks)
         self._target = target
-        drafter = create_drafter(draft if is_drafting else None, self._draft_context())
+        drafter = make_drafter(self._draft_context())
         kv_layout = target.kv_layout.stored_as(config.memory.kv_cache_dtype)
         layouts = [kv_layout, *([] if drafter.kv is None else [drafter.kv])]
         num_blocks = num_kv_blocks(
@@ -272,7 +261,7 @@ class Engine:
             raise ValueError("swap_draft() contradicts max_draft_tokens=0: allowed with at least 1")
         block_bytes_before = self.kv.bytes_per_block
         with self.backend.active():
-            self._use_drafter(create_drafter(draft, self._draft_context()))
+            self._use_drafter(drafter_factory(draft, self.config.model)(self._draft_context()))
         self._swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
         self.kv.new_draft_epoch(self.scheduler.in_flight)
 
@@ -446,7 +435,6 @@ class Engine:
             kv_cache_dtype=config.memory.draft_kv_cache_dtype,
             backend=backend,
             prepare=prepare,
-            model_options=config.model,
             tokenizer=self._tokenizer,
         )
 

@@ -17,7 +17,8 @@ from titan.diagnosis import faults, limits
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 from titan.frontend import FrontEnd, choose_tokenizer
-from titan.models.loader import load_config, load_sampling_defaults, resolve_model
+from titan.models.files import ModelFiles
+from titan.models.loader import load_sampling_defaults, open_model, resolve_model
 from titan.prompts import Prompt, as_prompts
 from titan.vllm_names import LLMOptions, translate
 
@@ -60,13 +61,13 @@ class LLM:
             raise ValueError(f"model={shown(model)} is not allowed: it must be 'demo', a folder or a Hugging Face hub id")
         target = fspath(model)
         place = config.model.revision, config.model.download_dir
-        impl, trust = config.model.model_impl, config.model.trust_remote_code
-        load_config(resolve_model(target, "target"), *place, model_impl=impl, trust_remote_code=trust)  # before more is downloaded
+        files, trust = ModelFiles(resolve_model(target, "target"), *place), config.model.trust_remote_code
+        checkpoint = open_model(files, config.model.model_impl, trust_remote_code=trust)  # before more is downloaded
         self._default_params = SamplingParams()
         if config.model.generation_config == "auto":
-            self._default_params = _default_params(target, *place)
+            self._default_params = _default_params(target, files)
         target_tokenizer = choose_tokenizer(target, check_path("tokenizer", tokenizer), *place, trust_remote_code=trust)
-        self.engine = Engine(config, target, draft_model, target_tokenizer)
+        self.engine = Engine(config, checkpoint, draft_model, target_tokenizer)
         self.frontend = FrontEnd(self.engine, target_tokenizer)
 
     def get_tokenizer(self) -> Any:
@@ -264,8 +265,8 @@ class LLM:
         return self.frontend.loop.between_steps(lambda: _diagnose(self.engine))
 
 
-def _default_params(model: str, revision: str | None, download_dir: str | None) -> SamplingParams:
-    values = load_sampling_defaults(resolve_model(model, "target"), revision, download_dir)
+def _default_params(model: str, files: ModelFiles) -> SamplingParams:
+    values = load_sampling_defaults(files)
     try:
         return SamplingParams(**values)
     except ValueError as error:

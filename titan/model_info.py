@@ -13,7 +13,7 @@ from titan.models.files import ModelFiles
 from titan.models.loader import (
     empty_modules,
     how_it_runs,
-    read_config,
+    open_model,
     read_config_file,
     resolve_dtype,
     resolve_model,
@@ -45,14 +45,14 @@ def model_facts(name: str, options: ModelOptions, backend: Backend) -> tuple[boo
         ValueError: there is no such model, or it is none.
     """
     files = ModelFiles(resolve_model(name, "target"), options.revision, options.download_dir)
-    content, trust = read_config_file(files), options.trust_remote_code
+    content = read_config_file(files)
     try:
-        config = read_config(files, options.model_impl, trust_remote_code=trust)
+        config = open_model(files, options.model_impl, trust_remote_code=options.trust_remote_code).config
         run_dtype = resolve_dtype(options.dtype, config.dtype, backend)
         how = _kernels(config, run_dtype, backend)
     except ValueError as error:
         return False, {"model": name, "runs": f"no: {error}"}
-    modules = empty_modules(files, config, backend, trust_remote_code=trust)
+    modules = empty_modules(config, backend)
     num_weights = sum(each.numel() for each in modules.parameters())
     impl = how_it_runs(config)
     facts = {
@@ -65,8 +65,6 @@ def model_facts(name: str, options: ModelOptions, backend: Backend) -> tuple[boo
         facts["layers"] += f", because {why_not_native(files) or f'model_impl={options.model_impl!r}'}"
     if quantised := content.get("quantization_config"):
         facts["weights"] += f" if dequantised: quantization_config has quant_method={quantised.get('quant_method')!r}"
-    if not config.layers:
-        return True, {**facts, "KV": "known once the weights are loaded", "free memory": _size(backend.free_memory())}
     facts["KV, 1 token"] = _size(bytes_per_token := config.kv_layout(run_dtype).bytes_per_token)
     longest = config.max_position_embeddings
     for length in (*(each for each in LENGTHS if each < longest), longest):

@@ -18,7 +18,8 @@ from titan.core.batch import QueryRow, RaggedBatch, build_batch
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.backend import choose_backend, choose_device
 from titan.kernels.interfaces import Backend, PassCounts, PassLimits, Runner
-from titan.models.loader import load_model
+from titan.models.files import ModelFiles
+from titan.models.loader import load_model, open_model
 
 Measure = Callable[..., Any]
 pytestmark = [pytest.mark.benchmark(group="kernel"), pytest.mark.parametrize("dtype", ["float32", "bfloat16"])]
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def runner(folder: Path, model_impl: str, dtype: str) -> Runner:
     """The model's runner, with KV for 8 requests."""
-    model = load_model(str(folder), dtype=dtype, backend=backend(), model_impl=model_impl)
+    model = load_model(open_model(ModelFiles(str(folder)), model_impl), dtype=dtype, backend=backend())
     kv = KVTensor(model.kv_layout, 8 * NUM_BLOCKS, BLOCK_SIZE, backend().device)
     return backend().prepare(model, kv, PassLimits(8, 1 + NUM_NODES, NUM_BLOCKS), PassCounts())
 

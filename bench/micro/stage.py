@@ -25,7 +25,8 @@ from titan.execute.batch import target_batch
 from titan.kernels.interfaces import Backend, LayerOps
 from titan.kernels.torch.runner import TorchRunner, place_nodes
 from titan.models.decoder import Decoder
-from titan.models.loader import DEMO
+from titan.models.files import ModelFiles
+from titan.models.loader import DEMO, open_model, resolve_model
 from titan.verify.accept import collect, launch
 
 CONTEXT_LEN = 128
@@ -117,7 +118,7 @@ def make_engine(
         enable_prefix_caching=False,
         kv_cache_dtype=kv_cache_dtype,
     )
-    engine = Engine(config, DEMO, draft)
+    engine = Engine(config, open_model(ModelFiles(resolve_model(DEMO, "target"))), draft)
     prompts = random_prompts(Lengths(CONTEXT_LEN, CONTEXT_LEN), engine.model_config.vocab_size, seed)
     requests = make_requests(engine, take_workload(prompts, num_requests, repeat(MAX_OUTPUT_LEN)), temperature=temperature)
     for request in requests:

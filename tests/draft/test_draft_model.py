@@ -22,11 +22,11 @@ from titan.core.draft_history import DraftHistory
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
-from titan.draft.base import NoDrafter
+from titan.draft.base import Drafter, NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.policy import CHAIN_CHILDREN, GREEDY_TEMPERATURE, MAX_CHAIN_NODES, MAX_NARROW_NODES
-from titan.draft.registry import _FACTORIES, create_drafter, register
+from titan.draft.registry import _FACTORIES, DraftSpec, drafter_factory, register
 
 PROMPTS = random_prompts(10, seed=8, max_len=40)
 
@@ -238,12 +238,15 @@ def test_a_distribution_at_temperature_0_is_refused(zoo: Zoo) -> None:
 
 
 def test_specs_of_every_kind_become_drafters(zoo: Zoo) -> None:
-    context = make_engine(zoo.path("llama"), **AMPLE)._draft_context()
-    own = NgramDrafter(2)
-    assert isinstance(create_drafter(None, context), NoDrafter)
-    assert isinstance(create_drafter("ngram", context), NgramDrafter)
-    assert isinstance(create_drafter(zoo.path("other"), context), DraftModelDrafter)
-    assert create_drafter(own, context) is own
+    engine, own = make_engine(zoo.path("llama"), **AMPLE), NgramDrafter(2)
+
+    def create(spec: DraftSpec) -> Drafter:
+        return drafter_factory(spec, engine.config.model)(engine._draft_context())
+
+    assert isinstance(create(None), NoDrafter)
+    assert isinstance(create("ngram"), NgramDrafter)
+    assert isinstance(create(zoo.path("other")), DraftModelDrafter)
+    assert create(own) is own
 
 
 def test_a_registered_name_means_its_factory(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

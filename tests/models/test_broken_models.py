@@ -23,7 +23,8 @@ from titan import LLM
 from titan.bench.latency import parse_arguments
 from titan.cli import main
 from titan.kernels.torch.backend import TorchBackend
-from titan.models.loader import load_model
+from titan.models.files import ModelFiles
+from titan.models.loader import load_model, open_model
 
 Damage = Callable[[Path], object]
 INDEX = "model.safetensors.index.json"
@@ -388,6 +389,6 @@ def test_numbers_beyond_a_dtype_are_refused_in_that_dtype_only(whole: Path, tmp_
     shutil.copytree(whole / "one", tmp_path, dirs_exist_ok=True)
     weights(model__norm__weight=torch.full((48,), 1e5))(tmp_path)
     backend = TorchBackend(torch.device("cpu"))
-    load_model(str(tmp_path), dtype="float32", backend=backend)
+    load_model(open_model(ModelFiles(str(tmp_path))), dtype="float32", backend=backend)
     with pytest.raises(ValueError, match=r"'model\.norm\.weight' with numbers that are not finite in float16"):
-        load_model(str(tmp_path), dtype="float16", backend=backend)
+        load_model(open_model(ModelFiles(str(tmp_path))), dtype="float16", backend=backend)

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from titan.kernels.backend import choose_backend
 from titan.models.files import ModelFiles
-from titan.models.hf.load import load_weights
-from titan.models.loader import empty_modules, load_model, read_config
+from titan.models.loader import empty_modules, load_model, open_model
 
 
 def test_only_the_language_model_is_loaded(
@@ -27,12 +26,11 @@ def test_only_the_language_model_is_loaded(
     loaded = []
     monkeypatch.setattr("titan.models.hf.load.TransformersModel", lambda model, *_, **__: loaded.append(model))
     with caplog.at_level(logging.WARNING, "titan"):
-        load_weights(ModelFiles(checkpoint.path), None, dtype=torch.float32, backend=backend)
+        load_model(opened := open_model(ModelFiles(checkpoint.path)), dtype="float32", backend=backend)
     assert {name for name, _ in loaded[0].named_parameters()} == language
     [line] = [record.getMessage() for record in caplog.records if record.name.startswith("titan")]
     assert line == f"model {checkpoint.path!r} runs text-only: of Gemma3ForConditionalGeneration, only the language model is loaded"
-    files = ModelFiles(checkpoint.path)
-    modules = empty_modules(files, read_config(files), backend)
+    modules = empty_modules(opened.config, backend)
     assert {name for name, _ in modules.named_parameters()} == language
 
 
@@ -44,4 +42,4 @@ def test_a_missing_weight_of_the_language_model_is_still_missing(tmp_path: Path)
         {name: each for name, each in kept.items() if not name.endswith("language_model.norm.weight")}, file, {"format": "pt"}
     )
     with pytest.raises(ValueError, match=r"missing model.language_model.norm.weight; unexpected none"):
-        load_model(checkpoint.path, dtype="float32", backend=choose_backend(torch.device("cpu")))
+        load_model(open_model(ModelFiles(checkpoint.path)), dtype="float32", backend=choose_backend(torch.device("cpu")))

@@ -12,13 +12,14 @@ from families import LONGROPE
 from tiny_models import SIZES
 
 from titan.models.config import DecoderConfig
-from titan.models.loader import load_config
+from titan.models.files import ModelFiles
+from titan.models.loader import open_model
 
 
 def read(folder: Path, model_type: str = "llama", **entries: Any) -> DecoderConfig:
     content = SIZES | {"model_type": model_type, "architectures": [f"{model_type.capitalize()}ForCausalLM"]} | entries
     (folder / "config.json").write_text(json.dumps(content))
-    return load_config(str(folder), model_impl="native")
+    return open_model(ModelFiles(str(folder)), "native").config
 
 
 def test_the_generation_config_decides_on_the_end_tokens(tmp_path: Path) -> None:

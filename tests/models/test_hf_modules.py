@@ -24,8 +24,8 @@ from titan.kernels.interfaces import LayerOps
 from titan.models.files import ModelFiles
 from titan.models.hf.attention import FusedAttention
 from titan.models.hf.experts import BINDING, pack_experts, run_experts
-from titan.models.hf.load import load_weights
 from titan.models.hf.modules import FusedNorm, GatedMlp, PackedLinear, fuse_embedding, fuse_mlp, fuse_norm, is_plain_linear
+from titan.models.loader import load_model, open_model
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
@@ -173,13 +173,13 @@ def test_all_of_a_llama_is_replaced_and_what_is_only_alike_is_not(tmp_path: Any,
     config = LlamaConfig(**SIZES, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=2, vocab_size=64)
     ready(LlamaForCausalLM(config), dtype).save_pretrained(tmp_path)
     backend = choose_backend(torch.device("cpu"))
-    model = load_weights(ModelFiles(str(tmp_path)), None, dtype=dtype, backend=backend)
+    model = load_model(open_model(ModelFiles(str(tmp_path)), "transformers"), dtype=dtype, backend=backend)
     found = {type(module) for module in model._decoder.modules()}
     assert {FusedAttention, GatedMlp, FusedNorm} <= found and not found & {nn.Linear, LlamaAttention, LlamaMLP, LlamaRMSNorm}
     assert isinstance(model._head._layer, PackedLinear)
 
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaAttention", ClippedAttention)
-    clipped = load_weights(ModelFiles(str(tmp_path)), None, dtype=dtype, backend=backend)
+    clipped = load_model(open_model(ModelFiles(str(tmp_path)), "transformers"), dtype=dtype, backend=backend)
     found = {type(module) for module in clipped._decoder.modules()}
     assert ClippedAttention in found and FusedAttention not in found
     assert nn.Linear not in found, "its projections are packed all the same"
@@ -198,7 +198,8 @@ def test_other_classes_of_linear_layers_stay() -> None:
 MEASURE_PEAK = """
 import sys, threading, torch
 from titan.kernels.backend import choose_backend
-from titan.models.loader import load_model
+from titan.models.files import ModelFiles
+from titan.models.loader import load_model, open_model
 backend, peaks, is_loaded = choose_backend(torch.device("cpu")), [], threading.Event()
 def own_bytes():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
@@ -206,10 +207,10 @@ def watch():
     while not is_loaded.wait(0.002):
         peaks.append(own_bytes())
 tiny, folder = sys.argv[1:]
-load_model(tiny, dtype="float32", backend=backend, model_impl="transformers")  # imports are not the weights'
+load_model(open_model(ModelFiles(tiny), "transformers"), dtype="float32", backend=backend)  # imports are not the weights'
 before, watcher = own_bytes(), threading.Thread(target=watch)
 watcher.start()
-model = load_model(folder, dtype="float32", backend=backend, model_impl="transformers")
+model = load_model(open_model(ModelFiles(folder), "transformers"), dtype="float32", backend=backend)
 is_loaded.set()
 watcher.join()
 print(max(peaks) - before)

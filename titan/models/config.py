@@ -33,7 +33,7 @@ class ModelConfig:
     architecture: str
     vocab_size: int
     max_position_embeddings: int
-    layers: tuple[LayerSpec, ...]  # those with a cache of their own; none if they are known only once the weights are loaded
+    layers: tuple[LayerSpec, ...]  # those with a cache of their own
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype  # of the checkpoint
     # features of the model: those of `LayerSpec.traits`, and "rms_norm", "pre_norm" and "post_norm" (of what attention and

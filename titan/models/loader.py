@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +26,8 @@ from titan.models.files import (
     one_line,
     some,
 )
+from titan.models.hf.describe import TransformersConfig, describe, empty_model
+from titan.models.hf.load import load_weights as load_modules
 from titan.models.registry import NotNativeError, check_supported
 from titan.models.token_order import TokenOrder
 from titan.models.weights import fetch_weights, load_weights, weight_files
@@ -71,41 +74,50 @@ def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, backend: Ba
     raise ValueError(f"dtype={dtype!r} is not allowed: it must be one of auto, {', '.join(DTYPES)}")
 
 
-def load_config(
-    path_or_id: str,
-    revision: str | None = None,
-    download_dir: str | None = None,
-    *,
-    model_impl: str = "auto",
-    trust_remote_code: bool = False,
-) -> ModelConfig:
-    """Read the config of a model from a folder or a hub id; nothing else is downloaded, but for code that is trusted.
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model that can be run, as far as its config says; made by `open_model`."""
+
+    files: ModelFiles
+    config: ModelConfig  # a `DecoderConfig` if Titan's own decoder is to run it, else a `TransformersConfig`
+
+
+def open_model(files: ModelFiles, model_impl: str = "auto", *, trust_remote_code: bool = False) -> Checkpoint:
+    """Read the config of a model; nothing else is downloaded, but for code that is trusted.
 
     Args:
-        path_or_id: a folder or hub id.
-        revision: branch, tag or commit on the hub; ``None`` = its main branch.
-        download_dir: folder for downloads; ``None`` = the hub library's cache.
+        files: of the model.
         model_impl: as of `titan.core.options.ModelOptions`.
         trust_remote_code: likewise.
 
     Raises:
         ValueError: the model does not exist, has no config, or is not supported.
     """
-    return read_config(ModelFiles(path_or_id, revision, download_dir), model_impl, trust_remote_code=trust_remote_code)
+    content = read_config_file(files)
+    name, folder = files.name, files.fetch(*CONFIG_FILES, *(["*.py"] if trust_remote_code else []))
+    generation = files.read_json(GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else {}
+    with _naming(name, GENERATION_CONFIG):
+        eos_token_ids = as_token_ids(generation.get("eos_token_id")) or None
+    with _naming(name, CONFIG), _TRANSFORMERS_LOCK:
+        if model_impl != "transformers":
+            try:
+                return Checkpoint(files, _read_decoder_config(content, folder, eos_token_ids))
+            except NotNativeError:
+                if model_impl == "native":
+                    raise
+        check_type(content, trust_remote_code=trust_remote_code)
+        from transformers import AutoConfig
+
+        source = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return Checkpoint(files, describe(source, eos_token_ids, trust_remote_code=trust_remote_code))
 
 
-def load_sampling_defaults(path_or_id: str, revision: str | None = None, download_dir: str | None = None) -> dict[str, Any]:
+def load_sampling_defaults(files: ModelFiles) -> dict[str, Any]:
     """Read what the generation_config.json of a model says about sampling, by the names of `SamplingParams`; empty without one.
-
-    Args:
-        path_or_id: a folder or hub id.
-        revision: as in `load_config`.
-        download_dir: as in `load_config`.
 
     Raises:
         ValueError: the model does not exist, or the file is not a JSON object.
     """
-    files = ModelFiles(path_or_id, revision, download_dir)
     is_there = (files.fetch(GENERATION_CONFIG) / GENERATION_CONFIG).is_file()
     content = files.read_json(GENERATION_CONFIG) if is_there else {}
     return {ours: content[name] for name, ours in SAMPLING_DEFAULTS.items() if content.get(name) is not None}
@@ -118,9 +130,9 @@ def load_tokenizer(
 
     Args:
         path_or_id: a folder or hub id.
-        revision: as in `load_config`.
-        download_dir: as in `load_config`.
-        trust_remote_code: as in `load_config`.
+        revision: as of `ModelFiles`.
+        download_dir: likewise.
+        trust_remote_code: as of `titan.core.options.ModelOptions`.
 
     Raises:
         ValueError: the model does not exist, or its tokenizer cannot be read.
@@ -156,63 +168,44 @@ def download(path_or_id: str, revision: str | None) -> str:
 
     Args:
         path_or_id: a folder or hub id.
-        revision: as in `load_config`.
+        revision: as of `ModelFiles`.
 
     Raises:
         ValueError: the model does not exist or is not supported.
     """
     files = ModelFiles(path_or_id, revision)
-    read_config(files)
+    open_model(files)
     return str(files.fetch(*CONFIG_FILES, *TOKENIZER_FILES, *weight_files(files)))
 
 
 def load_model(
-    path_or_id: str,
+    checkpoint: Checkpoint,
     *,
     dtype: str | torch.dtype,
     backend: Backend,
     max_positions: int | None = None,
     order: TokenOrder | None = None,
-    revision: str | None = None,
-    download_dir: str | None = None,
-    model_impl: str = "auto",
-    trust_remote_code: bool = False,
 ) -> Model:
-    """Read a model from a folder or a hub id, ready to run.
-
-    The config is read before any weights are downloaded, and only those files are that are loaded.
+    """Read the weights of a model, ready to run; of one on the hub, only those files are downloaded that are loaded.
 
     Args:
-        path_or_id: a folder with config.json and safetensors weights, or a hub id.
+        checkpoint: from `open_model`.
         dtype: "auto", "float32", "bfloat16", "float16" or the torch dtype; see `resolve_dtype`.
         backend: that runs the model.
         max_positions: positions that can be run; by default all that the model was trained for.
         order: of the tokens; ``None`` = the checkpoint's.
-        revision: as in `load_config`.
-        download_dir: as in `load_config`.
-        model_impl: as in `load_config`.
-        trust_remote_code: as in `load_config`.
 
     Raises:
-        ValueError: the model does not exist, is not supported, or has weights that do not fit its config.
+        ValueError: the model has weights that do not fit its config, or none.
     """
-    files = ModelFiles(path_or_id, revision, download_dir)
-    config = read_config(files, model_impl, trust_remote_code=trust_remote_code)
+    files, config = checkpoint.files, checkpoint.config
+    run_dtype = resolve_dtype(dtype, config.dtype, backend)
     if isinstance(config, DecoderConfig):
-        return _fill_decoder(files, config, dtype, backend, max_positions, pack=True, order=order)
-    fetch_weights(files)  # their errors name the model
-    with _naming(path_or_id, "checkpoint"), _TRANSFORMERS_LOCK:
-        from titan.models.hf.load import load_weights as load_with_transformers
-
-        return load_with_transformers(
-            files,
-            config.eos_token_ids,
-            dtype=resolve_dtype(dtype, config.dtype, backend),
-            backend=backend,
-            max_positions=max_positions,
-            order=order,
-            trust_remote_code=trust_remote_code,
-        )
+        return _fill_decoder(files, config, run_dtype, backend, max_positions, pack=True, order=order)
+    assert isinstance(config, TransformersConfig)
+    paths = fetch_weights(files)  # its errors name the model
+    with _naming(files.name, "checkpoint"), _TRANSFORMERS_LOCK:
+        return load_modules(files.name, paths, config, dtype=run_dtype, backend=backend, max_positions=max_positions, order=order)
 
 
 def load_decoder(
@@ -223,62 +216,35 @@ def load_decoder(
     The weights are streamed into the decoder piece by piece: besides them, only a few MiB of the files are mapped.
 
     Args:
-        path_or_id: as of `load_model`.
+        path_or_id: a folder with config.json and safetensors weights, or a hub id.
         dtype: as of `load_model`.
         backend: as of `load_model`.
         max_positions: as of `load_model`.
         pack: pack the weights where possible; see `Decoder.prepare`.
 
     Raises:
-        ValueError: as `load_model`, and there is no decoder for it.
+        ValueError: as `open_model` and `load_model`, and there is no decoder for it.
     """
     files = ModelFiles(path_or_id)
-    config = read_config(files, "native")
+    config = open_model(files, "native").config
     assert isinstance(config, DecoderConfig)
-    return _fill_decoder(files, config, dtype, backend, max_positions, pack=pack, order=None)
+    run_dtype = resolve_dtype(dtype, config.dtype, backend)
+    return _fill_decoder(files, config, run_dtype, backend, max_positions, pack=pack, order=None)
 
 
 def _fill_decoder(
     files: ModelFiles,
     config: DecoderConfig,
-    dtype: str | torch.dtype,
+    dtype: torch.dtype,
     backend: Backend,
     max_positions: int | None,
     *,
     pack: bool,
     order: TokenOrder | None,
 ) -> Decoder:
-    run_dtype = resolve_dtype(dtype, config.dtype, backend)
-    model = Decoder(config, dtype=run_dtype, backend=backend, max_positions=max_positions, is_empty=True)
+    model = Decoder(config, dtype=dtype, backend=backend, max_positions=max_positions, is_empty=True)
     load_weights(model, files, pack=pack, order=order)
     return model
-
-
-def read_config(files: ModelFiles, model_impl: str = "auto", *, trust_remote_code: bool = False) -> ModelConfig:
-    """Read the config of a model: a `DecoderConfig` if Titan's own decoder is to run it.
-
-    Raises:
-        ValueError: as `load_config`.
-    """
-    content = read_config_file(files)
-    name, folder = files.name, files.fetch(*CONFIG_FILES, *(["*.py"] if trust_remote_code else []))
-    generation = files.read_json(GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else {}
-    with _naming(name, GENERATION_CONFIG):
-        eos_token_ids = as_token_ids(generation.get("eos_token_id")) or None
-    with _naming(name, CONFIG), _TRANSFORMERS_LOCK:
-        if model_impl != "transformers":
-            try:
-                return _read_decoder_config(content, folder, eos_token_ids)
-            except NotNativeError:
-                if model_impl == "native":
-                    raise
-        check_type(content, trust_remote_code=trust_remote_code)
-        from transformers import AutoConfig
-
-        from titan.models.hf.load import describe
-
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        return describe(config, eos_token_ids, trust_remote_code=trust_remote_code)
 
 
 def _read_decoder_config(content: dict[str, Any], folder: Path, eos_token_ids: tuple[int, ...] | None) -> DecoderConfig:
@@ -304,7 +270,7 @@ def why_not_native(files: ModelFiles) -> str | None:
     """Return what keeps a model from Titan's own decoder; ``None`` if nothing does.
 
     Raises:
-        ValueError: as `load_config`, of what is wrong with any model.
+        ValueError: as `open_model`, of what is wrong with any model.
     """
     content, folder = read_config_file(files), files.fetch(*CONFIG_FILES)
     try:
@@ -315,24 +281,18 @@ def why_not_native(files: ModelFiles) -> str | None:
     return None
 
 
-def empty_modules(files: ModelFiles, config: ModelConfig, backend: Backend, *, trust_remote_code: bool = False) -> nn.Module:
+def empty_modules(config: ModelConfig, backend: Backend) -> nn.Module:
     """Return the modules of a model without memory, which tell how many weights it has.
 
     Args:
-        files: of the model.
-        config: from `read_config`.
+        config: of a `Checkpoint`.
         backend: that would run it.
-        trust_remote_code: as of `load_config`.
     """
     if isinstance(config, DecoderConfig):
         return Decoder(config, dtype=torch.float32, backend=backend, max_positions=1, is_empty=True)
-    from transformers import AutoConfig
-
-    from titan.models.hf.load import empty_model
-
+    assert isinstance(config, TransformersConfig)
     with _TRANSFORMERS_LOCK:
-        whole_config = AutoConfig.from_pretrained(files.fetch(*CONFIG_FILES), trust_remote_code=trust_remote_code)
-        model: nn.Module = empty_model(whole_config, trust_remote_code=trust_remote_code)
+        model: nn.Module = empty_model(config.source, trust_remote_code=config.trust_remote_code)
     return model
 
 
@@ -341,7 +301,7 @@ def check_type(content: Mapping[str, Any], *, trust_remote_code: bool) -> None:
 
     Args:
         content: of a config.json.
-        trust_remote_code: as of `load_config`.
+        trust_remote_code: as of `open_model`.
 
     Raises:
         ValueError: names the type, and the code if there is any.

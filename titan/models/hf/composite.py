@@ -20,14 +20,10 @@ def is_composite(config: Any) -> bool:
 
 
 def composite_class(config: Any) -> Any | None:
-    """Return transformers' class of models with a composite config, text-only; ``None`` if it has none for images and text.
-
-    Args:
-        config: for which `is_composite` is true.
-    """
+    """Return transformers' class of models with a composite config, text-only; ``None`` of other configs, and if it has none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as MAPPING
 
-    return _text_only(MAPPING[type(config)]) if type(config) in MAPPING else None
+    return _text_only(MAPPING[type(config)]) if is_composite(config) and type(config) in MAPPING else None
 
 
 def _text_only(model_class: Any) -> Any:

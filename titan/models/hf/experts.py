@@ -63,8 +63,6 @@ def run_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, t
     """
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    if hidden_states.is_meta:  # which expert gets how many tokens is not known
-        return torch.zeros_like(hidden_states)
     packed: PackedExperts | None = getattr(module, BINDING, None)
     if packed is not None:
         return packed.run(module, hidden_states, top_k_index, top_k_weights)

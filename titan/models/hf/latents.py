@@ -50,12 +50,14 @@ def latent_spec(module: Any, spec: LayerSpec) -> LayerSpec:
     return replace(spec, num_kv_heads=1, head_dim=size + module.qk_rope_head_dim, attention=attention, is_latent=True)
 
 
-def absorb(module: Any, spec: LayerSpec) -> AbsorbedLatents:
+def absorb(module: Any, spec: LayerSpec, dtype: torch.dtype, device: torch.device) -> AbsorbedLatents:
     """Take the expansion out of a module, which hands over its latents from now on.
 
     Args:
         module: one that `has_latents`, with its weights.
         spec: of its attention to expanded keys and values.
+        dtype: of the model, which weights that are quantised do not have.
+        device: likewise.
 
     Raises:
         ValueError: the expansion is something else than these matrices.
@@ -63,7 +65,9 @@ def absorb(module: Any, spec: LayerSpec) -> AbsorbedLatents:
     linear: nn.Linear = module.kv_b_proj
     value_dim = spec.attention.value_dim or spec.head_dim
     num_plain = linear.out_features // spec.num_heads - value_dim
-    weight = linear.weight.detach().view(spec.num_heads, num_plain + value_dim, linear.in_features)
+    identity = torch.eye(linear.in_features, dtype=dtype, device=device)
+    with torch.no_grad():
+        weight = linear(identity).T.view(spec.num_heads, num_plain + value_dim, linear.in_features)
     up_keys, up_values = weight.split([num_plain, value_dim], 1)
 
     latents, rotated = (torch.randn(1, 1, 3, size).to(weight) for size in (linear.in_features, module.qk_rope_head_dim))

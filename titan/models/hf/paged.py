@@ -2,46 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan.core.attention import Window
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import LayerOps, PassInputs
+from titan.models.hf.describe import TransformersConfig
 from titan.models.hf.interface import BINDING, BoundAttention, Current, Pass
 from titan.models.hf.latents import absorb
-from titan.models.hf.probe import ProbedLayer
 
 
 class PagedAttention:
     """See `titan.models.hf.model.Attending`.
 
     Args:
-        layers: of the model, as probed, with weights; their modules are bound to this object.
-        windows: the distinct windows of the layers.
-        text_config: of the model.
+        model: with its weights; its attention modules are bound to this object.
+        config: of the model.
+        dtype: of the model.
     """
 
-    def __init__(self, layers: Sequence[ProbedLayer], windows: Sequence[Window], text_config: Any) -> None:
+    def __init__(self, model: Any, config: TransformersConfig, dtype: torch.dtype) -> None:
         self._current = Current()
-        self._windows = windows
+        self._windows = config.windows
         # such modules (Llama 4) compute positions from the cache they are given, instead of those they are told
-        self._counts_positions = bool(getattr(text_config, "attn_temperature_tuning", False))
-        owners = [i for i, layer in enumerate(layers) if layer.source is None]
-        for i, layer in enumerate(layers):
+        self._counts_positions = bool(getattr(model.config.get_text_config(), "attn_temperature_tuning", False))
+        owners = [i for i, each in enumerate(config.modules) if each.source is None]
+        for i, each in enumerate(config.modules):
+            module = model.get_submodule(each.name)
             bound = BoundAttention(
                 self._current,
-                layer.spec,
-                kv_index=owners.index(i if layer.source is None else layer.source),
-                writes=layer.source is None,
-                sinks=None if layer.sinks is None else layer.sinks.detach().float(),
-                latents=None if layer.expanded is None else absorb(layer.module, layer.expanded),
+                each.spec,
+                kv_index=owners.index(i if each.source is None else each.source),
+                writes=each.source is None,
+                sinks=None if each.sinks is None else module.get_parameter(each.sinks).detach().float(),
+                latents=None if each.expanded is None else absorb(module, each.expanded, dtype, model.device),
             )
-            setattr(layer.module, BINDING, bound)
+            setattr(module, BINDING, bound)
 
     @contextmanager
     def passing(self, inputs: PassInputs, kv: KVTensor, ops: LayerOps) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan.core.attention import AttentionSpec, Chunk, LayerSpec, Window
 from titan.models.hf.latents import has_latents, latent_spec
@@ -23,6 +24,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """Those of a config's ``layer_types`` whose only state is keys and values."""
 VISIBILITY = "titan_visibility"
 """Attribute of a probe's mask that holds its `Visibility`."""
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+"""Operations whose time is that of reading weights."""
 
 
 class Visibility(NamedTuple):
@@ -48,14 +51,39 @@ class Call(NamedTuple):
 _CALLS: ContextVar[list[Call]] = ContextVar("titan_probe_calls")
 
 
-class ProbedLayer(NamedTuple):
-    """An attention module with what it asks for."""
+class ProbedModule(NamedTuple):
+    """What an attention module asks for."""
 
-    module: nn.Module
+    name: str  # in the model
     spec: LayerSpec
-    expanded: LayerSpec | None  # of a layer that attends to latents: that of its attention to what they expand to
-    sinks: Tensor | None  # [H]
-    source: int | None  # index of the layer whose keys and values it reads; None: its own
+    expanded: LayerSpec | None  # of one that attends to latents: that of its attention to what they expand to
+    sinks: str | None  # name of the parameter, [H]
+    source: int | None  # index of the module whose keys and values it reads; None: its own
+
+
+class _WithoutProducts(TorchDispatchMode):
+    """Makes products of matrices zero, as they are where weights are, without computing them."""
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket not in PRODUCTS:
+            return function(*args, **(kwargs or {}))
+        shape = function(*(each.to("meta") for each in args)).shape
+        return args[0].new_zeros(shape)
+
+
+@contextmanager
+def without_weights(model: nn.Module) -> Iterator[None]:
+    """Let a model of the meta device run: its numbers are zeros, of which those of weights take no memory and no time.
+
+    They are numbers all the same: which experts run, for instance, follows from them.
+    """
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            module._parameters[name] = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False)
+        for name, buffer in module.named_buffers(recurse=False):  # some are written to
+            module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+    with _WithoutProducts():  # type: ignore[no-untyped-call]
+        yield
 
 
 @contextmanager
@@ -89,20 +117,23 @@ def make_mask(*_: Any, mask_function: Callable[..., Any], local_size: int | None
     def sees(query: int, key: int) -> bool:
         return bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
 
-    try:
-        window: Window = local_size
-        if local_size is not None and local_size > 1 and not sees(local_size, 1):
-            window = Chunk(local_size)
-        setattr(mask, VISIBILITY, Visibility(not sees(0, 1), window))
-    except (RuntimeError, NotImplementedError):  # it reads a tensor of the meta device
-        pass
+    window: Window = local_size
+    if local_size is not None and local_size > 1 and not sees(local_size, 1):
+        window = Chunk(local_size)
+    setattr(mask, VISIBILITY, Visibility(not sees(0, 1), window))
     return mask
 
 
-def read_layers(calls: list[Call], text_config: Any) -> list[ProbedLayer]:
-    """Return the attention layers of a model in the order in which they run.
+def run_experts(_module: nn.Module, hidden_states: Tensor, _index: Tensor, _weights: Tensor) -> Tensor:
+    """Return zeros; the signature is that of transformers' expert functions."""
+    return torch.zeros_like(hidden_states)
+
+
+def read_modules(model: nn.Module, calls: list[Call], text_config: Any) -> list[ProbedModule]:
+    """Return what the attention modules of a model ask for, in the order in which they run.
 
     Args:
+        model: that ran.
         calls: of one pass.
         text_config: of the model.
 
@@ -110,9 +141,10 @@ def read_layers(calls: list[Call], text_config: Any) -> list[ProbedLayer]:
         ValueError: a layer does what paged tree attention cannot do; names it.
     """
     layer_types = getattr(text_config, "layer_types", None) or ()
-    layers: list[ProbedLayer] = []
+    names = {module: name for name, module in model.named_modules()}
+    layers: list[ProbedModule] = []
     for index, call in enumerate(calls):
-        if any(call.module is each.module for each in layers):
+        if any(names[call.module] == each.name for each in layers):
             raise ValueError(f"{type(call.module).__name__} attends several times in a pass, which is not supported")
         place = getattr(call.module, "layer_idx", index)
         kind = layer_types[place] if isinstance(place, int) and place < len(layer_types) else None
@@ -122,13 +154,22 @@ def read_layers(calls: list[Call], text_config: Any) -> list[ProbedLayer]:
         spec, expanded = _layer_spec(call, kind, text_config), None
         if has_latents(call.module):
             spec, expanded = latent_spec(call.module, spec), spec
-        layers.append(ProbedLayer(call.module, spec, expanded, call.options.get("s_aux"), source))
+        layers.append(ProbedModule(names[call.module], spec, expanded, _name_of_sinks(call), source))
     if len(layers) != text_config.num_hidden_layers:
         raise ValueError(
             f"{len(layers)} of {text_config.num_hidden_layers} layers attend through transformers' attention interface: layers "
             f"that keep another state than keys and values are not supported"
         )
     return layers
+
+
+def _name_of_sinks(call: Call) -> str | None:
+    if (sinks := call.options.get("s_aux")) is None:
+        return None
+    for name, parameter in call.module.named_parameters():
+        if parameter is sinks:
+            return name
+    raise ValueError(f"{type(call.module).__name__} computes its sinks (s_aux), which is not supported: they must be a parameter")
 
 
 def check_masks(calls: list[Call]) -> None:

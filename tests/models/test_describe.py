@@ -1,0 +1,91 @@
+"""What a config of transformers says before there are weights, and how often it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Checkpoint, make_config
+from families import FAMILIES
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+
+from titan import LLM
+from titan.core.options import ModelOptions
+from titan.kernels.backend import choose_backend
+from titan.model_info import model_facts
+from titan.models import loader, weights
+from titan.models.hf.describe import describe, empty_model
+from titan.models.hf.latents import absorb
+from titan.models.hf.probe import without_weights
+
+BACKEND = choose_backend(torch.device("cpu"))
+NUMBERS = {"longcat_flash": 2 * (16 + 8), "dbrx": 4 * 2 * 2 * 16, "jetmoe": 4 * 2 * 4 * 16}
+"""Of a token in the KV of models whose experts run in loops over what was chosen; those of jetmoe's attention share no keys."""
+
+
+def tiny_config(name: str) -> PreTrainedConfig:
+    return make_config(CONFIG_MAPPING[FAMILIES[name].model_type], FAMILIES[name].config)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_kv_is_told_before_there_are_weights(tmp_path: Path, name: str) -> None:
+    tiny_config(name).save_pretrained(tmp_path)
+    runs, facts = model_facts(str(tmp_path), ModelOptions(), BACKEND)
+    num_bytes = 4 * NUMBERS[name]
+    assert runs and f"{num_bytes:,} bytes" in facts["KV, 1 token"]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gemma3"])
+def test_the_dtype_is_that_of_the_checkpoint(name: str) -> None:
+    config = tiny_config(name)
+    config.dtype = torch.bfloat16
+    assert describe(config).dtype == config.dtype == torch.bfloat16
+
+
+class RoundedLinear(nn.Module):
+    """A linear layer that keeps integers."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale = linear.weight.detach().abs().max() / 127
+        self.weight = nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight * self.scale).T
+
+
+def test_latents_are_expanded_by_quantised_weights_too() -> None:
+    model = AutoModelForCausalLM.from_config(config := tiny_config("deepseek_v3"))
+    module, probed = model.model.layers[0].self_attn, describe(config).modules[0]
+    assert probed.expanded is not None
+    module.kv_b_proj = RoundedLinear(module.kv_b_proj)
+    latents, q = torch.randn(5, 16), torch.randn(5, 4, 16)
+    keys, values = module.expand_kv(latents[None, None], torch.zeros(1, 1, 5, 8))
+    absorbed = absorb(module, probed.expanded, torch.float32, torch.device("cpu"))
+    scores = torch.einsum("thl,sl->hts", absorbed.absorb(torch.cat((q, q[..., :8]), -1))[..., :16], latents)
+    torch.testing.assert_close(scores, torch.einsum("thd,hsd->hts", q, keys[0, ..., :16]))
+    torch.testing.assert_close(absorbed.expand(latents[:, None].expand(-1, 4, -1)), values[0].transpose(0, 1))
+
+
+def test_weights_take_no_memory_where_a_model_is_described() -> None:
+    model = empty_model(tiny_config("cohere"), trust_remote_code=False)
+    with without_weights(model):
+        assert {each.untyped_storage().nbytes() for each in model.parameters()} == {4}
+        assert model(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits.shape == (1, 1, 131)
+
+
+def test_configs_are_described_once_and_headers_of_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, calls = Checkpoint(FAMILIES["mixtral"], tmp_path), []
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: calls.append(name) or function(*args, **options)  # type: ignore[func-returns-value]
+
+    for module, name in ((loader, "describe"), (weights, "_find_tensors")):
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    LLM(checkpoint.path, checkpoint.path, device="cpu", dtype="float32", warm_up=False, max_model_len=64)
+    assert sorted(calls) == ["_find_tensors"] * 2 + ["describe"] * 2, "of the target and of the draft"

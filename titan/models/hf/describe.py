@@ -1,0 +1,219 @@
+"""What the config of a model of transformers says about running it: its features, and what its layers ask attention for."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from titan.core.attention import Chunk, LayerSpec
+from titan.models.config import ModelConfig, as_token_ids
+from titan.models.hf import interface, probe
+from titan.models.hf.composite import composite_class
+from titan.models.hf.experts import run_experts
+from titan.models.hf.gathered import ShapeCache
+from titan.models.hf.probe import LAYER_TYPES, ProbedModule
+from titan.models.hf.quantised import check_quantisation
+from titan.models.hf.split import find_decoder
+
+DEFAULT_POSITIONS = 2048
+"""Of models that do not say how many they have."""
+CHANGING_ROPES = ("dynamic", "longrope")
+"""Rope types whose frequencies depend on the longest position of a batch: only positions before they change are run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersConfig(ModelConfig):
+    """The config of a `titan.models.hf.model.TransformersModel`; made by `describe`."""
+
+    source: Any = field(repr=False)  # as transformers has it
+    modules: tuple[ProbedModule, ...]  # that attend through transformers' interface; none of a model with attention of its own
+    trust_remote_code: bool
+
+
+def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust_remote_code: bool = False) -> TransformersConfig:
+    """Read a model's config by running one token through its modules, without weights.
+
+    Args:
+        source: config of transformers; it is not changed.
+        eos_token_ids: those of the generation config, which override the model's.
+        trust_remote_code: as of `titan.core.options.ModelOptions`.
+
+    Raises:
+        ValueError: the model, or a feature of it, is not supported.
+    """
+    _check_config(source)
+    with quiet():
+        check_quantisation(source)
+    register()
+    model = empty_model(source, trust_remote_code=trust_remote_code)
+    _check_model(model)
+    text_config = model.config.get_text_config()
+    limit = _max_positions(text_config)
+    modules: tuple[ProbedModule, ...] = ()
+    with torch.no_grad(), quiet(), probe.without_weights(model):
+        if model._can_set_attn_implementation():
+            modules = tuple(each._replace(spec=_within(each.spec, limit)) for each in _probe_modules(model, text_config))
+            layers, traits = tuple(each.spec for each in modules if each.source is None), {"transformers"}
+        else:
+            layers, traits = _probe_cache(model, text_config), {"transformers", "own_attention"}
+    return TransformersConfig(
+        architecture=type(model).__name__,
+        vocab_size=text_config.vocab_size,
+        max_position_embeddings=limit,
+        layers=layers,
+        eos_token_ids=as_token_ids(_end_tokens(source)) if eos_token_ids is None else eos_token_ids,
+        dtype=_checkpoint_dtype(source),
+        traits=frozenset(traits.union(*(each.spec.traits for each in modules))),
+        source=source,
+        modules=modules,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def empty_model(source: Any, *, trust_remote_code: bool) -> Any:
+    """Return a model without weights, on the meta device.
+
+    Args:
+        source: config of transformers; it is not changed.
+        trust_remote_code: as of `titan.core.options.ModelOptions`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = deepcopy(source)  # transformers writes the dtype to it
+    with torch.device("meta"), quiet():
+        if (model_class := composite_class(source)) is not None:
+            return model_class._from_config(config, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
+
+
+def _probe_modules(model: Any, text_config: Any) -> list[ProbedModule]:
+    """Return what modules ask transformers' attention interface for."""
+    decoder, calls = find_decoder(model), {}
+    for name in (probe.UNMASKED_PROBE, probe.PROBE):
+        model.set_attn_implementation(name)
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation(probe.PROBE)
+        with probe.recording() as calls[name]:
+            decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64), attention_mask=torch.ones(1, 1).long(), use_cache=False)
+    probe.check_masks(calls[probe.UNMASKED_PROBE])
+    return probe.read_modules(model, calls[probe.PROBE], text_config)
+
+
+def _probe_cache(model: Any, text_config: Any) -> tuple[LayerSpec, ...]:
+    """Return what a model with attention of its own writes to its cache."""
+    decoder = find_decoder(model)
+    for name in ("sliding_window", "window_size"):
+        if (size := getattr(text_config, name, None)) is not None:
+            raise ValueError(f"{name}={size} is not supported in {type(decoder).__name__}, which counts slots, not positions")
+    for name in ("position_ids", "past_key_values"):
+        if name not in inspect.signature(decoder.forward).parameters:
+            raise ValueError(f"{type(decoder).__name__} takes no {name}, without which trees cannot be run")
+    token, cache = torch.zeros(1, 1, dtype=torch.int64), ShapeCache()
+    decoder(input_ids=token, position_ids=token, attention_mask=torch.zeros(1, 1, 1, 1), past_key_values=cache, use_cache=True)
+    if len(cache.layers) != text_config.num_hidden_layers:
+        raise ValueError(f"{len(cache.layers)} of {text_config.num_hidden_layers} layers store keys and values")
+    return tuple(cache.layers)
+
+
+def register() -> None:
+    """Register Titan's attention and experts with transformers; to do it again changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    AttentionInterface.register(interface.IMPLEMENTATION, interface.attend)  # without masks: transformers then makes none
+    AttentionInterface.register(probe.PROBE, probe.attend)
+    AttentionInterface.register(probe.UNMASKED_PROBE, probe.attend)
+    AttentionMaskInterface.register(probe.PROBE, probe.make_mask)
+    ALL_EXPERTS_FUNCTIONS.register(probe.PROBE, probe.run_experts)
+    ALL_EXPERTS_FUNCTIONS.register(interface.IMPLEMENTATION, run_experts)
+
+
+def _check_config(config: Any) -> None:
+    """Refuse what paged tree attention cannot run, as far as the config says it.
+
+    Raises:
+        ValueError: names the feature.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text_config = config.get_text_config()
+    if config.is_encoder_decoder or text_config.is_encoder_decoder:
+        raise ValueError(f"model_type={config.model_type!r} is an encoder-decoder, which is not supported")
+    has_class = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or composite_class(config) is not None
+    if not has_class and not hasattr(config, "auto_map"):
+        raise ValueError(
+            f"model_type={config.model_type!r} is none of transformers' causal language models, and has none inside: allowed are "
+            "those of docs/models.md"
+        )
+    if getattr(text_config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        raise ValueError(f"model_type={config.model_type!r} has ALiBi, which is not supported: it must take position ids")
+    for layer_type in getattr(text_config, "layer_types", None) or ():
+        if layer_type not in LAYER_TYPES:
+            raise ValueError(
+                f"layer type {layer_type!r} keeps another state than keys and values, which is not supported: it must be one of "
+                f"{', '.join(LAYER_TYPES)}"
+            )
+
+
+def _check_model(model: Any) -> None:
+    """Refuse a model that keeps a state that cannot be rolled back.
+
+    Raises:
+        ValueError: it does.
+    """
+    if getattr(type(model), "_is_stateful", False):
+        raise ValueError(f"{type(model).__name__} keeps another state than keys and values, which is not supported")
+
+
+def _max_positions(text_config: Any) -> int:
+    """Return how many positions a model has: of rope types whose frequencies change with the length, those before they do."""
+    longest: int = getattr(text_config, "max_position_embeddings", None) or DEFAULT_POSITIONS
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    ropes = [each for each in (parameters, *parameters.values()) if isinstance(each, Mapping)]
+    changing = [each for each in ropes if each.get("rope_type") in CHANGING_ROPES]
+    return min([longest, *(each.get("original_max_position_embeddings") or longest for each in changing)])
+
+
+def _within(layer: LayerSpec, limit: int) -> LayerSpec:
+    """Return a layer without a window that no position can leave."""
+    window = layer.attention.window
+    size = window.size if isinstance(window, Chunk) else window
+    return layer if size is None or size < limit else replace(layer, attention=replace(layer.attention, window=None))
+
+
+def _checkpoint_dtype(config: Any) -> torch.dtype:
+    for each in (config, config.get_text_config()):
+        if isinstance(each.dtype, torch.dtype):
+            return each.dtype
+    return torch.float32
+
+
+def _end_tokens(config: Any) -> Any:
+    """Return those of a config's language model; in composite ones they may be beside it."""
+    own, beside = (getattr(each, "eos_token_id", None) for each in (config.get_text_config(), config))
+    return beside if own is None else own
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from printing: what matters is said by errors."""
+    from transformers.utils import logging
+
+    level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bar:
+            logging.enable_progress_bar()
