@@ -22,9 +22,11 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.kernels.backend import choose_backend
 from titan.kernels.cpu.weights import is_packed
-from titan.kernels.interfaces import PassCounts, PassLimits
+from titan.kernels.interfaces import Model, PassCounts, PassLimits
 from titan.models.decoder import Decoder
-from titan.models.loader import load_decoder
+from titan.models.files import ModelFiles
+from titan.models.loader import load_decoder, load_model, open_model
+from titan.models.token_order import TokenOrder
 
 BACKEND = choose_backend(torch.device("cpu"))
 BLOCK_SIZE = 16
@@ -89,7 +91,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = (
 class Session:
     """One decoder, its KV, and requests that own blocks in scrambled order; passes of few tokens run as the engine runs them."""
 
-    def __init__(self, model: Decoder, num_requests: int = 1) -> None:
+    def __init__(self, model: Model, num_requests: int = 1) -> None:
         self.model = model
         kv = KVTensor(model.kv_layout, NUM_BLOCKS, BLOCK_SIZE, model.device)
         self.runner = BACKEND.prepare(model, kv, PassLimits(num_requests, 64, NUM_BLOCKS), PassCounts())
@@ -210,6 +212,22 @@ def test_weights_that_are_not_packed_match_transformers_too(tmp_path: Path, is_t
     reference = make_model(tmp_path, tie_word_embeddings=is_tied, attention_bias=True)
     token_ids = random_tokens(30)
     assert_close(Session(load(tmp_path, pack=False)).feed(token_ids, 0), reference_logits(reference, token_ids)[-1:])
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("family", ["granite", "gemma", "gemma3", "qwen3"])
+def test_a_reordered_vocabulary_has_the_same_logits_in_its_order(
+    tmp_path: Path, family: str, is_tied: bool, model_impl: str
+) -> None:
+    """With the scales and offsets that are folded into weights; of the last tokens, there are no logits."""
+    model_type, config = FAMILIES[family]
+    reference = make_model(tmp_path, model_type, **config | {"tie_word_embeddings": is_tied})
+    order = TokenOrder(torch.from_numpy(np.random.default_rng(1).permutation(131)), 100)
+    model = load_model(open_model(ModelFiles(str(tmp_path)), model_impl), dtype="float32", backend=BACKEND, order=order)
+    token_ids = random_tokens(30)
+    logits = Session(model).feed(order.token_ids.argsort()[token_ids].tolist(), 0)
+    assert_close(logits, reference_logits(reference, token_ids)[-1:, order.token_ids[:100]])
 
 
 def test_positions_past_the_table_are_an_error(tmp_path: Path) -> None:
