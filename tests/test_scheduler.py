@@ -626,9 +626,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool = self.world.kv.pool
         num_kept, cached = pool.num_blocks - pool.num_blank, set(pool._block_of)
         self.world.kv.compact((*self.world.scheduler.running, *self.world.scheduler.waiting))
-        assert list(pool._free_queue)[: pool.num_blank] == list(range(num_kept, pool.num_blocks)), (
-            "what is blank is behind the rest"
-        )
+        assert not any(pool._blank[:num_kept]) and all(pool._blank[num_kept:]), "what is blank is behind the rest"
         assert pool._block_of.keys() == cached
         if (running := self.world.scheduler.running) and not any(request.siblings for request in running):
             assert running[0].block_ids.tolist() == list(range(len(running[0].block_ids))), "in a row"

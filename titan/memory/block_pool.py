@@ -1,7 +1,8 @@
 """The block pool: hands out physical block ids, counts references and finds cached blocks by their hash.
 
-A block is either **free** (in the free queue, no references) or **referenced**. A free block keeps its content, and can be
-found by its hash, until it is allocated again.
+A block is either **free** (no references) or **referenced**. A free block that is **cached** keeps its content, and can be found
+by its hash, until it is allocated again; the others are **blank**. Blank blocks are allocated first, in runs as far as there are
+any, since a processor reads runs of blocks in less time; then cached ones by age.
 """
 
 from __future__ import annotations
@@ -32,38 +33,41 @@ class BlockPool:
         self.num_evicted = 0  # cached blocks that were allocated to somebody else, since the start
         self.draft_epochs = [-1] * num_blocks  # epoch of the draft whose KV is valid in the block, -1 = none
         self._ref_counts = [0] * num_blocks
-        # Allocated from the front: first freed blocks without a hash, then blocks never used, then cached ones by age.
-        self._free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._blank = bytearray(b"\1") * num_blocks  # by block: whether it is free and not cached
+        self.num_blank = num_blocks
+        """Number of free blocks that are not cached; they are allocated first."""
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free ones, the oldest first
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
         """Number of blocks that can be allocated, cached ones included."""
-        return len(self._free_queue)
-
-    @property
-    def num_blank(self) -> int:
-        """Number of free blocks that are not cached; they are allocated first."""
-        return sum(block_id not in self._hash_of for block_id in self._free_queue)
+        return self.num_blank + len(self._cached)
 
     def is_free(self, block_id: int) -> bool:
         """Whether the block has no references."""
-        return block_id in self._free_queue
+        return self._ref_counts[block_id] == 0
 
     def next_evicted(self, count: int) -> list[tuple[int, bytes]]:
         """Return the cached blocks among the next ``count`` to be allocated, with their hashes, in that order."""
-        return [(block_id, self._hash_of[block_id]) for block_id in islice(self._free_queue, count) if block_id in self._hash_of]
+        return [(block_id, self._hash_of[block_id]) for block_id in islice(self._cached, max(0, count - self.num_blank))]
 
-    def allocate(self, count: int) -> list[int]:
-        """Allocate ``count`` free blocks, one reference each; their cached content is dropped.
+    def allocate(self, count: int, after: int = -1) -> list[int]:
+        """Allocate ``count`` free blocks, in order of their ids, one reference each; their cached content is dropped.
+
+        Args:
+            count: number of blocks.
+            after: the block that they should lie behind, if those are blank.
 
         Raises:
             RuntimeError: fewer than ``count`` blocks are free; nothing is allocated.
         """
         if count > self.num_free:
             raise RuntimeError(f"cannot allocate {count} blocks: {self.num_free} of {self.num_blocks} are free")
-        block_ids = [self._free_queue.popitem(last=False)[0] for _ in range(count)]
+        block_ids = self._take_blank(min(count, self.num_blank), after)
+        block_ids += [self._cached.popitem(last=False)[0] for _ in range(count - len(block_ids))]
+        block_ids.sort()  # a table's cached blocks come from its end to its beginning
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
             self.draft_epochs[block_id] = -1
@@ -71,6 +75,22 @@ class BlockPool:
             if block_hash is not None:
                 del self._block_of[block_hash]
                 self.num_evicted += 1
+        return block_ids
+
+    def _take_blank(self, count: int, after: int) -> list[int]:
+        """Take blank blocks: the next ones, else the first run of as many, else runs of half as many, and so on."""
+        block_ids, size = list[int](), count
+        while left := count - len(block_ids):
+            size = min(size, left)
+            run = b"\1" * size
+            start = after + 1 if self._blank.startswith(run, after + 1) else self._blank.find(run)
+            if start < 0:
+                size = (size + 1) // 2
+                continue
+            self._blank[start : start + size] = bytes(size)
+            block_ids.extend(range(start, start + size))
+            after = block_ids[-1]
+        self.num_blank -= count
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -83,11 +103,11 @@ class BlockPool:
             if self._ref_counts[block_id] == 0:
                 if block_id not in self._hash_of:
                     raise RuntimeError(f"cannot acquire block {block_id}: it is free and not cached")
-                del self._free_queue[block_id]
+                del self._cached[block_id]
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Drop one reference of each block. Pass tail blocks first, so that they are reused before head blocks.
+        """Drop one reference of each block. Pass tail blocks first, so that cached ones are reused before head blocks.
 
         Raises:
             RuntimeError: a block has no reference (double free).
@@ -97,9 +117,14 @@ class BlockPool:
                 raise RuntimeError(f"double free of block {block_id}")
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
-                self._free_queue[block_id] = None
-                if block_id not in self._hash_of:  # nothing to keep: reuse it first, so that the used range stays dense
-                    self._free_queue.move_to_end(block_id, last=False)
+                if block_id in self._hash_of:
+                    self._cached[block_id] = None
+                else:
+                    self._make_blank(block_id)
+
+    def _make_blank(self, block_id: int) -> None:
+        self._blank[block_id] = 1
+        self.num_blank += 1
 
     def lookup(self, block_hash: bytes) -> int | None:
         """Return the block that holds the tokens of this hash, if one is cached."""
@@ -124,6 +149,9 @@ class BlockPool:
         """Forget all hashes, so that no block is found any more."""
         self._block_of.clear()
         self._hash_of.clear()
+        for block_id in self._cached:
+            self._make_blank(block_id)
+        self._cached.clear()
 
     def new_ids(self, num_blocks: int, tables: Iterable[Iterable[int]]) -> dict[int, int]:
         """Return the blocks that a pool of another size keeps, old id -> new id, so that each table becomes a run.
@@ -142,8 +170,7 @@ class BlockPool:
             raise ValueError(f"num_blocks={num_blocks} is less than the {num_referenced} blocks in use: at least these are needed")
         referenced = dict.fromkeys(chain.from_iterable(tables))
         assert len(referenced) == num_referenced, "the tables are not all"
-        cached = (block_id for block_id in reversed(self._free_queue) if block_id in self._hash_of)
-        kept = islice(chain(referenced, cached), num_blocks)
+        kept = islice(chain(referenced, reversed(self._cached)), num_blocks)
         return {old: new for new, old in enumerate(kept)}
 
     def resize(self, num_blocks: int, new_ids: Mapping[int, int]) -> None:
@@ -156,9 +183,10 @@ class BlockPool:
         ref_counts, draft_epochs = [0] * num_blocks, [-1] * num_blocks
         for old, new in new_ids.items():
             ref_counts[new], draft_epochs[new] = self._ref_counts[old], self.draft_epochs[old]
-        cached = [new_ids[block_id] for block_id in self._free_queue if block_id in new_ids]
         self.num_blocks, self._ref_counts, self.draft_epochs = num_blocks, ref_counts, draft_epochs
-        self._free_queue = OrderedDict.fromkeys((*range(len(new_ids), num_blocks), *cached))
+        self.num_blank = num_blocks - len(new_ids)
+        self._blank = bytearray(len(new_ids)) + bytearray(b"\1") * self.num_blank
+        self._cached = OrderedDict.fromkeys(new_ids[block_id] for block_id in self._cached if block_id in new_ids)
         self._hash_of = {new_ids[block_id]: each for block_id, each in self._hash_of.items() if block_id in new_ids}
         self._block_of = {block_hash: block_id for block_id, block_hash in self._hash_of.items()}
 
@@ -172,17 +200,15 @@ class BlockPool:
         Raises:
             AssertionError: an invariant is broken; the message says which, and where.
         """
-        expected = Counter[int]()
+        tables = tuple(tables)
         for row, table in enumerate(tables):
-            expected.update(table)
-            twice = [block_id for block_id, count in Counter(table).items() if count > 1]
-            assert not twice, f"blocks {twice} are in table {row} more than once"
-        for block_id, count in enumerate(self._ref_counts):
+            assert len(set(table)) == len(table), f"blocks {_repeated(table)} are in table {row} more than once"
+        expected = Counter(chain.from_iterable(tables))
+        for block_id, (count, is_blank) in enumerate(zip(self._ref_counts, self._blank, strict=True)):
             assert count == expected[block_id], f"block {block_id}: {count} references, but {expected[block_id]} in the tables"
-            assert self.is_free(block_id) == (count == 0), f"block {block_id}: free={self.is_free(block_id)}, {count} references"
-        num_referenced = sum(count > 0 for count in self._ref_counts)
-        total = self.num_free + num_referenced
-        assert total == self.num_blocks, f"{self.num_free} free + {num_referenced} referenced blocks, not {self.num_blocks}"
+            kinds = is_blank + (block_id in self._cached) + (count > 0)
+            assert kinds == 1, f"block {block_id}: blank={is_blank}, cached={block_id in self._cached}, {count} references"
+        assert self.num_blank == self._blank.count(1), f"{self.num_blank} blocks count as blank, not {self._blank.count(1)}"
         self._check_hashes()
 
     def _check_hashes(self) -> None:
@@ -190,10 +216,14 @@ class BlockPool:
         assert len(inverse) == len(self._block_of), "two hashes lead to one block"
         assert inverse == self._hash_of, f"hashes do not map both ways at blocks {_differing_keys(inverse, self._hash_of)}"
         assert self.enable_caching or not inverse, f"blocks {sorted(inverse)} have a hash, but caching is disabled"
-        cached = [block_id in inverse for block_id in self._free_queue]
-        assert cached == sorted(cached), f"cached blocks are ahead of others in the free queue {list(self._free_queue)}"
+        assert all(block_id in inverse for block_id in self._cached), "free blocks count as cached, but have no hash"
+        assert not any(self._blank[block_id] for block_id in inverse), "free blocks with a hash count as blank"
         for block_id, epoch in enumerate(self.draft_epochs):
             assert epoch >= -1, f"block {block_id}: draft epoch {epoch}"
+
+
+def _repeated(block_ids: Sequence[int]) -> list[int]:
+    return [block_id for block_id, count in Counter(block_ids).items() if count > 1]
 
 
 def _differing_keys(left: dict[int, bytes], right: dict[int, bytes]) -> list[int]:

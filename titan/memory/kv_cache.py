@@ -159,7 +159,7 @@ class KVCache:
             return True
         if num_new > self.pool.num_free:
             return False
-        block_ids = self._allocate(num_new)
+        block_ids = self._allocate(num_new, request.block_ids[-1] if request.block_ids else -1)
         request.extend_blocks(block_ids)
         self._new_block_ids.update(block_ids)
         return True
@@ -339,11 +339,11 @@ class KVCache:
     def _num_blocks_of(self, num_slots: int) -> int:
         return -(-num_slots // self.block_size)
 
-    def _allocate(self, count: int) -> list[int]:
-        """Allocate free blocks; cached ones among them move to the swap space."""
+    def _allocate(self, count: int, after: int = -1) -> list[int]:
+        """Allocate free blocks, behind a certain one if it can be; cached ones among them move to the swap space."""
         if self.swap_space.pool.num_free:
             self._keep(self.pool.next_evicted(count))
-        return self.pool.allocate(count)
+        return self.pool.allocate(count, after)
 
     def _keep(self, evicted: Sequence[tuple[int, bytes]]) -> None:
         """Copy cached blocks to the swap space, where they take the place of what was used least recently."""
