@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
@@ -34,7 +34,9 @@ AXES = {
     "policy": ("fcfs", "priority", "fair"),
     "KV dtype": ("auto", "int8"),
     "back end": ("torch", "cpu"),
+    "model_impl": ("native", "transformers", "gathered"),
 }
+TARGETS = {"native": "llama", "transformers": "llama", "gathered": "gathered"}
 PROMISES = {"exact in float32", "same distribution", "refused"}
 PROMPTS = random_prompts(4, seed=8, max_len=24)
 NUM_TOKENS = 20
@@ -85,16 +87,20 @@ def _pairs(case: Case) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
 
 
 def generate(zoo: Zoo, case: Case, speculation: str = "fixed") -> list[list[int]]:
-    drafts: dict[str, DraftSpec] = {"none": None, "model": zoo.path("llama~"), "ngram": "ngram", "custom": Repeating()}
+    target, impl = TARGETS[case["model_impl"]], case["model_impl"]
+    drafts: dict[str, DraftSpec] = {"none": None, "model": zoo.path(f"{target}~"), "ngram": "ngram", "custom": Repeating()}
     shape = [-1, -1, 0, 0, 1] if case["draft_tree"] == "shape" else case["draft_tree"]
     is_scarce, swaps = case["KV blocks"] == "scarce", case["preemption"] == "swap"
     options: dict[str, Any] = {
         "draft_tree": shape, "draft_sampling": case["draft_sampling"], "speculation": speculation,
         "preemption_mode": case["preemption"], "swap_space": 2**20 if swaps else 0,
         "scheduling_policy": case["policy"], "kv_cache_dtype": case["KV dtype"],
+        "model_impl": "auto" if impl == "gathered" else impl,
     }  # fmt: skip
     backend, draft = make_back_end(case["back end"]), drafts[case["drafter"]]
-    engine = make_engine(zoo.path("llama"), draft, backend=backend, **options, **MEMORY[case["KV blocks"]])
+    engine = make_engine(zoo.path(target), draft, backend=backend, **options, **MEMORY[case["KV blocks"]])
+
+    assert engine.metrics().model_impl == impl
 
     def swap(step: int) -> None:
         if case["swap_draft"] == "yes" and step in (5, 9):
@@ -112,24 +118,24 @@ def generate(zoo: Zoo, case: Case, speculation: str = "fixed") -> list[list[int]
     return outputs
 
 
-Plain = dict[tuple[str, str, str, str], list[list[int]]]
-"""Outputs without speculation, by these columns."""
-PLAIN_AXES = ("temperature", "seed", "KV dtype", "back end")
+PLAIN_AXES = ("temperature", "seed", "KV dtype", "back end", "model_impl")
+Plain = Callable[[Case], list[list[int]]]
+"""Outputs of a case without speculation."""
 
 
 @pytest.fixture(scope="module")
 def plain(zoo: Zoo) -> Plain:
     """Those at temperature 0 are of transformers, the others of PyTorch; quantised KV is compared within a back end."""
     first = {axis: names[0] for axis, names in AXES.items()}
-    greedy = [zoo.greedy("llama", prompt, NUM_TOKENS) for prompt in PROMPTS]
-    found: Plain = {}
-    for values in product(*(AXES[axis] for axis in PLAIN_AXES)):
+
+    @cache
+    def of(values: tuple[str, ...]) -> list[list[int]]:
         case = first | dict(zip(PLAIN_AXES, values, strict=True))
-        if case["KV dtype"] == "auto":
-            case["back end"] = "torch"
-        is_known = case["temperature"] == "0" and case["KV dtype"] == "auto"
-        found[values] = greedy if is_known else generate(zoo, case)  # type: ignore[index]
-    return found
+        if case["KV dtype"] == "auto" and case["temperature"] == "0":
+            return [zoo.greedy(TARGETS[case["model_impl"]], prompt, NUM_TOKENS) for prompt in PROMPTS]
+        return generate(zoo, case | ({"back end": "torch"} if case["KV dtype"] == "auto" else {}))
+
+    return lambda case: of(tuple(case[axis] for axis in PLAIN_AXES))
 
 
 def test_every_case_has_a_promise() -> None:
@@ -140,7 +146,6 @@ def test_every_case_has_a_promise() -> None:
 @pytest.mark.parametrize("case", list(pairwise()), ids=lambda case: "-".join(case.values()))
 def test_promises_are_kept(zoo: Zoo, plain: Plain, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """That sampled drafts keep the distribution is shown in tests/verify/test_distribution.py; here, that a seed repeats them."""
-    temperature, seed, kv_dtype, back_end = (case[axis] for axis in PLAIN_AXES)
     match promise_of(case):
         case "refused":
             with pytest.raises(ValueError, match="needs a draft model"):
@@ -148,7 +153,7 @@ def test_promises_are_kept(zoo: Zoo, plain: Plain, case: Case, monkeypatch: pyte
         case "exact in float32":
             Machine(monkeypatch, {step: (0.01, 9.0)[step // 6 % 2] for step in range(0, 300, 6)})
             for speculation in ("fixed", "adaptive"):
-                assert generate(zoo, case, speculation) == plain[temperature, seed, kv_dtype, back_end]
+                assert generate(zoo, case, speculation) == plain(case)
         case "same distribution":
             outputs = generate(zoo, case)
-            assert outputs == generate(zoo, case) != plain[temperature, seed, kv_dtype, back_end]
+            assert outputs == generate(zoo, case) != plain(case)

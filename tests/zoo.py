@@ -37,6 +37,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "short": ("llama", {"max_position_embeddings": 40, "num_hidden_layers": 1}),
     "narrow_window": ("mistral", {"sliding_window": 3}),
     "bytes": ("llama", {"vocab_size": 340}),  # with room for `make_byte_tokenizer`
+    "gathered": ("gptj", {"rotary_dim": 8}),  # attends by itself
     "eight_other": ("llama", {"vocab_size": 8, "num_hidden_layers": 1, "eos_token_id": 2, "seed": 11}),
     "eight": ("llama", {"vocab_size": 8, "num_hidden_layers": 1, "eos_token_id": 2}),
 }

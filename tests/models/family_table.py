@@ -21,6 +21,7 @@ import transformers
 from checkpoints import Checkpoint, Checkpoints
 from families import FAMILIES, NOT_TRIED, Family
 from parity import check_parity
+from prompt_logits import HALF_DTYPES, check_half_precision
 from tqdm import tqdm
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -34,7 +35,8 @@ HEAD = """# Families of models
 Made by `make families`, with transformers {version}: a tiny random checkpoint of each family of causal language models, whose
 greedy output in float32 on a CPU must be that of transformers' `generate`, token for token: prompts of 1 to 48 tokens, alone and
 together, in chunks, without a draft, with n-grams, and with trees of a draft model, where requests are preempted; see
-[tests/models/parity.py](../tests/models/parity.py). {summary}
+[tests/models/parity.py](../tests/models/parity.py). In bfloat16 and float16, log-probabilities of a prompt are about as close to
+those in float32 as transformers' are in the same dtype; see [prompt_logits.py](../tests/models/prompt_logits.py). {summary}
 
 *native*: Titan's own decoder; *transformers*: transformers' layers on Titan's paged attention; *gathered*: transformers' layers and
 attention, on keys and values that are gathered for each layer. Of models that take images as well, the language model runs.
@@ -66,6 +68,8 @@ def try_family(checkpoint: Checkpoint) -> Finding:
     try:
         if family.runs != "refused":
             check_parity(checkpoint)
+            for dtype in HALF_DTYPES:
+                check_half_precision(checkpoint, dtype)
             return Finding(family, family.runs)
         LLM(checkpoint.path, device="cpu", warm_up=False)
     except ValueError as error:

@@ -6,9 +6,11 @@ One family for each mechanism is in every run of the tests; the others are in `m
 from __future__ import annotations
 
 import pytest
-from checkpoints import Checkpoints
+import torch
+from checkpoints import Checkpoints, make_prompts
 from families import FAMILIES
 from parity import check_parity
+from prompt_logits import HALF_DTYPES, check_half_precision, logits_of
 
 from titan import LLM
 
@@ -41,6 +43,25 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 @pytest.mark.parametrize("name", names(ALL_BUT_REFUSED))
 def test_greedy_output_is_that_of_transformers(checkpoints: Checkpoints, name: str) -> None:
     check_parity(checkpoints[name])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gemma2", "mimo_v2_flash"])
+def test_logits_with_soft_caps_and_with_sinks_and_narrow_values_are_those_of_transformers(
+    checkpoints: Checkpoints, name: str
+) -> None:
+    prompt = max(make_prompts(), key=len)
+    expected = checkpoints[name].model(torch.tensor([prompt]), use_cache=False).logits[0]
+    assert (logits_of(checkpoints[name], prompt, torch.float32) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.runs != "refused"])
+def test_half_precision_is_as_close_to_float32_as_that_of_transformers(
+    checkpoints: Checkpoints, name: str, dtype: torch.dtype
+) -> None:
+    check_half_precision(checkpoints[name], dtype)
 
 
 @pytest.mark.parametrize("name", names(NATIVE))

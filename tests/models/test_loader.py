@@ -11,10 +11,11 @@ import pytest
 import torch
 from interpreted import triton_backend
 from safetensors.torch import load_file, save_file
+from stepping import greedy, make_engine, run_all
 from tiny_models import make_model
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from titan.kernels.backend import choose_backend
 from titan.models.decoder import Decoder
@@ -54,6 +55,23 @@ def test_tied_weights_may_be_stored_twice_and_rotary_buffers_of_old_checkpoints_
     rotary = {"model__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(8)}
     edit_weights(tmp_path, lm_head__weight=model.lm_head.weight.detach().clone(), **rotary)
     assert_same_weights(once, load(tmp_path, pack=False))
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_a_stored_head_that_differs_from_the_embedding_is_not_tied(
+    tmp_path: Path, model_impl: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers loads it; the difference is not in the first piece that is read."""
+    monkeypatch.setattr("titan.models.weights.CHUNK_BYTES", 4 * 48 * 7)
+    head = make_model(tmp_path, tie_word_embeddings=True).lm_head.weight.detach().clone()
+    head[30:] = head[30:].flip(0)
+    edit_weights(tmp_path, lm_head__weight=head)
+    model, prompt = AutoModelForCausalLM.from_pretrained(tmp_path), [5, 6, 7]
+    written = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    engine = make_engine(str(tmp_path), model_impl=model_impl, num_kv_blocks=8)
+    assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[0, 3:].tolist()]
+    assert (head[written[0]] != model.get_input_embeddings().weight[written[0]]).any()
+    assert ("runs untied" in caplog.text) == (model_impl == "native")
 
 
 def test_chunked_reads_give_the_whole_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

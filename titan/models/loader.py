@@ -30,7 +30,7 @@ from titan.models.hf.describe import TransformersConfig, describe, empty_model
 from titan.models.hf.load import load_weights as load_modules
 from titan.models.registry import NotNativeError, check_supported
 from titan.models.token_order import TokenOrder
-from titan.models.weights import fetch_weights, load_weights, weight_files
+from titan.models.weights import as_stored, fetch_weights, load_weights, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -242,6 +242,7 @@ def _fill_decoder(
     pack: bool,
     order: TokenOrder | None,
 ) -> Decoder:
+    config = as_stored(config, files, dtype)
     model = Decoder(config, dtype=dtype, backend=backend, max_positions=max_positions, is_empty=True)
     load_weights(model, files, pack=pack, order=order)
     return model

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -16,6 +18,11 @@ from titan.models.files import CONFIG_FILES, SINGLE_WEIGHT_FILE, WEIGHT_INDEX, M
 from titan.models.rope import Rope, head_places
 from titan.models.token_order import TokenOrder
 
+LOG = logging.getLogger(__name__)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Names in transformers of the weights that may be tied."""
+
 WEIGHT_DTYPES = {"F32", "BF16", "F16"}
 """Supported dtypes of safetensors files."""
 
@@ -24,6 +31,31 @@ CHUNK_BYTES = 8 * 2**20
 
 MAX_SHARED_NUMBERS = 2**24
 """Size of the largest weight whose place in memory is shared while it is packed; the allocator gives larger ones back at once."""
+
+
+def as_stored(config: DecoderConfig, files: ModelFiles, dtype: torch.dtype) -> DecoderConfig:
+    """Return a config without tied embeddings if the checkpoint has a head that differs from its embedding.
+
+    As in transformers, the weights then count, not what the config says of them.
+
+    Args:
+        config: of the model.
+        files: of the model, whose weights are downloaded if need be.
+        dtype: to run in.
+
+    Raises:
+        ValueError: weights are missing, damaged or not finite.
+    """
+    if "tied_embedding" not in config.traits:
+        return config
+    tensors = _find_tensors(files)
+    embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
+    if embedding is None or head is None or _are_equal(embedding, head, dtype):
+        return config
+    LOG.warning(
+        "model %r runs untied: its config has tie_word_embeddings=true, but its %s differs from its %s", files.name, HEAD, EMBEDDING
+    )
+    return replace(config, traits=config.traits - {"tied_embedding"})
 
 
 def load_weights(model: Decoder, files: ModelFiles, *, pack: bool, order: TokenOrder | None) -> None:
@@ -161,10 +193,10 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
                 destinations[f"{prefix}{part}.{kind}"] = Destination(owner, parameter, rows, (size, *columns), places=places)
                 first += size
 
-    whole("model.embed_tokens.weight", model, "embedding")
+    whole(EMBEDDING, model, "embedding")
     whole("model.norm.weight", model, "final_norm", offset=config.norm_offset, factor=config.logits_scale)
     if model.lm_head is not None:
-        whole("lm_head.weight", model, "lm_head")
+        whole(HEAD, model, "lm_head")
     for i, layer in enumerate(model.layers):
         prefix = f"model.layers.{i}."
         for parameter, source in config.norms.items():
@@ -200,7 +232,7 @@ def _check_weights(
 ) -> None:
     """Raise a `ValueError` for missing, unexpected or wrongly shaped tensors."""
     is_tied = "tied_embedding" in config.traits
-    ignored = {key for key in tensors if key.endswith("rotary_emb.inv_freq") or (is_tied and key == "lm_head.weight")}
+    ignored = {key for key in tensors if key.endswith("rotary_emb.inv_freq") or (is_tied and key == HEAD)}
     missing = sorted(destinations.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - destinations.keys() - ignored)
     if missing or unexpected:
@@ -243,6 +275,15 @@ def _load_weights(
             _copy_tensor(value, destinations[key], tensors[key], None if places is None else places.to(model.device))
         setattr(owner, parameter, nn.Parameter(model.ops.pack(value) if is_packed else value, requires_grad=False))
         del value
+
+
+def _are_equal(a: _StoredTensor, b: _StoredTensor, dtype: torch.dtype) -> bool:
+    """Whether two stored tensors are the same in a dtype; they are read piece by piece, up to the first difference."""
+    if a.shape != b.shape:
+        return False
+    step = max(1, CHUNK_BYTES // max(1, dtype.itemsize * prod(a.shape[1:])))
+    pieces = (slice(first, first + step) for first in range(0, a.shape[0], step))
+    return all(torch.equal(*(_read_rows(each, rows, dtype).to(dtype) for each in (a, b))) for rows in pieces)
 
 
 def _copy_tensor(parameter: Tensor, destination: Destination, tensor: _StoredTensor, places: Tensor | None) -> None:

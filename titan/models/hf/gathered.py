@@ -18,6 +18,7 @@ from titan.core.attention import AttentionSpec, LayerSpec, visible_slots
 from titan.core.batch import AttentionLayout, QueryRow, build_batch, physical_slots
 from titan.core.kv_tensor import KVTensor, kv_planes
 from titan.kernels.interfaces import LayerOps, Model, PassInputs
+from titan.models.token_order import TokenOrder
 
 MAX_DIFFERENCE = 0.1
 """Largest difference of logits by rounding, in norms; in float32 it is below 1e-4."""
@@ -90,13 +91,14 @@ class PagedCache:
         self._ops.write_kv(kv_layer, self._new_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         if kv_layer.dtype == torch.int8:
             numbers, scales = (plane.flatten(2, 3).index_select(2, self._slots) for plane in kv_planes(kv_layer, key.shape[3]))
-            rows = (numbers * scales[..., None]).to(key.dtype)
+            rows = numbers * scales[..., None]
         else:
             rows = kv_layer.flatten(2, 3).index_select(2, self._slots)
+        rows = rows.to(key.dtype)  # the queries', whatever the cache has
         return rows[0][None], rows[1][None]
 
 
-def check_gathering(ours: Model, model: Any) -> None:
+def check_gathering(ours: Model, model: Any, order: TokenOrder | None) -> None:
     """Check that a model goes by its mask, by running two requests together and alone.
 
     One of them is in the middle, so that its slots lie before the other's queries and after them: a model that masks by places
@@ -105,6 +107,7 @@ def check_gathering(ours: Model, model: Any) -> None:
     Args:
         ours: the model over paged KV.
         model: the same as transformers has it.
+        order: of the tokens of ``ours``; ``None`` = the checkpoint's.
 
     Raises:
         ValueError: the logits differ by more than rounding.
@@ -118,8 +121,14 @@ def check_gathering(ours: Model, model: Any) -> None:
             token_ids, positions, slots = (torch.from_numpy(each).to(ours.device) for each in arrays)
             inputs = PassInputs(token_ids, positions, slots, None, batch.attention)
             together = ours.logits(ours.hidden_states(inputs, kv))
-        first, second = (model(torch.tensor([each], device=ours.device), use_cache=False).logits[0] for each in tokens)
+        sequences = [torch.tensor(each, device=ours.device) for each in tokens]
+        if order is not None:
+            token_ids = order.token_ids.to(ours.device)
+            sequences = [token_ids[each] for each in sequences]
+        first, second = (model(each[None], use_cache=False).logits[0] for each in sequences)
     alone = torch.cat((second, first[3:]))
+    if order is not None:
+        alone = alone.index_select(1, token_ids[: order.num_outputs])
     if not (together - alone).norm() <= MAX_DIFFERENCE * alone.norm():
         raise ValueError(f"{type(model).__name__} does not go by the mask it is given, without which trees cannot be run")
 

@@ -60,7 +60,7 @@ def load_weights(
     attending = _bind(model, config, dtype)
     loaded = TransformersModel(model, config, attending, dtype=dtype, backend=backend, max_positions=max_positions, order=order)
     if isinstance(attending, GatheredAttention):
-        check_gathering(loaded, model)
+        check_gathering(loaded, model, order)
     _say_what_differs(name, config, found, *sizes)
     return loaded
 
