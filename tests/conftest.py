@@ -13,9 +13,11 @@ if not torch.cuda.is_available():  # read once, when triton is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from back_ends import BACK_ENDS, make_back_end
+from quick_interpreter import make_quick
 from zoo import Zoo
 
 from titan.kernels.interfaces import Backend
+from titan.kernels.triton.tools import INTERPRETED
 
 SLOW = (
     *("/bench/", "test_packaging", "cpu-", "test_other_processors"),  # kinds of processors below the best
@@ -69,6 +71,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> None:
+    """Triton's interpreter takes a third of the time or less."""
+    if INTERPRETED:
+        make_quick()
 
 
 @pytest.fixture(scope="session")
