@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,11 +39,17 @@ def replace_modules(model: Any, decoder: nn.Module, ops: LayerOps, kv: KVTensor,
 
 def reads_weight(parent: nn.Module, name: str) -> bool:
     """Whether the class of a module reads the weight of a child itself, or does not show what it does."""
+    module_class: Any = type(parent)  # which mypy takes for unhashable
+    source = _source(module_class)
+    return source is None or re.search(rf"\bself\.{name}\.(weight|bias)\b", source) is not None
+
+
+@cache  # Python parses a whole file for it, and layers are many, of few classes
+def _source(module_class: type[nn.Module]) -> str | None:
     try:
-        source = inspect.getsource(type(parent))
+        return inspect.getsource(module_class)
     except (OSError, TypeError):
-        return True
-    return re.search(rf"\bself\.{name}\.(weight|bias)\b", source) is not None
+        return None
 
 
 def record_calls(decoder: nn.Module, ops: LayerOps, kv: KVTensor) -> dict[nn.Module, dict[str, Any]]:
