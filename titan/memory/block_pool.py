@@ -172,11 +172,10 @@ class BlockPool:
         Raises:
             AssertionError: an invariant is broken; the message says which, and where.
         """
-        expected = Counter[int]()
+        tables = tuple(tables)
         for row, table in enumerate(tables):
-            expected.update(table)
-            twice = [block_id for block_id, count in Counter(table).items() if count > 1]
-            assert not twice, f"blocks {twice} are in table {row} more than once"
+            assert len(set(table)) == len(table), f"blocks {_repeated(table)} are in table {row} more than once"
+        expected = Counter(chain.from_iterable(tables))
         for block_id, count in enumerate(self._ref_counts):
             assert count == expected[block_id], f"block {block_id}: {count} references, but {expected[block_id]} in the tables"
             assert self.is_free(block_id) == (count == 0), f"block {block_id}: free={self.is_free(block_id)}, {count} references"
@@ -194,6 +193,10 @@ class BlockPool:
         assert cached == sorted(cached), f"cached blocks are ahead of others in the free queue {list(self._free_queue)}"
         for block_id, epoch in enumerate(self.draft_epochs):
             assert epoch >= -1, f"block {block_id}: draft epoch {epoch}"
+
+
+def _repeated(block_ids: Sequence[int]) -> list[int]:
+    return [block_id for block_id, count in Counter(block_ids).items() if count > 1]
 
 
 def _differing_keys(left: dict[int, bytes], right: dict[int, bytes]) -> list[int]:
