@@ -13,9 +13,11 @@ if not torch.cuda.is_available():  # read once, when triton is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from back_ends import BACK_ENDS, make_back_end
+from quick_interpreter import make_quick
 from zoo import Zoo
 
 from titan.kernels.interfaces import Backend
+from titan.kernels.triton.tools import INTERPRETED
 
 SLOW = (
     *("/bench/", "test_packaging", "cpu-", "test_other_processors"),  # kinds of processors below the best
@@ -27,12 +29,11 @@ SLOW = (
 
 LONG = (
     *("test_chains_are_those_that_pytorch_grows", "test_an_engine_grows_its_chains_in_graphs"),
-    *("growth_ends_early_where_the_host_can_look[triton]", "own_logprobs[triton", "of_the_law[triton-beside"),
+    *("growth_ends_early_where_the_host_can_look[triton]", "own_logprobs[triton"),
     *("left_on_the_device", "measures_kernels_and_the_host", "products_and_sampling_run", "what_ends_a_process_or_its_device"),
-    *("on_pytorch[chain-sampled-greedy]", "on_pytorch[dynamic-looking back-greedy]", "on_pytorch[auto-greedy-greedy]"),
     *("no_paths-presence", "no_paths-repetition", "[x86-64 without AVX]"),
 )
-"""Words in the names of tests that take from three seconds to half a minute, and try what others try at a smaller size."""
+"""Words in the names of tests that take seconds, up to half a minute, and try what others try at a smaller size."""
 LEFT_OUT = ("models", "long")
 """Marks of tests that run only if they are named."""
 
@@ -69,6 +70,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> None:
+    """Triton's interpreter takes a third of the time or less."""
+    if INTERPRETED:
+        make_quick()
 
 
 @pytest.fixture(scope="session")

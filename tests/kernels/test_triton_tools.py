@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from interpreted import DEVICE
+from triton.runtime.errors import InterpreterError
 
 from titan.core.random import Purpose
 from titan.core.random import philox_uniform as host_uniform
@@ -53,3 +54,26 @@ def test_uniform_numbers_are_those_of_the_host_bit_for_bit(purpose: Purpose, sib
     arguments = (uniform, torch.from_numpy(seeds.view(np.int64)).to(DEVICE), torch.from_numpy(positions).to(DEVICE), sibling)
     store_uniform[(1,)](*arguments, PURPOSE=int(purpose), SIZE=size)
     assert np.array_equal(uniform.cpu().numpy(), host_uniform(seeds, positions, purpose, sibling=sibling))
+
+
+@triton.jit
+def compute(a_ptr, b_ptr, OPERATION: tl.constexpr):
+    a, b = tl.load(a_ptr), tl.load(b_ptr)
+    if OPERATION == "+":
+        c = a + b
+    elif OPERATION == "-":
+        c = a - b
+    else:
+        c = a * b
+    tl.store(a_ptr, c)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="compiled kernels have no such checks")
+@pytest.mark.parametrize(("operation", "fitting", "too_large"), [("+", 1, 2), ("-", -1, -2), ("*", 1, 2)])
+def test_the_interpreter_refuses_integers_that_overflow(operation: str, fitting: int, too_large: int) -> None:
+    """So that an offset beyond 32 bits shows at the sizes of tests that have one."""
+    numbers = torch.tensor([2**31 - 2, fitting, too_large, 0], dtype=torch.int32)
+    compute[(1,)](numbers[:1], numbers[1:2], OPERATION=operation)
+    assert numbers[0] == 2**31 - (2 if operation == "*" else 1)
+    with pytest.raises(InterpreterError, match="int32 overflow detected"):
+        compute[(1,)](numbers[:1], numbers[2:3], OPERATION=operation)

@@ -39,13 +39,13 @@ def replace_modules(model: Any, decoder: nn.Module, ops: LayerOps, kv: KVTensor,
 
 def reads_weight(parent: nn.Module, name: str) -> bool:
     """Whether the class of a module reads the weight of a child itself, or does not show what it does."""
-    module_class: type = type(parent)
+    module_class: Any = type(parent)  # which mypy takes for unhashable
     source = _source(module_class)
     return source is None or re.search(rf"\bself\.{name}\.(weight|bias)\b", source) is not None
 
 
-@cache  # to find a class in its file takes tens of milliseconds, and a model has few classes
-def _source(module_class: type) -> str | None:
+@cache  # Python parses a whole file for it, and layers are many, of few classes
+def _source(module_class: type[nn.Module]) -> str | None:
     try:
         return inspect.getsource(module_class)
     except (OSError, TypeError):
