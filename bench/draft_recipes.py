@@ -13,7 +13,7 @@ from titan.core.checks import check_integer
 from titan.core.options import SpeculationOptions
 from titan.draft.base import DraftContext, Drafter
 from titan.draft.draft_model import DraftModelDrafter
-from titan.draft.registry import drafter_factory
+from titan.draft.registry import open_drafter
 from titan.engine import Engine
 from titan.kernels.interfaces import Backend, Model
 from titan.models.decoder import Decoder
@@ -94,7 +94,7 @@ class DraftRecipe:
         if self.num_layers is not None:
             whole = model_of(engine.runner) if self.bits is None else _load_rounded(target, "target", self.bits, engine)
             return truncate(whole, self.num_layers, engine.backend)
-        drafter = drafter_factory(self.model, engine.config.model)(context)
+        drafter = open_drafter(self.model, engine.config.model, context)()
         if isinstance(drafter, DraftModelDrafter):
             return drafter.model if self.bits is None else _load_rounded(self.model, "draft", self.bits, engine)
         if self.bits is not None:

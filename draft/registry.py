@@ -45,41 +45,39 @@ def register(name: str, factory: DrafterFactory) -> None:
     _FACTORIES[name] = factory
 
 
-def drafter_factory(spec: DraftSpec, options: ModelOptions) -> DrafterFactory:
-    """Return what creates the drafter that ``spec`` stands for; of a draft model, only the config is read so far.
+def open_drafter(spec: DraftSpec, options: ModelOptions, context: DraftContext) -> Callable[[], Drafter]:
+    """Return what creates the drafter that ``spec`` stands for; of a draft model, config and tokenizer are read so far, no weights.
 
-    The factory raises a `ValueError` if the draft shares too little of the target's vocabulary, its weights do not fit, or options
-    ask for what the drafter cannot do.
+    What is returned raises a `ValueError` if a model's weights do not fit.
 
     Raises:
-        ValueError: it is neither a drafter nor a model that can be run, or has KV but accepts no cache.
+        ValueError: it is neither a drafter nor a model that can be run, has KV but accepts no cache, shares too little of the
+            target's vocabulary, or options ask for what it cannot do.
     """
     if spec is None:
-        return lambda _: NoDrafter()
+        return NoDrafter
     if isinstance(spec, str):
-        return _FACTORIES.get(spec) or _draft_model_factory(spec, options)
+        if spec not in _FACTORIES:
+            return _open_draft_model(spec, options, context)
+        spec = _FACTORIES[spec](context)
+        return lambda: spec
     if not isinstance(spec, Drafter):
         raise ValueError(f"draft_model={spec!r} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter")
     if spec.kv is not None and not isinstance(spec, CachingDrafter):
         raise ValueError(f"draft_model={spec!r} has kv, but is not a CachingDrafter: allowed with attach() and lookahead()")
-
-    def as_it_is(context: DraftContext) -> Drafter:
-        _check_deterministic(spec.name, context)
-        return spec
-
-    return as_it_is
+    _check_deterministic(spec.name, context)
+    return lambda: spec
 
 
-def _draft_model_factory(spec: str, options: ModelOptions) -> DrafterFactory:
+def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -> Callable[[], Drafter]:
     folder, trust = resolve_model(spec, "draft"), options.trust_remote_code
     with _naming_the_draft(spec):
         files = ModelFiles(folder, download_dir=options.download_dir)
         checkpoint = open_model(files, options.model_impl, trust_remote_code=trust)
+        tokenizer = load_tokenizer(folder, download_dir=options.download_dir, trust_remote_code=trust)
+    vocabulary = _map_vocabulary(spec, checkpoint.config, tokenizer, context)
 
-    def load(context: DraftContext) -> Drafter:
-        with _naming_the_draft(spec):
-            tokenizer = load_tokenizer(folder, download_dir=options.download_dir, trust_remote_code=trust)
-        vocabulary = _map_vocabulary(spec, checkpoint.config, tokenizer, context)
+    def load() -> Drafter:
         order = None if vocabulary is None else vocabulary.order
         with _naming_the_draft(spec):
             model = load_model(checkpoint, dtype=context.dtype, backend=context.backend, order=order)

@@ -371,14 +371,20 @@ def test_text_needs_a_tokenizer(zoo: Zoo) -> None:
     assert all(logprob.decoded_token is None for entry in completion.logprobs for logprob in entry.values())
 
 
-def test_a_draft_of_another_vocabulary(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_draft_of_another_vocabulary(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with raises("draft_model=", "small_vocab", "another vocabulary", "120 tokens", "131", "the draft and the target has none"):
         LLM(zoo.path("llama"), zoo.path("small_vocab"), **CPU)
     make_model(tmp_path)
     make_letter_tokenizer("abcdäöüß", "bytes").save_pretrained(tmp_path)
     figures = "4 of the target's tokens", "3.1%", "at least 5%", "8 tokens", "llama+text, 131 tokens"
-    with raises("draft_model=", "another vocabulary", *figures):
-        LLM(zoo.path("llama+text"), str(tmp_path), **CPU)
+    with monkeypatch.context() as without_weights:
+        without_weights.setattr("titan.engine.load_model", None)
+        with raises("draft_model=", "another vocabulary", *figures):
+            LLM(zoo.path("llama+text"), str(tmp_path), **CPU)
+        with raises("draft_tree=", "needs a draft model"):
+            LLM(zoo.path("llama+text"), "ngram", draft_tree="dynamic", **CPU)
+        with raises("max_model_len=", "at most"):
+            LLM(zoo.path("llama+text"), max_model_len=10**6, **CPU)
     llm = LLM(zoo.path("llama+text"), zoo.path("llama+text"), **CPU)
     with raises("draft_model=", "another vocabulary", *figures):
         llm.swap_draft(str(tmp_path))

@@ -33,7 +33,7 @@ from titan.core.step_times import Stopwatch
 from titan.core.trees import DraftTrees, GrowthReport, TreeLimits
 from titan.draft.base import CachingDrafter, DraftContext, Drafter, ModelDrafter, NoDrafter
 from titan.draft.labels import note_verification
-from titan.draft.registry import DraftSpec, drafter_factory
+from titan.draft.registry import DraftSpec, open_drafter
 from titan.execute.batch import split_logits, target_batch
 from titan.execute.memory_profile import run_largest_pass
 from titan.execute.out_of_memory import is_out_of_memory
@@ -43,7 +43,7 @@ from titan.memory.block_pool import BlockPool
 from titan.memory.kv_cache import KVCache
 from titan.memory.sizing import block_bytes, num_kv_blocks, num_swap_blocks
 from titan.models.config import ModelConfig
-from titan.models.loader import Checkpoint, how_it_runs, load_model
+from titan.models.loader import Checkpoint, how_it_runs, load_model, resolve_dtype
 from titan.schedule.admission import Limits
 from titan.schedule.preemption import SwapRule
 from titan.schedule.scheduler import Lookahead, Scheduler
@@ -100,18 +100,20 @@ class Engine:
         block_size, max_batch_size = config.memory.block_size, config.schedule.max_batch_size
         self.backend.check_limits(block_size=block_size, max_batch_size=max_batch_size)
         is_drafting = config.speculation.speculation != "off" and config.speculation.max_draft_tokens > 0
-        make_drafter = drafter_factory(draft if is_drafting else None, config.model)  # before the target's weights are downloaded
-        target = load_model(model, dtype=config.model.dtype, backend=self.backend) if isinstance(model, Checkpoint) else model
-        self.model_config = target.config
-        self.dtype = target.dtype
+        self.model_config = model.config
+        self.dtype = (
+            resolve_dtype(config.model.dtype, model.config.dtype, self.backend) if isinstance(model, Checkpoint) else model.dtype
+        )
         self.max_model_len = _max_model_len(config.model, self.model_config)
         self.passes = PassCounts()
         self._tokenizer = tokenizer
         max_blocks = -(-self.max_model_len // block_size)
         num_drafts = config.speculation.max_draft_tokens if is_drafting else 0
         self._pass_limits = PassLimits(max_batch_size, 1 + num_drafts, max_blocks)
+        make_drafter = open_drafter(draft if is_drafting else None, config.model, self._draft_context())  # may refuse the draft
+        target = load_model(model, dtype=self.dtype, backend=self.backend) if isinstance(model, Checkpoint) else model
         self._target = target
-        drafter = make_drafter(self._draft_context())
+        drafter = make_drafter()
         kv_layout = target.kv_layout.stored_as(config.memory.kv_cache_dtype)
         layouts = [kv_layout, *([] if drafter.kv is None else [drafter.kv])]
         num_blocks = num_kv_blocks(
@@ -261,7 +263,7 @@ class Engine:
             raise ValueError("swap_draft() contradicts max_draft_tokens=0: allowed with at least 1")
         block_bytes_before = self.kv.bytes_per_block
         with self.backend.active():
-            self._use_drafter(drafter_factory(draft, self.config.model)(self._draft_context()))
+            self._use_drafter(open_drafter(draft, self.config.model, self._draft_context())())
         self._swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
         self.kv.new_draft_epoch(self.scheduler.in_flight)
 

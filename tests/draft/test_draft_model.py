@@ -26,7 +26,7 @@ from titan.draft.base import Drafter, NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.policy import CHAIN_CHILDREN, GREEDY_TEMPERATURE, MAX_CHAIN_NODES, MAX_NARROW_NODES
-from titan.draft.registry import _FACTORIES, DraftSpec, drafter_factory, register
+from titan.draft.registry import _FACTORIES, DraftSpec, open_drafter, register
 
 PROMPTS = random_prompts(10, seed=8, max_len=40)
 
@@ -241,7 +241,7 @@ def test_specs_of_every_kind_become_drafters(zoo: Zoo) -> None:
     engine, own = make_engine(zoo.path("llama"), **AMPLE), NgramDrafter(2)
 
     def create(spec: DraftSpec) -> Drafter:
-        return drafter_factory(spec, engine.config.model)(engine._draft_context())
+        return open_drafter(spec, engine.config.model, engine._draft_context())()
 
     assert isinstance(create(None), NoDrafter)
     assert isinstance(create("ngram"), NgramDrafter)

@@ -66,7 +66,8 @@ class ModelOptions:
         model_impl: who computes the layers of target and draft: "native", Titan's own decoder; "transformers", that library's
             modules; "auto", the decoder where there is one for the model.
         trust_remote_code: run the code that a checkpoint comes with, if it is not for Titan's own decoder.
-        draft_dtype: as ``dtype``, of the draft; ``None`` = that of the target.
+        draft_dtype: as ``dtype``, of the draft model, and of each that `LLM.swap_draft` brings; ``None`` = that of the target.
+            Drafters without a model have none.
     """
 
     dtype: str | torch.dtype = "auto"
