@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from titan.core.attention import AttentionSpec
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import LayerOps
-from titan.models.hf.interface import BoundAttention, Current, Pass
+from titan.models.hf.interface import BoundAttention
 from titan.models.hf.modules import FusedNorm, PackedWeight, fuse_norm, is_close, is_plain_linear, is_unhooked, mixed_rows
+from titan.models.hf.trial_pass import NUM_TOKENS, run_without_attention
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
-NUM_TOKENS = 3
-"""Of the passes that compare modules."""
 
 
 class FusedAttention(nn.Module):
@@ -106,31 +103,3 @@ def _computes_the_same(
         found.append((output, kv_layer.clone(), rest))
     (output, written, rest), (expected, expected_kv, expected_rest) = found
     return rest == expected_rest and is_close(output, expected) and is_close(written, expected_kv)
-
-
-class EchoedQueries:
-    """Operations of a model whose attention returns its queries, so that they can be compared.
-
-    Args:
-        ops: of the model.
-    """
-
-    def __init__(self, ops: LayerOps) -> None:
-        self._ops = ops
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ops, name)
-
-    def tree_attention(self, q: Tensor, _kv_layer: Tensor, _plan: Any, spec: AttentionSpec, _sinks: Tensor | None = None) -> Tensor:
-        """Return the queries, as many of their numbers as values have: [T, H, D] -> [T, H * V]."""
-        return q[..., : spec.value_dim].flatten(1)
-
-
-@contextmanager
-def run_without_attention(current: Current, ops: LayerOps, kv: KVTensor) -> Iterator[None]:
-    """Let modules run a pass of `NUM_TOKENS` in which the attention returns its queries."""
-    current.run = Pass(cast("LayerOps", EchoedQueries(ops)), kv, torch.arange(NUM_TOKENS, device=kv.groups[0].device), None)
-    try:
-        yield
-    finally:
-        current.run = None

@@ -21,7 +21,7 @@ class PackedExperts:
 
     Args:
         ops: of the model.
-        module: of experts that `are_packable`.
+        module: of experts; see `pack_experts` for which.
     """
 
     def __init__(self, ops: LayerOps, module: Any) -> None:

@@ -13,10 +13,11 @@ from torch import nn
 
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import LayerOps
-from titan.models.hf.attention import NUM_TOKENS, PROJECTIONS, fuse_attention, run_without_attention
+from titan.models.hf.attention import PROJECTIONS, fuse_attention
 from titan.models.hf.experts import pack_experts
 from titan.models.hf.interface import BINDING
 from titan.models.hf.modules import PackedLinear, fuse_embedding, fuse_mlp, fuse_norm, is_close, is_plain_linear, mixed_rows
+from titan.models.hf.trial_pass import NUM_TOKENS, run_without_attention
 
 
 def replace_modules(model: Any, decoder: nn.Module, ops: LayerOps, kv: KVTensor, max_positions: int) -> None:
