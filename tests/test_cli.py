@@ -245,7 +245,7 @@ SMALL = {"vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 2, "num_atte
         ({"model_type": "llama"}, [], "natively", "Titan's own decoder"),
         ({"model_type": "llama"}, ["--model-impl", "transformers"], "transformers", "because model_impl='transformers'"),
         (
-            {"model_type": "phimoe"},
+            {"model_type": "phimoe", "num_key_value_heads": 2},
             [],
             "transformers",
             "on Titan's paged attention, because architectures names PhimoeForCausalLM;",

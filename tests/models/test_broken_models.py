@@ -31,6 +31,7 @@ INDEX = "model.safetensors.index.json"
 READ = "a model is a folder or hub id with config.json and weights in safetensors"
 CONFIG = "has a config.json that cannot be used: "
 SIZE = "is not allowed: it must be an integer from 1 to 16777216"
+NATIVE = f"{CONFIG}model_impl='native' is not allowed for this model: it must be 'auto' or 'transformers', since "
 NOT_FINITE = "with numbers that are not finite in float32, in model.safetensors: NaN and infinities are not allowed"
 
 
@@ -79,6 +80,7 @@ def only(file: str, content: str) -> Damage:
     return damage
 
 
+QUANTISATION = f"{CONFIG}quantization_config='gptq' is not allowed: it must be an object with quant_method, or null"
 ADAPTER = "is an adapter (LoRA) of 'some/base', not a model: merge it into that one, and give the merged model"
 BROKEN: dict[str, tuple[Damage, str]] = {
     "no config": (only("notes.txt", ""), f"has no config.json (found notes.txt): {READ}"),
@@ -87,15 +89,15 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     "half a config": (write("config.json", "{"), "has a config.json that is not JSON: ..."),
     "binary config": (lambda folder: (folder / "config.json").write_bytes(b"\xff"), "has a config.json that is not JSON: ..."),
     "config of a list": (write("config.json", "[]"), "has a config.json that is not a JSON object"),
-    "architecture": (config(architectures=["GPT2"]), f"{CONFIG}architectures names GPT2; supported are LlamaForCausalLM, ..."),
-    "no architecture": (config(architectures=None), f"{CONFIG}architectures names no architecture; supported are ..."),
+    "architecture": (config(architectures=["GPT2"]), f"{NATIVE}architectures names GPT2; supported are LlamaForCausalLM, ..."),
+    "no architecture": (config(architectures=None), f"{NATIVE}architectures names no architecture; supported are ..."),
     "architectures": (config(architectures=5), f"{CONFIG}architectures=5 is not allowed: it must be a list of names"),
-    "model type": (config(model_type="bert"), f"{CONFIG}model_type='bert' does not fit LlamaForCausalLM: it must be 'llama'"),
+    "model type": (config(model_type="bert"), f"{NATIVE}model_type='bert' does not fit LlamaForCausalLM: it must be 'llama'"),
     "quantized": (
         config(quantization_config={"quant_method": "gptq"}),
-        f"{CONFIG}quantization_config says that the weights are quantized (gptq), which is not supported: use float32, ...",
+        f"{NATIVE}quantization_config says that the weights are quantized (gptq), which is not supported: use float32, ...",
     ),
-    "activation": (config(hidden_act="gelu"), f"{CONFIG}hidden_act='gelu' is not supported: it must be one of silu, ..."),
+    "activation": (config(hidden_act="gelu"), f"{NATIVE}hidden_act='gelu' is not supported: it must be one of silu, ..."),
     "no KV heads": (config(num_key_value_heads=0), f"{CONFIG}num_key_value_heads=0 {SIZE}"),
     "text for a size": (config(hidden_size="48"), f"{CONFIG}hidden_size='48' {SIZE}"),
     "null for a size": (config(num_hidden_layers=None), f"{CONFIG}num_hidden_layers=None {SIZE}"),
@@ -103,15 +105,16 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     "heads": (config(num_key_value_heads=3), f"{CONFIG}num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
     "odd head": (config(head_dim=3), f"{CONFIG}head_dim=3 is odd: rotary embeddings need an even one"),
     "dtype": (config(dtype="int8"), f"{CONFIG}dtype='int8' is not supported; allowed: 'float32', 'bfloat16', 'float16'"),
+    "text for a quantisation": (config(quantization_config="gptq"), QUANTISATION),
     "eps": (config(rms_norm_eps=-1.0), f"{CONFIG}rms_norm_eps=-1.0 is not allowed: it must be a number in [0, 1)"),
     "truth": (config(mlp_bias="no"), f"{CONFIG}...mlp_bias"),  # in the words of transformers
     "theta": (
         config(rope_parameters={"rope_type": "default", "rope_theta": "1e4"}),
         f"{CONFIG}rope_theta='1e4' of the rotary embedding is not allowed: it must be a number above 0",
     ),
-    "rope type": (config(rope_parameters={"rope_type": "spiral"}), f"{CONFIG}rope type 'spiral' is not supported: ... default, "),
+    "rope type": (config(rope_parameters={"rope_type": "spiral"}), f"{NATIVE}rope type 'spiral' is not supported: ... default, "),
     "rope without a factor": (config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), f"{CONFIG}...factor"),
-    "part of a rotation": (config(partial_rotary_factor=0.5), f"{CONFIG}partial_rotary_factor=0.5 is not supported: it must be 1"),
+    "part of a rotation": (config(partial_rotary_factor=0.5), f"{NATIVE}partial_rotary_factor=0.5 is not supported: it must be 1"),
     "end token": (
         edit("generation_config.json", eos_token_id="a"),
         "has a generation_config.json that cannot be used: eos_token_id='a' is not allowed: it must be a token id, a list ...",
@@ -189,6 +192,16 @@ TRANSFORMERS: dict[str, tuple[Damage, str]] = {
         "has a damaged weight file model.safetensors: ...",
     ),
     "heads": (config(num_attention_heads=5), f"{CONFIG}...(48)...(5)..."),  # in the words of transformers
+    "shared heads": (config(num_key_value_heads=3), f"{CONFIG}num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
+    "no layers": (config(num_hidden_layers=0), f"{CONFIG}num_hidden_layers=0 {SIZE}"),
+    "dtype": (config(dtype="float64"), f"{CONFIG}dtype='float64' is not supported; allowed: 'float32', 'bfloat16', 'float16'"),
+    "no dtype": (config(dtype="bogus"), f"{CONFIG}dtype='bogus' is not supported; allowed: 'float32', 'bfloat16', 'float16'"),
+    "text for a quantisation": (config(quantization_config="gptq"), QUANTISATION),
+    "activation": (config(hidden_act="boo"), f"{CONFIG}hidden_act='boo' is not supported; allowed: 'gelu', ..."),
+    "rope type": (
+        config(rope_parameters={"rope_type": "spiral"}),
+        f"{CONFIG}rope_type='spiral' is not supported; allowed: 'default', 'linear', ...",
+    ),
 }
 """Of models that transformers runs."""
 
@@ -208,6 +221,16 @@ CONFIG_ALONE: dict[str, tuple[dict[str, Any], str]] = {
         "...keeps another state than keys and values, which is not supported...",
     ),
     "linear attention": ({"model_type": "qwen3_next"}, "layer type 'linear_attention' keeps another state than keys and values..."),
+    "no layers, by another name": ({"model_type": "gpt2", "n_layer": 0}, f"n_layer=0 {SIZE}"),
+    "an activation, by another name": (
+        {"model_type": "gpt2", "activation_function": "boo"},
+        "activation_function='boo' is not ...",
+    ),
+    "a rope type of some layers": (
+        {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "spiral", "rope_theta": 1e4}}},
+        "rope_type='spiral' is not supported; allowed: 'default', ...",
+    ),
+    "a dtype inside": ({"model_type": "gemma3", "text_config": {"dtype": "float64"}}, "dtype='float64' is not supported; ..."),
     "quantiser": (
         {"model_type": "llama", "quantization_config": {"quant_method": "quanto"}},
         "quantization_config has quant_method='quanto', which cannot be loaded here: transformers reads no quantised ...",

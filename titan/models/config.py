@@ -11,7 +11,7 @@ import torch
 
 from titan.core.arrays import Ints
 from titan.core.attention import AttentionSpec, LayerSpec, Window, kv_groups
-from titan.core.checks import check_choice, check_integer
+from titan.core.checks import check_choice, check_integer, shown
 from titan.core.kv_tensor import KVLayout
 from titan.models.registry import ARCHITECTURES, WHOLE_ROPE, activation_trait
 from titan.models.rope import NO_ROPE, Rope, read_rope
@@ -24,6 +24,8 @@ OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
 MAX_SIZE = 2**24
 """Above all sizes that models have, and low enough that nothing made of one size alone exceeds memory."""
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
+TEXT_CONFIG = "text_config"
+"""Entry of a composite model's config: its language model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +91,7 @@ class DecoderConfig(ModelConfig):
         """
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
+        check_heads(num_heads, num_kv_heads)
         if head_dim % 2:
             raise ValueError(f"head_dim={head_dim} is odd: rotary embeddings need an even one")
         if not 0 <= config.rms_norm_eps < 1:
@@ -152,8 +153,23 @@ def check_positions(positions: Ints, max_positions: int) -> None:
         raise IndexError(f"positions {positions.min()} to {positions.max()} are not allowed: there are {max_positions}")
 
 
-def check_fields(content: Mapping[str, Any]) -> None:
-    """Check entries of a config.json on which others are based; what is missing has transformers' defaults.
+def check_entries(content: Mapping[str, Any]) -> None:
+    """Check what the config.json of any model says about how its weights are stored.
+
+    Raises:
+        ValueError: names the entry, its value and what is allowed.
+    """
+    inner = content.get(TEXT_CONFIG)
+    for each in (content, inner) if isinstance(inner, dict) else (content,):
+        for name in ("dtype", "torch_dtype"):
+            if each.get(name) is not None:
+                check_choice(name, each[name], CHECKPOINT_DTYPES)
+        if not isinstance(found := each.get("quantization_config"), dict | None):
+            raise ValueError(f"quantization_config={shown(found)} is not allowed: it must be an object with quant_method, or null")
+
+
+def check_sizes(content: Mapping[str, Any]) -> None:
+    """Check the sizes in a config.json on which others are based; what is missing has transformers' defaults.
 
     Raises:
         ValueError: names the entry, its value and what is allowed.
@@ -161,9 +177,16 @@ def check_fields(content: Mapping[str, Any]) -> None:
     for name in (*SIZES, *OPTIONAL_SIZES):
         if name in content and (content[name] is not None or name in SIZES):
             check_integer(name, content[name], 1, MAX_SIZE)
-    for name in ("dtype", "torch_dtype"):
-        if content.get(name) is not None:
-            check_choice(name, content[name], CHECKPOINT_DTYPES)
+
+
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Check that the heads of queries can share those of keys and values.
+
+    Raises:
+        ValueError: names both, as configs do.
+    """
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
 
 
 def as_token_ids(value: object) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from titan.core.checks import shown
 from titan.kernels.interfaces import Backend, Model
-from titan.models.config import DecoderConfig, ModelConfig, as_token_ids, check_fields
+from titan.models.config import DecoderConfig, ModelConfig, as_token_ids, check_entries, check_sizes
 from titan.models.decoder import Decoder
 from titan.models.files import (
     CONFIG,
@@ -99,12 +99,15 @@ def open_model(files: ModelFiles, model_impl: str = "auto", *, trust_remote_code
     with _naming(name, GENERATION_CONFIG):
         eos_token_ids = as_token_ids(generation.get("eos_token_id")) or None
     with _naming(name, CONFIG), _TRANSFORMERS_LOCK:
+        check_entries(content)
         if model_impl != "transformers":
             try:
                 return Checkpoint(files, _read_decoder_config(content, folder, eos_token_ids))
-            except NotNativeError:
+            except NotNativeError as error:
                 if model_impl == "native":
-                    raise
+                    raise ValueError(
+                        f"model_impl='native' is not allowed for this model: it must be 'auto' or 'transformers', since {error}"
+                    ) from error
         check_type(content, trust_remote_code=trust_remote_code)
         from transformers import AutoConfig
 
@@ -163,18 +166,20 @@ def load_tokenizer(
     return tokenizer
 
 
-def download(path_or_id: str, revision: str | None) -> str:
+def download(path_or_id: str, revision: str | None, model_impl: str = "auto", *, trust_remote_code: bool = False) -> str:
     """Return the folder of a model, of one on the hub after downloading all that is read of it.
 
     Args:
         path_or_id: a folder or hub id.
         revision: as of `ModelFiles`.
+        model_impl: as of `titan.core.options.ModelOptions`.
+        trust_remote_code: likewise.
 
     Raises:
         ValueError: the model does not exist or is not supported.
     """
     files = ModelFiles(path_or_id, revision)
-    open_model(files)
+    open_model(files, model_impl, trust_remote_code=trust_remote_code)
     return str(files.fetch(*CONFIG_FILES, *TOKENIZER_FILES, *weight_files(files)))
 
 
@@ -250,7 +255,7 @@ def _fill_decoder(
 
 def _read_decoder_config(content: dict[str, Any], folder: Path, eos_token_ids: tuple[int, ...] | None) -> DecoderConfig:
     architecture = check_supported(content)
-    check_fields(content)
+    check_sizes(content)
     from transformers import AutoConfig
 
     return DecoderConfig.read(AutoConfig.from_pretrained(folder, trust_remote_code=False), architecture, eos_token_ids)

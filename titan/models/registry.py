@@ -143,7 +143,7 @@ MODEL_TYPES = {name: name.removesuffix("ForCausalLM").lower() for name in ARCHIT
 
 
 def check_supported(content: Mapping[str, Any]) -> str:
-    """Return the architecture named by the content of a config.json.
+    """Return the architecture named by the content of a config.json whose entries have been checked.
 
     Raises:
         NotNativeError: the architecture or a feature is not supported.
@@ -160,7 +160,7 @@ def check_supported(content: Mapping[str, Any]) -> str:
     if model_type != expected:
         raise NotNativeError(f"model_type={model_type!r} does not fit {architecture}: it must be {expected!r}")
     if quantization := content.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        method = quantization.get("quant_method", "unknown")
         raise NotNativeError(
             f"quantization_config says that the weights are quantized ({method}), which is not supported: use float32, bfloat16 or "
             "float16 weights"

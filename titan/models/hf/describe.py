@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from titan.core.attention import Chunk, LayerSpec
-from titan.models.config import ModelConfig, as_token_ids
+from titan.models.config import ModelConfig, as_token_ids, check_heads
 from titan.models.hf import interface, probe
+from titan.models.hf.checks import check_config, rope_entries
 from titan.models.hf.composite import composite_class
 from titan.models.hf.experts import run_experts
 from titan.models.hf.gathered import ShapeCache
-from titan.models.hf.probe import LAYER_TYPES, ProbedModule
+from titan.models.hf.probe import ProbedModule
 from titan.models.hf.quantised import check_quantisation
 from titan.models.hf.split import find_decoder
 
@@ -48,7 +49,7 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
     Raises:
         ValueError: the model, or a feature of it, is not supported.
     """
-    _check_config(source)
+    check_config(source, runs_own_code=trust_remote_code and hasattr(source, "auto_map"))
     with quiet():
         check_quantisation(source)
     register()
@@ -61,6 +62,8 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
         if model._can_set_attn_implementation():
             modules = tuple(each._replace(spec=_within(each.spec, limit)) for each in _probe_modules(model, text_config))
             layers, traits = tuple(each.spec for each in modules if each.source is None), {"transformers"}
+            for each in layers:
+                check_heads(each.num_heads, each.num_kv_heads)
         else:
             layers, traits = _probe_cache(model, text_config), {"transformers", "own_attention"}
     return TransformersConfig(
@@ -135,33 +138,6 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(interface.IMPLEMENTATION, run_experts)
 
 
-def _check_config(config: Any) -> None:
-    """Refuse what paged tree attention cannot run, as far as the config says it.
-
-    Raises:
-        ValueError: names the feature.
-    """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    text_config = config.get_text_config()
-    if config.is_encoder_decoder or text_config.is_encoder_decoder:
-        raise ValueError(f"model_type={config.model_type!r} is an encoder-decoder, which is not supported")
-    has_class = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or composite_class(config) is not None
-    if not has_class and not hasattr(config, "auto_map"):
-        raise ValueError(
-            f"model_type={config.model_type!r} is none of transformers' causal language models, and has none inside: allowed are "
-            "those of docs/models.md"
-        )
-    if getattr(text_config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        raise ValueError(f"model_type={config.model_type!r} has ALiBi, which is not supported: it must take position ids")
-    for layer_type in getattr(text_config, "layer_types", None) or ():
-        if layer_type not in LAYER_TYPES:
-            raise ValueError(
-                f"layer type {layer_type!r} keeps another state than keys and values, which is not supported: it must be one of "
-                f"{', '.join(LAYER_TYPES)}"
-            )
-
-
 def _check_model(model: Any) -> None:
     """Refuse a model that keeps a state that cannot be rolled back.
 
@@ -175,9 +151,7 @@ def _check_model(model: Any) -> None:
 def _max_positions(text_config: Any) -> int:
     """Return how many positions a model has: of rope types whose frequencies change with the length, those before they do."""
     longest: int = getattr(text_config, "max_position_embeddings", None) or DEFAULT_POSITIONS
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    ropes = [each for each in (parameters, *parameters.values()) if isinstance(each, Mapping)]
-    changing = [each for each in ropes if each.get("rope_type") in CHANGING_ROPES]
+    changing = [each for each in rope_entries(text_config) if each.get("rope_type") in CHANGING_ROPES]
     return min([longest, *(each.get("original_max_position_embeddings") or longest for each in changing)])
 
 
