@@ -25,7 +25,7 @@ from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.engine_run import make_idle, run_first_steps, run_workload
 from titan.bench.hopeless_drafts import HalfHopelessDrafter, load_shuffled
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import add_target, bench_parser, count, measure_and_publish, parse, positive
+from titan.bench.report import add_target, bench_parser, count, measure_and_publish, model_options, parse, positive
 from titan.bench.runs import Run
 from titan.bench.samples import Sample
 from titan.bench.turns import Turns, in_rounds
@@ -65,11 +65,12 @@ class AdaptiveBench:
         self.settings[ADAPTIVE] = {}
         longest_step = 1 + EngineConfig().speculation.max_draft_tokens
         self._output_len = args.first_steps * longest_step + 1 if args.first_steps else args.output_len
-        self._prompts = prompt_stream(args.model, args.prompts, args.prompt_len, args.seed)
+        self._prompts = prompt_stream(args.model, args.prompts, args.prompt_len, args.seed, **model_options(args))
         self._backend = choose_backend(choose_device(args.device))
         target = resolve_model(args.model, "target")
-        self._tokenizer = load_tokenizer(target)
-        self._target = load_model(open_model(ModelFiles(target)), dtype=args.dtype, backend=self._backend)
+        self._tokenizer = load_tokenizer(target, trust_remote_code=args.trust_remote_code)
+        checkpoint = open_model(ModelFiles(target), **model_options(args))
+        self._target = load_model(checkpoint, dtype=args.dtype, backend=self._backend)
         self._drafts: Models = {}
         if args.hopeless:
             self._drafts[args.draft_model, None] = load_shuffled(args.draft_model, args.dtype, self._backend, args.seed)
@@ -113,6 +114,7 @@ class AdaptiveBench:
             block_size=BLOCK_SIZE,
             num_kv_blocks=most * -(-(max_model_len + MAX_NODES) // BLOCK_SIZE),  # room for the widest search
             enable_prefix_caching=False,
+            **model_options(self.args),
             **self.settings[setting],
         )
         engine = Engine(config, self._target, tokenizer=self._tokenizer, backend=self._backend)

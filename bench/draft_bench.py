@@ -13,7 +13,7 @@ from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.engine_run import make_idle, profile_workload
 from titan.bench.predict import AcceptanceCounts
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import add_target, bench_parser, format_label, positive
+from titan.bench.report import add_target, bench_parser, format_label, model_options, positive
 from titan.bench.runs import Run, share_equal
 from titan.bench.samples import NO_DRAFT, Label, Sample
 from titan.bench.turns import Turns, error_line, in_rounds
@@ -59,6 +59,7 @@ class DraftBench:
         self.engine = LLM(
             args.model,
             dtype=args.dtype,
+            **model_options(args),
             speculation="fixed",
             max_draft_tokens=max(recipe.num_tokens for recipe in recipes.values()),
             max_batch_size=args.concurrency,
@@ -115,7 +116,7 @@ def take_workloads(args: argparse.Namespace, source: str) -> list[Workload]:
     Raises:
         ValueError: the source of prompts cannot be used.
     """
-    prompts = prompt_stream(args.model, source, args.prompt_len, args.seed)
+    prompts = prompt_stream(args.model, source, args.prompt_len, args.seed, **model_options(args))
     output_lens = [min(16, args.output_len), *[args.output_len] * args.repeats]
     return [take_workload(prompts, args.concurrency * args.waves, repeat(output_len)) for output_len in output_lens]
 

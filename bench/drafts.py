@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(parser, argv, QUICK)
     drafts = args.draft or (DEMO_DRAFTS if args.model == DEMO else OTHER_DRAFTS)
     recipes = [DraftRecipe.parse(text, args.max_draft_tokens) for text in dict.fromkeys(drafts)]
-    has_text = load_tokenizer(resolve_model(args.model, "target")) is not None
+    has_text = load_tokenizer(resolve_model(args.model, "target"), trust_remote_code=args.trust_remote_code) is not None
     settings, problems = [], []
     for source in args.workload or (SOURCES if has_text else [SYNTHETIC]):
         try:

@@ -29,7 +29,7 @@ from titan.bench.arrivals import TraceEntry, draw_arrivals, read_trace, read_var
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.latency_report import RATE, latency_report, load_figures
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import add_target, bench_parser, measure_and_publish, parse, positive
+from titan.bench.report import add_target, bench_parser, measure_and_publish, model_options, parse, positive
 from titan.bench.runs import Run, latency_figures
 from titan.bench.samples import NO_DRAFT, Sample
 from titan.bench.turns import Turns, in_rounds
@@ -70,6 +70,7 @@ class LatencyBench:
         self.llm = LLM(
             args.model,
             dtype=args.dtype,
+            **model_options(args),
             speculation="fixed",
             max_draft_tokens=args.max_draft_tokens,
             max_batch_size=args.max_batch_size,
@@ -131,7 +132,7 @@ class LatencyBench:
         """The requests of each round, one per second."""
         args = self.args
         num_requests = args.num_requests or NUM_REQUESTS
-        prompts = prompt_stream(args.model, args.prompts, args.prompt_len, args.seed)
+        prompts = prompt_stream(args.model, args.prompts, args.prompt_len, args.seed, **model_options(args))
         output_lens = args.output_len.stream(f"{args.seed}/outputs")
         arrivals = [draw_arrivals(variation, num_requests, args.seed + round_id) for round_id in range(args.repeats)]
         return [replace(take_workload(prompts, num_requests, output_lens), arrivals=each) for each in arrivals]
@@ -139,7 +140,7 @@ class LatencyBench:
     def _replay(self, trace: Sequence[TraceEntry], rate: float) -> list[Workload]:
         """The requests of each round, one per second on average, at the same times in all."""
         args, longest = self.args, max(entry.prompt_len for entry in trace)
-        stream = prompt_stream(args.model, args.prompts, Lengths(longest, longest), args.seed)
+        stream = prompt_stream(args.model, args.prompts, Lengths(longest, longest), args.seed, **model_options(args))
         rounds = [[next(stream)[: entry.prompt_len] for entry in trace] for _ in range(args.repeats)]
         output_lens, arrivals = [entry.output_len for entry in trace], [entry.time * rate for entry in trace]
         return [Workload(prompts, output_lens, arrivals) for prompts in rounds]

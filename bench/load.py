@@ -28,7 +28,18 @@ from titan.bench.arrivals import draw_arrivals
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.latency import above_zero
 from titan.bench.load_scenarios import FIRST_SETTING, Figures, Load, Scenario, make_scenarios
-from titan.bench.report import Report, Table, add_target, bench_parser, count, figure_table, measure_and_publish, parse, positive
+from titan.bench.report import (
+    Report,
+    Table,
+    add_target,
+    bench_parser,
+    count,
+    figure_table,
+    measure_and_publish,
+    model_options,
+    parse,
+    positive,
+)
 from titan.bench.runs import Run
 from titan.bench.samples import Sample, make_rows, with_ratio
 from titan.bench.turns import Turns, in_rounds
@@ -64,10 +75,12 @@ class LoadBench:
         self.problems: list[str] = []
         target = resolve_model(args.model, "target")
         self._backend = choose_backend(choose_device("auto"))
-        self._tokenizer = load_tokenizer(target)
-        self._target = load_model(open_model(ModelFiles(target)), dtype=args.dtype, backend=self._backend)
+        self._tokenizer = load_tokenizer(target, trust_remote_code=args.trust_remote_code)
+        checkpoint = open_model(ModelFiles(target), **model_options(args))
+        self._target = load_model(checkpoint, dtype=args.dtype, backend=self._backend)
         self._load = Load(
             model=args.model,
+            model_options=model_options(args),
             prompt_len=args.prompt_len,
             output_len=args.output_len,
             max_len=self._target.config.max_position_embeddings,
@@ -129,6 +142,7 @@ class LoadBench:
             "max_model_len": max_model_len,
             "max_waiting_requests": 100_000,
             "block_size": BLOCK_SIZE,
+            **model_options(self.args),
             **scenario.options,
         }
         options |= scenario.settings[setting]

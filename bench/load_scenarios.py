@@ -38,6 +38,7 @@ class Load:
 
     Args:
         model: whose prompts they are.
+        model_options: how it is opened; see `titan.bench.report.model_options`.
         prompt_len: tokens of short prompts.
         output_len: tokens of outputs.
         max_len: positions of the model.
@@ -49,6 +50,7 @@ class Load:
     """
 
     model: str
+    model_options: Options
     prompt_len: Lengths
     output_len: Lengths
     max_len: int
@@ -61,7 +63,7 @@ class Load:
     def take(self, num_requests: int, round_id: int, prompt_len: Lengths | None = None) -> Workload:
         """Requests that arrive together."""
         seed = self.seed + round_id
-        prompts = prompt_stream(self.model, "auto", prompt_len or self.prompt_len, seed)
+        prompts = prompt_stream(self.model, "auto", prompt_len or self.prompt_len, seed, **self.model_options)
         return take_workload(prompts, num_requests, self.output_len.stream(f"{seed}/outputs"))
 
 

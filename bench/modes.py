@@ -106,7 +106,7 @@ def load_modes(
     Args:
         names: keys of `MODES`.
         options: model, draft_model, dtype, device, max_draft_tokens, max_batch_size and max_model_len of `LLM`, for all modes; the
-            models are folders or hub ids.
+            models are folders or hub ids. Others are Titan's alone.
         peers: environment folder or URL by name in `PEERS`, where it is not the default.
         problems: gets a line for what cannot run; it is left out.
 
@@ -151,7 +151,7 @@ def find_python(engine: str, peers: Mapping[str, str]) -> str:
     return str(python)
 
 
-def possible_modes(draft_model: str | None) -> list[str]:
+def possible_modes(draft_model: str | None, model_impl: str = "auto", *, trust_remote_code: bool = False) -> list[str]:
     """The modes that a draft allows: other engines need a model, Titan takes any drafter.
 
     Raises:
@@ -159,7 +159,7 @@ def possible_modes(draft_model: str | None) -> list[str]:
     """
     if draft_model is None or draft_model == NgramDrafter.name:
         return [name for name, mode in MODES.items() if not mode.uses_draft or (draft_model and name == TITAN_DRAFT)]
-    open_model(ModelFiles(resolve_model(draft_model, "draft")))
+    open_model(ModelFiles(resolve_model(draft_model, "draft")), model_impl, trust_remote_code=trust_remote_code)
     return list(MODES)
 
 

@@ -32,7 +32,9 @@ MARK = "<the message>"
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def prompt_stream(model: str, source: str, lengths: Lengths, seed: int) -> Iterator[list[int]]:
+def prompt_stream(
+    model: str, source: str, lengths: Lengths, seed: int, *, model_impl: str = "auto", trust_remote_code: bool = False
+) -> Iterator[list[int]]:
     """Yield prompts for a model.
 
     Args:
@@ -41,16 +43,19 @@ def prompt_stream(model: str, source: str, lengths: Lengths, seed: int) -> Itera
             in `SOURCES`, or a file: a prompt per line, or JSON lines with a "prompt".
         lengths: of the prompts in tokens. Those of a file are cut to at most ``lengths.high`` and may be shorter.
         seed: of what is drawn: order, lengths, token ids.
+        model_impl: as of `LLM`.
+        trust_remote_code: likewise.
 
     Raises:
         ValueError: the source is unknown, needs a tokenizer that the model lacks, or holds no prompts.
     """
     folder = resolve_model(model, "target")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     if source == "auto":
         source = SYNTHETIC if tokenizer is None else "code"
     if source == SYNTHETIC:
-        return random_prompts(lengths, open_model(ModelFiles(folder)).config.vocab_size, seed)
+        config = open_model(ModelFiles(folder), model_impl, trust_remote_code=trust_remote_code).config
+        return random_prompts(lengths, config.vocab_size, seed)
     if source not in SOURCES and not Path(source).is_file():
         raise ValueError(f"prompts {source!r} are unknown: allowed are auto, {SYNTHETIC}, {', '.join(SOURCES)}, or a file")
     if tokenizer is None:

@@ -20,6 +20,7 @@ from titan.bench.charts import LineChart, render_chart
 from titan.bench.provenance import Provenance, collect_provenance, provenance_lines
 from titan.bench.samples import Label, Row, Sample
 from titan.bench.turns import log
+from titan.core.options import MODEL_IMPLS
 from titan.kernels.cpu.threads import available_cores
 from titan.models.loader import DEMO, download, resolve_model
 
@@ -102,6 +103,17 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which model is the target; `parse` downloads the revision, and makes it ``args.model``."""
     parser.add_argument("--model", default=DEMO, help="folder or hub id of the target (default: the demo pair)")
     parser.add_argument("--revision", help="branch, tag or commit of a target on the hub (default: its main branch)")
+    parser.add_argument("--model-impl", choices=MODEL_IMPLS, default="auto", help="who computes the layers (default: %(default)s)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code of checkpoints; other engines do not")
+
+
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return how models are to be opened, as `LLM` and `open_model` take it.
+
+    Args:
+        args: of a parser with `add_target`.
+    """
+    return {"model_impl": args.model_impl, "trust_remote_code": args.trust_remote_code}
 
 
 def parse(
@@ -118,7 +130,7 @@ def parse(
     args.command = f"{parser.prog} {shlex.join(argv)}".rstrip()
     torch.set_num_threads(args.threads)
     if getattr(args, "revision", None):
-        args.model = download(resolve_model(args.model, "target"), args.revision)
+        args.model = download(resolve_model(args.model, "target"), args.revision, **model_options(args))
     return args
 
 

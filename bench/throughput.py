@@ -25,7 +25,7 @@ from titan.bench.engine_run import profile_workload
 from titan.bench.floor import floor_seconds
 from titan.bench.modes import MODES, PEERS, TITAN, TITAN_DRAFT, LoadedModes, RunMode, load_modes, modes_at, possible_modes
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import add_target, bench_parser, count, measure_and_publish, parse, positive
+from titan.bench.report import add_target, bench_parser, count, measure_and_publish, model_options, parse, positive
 from titan.bench.runs import Run, latency_figures, share_equal
 from titan.bench.samples import Label, Sample
 from titan.bench.step_times import model_of
@@ -68,6 +68,7 @@ class ThroughputBench:
             "max_draft_tokens": args.max_draft_tokens,
             "max_batch_size": max(args.concurrency),
             "max_model_len": args.prompt_len.high + args.output_len.high,
+            **model_options(args),
         }
         next(self._prompts())  # what is wrong with them shows before anything is loaded
 
@@ -132,7 +133,8 @@ class ThroughputBench:
                 yield {"dtype": dtype, "mode": mode, "at once": at_once}, run
 
     def _prompts(self) -> Iterator[list[int]]:
-        return prompt_stream(self.args.model, self.args.prompts, self.args.prompt_len, self.args.seed)
+        args = self.args
+        return prompt_stream(args.model, args.prompts, args.prompt_len, args.seed, **model_options(args))
 
 
 def timed_sample(labels: Mapping[str, Label], round_id: int, run: Run, reference: Run | None) -> Sample:
@@ -191,7 +193,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             lengths = f"--context-len {args.context_len} must be more than half of --output-len {args.output_len}"
             raise ValueError(f"{lengths}, which --profile takes as one length")
         args.prompt_len = Lengths(prompt_len, prompt_len)
-    allowed = [mode for mode in possible_modes(args.draft_model) if mode in PROFILED or not args.profile]
+    allowed = [mode for mode in possible_modes(args.draft_model, **model_options(args)) if mode in PROFILED or not args.profile]
     args.modes = args.modes or [mode for mode in (QUICK_MODES if args.quick else MODES) if mode in allowed]
     for mode in args.modes:
         if mode not in allowed:
