@@ -22,3 +22,10 @@ def test_a_bfloat16_draft_of_a_float32_target(zoo: Zoo, model_impl: str) -> None
     expected = [zoo.greedy("llama", prompt, 24, ignore_eos=True) for prompt in prompts]
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert llm.metrics().acceptance_rate > 0 and llm.metrics().model_impl == model_impl
+
+
+def test_a_draft_dtype_holds_for_the_draft_that_a_swap_brings(zoo: Zoo) -> None:
+    llm = LLM(zoo.path("llama"), draft_dtype="bfloat16", **DEFAULTS, num_kv_blocks=64)
+    llm.swap_draft(zoo.path("llama~"))
+    assert isinstance(llm.engine.drafter, DraftModelDrafter) and llm.engine.drafter.kv is not None
+    assert (llm.engine.dtype, llm.engine.drafter.kv.dtype) == (torch.float32, torch.bfloat16)
