@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from text_tools import make_tokenizer
 from tiny_models import make_model
 from torch import Tensor
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from titan import LLM
 from titan.bench.latency import parse_arguments
@@ -251,6 +253,49 @@ def test_a_broken_model_of_transformers_is_refused_by_what_is_wrong(
     damage, message = TRANSFORMERS[name]
     damage(tmp_path)
     assert_refused(capsys, str(tmp_path), f"model {str(tmp_path)!r} {message}", "--model-impl", "transformers")
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "vocab_size": 64}
+    config = MixtralConfig(hidden_size=16, intermediate_size=24, num_local_experts=4, **sizes)
+    MixtralForCausalLM(config).save_pretrained(folder := tmp_path_factory.mktemp("experts"))
+    return folder
+
+
+def expert(i: int, name: str) -> str:
+    return f"model.layers.1.block_sparse_moe.experts.{i}.{name}.weight"
+
+
+EXPERTS: dict[str, tuple[dict[str, Tensor | None], str]] = {
+    "one weight missing": ({expert(2, "w1"): None}, f"missing {expert(2, 'w1')}; unexpected none; of another shape none"),
+    "one weight surplus": (
+        {expert(9, "w3"): torch.ones(24, 16)},
+        f"missing none; unexpected {expert(9, 'w3')}; of another shape none",
+    ),
+    "another number": (  # stacked in order, they would be as many as they should be
+        {expert(2, "w1"): None, expert(9, "w1"): torch.ones(24, 16)},
+        f"missing {expert(2, 'w1')}; unexpected {expert(9, 'w1')}; of another shape none",
+    ),
+    "shape": (
+        {expert(3, "w2"): torch.ones(16, 23)},
+        f"missing none; unexpected none; of another shape {expert(3, 'w2')} ([16, 23], not [16, 24])",
+    ),
+    "a whole expert surplus": (
+        {expert(4, "w1"): torch.ones(24, 16), expert(4, "w2"): torch.ones(16, 24), expert(4, "w3"): torch.ones(24, 16)},
+        "missing none; unexpected none; of another shape model.layers.1.mlp.experts.down_proj ([5, 16, 24], not [4, 16, 24]), ",
+    ),
+}
+"""What is wrong with the weights of experts, which transformers stacks without a look at their numbers."""
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_that_differ_from_one_another_are_refused_by_name(with_experts: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(with_experts, tmp_path, dirs_exist_ok=True)
+    changes, message = EXPERTS[name]
+    weights(**{each.replace(".", "__"): weight for each, weight in changes.items()})(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(f"the weights do not fit MixtralForCausalLM: {message}")):
+        load_model(open_model(ModelFiles(str(tmp_path))), dtype="float32", backend=TorchBackend(torch.device("cpu")))
 
 
 @pytest.mark.parametrize("name", CONFIG_ALONE)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import Checkpoint
+from families import FAMILIES
 from torch import Tensor, nn
 from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, LlamaForCausalLM, Phi3Config, Qwen3MoeConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
@@ -19,8 +19,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from titan.core.batch import QueryRow, build_batch
+from titan.core.kv_tensor import KVTensor
 from titan.kernels.backend import choose_backend
-from titan.kernels.interfaces import LayerOps
+from titan.kernels.interfaces import LayerOps, PassInputs
 from titan.models.files import ModelFiles
 from titan.models.hf.attention import FusedAttention
 from titan.models.hf.experts import BINDING, pack_experts, run_experts
@@ -140,10 +142,10 @@ def test_embeddings_are_read_from_the_packed_head_if_they_are_only_scaled(dtype:
     ops, tokens = make_ops(dtype), torch.tensor([[5, 0, 63]])
     for embedding in (nn.Embedding(64, SIZE), Gemma3TextScaledWordEmbedding(64, SIZE, 0, embed_scale=SIZE**0.5)):
         module = ready(embedding, dtype)
-        fused = fuse_embedding(ops, module, module.weight, ops.pack(module.weight))
+        fused = fuse_embedding(ops, module, ops.pack(module.weight), dtype)
         assert fused is not None and torch.equal(fused(tokens), module(tokens))
     clipped = ready(nn.Embedding(64, SIZE, max_norm=1.0), dtype)
-    assert fuse_embedding(ops, clipped, clipped.weight.clone(), ops.pack(clipped.weight)) is None
+    assert fuse_embedding(ops, clipped, ops.pack(clipped.weight), dtype) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,36 +197,24 @@ def test_other_classes_of_linear_layers_stay() -> None:
     assert fuse_mlp(make_ops(torch.float32), mlp) is None
 
 
-MEASURE_PEAK = """
-import sys, threading, torch
-from titan.kernels.backend import choose_backend
-from titan.models.files import ModelFiles
-from titan.models.loader import load_model, open_model
-backend, peaks, is_loaded = choose_backend(torch.device("cpu")), [], threading.Event()
-def own_bytes():
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
-def watch():
-    while not is_loaded.wait(0.002):
-        peaks.append(own_bytes())
-tiny, folder = sys.argv[1:]
-load_model(open_model(ModelFiles(tiny), "transformers"), dtype="float32", backend=backend)  # imports are not the weights'
-before, watcher = own_bytes(), threading.Thread(target=watch)
-watcher.start()
-model = load_model(open_model(ModelFiles(folder), "transformers"), dtype="float32", backend=backend)
-is_loaded.set()
-watcher.join()
-print(max(peaks) - before)
-"""
+def compute_logits(model: Any, tokens: list[int]) -> Tensor:
+    batch = build_batch([QueryRow([0], 0, tokens)], block_size=8)
+    arrays = batch.token_ids, batch.attention.positions, batch.slot_mapping
+    inputs = PassInputs(*map(torch.from_numpy, arrays), None, batch.attention)
+    with torch.no_grad():
+        logits: Tensor = model.logits(model.hidden_states(inputs, KVTensor(model.kv_layout, 1, 8, model.device)))
+    return logits
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from Linux's /proc")
-def test_packed_weights_take_the_place_of_the_originals_one_by_one(tmp_path: Path) -> None:
-    """Without pages of files, which transformers maps and the system may take away."""
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 8, "vocab_size": 8000}
-    for name, changes in {"tiny": {"hidden_size": 64, "num_hidden_layers": 1}, "large": {}}.items():
-        model = LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
-        model.save_pretrained(tmp_path / name)
-    arguments = [sys.executable, "-c", MEASURE_PEAK, str(tmp_path / "tiny"), str(tmp_path / "large")]
-    run = subprocess.run(arguments, check=True, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    num_bytes = 4 * model.num_parameters()
-    assert 0.8 * num_bytes < int(run.stdout) <= 1.2 * num_bytes
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma2", "deepseek_v3"])
+def test_in_float32_weights_that_are_stored_in_16_bits_give_what_they_give_when_stored_in_32(tmp_path: Path, family: str) -> None:
+    model = Checkpoint(FAMILIES[family], tmp_path).model.to(torch.bfloat16)
+    backend = choose_backend(torch.device("cpu"))
+    logits = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model.to(dtype).save_pretrained(folder := tmp_path / str(dtype))
+        loaded = load_model(open_model(ModelFiles(str(folder)), "transformers"), dtype="float32", backend=backend)
+        tensors = [*loaded._decoder.parameters(), *loaded._decoder.buffers()]
+        assert all(each.dtype == torch.float32 for each in tensors if each.is_floating_point())
+        logits.append(compute_logits(loaded, [5, 9, 1, 30, 7]))
+    assert logits[0].dtype == torch.float32 and torch.equal(*logits)

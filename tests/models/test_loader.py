@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from stepping import greedy, make_engine, run_all
 from tiny_models import make_model
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from titan.kernels.backend import choose_backend
 from titan.models.decoder import Decoder
@@ -153,19 +154,31 @@ def test_models_can_be_loaded_in_two_threads_and_loading_changes_nothing_of_torc
 MEASURE_PEAKS = """
 import sys, torch
 from titan.kernels.backend import choose_backend
-from titan.models.loader import load_decoder
+from titan.models.files import ModelFiles
+from titan.models.loader import load_model, open_model
 backend = choose_backend(torch.device("cpu"))
+def load(folder, dtype):
+    return load_model(open_model(ModelFiles(folder), implementation), dtype=dtype, backend=backend)
 def status(field):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
-tiny, folder, *dtypes = sys.argv[1:]
+implementation, tiny, folder, *dtypes = sys.argv[1:]
 for dtype in dtypes:
-    load_decoder(tiny, dtype=dtype, backend=backend)  # imports and code pages are not the weights'
+    load(tiny, dtype)  # imports and code pages are not the weights'
     before = status("VmRSS")
     open("/proc/self/clear_refs", "w").write("5")  # resets the high-water mark
-    model = load_decoder(folder, dtype=dtype, backend=backend)
-    print(status("VmHWM") - before)
+    model = load(folder, dtype)
+    print(status("VmHWM") - before, status("VmRSS") - before)
     del model
 """
+
+
+def measure_memory(implementation: str, tiny: Path, large: Path, *dtypes: str) -> Iterator[tuple[int, int]]:
+    """Yield the bytes that loading a model takes at its peak, and those that it keeps, in each of some dtypes."""
+    arguments = [sys.executable, "-c", MEASURE_PEAKS, implementation, str(tiny), str(large), *dtypes]
+    run = subprocess.run(arguments, check=True, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    for line in run.stdout.splitlines():
+        peak, kept = map(int, line.split())
+        yield peak, kept
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark is read from Linux's /proc")
@@ -174,9 +187,26 @@ def test_loading_peaks_at_little_more_than_the_weights(tmp_path: Path) -> None:
     make_model(tmp_path / "tiny")
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     model = make_model(tmp_path / "large", **sizes, num_hidden_layers=12, vocab_size=8000)
-    arguments = [sys.executable, "-c", MEASURE_PEAKS, str(tmp_path / "tiny"), str(tmp_path / "large"), "bfloat16", "float32"]
-    run = subprocess.run(arguments, check=True, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    in_bfloat16, in_float32 = map(int, run.stdout.split())
+    in_bfloat16, in_float32 = (
+        peak for peak, _ in measure_memory("native", tmp_path / "tiny", tmp_path / "large", "bfloat16", "float32")
+    )
     assert model.num_parameters() > 50e6
     assert in_bfloat16 <= 1.2 * 2 * model.num_parameters()
     assert in_float32 <= 1.2 * 4 * model.num_parameters()
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark is read from Linux's /proc")
+def test_loading_experts_through_transformers_peaks_at_the_weights_and_one_layer(tmp_path: Path) -> None:
+    """Of some 100 MB in bfloat16, as which their weights stay in memory in float32 as well; a layer is widened at a time."""
+    sizes: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True}
+    for name, size, num_layers in (("tiny", 64, 1), ("large", 512, 16)):
+        config = Qwen3MoeConfig(hidden_size=size, moe_intermediate_size=size, num_hidden_layers=num_layers, **sizes)
+        model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(tmp_path / name, max_shard_size="30MB")
+    num_bytes = 2 * model.num_parameters()
+    layer = sum(each.nbytes for each in model.model.layers[0].parameters())
+    assert num_bytes > 100e6
+    for peak, kept in measure_memory("transformers", tmp_path / "tiny", tmp_path / "large", "bfloat16", "float32"):
+        assert peak <= 1.2 * num_bytes + 3 * layer  # of 16 bits, and widened
+        assert kept <= 1.1 * num_bytes

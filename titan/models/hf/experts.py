@@ -105,5 +105,5 @@ def layer_names(module: Any) -> tuple[str, str]:
 def pack_layers(ops: LayerOps, module: Any, name: str) -> list[tuple[Tensor, Tensor | None]]:
     """Return the packed weight and the bias of a linear layer of each expert."""
     weights = getattr(module, name).detach()
-    biases = getattr(module, f"{name}_bias").detach() if module.has_bias else [None] * len(weights)
+    biases = getattr(module, f"{name}_bias").detach().clone() if module.has_bias else [None] * len(weights)
     return [(ops.pack(w.T.contiguous() if module.is_transposed else w), bias) for w, bias in zip(weights, biases, strict=True)]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from titan.core.attention import LayerSpec
+from titan.models.hf.widen import widen
 
 MAX_ERROR = 1e-4
 """Largest difference in float32, relative to the largest number, between a module's own expansion and the absorbed matrices."""
@@ -63,6 +64,8 @@ def absorb(module: Any, spec: LayerSpec, dtype: torch.dtype, device: torch.devic
         ValueError: the expansion is something else than these matrices.
     """
     linear: nn.Linear = module.kv_b_proj
+    if type(linear.weight) is nn.Parameter and dtype == torch.float32:
+        widen(linear)
     value_dim = spec.attention.value_dim or spec.head_dim
     num_plain = linear.out_features // spec.num_heads - value_dim
     identity = torch.eye(linear.in_features, dtype=dtype, device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,18 @@ from titan.models.files import some
 from titan.models.hf.composite import composite_class, is_composite
 from titan.models.hf.describe import TransformersConfig, empty_model, quiet
 from titan.models.hf.gathered import GatheredAttention, check_gathering
+from titan.models.hf.heap import give_back
 from titan.models.hf.interface import IMPLEMENTATION
 from titan.models.hf.model import TransformersModel
 from titan.models.hf.paged import PagedAttention
 from titan.models.hf.quantised import cast_unquantised, mixes_rows, num_bytes, plain_tensors, quantisation
+from titan.models.hf.stored import MISSHAPEN, MISSING, UNEXPECTED, StoredTensor, copy_mapped, find_stored, misfits
 from titan.models.token_order import TokenOrder
 
 LOG = logging.getLogger(__name__)
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in configs."""
 
 MAX_GROWTH = 1.2
 """Of quantised weights in memory, relative to their files: those that take more are said to be dequantised."""
@@ -51,35 +56,58 @@ def load_weights(
     Raises:
         ValueError: weights are missing, surplus, of other shapes than the config asks for, or not finite.
     """
-    model = _read(paths[0].parent, config, dtype, backend)
+    stored: dict[str, StoredTensor] = {}
     if (found := quantisation(config.source)) is not None:
-        cast_unquantised(model, empty_model(config.source, trust_remote_code=config.trust_remote_code), dtype)
-        with quiet(), torch.no_grad():  # compressed-tensors decompresses in the first pass of the whole model
-            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=backend.device), use_cache=False)
+        model = _read_quantised(paths[0].parent, config, dtype, backend)
+    else:
+        stored = find_stored(paths, dtype)
+        model = _read(stored, config, dtype, backend)
     sizes = num_bytes(model), sum(path.stat().st_size for path in paths)
     attending = _bind(model, config, dtype)
     loaded = TransformersModel(model, config, attending, dtype=dtype, backend=backend, max_positions=max_positions, order=order)
     if isinstance(attending, GatheredAttention):
         check_gathering(loaded, model, order)
+    copy_mapped(model, stored)
     _say_what_differs(name, config, found, *sizes)
     return loaded
 
 
-def _read(folder: Path, config: TransformersConfig, dtype: torch.dtype, backend: Backend) -> Any:
-    """Return a model of transformers with its weights, on the device of a back end."""
+def _read(stored: dict[str, StoredTensor], config: TransformersConfig, dtype: torch.dtype, backend: Backend) -> Any:
+    """Return a model of transformers with its weights, on the device of a back end; in float32, some may be of 16 bits."""
+    problems: dict[str, list[str]] = {}
+    if not is_composite(config.source):  # other parts of a model may have experts of their own
+        text_config = config.source.get_text_config()
+        counts = (getattr(text_config, name, None) for name in EXPERT_COUNTS)
+        problems = misfits(stored, next((each for each in counts if isinstance(each, int)), None))
+    if set(problems) - {UNEXPECTED}:
+        _refuse(problems, config.architecture)
+    model_class: Any = type(empty_model(config.source, trust_remote_code=config.trust_remote_code))
+    try:
+        with quiet():
+            model, report = model_class.from_pretrained(
+                None, state_dict=stored, config=deepcopy(config.source), dtype=dtype, **_options(backend)
+            )
+    except RuntimeError:  # it does not say which weights cannot be stacked
+        _refuse(problems, config.architecture)
+        raise
+    _check_report(report, config.architecture)
+    give_back()
+    return model.eval().requires_grad_(False)
+
+
+def _read_quantised(folder: Path, config: TransformersConfig, dtype: torch.dtype, backend: Backend) -> Any:
+    """Return a quantised model of transformers, with the dtype of what is not quantised, on the device of a back end."""
     from transformers import AutoModelForCausalLM
 
     model_class: Any = composite_class(config.source) or AutoModelForCausalLM
     with quiet():
         model, report = model_class.from_pretrained(
             folder,
-            config=deepcopy(config.source),  # transformers writes to it
+            config=deepcopy(config.source),
             dtype=dtype,
             use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report
             trust_remote_code=config.trust_remote_code,
-            device_map=None if backend.is_host else {"": backend.device},
+            **_options(backend),
         )
     _check_report(report, config.architecture)
     model.eval().requires_grad_(False)
@@ -89,7 +117,16 @@ def _read(folder: Path, config: TransformersConfig, dtype: torch.dtype, backend:
                 f"weight {name!r} has numbers that are not finite in {str(weight.dtype).removeprefix('torch.')}: NaN and "
                 "infinities are not allowed"
             )
+    cast_unquantised(model, empty_model(config.source, trust_remote_code=config.trust_remote_code), dtype)
+    with quiet(), torch.no_grad():  # compressed-tensors decompresses in the first pass of the whole model
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=backend.device), use_cache=False)
     return model
+
+
+def _options(backend: Backend) -> dict[str, Any]:
+    """Return the options of transformers' loading that do not depend on the model: shapes that differ are in its report."""
+    device_map = None if backend.is_host else {"": backend.device}
+    return {"device_map": device_map, "output_loading_info": True, "ignore_mismatched_sizes": True}
 
 
 def _bind(model: Any, config: TransformersConfig, dtype: torch.dtype) -> PagedAttention | GatheredAttention:
@@ -120,11 +157,11 @@ def _say_what_differs(
 
 
 def _check_report(report: Mapping[str, Any], name: str) -> None:
-    problems = {
-        "missing": report["missing_keys"],
-        "unexpected": report["unexpected_keys"],
-        "of another shape": [f"{key} ({list(found)}, not {list(asked)})" for key, found, asked in report["mismatched_keys"]],
-    }
+    shapes = [f"{key} ({list(found)}, not {list(asked)})" for key, found, asked in report["mismatched_keys"]]
+    _refuse({MISSING: report["missing_keys"], UNEXPECTED: report["unexpected_keys"], MISSHAPEN: shapes}, name)
+
+
+def _refuse(problems: Mapping[str, Collection[str]], name: str) -> None:
     if any(problems.values()):
-        found = "; ".join(f"{what} {some(sorted(keys))}" for what, keys in problems.items())
+        found = "; ".join(f"{what} {some(sorted(problems.get(what, ())))}" for what in (MISSING, UNEXPECTED, MISSHAPEN))
         raise ValueError(f"the weights do not fit {name}: {found}")

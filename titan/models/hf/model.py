@@ -59,7 +59,7 @@ class TransformersModel:
         self._attending = attending
         self._decoder: nn.Module = find_decoder(model)
         checked_kv = KVTensor(self.kv_layout, 1, CHECKED_SLOTS, self.device)
-        replace_modules(model, self._decoder, self.ops, checked_kv, config.max_position_embeddings)
+        replace_modules(model, self._decoder, self.ops, checked_kv, config.max_position_embeddings, dtype)
         self._head = Head(model, self._decoder, self.device)
         self._order = None if order is None else order.token_ids.to(self.device)
         self._outputs = None if self._order is None or order is None else self._order[: order.num_outputs]

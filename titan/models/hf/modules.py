@@ -19,6 +19,8 @@ MLP_LAYERS = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj
 """Names of the linear layers of gated feed-forward parts."""
 ACTIVATIONS = ("act_fn", "activation_fn")
 """Names of their activations."""
+PIECE = 4096
+"""Outputs of a linear layer that are computed together where its weight is cast."""
 
 
 class PackedWeight:
@@ -46,13 +48,16 @@ class PackedLinear(nn.Module):
 
     Args:
         ops: of the model.
-        linear: a plain one.
+        linear: a plain one, whose weight may be of fewer bits than the model.
+        dtype: of the model.
     """
 
-    def __init__(self, ops: LayerOps, linear: nn.Linear) -> None:
+    def __init__(self, ops: LayerOps, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, linear.weight.dtype
+        self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, dtype
         self.packed = PackedWeight(ops, linear)
+        if self.packed.bias is not None:
+            self.packed.bias = self.packed.bias.to(dtype)
         self._ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,31 +162,43 @@ def fuse_mlp(ops: LayerOps, module: nn.Module) -> GatedMlp | None:
     return fused if is_close(fused(inputs), module(inputs)) else None
 
 
-def fuse_embedding(ops: LayerOps, module: nn.Module, weight: Tensor, packed: Tensor) -> PackedEmbedding | None:
+def fuse_embedding(ops: LayerOps, module: nn.Module, packed: Tensor, dtype: torch.dtype) -> PackedEmbedding | None:
     """Return embeddings that read a packed weight; ``None`` if the module does something else than to look up and to scale.
 
     Args:
         ops: of the model.
-        module: with embeddings.
-        weight: of the module, [num_embeddings, size].
+        module: with embeddings, whose weight may be of fewer bits than the model: [num_embeddings, size].
         packed: the weight, packed.
+        dtype: of the model.
     """
     if not is_unhooked(module):
         return None
-    token_ids = torch.linspace(0, len(weight) - 1, min(len(weight), 64), device=weight.device).long()
-    rows, scaled = F.embedding(token_ids, weight), module(token_ids)
+    weight = module.get_parameter("weight")
+    token_ids, numbers = torch.linspace(0, len(weight) - 1, min(len(weight), 64), device=weight.device).long(), weight.data
+    rows = numbers[token_ids].to(dtype)
+    weight.data = rows.clone()  # the module may write to it, and all of it would be much to cast
+    scaled = module(torch.arange(len(rows), device=rows.device))
+    weight.data = numbers
     place = rows.abs().argmax()
     for scale in (None, (scaled.flatten()[place] / rows.flatten()[place]), getattr(module, "embed_scale", None)):
-        factor = torch.as_tensor(scale, dtype=weight.dtype, device=weight.device) if scale is not None else None
+        factor = torch.as_tensor(scale, dtype=dtype, device=weight.device) if scale is not None else None
         if torch.equal(scaled, rows if factor is None else rows * factor):
-            fused = PackedEmbedding(ops, packed, weight.shape[1], weight.dtype, factor)
-            return fused if torch.equal(fused(token_ids), scaled) else None
+            fused = PackedEmbedding(ops, packed, weight.shape[1], dtype, factor)
+            is_same = torch.equal(fused(token_ids), scaled) and is_close(module(token_ids), scaled.to(weight.dtype))
+            return fused if is_same else None
     return None
 
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module is a linear layer and nothing else: its class is that of PyTorch, and its weight is a plain tensor."""
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and is_unhooked(module)
+
+
+def apply_linear(linear: nn.Linear, rows: Tensor) -> Tensor:
+    """Apply a plain linear layer in the dtype of its input, to which its weight is cast piece by piece: [T, in] -> [T, out]."""
+    pieces = linear.weight.detach().split(PIECE)
+    biases = [None] * len(pieces) if linear.bias is None else linear.bias.detach().to(rows.dtype).split(PIECE)
+    return torch.cat([F.linear(rows, piece.to(rows.dtype), bias) for piece, bias in zip(pieces, biases, strict=True)], -1)
 
 
 def is_unhooked(module: nn.Module) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,12 +15,24 @@ from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import LayerOps
 from titan.models.hf.attention import PROJECTIONS, fuse_attention
 from titan.models.hf.experts import pack_experts
+from titan.models.hf.heap import give_back
 from titan.models.hf.interface import BINDING
-from titan.models.hf.modules import PackedLinear, fuse_embedding, fuse_mlp, fuse_norm, is_close, is_plain_linear, mixed_rows
+from titan.models.hf.modules import (
+    PackedLinear,
+    apply_linear,
+    fuse_embedding,
+    fuse_mlp,
+    fuse_norm,
+    is_close,
+    is_plain_linear,
+    mixed_rows,
+)
+from titan.models.hf.quantised import quantisation
 from titan.models.hf.trial_pass import NUM_TOKENS, run_without_attention
+from titan.models.hf.widen import parts, widen, widened_in_turn
 
 
-def replace_modules(model: Any, decoder: nn.Module, ops: LayerOps, kv: KVTensor, max_positions: int) -> None:
+def replace_modules(model: Any, decoder: nn.Module, ops: LayerOps, kv: KVTensor, max_positions: int, dtype: torch.dtype) -> None:
     """Replace the modules of a model, one after another, by those that run on a back end's operations.
 
     Each is compared on random input with the one it replaces, and is not used if it differs by more than rounding.
@@ -31,8 +43,16 @@ def replace_modules(model: Any, decoder: nn.Module, ops: LayerOps, kv: KVTensor,
         ops: of the model.
         kv: of the model, with one block, which is overwritten.
         max_positions: of the model.
+        dtype: in which the model runs; in float32, weights may be of 16 bits, and are widened if they are not replaced.
     """
-    replacing = _Replacing(ops, kv, record_calls(decoder, ops, kv), max_positions)
+    is_narrow = dtype == torch.float32 and quantisation(model.config) is None
+    all_parts = parts(model)
+    if is_narrow:
+        for module in set(model.modules()).difference(*(part.modules() for part in all_parts)):
+            widen(module, recurse=False)
+    with widened_in_turn(all_parts if is_narrow else ()):
+        calls = record_calls(decoder, ops, kv)
+    replacing = _Replacing(ops, kv, calls, max_positions, all_parts, dtype if is_narrow else None)
     if ops.packs:
         replacing.replace_tied_embedding(model)
     replacing.replace_children(model)
@@ -83,10 +103,21 @@ class _Replacing:
         kv: of the model, with one block.
         calls: of its attention modules, see `record_calls`.
         max_positions: of the model.
+        parts: of the model, which are made ready one after another.
+        wide_dtype: that all weights are to have; ``None``: they are as they should be.
     """
 
-    def __init__(self, ops: LayerOps, kv: KVTensor, calls: Mapping[nn.Module, dict[str, Any]], max_positions: int) -> None:
+    def __init__(
+        self,
+        ops: LayerOps,
+        kv: KVTensor,
+        calls: Mapping[nn.Module, dict[str, Any]],
+        max_positions: int,
+        parts: Collection[nn.Module],
+        wide_dtype: torch.dtype | None,
+    ) -> None:
         self._ops, self._kv, self._calls, self._max_positions = ops, kv, calls, max_positions
+        self._parts, self._wide_dtype = set(parts), wide_dtype
         self._kept: nn.Module | None = None  # an output head whose weight others read
 
     def replace_tied_embedding(self, model: Any) -> None:
@@ -97,13 +128,13 @@ class _Replacing:
             return
         if not isinstance(head, nn.Linear) or getattr(embedding, "weight", None) is not head.weight:
             return
-        packed = self._packed_linear(head) if is_plain_linear(head) else None
+        packed = self._packed_linear(head)
         places = [
             (parent, name) for parent in model.modules() for name, child in parent.named_children() if child in (head, embedding)
         ]
         if any(reads_weight(*place) for place in places):
             packed = None
-        rows = None if packed is None else fuse_embedding(self._ops, embedding, head.weight.detach(), packed.packed.weight)
+        rows = None if packed is None else fuse_embedding(self._ops, embedding, packed.packed.weight, packed.dtype)
         if packed is None or rows is None:
             self._kept = head
             return
@@ -113,10 +144,18 @@ class _Replacing:
     def replace_children(self, parent: nn.Module) -> None:
         """Replace what can be replaced below a module."""
         for name, child in parent.named_children():
-            if (replacement := None if reads_weight(parent, name) else self._replacement(child)) is not None:
+            is_read = reads_weight(parent, name)
+            replacement: nn.Module | None = None if is_read or child is self._kept else self._packed_linear(child)
+            if replacement is None and child in self._parts and self._wide_dtype is not None:
+                widen(child)
+            if replacement is None and not is_read:
+                replacement = self._replacement(child)
+            if replacement is not None:
                 setattr(parent, name, replacement)
             elif not self._ops.packs or not pack_experts(self._ops, child):
                 self.replace_children(child)
+            if child in self._parts:
+                give_back()
 
     def _replacement(self, module: nn.Module) -> nn.Module | None:
         ops, bound = self._ops, getattr(module, BINDING, None)
@@ -125,12 +164,13 @@ class _Replacing:
             for name in PROJECTIONS if attention is not None else ():
                 setattr(module, name, None)  # its weights are no longer needed, but others may hold the module
             return attention
-        if is_plain_linear(module) and module is not self._kept:
-            return self._packed_linear(module)
         return fuse_norm(ops, module) or fuse_mlp(ops, module)
 
-    def _packed_linear(self, linear: Any) -> PackedLinear | None:
-        if not self._ops.packs:
+    def _packed_linear(self, module: nn.Module) -> PackedLinear | None:
+        if not self._ops.packs or not is_plain_linear(module):
             return None
-        packed, rows = PackedLinear(self._ops, linear), mixed_rows(linear.weight)
-        return packed if is_close(packed(rows), linear(rows)) else None
+        linear = cast("nn.Linear", module)
+        dtype = linear.weight.dtype if self._wide_dtype is None else self._wide_dtype
+        packed = PackedLinear(self._ops, linear, dtype)
+        rows = mixed_rows(torch.empty(linear.in_features, dtype=dtype, device=linear.weight.device))
+        return packed if is_close(packed(rows), apply_linear(linear, rows)) else None
