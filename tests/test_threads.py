@@ -241,6 +241,15 @@ def test_an_engine_that_a_failed_step_left_damaged_says_so(zoo: Zoo) -> None:
         generate(other, "the", greedy(5))
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C interrupts, also where the tests were started in the background, which ignores it."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_thread_that_is_interrupted_while_it_waits_costs_no_other(llm: LLM) -> None:
     expected, leads = generate(llm, "the", PARAMS[1]), threading.Event()
 
