@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from adaptive_simulator import MACHINES, Fixed, Fleet, Machine, Policy, Text, compare, controller_of
 
-from titan.adaptive.load import Candidate, Load
+from titan.adaptive.controller import IDLE_FADE
+from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
 from titan.adaptive.value import estimate
 from titan.core.draft_history import AcceptanceCounts
@@ -225,6 +226,28 @@ def test_optimum_is_that_of_all_settings(seed: int) -> None:
 
     assert found.rate == pytest.approx(rate(found.num_nodes))
     assert found.rate >= 0.99 * max(rate(nodes) for nodes in product(*(range(m + 1) for m in most)))
+
+
+def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
+    controller, num_rests = controller_of(DEMO), 0
+    load = Load([Candidate(counts(0.1, 20.0), 6, 2, 256, True) for _ in range(8)], 8, 800)
+    usual = Outcome([], 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
+    slow = usual._replace(seconds=2 * usual.seconds, target_seconds=2 * usual.target_seconds)
+    controller.choose(load)
+    for step in range(200):
+        if step == 100:
+            before, drafts_before, num_rests = controller.costs.plain_seconds(load), load.candidates[0].counts.num_drafts, 0
+        if controller.rest(8, 8):
+            num_rests += 1
+            controller.observe_rest(Load((), 8, 800), 8, usual if step < 100 else slow)
+        else:
+            decision = controller.choose(load)
+            drafting = usual._replace(num_nodes=decision.num_nodes, seconds=2 * usual.seconds)
+            controller.observe(drafting if decision.drafts else usual)
+    controller.choose(load)
+    assert 50 < num_rests < 100
+    assert controller.costs.plain_seconds(load) > 1.3 * before
+    assert load.candidates[0].counts.num_drafts <= IDLE_FADE**num_rests * drafts_before
 
 
 def counts(acceptance: float, num_drafts: float) -> AcceptanceCounts:

@@ -193,7 +193,7 @@ def test_a_swapped_request_takes_no_blocks_that_lack_the_drafts_kv_it_counts_on(
 
 def test_evicted_prefixes_are_hit_in_the_swap_space(swapping: KVCache, ops: Mock) -> None:
     kv = swapping
-    for first_token, places in ((0, [0, 1, 2]), (100, [0, 3, 4])):  # what was used least recently makes room
+    for first_token, places in ((0, [0, 1, 2]), (100, [3, 4, 0])):  # what was used least recently makes room
         request = make_request(range(first_token, first_token + 13))
         assert kv.reserve(request, 13)
         request.commit(12)

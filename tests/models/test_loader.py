@@ -19,7 +19,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from titan.kernels.backend import choose_backend
+from titan.kernels.torch.backend import TorchBackend
 from titan.models.decoder import Decoder
+from titan.models.hf import stored
 from titan.models.loader import load_decoder, load_tokenizer, resolve_dtype, resolve_model
 
 BACKEND = choose_backend(torch.device("cpu"))
@@ -193,6 +195,22 @@ def test_loading_peaks_at_little_more_than_the_weights(tmp_path: Path) -> None:
     assert model.num_parameters() > 50e6
     assert in_bfloat16 <= 1.2 * 2 * model.num_parameters()
     assert in_float32 <= 1.2 * 4 * model.num_parameters()
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch"])
+def test_a_model_of_transformers_does_not_change_with_its_files(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although weights are read in place, and some are used as they are stored."""
+    monkeypatch.setattr(stored, "MAX_COPIED_BYTES", 0)
+    make_model(tmp_path)
+    backend = BACKEND if name == "cpu" else TorchBackend(torch.device("cpu"))
+    engine = make_engine(str(tmp_path), backend=backend, model_impl="transformers")
+    expected = run_all(engine, [[3, 4, 5]], [greedy(8, ignore_eos=True)])
+    path = tmp_path / "model.safetensors"
+    with path.open("r+b") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        file.seek(start)
+        file.write(bytes(path.stat().st_size - start))
+    assert run_all(engine, [[3, 4, 5]], [greedy(8, ignore_eos=True)]) == expected
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark is read from Linux's /proc")

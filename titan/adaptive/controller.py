@@ -34,7 +34,7 @@ from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 
 DWELL = 8
-"""Most steps for which an optimum stands if the requests stay the same; as many as there are drafts that it goes by."""
+"""Most steps for which an optimum stands if there are as many requests and rows; as many as there are drafts that it goes by."""
 
 PRIOR = AcceptanceCounts(num_accepted=2.1, num_expected=3.0, confidence=0.6, num_drafts=2.0)
 """What is known of drafts before there is one."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from titan.adaptive.costs import COLD_STEPS, Costs
 from titan.adaptive.load import Load
@@ -61,6 +62,7 @@ class Probes:
         candidates = load.candidates
         idle = [i for i, each in enumerate(candidates) if each.max_nodes and not num_nodes[i]]
         if not idle:
+            self.price = inf
             return ()
         if self.num_left:
             self.num_left -= 1

@@ -54,7 +54,7 @@ class BlockPool:
         return [(block_id, self._hash_of[block_id]) for block_id in islice(self._cached, max(0, count - self.num_blank))]
 
     def allocate(self, count: int, after: int = -1) -> list[int]:
-        """Allocate ``count`` free blocks, in order of their ids, one reference each; their cached content is dropped.
+        """Allocate ``count`` free blocks, one reference each: blank ones in runs, then cached ones, whose content is dropped.
 
         Args:
             count: number of blocks.
@@ -66,8 +66,8 @@ class BlockPool:
         if count > self.num_free:
             raise RuntimeError(f"cannot allocate {count} blocks: {self.num_free} of {self.num_blocks} are free")
         block_ids = self._take_blank(min(count, self.num_blank), after)
-        block_ids += [self._cached.popitem(last=False)[0] for _ in range(count - len(block_ids))]
-        block_ids.sort()  # a table's cached blocks come from its end to its beginning
+        evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(block_ids))]
+        block_ids += sorted(evicted)  # a table's cached blocks come from its end to its beginning
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
             self.draft_epochs[block_id] = -1
@@ -79,14 +79,18 @@ class BlockPool:
 
     def _take_blank(self, count: int, after: int) -> list[int]:
         """Take blank blocks: the next ones, else the first run of as many, else runs of half as many, and so on."""
-        block_ids, size = list[int](), count
+        block_ids, size, place = list[int](), count, 0  # there is no run of this size before the place
         while left := count - len(block_ids):
-            size = min(size, left)
+            if left < size:
+                size, place = left, 0
             run = b"\1" * size
-            start = after + 1 if self._blank.startswith(run, after + 1) else self._blank.find(run)
-            if start < 0:
-                size = (size + 1) // 2
+            if self._blank.startswith(run, after + 1):
+                start = after + 1
+            elif (start := self._blank.find(run, place)) < 0:
+                size, place = (size + 1) // 2, 0
                 continue
+            else:
+                place = start
             self._blank[start : start + size] = bytes(size)
             block_ids.extend(range(start, start + size))
             after = block_ids[-1]

@@ -73,7 +73,8 @@ def absorb(module: Any, spec: LayerSpec, dtype: torch.dtype, device: torch.devic
         weight = linear(identity).T.view(spec.num_heads, num_plain + value_dim, linear.in_features)
     up_keys, up_values = weight.split([num_plain, value_dim], 1)
 
-    latents, rotated = (torch.randn(1, 1, 3, size).to(weight) for size in (linear.in_features, module.qk_rope_head_dim))
+    generator, sizes = torch.Generator().manual_seed(0), (linear.in_features, module.qk_rope_head_dim)
+    latents, rotated = (torch.randn(1, 1, 3, size, generator=generator).to(weight) for size in sizes)
     keys, values = module.expand_kv(latents, rotated)
     ours = torch.einsum("xytl,hkl->xhtk", latents, up_keys), torch.einsum("xytl,hvl->xhtv", latents, up_values)
     theirs = keys[..., :num_plain], values

@@ -63,6 +63,8 @@ def load_weights(
         stored = find_stored(paths, dtype)
         model = _read(stored, config, dtype, backend)
     sizes = num_bytes(model), sum(path.stat().st_size for path in paths)
+    if not backend.layer_ops(dtype, config.traits).packs:  # weights stay as they are, some of them in modules that hide them
+        copy_mapped(model, stored)
     attending = _bind(model, config, dtype)
     loaded = TransformersModel(model, config, attending, dtype=dtype, backend=backend, max_positions=max_positions, order=order)
     if isinstance(attending, GatheredAttention):

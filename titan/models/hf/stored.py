@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 MAX_COPIED_BYTES = 2**16
-"""Size of the largest tensor that is copied at once: most of these stay as they are, and would keep their files mapped."""
+"""Size of the largest matrix that is copied at once, as are all vectors: most of these are not packed."""
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
 """Whose numbers float32 holds as they are."""
 DTYPES = {
@@ -100,7 +100,7 @@ class StoredTensor:
                 )
         is_kept = self.run_dtype == dtype == torch.float32 and self.dtype in NARROW_DTYPES
         found = self._mapped().to(device, self.dtype if is_kept else dtype)
-        return found.clone() if found.nbytes <= MAX_COPIED_BYTES else found
+        return found.clone() if found.nbytes <= MAX_COPIED_BYTES or found.ndim == 1 else found
 
     def _mapped(self) -> Tensor:
         num_bytes = self.dtype.itemsize * math.prod(self.shape)
