@@ -215,7 +215,7 @@ def test_optimum_is_that_of_all_settings(seed: int) -> None:
         3,
         600,
     )
-    found = best(load, acceptance, Prices(load, costs))
+    found = best(acceptance, Prices(load, costs))
     of_pass, of_row = costs.draft_line(load)
 
     def rate(nodes: Sequence[int]) -> float:

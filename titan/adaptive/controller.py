@@ -189,10 +189,10 @@ class Controller:
         sure = np.maximum(means - np.minimum(owing, 1.0) * np.sqrt(means * (1 - means)) * estimates.mean_error, 0.0)
         self._probes.forget()
         prices = Prices(load, self.costs)
-        self.optimum = best(load, sure.tolist(), prices, self.tree_gain)
+        self.optimum = best(sure.tolist(), prices, self.tree_gain)
         self._hoped = self.optimum.num_nodes
         if not all(self._hoped):
-            self._hoped = best(load, np.minimum(means + estimates.errors, 1.0).tolist(), prices, self.tree_gain).num_nodes
+            self._hoped = best(np.minimum(means + estimates.errors, 1.0).tolist(), prices, self.tree_gain).num_nodes
 
     def _worth(self, i: int, load: Load) -> Worth | None:
         candidate = load.candidates[i]

@@ -51,7 +51,7 @@ class Prices:
     """
 
     def __init__(self, load: Load, costs: Costs) -> None:
-        n, self._load, self._costs, self._target = len(load.candidates), load, costs, dict[int, float]()
+        n, self.load, self._costs, self._target = len(load.candidates), load, costs, dict[int, float]()
         self.pass_seconds, self.row_seconds = costs.draft_line(load)
         self.total_weight = sum([each.weight for each in load.candidates])
         decode = costs.target.predict(n, load.num_context_tokens)  # prefill is paid for anyway: it only makes further rows dearer
@@ -71,21 +71,21 @@ class Prices:
         return seconds
 
     def _pass(self, num_nodes: int) -> float:
-        return self._costs.target.predict(self._load.num_rows + num_nodes, self._load.num_context_tokens, True)
+        return self._costs.target.predict(self.load.num_rows + num_nodes, self.load.num_context_tokens, True)
 
 
-def best(load: Load, acceptance: Sequence[float], prices: Prices, tree_gain: TreeGain | None = None) -> Optimum:
+def best(acceptance: Sequence[float], prices: Prices, tree_gain: TreeGain | None = None) -> Optimum:
     """Compare the settings of a load, and return the best.
 
     Args:
-        load: of the step, with at least one candidate.
         acceptance: probability that a node's first child is accepted, of each candidate.
         prices: of the load.
         tree_gain: what trees bring beyond chains; ``None`` = nothing.
     """
-    n, off_rate = len(load.candidates), prices.off_rate
+    candidates, off_rate = prices.load.candidates, prices.off_rate
+    n = len(candidates)
     optimum = Optimum([0] * n, off_rate, off_rate)
-    nodes = _nodes_by_value(load.candidates, acceptance)
+    nodes = _nodes_by_value(candidates, acceptance)
     if not nodes:
         return optimum
     sizes = sorted({*_grid(len(nodes), GRID_SIZES), *(n * depth for depth in range(1, GRID_DEPTHS + 1) if n * depth <= len(nodes))})

@@ -98,7 +98,7 @@ class BlockPool:
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """Add one reference to each block; a cached free one leaves the free queue.
+        """Add one reference to each block; a cached free one is free no longer.
 
         Raises:
             RuntimeError: a block is free and not cached, so its content is undefined.

@@ -102,7 +102,7 @@ class KVCache:
     def num_missing_blocks(self, request: Request, num_slots: int) -> int:
         """Return how many free blocks it takes to cover ``num_slots`` slots, after `admit` if the request has no blocks.
 
-        Cached blocks without references count too, since they are taken out of the free queue.
+        Cached blocks without references count too, since they are free no longer then.
         """
         num_held = len(request.block_ids)
         if not num_held:

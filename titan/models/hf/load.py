@@ -20,7 +20,7 @@ from titan.models.hf.interface import IMPLEMENTATION
 from titan.models.hf.model import TransformersModel
 from titan.models.hf.paged import PagedAttention
 from titan.models.hf.quantised import cast_unquantised, mixes_rows, num_bytes, plain_tensors, quantisation
-from titan.models.hf.stored import MISSHAPEN, MISSING, UNEXPECTED, StoredTensor, copy_mapped, find_stored, misfits
+from titan.models.hf.stored import MISSHAPEN, MISSING, UNEXPECTED, StoredTensor, copy_mapped, find_stored, misfits, not_finite
 from titan.models.token_order import TokenOrder
 
 LOG = logging.getLogger(__name__)
@@ -115,10 +115,7 @@ def _read_quantised(folder: Path, config: TransformersConfig, dtype: torch.dtype
     model.eval().requires_grad_(False)
     for name, weight in plain_tensors(model):
         if weight.is_floating_point() and not weight.isfinite().all():
-            raise ValueError(
-                f"weight {name!r} has numbers that are not finite in {str(weight.dtype).removeprefix('torch.')}: NaN and "
-                "infinities are not allowed"
-            )
+            raise not_finite(name, weight.dtype)
     cast_unquantised(model, empty_model(config.source, trust_remote_code=config.trust_remote_code), dtype)
     with quiet(), torch.no_grad():  # compressed-tensors decompresses in the first pass of the whole model
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=backend.device), use_cache=False)

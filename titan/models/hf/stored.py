@@ -94,10 +94,7 @@ class StoredTensor:
         if self.dtype.is_floating_point and dtype.is_floating_point and self.dtype.itemsize > 1 and 0 not in self.shape:
             low, high = self._mapped().aminmax()
             if not (low >= torch.finfo(dtype).min and high <= torch.finfo(dtype).max):  # a NaN fails as well
-                raise ValueError(
-                    f"weight {self.name!r} has numbers that are not finite in {str(dtype).removeprefix('torch.')}: NaN and "
-                    "infinities are not allowed"
-                )
+                raise not_finite(self.name, dtype)
         is_kept = self.run_dtype == dtype == torch.float32 and self.dtype in NARROW_DTYPES
         found = self._mapped().to(device, self.dtype if is_kept else dtype)
         return found.clone() if found.nbytes <= MAX_COPIED_BYTES or found.ndim == 1 else found
@@ -105,6 +102,12 @@ class StoredTensor:
     def _mapped(self) -> Tensor:
         num_bytes = self.dtype.itemsize * math.prod(self.shape)
         return self.file.read(self.first, num_bytes).view(self.dtype).view(self.shape)
+
+
+def not_finite(name: str, dtype: torch.dtype) -> ValueError:
+    """Return what is wrong with a weight that has numbers beyond those of a dtype."""
+    dtype_name = str(dtype).removeprefix("torch.")
+    return ValueError(f"weight {name!r} has numbers that are not finite in {dtype_name}: NaN and infinities are not allowed")
 
 
 def find_stored(paths: Sequence[Path], run_dtype: torch.dtype) -> dict[str, StoredTensor]:
