@@ -44,6 +44,12 @@ struct TileRoom {
   Line weights[kTileRows];   // [queries, 16 pairs of slots], bfloat16
 };
 
+// Widen 16 integers of 8 bits each of two rows, or of two parts of one, to pairs; bfloat16 holds them exactly.
+inline Words widen_pairs(const int8_t* first, const int8_t* second) {
+  const auto widened = [](const int8_t* numbers) { return reinterpret<Words>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(numbers)))); };
+  return widened(first) >> 16 | widened(second);
+}
+
 inline Lanes* lanes_of(Line* line) { return reinterpret_cast<Lanes*>(line->lanes); }
 
 // Write 32 dimensions of a result from sums of the even ones and of the odd ones, or of either half.
@@ -91,7 +97,7 @@ inline void load_queries(const Head<S>& head, int64_t first_row, int64_t num_row
   for (int64_t d = 0; d < plan.head_dim; d += kTileInputs) {
     Words words[kTileRows] = {};
     for (int64_t i = 0; i < num_rows; ++i) {
-      if constexpr (kIsQuantised<S>) // in the order of `key_place`
+      if constexpr (kIsQuantised<S>) // in the order of widened keys
         words[i] = reinterpret<Words>(load_lanes(rows[i] + d)) >> 16 | reinterpret<Words>(load_lanes(rows[i] + d + kLanes));
       else
         std::memcpy(words + i, rows[i] + d, sizeof *words);
@@ -246,9 +252,11 @@ void attend_head_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stri
     const BFloat16* keys[2];
     if constexpr (kIsQuantised<S>) {
       scales = find_scales(head, tile);
-      const BFloat16* rows[kTile];
-      widen_keys(head.keys, tile, head_dim, reinterpret_cast<BFloat16*>(room.keys.data()), rows);
-      keys[0] = rows[0], keys[1] = rows[kTileRows];
+      BFloat16* copies = reinterpret_cast<BFloat16*>(room.keys.data());
+      for (int64_t j = 0; j < kTile; ++j)
+        for (int64_t d = 0; d < head_dim; d += kTileInputs)
+          store(widen_pairs(head.keys + tile.offsets[j] + d, head.keys + tile.offsets[j] + d + kLanes), copies + j * head_dim + d);
+      keys[0] = copies, keys[1] = copies + kTileRows * head_dim;
     } else {
       keys[0] = head.keys + tile.offsets[0], keys[1] = head.keys + tile.offsets[tile.count > kTileRows ? kTileRows : 0];
     }

@@ -1,8 +1,8 @@
 // Ragged tree attention over paged KV.
 //
 // Keys and values are read in place, tile by tile, and used for all rows that share them. Tiles begin at multiples of their size, and
-// a hidden slot adds zero: the sums of a row do not depend on the other rows. The integers of a tile of quantised slots are widened,
-// which is exact; the scales of keys multiply scores, and those of values the weights.
+// a hidden slot adds zero: the sums of a row do not depend on the other rows. Quantised slots are multiplied as integers: by queries
+// and by weights that are rounded to 16 bits, each row's by itself; the scales of keys multiply scores, and those of values the weights.
 
 #pragma once
 
@@ -23,12 +23,18 @@ namespace {
 constexpr int64_t kItemQueries = 64;         // most queries of a request that one thread attends at a time,
 constexpr int64_t kItemNumbers = 128 * 1024; // and of sums of their rows, which stay in the L2 cache
 
+// The types that queries, keys and weights, and values, are multiplied in.
+template <typename T, typename S>
+using Factor = std::conditional_t<kIsQuantised<S>, int16_t, Row<T>>;
+template <typename T, typename S>
+using Value = std::conditional_t<kIsQuantised<S>, int16_t, T>;
+
 // Working memory of a thread. Dimensions of keys are padded to P, a multiple of kPairInputs, and those of values to V.
-template <typename T>
 struct AttentionRoom {
-  std::vector<Line> queries;  // Row<T> [rows, P]
-  std::vector<Line> keys;     // Row<T> [kTile, P], if they cannot be used in place
-  std::vector<Line> values;   // T [kTile, V], if they cannot be used in place; bfloat16 as pairs of slots [kTile / 2, V, 2]
+  std::vector<Line> queries;  // Factor [rows, P]
+  std::vector<float> units;   // [rows], what 1 stands for in quantised queries
+  std::vector<Line> keys;     // Factor [kTile, P], if they cannot be used in place
+  std::vector<Line> values;   // Value [kTile, V], if they cannot be used in place; numbers of 16 bits as pairs of slots [kTile / 2, V, 2]
   std::vector<Line> sums;     // float [rows, V], weighted sums of values, in their order
   std::vector<float> largest; // [rows], largest score
   std::vector<float> totals;  // [rows], sums of weights
@@ -63,33 +69,32 @@ void find_rows(const T* numbers, const Tile& tile, int64_t head_dim, int64_t pad
 }
 
 // Make pairs of slots of values, even dimensions before odd ones in each kStep; an odd slot at the end is paired with zeros.
-inline void pair_values(const BFloat16** rows, int64_t count, int64_t dim, BFloat16* pairs) {
+template <typename S, typename Y>
+void pair_values(const S* const* rows, int64_t count, int64_t dim, Y* pairs, const Y** paired) {
   for (int64_t j = 0; j < count; j += 2, pairs += 2 * dim) {
     const Words mask = Words{} - (j + 1 < count ? 1u : 0u);
-    for (int64_t d = 0; d < dim; d += kStep<BFloat16>) {
-      const Words first = load<Words>(rows[j] + d), second = load<Words>(rows[j + 1] + d) & mask;
+    for (int64_t d = 0; d < dim; d += kStep<Y>) {
+      const Words first = load_pairs(rows[j] + d), second = load_pairs(rows[j + 1] + d) & mask;
       store((first & 0xffffu) | second << 16, pairs + 2 * d);
-      store(first >> 16 | (second & 0xffff0000u), pairs + 2 * d + kStep<BFloat16>);
+      store(first >> 16 | (second & 0xffff0000u), pairs + 2 * d + kStep<Y>);
     }
-    rows[j] = pairs;
+    paired[j] = pairs;
   }
 }
-
-inline void pair_values(const float**, int64_t, int64_t, float*) {}
 
 // Compute the scores of a row with the keys of a tile; D is their number of dimensions, or 0: any.
 template <int D, typename X>
 void score(const X* query, const X* const* keys, int64_t dim, float scale, float* scores) {
   for (int64_t first = 0; first < kTile; first += kLanes) {
-    Lanes products[kLanes];
+    Sums<X> products[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) {
       const X* key = keys[first + i];
-      products[i] = Lanes{};
+      products[i] = Sums<X>{};
 #pragma GCC unroll 8
       for (int64_t d = 0; d < (D ? D : dim); d += kStep<X>) products[i] = add_product(products[i], query + d, key + d);
     }
-    store(sum_lanes(products) * scale, scores + first);
+    store(__builtin_convertvector(sum_lanes(products), Lanes) * scale, scores + first);
   }
 }
 
@@ -112,55 +117,75 @@ inline float weigh(float* scores, float* largest, float* total) {
 }
 
 // Attend M rows, from `first` on, to a tile of slots; `scales` are of quantised ones.
-template <typename T, int M, typename S>
-void attend_rows(const Head<S>& head, const Tile& tile, const Row<T>* const* keys, const T* const* values, const TileScales* scales,
-                 int64_t dim, int64_t value_dim, int64_t first, AttentionRoom<T>* room) {
+template <int M, typename S, typename X, typename Y>
+void attend_rows(const Head<S>& head, const Tile& tile, const X* const* keys, const Y* const* values,
+                 const TileScales* scales, int64_t dim, int64_t value_dim, int64_t first, AttentionRoom* room) {
   constexpr int kVectors = kLanes == 4 ? 4 : 2; // of dimensions, whose sums fit into the registers
-  const auto compute_scores = dim == 64 ? score<64, Row<T>> : dim == 128 ? score<128, Row<T>> : score<0, Row<T>>;
-  Row<T> weights[M][kTile];
-  float kept[M];
+  const auto compute_scores = dim == 64 ? score<64, X> : dim == 128 ? score<128, X> : score<0, X>;
+  X weights[M][kTile];
+  float kept[M], units[M];
   for (int row = 0; row < M; ++row) {
     alignas(64) float scores[kTile];
-    compute_scores(numbers_of<Row<T>>(room->queries) + (first + row) * dim, keys, dim, head.spec.scale, scores);
+    const float scale = kIsQuantised<S> ? head.spec.scale * room->units[first + row] : head.spec.scale;
+    compute_scores(numbers_of<X>(room->queries) + (first + row) * dim, keys, dim, scale, scores);
     if constexpr (kIsQuantised<S>) multiply(scores, scales->keys);
     if (head.spec.softcap > 0) cap_scores(scores, kTile, 1.0f, head.spec.softcap);
     hide(head, first + row, room->seen[first + row], tile, scores);
     kept[row] = weigh(scores, &room->largest[first + row], &room->totals[first + row]);
-    if constexpr (kIsQuantised<S>) multiply(scores, scales->values);
-    for (int64_t j = 0; j < kTile; j += kLanes) narrow_lanes(load_lanes(scores + j), &weights[row][j]);
+    if constexpr (kIsQuantised<S>) {
+      multiply(scores, scales->values);
+      units[row] = round_weights(scores, weights[row]) + scales->poison;
+    } else {
+      for (int64_t j = 0; j < kTile; j += kLanes) narrow_lanes(load_lanes(scores + j), &weights[row][j]);
+    }
   }
   for (int64_t d = 0; d < value_dim; d += kVectors * kLanes) {
     float* result = numbers_of<float>(room->sums) + first * value_dim + d;
-    Lanes sums[kVectors][M];
-    for (int v = 0; v < kVectors; ++v)
-      for (int row = 0; row < M; ++row) sums[v][row] = load_lanes(result + row * value_dim + v * kLanes) * kept[row];
-    for (int64_t j = 0; j < tile.count; j += kPair<T>) {
-      const T* packed[kVectors];
-      for (int v = 0; v < kVectors; ++v) packed[v] = values[j] + (d + v * kLanes) * kPair<T>;
+    Sums<Y> sums[kVectors][M] = {};
+    if constexpr (!kIsQuantised<S>)
+      for (int v = 0; v < kVectors; ++v)
+        for (int row = 0; row < M; ++row) sums[v][row] = load_lanes(result + row * value_dim + v * kLanes) * kept[row];
+    for (int64_t j = 0; j < tile.count; j += kPair<Y>) {
+      const Y* packed[kVectors];
+      for (int v = 0; v < kVectors; ++v) packed[v] = values[j] + (d + v * kLanes) * kPair<Y>;
       add_products<M, kVectors>(&weights[0][j], kTile, packed, sums);
     }
     for (int v = 0; v < kVectors; ++v)
-      for (int row = 0; row < M; ++row) store(sums[v][row], result + row * value_dim + v * kLanes);
+      for (int row = 0; row < M; ++row) {
+        float* sum = result + row * value_dim + v * kLanes;
+        if constexpr (kIsQuantised<S>)
+          store(load_lanes(sum) * kept[row] + __builtin_convertvector(sums[v][row], Lanes) * units[row], sum);
+        else
+          store(sums[v][row], sum);
+      }
   }
 }
 
-// Write a row of results from its sums: those of pairs in the order of `pair_values`, others in their own.
-template <typename T, typename S>
-inline void write_result(const float* sums, float factor, int64_t value_dim, T* result) {
-  for (int64_t d = 0; d < value_dim; ++d) {
-    const int64_t place = kIsQuantised<S> ? d : d / kStep<T> * kStep<T> + d % kPair<T> * kLanes + d % kStep<T> / kPair<T>;
-    narrow(sums[place] * factor, &result[d]);
+// Write a row of results from its sums: those of pairs are in the order of `pair_values`, others in their own.
+template <typename Y, typename T>
+inline void write_result(float* sums, float factor, int64_t value_dim, T* result) {
+  if constexpr (kPair<Y> == 2) {
+    for (float* pairs = sums; pairs < sums + value_dim; pairs += kStep<Y>) {
+      Lanes even = load_lanes(pairs), odd = load_lanes(pairs + kLanes);
+      interleave(&even, &odd, std::make_index_sequence<kLanes>{});
+      store(even, pairs), store(odd, pairs + kLanes);
+    }
   }
+#pragma omp simd
+  for (int64_t d = 0; d < value_dim; ++d) narrow(sums[d] * factor, &result[d]);
 }
 
 template <typename T, typename S>
 void attend_by_vectors(const Head<S>& head, const T* q, int64_t q_stride, T* output) {
-  static thread_local AttentionRoom<T> room;
+  using X = Factor<T, S>;
+  using Y = Value<T, S>;
+  static thread_local AttentionRoom room;
   const AttentionPlan& plan = head.plan;
   const AttentionSpec& spec = head.spec;
   const int64_t num_rows = head.num_rows(), head_dim = plan.head_dim, dim = round_up(head_dim, kPairInputs);
   const int64_t value_dim = spec.value_dim, sums_dim = round_up(value_dim, kPairInputs);
-  room.queries.assign(num_lines<Row<T>>(num_rows * dim), Line{});
+  room.queries.assign(num_lines<X>(num_rows * dim), Line{});
+  room.units.resize(num_rows);
   room.sums.assign(num_lines<float>(num_rows * sums_dim), Line{});
   room.keys.resize(num_lines<float>(kTile * dim));
   room.values.resize(num_lines<float>(2 * kTile * sums_dim));
@@ -174,8 +199,11 @@ void attend_by_vectors(const Head<S>& head, const T* q, int64_t q_stride, T* out
     const RowSlots& seen = room.seen[row] = {head.first_slot(token), plan.visible_lens[token], head.end_slot(token)};
     first_slot = std::min(first_slot, seen.first), end = std::max(end, seen.end);
     const T* query = q + token * q_stride + head.query_head(row) * head_dim;
-    Row<T>* copy = numbers_of<Row<T>>(room.queries) + row * dim;
-    for (int64_t d = 0; d < head_dim; ++d) narrow(widen(query[d]), &copy[kIsQuantised<S> ? key_place<Row<T>>(d) : d]);
+    X* copy = numbers_of<X>(room.queries) + row * dim;
+    if constexpr (kIsQuantised<S>)
+      room.units[row] = round_to_integers(query, head_dim, largest_query(dim), copy);
+    else
+      for (int64_t d = 0; d < head_dim; ++d) narrow(widen(query[d]), &copy[d]);
   }
   const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, group_rows = (num_rows + num_groups - 1) / num_groups;
   const Tile first_tile = find_tile(head, first_slot / kTile * kTile, end);
@@ -183,8 +211,8 @@ void attend_by_vectors(const Head<S>& head, const T* q, int64_t q_stride, T* out
   while (next.count > 0) {
     const Tile tile = next;
     next = find_tile(head, tile.begin + kTile, end);
-    const Row<T>* keys[kTile];
-    const T* values[kTile];
+    const X* keys[kTile];
+    const Y* values[kTile];
     const Tile& ahead = next.count ? next : first_tile; // of the next KV head, if this one ends here
     const auto prefetch = [&](const S* numbers, int64_t count) __attribute__((always_inline)) {
       for (int64_t j = 0; j < ahead.count; ++j) prefetch_numbers(numbers + (next.count ? 0 : head.next) + ahead.offsets[j], count);
@@ -193,24 +221,26 @@ void attend_by_vectors(const Head<S>& head, const T* q, int64_t q_stride, T* out
     prefetch(head.keys, head_dim);
     if constexpr (kIsQuantised<S>) {
       scales = find_scales(head, tile);
-      widen_keys(head.keys, tile, dim, numbers_of<Row<T>>(room.keys), keys);
-      widen_values(head.values, tile, sums_dim, numbers_of<T>(room.values), values);
+      widen_keys(head.keys, tile, dim, numbers_of<X>(room.keys), keys);
+      const S* rows[kTile];
+      for (int64_t j = 0; j < kTile; ++j) rows[j] = head.values + tile.offsets[j];
+      pair_values(rows, tile.count, sums_dim, numbers_of<Y>(room.values), values);
     } else {
-      find_rows(head.keys, tile, head_dim, dim, numbers_of<Row<T>>(room.keys), keys);
-      find_rows(head.values, tile, value_dim, sums_dim, numbers_of<T>(room.values) + kTile * sums_dim, values);
-      pair_values(values, tile.count, sums_dim, numbers_of<T>(room.values));
+      find_rows(head.keys, tile, head_dim, dim, numbers_of<X>(room.keys), keys);
+      find_rows(head.values, tile, value_dim, sums_dim, numbers_of<Y>(room.values) + kTile * sums_dim, values);
+      if constexpr (kPair<Y> == 2) pair_values(values, tile.count, sums_dim, numbers_of<Y>(room.values), values);
     }
     if (!spec.is_latent) prefetch(head.values, value_dim);
     for (int64_t first = 0; first < num_rows; first += group_rows) {
       const int64_t count = std::min(group_rows, num_rows - first);
       if (std::any_of(&room.seen[first], &room.seen[first] + count, [&](const RowSlots& each) { return each.end > tile.begin; }))
         with_constant<kMostRows>(
-            count, [&](auto m) { attend_rows<T, m>(head, tile, keys, values, &scales, dim, sums_dim, first, &room); });
+            count, [&](auto m) { attend_rows<m>(head, tile, keys, values, &scales, dim, sums_dim, first, &room); });
     }
   }
   for (int64_t row = 0; row < num_rows; ++row) {
     T* result = output + (head.token(row) * plan.num_heads + head.query_head(row)) * value_dim;
-    write_result<T, S>(numbers_of<float>(room.sums) + row * sums_dim, 1.0f / room.totals[row], value_dim, result);
+    write_result<Y>(numbers_of<float>(room.sums) + row * sums_dim, 1.0f / room.totals[row], value_dim, result);
   }
 }
 

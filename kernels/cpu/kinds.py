@@ -29,13 +29,13 @@ KINDS = (
     Kind(
         "amx",
         "matrix units (AMX)",
-        (*X86_64_V4, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        (*X86_64_V4, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
         lambda: torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx(),
     ),
     Kind(
         "avx512bf16",
         "AVX-512 with products of bfloat16",
-        (*X86_64_V4, "-mavx512bf16"),
+        (*X86_64_V4, "-mavx512bf16", "-mavx512vnni"),  # every processor with the first has the second
         lambda: torch.cpu._is_avx512_supported() and torch.cpu._is_avx512_bf16_supported(),
     ),
     Kind("avx512", "AVX-512", X86_64_V4, torch.cpu._is_avx512_supported),

@@ -35,7 +35,8 @@ typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
 typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 typedef int32_t Integers __attribute__((vector_size(kLanes * sizeof(int32_t))));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
-typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+typedef int16_t Shorts __attribute__((vector_size(2 * kLanes * sizeof(int16_t))));
+typedef int8_t Bytes __attribute__((vector_size(2 * kLanes)));
 
 template <typename To, typename From>
 inline To reinterpret(From value) {
@@ -79,8 +80,8 @@ inline void transpose(Words* x) {
 }
 
 // Return the sum over the lanes of each of kLanes vectors.
-template <int Half = kLanes / 2>
-inline Lanes sum_lanes(Lanes* x) {
+template <int Half = kLanes / 2, typename Vector>
+inline Vector sum_lanes(Vector* x) {
   for (int i = 0; i < Half; ++i) {
     exchange<Half>(x + i, x + i + Half, std::make_index_sequence<kLanes>{});
     x[i] += x[i + Half];
@@ -96,6 +97,19 @@ inline Lanes swap_lanes(Lanes x, std::index_sequence<I...>) {
   return __builtin_shufflevector(x, x, (I ^ Half)...);
 #else
   return __builtin_shuffle(x, Words{(I ^ Half)...});
+#endif
+}
+
+// Order the lanes of two vectors as pairs of one of each: the lower half of the result, then the upper one.
+template <size_t... I>
+inline void interleave(Lanes* a, Lanes* b, std::index_sequence<I...>) {
+  const Lanes x = *a, y = *b;
+#ifdef __clang__
+  *a = __builtin_shufflevector(x, y, (I % 2 * kLanes + I / 2)...);
+  *b = __builtin_shufflevector(x, y, (I % 2 * kLanes + (kLanes + I) / 2)...);
+#else
+  *a = __builtin_shuffle(x, y, Words{(I % 2 * kLanes + I / 2)...});
+  *b = __builtin_shuffle(x, y, Words{(I % 2 * kLanes + (kLanes + I) / 2)...});
 #endif
 }
 
@@ -151,15 +165,21 @@ inline Lanes load_lanes(const Float16* values) {
 #endif
 }
 
-inline Lanes load_lanes(const int8_t* values) {
-#if defined(__AVX512F__) // GCC 12 would widen the bytes one by one
-  const Integers integers = reinterpret<Integers>(_mm512_cvtepi8_epi32(load<__m128i>(values)));
+// Load 2 * kLanes numbers of 16 bits, a pair in each lane; those of 8 bits are widened.
+template <typename T>
+inline Words load_pairs(const T* values) {
+  static_assert(sizeof(T) == 2);
+  return load<Words>(values);
+}
+
+inline Words load_pairs(const int8_t* values) {
+#if defined(__AVX512BW__) // GCC 12 would widen the bytes one by one
+  return reinterpret<Words>(_mm512_cvtepi8_epi16(load<__m256i>(values)));
 #elif defined(__AVX2__)
-  const Integers integers = reinterpret<Integers>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(values))));
+  return reinterpret<Words>(_mm256_cvtepi8_epi16(load<__m128i>(values)));
 #else
-  const Integers integers = __builtin_convertvector(load<Bytes>(values), Integers);
+  return reinterpret<Words>(__builtin_convertvector(load<Bytes>(values), Shorts));
 #endif
-  return __builtin_convertvector(integers, Lanes);
 }
 
 inline void narrow(float x, float* result) { *result = x; }

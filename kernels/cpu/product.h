@@ -34,7 +34,11 @@ inline void with_constant(int64_t number, const Work& work) {
 
 // Numbers of packed operands that one vector holds per output.
 template <typename Packed>
-constexpr int kPair = std::is_same_v<Packed, BFloat16> ? 2 : 1;
+constexpr int kPair = std::is_same_v<Packed, BFloat16> || std::is_same_v<Packed, int16_t> ? 2 : 1;
+
+// What products are summed in, of numbers of type X; sums of integers are exact.
+template <typename X>
+using Sums = std::conditional_t<std::is_same_v<X, int16_t>, Integers, Lanes>;
 
 // The type that rows must have to be multiplied with packed numbers of models of type T.
 #ifdef TITAN_HAS_DOT
@@ -54,6 +58,19 @@ inline Lanes add_pairs(Lanes sum, Words a, Words b) {
   return reinterpret<Lanes>(vbfdotq_f32(reinterpret<float32x4_t>(sum), reinterpret<bfloat16x8_t>(a), reinterpret<bfloat16x8_t>(b)));
 }
 #endif
+
+inline Integers add_pairs(Integers sum, Words a, Words b) {
+#if defined(__AVX512VNNI__)
+  return reinterpret<Integers>(_mm512_dpwssd_epi32(reinterpret<__m512i>(sum), reinterpret<__m512i>(a), reinterpret<__m512i>(b)));
+#elif defined(__AVX512BW__)
+  return sum + reinterpret<Integers>(_mm512_madd_epi16(reinterpret<__m512i>(a), reinterpret<__m512i>(b)));
+#elif defined(__AVX2__)
+  return sum + reinterpret<Integers>(_mm256_madd_epi16(reinterpret<__m256i>(a), reinterpret<__m256i>(b)));
+#else
+  const Integers x = reinterpret<Integers>(a), y = reinterpret<Integers>(b);
+  return sum + (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
 
 // Half of the pairs as float32: their first numbers, or their second ones.
 template <int Half>
@@ -88,17 +105,18 @@ inline void add_products(const float* x, int64_t stride, const BFloat16* const (
 // Add the products of numbers of two rows, lane by lane.
 inline Lanes add_product(Lanes sum, const float* a, const float* b) { return sum + load_lanes(a) * load_lanes(b); }
 
-#ifdef TITAN_HAS_DOT
-inline Lanes add_product(Lanes sum, const BFloat16* a, const BFloat16* b) { return add_pairs(sum, load<Words>(a), load<Words>(b)); }
+template <typename X, typename Sum>
+inline Sum add_product(Sum sum, const X* a, const X* b) {
+  return add_pairs(sum, load_pairs(a), load_pairs(b));
+}
 
-template <int M, int V>
-inline void add_products(const BFloat16* x, int64_t stride, const BFloat16* const (&packed)[V], Lanes (&sums)[V][M]) {
+template <int M, int V, typename X, typename Sum, typename = std::enable_if_t<kPair<X> == 2>>
+inline void add_products(const X* x, int64_t stride, const X* const (&packed)[V], Sum (&sums)[V][M]) {
   for (int row = 0; row < M; ++row) {
     const Words pair = Words{} + load<uint32_t>(x + row * stride);
-    for (int v = 0; v < V; ++v) sums[v][row] = add_pairs(sums[v][row], load<Words>(packed[v]), pair);
+    for (int v = 0; v < V; ++v) sums[v][row] = add_pairs(sums[v][row], load_pairs(packed[v]), pair);
   }
 }
-#endif
 
 // Add x [M, depth], `stride` apart, times B blocks of a weight to sums [M, B * kBlock].
 template <int M, int B, typename X, typename Packed>

@@ -1,10 +1,11 @@
-// A tile of quantised slots: its scales, and its numbers as attention multiplies them.
+// A tile of quantised slots: its scales, its keys as attention multiplies them, and what they are multiplied with.
 //
-// Integers up to 127 are exact in bfloat16. Numbers may be read beyond head_dim: the scales of their block follow.
+// Numbers may be read beyond head_dim: the scales of their block follow.
 
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "attention_plan.h"
@@ -16,6 +17,7 @@ namespace {
 struct TileScales {
   float keys[kTile];
   float values[kTile];
+  float poison; // NaN if a scale of values is not finite, else 0
 };
 
 inline TileScales find_scales(const Head<int8_t>& head, const Tile& tile) {
@@ -27,6 +29,9 @@ inline TileScales find_scales(const Head<int8_t>& head, const Tile& tile) {
   });
   std::fill(scales.keys + tile.count, scales.keys + kTile, 1.0f);
   std::fill(scales.values + tile.count, scales.values + kTile, 1.0f);
+  Lanes poison = {};
+  for (int64_t j = 0; j < kTile; j += kLanes) poison += load_lanes(scales.values + j) * 0.0f;
+  scales.poison = reduce(poison, [](Lanes a, Lanes b) { return a + b; });
   return scales;
 }
 
@@ -35,45 +40,33 @@ inline void multiply(float* numbers, const float* scales) {
   for (int64_t j = 0; j < kTile; j += kLanes) store(load_lanes(numbers + j) * load_lanes(scales + j), numbers + j);
 }
 
-// Widen numbers of two slots, or two vectors of dimensions, to pairs.
-inline Words widen_pairs(const int8_t* first, const int8_t* second) {
-  return reinterpret<Words>(load_lanes(first)) >> 16 | reinterpret<Words>(load_lanes(second));
+// The largest integers of weights, and those of queries of so many dimensions, whose products with slots have sums of 32 bits.
+constexpr float kLargestWeight = 32767.0f;
+static_assert(kTile * kLargestWeight * kLargestNumber < 2147483648.0f);
+
+// Round the weights of a tile, which are not negative; return what 1 stands for.
+inline float round_weights(const float* weights, int16_t* integers) {
+  Lanes most = Lanes{} + kLeastSize;
+  for (int64_t j = 0; j < kTile; j += kLanes) {
+    const Lanes x = load_lanes(weights + j);
+    most = x > most ? x : most;
+  }
+  const float largest = reduce(most, [](Lanes a, Lanes b) { return a > b ? a : b; }), factor = kLargestWeight / largest;
+  for (int64_t j = 0; j < kTile; j += kLanes) {
+    const Integers rounded = __builtin_convertvector(load_lanes(weights + j) * factor + 0.5f, Integers);
+    store(__builtin_convertvector(rounded, Halves), integers + j);
+  }
+  return largest / kLargestWeight;
 }
 
-// Where a dimension of a key is widened to: those of bfloat16 are pairs of a vector and the next one.
-template <typename X>
-inline int64_t key_place(int64_t d) {
-  constexpr int64_t kStep = 2 * kLanes;
-  return std::is_same_v<X, BFloat16> ? d / kStep * kStep + d % kLanes * 2 + d % kStep / kLanes : d;
-}
+inline float largest_query(int64_t dim) { return std::min(32767.0f, std::floor(2147483520.0f / (kLargestNumber * dim))); }
 
 // Widen the keys of a tile to `copies`, [kTile, dim].
-inline void widen_keys(const int8_t* numbers, const Tile& tile, int64_t dim, BFloat16* copies, const BFloat16** rows) {
+inline void widen_keys(const int8_t* numbers, const Tile& tile, int64_t dim, int16_t* copies, const int16_t** rows) {
   for (int64_t j = 0; j < kTile; ++j, copies += dim) {
-    const int8_t* key = numbers + tile.offsets[j];
-    for (int64_t d = 0; d < dim; d += 2 * kLanes) store(widen_pairs(key + d, key + d + kLanes), copies + d);
+    for (int64_t d = 0; d < dim; d += 2 * kLanes) store(load_pairs(numbers + tile.offsets[j] + d), copies + d);
     rows[j] = copies;
   }
-}
-
-inline void widen_keys(const int8_t* numbers, const Tile& tile, int64_t dim, float* copies, const float** rows) {
-  for (int64_t j = 0; j < kTile; ++j, copies += dim) {
-    for (int64_t d = 0; d < dim; d += kLanes) store(load_lanes(numbers + tile.offsets[j] + d), copies + d);
-    rows[j] = copies;
-  }
-}
-
-// Widen the values of a tile; those of bfloat16 are pairs of slots, [kTile / 2, dim, 2].
-inline void widen_values(const int8_t* numbers, const Tile& tile, int64_t dim, BFloat16* pairs, const BFloat16** rows) {
-  for (int64_t j = 0; j < kTile; j += 2, pairs += 2 * dim) {
-    for (int64_t d = 0; d < dim; d += kLanes)
-      store(widen_pairs(numbers + tile.offsets[j] + d, numbers + tile.offsets[j + 1] + d), pairs + 2 * d);
-    rows[j] = pairs;
-  }
-}
-
-inline void widen_values(const int8_t* numbers, const Tile& tile, int64_t dim, float* copies, const float** rows) {
-  widen_keys(numbers, tile, dim, copies, rows);
 }
 
 } // namespace

@@ -34,19 +34,35 @@ inline void copy_row(const X* row, int64_t size, T* result) {
   }
 }
 
+// Round numbers to integers up to `most`, below 2^22; return what 1 stands for, NaN if a number is not finite.
+template <typename T, typename Integer>
+inline float round_to_integers(const T* numbers, int64_t count, float most, Integer* integers) {
+  typedef Integer Rounded __attribute__((vector_size(kLanes * sizeof(Integer))));
+  const int64_t whole = count / kLanes * kLanes;
+  Lanes sizes = Lanes{} + kLeastSize, poisons = {};
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const Lanes x = load_lanes(numbers + i), size = x < 0 ? -x : x;
+    sizes = size > sizes ? size : sizes;
+    poisons += x * 0.0f;
+  }
+  float largest = reduce(sizes, [](Lanes a, Lanes b) { return a > b ? a : b; });
+  float poison = reduce(poisons, [](Lanes a, Lanes b) { return a + b; });
+  for (int64_t i = whole; i < count; ++i) largest = std::max(largest, std::fabs(widen(numbers[i]))), poison += widen(numbers[i]) * 0.0f;
+  const float factor = most / largest;
+  const auto round = [factor](auto x) { return (x * factor + 12582912.0f) - 12582912.0f; }; // the sum holds no fraction
+  for (int64_t i = 0; i < whole; i += kLanes)
+    store(__builtin_convertvector(__builtin_convertvector(round(load_lanes(numbers + i)), Integers), Rounded), integers + i);
+  for (int64_t i = whole; i < count; ++i) integers[i] = static_cast<Integer>(static_cast<int32_t>(round(widen(numbers[i]))));
+  return largest / most + poison;
+}
+
 // Write a row of `size` numbers, at most head_dim, to its slot of a KV head; the rest of the slot stays.
 template <typename X, typename S>
 inline void write_slot(const X* row, int64_t size, int64_t slot, int64_t block_size, int64_t head_dim, S* head) {
   if constexpr (kIsQuantised<S>) {
     S* block = head + slot / block_size * block_size * slot_size<S>(head_dim);
     S* numbers = block + slot % block_size * head_dim;
-    float largest = kLeastSize, poison = 0;
-#pragma omp simd reduction(max : largest) reduction(+ : poison)
-    for (int64_t d = 0; d < size; ++d) largest = std::max(largest, std::fabs(widen(row[d]))), poison += widen(row[d]) * 0.0f;
-    const float factor = kLargestNumber / largest, scale = largest / kLargestNumber + poison;
-#pragma omp simd
-    for (int64_t d = 0; d < size; ++d) // NaN becomes one of the bounds
-      numbers[d] = static_cast<S>(std::max(-kLargestNumber, std::min(kLargestNumber, std::nearbyint(widen(row[d]) * factor))));
+    const float scale = round_to_integers(row, size, kLargestNumber, numbers);
     std::memcpy(block + block_size * head_dim + slot % block_size * sizeof scale, &scale, sizeof scale);
   } else {
     copy_row(row, size, head + slot * head_dim);

@@ -78,6 +78,27 @@ def check_tokens_alone(backend: Backend, layer: LayerSpec, request: Request, dty
         assert torch.equal(alone, both[i : i + 1])
 
 
+def test_sums_of_integers_are_as_large_as_they_get(compiled: Backend) -> None:
+    """All numbers of queries and slots are the largest that there are, of either sign."""
+    case, scale = make_case([Request(400)], layout="dense"), 1 / 1024
+    kv = torch.ones(1, 1, case.num_blocks, 16, 1024).mul(random(case.num_blocks, 16, 1, dtype=torch.float32).sign())
+    q = torch.ones(1, 2, 1024)
+    blocks, exact = quantised(kv)
+    output = attend(compiled, case.batch(compiled), q, blocks, scale=scale, value_dim=512)
+    torch.testing.assert_close(output.double(), case.expected(q, exact, scale, value_dim=512), rtol=1e-4, atol=1e-4)
+
+
+def test_many_small_weights_of_quantised_slots_are_not_lost(compiled: Backend) -> None:
+    """One slot weighs as much as 160,000 others, too much for 16 bits; the 4,000 others have all of the value."""
+    case = make_case([Request(4000)], layout="dense")
+    kv, q = torch.zeros(2, 1, case.num_blocks, 16, 16), torch.ones(1, 1, 16)
+    kv[0, 0, case.requests[0].block_ids[0], 0], kv[1] = 12 / 16, 1.0
+    kv[1, 0, case.requests[0].block_ids[0], 0] = 0.0
+    blocks, exact = quantised(kv)
+    output = attend(compiled, case.batch(compiled), q, blocks, scale=1.0)
+    torch.testing.assert_close(output.double(), case.expected(q, exact, 1.0), rtol=2e-3, atol=0.0)
+
+
 LATENTS = LayerSpec(16, 1, 576, AttentionSpec(SCALE / 8, value_dim=512), is_latent=True)
 ALL_AT_ONCE = LayerSpec(6, 2, 96, AttentionSpec(SCALE, Chunk(40), 3.0, 64), has_sinks=True)
 
