@@ -31,6 +31,7 @@ class Machine:
     host: Callable[[int, int], float]  # of requests, and of those that draft
     sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     is_padded: bool = False
+    deciding: tuple[float, float] = (0.0, 0.0)  # seconds of a decision with which the last one stands, and of one that compares
 
     def __str__(self) -> str:
         return self.name
@@ -71,6 +72,8 @@ class Text:
     num_missing: int = 128
     num_tokens: int = 0
     is_easy: bool = True
+    num_left: int | None = None  # tokens until it ends; None: it never does
+    num_prefill: int = 0  # rows of its prompt that the next step runs
 
     def __str__(self) -> str:
         return f"{self.acceptance}, honesty {self.honesty}"
@@ -84,6 +87,8 @@ class Text:
     def advance(self, num_tokens: int, is_fed: bool, rng: np.random.Generator) -> None:
         """Append emitted tokens."""
         self.num_tokens += num_tokens
+        self.num_prefill = 0
+        self.num_left = None if self.num_left is None else self.num_left - num_tokens
         self.context = 128 + (self.context + num_tokens) % 128  # as if requests ended and others began
         self.num_missing = 1 if is_fed else min(self.num_missing + num_tokens, self.context)
         if self.stretch and rng.random() < num_tokens / self.stretch:
@@ -94,6 +99,10 @@ class Policy(Protocol):
     """What decides in a step: the controller, or a rule to compare it with."""
 
     fleet: AcceptanceCounts
+
+    def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool: ...
+
+    def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None: ...
 
     def choose(self, load: Load) -> Decision: ...
 
@@ -106,9 +115,16 @@ class Fixed:
     def __init__(self, *num_nodes: int) -> None:
         self.num_nodes, self.fleet = num_nodes, AcceptanceCounts()
 
+    def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool:
+        return False
+
+    def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
+        raise NotImplementedError
+
     def choose(self, load: Load) -> Decision:
         n = len(load.candidates)
-        return Decision([self.num_nodes[min(i, len(self.num_nodes) - 1)] for i in range(n)], [None] * n)
+        counts = [self.num_nodes[min(i, len(self.num_nodes) - 1)] for i in range(n)]
+        return Decision([min(count, each.max_nodes) for count, each in zip(counts, load.candidates, strict=True)], [None] * n)
 
     def observe(self, outcome: Outcome) -> None:
         pass
@@ -160,19 +176,26 @@ class Fleet:
         """Make a step; return emitted tokens, seconds, nodes."""
         texts, machine, n = self.texts, self.machine, len(self.texts)
         context = sum(text.context for text in texts)
-        candidates = [
-            Candidate(text.counts, self.max_nodes, text.num_missing, 256, self.stops_early, text.weight) for text in texts
-        ]
-        decision = policy.choose(Load(candidates, n + self.chunk, context))
+        num_rows = n + self.chunk + sum(text.num_prefill for text in texts)
+        if policy.rest(n, num_rows, sum(text.num_prefill > 0 for text in texts)):
+            target_seconds = self._noisy(machine.target(num_rows, context))
+            seconds = self._noisy(machine.host(n, 0)) + target_seconds
+            for text in texts:
+                text.advance(1, False, self.rng)
+            policy.observe_rest(Load((), num_rows, context), n, Outcome([], 0, 0, 0, seconds, 0.0, target_seconds))
+            return n, seconds, 0
+        optimum = getattr(policy, "optimum", None)
+        decision = policy.choose(Load([self._candidate(text) for text in texts], num_rows, context))
+        deciding = machine.deciding[optimum is not getattr(policy, "optimum", None)] if optimum else 0.0
         num_nodes, worths = decision.num_nodes, decision.worths
-        most = [self.max_nodes if worth else count for worth, count in zip(worths, num_nodes, strict=True)]
-        chains, num_passes, num_rows, draft_seconds = self._grow(most, worths, context)
+        most = [self._most(text) if worth else count for text, worth, count in zip(texts, worths, num_nodes, strict=True)]
+        chains, num_passes, draft_rows, draft_seconds = self._grow(most, worths, context)
         trees = [
             [node for node in chain if worth is None or node[2] >= worth.node_price]
             for chain, worth in zip(chains, worths, strict=True)
         ]
         total = sum(map(len, trees))
-        target_seconds = self._noisy(machine.target(n + self.chunk + total, context))
+        target_seconds = self._noisy(machine.target(num_rows + total, context))
         seconds = self._noisy(machine.host(n, sum(map(bool, chains)))) + draft_seconds + target_seconds
         emitted = 0
         for text, tree, chain in zip(texts, trees, chains, strict=True):
@@ -189,10 +212,16 @@ class Fleet:
                 length += 1
             emitted += 1 + length
             text.advance(1 + length, bool(chain), self.rng)
-        policy.observe(
-            Outcome([len(tree) for tree in trees], emitted - n, num_passes, num_rows, seconds, draft_seconds, target_seconds)
-        )
-        return emitted, seconds, total
+        sizes, passes = [len(tree) for tree in trees], (num_passes, draft_rows)
+        policy.observe(Outcome(sizes, emitted - n, *passes, seconds, draft_seconds, target_seconds, deciding))
+        return emitted, seconds + deciding, total
+
+    def _most(self, text: Text) -> int:
+        return self.max_nodes if text.num_left is None else max(0, min(self.max_nodes, text.num_left - 1))
+
+    def _candidate(self, text: Text) -> Candidate:
+        num_left = 256 if text.num_left is None else text.num_left
+        return Candidate(text.counts, self._most(text), text.num_missing, num_left, self.stops_early, text.weight)
 
     def _grow(
         self, most: Sequence[int], worths: Sequence[Worth | None], context: int

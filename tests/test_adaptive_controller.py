@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 from adaptive_simulator import MACHINES, Fixed, Fleet, Machine, Policy, Text, compare, controller_of
+from adaptive_traffic import against_off
 
 from titan.adaptive.controller import IDLE_FADE
 from titan.adaptive.load import Candidate, Load, Outcome
@@ -157,6 +158,18 @@ def test_prefill_in_the_step_and_requests_that_come_and_go() -> None:
             runs.append(fleet.run(policy, 5))
         rates.append(sum(run.num_tokens for run in runs) / sum(run.seconds for run in runs))
     assert rates[0] >= 0.97 * rates[1]
+
+
+@pytest.mark.parametrize(
+    ("n", "share", "acceptance", "latency"),  # of requests at once; of arrivals, 0: all wait from the beginning
+    [(1, 0.0, 0.03, 1.06), (8, 0.0, 0.03, 1.06), (8, 0.6, 0.03, 1.1), (8, 0.6, 0.5, 1.1), (8, 0.6, 0.9, 0.8), (32, 0.9, 0.5, 1.15)],
+)
+def test_requests_come_and_go_while_decisions_take_time(n: int, share: float, acceptance: float, latency: float) -> None:
+    """A decision takes up to half of a step without drafts, as measured with the demo pair."""
+    machine = replace(DEMO, deciding=(6e-5, 4e-4))
+    found = against_off(machine, lambda _: acceptance, adaptive(machine), n, share, num_requests=40 if n == 1 else 80)
+    assert found.rate >= 0.97
+    assert found.latency <= latency
 
 
 @pytest.mark.parametrize("slows_draft", [True, False])

@@ -21,26 +21,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import sqrt
 from typing import NamedTuple
-
-import numpy as np
 
 from titan.adaptive.costs import COLD_STEPS, Costs
 from titan.adaptive.load import Load, Outcome
-from titan.adaptive.optimum import Optimum, Prices, best
+from titan.adaptive.optimum import MARGIN, Optimum, Prices, best
 from titan.adaptive.probes import Probes
+from titan.adaptive.standing import Standing
 from titan.adaptive.value import TreeGain, estimate, own_acceptance
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 
-DWELL = 8
-"""Most steps for which an optimum stands if there are as many requests and rows; as many as there are drafts that it goes by."""
-
 PRIOR = AcceptanceCounts(num_accepted=2.1, num_expected=3.0, confidence=0.6, num_drafts=2.0)
 """What is known of drafts before there is one."""
-
-OFF_DWELL = 32
-"""Most steps for which it stands that nothing is drafted."""
 
 REST_STEPS = 4
 """Steps without a decision of which one tells what they cost."""
@@ -90,8 +84,8 @@ class Controller:
         self.fleet = replace(PRIOR)
         self.optimum = Optimum([], 0.0, 0.0)
         self.has_drafted = False  # whether anything was ever drafted
-        self._key: tuple[int, ...] = ()
-        self._num_left = 0  # steps for which the optimum stands
+        self._standing = Standing()
+        self._has_compared = False  # in the last decision
         self._num_rested = 0  # steps since anything was decided
         self._num_drafting = 0  # steps since one was plain
         self._estimates = estimate(self.fleet, (AcceptanceCounts(),))
@@ -105,18 +99,21 @@ class Controller:
         """Whether there may be a probe in the next step."""
         return self._probes.is_due
 
-    def rest(self, num_requests: int, num_rows: int) -> bool:
-        """Rest in a step if it stands that it drafts nothing, whatever is known of its requests; return whether it does.
+    def rest(self, num_requests: int, num_rows: int, num_new: int = 0) -> bool:
+        """Begin a step; return whether it stands that nothing is drafted, whatever is known of its requests. Else choose.
 
         Args:
             num_requests: that emit tokens.
             num_rows: of the target's pass.
+            num_new: requests among them that emit their first one.
         """
-        is_same = self._key[:2] == (num_requests, num_rows.bit_length())
-        if self._num_left <= 0 or not is_same or self.optimum.drafts or self._probes.is_due:
-            return False
-        self._num_left, self._num_rested = self._num_left - 1, self._num_rested + 1
-        return True
+        stands = self._standing.begin(num_requests, num_rows, num_new)
+        if stands and not self.optimum.drafts and not self._probes.is_due:
+            self._standing.num_left, self._num_rested = self._standing.num_left - 1, self._num_rested + 1
+            return True
+        if not stands or not self._standing.covers(num_requests):
+            self._standing.num_left = 0
+        return False
 
     def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
         """Learn from a step in which the controller rested; the load has no candidates."""
@@ -145,17 +142,16 @@ class Controller:
         n = len(load.candidates)
         if not n or not self.costs.host.knows(n):  # a plain step shows what it costs to draft
             return _nothing(load)
-        key = n, load.num_rows.bit_length(), max(each.max_nodes for each in load.candidates)
-        self._num_left -= 1
-        if key != self._key or self._num_left <= 0:
+        self._standing.num_left -= 1
+        self._has_compared = self._standing.num_left <= 0
+        if self._has_compared:
             self._compare(load)
-            self._key, self._num_left = key, min(DWELL, int(self.fleet.num_drafts)) if self.optimum.drafts else OFF_DWELL
         num_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
         if self.optimum.drafts and self._is_plain_due():
             return _nothing(load)
         self._delay(load, num_nodes)
         worths = [self._worth(i, load) if count else None for i, count in enumerate(num_nodes)]
-        acceptance = self._estimates.means.tolist()
+        acceptance = self._estimates.means
         probed = self._probes.choose(load, self.costs, num_nodes, acceptance, self._hoped)
         for i in probed:
             num_nodes[i] = 1
@@ -183,16 +179,23 @@ class Controller:
     def _compare(self, load: Load) -> None:
         """Find the best setting, and that which might be the best."""
         estimates = self._estimates = estimate(self.fleet, [each.counts for each in load.candidates])
-        means = estimates.means
-        n, (_, row_seconds) = len(load.candidates), self.costs.draft_line(load)
-        owing = np.array([each.num_missing - 1 for each in load.candidates]) * n * row_seconds / self.costs.plain_seconds(load)
-        sure = np.maximum(means - np.minimum(owing, 1.0) * np.sqrt(means * (1 - means)) * estimates.mean_error, 0.0)
-        self._probes.forget()
         prices = Prices(load, self.costs)
-        self.optimum = best(sure.tolist(), prices, self.tree_gain)
+        plain_seconds = self.costs.plain_seconds(load)
+        per_missing = len(load.candidates) * prices.row_seconds / plain_seconds
+        sure = [
+            max(0.0, p - min(1.0, (each.num_missing - 1) * per_missing) * estimates.mean_error * sqrt(p * (1 - p)))
+            for p, each in zip(estimates.means, load.candidates, strict=True)
+        ]
+        self._probes.forget()
+        self.optimum = best(sure, prices, self.tree_gain, 1 - MARGIN if self.optimum.drafts else 1 + MARGIN)
         self._hoped = self.optimum.num_nodes
         if not all(self._hoped):
-            self._hoped = best(np.minimum(means + estimates.errors, 1.0).tolist(), prices, self.tree_gain).num_nodes
+            self._hoped = best(estimates.bounds, prices, self.tree_gain).num_nodes
+        able = [bound for bound, each in zip(estimates.bounds, load.candidates, strict=True) if each.max_nodes]
+        may_new_draft = estimates.new_bound > max(able, default=0.0) and (
+            len(able) < len(sure) or best([estimates.new_bound] * len(sure), prices, self.tree_gain).drafts
+        )
+        self._standing.renew(load, self.optimum.drafts, may_new_draft, self.fleet.num_drafts, plain_seconds)
 
     def _worth(self, i: int, load: Load) -> Worth | None:
         candidate = load.candidates[i]
@@ -201,8 +204,8 @@ class Controller:
         optimum, estimates = self.optimum, self._estimates
         price = optimum.rate / candidate.weight
         return Worth(
-            float(estimates.agreements[i]),
-            float(estimates.means[i]),
+            estimates.agreements[i],
+            estimates.means[i],
             price * optimum.node_seconds,
             price * optimum.row_seconds,
             max(price * optimum.pass_seconds, 1e-9),
@@ -219,13 +222,15 @@ class Controller:
             self.has_drafted = True
             if outcome.num_nodes and decision.acceptance and not decision.probed:
                 self.tree_gain.note(outcome.num_nodes, decision.acceptance, outcome.num_accepted)
+        if self._has_compared:
+            self._standing.note_comparison(outcome.deciding_seconds)
         if not n:
             return
         self._age_counts(load, decision)
         num_accepted = outcome.num_accepted if decision.drafts else None
-        self._probes.observe(outcome.seconds, self.costs.plain_seconds(load), num_accepted, n)
+        self._probes.observe(outcome.seconds + outcome.deciding_seconds, self.costs.plain_seconds(load), num_accepted, n)
         if decision.is_probe and not self._probes.num_left:
-            self._key = ()
+            self._standing.num_left = 0
 
     def _age_counts(self, load: Load, decision: Decision) -> None:
         """Let older drafts count less."""
@@ -240,7 +245,7 @@ class Controller:
                 num_drafts, shown = self._showing(load.candidates[i].counts)
                 surprise += (shown - acceptance) * num_drafts * drafts / (drafts + 1) / len(decision.probed)
             for each in (self.fleet, *(each.counts for i, each in enumerate(load.candidates) if i not in decision.probed)):
-                each.fade(max(0.0, 1 - abs(surprise)))
+                each.fade(max(0.01, 1 - abs(surprise)))
 
     def _showing(self, counts: AcceptanceCounts) -> tuple[float, float]:
         return counts.num_drafts, own_acceptance(counts, self.fleet.agreement)

@@ -71,7 +71,7 @@ class Costs:
         n, num_drafting = len(load.candidates), sum(map(bool, num_nodes))
         rows, context = load.num_rows + sum(outcome.num_nodes), load.num_context_tokens
         of_draft = context * num_drafting / n
-        self._note_host(n, num_drafting, outcome.host_seconds, is_cold)
+        self._note_host(n, num_drafting, outcome.host_seconds + outcome.deciding_seconds, is_cold)
         if not self._is_timed:
             self._note_together(rows, context, max(num_nodes), (num_drafting, of_draft), outcome.target_seconds)
             return

@@ -45,6 +45,7 @@ class Outcome(NamedTuple):
     seconds: float  # of the step
     draft_seconds: float
     target_seconds: float
+    deciding_seconds: float = 0.0  # beside those of the step
 
     @property
     def host_seconds(self) -> float:

@@ -74,13 +74,14 @@ class Prices:
         return self._costs.target.predict(self.load.num_rows + num_nodes, self.load.num_context_tokens, True)
 
 
-def best(acceptance: Sequence[float], prices: Prices, tree_gain: TreeGain | None = None) -> Optimum:
+def best(acceptance: Sequence[float], prices: Prices, tree_gain: TreeGain | None = None, least: float = 1 + MARGIN) -> Optimum:
     """Compare the settings of a load, and return the best.
 
     Args:
         acceptance: probability that a node's first child is accepted, of each candidate.
         prices: of the load.
         tree_gain: what trees bring beyond chains; ``None`` = nothing.
+        least: rate with drafts, as a multiple of that without, from which on to draft.
     """
     candidates, off_rate = prices.load.candidates, prices.off_rate
     n = len(candidates)
@@ -90,6 +91,7 @@ def best(acceptance: Sequence[float], prices: Prices, tree_gain: TreeGain | None
         return optimum
     sizes = sorted({*_grid(len(nodes), GRID_SIZES), *(n * depth for depth in range(1, GRID_DEPTHS + 1) if n * depth <= len(nodes))})
     target = [prices.target(size) for size in sizes]
+    gain, per_node = (0.0, 0.0) if tree_gain is None else tree_gain.line()
     drafted, last_rate = list[tuple[float, int, int]](), 0.0
     for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):
         reached = [each for each in nodes if each[1] <= num_passes]
@@ -101,7 +103,7 @@ def best(acceptance: Sequence[float], prices: Prices, tree_gain: TreeGain | None
             if size > len(reached):
                 break
             drafting = num_drafting[size - 1]
-            of_trees = 1.0 if tree_gain is None else tree_gain.ratio(size / drafting)
+            of_trees = 1 + gain * min((size / drafting - 1) * per_node, 1.0)
             seconds = prices.host[drafting.bit_length()] + fixed + prices.row_seconds * rows[size - 1] + target_seconds
             rate = (prices.total_weight + of_trees * gains[size - 1]) / seconds
             if rate > best_rate:
@@ -111,7 +113,7 @@ def best(acceptance: Sequence[float], prices: Prices, tree_gain: TreeGain | None
         if best_rate < last_rate:  # rates rise with the depth, then fall
             break
         last_rate = best_rate
-    if optimum.on_rate > off_rate * (1 + MARGIN):
+    if optimum.on_rate > off_rate * least:
         for _, _, i in drafted:
             optimum.num_nodes[i] += 1
         size = len(drafted)

@@ -87,7 +87,7 @@ class Probes:
         """Add a step to the account.
 
         Args:
-            seconds: of the step.
+            seconds: of the step, with deciding on it.
             plain_seconds: that it would have taken without drafts.
             num_accepted: drafted tokens that were accepted; ``None``: nothing was drafted.
             num_requests: that emitted tokens.

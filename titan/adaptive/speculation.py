@@ -51,7 +51,8 @@ class AdaptiveSpeculation:
         num_rows, num_context = sum(plan.num_tokens), sum([request.num_computed_tokens for request in plan.requests])
         is_first_try = len(plan.requests) == 1 and not self.controller.has_drafted  # a long prompt is too much for a probe
         plan.drafts_prompts = self.controller.optimum.drafts or is_first_try
-        self._rows, self._rests = rows, self.controller.rest(len(rows), num_rows)
+        num_new = sum([not plan.requests[i].num_output_tokens for i in rows])
+        self._rows, self._rests = rows, self.controller.rest(len(rows), num_rows, num_new)
         if self._rests:
             self._load, self._decision = Load((), num_rows, num_context), NOTHING
             for i in rows:
@@ -112,6 +113,7 @@ class AdaptiveSpeculation:
             times.recurring,
             draft_seconds,
             times.target,
+            times.prepare,
         )
         if self._rests:
             self.controller.observe_rest(self._load, len(self._rows), outcome)

@@ -13,10 +13,9 @@ part as one more of them: there is something to go by when all are new.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
+from operator import mul
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from titan.core.draft_history import AcceptanceCounts
 
@@ -33,10 +32,11 @@ GAIN_PRIOR, GAIN_MEMORY = 32.0, 63 / 64
 class Estimates(NamedTuple):
     """Probabilities that the first child of a root is accepted, and what they go by."""
 
-    means: NDArray[np.float64]  # [num_candidates]
-    errors: NDArray[np.float64]  # [num_candidates], standard errors
+    means: Sequence[float]  # of each request
+    bounds: Sequence[float]  # a standard error higher
+    agreements: Sequence[float]  # of each request: accepted nodes as a multiple of those that the draft expects; at most 1
     mean_error: float  # of the mean of all; a share of the standard deviation of one draft
-    agreements: NDArray[np.float64]  # [num_candidates], accepted nodes as a multiple of those that the draft expects; at most 1
+    new_bound: float  # of a request that has not drafted
 
 
 class TreeGain:
@@ -49,14 +49,13 @@ class TreeGain:
         self._num_accepted = self._num_promised = GAIN_PRIOR
         self._num_nodes, self._num_trees = 2.0, 1.0
 
-    def ratio(self, num_nodes: float) -> float:
-        """Accepted tokens as a multiple of those of chains, at least 1: what chains do not keep shows in acceptance.
+    def line(self) -> tuple[float, float]:
+        """Return the gain, as a share of the accepted tokens of chains, and the part of it that each node beyond the first brings.
 
-        Args:
-            num_nodes: of each tree.
+        The gain is at least 0: what chains do not keep shows in acceptance.
         """
-        seen = max(1.0, self._num_accepted / self._num_promised)
-        return 1 + (seen - 1) * min((num_nodes - 1) / max(self._num_nodes / self._num_trees - 1, 1.0), 1.0)
+        gain = max(0.0, self._num_accepted / self._num_promised - 1)
+        return gain, 1 / max(self._num_nodes / self._num_trees - 1, 1.0)
 
     def note(self, num_nodes: Sequence[int], acceptance: Sequence[float], num_accepted: int) -> None:
         """Add a step.
@@ -91,30 +90,37 @@ def estimate(fleet: AcceptanceCounts, requests: Sequence[AcceptanceCounts]) -> E
         requests: those of the requests to estimate, at least one.
     """
     agreement = fleet.agreement
-    agreements = np.array([_agreement(each, agreement) for each in requests])
-    drafts = np.array([each.num_drafts for each in requests])
-    own = np.array([each.confidence for each in requests]) * agreements
+    agreements = [_agreement(each, agreement) for each in requests]
+    drafts = [each.num_drafts for each in requests]
+    own = [each.confidence * agreed for each, agreed in zip(requests, agreements, strict=True)]
     k = _strength(drafts, own)
-    shares = drafts / (drafts + k)
+    shares = [count / (count + k) for count in drafts]
     of_fleet = fleet.num_drafts / (fleet.num_drafts + k)
-    mean = (shares @ own + of_fleet * own_acceptance(fleet, agreement)) / (shares.sum() + of_fleet)
-    means = shares * own + (1 - shares) * mean
-    deviations = np.sqrt(means * (1 - means))
-    seen = drafts + min(fleet.num_drafts, k)
-    return Estimates(means, deviations / np.sqrt(1 + seen), (1 + k * float(shares.sum() + of_fleet)) ** -0.5, agreements)
+    weight = sum(shares) + of_fleet
+    mean = (sum(map(mul, shares, own)) + of_fleet * own_acceptance(fleet, agreement)) / weight
+    means = [share * shown + (1 - share) * mean for share, shown in zip(shares, own, strict=True)]
+    seen = 1 + min(fleet.num_drafts, k)
+    bounds = [_bound(p, seen + count) for p, count in zip(means, drafts, strict=True)]
+    return Estimates(means, bounds, agreements, (1 + k * weight) ** -0.5, _bound(mean, seen))
+
+
+def _bound(mean: float, num_seen: float) -> float:
+    """Return an acceptance that is a standard error higher."""
+    return min(1.0, mean + sqrt(mean * (1 - mean) / num_seen))
 
 
 def _agreement(counts: AcceptanceCounts, agreement: float) -> float:
     return min(1.0, (counts.num_accepted + AGREEMENT_NODES * agreement) / (counts.num_expected + AGREEMENT_NODES))
 
 
-def _strength(drafts: NDArray[np.float64], own: NDArray[np.float64]) -> float:
+def _strength(drafts: Sequence[float], own: Sequence[float]) -> float:
     """Return k: the moments' estimate of t², with a prior."""
-    total = float(drafts.sum())
+    total = sum(drafts)
     if not total:
         return STRENGTH
-    mean = float(drafts @ own) / total
+    mean: float = sum(map(mul, drafts, own)) / total
     variance = max(mean * (1 - mean), 1e-3)
-    between = float(drafts @ (own - mean) ** 2) - (np.count_nonzero(drafts) - 1) * variance
-    information = total - float(drafts @ drafts) / total
+    between = sum([count * (shown - mean) ** 2 for count, shown in zip(drafts, own, strict=True)])
+    between -= (len(drafts) - drafts.count(0.0) - 1) * variance
+    information: float = total - sum(map(mul, drafts, drafts)) / total
     return variance * (information + STRENGTH_DRAFTS) / (max(between, 0.0) + STRENGTH_DRAFTS * variance / STRENGTH)
