@@ -13,7 +13,7 @@ from adaptive_traffic import against_off
 from titan.adaptive.controller import IDLE_FADE
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
-from titan.adaptive.value import estimate
+from titan.adaptive.value import PastRequests, estimate
 from titan.core.draft_history import AcceptanceCounts
 
 DEMO, BIG, BIG16, GPU = MACHINES.values()
@@ -269,8 +269,23 @@ def counts(acceptance: float, num_drafts: float) -> AcceptanceCounts:
 
 def test_requests_that_differ_are_believed_sooner_and_count_alike() -> None:
     fleet = counts(0.5, 2)
-    same = estimate(fleet, [counts(0.5, 10)] * 4 + [counts(0.9, 1)]).means[-1]
-    different = estimate(fleet, [counts(0.05, 10), counts(0.95, 10)] * 2 + [counts(0.9, 1)]).means[-1]
+    same = estimate(fleet, PastRequests(), [counts(0.5, 10)] * 4 + [counts(0.9, 1)]).means[-1]
+    different = estimate(fleet, PastRequests(), [counts(0.05, 10), counts(0.95, 10)] * 2 + [counts(0.9, 1)]).means[-1]
     assert same < 0.6 < 0.65 < different
-    busy = estimate(fleet, [counts(0.9, 30), *[counts(0.1, 3)] * 3, counts(0.5, 0)]).means[-1]
+    busy = estimate(fleet, PastRequests(), [counts(0.9, 30), *[counts(0.1, 3)] * 3, counts(0.5, 0)]).means[-1]
     assert busy < 0.45  # the mean of all drafts would be 0.7
+
+
+@pytest.mark.parametrize("machine", [DEMO, BIG16], ids=str)
+def test_a_request_starts_with_what_the_requests_before_it_showed(machine: Machine) -> None:
+    """One at a time, every other one of them with hardly any use for drafts: no fixed length fits both, and a bad one says nothing
+    of the next."""
+
+    def draw(rng: np.random.Generator) -> float:
+        return float(rng.choice([0.9, 0.3]))
+
+    mine, *fixed = (
+        against_off(machine, draw, make, at_once=1, num_requests=60).rate
+        for make in (adaptive(machine), *(partial(Fixed, k) for k in (1, 2, 4)))
+    )
+    assert mine >= 1.08 * max(fixed)

@@ -29,7 +29,7 @@ from titan.adaptive.load import Load, Outcome
 from titan.adaptive.optimum import MARGIN, Optimum, Prices, best
 from titan.adaptive.probes import Probes
 from titan.adaptive.standing import Standing
-from titan.adaptive.value import TreeGain, estimate, own_acceptance
+from titan.adaptive.value import PastRequests, TreeGain, estimate, own_acceptance
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 
@@ -81,14 +81,14 @@ class Controller:
 
     def __init__(self, costs: Costs) -> None:
         self.costs, self.tree_gain, self._probes = costs, TreeGain(), Probes()
-        self.fleet = replace(PRIOR)
+        self.fleet, self.past = replace(PRIOR), PastRequests()
         self.optimum = Optimum([], 0.0, 0.0)
         self.has_drafted = False  # whether anything was ever drafted
         self._standing = Standing()
         self._has_compared = False  # in the last decision
         self._num_rested = 0  # steps since anything was decided
         self._num_drafting = 0  # steps since one was plain
-        self._estimates = estimate(self.fleet, (AcceptanceCounts(),))
+        self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
         self._hoped: list[int] = []
         self._before: list[tuple[float, float]] = []  # of probed requests: their drafts, and the acceptance that these showed
         self._load: Load = Load((), 0, 0)
@@ -178,7 +178,8 @@ class Controller:
 
     def _compare(self, load: Load) -> None:
         """Find the best setting, and that which might be the best."""
-        estimates = self._estimates = estimate(self.fleet, [each.counts for each in load.candidates])
+        self.past.follow([each.counts for each in load.candidates if each.is_typical], self.fleet.agreement)
+        estimates = self._estimates = estimate(self.fleet, self.past, [each.counts for each in load.candidates])
         prices = Prices(load, self.costs)
         plain_seconds = self.costs.plain_seconds(load)
         per_missing = len(load.candidates) * prices.row_seconds / plain_seconds
@@ -244,8 +245,10 @@ class Controller:
             for i, (drafts, acceptance) in zip(decision.probed, self._before, strict=True):
                 num_drafts, shown = self._showing(load.candidates[i].counts)
                 surprise += (shown - acceptance) * num_drafts * drafts / (drafts + 1) / len(decision.probed)
+            remaining = max(0.01, 1 - abs(surprise))
+            self.past.fade(remaining)
             for each in (self.fleet, *(each.counts for i, each in enumerate(load.candidates) if i not in decision.probed)):
-                each.fade(max(0.01, 1 - abs(surprise)))
+                each.fade(remaining)
 
     def _showing(self, counts: AcceptanceCounts) -> tuple[float, float]:
         return counts.num_drafts, own_acceptance(counts, self.fleet.agreement)

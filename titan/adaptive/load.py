@@ -20,6 +20,7 @@ class Candidate(NamedTuple):
     num_remaining: int  # tokens that it may still emit
     stops_early: bool  # whether the draft's confidence may end its tree; else it drafts the nodes that its history says
     weight: float = 1.0  # of its tokens
+    is_typical: bool = True  # whether what it shows may be true of others; else its options are none that the draft sees
 
     @property
     def is_fed(self) -> bool:

@@ -83,6 +83,7 @@ class AdaptiveSpeculation:
             request.num_remaining_tokens,
             self._confident is not None and self._confident.stops_early(request),
             1 / history.tokens_per_step.value if self.is_latency else 1.0,
+            not params.has_transforms,
         )
 
     def observe(self, plan: StepPlan, acceptance: Acceptance, growth: GrowthReport | None, times: StepTimes) -> None:

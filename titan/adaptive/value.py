@@ -6,13 +6,14 @@ With x_i the mean of w_i drafts of request i, s² the variance of one draft and 
     acceptance_i = (w_i * x_i + k * mean) / (w_i + k)      k = s² / t²
     mean = sum(w_i / (w_i + k) * x_i) / sum(w_i / (w_i + k))
 
-so that a request that drafts all the time counts no more in the mean than one that does not. The history of all requests ever takes
-part as one more of them: there is something to go by when all are new.
+so that a request that drafts all the time counts no more in the mean than one that does not. The last drafts of all requests take
+part as one more of them, and so do the last requests that have left: there is something to go by when all are new.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import sqrt
 from operator import mul
 from typing import NamedTuple
@@ -24,6 +25,9 @@ STRENGTH, STRENGTH_DRAFTS = 4.0, 8.0
 
 AGREEMENT_NODES = 2.0
 """Number of nodes that the agreement of all counts as in that of one request."""
+
+PAST_MEMORY = 15 / 16
+"""Share that counts keep of requests that have left when another one leaves."""
 
 GAIN_PRIOR, GAIN_MEMORY = 32.0, 63 / 64
 """Tokens that the gain of trees counts as seen at first, without any gain; and the share of them that remains per step."""
@@ -37,6 +41,34 @@ class Estimates(NamedTuple):
     agreements: Sequence[float]  # of each request: accepted nodes as a multiple of those that the draft expects; at most 1
     mean_error: float  # of the mean of all; a share of the standard deviation of one draft
     new_bound: float  # of a request that has not drafted
+
+
+@dataclass(slots=True)
+class PastRequests:
+    """The mean acceptance of requests that have left."""
+
+    acceptance: float = 0.0
+    weight: float = 0.0  # number of requests that it is of, each as far as it drafted; older ones count less
+    _present: Sequence[AcceptanceCounts] = ()
+
+    def follow(self, present: Sequence[AcceptanceCounts], agreement: float) -> None:
+        """Add the requests that have left.
+
+        Args:
+            present: counts of those that are there now.
+            agreement: of all requests.
+        """
+        staying = set(map(id, present))
+        for counts in self._present:
+            if id(counts) not in staying and counts.num_ever:
+                share = counts.num_ever / (counts.num_ever + STRENGTH)
+                self.weight = PAST_MEMORY * self.weight + share
+                self.acceptance += (own_acceptance(counts, agreement) - self.acceptance) * share / self.weight
+        self._present = present
+
+    def fade(self, share: float) -> None:
+        """Let all count less: only this share remains."""
+        self.weight *= share
 
 
 class TreeGain:
@@ -82,12 +114,13 @@ def own_acceptance(counts: AcceptanceCounts, agreement: float) -> float:
     return counts.confidence * _agreement(counts, agreement)
 
 
-def estimate(fleet: AcceptanceCounts, requests: Sequence[AcceptanceCounts]) -> Estimates:
+def estimate(fleet: AcceptanceCounts, past: PastRequests, requests: Sequence[AcceptanceCounts]) -> Estimates:
     """Estimate the acceptance of requests.
 
     Args:
-        fleet: counts of all requests ever.
-        requests: those of the requests to estimate, at least one.
+        fleet: counts of the last drafts of all requests.
+        past: requests that have left.
+        requests: counts of those to estimate, at least one.
     """
     agreement = fleet.agreement
     agreements = [_agreement(each, agreement) for each in requests]
@@ -96,8 +129,8 @@ def estimate(fleet: AcceptanceCounts, requests: Sequence[AcceptanceCounts]) -> E
     k = _strength(drafts, own)
     shares = [count / (count + k) for count in drafts]
     of_fleet = fleet.num_drafts / (fleet.num_drafts + k)
-    weight = sum(shares) + of_fleet
-    mean = (sum(map(mul, shares, own)) + of_fleet * own_acceptance(fleet, agreement)) / weight
+    weight = sum(shares) + of_fleet + past.weight
+    mean = (sum(map(mul, shares, own)) + of_fleet * own_acceptance(fleet, agreement) + past.weight * past.acceptance) / weight
     means = [share * shown + (1 - share) * mean for share, shown in zip(shares, own, strict=True)]
     seen = 1 + min(fleet.num_drafts, k)
     bounds = [_bound(p, seen + count) for p, count in zip(means, drafts, strict=True)]
