@@ -330,6 +330,14 @@ class KVCache:
         self._new_to_draft = {new_ids[block_id] for block_id in self._new_to_draft if block_id in new_ids}
         return num_moved
 
+    def resize_swap_space(self, num_blocks: int, requests: Iterable[Request]) -> None:
+        """Give the swap space another number of blocks; what these unfinished requests have there will be computed again."""
+        if num_blocks != self.swap_space.pool.num_blocks:
+            for request in requests:
+                if request.is_swapped:
+                    self.free(request)
+            self.swap_space.resize(num_blocks, self._tensors)
+
     def new_draft_epoch(self, requests: Iterable[Request]) -> None:
         """Start the epoch of a new draft, which covers no block and none of these unfinished requests."""
         self.draft_epoch += 1
