@@ -102,10 +102,12 @@ class KVCache:
     def num_missing_blocks(self, request: Request, num_slots: int) -> int:
         """Return how many free blocks it takes to cover ``num_slots`` slots, after `admit` if the request has no blocks.
 
-        Cached blocks without references count too, since they are free no longer then.
+        Cached blocks without references count too, since they are free no longer then. What a sibling is computing will be shared.
         """
         num_held = len(request.block_ids)
-        if not num_held:
+        if self.awaits_sibling(request):
+            num_held = self._num_common_tokens(request) // self.block_size
+        elif not num_held:
             found = self._find_swapped(request).values() if request.is_swapped else self._find_prefix(request).block_ids
             num_held = sum(not self.pool.is_free(block_id) for block_id in found)
         return max(self._num_blocks_of(num_slots) - num_held, 0)
@@ -144,7 +146,8 @@ class KVCache:
     def awaits_sibling(self, request: Request) -> bool:
         """Whether a sibling is computing the prompt, which a request without KV then need not compute."""
         num_computed = [sibling.num_computed_tokens for sibling in request.siblings if sibling.block_ids]
-        return bool(num_computed) and max(num_computed) < self._num_common_tokens(request) and not request.is_swapped
+        is_computing = bool(num_computed) and max(num_computed) < self._num_common_tokens(request)
+        return is_computing and not request.block_ids and not request.is_swapped
 
     def reserve(self, request: Request, num_slots: int) -> bool:
         """Extend the block table to cover ``num_slots`` slots, committed tokens and lookahead slots together.

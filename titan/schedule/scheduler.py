@@ -186,6 +186,8 @@ class Scheduler:
             budget -= self._add_running(plan, request, 1, budget - num_left, max_draft_tokens, now)
         prompt_budget = self._prompt_budget(decodes, budget)
         for request in prefills:
+            if not self._has_kv(request):
+                continue
             num_tokens = self._chunk(request, prompt_budget)
             num_used = self._add_running(plan, request, num_tokens, budget, max_draft_tokens, now)
             budget -= num_used
@@ -194,6 +196,17 @@ class Scheduler:
             plan.shortage = self._join(plan, budget, prompt_budget, max_draft_tokens, now)
         else:  # there is no room for the running requests: none joins
             plan.shortage = "blocks"
+
+    def _has_kv(self, request: Request) -> bool:
+        """Whether a running request has the KV that is computed of it; one that awaited a sibling gets it now, if there is room."""
+        if request.block_ids:
+            return True
+        if request in self.waiting or self.kv.awaits_sibling(request):
+            return False
+        if self.kv.num_missing_blocks(request, request.num_tokens) > self.kv.pool.num_free:
+            return False
+        self._admit(request)
+        return True
 
     def _prompt_budget(self, decodes: Sequence[Request], budget: int) -> int:
         """Return how many tokens the requests that do not decode may have together."""
@@ -240,16 +253,14 @@ class Scheduler:
             if prompt_budget <= 0:
                 return "tokens"
             request = self._first(now)
-            if self.kv.awaits_sibling(request):
-                return None
             num_lacking = num_missing + self._num_missing_blocks([request], max_draft_tokens) - self.kv.pool.num_free
             if self.running and num_lacking + self._num_spare_blocks(request, max_draft_tokens) > 0:
                 return "blocks"
-            is_swapped = request.is_swapped
+            is_delayed = self.kv.awaits_sibling(request) or (request.is_swapped and bool(plan.requests))
             self._start(request)
-            if is_swapped and plan.requests:
+            if is_delayed:
                 num_missing += self._num_missing_blocks([request], max_draft_tokens)
-                continue  # its KV arrives beside this step's passes
+                continue  # its KV arrives beside this step's passes, or with later ones
             self.kv.await_copies()
             num_tokens = self._first_chunk(request, prompt_budget)
             num_drafts = self._num_drafts(request, num_tokens, budget, max_draft_tokens)
@@ -382,11 +393,16 @@ class Scheduler:
         self.waiting.move_to_end(request, last=False)
 
     def _start(self, request: Request) -> None:
-        """Start a waiting request, at the end of what is already computed of it."""
-        is_swapped = request.is_swapped
-        self.kv.admit(request)
+        """Start a waiting request, at the end of what is already computed of it, unless a sibling is computing that just now."""
+        if not self.kv.awaits_sibling(request):
+            self._admit(request)
         self._unqueue(request)
         self.running.append(request)
+
+    def _admit(self, request: Request) -> None:
+        """Give a request what is already computed of it."""
+        is_swapped = request.is_swapped
+        self.kv.admit(request)
         if is_swapped:
             self.counters.num_swapped_in += 1
             return
