@@ -328,6 +328,9 @@ class Scheduler:
         if finished:
             self.running = [request for request in self.running if not request.is_finished]
             for request in finished:
+                for sibling in request.siblings:
+                    if sibling in self.running:
+                        self._has_kv(sibling)  # while the blocks of this one are there to be shared
                 self._finish(request)
         self.counters.num_steps += 1
         self.counters.num_rows += sum(plan.num_tokens) + acceptance.trees.num_nodes
