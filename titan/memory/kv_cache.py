@@ -105,7 +105,7 @@ class KVCache:
         Cached blocks without references count too, since they are free no longer then. What a sibling is computing will be shared.
         """
         num_held = len(request.block_ids)
-        if self.awaits_sibling(request):
+        if not num_held and self.awaits_sibling(request):
             num_held = self._num_common_tokens(request) // self.block_size
         elif not num_held:
             found = self._find_swapped(request).values() if request.is_swapped else self._find_prefix(request).block_ids
@@ -145,9 +145,10 @@ class KVCache:
 
     def awaits_sibling(self, request: Request) -> bool:
         """Whether a sibling is computing the prompt, which a request without KV then need not compute."""
+        if request.block_ids or request.is_swapped:
+            return False
         num_computed = [sibling.num_computed_tokens for sibling in request.siblings if sibling.block_ids]
-        is_computing = bool(num_computed) and max(num_computed) < self._num_common_tokens(request)
-        return is_computing and not request.block_ids and not request.is_swapped
+        return bool(num_computed) and max(num_computed) < self._num_common_tokens(request)
 
     def reserve(self, request: Request, num_slots: int) -> bool:
         """Extend the block table to cover ``num_slots`` slots, committed tokens and lookahead slots together.
