@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -88,6 +89,18 @@ def test_a_draft_without_room_for_its_kv_is_refused(
         engine.swap_draft(zoo.path("llama~"))
     assert engine.metrics().draft == "ngram" and [*engine.kv.tensors] == ["target"]
     assert engine.metrics().swap_space.num_bytes == swap_space
+
+
+def test_without_memory_for_the_copy_a_preempted_request_is_computed_again(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(
+        zoo.path("llama"), zoo.path("llama~"), preemption_mode="swap", swap_space=2**20, enable_prefix_caching=False, **SCARCE
+    )
+    monkeypatch.setattr(engine.backend.cache, "copy_out", Mock(side_effect=MemoryError))
+    prompts = random_prompts(8, seed=1, max_len=45)
+    requests = submit(engine, prompts, [greedy(20, ignore_eos=True)] * 8)
+    drain(engine)
+    assert engine.counters.num_preemptions > 0 and not engine.counters.num_swapped_out
+    assert [each.output_token_ids for each in requests] == [zoo.greedy("llama", each, 20, ignore_eos=True) for each in prompts]
 
 
 def test_metrics_of_swaps_and_an_abort_that_frees_both_pools(zoo: Zoo) -> None:

@@ -17,6 +17,7 @@ from titan.core.options import ScheduleOptions
 from titan.core.outputs import RequestMetrics
 from titan.core.request import FinishReason, Request
 from titan.core.step import Acceptance, Shortage, StepPlan
+from titan.execute.out_of_memory import is_out_of_memory
 from titan.memory.kv_cache import KVCache
 from titan.schedule.admission import max_num_blocks
 from titan.schedule.heap import Heap
@@ -385,7 +386,7 @@ class Scheduler:
         """Take a running request's blocks away and queue it again; its KV goes to the swap space, or is computed again."""
         if request not in self.running:
             raise RuntimeError(f"the scheduling policy {self.policy.name!r} preempts {shown(request)}, which does not run")
-        if self.swap_rule.prefers_swap(request) and self.kv.swap_out(request):
+        if self.swap_rule.prefers_swap(request) and self._swap_out(request):
             self.counters.num_swapped_out += 1
         else:
             self.kv.free(request)
@@ -394,6 +395,15 @@ class Scheduler:
         self.counters.num_preemptions += 1
         self._queue(request)
         self.waiting.move_to_end(request, last=False)
+
+    def _swap_out(self, request: Request) -> bool:
+        """Move a request's KV to the swap space; return whether there was room, and memory for the copy."""
+        try:
+            return self.kv.swap_out(request)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
 
     def _start(self, request: Request) -> None:
         """Start a waiting request, at the end of what is already computed of it, unless a sibling is computing that just now."""
