@@ -187,7 +187,7 @@ class Scheduler:
             budget -= self._add_running(plan, request, 1, budget - num_left, max_draft_tokens, now)
         prompt_budget = self._prompt_budget(decodes, budget)
         for request in prefills:
-            if not self._has_kv(request):
+            if not prompt_budget or not self._has_kv(request):
                 continue
             num_tokens = self._chunk(request, prompt_budget)
             num_used = self._add_running(plan, request, num_tokens, budget, max_draft_tokens, now)
