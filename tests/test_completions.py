@@ -103,6 +103,40 @@ def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared(zoo: Zoo, ca
     assert num_fed == (40 + 3 * 8 if caching else 4 * 40), "a hit of the prefix cache is counted as one, a shared block is not"
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_completion_that_ends_at_once_leaves_the_prompt_to_the_others(zoo: Zoo, caching: bool) -> None:
+    engine = make_engine(zoo.path("llama"), num_kv_blocks=80, block_size=8, enable_prefix_caching=caching)
+    family = add(engine, greedy(1, n=6))
+    drain(engine)
+    assert outputs_of(family) == [zoo.greedy("llama", PROMPT, 1)] * 6
+    assert (engine.counters.num_steps, engine.counters.num_rows) == (2, 40 + 5)
+
+
+def test_others_start_while_completions_wait_for_their_prompt(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), num_kv_blocks=80, block_size=8, prefill_chunk_size=4)
+    family = add(engine, greedy(5, n=3, ignore_eos=True))
+    engine.step()
+    beside = add(engine, greedy(5, ignore_eos=True), PROMPT[:4])
+    engine.step()
+    assert [each.num_output_tokens for each in (*family, *beside)] == [0, 0, 0, 1]
+    assert [len(each.block_ids) for each in family] == [1, 0, 0] and len(engine.scheduler.running) == 4
+    drain(engine)
+    assert outputs_of(family) == [zoo.greedy("llama", PROMPT, 5, ignore_eos=True)] * 3
+
+
+@pytest.mark.parametrize("reservation", ["on_demand", "max_tokens"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_completions_finish_where_only_one_fits(zoo: Zoo, caching: bool, reservation: str) -> None:
+    engine = make_engine(
+        zoo.path("llama"), zoo.path("llama~"), num_kv_blocks=6, block_size=8, prefill_chunk_size=16,
+        enable_prefix_caching=caching, reservation=reservation,
+    )  # fmt: skip
+    family = add(engine, greedy(8, n=3, ignore_eos=True))
+    drain(engine)
+    assert outputs_of(family) == [zoo.greedy("llama", PROMPT, 8, ignore_eos=True)] * 3
+    assert not engine.counters.num_preemptions or reservation == "on_demand"
+
+
 @pytest.fixture(scope="module")
 def llm(zoo: Zoo) -> LLM:
     return LLM(zoo.path("llama+text"), zoo.path("llama~"), num_kv_blocks=64, max_batch_size=5, max_waiting_requests=6, **CPU)

@@ -140,6 +140,13 @@ def test_the_last_steps_are_remembered(num_steps: int) -> None:
     assert recent.shortages.blocks == sum(i % 2 for i in range(num_steps)[-MAX_STEPS:]) / len(last)
 
 
+def test_a_pass_of_more_rows_never_costs_less() -> None:
+    """Whatever noise there was when passes were measured."""
+    log = StepLog()
+    log.note(1.0, StepTimes(target=1.0), EngineCounters(num_rows=4), None)
+    assert [log.metrics(1.0, lambda rows, _, power=power: rows**power).row_cost for power in (-1.0, 1.0)] == [0.0, 1.0]
+
+
 def test_utilisation_is_told_where_the_device_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make_back_end("triton")
     assert backend.utilization() is None

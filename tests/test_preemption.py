@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -53,6 +54,53 @@ def test_copies_of_fewer_bytes_take_less_time(zoo: Zoo) -> None:
     assert rule.block_s == pytest.approx(of_both / 2)
     engine.swap_draft(zoo.path("llama~"))
     assert rule.block_s == pytest.approx(of_both)
+
+
+def test_the_swap_space_keeps_its_bytes_with_other_drafts(zoo: Zoo) -> None:
+    """Blocks of target and draft take twice the bytes of the target's: what was swapped is computed again, with the same tokens."""
+    engine = make_engine(zoo.path("llama"), None, preemption_mode="swap", swap_space=81 * BYTES, **SCARCE)
+    prompts = random_prompts(8, seed=1, max_len=45)
+    requests = submit(engine, prompts, [greedy(30, ignore_eos=True)] * 8)
+    for draft, num_blocks in ((zoo.path("llama~"), 40), ("ngram", 81), (None, 81), (zoo.path("llama~"), 40)):
+        while not (before := engine.metrics()).num_swapped:
+            engine.step()
+        engine.swap_draft(draft)
+        check_blocks(engine)
+        assert engine.metrics().num_swapped == before.num_swapped * (before.swap_space.num_blocks == num_blocks)
+        assert engine.metrics().swap_space.num_blocks == num_blocks
+        assert {len(block) for blocks in engine.kv.swap_space._blocks.values() for block in blocks} == {num_blocks}
+    drain(engine)
+    assert [each.output_token_ids for each in requests] == [zoo.greedy("llama", each, 30, ignore_eos=True) for each in prompts]
+
+
+@pytest.mark.parametrize(
+    ("swap_space", "free_memory", "message"),
+    [
+        (BYTES, 10**9, f"swap_space={BYTES} is not enough: one block takes {2 * BYTES} bytes"),
+        (0, 1000, f"the draft '.*' takes {14 * BYTES} bytes for the KV of 14 blocks, and 1000 are free: allowed are at most these"),
+    ],
+)
+def test_a_draft_without_room_for_its_kv_is_refused(
+    zoo: Zoo, swap_space: int, free_memory: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(zoo.path("llama"), "ngram", swap_space=swap_space, **SCARCE)
+    monkeypatch.setattr(engine.backend, "free_memory", lambda: free_memory)
+    with pytest.raises(ValueError, match=message):
+        engine.swap_draft(zoo.path("llama~"))
+    assert engine.metrics().draft == "ngram" and [*engine.kv.tensors] == ["target"]
+    assert engine.metrics().swap_space.num_bytes == swap_space
+
+
+def test_without_memory_for_the_copy_a_preempted_request_is_computed_again(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(
+        zoo.path("llama"), zoo.path("llama~"), preemption_mode="swap", swap_space=2**20, enable_prefix_caching=False, **SCARCE
+    )
+    monkeypatch.setattr(engine.backend.cache, "copy_out", Mock(side_effect=MemoryError))
+    prompts = random_prompts(8, seed=1, max_len=45)
+    requests = submit(engine, prompts, [greedy(20, ignore_eos=True)] * 8)
+    drain(engine)
+    assert engine.counters.num_preemptions > 0 and not engine.counters.num_swapped_out
+    assert [each.output_token_ids for each in requests] == [zoo.greedy("llama", each, 20, ignore_eos=True) for each in prompts]
 
 
 def test_metrics_of_swaps_and_an_abort_that_frees_both_pools(zoo: Zoo) -> None:

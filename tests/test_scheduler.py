@@ -524,7 +524,7 @@ def test_a_copy_that_fails_loses_neither_blocks_nor_requests(failing: str, monke
         else:
             world.execute(plan, random)
         world.kv.check((*world.scheduler.running, *world.scheduler.waiting))
-    assert num_failures > 2
+    assert num_failures > 1
     for request in world.requests:
         world.check_output(request)
 

@@ -254,8 +254,10 @@ class Engine:
     def swap_draft(self, draft: DraftSpec) -> None:
         """Replace the drafter between steps; requests in flight continue, and the new draft catches up with them.
 
+        The KV cache keeps its number of blocks, the swap space its bytes: where blocks now take more or fewer, it starts empty.
+
         Raises:
-            ValueError: as in the constructor; the current drafter then stays.
+            ValueError: as in the constructor, or there is too little memory for the draft's KV; the current drafter then stays.
         """
         if self.config.speculation.speculation == "off":
             raise ValueError("swap_draft() contradicts speculation='off': allowed with 'adaptive' and 'fixed'")
@@ -263,9 +265,24 @@ class Engine:
             raise ValueError("swap_draft() contradicts max_draft_tokens=0: allowed with at least 1")
         block_bytes_before = self.kv.bytes_per_block
         with self.backend.active():
-            self._use_drafter(open_drafter(draft, self.config.model, self._draft_context())())
+            drafter = open_drafter(draft, self.config.model, self._draft_context())()
+            num_swapped = self._check_room(drafter)
+            self._use_drafter(drafter)
+            self.kv.resize_swap_space(num_swapped, self.scheduler.in_flight)
         self._swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
         self.kv.new_draft_epoch(self.scheduler.in_flight)
+
+    def _check_room(self, drafter: Drafter) -> int:
+        """Check that there is memory for a drafter's KV beside what is in use; return the blocks that the swap space then has."""
+        block_size, swap_space = self.kv.block_size, self.config.schedule.swap_space
+        own = [] if drafter.kv is None else [drafter.kv]
+        needed, free_memory = self.kv.num_blocks * block_bytes(block_size, own), self.backend.free_memory()
+        if needed > free_memory:
+            raise ValueError(
+                f"the draft {drafter.name!r} takes {needed} bytes for the KV of {self.kv.num_blocks} blocks, and {free_memory} are "
+                f"free: allowed are at most these"
+            )
+        return num_swap_blocks(swap_space, [self.kv.tensors["target"].layout, *own], block_size, swap_space)
 
     def compact_kv_cache(self) -> int:
         """Move all KV blocks with content to the front, those of a request in a row; return how many moved."""

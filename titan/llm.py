@@ -207,11 +207,14 @@ class LLM:
     def swap_draft(self, draft_model: DraftSpec | PathLike[str]) -> None:
         """Replace the drafter between steps; requests in flight continue.
 
+        The KV cache keeps its number of blocks, so that a larger draft takes more memory than ``kv_cache_memory`` said. The swap
+        space keeps its bytes: where blocks now take more or fewer, it starts empty, and what it held is computed again.
+
         Args:
             draft_model: as in the constructor.
 
         Raises:
-            ValueError: the draft cannot be used; the current one then stays.
+            ValueError: the draft cannot be used, or there is too little memory for its KV; the current one then stays.
         """
         draft = _as_draft(draft_model)
         self.frontend.loop.between_steps(lambda: self.engine.swap_draft(draft))

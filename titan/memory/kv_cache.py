@@ -102,10 +102,12 @@ class KVCache:
     def num_missing_blocks(self, request: Request, num_slots: int) -> int:
         """Return how many free blocks it takes to cover ``num_slots`` slots, after `admit` if the request has no blocks.
 
-        Cached blocks without references count too, since they are free no longer then.
+        Cached blocks without references count too, since they are free no longer then. What a sibling is computing will be shared.
         """
         num_held = len(request.block_ids)
-        if not num_held:
+        if not num_held and self.awaits_sibling(request):
+            num_held = self._num_common_tokens(request) // self.block_size
+        elif not num_held:
             found = self._find_swapped(request).values() if request.is_swapped else self._find_prefix(request).block_ids
             num_held = sum(not self.pool.is_free(block_id) for block_id in found)
         return max(self._num_blocks_of(num_slots) - num_held, 0)
@@ -143,8 +145,10 @@ class KVCache:
 
     def awaits_sibling(self, request: Request) -> bool:
         """Whether a sibling is computing the prompt, which a request without KV then need not compute."""
+        if request.block_ids or request.is_swapped:
+            return False
         num_computed = [sibling.num_computed_tokens for sibling in request.siblings if sibling.block_ids]
-        return bool(num_computed) and max(num_computed) < self._num_common_tokens(request) and not request.is_swapped
+        return bool(num_computed) and max(num_computed) < self._num_common_tokens(request)
 
     def reserve(self, request: Request, num_slots: int) -> bool:
         """Extend the block table to cover ``num_slots`` slots, committed tokens and lookahead slots together.
@@ -329,6 +333,14 @@ class KVCache:
         self._new_block_ids = {new_ids[block_id] for block_id in self._new_block_ids if block_id in new_ids}
         self._new_to_draft = {new_ids[block_id] for block_id in self._new_to_draft if block_id in new_ids}
         return num_moved
+
+    def resize_swap_space(self, num_blocks: int, requests: Iterable[Request]) -> None:
+        """Give the swap space another number of blocks; what these unfinished requests have there will be computed again."""
+        if num_blocks != self.swap_space.pool.num_blocks:
+            for request in requests:
+                if request.is_swapped:
+                    self.free(request)
+            self.swap_space.resize(num_blocks, self._tensors)
 
     def new_draft_epoch(self, requests: Iterable[Request]) -> None:
         """Start the epoch of a new draft, which covers no block and none of these unfinished requests."""

@@ -39,6 +39,15 @@ class SwapSpace:
         """Give up the memory for a cache, if there is any."""
         self._blocks.pop(role, None)
 
+    def resize(self, num_blocks: int, tensors: Mapping[Role, KVTensor]) -> None:
+        """Have this many blocks for each of these caches, all of them blank; nobody may hold one.
+
+        Where there is no memory for them, that is raised, and there is no swap space any more.
+        """
+        self._blocks, self.pool = {}, BlockPool(0, self.pool.enable_caching)
+        self._blocks = {role: self._ops.host_blocks(kv, num_blocks) for role, kv in tensors.items()}
+        self.pool = BlockPool(num_blocks, self.pool.enable_caching)
+
     def copy_out(self, tensors: Mapping[Role, KVTensor], sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks of all caches to the host."""
         if sources:

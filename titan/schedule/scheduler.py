@@ -17,6 +17,7 @@ from titan.core.options import ScheduleOptions
 from titan.core.outputs import RequestMetrics
 from titan.core.request import FinishReason, Request
 from titan.core.step import Acceptance, Shortage, StepPlan
+from titan.execute.out_of_memory import is_out_of_memory
 from titan.memory.kv_cache import KVCache
 from titan.schedule.admission import max_num_blocks
 from titan.schedule.heap import Heap
@@ -186,6 +187,8 @@ class Scheduler:
             budget -= self._add_running(plan, request, 1, budget - num_left, max_draft_tokens, now)
         prompt_budget = self._prompt_budget(decodes, budget)
         for request in prefills:
+            if not prompt_budget or not self._has_kv(request):
+                continue
             num_tokens = self._chunk(request, prompt_budget)
             num_used = self._add_running(plan, request, num_tokens, budget, max_draft_tokens, now)
             budget -= num_used
@@ -194,6 +197,17 @@ class Scheduler:
             plan.shortage = self._join(plan, budget, prompt_budget, max_draft_tokens, now)
         else:  # there is no room for the running requests: none joins
             plan.shortage = "blocks"
+
+    def _has_kv(self, request: Request) -> bool:
+        """Whether a running request has the KV that is computed of it; one that awaited a sibling gets it now, if there is room."""
+        if request.block_ids:
+            return True
+        if request in self.waiting or self.kv.awaits_sibling(request):
+            return False
+        if self.kv.num_missing_blocks(request, request.num_tokens) > self.kv.pool.num_free:
+            return False
+        self._admit(request)
+        return True
 
     def _prompt_budget(self, decodes: Sequence[Request], budget: int) -> int:
         """Return how many tokens the requests that do not decode may have together."""
@@ -240,16 +254,14 @@ class Scheduler:
             if prompt_budget <= 0:
                 return "tokens"
             request = self._first(now)
-            if self.kv.awaits_sibling(request):
-                return None
             num_lacking = num_missing + self._num_missing_blocks([request], max_draft_tokens) - self.kv.pool.num_free
             if self.running and num_lacking + self._num_spare_blocks(request, max_draft_tokens) > 0:
                 return "blocks"
-            is_swapped = request.is_swapped
+            is_delayed = self.kv.awaits_sibling(request) or (request.is_swapped and bool(plan.requests))
             self._start(request)
-            if is_swapped and plan.requests:
+            if is_delayed:
                 num_missing += self._num_missing_blocks([request], max_draft_tokens)
-                continue  # its KV arrives beside this step's passes
+                continue  # its KV arrives beside this step's passes, or with later ones
             self.kv.await_copies()
             num_tokens = self._first_chunk(request, prompt_budget)
             num_drafts = self._num_drafts(request, num_tokens, budget, max_draft_tokens)
@@ -317,6 +329,9 @@ class Scheduler:
         if finished:
             self.running = [request for request in self.running if not request.is_finished]
             for request in finished:
+                for sibling in request.siblings:
+                    if sibling in self.running:
+                        self._has_kv(sibling)  # while the blocks of this one are there to be shared
                 self._finish(request)
         self.counters.num_steps += 1
         self.counters.num_rows += sum(plan.num_tokens) + acceptance.trees.num_nodes
@@ -371,7 +386,7 @@ class Scheduler:
         """Take a running request's blocks away and queue it again; its KV goes to the swap space, or is computed again."""
         if request not in self.running:
             raise RuntimeError(f"the scheduling policy {self.policy.name!r} preempts {shown(request)}, which does not run")
-        if self.swap_rule.prefers_swap(request) and self.kv.swap_out(request):
+        if self.swap_rule.prefers_swap(request) and self._swap_out(request):
             self.counters.num_swapped_out += 1
         else:
             self.kv.free(request)
@@ -381,12 +396,26 @@ class Scheduler:
         self._queue(request)
         self.waiting.move_to_end(request, last=False)
 
+    def _swap_out(self, request: Request) -> bool:
+        """Move a request's KV to the swap space; return whether there was room, and memory for the copy."""
+        try:
+            return self.kv.swap_out(request)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+
     def _start(self, request: Request) -> None:
-        """Start a waiting request, at the end of what is already computed of it."""
-        is_swapped = request.is_swapped
-        self.kv.admit(request)
+        """Start a waiting request, at the end of what is already computed of it, unless a sibling is computing that just now."""
+        if not self.kv.awaits_sibling(request):
+            self._admit(request)
         self._unqueue(request)
         self.running.append(request)
+
+    def _admit(self, request: Request) -> None:
+        """Give a request what is already computed of it."""
+        is_swapped = request.is_swapped
+        self.kv.admit(request)
         if is_swapped:
             self.counters.num_swapped_in += 1
             return
