@@ -121,8 +121,9 @@ class World:
             assert request.finish_reason == "abort" and not request.block_ids
         assert all(request.is_finished for request in self.requests if request.expiry is not None and request.expiry <= self.now)
         running, num_preemptions = list(self.scheduler.running), self.counters.num_preemptions
+        decoding = [request for request in running if request.num_uncomputed_tokens == 1]
         plan = self.scheduler.schedule(max_draft_tokens, lambda _, budget: budget + self.num_more_slots)
-        self.check_plan(plan, max_draft_tokens, running)
+        self.check_plan(plan, max_draft_tokens, running, decoding)
         num_preempted = self.counters.num_preemptions - num_preemptions
         assert not num_preempted or self.options.reservation == "on_demand"
         if num_preempted > 0 and self.is_fcfs:
@@ -215,14 +216,14 @@ class World:
             path += np.flatnonzero(is_child & (tree.token_ids == tokens[-1]))[:1].tolist()
         return path, tokens
 
-    def check_plan(self, plan: StepPlan, max_draft_tokens: int, ran: Sequence[Request]) -> None:
+    def check_plan(self, plan: StepPlan, max_draft_tokens: int, ran: Sequence[Request], decoding: Sequence[Request]) -> None:
         options = self.options
         assert bool(plan.requests) == self.scheduler.has_unfinished, "there is always one that gets on"
         assert sum(plan.num_tokens) + sum(plan.draft_budgets) <= options.max_num_batched_tokens
         assert len(set(map(id, plan.requests))) == len(plan.requests) <= options.max_batch_size
         if self.scheduler.running and self.is_fcfs:
             assert self.scheduler.running[0] in plan.requests, "the first come is never passed over"
-        decodes = [request.num_uncomputed_tokens == 1 for request in plan.requests if request in ran]
+        decodes = [request in decoding for request in plan.requests if request in ran]
         assert decodes[: sum(decodes)] == [True] * sum(decodes), "decodes come first"
         for request in set(ran).intersection(self.scheduler.running):
             assert request in plan.requests or request.num_uncomputed_tokens > 1, "decodes are never passed over"
