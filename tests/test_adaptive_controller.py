@@ -13,6 +13,7 @@ from adaptive_traffic import against_off
 from titan.adaptive.controller import IDLE_FADE
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
+from titan.adaptive.probes import Probes
 from titan.adaptive.value import PastRequests, estimate
 from titan.core.draft_history import AcceptanceCounts
 
@@ -289,3 +290,13 @@ def test_a_request_starts_with_what_the_requests_before_it_showed(machine: Machi
         for make in (adaptive(machine), *(partial(Fixed, k) for k in (1, 2, 4)))
     )
     assert mine >= 1.08 * max(fixed)
+
+
+def test_what_drafting_lost_that_seemed_to_pay_does_not_put_off_probes_for_long() -> None:
+    probes = Probes(price=0.5)
+    for _ in range(50):
+        probes.observe(2.0, 1.0, 0, 1)  # a step that takes twice as long, and in which nothing is accepted
+    assert not probes.is_due
+    for _ in range(150):
+        probes.observe(1.0, 1.0, None, 1)
+    assert probes.is_due

@@ -25,6 +25,9 @@ NUM_STEPS = 3
 MAX_ADVANCE = 1.0
 """Steps whose time may be spent in advance, or saved."""
 
+MAX_DEBT = 2.0
+"""Steps whose time is owed at most: what drafting loses that seemed to pay says little of the next request."""
+
 
 @dataclass(slots=True)
 class Probes:
@@ -101,7 +104,7 @@ class Probes:
             self.num_cold = COLD_STEPS
             saved = (1 + num_accepted / num_requests) * plain_seconds - seconds
             self.credit = min(self.credit + saved, max(self.credit, 0.0))  # gains make up for losses, but are not spent
-        self.credit = min(self.credit, max(self.price, MAX_ADVANCE * plain_seconds))
+        self.credit = max(min(self.credit, max(self.price, MAX_ADVANCE * plain_seconds)), -MAX_DEBT * plain_seconds)
 
     @staticmethod
     def _prices(load: Load, costs: Costs, num_nodes: Sequence[int], order: Sequence[int]) -> list[float]:

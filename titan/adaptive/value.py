@@ -26,8 +26,9 @@ STRENGTH, STRENGTH_DRAFTS = 4.0, 8.0
 AGREEMENT_NODES = 2.0
 """Number of nodes that the agreement of all counts as in that of one request."""
 
-PAST_MEMORY = 15 / 16
-"""Share that counts keep of requests that have left when another one leaves."""
+PAST_ACCEPTANCE, PAST_PRIOR, PAST_MEMORY = 0.6, 1.0, 15 / 16
+"""Acceptance that requests are expected to have shown when they leave, and the number of them that this counts as when the first
+one leaves; and the share that counts keep when another one does."""
 
 GAIN_PRIOR, GAIN_MEMORY = 32.0, 63 / 64
 """Tokens that the gain of trees counts as seen at first, without any gain; and the share of them that remains per step."""
@@ -47,7 +48,7 @@ class Estimates(NamedTuple):
 class PastRequests:
     """The mean acceptance of requests that have left."""
 
-    acceptance: float = 0.0
+    acceptance: float = PAST_ACCEPTANCE
     weight: float = 0.0  # number of requests that it is of, each as far as it drafted; older ones count less
     _present: Sequence[AcceptanceCounts] = ()
 
@@ -62,7 +63,7 @@ class PastRequests:
         for counts in self._present:
             if id(counts) not in staying and counts.num_ever:
                 share = counts.num_ever / (counts.num_ever + STRENGTH)
-                self.weight = PAST_MEMORY * self.weight + share
+                self.weight = PAST_MEMORY * (self.weight or PAST_PRIOR) + share
                 self.acceptance += (own_acceptance(counts, agreement) - self.acceptance) * share / self.weight
         self._present = present
 
