@@ -327,11 +327,11 @@ class Scheduler:
             self.kv.cache_full_blocks(request)
         finished = [request for request in changed if request.is_finished and request.finish_reason is not FinishReason.ABORT]
         if finished:
+            for sibling in [each for request in finished for each in request.siblings if not each.is_finished]:
+                if sibling in self.running:
+                    self._has_kv(sibling)  # while the blocks are there to be shared
             self.running = [request for request in self.running if not request.is_finished]
             for request in finished:
-                for sibling in request.siblings:
-                    if sibling in self.running:
-                        self._has_kv(sibling)  # while the blocks of this one are there to be shared
                 self._finish(request)
         self.counters.num_steps += 1
         self.counters.num_rows += sum(plan.num_tokens) + acceptance.trees.num_nodes
