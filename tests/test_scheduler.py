@@ -12,6 +12,7 @@ from functools import cache
 from hashlib import blake2b
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -528,6 +529,18 @@ def test_a_copy_that_fails_loses_neither_blocks_nor_requests(failing: str, monke
     assert num_failures > 1
     for request in world.requests:
         world.check_output(request)
+
+
+def test_a_copy_that_fails_for_a_sibling_of_a_request_that_ends_leaves_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(8, max_batch_size=4)
+    world.add([1] * 10, 1, ignore_eos=True, n=2)
+    plan = world.scheduler.schedule(0, lambda _, budget: budget)
+    monkeypatch.setattr(CACHE_OPS, "copy_blocks", Mock(side_effect=RuntimeError("broken")))
+    with pytest.raises(RuntimeError, match="broken"):
+        world.execute(plan, Random(0))
+    aborted = [world.scheduler.abort(request, "broken") for request in list(world.scheduler.in_flight)]
+    assert len(aborted) == 2, "both are there to be told"
+    world.kv.check(())
 
 
 SEEDS = st.integers(0, 2**32)  # the choices inside a rule come from one draw, which keeps examples fast
