@@ -46,7 +46,9 @@ struct TileRoom {
 
 // Widen 16 integers of 8 bits each of two rows, or of two parts of one, to pairs; bfloat16 holds them exactly.
 inline Words widen_pairs(const int8_t* first, const int8_t* second) {
-  const auto widened = [](const int8_t* numbers) { return reinterpret<Words>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(numbers)))); };
+  const auto widened = [](const int8_t* numbers) {
+    return reinterpret<Words>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(numbers))));
+  };
   return widened(first) >> 16 | widened(second);
 }
 

@@ -106,12 +106,12 @@ inline float weigh(float* scores, float* largest, float* total) {
     const Lanes x = load_lanes(scores + j);
     most = x > most ? x : most; // never NaN
   }
-  const float new_largest = reduce(most, [](Lanes a, Lanes b) { return a > b ? a : b; });
+  const float new_largest = largest_of(most);
   const float base = new_largest == kMinusInfinity ? 0.0f : new_largest, kept = exponential(*largest - base);
 #pragma omp simd
   for (int64_t j = 0; j < kTile; ++j) scores[j] = exponential(scores[j] - base);
   for (int64_t j = 0; j < kTile; j += kLanes) sum += load_lanes(scores + j);
-  *total = *total * kept + reduce(sum, [](Lanes a, Lanes b) { return a + b; }); // NaN if a score is
+  *total = *total * kept + sum_of(sum); // NaN if a score is
   *largest = new_largest;
   return kept;
 }
@@ -134,7 +134,7 @@ void attend_rows(const Head<S>& head, const Tile& tile, const X* const* keys, co
     kept[row] = weigh(scores, &room->largest[first + row], &room->totals[first + row]);
     if constexpr (kIsQuantised<S>) {
       multiply(scores, scales->values);
-      units[row] = round_weights(scores, weights[row]) + scales->poison;
+      units[row] = round_to_integers(scores, kTile, kLargestWeight, weights[row]);
     } else {
       for (int64_t j = 0; j < kTile; j += kLanes) narrow_lanes(load_lanes(scores + j), &weights[row][j]);
     }

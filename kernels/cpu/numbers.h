@@ -121,6 +121,14 @@ inline float reduce(Lanes x, const Combine& combine) {
   return both[0];
 }
 
+inline float sum_of(Lanes x) {
+  return reduce(x, [](Lanes a, Lanes b) { return a + b; });
+}
+
+inline float largest_of(Lanes x) {
+  return reduce(x, [](Lanes a, Lanes b) { return a > b ? a : b; });
+}
+
 struct Float16 {
   uint16_t bits;
 };

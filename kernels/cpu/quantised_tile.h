@@ -17,7 +17,6 @@ namespace {
 struct TileScales {
   float keys[kTile];
   float values[kTile];
-  float poison; // NaN if a scale of values is not finite, else 0
 };
 
 inline TileScales find_scales(const Head<int8_t>& head, const Tile& tile) {
@@ -29,9 +28,6 @@ inline TileScales find_scales(const Head<int8_t>& head, const Tile& tile) {
   });
   std::fill(scales.keys + tile.count, scales.keys + kTile, 1.0f);
   std::fill(scales.values + tile.count, scales.values + kTile, 1.0f);
-  Lanes poison = {};
-  for (int64_t j = 0; j < kTile; j += kLanes) poison += load_lanes(scales.values + j) * 0.0f;
-  scales.poison = reduce(poison, [](Lanes a, Lanes b) { return a + b; });
   return scales;
 }
 
@@ -43,21 +39,6 @@ inline void multiply(float* numbers, const float* scales) {
 // The largest integers of weights, and those of queries of so many dimensions, whose products with slots have sums of 32 bits.
 constexpr float kLargestWeight = 32767.0f;
 static_assert(kTile * kLargestWeight * kLargestNumber < 2147483648.0f);
-
-// Round the weights of a tile, which are not negative; return what 1 stands for.
-inline float round_weights(const float* weights, int16_t* integers) {
-  Lanes most = Lanes{} + kLeastSize;
-  for (int64_t j = 0; j < kTile; j += kLanes) {
-    const Lanes x = load_lanes(weights + j);
-    most = x > most ? x : most;
-  }
-  const float largest = reduce(most, [](Lanes a, Lanes b) { return a > b ? a : b; }), factor = kLargestWeight / largest;
-  for (int64_t j = 0; j < kTile; j += kLanes) {
-    const Integers rounded = __builtin_convertvector(load_lanes(weights + j) * factor + 0.5f, Integers);
-    store(__builtin_convertvector(rounded, Halves), integers + j);
-  }
-  return largest / kLargestWeight;
-}
 
 inline float largest_query(int64_t dim) { return std::min(32767.0f, std::floor(2147483520.0f / (kLargestNumber * dim))); }
 

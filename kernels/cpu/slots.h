@@ -45,8 +45,8 @@ inline float round_to_integers(const T* numbers, int64_t count, float most, Inte
     sizes = size > sizes ? size : sizes;
     poisons += x * 0.0f;
   }
-  float largest = reduce(sizes, [](Lanes a, Lanes b) { return a > b ? a : b; });
-  float poison = reduce(poisons, [](Lanes a, Lanes b) { return a + b; });
+  float largest = largest_of(sizes);
+  float poison = sum_of(poisons);
   for (int64_t i = whole; i < count; ++i) largest = std::max(largest, std::fabs(widen(numbers[i]))), poison += widen(numbers[i]) * 0.0f;
   const float factor = most / largest;
   const auto round = [factor](auto x) { return (x * factor + 12582912.0f) - 12582912.0f; }; // the sum holds no fraction
