@@ -510,7 +510,7 @@ def test_what_is_swapped_in_gets_on_before_it_is_swapped_out_again() -> None:
 @pytest.mark.parametrize("failing", ["copy_out", "copy_in", "copy_blocks"])
 def test_a_copy_that_fails_loses_neither_blocks_nor_requests(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world, random = World(8, num_swap_blocks=12, max_batch_size=4), Random(0)
-    for i in range(4):
+    for i in range(6):
         world.add([i // 2 + 1] * (10 + 7 * i), 30, ignore_eos=True, n=2)
     copy, num_failures = getattr(CACHE_OPS, failing), 0
 
@@ -526,7 +526,7 @@ def test_a_copy_that_fails_loses_neither_blocks_nor_requests(failing: str, monke
         else:
             world.execute(plan, random)
         world.kv.check((*world.scheduler.running, *world.scheduler.waiting))
-    assert num_failures > 1
+    assert num_failures > 2
     for request in world.requests:
         world.check_output(request)
 

@@ -26,6 +26,7 @@ from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVTensor, Role
 from titan.core.metrics import EngineCounters, EngineMetrics, Percentiles, TierMetrics, ratio
 from titan.core.options import EngineConfig, ModelOptions
+from titan.core.out_of_memory import is_out_of_memory
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.step_log import StepLog
@@ -36,7 +37,6 @@ from titan.draft.labels import note_verification
 from titan.draft.registry import DraftSpec, open_drafter
 from titan.execute.batch import split_logits, target_batch
 from titan.execute.memory_profile import run_largest_pass
-from titan.execute.out_of_memory import is_out_of_memory
 from titan.kernels.backend import choose_backend, choose_device
 from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits, Runner, WarmUp
 from titan.memory.block_pool import BlockPool

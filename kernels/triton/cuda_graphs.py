@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from titan.core.out_of_memory import is_out_of_memory
 from titan.kernels.interfaces import PassCounts, PassLimits
 
 MAX_GRAPH_TOKENS = 4096
@@ -179,7 +180,7 @@ def cuda_graph_capture() -> Capture:
         except Exception as error:
             torch.cuda.set_stream(before)  # torch.cuda.graph stays on its own stream if it cannot end a capture
             failed.append(graph)
-            if not _is_out_of_memory(error):
+            if not _is_of_memory(error):
                 raise
             return None
         return Replay(graph.replay, output)
@@ -204,10 +205,10 @@ def _unowned_stream() -> torch.cuda.Stream | None:
     return next((stream for stream in streams if stream not in _owned_streams), None)
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
+def _is_of_memory(error: BaseException | None) -> bool:
     """Whether an error is about memory, or one before it: ending a broken capture raises an error of its own."""
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+        if is_out_of_memory(error):
             return True
         error = error.__context__
     return False

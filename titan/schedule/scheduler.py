@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from titan.core.checks import shown
 from titan.core.metrics import EngineCounters
 from titan.core.options import ScheduleOptions
+from titan.core.out_of_memory import is_out_of_memory
 from titan.core.outputs import RequestMetrics
 from titan.core.request import FinishReason, Request
 from titan.core.step import Acceptance, Shortage, StepPlan
-from titan.execute.out_of_memory import is_out_of_memory
 from titan.memory.kv_cache import KVCache
 from titan.schedule.admission import max_num_blocks
 from titan.schedule.heap import Heap
@@ -187,7 +187,7 @@ class Scheduler:
             budget -= self._add_running(plan, request, 1, budget - num_left, max_draft_tokens, now)
         prompt_budget = self._prompt_budget(decodes, budget)
         for request in prefills:
-            if not prompt_budget or not self._has_kv(request):
+            if not prompt_budget or not self._ensure_kv(request):
                 continue
             num_tokens = self._chunk(request, prompt_budget)
             num_used = self._add_running(plan, request, num_tokens, budget, max_draft_tokens, now)
@@ -198,8 +198,8 @@ class Scheduler:
         else:  # there is no room for the running requests: none joins
             plan.shortage = "blocks"
 
-    def _has_kv(self, request: Request) -> bool:
-        """Whether a running request has the KV that is computed of it; one that awaited a sibling gets it now, if there is room."""
+    def _ensure_kv(self, request: Request) -> bool:
+        """Give a running request that awaited a sibling its KV, if that is computed and there is room; return whether it has it."""
         if request.block_ids:
             return True
         if request in self.waiting or self.kv.awaits_sibling(request):
@@ -328,8 +328,7 @@ class Scheduler:
         finished = [request for request in changed if request.is_finished and request.finish_reason is not FinishReason.ABORT]
         if finished:
             for sibling in [each for request in finished for each in request.siblings if not each.is_finished]:
-                if sibling in self.running:
-                    self._has_kv(sibling)  # while the blocks are there to be shared
+                self._ensure_kv(sibling)  # while the blocks are there to be shared
             self.running = [request for request in self.running if not request.is_finished]
             for request in finished:
                 self._finish(request)

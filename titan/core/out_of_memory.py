@@ -8,7 +8,7 @@ MESSAGES = ("can't allocate memory", "cannot allocate memory", "not enough memor
 """What a `RuntimeError` says, in lower case, that is not of `torch.OutOfMemoryError`: PyTorch's allocator of a CPU raises such."""
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that an allocation failed, on the device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
