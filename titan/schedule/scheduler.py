@@ -327,8 +327,13 @@ class Scheduler:
             self.kv.cache_full_blocks(request)
         finished = [request for request in changed if request.is_finished and request.finish_reason is not FinishReason.ABORT]
         if finished:
-            for sibling in [each for request in finished for each in request.siblings if not each.is_finished]:
-                self._ensure_kv(sibling)  # while the blocks are there to be shared
+            for sibling in dict.fromkeys([each for request in finished for each in request.siblings if not each.is_finished]):
+                try:
+                    self._ensure_kv(sibling)  # while the blocks are there to be shared
+                except Exception as error:  # noqa: BLE001 - whatever ends one request, the others are told what they got
+                    if not is_out_of_memory(error):  # else it computes its prompt itself
+                        self.abort(sibling, f"{type(error).__name__}: {error}")
+                        changed.append(sibling)
             self.running = [request for request in self.running if not request.is_finished]
             for request in finished:
                 self._finish(request)
