@@ -100,6 +100,8 @@ class Policy(Protocol):
 
     fleet: AcceptanceCounts
 
+    def dozes(self, num_requests: int, num_rows: int) -> bool: ...
+
     def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool: ...
 
     def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None: ...
@@ -114,6 +116,9 @@ class Fixed:
 
     def __init__(self, *num_nodes: int) -> None:
         self.num_nodes, self.fleet = num_nodes, AcceptanceCounts()
+
+    def dozes(self, num_requests: int, num_rows: int) -> bool:
+        return False
 
     def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool:
         return False
@@ -177,12 +182,14 @@ class Fleet:
         texts, machine, n = self.texts, self.machine, len(self.texts)
         context = sum(text.context for text in texts)
         num_rows = n + self.chunk + sum(text.num_prefill for text in texts)
-        if policy.rest(n, num_rows, sum(text.num_prefill > 0 for text in texts)):
+        is_dozing = policy.dozes(n, num_rows)
+        if is_dozing or policy.rest(n, num_rows, sum(text.num_prefill > 0 for text in texts)):
             target_seconds = self._noisy(machine.target(num_rows, context))
             seconds = self._noisy(machine.host(n, 0)) + target_seconds
             for text in texts:
                 text.advance(1, False, self.rng)
-            policy.observe_rest(Load((), num_rows, context), n, Outcome([], 0, 0, 0, seconds, 0.0, target_seconds))
+            if not is_dozing:
+                policy.observe_rest(Load((), num_rows, context), n, Outcome([], 0, 0, 0, seconds, 0.0, target_seconds))
             return n, seconds, 0
         optimum = getattr(policy, "optimum", None)
         decision = policy.choose(Load([self._candidate(text) for text in texts], num_rows, context))

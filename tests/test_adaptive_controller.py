@@ -93,7 +93,7 @@ def adapts_after(
 
     wanted = [np.mean(fleet(acceptance, 9).run(make(machine), 200).nodes[-100:]) for acceptance in (before, after)]
     steps = []
-    for seed in range(5):
+    for seed in range(11):
         changing, policy = fleet(before, seed), make(machine)
         changing.run(policy, 150)
         for text in changing.texts:
@@ -251,7 +251,9 @@ def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
     for step in range(200):
         if step == 100:
             before, drafts_before, num_rests = controller.costs.plain_seconds(load), load.candidates[0].counts.num_drafts, 0
-        if controller.rest(8, 8):
+        if controller.dozes(8, 8):
+            num_rests += 1
+        elif controller.rest(8, 8):
             num_rests += 1
             controller.observe_rest(Load((), 8, 800), 8, usual if step < 100 else slow)
         else:
@@ -262,6 +264,27 @@ def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
     assert 50 < num_rests < 100
     assert controller.costs.plain_seconds(load) > 1.3 * before
     assert load.candidates[0].counts.num_drafts <= IDLE_FADE**num_rests * drafts_before
+
+
+def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> None:
+    controller, usual = controller_of(DEMO), Outcome([], 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
+    load = Load([Candidate(counts(0.1, 20.0), 6, 2, 256, True) for _ in range(8)], 8, 800)
+    found = set()
+    for step in range(400):
+        n = 7 if step % 50 == 49 else 8  # one pauses
+        was_due = controller.is_probe_due
+        if controller.dozes(n, n):
+            assert n == 8 and not was_due
+            found.add("dozes")
+        elif controller.rest(n, n):
+            controller.observe_rest(Load((), n, 800), n, usual)
+            found.add(f"rests with {n}")
+        else:
+            decision = controller.choose(load._replace(candidates=load.candidates[:n], num_rows=n))
+            spent = usual._replace(num_nodes=decision.num_nodes, seconds=2 * usual.seconds) if decision.drafts else usual
+            controller.observe(spent)
+            found.add("probes" if decision.is_probe else "decides")
+    assert found == {"dozes", "rests with 8", "rests with 7", "probes", "decides"}
 
 
 def counts(acceptance: float, num_drafts: float) -> AcceptanceCounts:
@@ -286,7 +309,7 @@ def test_a_request_starts_with_what_the_requests_before_it_showed(machine: Machi
         return float(rng.choice([0.9, 0.3]))
 
     mine, *fixed = (
-        against_off(machine, draw, make, at_once=1, num_requests=60).rate
+        against_off(machine, draw, make, at_once=1, num_requests=60, seeds=9).rate
         for make in (adaptive(machine), *(partial(Fixed, k) for k in (1, 2, 4)))
     )
     assert mine >= 1.08 * max(fixed)

@@ -7,7 +7,7 @@ from titan.adaptive.cost import FOLLOWED, HostTime, PassCost
 from titan.adaptive.costs import COLD_STEPS, Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.pace import Pace, StepLoad
-from titan.adaptive.value import TreeGain
+from titan.adaptive.value import Yield
 from titan.core.draft_history import AcceptanceCounts
 
 SIZES, SECONDS = (1, 2, 4, 8, 16), (1.0, 1.1, 1.4, 2.0, 3.2)
@@ -111,15 +111,15 @@ def test_host_takes_longer_the_more_requests_draft() -> None:
     assert [host.predict(8, count) for count in (0, 4, 8, 16, 2, 1)] == pytest.approx([1.0, 1.5, 1.75, 2.0, 4 / 3, 1.25])
 
 
-def test_gain_of_trees_is_what_they_bring_beyond_chains() -> None:
-    gain = TreeGain()
+def test_yield_is_the_return_that_was_seen_over_that_which_was_planned() -> None:
+    brings = Yield()
     for _ in range(200):
-        gain.note([3, 1], [0.5, 0.8], 2)
-    seen = 2 / (0.5 + 0.25 + 0.125 + 0.8)
-    assert gain.line() == pytest.approx((seen - 1, 1.0), abs=0.005)
-    for _ in range(200):
-        gain.note([3, 1], [0.5, 0.8], 0)
-    assert gain.line()[0] == 0.0  # less than chains is a matter of acceptance
+        brings.note(3, 4.0)
+    assert brings.factor == pytest.approx(3 / 4, abs=0.005)
+    brings.fade(0.5)
+    assert 3 / 4 < brings.factor < 0.8
+    brings.fade(0.0)
+    assert brings.factor == 1.0
 
 
 @pytest.mark.parametrize(

@@ -339,9 +339,9 @@ class World:
             tokens.append(next_token(tokens))
             is_end = tokens[-1] == EOS and not request.params.ignore_eos
         if request.finish_reason == "abort":
-            assert re.match(r"(RuntimeError: )?broken|not wanted any more|timeout_s=\d+ is over", request.error or "") and request.num_tokens < len(
-                tokens
-            ), "not after its end"
+            assert re.match(
+                r"(RuntimeError: )?broken|not wanted any more|timeout_s=\d+ is over", request.error or ""
+            ) and request.num_tokens < len(tokens), "not after its end"
             assert request.token_ids == tokens[: request.num_tokens]
         else:
             assert (request.token_ids, request.finish_reason) == (tokens, "stop" if is_end else "length")

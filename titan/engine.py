@@ -504,8 +504,7 @@ def _tier(pool: BlockPool, bytes_per_block: int) -> TierMetrics:
 
 
 def _load(plan: StepPlan) -> StepLoad:
-    num_emitting = sum([plan.reaches_root(i) for i in range(len(plan.requests))])
-    return StepLoad(num_emitting, sum(plan.num_tokens), sum([request.num_computed_tokens for request in plan.requests]))
+    return StepLoad(len(plan.emitting_rows), sum(plan.num_tokens), sum([request.num_computed_tokens for request in plan.requests]))
 
 
 def _only_the_drafts(_: Request, budget: int) -> int:

@@ -24,20 +24,20 @@ from dataclasses import replace
 from math import sqrt
 from typing import NamedTuple
 
-from titan.adaptive.costs import COLD_STEPS, Costs
+from titan.adaptive.costs import Costs
 from titan.adaptive.load import Load, Outcome
 from titan.adaptive.optimum import MARGIN, Optimum, Prices, best
 from titan.adaptive.probes import Probes
 from titan.adaptive.standing import Standing
-from titan.adaptive.value import PastRequests, TreeGain, estimate, own_acceptance
+from titan.adaptive.value import PastRequests, Yield, estimate, own_acceptance
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 
 PRIOR = AcceptanceCounts(num_accepted=2.1, num_expected=3.0, confidence=0.6, num_drafts=2.0)
 """What is known of drafts before there is one."""
 
-REST_STEPS = 4
-"""Steps without a decision of which one tells what they cost."""
+REST_STEPS = 8
+"""Steps without a decision of which one, the first, tells what they cost; in the others, nothing is done at all."""
 
 IDLE_FADE = 0.975
 """Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
@@ -48,6 +48,9 @@ and how many are plain."""
 
 LEAST_DRAFTS = 4.0
 """Number of drafts that what was ever seen counts as at least."""
+
+YIELD_FADE = 127 / 128
+"""Share of what is known of the yield that remains per step without drafts."""
 
 MAX_FEED = 2.0
 """Plain steps in whose time the draft may be fed in one step."""
@@ -80,13 +83,16 @@ class Controller:
     """
 
     def __init__(self, costs: Costs) -> None:
-        self.costs, self.tree_gain, self._probes = costs, TreeGain(), Probes()
+        self.costs, self.drafting_yield, self._probes = costs, Yield(), Probes()
         self.fleet, self.past = replace(PRIOR), PastRequests()
         self.optimum = Optimum([], 0.0, 0.0)
         self.has_drafted = False  # whether anything was ever drafted
+        self._prices: Prices | None = None  # of the last comparison
         self._standing = Standing()
         self._has_compared = False  # in the last decision
         self._num_rested = 0  # steps since anything was decided
+        self._num_dozing = 0  # next steps that are taken for like the last rest
+        self._rested_rows = 0  # of the target's pass then
         self._num_drafting = 0  # steps since one was plain
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
         self._hoped: list[int] = []
@@ -99,8 +105,19 @@ class Controller:
         """Whether there may be a probe in the next step."""
         return self._probes.is_due
 
+    def dozes(self, num_requests: int, num_rows: int) -> bool:
+        """Begin a step; return whether it is one of those after a rest that are taken for like it. Else see `rest`.
+
+        Args:
+            num_requests: of the step.
+            num_rows: of the target's pass.
+        """
+        is_alike = self._num_dozing > 0 and num_requests == num_rows == self._rested_rows
+        self._num_dozing = self._num_dozing - 1 if is_alike else 0
+        return is_alike
+
     def rest(self, num_requests: int, num_rows: int, num_new: int = 0) -> bool:
-        """Begin a step; return whether it stands that nothing is drafted, whatever is known of its requests. Else choose.
+        """Return whether it stands that nothing is drafted in a step, whatever is known of its requests. Else choose.
 
         Args:
             num_requests: that emit tokens.
@@ -117,10 +134,13 @@ class Controller:
 
     def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
         """Learn from a step in which the controller rested; the load has no candidates."""
-        if self._num_rested <= COLD_STEPS or self._num_rested % REST_STEPS == 0:
-            self.costs.note_rest(load, num_requests, outcome)
-        plain_seconds = self.costs.plain_seconds(load, num_requests) if self._probes.num_cold else outcome.seconds
+        self.costs.note_rest(load, num_requests, outcome)
+        plain_seconds = self.costs.plain_seconds(load, num_requests)
         self._probes.observe(outcome.seconds, plain_seconds, None, num_requests)
+        if load.num_rows == num_requests and not self._probes.num_cold:
+            num_steps = self._probes.wait(plain_seconds, max(0, min(REST_STEPS - 1, self._standing.num_left)))
+            self._num_dozing, self._rested_rows = num_steps, load.num_rows
+            self._standing.num_left, self._num_rested = self._standing.num_left - num_steps, self._num_rested + num_steps
 
     def choose(self, load: Load) -> Decision:
         """Decide what the candidates of a step draft."""
@@ -129,6 +149,7 @@ class Controller:
             for each in load.candidates:
                 each.counts.fade(IDLE_FADE**self._num_rested)
             self.fleet.fade(IDLE_FADE**self._num_rested, LEAST_DRAFTS)
+            self.drafting_yield.fade(YIELD_FADE**self._num_rested)
             self._num_rested = 0
         self._decision = self._decide(load)
         return self._decision
@@ -180,7 +201,7 @@ class Controller:
         """Find the best setting, and that which might be the best."""
         self.past.follow([each.counts for each in load.candidates if each.is_typical], self.fleet.agreement)
         estimates = self._estimates = estimate(self.fleet, self.past, [each.counts for each in load.candidates])
-        prices = Prices(load, self.costs)
+        prices = self._prices = Prices(load, self.costs)
         plain_seconds = self.costs.plain_seconds(load)
         per_missing = len(load.candidates) * prices.row_seconds / plain_seconds
         sure = [
@@ -188,13 +209,13 @@ class Controller:
             for p, each in zip(estimates.means, load.candidates, strict=True)
         ]
         self._probes.forget()
-        self.optimum = best(sure, prices, self.tree_gain, 1 - MARGIN if self.optimum.drafts else 1 + MARGIN)
+        self.optimum = best(sure, prices, self.drafting_yield.factor, 1 - MARGIN if self.optimum.drafts else 1 + MARGIN)
         self._hoped = self.optimum.num_nodes
         if not all(self._hoped):
-            self._hoped = best(estimates.bounds, prices, self.tree_gain).num_nodes
+            self._hoped = best(estimates.bounds, prices, self.drafting_yield.factor).num_nodes
         able = [bound for bound, each in zip(estimates.bounds, load.candidates, strict=True) if each.max_nodes]
         may_new_draft = estimates.new_bound > max(able, default=0.0) and (
-            len(able) < len(sure) or best([estimates.new_bound] * len(sure), prices, self.tree_gain).drafts
+            len(able) < len(sure) or best([estimates.new_bound] * len(sure), prices, self.drafting_yield.factor).drafts
         )
         self._standing.renew(load, self.optimum.drafts, may_new_draft, self.fleet.num_drafts, plain_seconds)
 
@@ -221,8 +242,7 @@ class Controller:
         else:
             self.costs.note_drafting(load, outcome, decision.num_nodes)
             self.has_drafted = True
-            if outcome.num_nodes and decision.acceptance and not decision.probed:
-                self.tree_gain.note(outcome.num_nodes, decision.acceptance, outcome.num_accepted)
+            self._note_yield(load, decision, outcome)
         if self._has_compared:
             self._standing.note_comparison(outcome.deciding_seconds)
         if not n:
@@ -233,6 +253,20 @@ class Controller:
         if decision.is_probe and not self._probes.num_left:
             self._standing.num_left = 0
 
+    def _note_yield(self, load: Load, decision: Decision, outcome: Outcome) -> None:
+        """Compare what a step brought with what was planned, if it was to do what was planned and nothing else."""
+        planned, prices = self.optimum, self._prices
+        if prices is None or decision.num_nodes != planned.num_nodes or load.num_rows != len(load.candidates):
+            return
+        drafting = [i for i, count in enumerate(decision.num_nodes) if count]
+        if not all(load.candidates[i].is_fed for i in drafting):
+            return
+        chains = [(decision.num_nodes[i], decision.acceptance[i]) for i in drafting]
+        promised = sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in chains])
+        real = prices.step(len(drafting), outcome.num_draft_passes, outcome.num_draft_rows, sum(outcome.num_nodes))
+        longer = (real - prices.plain_seconds) / max(planned.seconds - prices.plain_seconds, 1e-9)
+        self.drafting_yield.note(outcome.num_accepted, promised * max(longer, 0.0))
+
     def _age_counts(self, load: Load, decision: Decision) -> None:
         """Let older drafts count less."""
         for count, candidate in zip(decision.num_nodes, load.candidates, strict=True):
@@ -240,6 +274,7 @@ class Controller:
                 candidate.counts.fade(IDLE_FADE)
         if not decision.drafts:
             self.fleet.fade(IDLE_FADE, LEAST_DRAFTS)
+            self.drafting_yield.fade(YIELD_FADE)
         elif decision.is_probe:
             surprise = 0.0  # mean difference between what a probe showed and what was known before, as far as it was known
             for i, (drafts, acceptance) in zip(decision.probed, self._before, strict=True):

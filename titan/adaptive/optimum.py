@@ -9,7 +9,6 @@ from operator import itemgetter
 
 from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load
-from titan.adaptive.value import TreeGain
 
 MARGIN = 0.02
 """Share by which drafting must be expected to gain."""
@@ -32,6 +31,7 @@ class Optimum:
     rate: float  # weighted tokens per second
     off_rate: float
     on_rate: float = 0.0  # of the best setting that drafts
+    seconds: float = 0.0  # of a step with that setting
     node_seconds: float = 0.0  # of one more node in the target's pass
     row_seconds: float = 0.0  # of one more row in a pass of the draft
     pass_seconds: float = 0.0  # of a pass of the draft, without its rows
@@ -55,7 +55,8 @@ class Prices:
         self.pass_seconds, self.row_seconds = costs.draft_line(load)
         self.total_weight = sum([each.weight for each in load.candidates])
         decode = costs.target.predict(n, load.num_context_tokens)  # prefill is paid for anyway: it only makes further rows dearer
-        self.off_rate = self.total_weight / (costs.host.predict(n) + decode)
+        self.plain_seconds = costs.host.predict(n) + decode
+        self.off_rate = self.total_weight / self.plain_seconds
         # Rows of a candidate's first node, as the debts of those that the draft has not been fed are spread.
         self.first_rows = [
             1 + (each.num_missing - 1) / min(DEBT_STEPS, max(1.0, DEBT_SHARE * each.num_remaining)) for each in load.candidates
@@ -70,17 +71,29 @@ class Prices:
             seconds = self._target[num_nodes] = self._pass(num_nodes) - self._prefill
         return seconds
 
+    def step(self, num_drafting: int, num_passes: int, num_rows: float, num_nodes: int) -> float:
+        """Return the seconds of a step, prefill left out.
+
+        Args:
+            num_drafting: candidates that draft, at least 1.
+            num_passes: of the draft.
+            num_rows: of all these passes.
+            num_nodes: that are verified.
+        """
+        of_draft = num_passes * self.pass_seconds + num_rows * self.row_seconds
+        return self.host[num_drafting.bit_length()] + of_draft + self.target(num_nodes)
+
     def _pass(self, num_nodes: int) -> float:
         return self._costs.target.predict(self.load.num_rows + num_nodes, self.load.num_context_tokens, True)
 
 
-def best(acceptance: Sequence[float], prices: Prices, tree_gain: TreeGain | None = None, least: float = 1 + MARGIN) -> Optimum:
+def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0, least: float = 1 + MARGIN) -> Optimum:
     """Compare the settings of a load, and return the best.
 
     Args:
         acceptance: probability that a node's first child is accepted, of each candidate.
         prices: of the load.
-        tree_gain: what trees bring beyond chains; ``None`` = nothing.
+        yield_factor: tokens that drafts bring, as a multiple of those that chains would.
         least: rate with drafts, as a multiple of that without, from which on to draft.
     """
     candidates, off_rate = prices.load.candidates, prices.off_rate
@@ -90,26 +103,22 @@ def best(acceptance: Sequence[float], prices: Prices, tree_gain: TreeGain | None
     if not nodes:
         return optimum
     sizes = sorted({*_grid(len(nodes), GRID_SIZES), *(n * depth for depth in range(1, GRID_DEPTHS + 1) if n * depth <= len(nodes))})
-    target = [prices.target(size) for size in sizes]
-    gain, per_node = (0.0, 0.0) if tree_gain is None else tree_gain.line()
     drafted, last_rate = list[tuple[float, int, int]](), 0.0
     for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):
         reached = [each for each in nodes if each[1] <= num_passes]
         gains = list(accumulate([value for value, _, _ in reached]))
         num_drafting = list(accumulate([depth == 1 for _, depth, _ in reached]))
         rows = list(accumulate([prices.first_rows[i] if depth == 1 else 1.0 for _, depth, i in reached]))
-        fixed, best_rate, best_size = num_passes * prices.pass_seconds, 0.0, 0
-        for size, target_seconds in zip(sizes, target, strict=True):
+        best_rate, best_size, best_seconds = 0.0, 0, 0.0
+        for size in sizes:
             if size > len(reached):
                 break
-            drafting = num_drafting[size - 1]
-            of_trees = 1 + gain * min((size / drafting - 1) * per_node, 1.0)
-            seconds = prices.host[drafting.bit_length()] + fixed + prices.row_seconds * rows[size - 1] + target_seconds
-            rate = (prices.total_weight + of_trees * gains[size - 1]) / seconds
+            seconds = prices.step(num_drafting[size - 1], num_passes, rows[size - 1], size)
+            rate = (prices.total_weight + yield_factor * gains[size - 1]) / seconds
             if rate > best_rate:
-                best_rate, best_size = rate, size
+                best_rate, best_size, best_seconds = rate, size, seconds
         if best_rate > optimum.on_rate:
-            optimum.on_rate, drafted = best_rate, reached[:best_size]
+            optimum.on_rate, optimum.seconds, drafted = best_rate, best_seconds, reached[:best_size]
         if best_rate < last_rate:  # rates rise with the depth, then fall
             break
         last_rate = best_rate

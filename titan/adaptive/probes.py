@@ -19,7 +19,7 @@ from titan.adaptive.load import Load
 PROBE_SHARE = 0.02
 """Share of the time."""
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 """Steps of a probe."""
 
 MAX_ADVANCE = 1.0
@@ -47,6 +47,20 @@ class Probes:
     def is_due(self) -> bool:
         """Whether there is time for that probe."""
         return self.num_left > 0 or not self.price or self.credit + self.advance >= self.price
+
+    def wait(self, seconds: float, most: int) -> int:
+        """Add steps without drafts to the account, as many as there are until there is time for that probe.
+
+        Args:
+            seconds: of each step.
+            most: of them.
+
+        Returns:
+            How many these are.
+        """
+        num_steps = int(min(most, (self.price - self.credit - self.advance) / (PROBE_SHARE * seconds)))
+        self.credit += num_steps * PROBE_SHARE * seconds
+        return num_steps
 
     def choose(
         self, load: Load, costs: Costs, num_nodes: Sequence[int], acceptance: Sequence[float], hoped: Sequence[int]

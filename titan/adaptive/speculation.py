@@ -37,7 +37,8 @@ class AdaptiveSpeculation:
     _confident: ConfidentDrafter | None = None
     _log_temperature: float | None = None  # mean over the greedy requests of what their draft's probabilities are compared at
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
-    _rests: bool = False  # whether the controller rested in this step
+    _rests: bool = False  # whether the controller rested in the last step of which anything was learned
+    _dozes: bool = False  # whether nothing is learned of this step
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = NOTHING
     _shown: tuple[Decision, Optimum] = (NOTHING, Optimum([], 0.0, 0.0))  # of the last step in which a request might have drafted
@@ -47,12 +48,17 @@ class AdaptiveSpeculation:
 
     def decide(self, plan: StepPlan) -> None:
         """Set budgets and worths of a plan's rows."""
-        rows = [i for i in range(len(plan.requests)) if plan.reaches_root(i)]
-        num_rows, num_context = sum(plan.num_tokens), sum([request.num_computed_tokens for request in plan.requests])
+        num_rows = sum(plan.num_tokens)
+        self._dozes = self.controller.dozes(len(plan.requests), num_rows)
+        if self._dozes:
+            plan.drafts_prompts, plan.draft_budgets = False, [0] * num_rows
+            return
+        self._rows, num_context = plan.emitting_rows, sum([request.num_computed_tokens for request in plan.requests])
+        rows = self._rows
+        num_new = [plan.requests[i].metrics.first_token_time for i in rows].count(None)
         is_first_try = len(plan.requests) == 1 and not self.controller.has_drafted  # a long prompt is too much for a probe
         plan.drafts_prompts = self.controller.optimum.drafts or is_first_try
-        num_new = sum([not plan.requests[i].num_output_tokens for i in rows])
-        self._rows, self._rests = rows, self.controller.rest(len(rows), num_rows, num_new)
+        self._rests = self.controller.rest(len(rows), num_rows, num_new)
         if self._rests:
             self._load, self._decision = Load((), num_rows, num_context), NOTHING
             for i in rows:
@@ -95,6 +101,8 @@ class AdaptiveSpeculation:
             growth: of its trees, if a draft model grew them.
             times: of the step.
         """
+        if self._dozes:
+            return
         num_accepted, num_nodes = 0, list[int]()
         if self._decision.drafts and acceptance.trees.num_nodes:
             starts = acceptance.trees.start_loc.tolist()

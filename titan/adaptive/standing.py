@@ -9,10 +9,10 @@ from titan.adaptive.load import Load
 DWELL = 8
 """Most steps for which an optimum stands if there are as many requests and rows; as many as there are drafts that it goes by."""
 
-OFF_DWELL = 32, 128
+OFF_DWELL = 32, 256
 """Least and most steps for which it stands that nothing is drafted."""
 
-COMPARE_SHARE, COMPARE_RATE = 0.005, 1 / 4
+COMPARE_SHARE, COMPARE_RATE = 0.0025, 1 / 4
 """Share of the time that looking at that again may take, in between; and the weight of one comparison in how long they take."""
 
 STEADY = 3 / 4

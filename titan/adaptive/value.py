@@ -30,8 +30,8 @@ PAST_ACCEPTANCE, PAST_PRIOR, PAST_MEMORY = 0.6, 1.0, 15 / 16
 """Acceptance that requests are expected to have shown when they leave, and the number of them that this counts as when the first
 one leaves; and the share that counts keep when another one does."""
 
-GAIN_PRIOR, GAIN_MEMORY = 32.0, 63 / 64
-"""Tokens that the gain of trees counts as seen at first, without any gain; and the share of them that remains per step."""
+YIELD_PRIOR, YIELD_MEMORY = 32.0, 63 / 64
+"""Tokens that drafting counts as having brought, as planned, at first; and the share of all that remains per step that drafts."""
 
 
 class Estimates(NamedTuple):
@@ -72,37 +72,35 @@ class PastRequests:
         self.weight *= share
 
 
-class TreeGain:
-    """What trees bring beyond chains of as many nodes: siblings are accepted, too, and nodes are where the draft is sure.
+class Yield:
+    """What drafting brings for its time, as a multiple of what chains of the planned length would bring for theirs.
 
-    It is seen at the sizes that trees have. A tree of one node is a chain; in between, it is interpolated.
+    Siblings are accepted, too; growth ends where the draft is unsure, and does not where it is sure; costs may be mistaken. A
+    return is tokens that drafts bring, over the seconds that a step takes longer than without them.
     """
 
     def __init__(self) -> None:
-        self._num_accepted = self._num_promised = GAIN_PRIOR
-        self._num_nodes, self._num_trees = 2.0, 1.0
+        self._num_accepted = self._num_promised = YIELD_PRIOR
 
-    def line(self) -> tuple[float, float]:
-        """Return the gain, as a share of the accepted tokens of chains, and the part of it that each node beyond the first brings.
+    @property
+    def factor(self) -> float:
+        """Return that was seen, as a multiple of that which was planned."""
+        return self._num_accepted / self._num_promised
 
-        The gain is at least 0: what chains do not keep shows in acceptance.
-        """
-        gain = max(0.0, self._num_accepted / self._num_promised - 1)
-        return gain, 1 / max(self._num_nodes / self._num_trees - 1, 1.0)
-
-    def note(self, num_nodes: Sequence[int], acceptance: Sequence[float], num_accepted: int) -> None:
+    def note(self, num_accepted: int, num_promised: float) -> None:
         """Add a step.
 
         Args:
-            num_nodes: verified, of each request.
-            acceptance: expected of the first child of each request's nodes.
-            num_accepted: of all nodes.
+            num_accepted: draft tokens.
+            num_promised: those that the planned return would have brought in the time that drafting took.
         """
-        promised = sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in zip(num_nodes, acceptance, strict=True)])
-        self._num_accepted = GAIN_MEMORY * self._num_accepted + num_accepted
-        self._num_promised = GAIN_MEMORY * self._num_promised + promised
-        self._num_nodes = GAIN_MEMORY * self._num_nodes + sum(num_nodes)
-        self._num_trees = GAIN_MEMORY * self._num_trees + sum(map(bool, num_nodes))
+        self._num_accepted = YIELD_MEMORY * self._num_accepted + num_accepted
+        self._num_promised = YIELD_MEMORY * self._num_promised + num_promised
+
+    def fade(self, share: float) -> None:
+        """Let what was seen count less: only this share remains beside what counts as seen at first."""
+        self._num_accepted = YIELD_PRIOR + share * (self._num_accepted - YIELD_PRIOR)
+        self._num_promised = YIELD_PRIOR + share * (self._num_promised - YIELD_PRIOR)
 
 
 def own_acceptance(counts: AcceptanceCounts, agreement: float) -> float:
