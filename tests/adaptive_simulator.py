@@ -58,7 +58,7 @@ def stairs(base: float, per_step: float, step: int, compute: float, per_token: f
     return lambda rows, context: max(base, compute * -(-rows // step) * step) + per_step * -(-rows // step) + per_token * context
 
 
-@dataclass
+@dataclass(eq=False)
 class Text:
     """One request: how often the draft is right, how that varies from token to token, and how well the draft knows it."""
 
@@ -100,7 +100,7 @@ class Policy(Protocol):
 
     fleet: AcceptanceCounts
 
-    def dozes(self, num_requests: int, num_rows: int) -> bool: ...
+    def dozes(self) -> bool: ...
 
     def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool: ...
 
@@ -117,7 +117,7 @@ class Fixed:
     def __init__(self, *num_nodes: int) -> None:
         self.num_nodes, self.fleet = num_nodes, AcceptanceCounts()
 
-    def dozes(self, num_requests: int, num_rows: int) -> bool:
+    def dozes(self) -> bool:
         return False
 
     def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool:
@@ -161,6 +161,7 @@ class Fleet:
     outliers: float = 0.01  # share of passes that take several times as long
     outlier: float = 2.0
     chunk: int = 0  # rows of prefill in each step
+    rested: list[Text] = field(default_factory=list)  # those of the last step, if it was a rest and each had one row
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -182,16 +183,17 @@ class Fleet:
         texts, machine, n = self.texts, self.machine, len(self.texts)
         context = sum(text.context for text in texts)
         num_rows = n + self.chunk + sum(text.num_prefill for text in texts)
-        is_dozing = policy.dozes(n, num_rows)
+        is_dozing = self.rested == texts and num_rows == n and policy.dozes()
         if is_dozing or policy.rest(n, num_rows, sum(text.num_prefill > 0 for text in texts)):
             target_seconds = self._noisy(machine.target(num_rows, context))
             seconds = self._noisy(machine.host(n, 0)) + target_seconds
             for text in texts:
                 text.advance(1, False, self.rng)
             if not is_dozing:
+                self.rested = texts[:] if num_rows == n else []
                 policy.observe_rest(Load((), num_rows, context), n, Outcome([], 0, 0, 0, seconds, 0.0, target_seconds))
             return n, seconds, 0
-        optimum = getattr(policy, "optimum", None)
+        self.rested, optimum = [], getattr(policy, "optimum", None)
         decision = policy.choose(Load([self._candidate(text) for text in texts], num_rows, context))
         deciding = machine.deciding[optimum is not getattr(policy, "optimum", None)] if optimum else 0.0
         num_nodes, worths = decision.num_nodes, decision.worths

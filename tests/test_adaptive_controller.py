@@ -1,5 +1,6 @@
 """What the controller of adaptive speculation must reach, in simulations without a clock."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,10 +11,11 @@ import pytest
 from adaptive_simulator import MACHINES, Fixed, Fleet, Machine, Policy, Text, compare, controller_of
 from adaptive_traffic import against_off
 
-from titan.adaptive.controller import IDLE_FADE
+from titan.adaptive.controller import IDLE_FADE, Controller
+from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
-from titan.adaptive.probes import Probes
+from titan.adaptive.probes import PROBE_SHARE, Probes
 from titan.adaptive.value import PastRequests, estimate
 from titan.core.draft_history import AcceptanceCounts
 
@@ -251,7 +253,7 @@ def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
     for step in range(200):
         if step == 100:
             before, drafts_before, num_rests = controller.costs.plain_seconds(load), load.candidates[0].counts.num_drafts, 0
-        if controller.dozes(8, 8):
+        if controller.dozes():
             num_rests += 1
         elif controller.rest(8, 8):
             num_rests += 1
@@ -269,22 +271,63 @@ def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
 def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> None:
     controller, usual = controller_of(DEMO), Outcome([], 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
     load = Load([Candidate(counts(0.1, 20.0), 6, 2, 256, True) for _ in range(8)], 8, 800)
-    found = set()
+    found, num_rested = Counter[str](), 0
     for step in range(400):
-        n = 7 if step % 50 == 49 else 8  # one pauses
-        was_due = controller.is_probe_due
-        if controller.dozes(n, n):
-            assert n == 8 and not was_due
-            found.add("dozes")
-        elif controller.rest(n, n):
-            controller.observe_rest(Load((), n, 800), n, usual)
-            found.add(f"rests with {n}")
+        is_changed, was_due = step % 50 == 49, controller.is_probe_due  # then there is a prompt, too
+        if not is_changed and controller.dozes():
+            assert not was_due
+            found["dozes"] += 1
+            num_rested += 1
+        elif controller.rest(8, 40 if is_changed else 8):
+            num_rested += 1
+            controller.observe_rest(Load((), 40 if is_changed else 8, 800), 8, usual)
+            found["rests"] += 1
         else:
-            decision = controller.choose(load._replace(candidates=load.candidates[:n], num_rows=n))
+            drafts_before = load.candidates[0].counts.num_drafts
+            decision = controller.choose(load)
+            if num_rested:
+                assert load.candidates[0].counts.num_drafts == pytest.approx(IDLE_FADE**num_rested * drafts_before)
+            num_rested = 0
             spent = usual._replace(num_nodes=decision.num_nodes, seconds=2 * usual.seconds) if decision.drafts else usual
             controller.observe(spent)
-            found.add("probes" if decision.is_probe else "decides")
-    assert found == {"dozes", "rests with 8", "rests with 7", "probes", "decides"}
+            found["probes" if decision.is_probe else "decides"] += 1
+    assert found["dozes"] > 3 * found["rests"] > 0 < found["probes"] < 40 and found["decides"]
+
+
+def test_steps_until_a_probe_is_due() -> None:
+    probes = Probes(price=0.5, credit=0.5 - 4.5 * PROBE_SHARE)
+    assert (probes.num_steps_until_due(1.0, 7), probes.num_steps_until_due(1.0, 2)) == (4, 2)
+    probes.observe(30.0, 1.0, None, 8)  # a stall
+    assert probes.is_due and probes.num_steps_until_due(1.0, 7) == 0
+
+
+@pytest.mark.parametrize("has_passes", [True, False], ids=["passes are known", "they are not"])
+@pytest.mark.parametrize("share", [1.0, 0.5], ids=["as planned", "half of that"])
+def test_drafting_ends_where_it_brings_less_than_was_planned(has_passes: bool, share: float) -> None:
+    """What is known of acceptance stays as it is: the fault lies elsewhere."""
+    controller, num_drafting = Controller(Costs(BIG.curve(BIG.target), BIG.curve(BIG.draft), is_timed=has_passes)), 0
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        load = Load([Candidate(counts(0.7, 20.0), 6, 2, 256, False) for _ in range(4)], 4, 400)
+        plain = Outcome([], 0, 0, 0, BIG.host(4, 0) + BIG.target(4, 400), 0.0, BIG.target(4, 400))
+        if controller.dozes():
+            continue
+        if controller.rest(4, 4):
+            controller.observe_rest(Load((), 4, 400), 4, plain)
+            continue
+        decision = controller.choose(load)
+        if not decision.drafts:
+            controller.observe(plain)
+            continue
+        num_drafting += not decision.is_probe
+        nodes = decision.num_nodes
+        expected = sum(p * (1 - p**count) / (1 - p) for p, count in zip(decision.acceptance, nodes, strict=True))
+        passes, rows = max(nodes), sum(nodes)
+        draft, target = passes * BIG.draft(rows / passes, 400), BIG.target(4 + rows, 400)
+        seconds = BIG.host(4, sum(map(bool, nodes))) + draft + target
+        of_draft = (passes, rows, seconds, draft, target) if has_passes else (0, 0, seconds, 0.0, draft + target)
+        controller.observe(Outcome(nodes, int(rng.poisson(share * expected)), *of_draft))
+    assert num_drafting > 150 if share == 1.0 else 0 < num_drafting < 60
 
 
 def counts(acceptance: float, num_drafts: float) -> AcceptanceCounts:

@@ -154,6 +154,7 @@ class World:
         changed = self.scheduler.update(plan, acceptance)
         outcomes = zip(plan.requests, acceptance.token_ids, acceptance.errors, strict=True)
         of_plan = [request for request in changed if request in plan.requests]
+        assert all(request.error == "RuntimeError: broken" for request in changed[len(of_plan) :]), "those without their prompt"
         assert of_plan == [request for request, tokens, error in outcomes if tokens or error]
         for request, num_computed_tokens in zip(plan.requests, before, strict=True):
             assert request.is_finished or request.num_computed_tokens > num_computed_tokens

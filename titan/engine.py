@@ -504,7 +504,9 @@ def _tier(pool: BlockPool, bytes_per_block: int) -> TierMetrics:
 
 
 def _load(plan: StepPlan) -> StepLoad:
-    return StepLoad(len(plan.emitting_rows), sum(plan.num_tokens), sum([request.num_computed_tokens for request in plan.requests]))
+    return StepLoad(
+        len(plan.emitting_rows()), sum(plan.num_tokens), sum([request.num_computed_tokens for request in plan.requests])
+    )
 
 
 def _only_the_drafts(_: Request, budget: int) -> int:

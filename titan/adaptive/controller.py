@@ -52,6 +52,10 @@ LEAST_DRAFTS = 4.0
 YIELD_FADE = 127 / 128
 """Share of what is known of the yield that remains per step without drafts."""
 
+LEAST_MORE, MOST_LONGER = 0.01, 4.0
+"""Share by which drafting must be expected to lengthen a step for its yield to be noted; and how many times as much, or as little,
+it may then have been."""
+
 MAX_FEED = 2.0
 """Plain steps in whose time the draft may be fed in one step."""
 
@@ -92,7 +96,7 @@ class Controller:
         self._has_compared = False  # in the last decision
         self._num_rested = 0  # steps since anything was decided
         self._num_dozing = 0  # next steps that are taken for like the last rest
-        self._rested_rows = 0  # of the target's pass then
+        self._rest_seconds = 0.0  # that each of them is taken to last
         self._num_drafting = 0  # steps since one was plain
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
         self._hoped: list[int] = []
@@ -105,16 +109,14 @@ class Controller:
         """Whether there may be a probe in the next step."""
         return self._probes.is_due
 
-    def dozes(self, num_requests: int, num_rows: int) -> bool:
-        """Begin a step; return whether it is one of those after a rest that are taken for like it. Else see `rest`.
-
-        Args:
-            num_requests: of the step.
-            num_rows: of the target's pass.
-        """
-        is_alike = self._num_dozing > 0 and num_requests == num_rows == self._rested_rows
-        self._num_dozing = self._num_dozing - 1 if is_alike else 0
-        return is_alike
+    def dozes(self) -> bool:
+        """Begin a step of the requests of the last rest, one token each; return whether it is taken for like that. Else `rest`."""
+        if not self._num_dozing:
+            return False
+        self._num_dozing, self._num_rested = self._num_dozing - 1, self._num_rested + 1
+        self._standing.num_left -= 1
+        self._probes.note_doze(self._rest_seconds)
+        return True
 
     def rest(self, num_requests: int, num_rows: int, num_new: int = 0) -> bool:
         """Return whether it stands that nothing is drafted in a step, whatever is known of its requests. Else choose.
@@ -124,6 +126,7 @@ class Controller:
             num_rows: of the target's pass.
             num_new: requests among them that emit their first one.
         """
+        self._num_dozing = 0
         stands = self._standing.begin(num_requests, num_rows, num_new)
         if stands and not self.optimum.drafts and not self._probes.is_due:
             self._standing.num_left, self._num_rested = self._standing.num_left - 1, self._num_rested + 1
@@ -138,9 +141,8 @@ class Controller:
         plain_seconds = self.costs.plain_seconds(load, num_requests)
         self._probes.observe(outcome.seconds, plain_seconds, None, num_requests)
         if load.num_rows == num_requests and not self._probes.num_cold:
-            num_steps = self._probes.wait(plain_seconds, max(0, min(REST_STEPS - 1, self._standing.num_left)))
-            self._num_dozing, self._rested_rows = num_steps, load.num_rows
-            self._standing.num_left, self._num_rested = self._standing.num_left - num_steps, self._num_rested + num_steps
+            most = max(0, min(REST_STEPS - 1, self._standing.num_left))
+            self._num_dozing, self._rest_seconds = self._probes.num_steps_until_due(plain_seconds, most), plain_seconds
 
     def choose(self, load: Load) -> Decision:
         """Decide what the candidates of a step draft."""
@@ -156,11 +158,12 @@ class Controller:
 
     def postpone(self) -> Decision:
         """Return a decision to draft nothing in this step after all."""
+        self._probes.num_left = 0
         self._decision = _nothing(self._load)
         return self._decision
 
     def _decide(self, load: Load) -> Decision:
-        n = len(load.candidates)
+        n, self._has_compared = len(load.candidates), False
         if not n or not self.costs.host.knows(n):  # a plain step shows what it costs to draft
             return _nothing(load)
         self._standing.num_left -= 1
@@ -254,18 +257,20 @@ class Controller:
             self._standing.num_left = 0
 
     def _note_yield(self, load: Load, decision: Decision, outcome: Outcome) -> None:
-        """Compare what a step brought with what was planned, if it was to do what was planned and nothing else."""
-        planned, prices = self.optimum, self._prices
-        if prices is None or decision.num_nodes != planned.num_nodes or load.num_rows != len(load.candidates):
+        """Compare what a step brought with what was planned, if it had nothing else to do, and the plan was for such a step."""
+        planned, prices, n = self.optimum, self._prices, len(load.candidates)
+        if prices is None or decision.num_nodes != planned.num_nodes or not n == load.num_rows == prices.load.num_rows:
             return
-        drafting = [i for i, count in enumerate(decision.num_nodes) if count]
-        if not all(load.candidates[i].is_fed for i in drafting):
+        drafting, has_passes = [i for i, count in enumerate(decision.num_nodes) if count], self.costs.draft is not None
+        more = planned.seconds - prices.plain_seconds
+        if more < LEAST_MORE * prices.plain_seconds or (has_passes and not all(load.candidates[i].is_fed for i in drafting)):
             return
         chains = [(decision.num_nodes[i], decision.acceptance[i]) for i in drafting]
         promised = sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in chains])
-        real = prices.step(len(drafting), outcome.num_draft_passes, outcome.num_draft_rows, sum(outcome.num_nodes))
-        longer = (real - prices.plain_seconds) / max(planned.seconds - prices.plain_seconds, 1e-9)
-        self.drafting_yield.note(outcome.num_accepted, promised * max(longer, 0.0))
+        if outcome.num_draft_passes or not has_passes:  # else they are not known, and those that were planned
+            real = prices.step(len(drafting), outcome.num_draft_passes, outcome.num_draft_rows, sum(outcome.num_nodes))
+            promised *= min(max((real - prices.plain_seconds) / more, 1 / MOST_LONGER), MOST_LONGER)
+        self.drafting_yield.note(outcome.num_accepted, promised)
 
     def _age_counts(self, load: Load, decision: Decision) -> None:
         """Let older drafts count less."""

@@ -16,10 +16,10 @@ from math import inf
 from titan.adaptive.costs import COLD_STEPS, Costs
 from titan.adaptive.load import Load
 
-PROBE_SHARE = 0.02
+PROBE_SHARE = 0.0225
 """Share of the time."""
 
-NUM_STEPS = 2
+NUM_STEPS = 3
 """Steps of a probe."""
 
 MAX_ADVANCE = 1.0
@@ -48,19 +48,9 @@ class Probes:
         """Whether there is time for that probe."""
         return self.num_left > 0 or not self.price or self.credit + self.advance >= self.price
 
-    def wait(self, seconds: float, most: int) -> int:
-        """Add steps without drafts to the account, as many as there are until there is time for that probe.
-
-        Args:
-            seconds: of each step.
-            most: of them.
-
-        Returns:
-            How many these are.
-        """
-        num_steps = int(min(most, (self.price - self.credit - self.advance) / (PROBE_SHARE * seconds)))
-        self.credit += num_steps * PROBE_SHARE * seconds
-        return num_steps
+    def num_steps_until_due(self, seconds: float, most: int) -> int:
+        """Return how many steps of this length, none of which drafts, pass until there is time for that probe; at most ``most``."""
+        return int(max(0.0, min(most, (self.price - self.credit - self.advance) / (PROBE_SHARE * seconds))))
 
     def choose(
         self, load: Load, costs: Costs, num_nodes: Sequence[int], acceptance: Sequence[float], hoped: Sequence[int]
@@ -83,7 +73,7 @@ class Probes:
             return ()
         if self.num_left:
             self.num_left -= 1
-            return [i for i in idle if costs.draft is None or candidates[i].is_fed]
+            return [i for i in idle if candidates[i].is_fed]
         hopeful = [i for i in idle if hoped[i]]
         if hopeful:
             order = sorted(hopeful, key=lambda i: (-acceptance[i], candidates[i].num_missing))
@@ -97,8 +87,12 @@ class Probes:
         self.price, self.advance = prices[most], MAX_ADVANCE * costs.plain_seconds(load) if hopeful else 0.0
         if self.credit + self.advance < self.price:
             return ()
-        self.num_left = NUM_STEPS - 1
+        self.num_left = 0 if costs.draft is None else NUM_STEPS - 1
         return order[: most + 1]
+
+    def note_doze(self, seconds: float) -> None:
+        """Add a step without drafts that was not looked at, and is taken to have been this long."""
+        self.credit += PROBE_SHARE * seconds
 
     def observe(self, seconds: float, plain_seconds: float, num_accepted: int | None, num_requests: int) -> None:
         """Add a step to the account.

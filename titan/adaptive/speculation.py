@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, log
 
@@ -37,7 +38,8 @@ class AdaptiveSpeculation:
     _confident: ConfidentDrafter | None = None
     _log_temperature: float | None = None  # mean over the greedy requests of what their draft's probabilities are compared at
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
-    _rests: bool = False  # whether the controller rested in the last step of which anything was learned
+    _rests: bool = False  # whether the controller rested when it was last asked
+    _rested: Sequence[Request] = ()  # those of that step, if each had one token
     _dozes: bool = False  # whether nothing is learned of this step
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = NOTHING
@@ -49,16 +51,17 @@ class AdaptiveSpeculation:
     def decide(self, plan: StepPlan) -> None:
         """Set budgets and worths of a plan's rows."""
         num_rows = sum(plan.num_tokens)
-        self._dozes = self.controller.dozes(len(plan.requests), num_rows)
+        self._dozes = num_rows == len(plan.requests) and plan.requests == self._rested and self.controller.dozes()
         if self._dozes:
             plan.drafts_prompts, plan.draft_budgets = False, [0] * num_rows
             return
-        self._rows, num_context = plan.emitting_rows, sum([request.num_computed_tokens for request in plan.requests])
+        self._rows, num_context = plan.emitting_rows(), sum([request.num_computed_tokens for request in plan.requests])
         rows = self._rows
         num_new = [plan.requests[i].metrics.first_token_time for i in rows].count(None)
         is_first_try = len(plan.requests) == 1 and not self.controller.has_drafted  # a long prompt is too much for a probe
         plan.drafts_prompts = self.controller.optimum.drafts or is_first_try
         self._rests = self.controller.rest(len(rows), num_rows, num_new)
+        self._rested = plan.requests if self._rests and num_rows == len(rows) else []
         if self._rests:
             self._load, self._decision = Load((), num_rows, num_context), NOTHING
             for i in rows:
@@ -101,6 +104,9 @@ class AdaptiveSpeculation:
             growth: of its trees, if a draft model grew them.
             times: of the step.
         """
+        if self.is_latency:
+            for i in self._rows:
+                plan.requests[i].draft_history.tokens_per_step.note(1 + len(acceptance.paths[i]))
         if self._dozes:
             return
         num_accepted, num_nodes = 0, list[int]()
@@ -110,9 +116,6 @@ class AdaptiveSpeculation:
             for i in self._rows:
                 num_accepted += len(acceptance.paths[i])
                 self._follow_temperature(plan.requests[i])
-        if self.is_latency:
-            for i in self._rows:
-                plan.requests[i].draft_history.tokens_per_step.note(1 + len(acceptance.paths[i]))
         draft_seconds = times.draft if growth is None else growth.seconds
         outcome = Outcome(
             num_nodes,

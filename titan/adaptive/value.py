@@ -30,8 +30,8 @@ PAST_ACCEPTANCE, PAST_PRIOR, PAST_MEMORY = 0.6, 1.0, 15 / 16
 """Acceptance that requests are expected to have shown when they leave, and the number of them that this counts as when the first
 one leaves; and the share that counts keep when another one does."""
 
-YIELD_PRIOR, YIELD_MEMORY = 32.0, 63 / 64
-"""Tokens that drafting counts as having brought, as planned, at first; and the share of all that remains per step that drafts."""
+YIELD_PRIOR, YIELD_MEMORY = 16.0, 127 / 128
+"""Tokens that drafting counts as having brought, as planned, beside what was seen; and the share of that which a step leaves."""
 
 
 class Estimates(NamedTuple):
@@ -73,19 +73,19 @@ class PastRequests:
 
 
 class Yield:
-    """What drafting brings for its time, as a multiple of what chains of the planned length would bring for theirs.
+    """What drafting brings for its time, as a multiple of what the chains that were planned would have brought for theirs.
 
-    Siblings are accepted, too; growth ends where the draft is unsure, and does not where it is sure; costs may be mistaken. A
-    return is tokens that drafts bring, over the seconds that a step takes longer than without them.
+    Siblings are accepted, too; growth ends where the draft is unsure, and does not where it is sure. A **return** is tokens that
+    drafts bring, over the seconds that a step is expected to take longer with them.
     """
 
     def __init__(self) -> None:
-        self._num_accepted = self._num_promised = YIELD_PRIOR
+        self._num_accepted = self._num_promised = 0.0
 
     @property
     def factor(self) -> float:
         """Return that was seen, as a multiple of that which was planned."""
-        return self._num_accepted / self._num_promised
+        return (YIELD_PRIOR + self._num_accepted) / (YIELD_PRIOR + self._num_promised)
 
     def note(self, num_accepted: int, num_promised: float) -> None:
         """Add a step.
@@ -98,9 +98,9 @@ class Yield:
         self._num_promised = YIELD_MEMORY * self._num_promised + num_promised
 
     def fade(self, share: float) -> None:
-        """Let what was seen count less: only this share remains beside what counts as seen at first."""
-        self._num_accepted = YIELD_PRIOR + share * (self._num_accepted - YIELD_PRIOR)
-        self._num_promised = YIELD_PRIOR + share * (self._num_promised - YIELD_PRIOR)
+        """Let what was seen count less: only this share remains."""
+        self._num_accepted *= share
+        self._num_promised *= share
 
 
 def own_acceptance(counts: AcceptanceCounts, agreement: float) -> float:

@@ -76,9 +76,8 @@ class StepPlan:
         """Whether a draft model may be fed row ``i``."""
         return self.draft_budgets[i] > 0 or (self.drafts_prompts and not self.reaches_root(i))
 
-    @property
     def emitting_rows(self) -> list[int]:
-        """The rows that reach their request's root."""
+        """Return the rows that reach their request's root."""
         rows = enumerate(zip(self.requests, self.num_tokens, strict=True))
         return [i for i, (request, count) in rows if request.num_computed_tokens + count == len(request.token_ids)]
 
