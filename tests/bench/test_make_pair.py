@@ -36,6 +36,6 @@ def test_same_seed_makes_the_same_pair_and_titan_loads_it(tmp_path: Path) -> Non
     save_pair(make_pair(small_config(), seed=3), tmp_path)
     again = make_pair(small_config(), seed=3).target
     for role in ("target", "draft"):
-        model = load_decoder(str(tmp_path / role), dtype="auto", backend=TorchBackend(torch.device("cpu")), pack=False)
+        model = load_decoder(str(tmp_path / role), dtype="bfloat16", backend=TorchBackend(torch.device("cpu")), pack=False)
         assert model.dtype == torch.bfloat16
         assert torch.equal(model.embedding, again.model.embed_tokens.weight)

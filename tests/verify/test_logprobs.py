@@ -35,13 +35,17 @@ def check(zoo: Zoo, prompt: list[int], completion: CompletionOutput, num_logprob
     assert len(completion.logprobs) == len(completion.token_ids)
     logits = reference_logits(zoo.model(model), prompt + completion.token_ids)[len(prompt) - 1 : -1]
     expected = logits.log_softmax(-1)
-    ordered = expected.sort(-1, descending=True)
+    ordered = expected.sort(-1, descending=True).values
     for i, (token_id, entry) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
-        best = ordered.indices[i, : None if num_logprobs < 0 else num_logprobs].tolist()
-        assert list(entry) == list(dict.fromkeys([token_id, *best])), "the token itself, then the most likely ones"
-        for other_id, logprob in entry.items():
+        num_best = expected.shape[-1] if num_logprobs < 0 else num_logprobs
+        first_id, *others = entry
+        best = [other_id for other_id in entry if entry[other_id].rank <= num_best]
+        assert first_id == token_id and len(best) == num_best and set(best) >= set(others)
+        assert [entry[other_id].rank for other_id in others] == sorted(entry[other_id].rank for other_id in others)
+        for other_id, logprob in entry.items():  # of tokens that are equally likely but for rounding, any may come first
             assert logprob.logprob == pytest.approx(float(expected[i, other_id]), abs=1e-4)
-            assert logprob.rank == 1 + ordered.indices[i].tolist().index(other_id)
+            assert logprob.logprob == pytest.approx(float(ordered[i, logprob.rank - 1]), abs=1e-4)
+        assert len({logprob.rank for logprob in entry.values()}) == len(entry)
     total = sum(float(expected[i, token_id]) for i, token_id in enumerate(completion.token_ids))
     assert completion.cumulative_logprob == pytest.approx(total, abs=1e-3)
 
