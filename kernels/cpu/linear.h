@@ -17,7 +17,7 @@ namespace {
 template <typename T, typename X, typename Packed, int M, int B>
 void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t block, const T* residual, T* output) {
   const int64_t depth = depth_of(weight);
-  Lanes sums[B * kParts][M] = {};
+  Lanes sums[B * kParts][M];
   multiply_blocks<M, B>(x, stride, static_cast<const Packed*>(weight.data) + block * kBlock * depth, depth, sums);
   const T* bias = static_cast<const T*>(weight.bias);
   for (int v = 0; v < B * kParts; ++v) {
@@ -33,13 +33,13 @@ void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t bl
 template <typename T, typename X, typename Packed>
 void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64_t stride, int64_t num_rows, const T* residual, T* output) {
   const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, group_rows = (num_rows + num_groups - 1) / num_groups;
-  const int64_t num_blocks = (weight.num_outputs + kBlock - 1) / kBlock, num_strips = (num_blocks + kMostBlocks - 1) / kMostBlocks;
-  member.share(num_strips, num_rows * depth_of(weight) * kMostBlocks, [&](int64_t strip) {
-    const int64_t block = strip * kMostBlocks, count = std::min<int64_t>(kMostBlocks, num_blocks - block);
+  const int64_t num_blocks = (weight.num_outputs + kBlock - 1) / kBlock, most = most_blocks(group_rows);
+  member.share((num_blocks + most - 1) / most, num_rows * depth_of(weight) * most, [&](int64_t strip) {
+    const int64_t block = strip * most, count = std::min(most, num_blocks - block);
     for (int64_t first = 0; first < num_rows; first += group_rows) {
       const int64_t rows = std::min(group_rows, num_rows - first), place = first * weight.num_outputs;
       with_constant<kMostRows>(rows, [&](auto m) {
-        with_constant<kMostBlocks>(count, [&](auto b) {
+        with_constant<most_blocks(m)>(count, [&](auto b) {
           multiply_strip<T, X, Packed, m, b>(weight, x + first * stride, stride, block, residual ? residual + place : nullptr, output + place);
         });
       });

@@ -17,9 +17,11 @@ namespace {
 
 constexpr int kParts = kBlock / kLanes; // vectors of a block
 
-// Rows and blocks whose sums fit into the registers: 32 of AVX-512 and of NEON, 16 of AVX2.
+// Rows and blocks whose sums fit into the registers: 32 of AVX-512 and of NEON, 16 of AVX2. One row alone would have too few sums at a
+// time: each waits for the one before it.
 constexpr int kMostRows = kLanes == 16 ? 8 : 6;
-constexpr int kMostBlocks = kLanes == 16 ? 3 : 1;
+constexpr int kMostBlocks = 3;
+constexpr int64_t most_blocks(int64_t num_rows) { return kLanes == 16 || num_rows == 1 ? kMostBlocks : 1; }
 
 constexpr int64_t kPrefetchBytes = 2048; // read ahead; the prefetch of the hardware does not reach far enough
 
@@ -118,18 +120,24 @@ inline void add_products(const X* x, int64_t stride, const X* const (&packed)[V]
   }
 }
 
-// Add x [M, depth], `stride` apart, times B blocks of a weight to sums [M, B * kBlock].
+// Multiply x [M, depth], `stride` apart, by B blocks of a weight: sums [M, B * kBlock]. Not inline, and with sums of its own that only
+// unrolled loops touch, so that they stay in registers whatever is done with the results.
 template <int M, int B, typename X, typename Packed>
-inline void multiply_blocks(const X* x, int64_t stride, const Packed* blocks, int64_t depth, Lanes (&sums)[B * kParts][M]) {
+[[gnu::noinline]] void multiply_blocks(const X* x, int64_t stride, const Packed* blocks, int64_t depth, Lanes (&results)[B * kParts][M]) {
   const Packed* packed[B * kParts];
   for (int v = 0; v < B * kParts; ++v) packed[v] = blocks + v / kParts * depth * kBlock + v % kParts * kLanes * kPair<Packed>;
   const int64_t last = depth - kPrefetchBytes / (kBlock * sizeof(Packed)); // from here on, the next blocks are read ahead
+  Lanes sums[B * kParts][M] = {};
   for (int64_t input = 0; input < depth; input += kPair<Packed>) {
     const int64_t ahead = kPrefetchBytes / sizeof(Packed) + (input < last ? 0 : (B - 1) * depth * kBlock);
     for (int block = 0; block < B; ++block) __builtin_prefetch(packed[block * kParts] + ahead);
     add_products<M, B * kParts>(x + input, stride, packed, sums);
     for (int v = 0; v < B * kParts; ++v) packed[v] += kBlock * kPair<Packed>;
   }
+#pragma GCC unroll 16
+  for (int v = 0; v < B * kParts; ++v)
+#pragma GCC unroll 8
+    for (int row = 0; row < M; ++row) results[v][row] = sums[v][row];
 }
 
 } // namespace
