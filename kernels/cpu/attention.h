@@ -22,6 +22,7 @@ namespace {
 
 constexpr int64_t kItemQueries = 64;         // most queries of a request that one thread attends at a time,
 constexpr int64_t kItemNumbers = 128 * 1024; // and of sums of their rows, which stay in the L2 cache
+constexpr int kMostSums = kLanes == 8 ? 8 : 24; // vectors of them that stay in registers, beside values
 
 // The types that queries, keys and weights, and values, are multiplied in.
 template <typename T, typename S>
@@ -82,20 +83,18 @@ void pair_values(const S* const* rows, int64_t count, int64_t dim, Y* pairs, con
   }
 }
 
-// Compute the scores of a row with the keys of a tile; D is their number of dimensions, or 0: any.
+// Compute the scores of a row with kLanes keys; D is their number of dimensions, or 0: any.
 template <int D, typename X>
 void score(const X* query, const X* const* keys, int64_t dim, float scale, float* scores) {
-  for (int64_t first = 0; first < kTile; first += kLanes) {
-    Sums<X> products[kLanes];
+  Sums<X> products[kLanes];
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      const X* key = keys[first + i];
-      products[i] = Sums<X>{};
+  for (int i = 0; i < kLanes; ++i) {
+    const X* key = keys[i];
+    products[i] = Sums<X>{};
 #pragma GCC unroll 8
-      for (int64_t d = 0; d < (D ? D : dim); d += kStep<X>) products[i] = add_product(products[i], query + d, key + d);
-    }
-    store(__builtin_convertvector(sum_lanes(products), Lanes) * scale, scores + first);
+    for (int64_t d = 0; d < (D ? D : dim); d += kStep<X>) products[i] = add_product(products[i], query + d, key + d);
   }
+  store(__builtin_convertvector(sum_lanes(products), Lanes) * scale, scores);
 }
 
 // Turn the scores of a row into weights, relative to the largest score so far (online softmax: Milakov and Gimelshein, 2018); return
@@ -116,18 +115,50 @@ inline float weigh(float* scores, float* largest, float* total) {
   return kept;
 }
 
-// Attend M rows, from `first` on, to a tile of slots; `scales` are of quantised ones.
+// Dimensions of values whose sums for M rows fit into the registers, and enough of them that no sum waits for the one before it.
+constexpr int kFewDims = kLanes == 16 ? 32 : 16;
+template <int M>
+constexpr int kMostDims = M * 64 / kLanes <= kMostSums ? 64 : M * 32 / kLanes <= kMostSums ? 32 : kFewDims;
+
+// Add the products of M rows of weights, kTile apart, with `count` slots of values to sums, from dimension d on; then call `after(slot)`.
+template <int M, int V, typename X, typename Y, typename Sum, typename After>
+inline void add_values(const X* weights, const Y* const* values, int64_t count, int64_t d, Sum (&sums)[V][M], const After& after) {
+  for (int64_t j = 0; j < count; j += kPair<Y>) {
+    const Y* packed[V];
+    for (int v = 0; v < V; ++v) packed[v] = values[j] + (d + v * kLanes) * kPair<Y>;
+    add_products<M, V>(weights + j, kTile, packed, sums);
+    after(j);
+  }
+}
+
+// What to read ahead while a tile is attended to: the slots of the next one.
+template <typename S>
+struct Ahead {
+  const S* keys;
+  const S* values;
+  const int64_t* offsets;
+  int64_t count;
+  int64_t key_size;
+  int64_t value_size;
+};
+
+// Attend M rows, from `first` on, to a tile of slots; `scales` are of quantised ones. What is read ahead is spread over the work:
+// memory would rest meanwhile, and all at once is more than it takes.
 template <int M, typename S, typename X, typename Y>
 void attend_rows(const Head<S>& head, const Tile& tile, const X* const* keys, const Y* const* values,
-                 const TileScales* scales, int64_t dim, int64_t value_dim, int64_t first, AttentionRoom* room) {
-  constexpr int kVectors = kLanes == 4 ? 4 : 2; // of dimensions, whose sums fit into the registers
+                 const TileScales* scales, int64_t dim, int64_t value_dim, int64_t first, const Ahead<S>& ahead, AttentionRoom* room) {
   const auto compute_scores = dim == 64 ? score<64, X> : dim == 128 ? score<128, X> : score<0, X>;
   X weights[M][kTile];
   float kept[M], units[M];
   for (int row = 0; row < M; ++row) {
     alignas(64) float scores[kTile];
     const float scale = kIsQuantised<S> ? head.spec.scale * room->units[first + row] : head.spec.scale;
-    compute_scores(numbers_of<X>(room->queries) + (first + row) * dim, keys, dim, scale, scores);
+    const X* query = numbers_of<X>(room->queries) + (first + row) * dim;
+    for (int j = 0; j < kTile; j += kLanes) {
+      for (int64_t i = j; row == 0 && i < std::min<int64_t>(j + kLanes, ahead.count); ++i)
+        prefetch_numbers(ahead.keys + ahead.offsets[i], ahead.key_size);
+      compute_scores(query, keys + j, dim, scale, scores + j);
+    }
     if constexpr (kIsQuantised<S>) multiply(scores, scales->keys);
     if (head.spec.softcap > 0) cap_scores(scores, kTile, 1.0f, head.spec.softcap);
     hide(head, first + row, room->seen[first + row], tile, scores);
@@ -139,18 +170,25 @@ void attend_rows(const Head<S>& head, const Tile& tile, const X* const* keys, co
       for (int64_t j = 0; j < kTile; j += kLanes) narrow_lanes(load_lanes(scores + j), &weights[row][j]);
     }
   }
-  for (int64_t d = 0; d < value_dim; d += kVectors * kLanes) {
+  const auto add = [&](auto vectors, int64_t d) {
+    constexpr int V = vectors;
     float* result = numbers_of<float>(room->sums) + first * value_dim + d;
-    Sums<Y> sums[kVectors][M] = {};
+    Sums<Y> sums[V][M] = {};
     if constexpr (!kIsQuantised<S>)
-      for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v)
+#pragma GCC unroll 8
         for (int row = 0; row < M; ++row) sums[v][row] = load_lanes(result + row * value_dim + v * kLanes) * kept[row];
-    for (int64_t j = 0; j < tile.count; j += kPair<Y>) {
-      const Y* packed[kVectors];
-      for (int v = 0; v < kVectors; ++v) packed[v] = values[j] + (d + v * kLanes) * kPair<Y>;
-      add_products<M, kVectors>(&weights[0][j], kTile, packed, sums);
-    }
-    for (int v = 0; v < kVectors; ++v)
+    if (d == 0)
+      add_values<M, V>(&weights[0][0], values, tile.count, d, sums, [&](int64_t j) __attribute__((always_inline)) {
+        for (int64_t i = j; i < std::min(j + kPair<Y>, ahead.count); ++i)
+          prefetch_numbers(ahead.values + ahead.offsets[i], ahead.value_size);
+      });
+    else
+      add_values<M, V>(&weights[0][0], values, tile.count, d, sums, [](int64_t) {});
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v)
+#pragma GCC unroll 8
       for (int row = 0; row < M; ++row) {
         float* sum = result + row * value_dim + v * kLanes;
         if constexpr (kIsQuantised<S>)
@@ -158,7 +196,11 @@ void attend_rows(const Head<S>& head, const Tile& tile, const X* const* keys, co
         else
           store(sums[v][row], sum);
       }
-  }
+  };
+  int64_t d = 0;
+  for (; d + kMostDims<M> <= value_dim; d += kMostDims<M>) add(std::integral_constant<int, kMostDims<M> / kLanes>{}, d);
+  for (; d < value_dim; d += kFewDims) add(std::integral_constant<int, kFewDims / kLanes>{}, d);
+  for (int64_t j = tile.count; j < ahead.count; ++j) prefetch_numbers(ahead.values + ahead.offsets[j], ahead.value_size);
 }
 
 // Write a row of results from its sums: those of pairs are in the order of `pair_values`, others in their own.
@@ -213,12 +255,11 @@ void attend_by_vectors(const Head<S>& head, const T* q, int64_t q_stride, T* out
     next = find_tile(head, tile.begin + kTile, end);
     const X* keys[kTile];
     const Y* values[kTile];
-    const Tile& ahead = next.count ? next : first_tile; // of the next KV head, if this one ends here
-    const auto prefetch = [&](const S* numbers, int64_t count) __attribute__((always_inline)) {
-      for (int64_t j = 0; j < ahead.count; ++j) prefetch_numbers(numbers + (next.count ? 0 : head.next) + ahead.offsets[j], count);
-    };
+    const int64_t to_next = next.count ? 0 : head.next; // KV head, if this one ends here
+    const Tile& ahead_tile = next.count ? next : first_tile;
+    Ahead<S> ahead{head.keys + to_next, head.values + to_next, ahead_tile.offsets, ahead_tile.count,
+                   head_dim, spec.is_latent ? 0 : value_dim};
     TileScales scales;
-    prefetch(head.keys, head_dim);
     if constexpr (kIsQuantised<S>) {
       scales = find_scales(head, tile);
       widen_keys(head.keys, tile, dim, numbers_of<X>(room.keys), keys);
@@ -230,12 +271,13 @@ void attend_by_vectors(const Head<S>& head, const T* q, int64_t q_stride, T* out
       find_rows(head.values, tile, value_dim, sums_dim, numbers_of<Y>(room.values) + kTile * sums_dim, values);
       if constexpr (kPair<Y> == 2) pair_values(values, tile.count, sums_dim, numbers_of<Y>(room.values), values);
     }
-    if (!spec.is_latent) prefetch(head.values, value_dim);
     for (int64_t first = 0; first < num_rows; first += group_rows) {
       const int64_t count = std::min(group_rows, num_rows - first);
-      if (std::any_of(&room.seen[first], &room.seen[first] + count, [&](const RowSlots& each) { return each.end > tile.begin; }))
-        with_constant<kMostRows>(
-            count, [&](auto m) { attend_rows<m>(head, tile, keys, values, &scales, dim, sums_dim, first, &room); });
+      if (std::none_of(&room.seen[first], &room.seen[first] + count, [&](const RowSlots& each) { return each.end > tile.begin; }))
+        continue;
+      with_constant<kMostRows>(
+          count, [&](auto m) { attend_rows<m>(head, tile, keys, values, &scales, dim, sums_dim, first, ahead, &room); });
+      ahead.count = 0; // it has been read
     }
   }
   for (int64_t row = 0; row < num_rows; ++row) {
