@@ -22,7 +22,6 @@ namespace {
 
 constexpr int64_t kItemQueries = 64;         // most queries of a request that one thread attends at a time,
 constexpr int64_t kItemNumbers = 128 * 1024; // and of sums of their rows, which stay in the L2 cache
-constexpr int kMostSums = kLanes == 8 ? 8 : 24; // vectors of them that stay in registers, beside values
 
 // The types that queries, keys and weights, and values, are multiplied in.
 template <typename T, typename S>
@@ -115,21 +114,12 @@ inline float weigh(float* scores, float* largest, float* total) {
   return kept;
 }
 
+constexpr int kMostSums = kLanes == 8 ? 8 : 24; // vectors of sums that stay in registers, beside values
+
 // Dimensions of values whose sums for M rows fit into the registers, and enough of them that no sum waits for the one before it.
 constexpr int kFewDims = kLanes == 16 ? 32 : 16;
 template <int M>
 constexpr int kMostDims = M * 64 / kLanes <= kMostSums ? 64 : M * 32 / kLanes <= kMostSums ? 32 : kFewDims;
-
-// Add the products of M rows of weights, kTile apart, with `count` slots of values to sums, from dimension d on; then call `after(slot)`.
-template <int M, int V, typename X, typename Y, typename Sum, typename After>
-inline void add_values(const X* weights, const Y* const* values, int64_t count, int64_t d, Sum (&sums)[V][M], const After& after) {
-  for (int64_t j = 0; j < count; j += kPair<Y>) {
-    const Y* packed[V];
-    for (int v = 0; v < V; ++v) packed[v] = values[j] + (d + v * kLanes) * kPair<Y>;
-    add_products<M, V>(weights + j, kTile, packed, sums);
-    after(j);
-  }
-}
 
 // What to read ahead while a tile is attended to: the slots of the next one.
 template <typename S>
@@ -179,13 +169,13 @@ void attend_rows(const Head<S>& head, const Tile& tile, const X* const* keys, co
       for (int v = 0; v < V; ++v)
 #pragma GCC unroll 8
         for (int row = 0; row < M; ++row) sums[v][row] = load_lanes(result + row * value_dim + v * kLanes) * kept[row];
-    if (d == 0)
-      add_values<M, V>(&weights[0][0], values, tile.count, d, sums, [&](int64_t j) __attribute__((always_inline)) {
-        for (int64_t i = j; i < std::min(j + kPair<Y>, ahead.count); ++i)
-          prefetch_numbers(ahead.values + ahead.offsets[i], ahead.value_size);
-      });
-    else
-      add_values<M, V>(&weights[0][0], values, tile.count, d, sums, [](int64_t) {});
+    const int64_t num_ahead = d == 0 ? ahead.count : 0;
+    for (int64_t j = 0; j < tile.count; j += kPair<Y>) {
+      const Y* packed[V];
+      for (int v = 0; v < V; ++v) packed[v] = values[j] + (d + v * kLanes) * kPair<Y>;
+      add_products<M, V>(&weights[0][j], kTile, packed, sums);
+      for (int64_t i = j; i < std::min(j + kPair<Y>, num_ahead); ++i) prefetch_numbers(ahead.values + ahead.offsets[i], ahead.value_size);
+    }
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v)
 #pragma GCC unroll 8

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from make_pair import LATE_LAYER_SCALE, greedy_agreement, make_pair, pair_config, save_pair
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from titan.kernels.torch.backend import TorchBackend
@@ -36,6 +37,8 @@ def test_same_seed_makes_the_same_pair_and_titan_loads_it(tmp_path: Path) -> Non
     save_pair(make_pair(small_config(), seed=3), tmp_path)
     again = make_pair(small_config(), seed=3).target
     for role in ("target", "draft"):
+        stored = load_file(tmp_path / role / "model.safetensors")
+        assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
         model = load_decoder(str(tmp_path / role), dtype="bfloat16", backend=TorchBackend(torch.device("cpu")), pack=False)
         assert model.dtype == torch.bfloat16
         assert torch.equal(model.embedding, again.model.embed_tokens.weight)
