@@ -180,9 +180,12 @@ class KVCache:
             self._new_block_ids.clear()
 
     def clear_draft_blocks(self, requests: Iterable[Request]) -> None:
-        """Zero the blocks of requests in the draft's cache that are new to it, before the draft is fed these requests."""
+        """Zero the blocks of requests in the draft's cache that are new to it, before the draft is fed these requests.
+
+        None of them lies before the end of what the draft covers: that it has written.
+        """
         if self._new_to_draft:
-            self._clear_in_draft(chain(*(request.block_ids for request in requests)))
+            self._clear_in_draft(chain(*(each.block_ids[each.num_drafted_context // self.block_size :] for each in requests)))
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Move the accepted paths to the slots right after their roots, in every attached cache.
