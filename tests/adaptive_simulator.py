@@ -129,7 +129,8 @@ class Fixed:
     def choose(self, load: Load) -> Decision:
         n = len(load.candidates)
         counts = [self.num_nodes[min(i, len(self.num_nodes) - 1)] for i in range(n)]
-        return Decision([min(count, each.max_nodes) for count, each in zip(counts, load.candidates, strict=True)], [None] * n)
+        num_nodes = [min(count, each.max_nodes) for count, each in zip(counts, load.candidates, strict=True)]
+        return Decision(num_nodes, num_nodes, [None] * n)
 
     def observe(self, outcome: Outcome) -> None:
         pass
@@ -196,8 +197,7 @@ class Fleet:
         self.rested, optimum = [], getattr(policy, "optimum", None)
         decision = policy.choose(Load([self._candidate(text) for text in texts], num_rows, context))
         deciding = machine.deciding[optimum is not getattr(policy, "optimum", None)] if optimum else 0.0
-        num_nodes, worths = decision.num_nodes, decision.worths
-        most = [self._most(text) if worth else count for text, worth, count in zip(texts, worths, num_nodes, strict=True)]
+        most, worths = decision.most_nodes, decision.worths
         chains, num_passes, draft_rows, draft_seconds = self._grow(most, worths, context)
         trees = [
             [node for node in chain if worth is None or node[2] >= worth.node_price]
@@ -289,6 +289,14 @@ MACHINES = {
         through({1: 6.2, 8: 7.0, 16: 8.4, 32: 13.4, 64: 23.8, 128: 44.0, 256: 85.6}, 1.6e-6),
         through({1: 1.05, 8: 1.1, 16: 1.31, 32: 1.79, 64: 2.72, 128: 4.7, 256: 8.9}, 5.7e-7),
         lambda n, drafting: (0.25 + 0.012 * n + (drafting > 0) * 0.15 + 0.01 * drafting) / 1e3,
+    ),
+    # on two cores of an AMD EPYC (Zen 3), whose registers hold the sums of six rows: the seventh is a step
+    "demo AVX2": Machine(
+        "demo AVX2",
+        through({1: 1.0, 2: 1.3, 4: 1.4, 6: 1.55, 7: 2.2, 8: 2.25, 12: 2.8, 16: 3.7, 24: 5.3, 32: 7.2, 48: 10.1, 64: 13.5}, 3.5e-7),
+        through({1: 0.1, 8: 0.12, 32: 0.2, 56: 0.3}, 1e-7),
+        lambda n, drafting: (0.37 + 0.012 * n + (drafting > 0) * 0.5 + 0.01 * drafting) / 1e3,
+        sizes=(*range(1, 9), 12, 16, 24, 32, 48, 64, 128, 256),
     ),
     # shapes of GPU curves, not measurements: memory-bound passes, padded to captured sizes
     "GPU, 8 B and 1 B": Machine(

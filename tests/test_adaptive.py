@@ -208,7 +208,7 @@ def test_drafting_comes_back_when_it_pays_and_catches_up(zoo: Zoo, monkeypatch: 
 
     assert run_all(engine, PROMPTS, [greedy(limit, ignore_eos=True) for limit in limits], before_step=look) == written(zoo, limits)
     assert seen[10, "on"] == 0 < seen[10, "off"] and (coverage[10] or 0) < 0.6
-    assert seen[2, "on"] > 5 * seen[2, "off"] and coverage[2] == 1.0
+    assert seen[2, "on"] > 3 * seen[2, "off"] and (coverage[2] or 0) > 0.98  # but for the last token of one
 
 
 def test_a_large_cap_crowds_nobody_out(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

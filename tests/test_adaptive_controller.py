@@ -19,7 +19,7 @@ from titan.adaptive.probes import PROBE_SHARE, Probes
 from titan.adaptive.value import PastRequests, estimate
 from titan.core.draft_history import AcceptanceCounts
 
-DEMO, BIG, BIG16, GPU = MACHINES.values()
+DEMO, BIG, BIG16, STEP, GPU = MACHINES.values()
 NEVER, ALWAYS = Fixed, partial(Fixed, 6)
 
 
@@ -34,10 +34,11 @@ def mixed(n: int, good: float = 0.9, bad: float = 0.02) -> list[Text]:
 @pytest.mark.parametrize(
     ("machine", "n", "acceptance"),
     [
-        *((machine, n, 0.2) for machine in (DEMO, BIG, BIG16, GPU) for n in (1, 8)),
+        *((machine, n, 0.2) for machine in (DEMO, BIG, BIG16, STEP, GPU) for n in (1, 8)),
         *((DEMO, n, a) for n, a in ((1, 0.5), (8, 0.8), (8, 0.5), (32, 0.95), (32, 0.35))),
         *((BIG, n, a) for n, a in ((1, 0.65), (8, 0.95), (32, 0.5))),
         *((BIG16, n, a) for n, a in ((1, 0.95), (8, 0.65))),
+        *((STEP, n, a) for n, a in ((1, 0.8), (1, 0.95), (2, 0.65), (32, 0.9))),
         *((GPU, n, a) for n, a in ((1, 0.8), (8, 0.5), (32, 0.65))),
     ],
     ids=lambda each: getattr(each, "name", str(each)),

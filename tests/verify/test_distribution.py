@@ -251,7 +251,8 @@ def spiteful(_: Controller, load: Load) -> Decision:
         min(each.max_nodes, int(6 * share)) if share > 0.45 else 0 for each, share in zip(load.candidates, rejected, strict=True)
     ]
     worth = Worth(agreement=0.9, acceptance=0.8, node_price=0.05, row_price=0.01, pass_price=0.3)
-    return Decision(num_nodes, [worth if each.stops_early and num_nodes[i] else None for i, each in enumerate(load.candidates)])
+    worths = [worth if each.stops_early and num_nodes[i] else None for i, each in enumerate(load.candidates)]
+    return Decision(num_nodes, [each.max_nodes if worths[i] else num_nodes[i] for i, each in enumerate(load.candidates)], worths)
 
 
 @pytest.mark.parametrize(("draft_sampling", "watch"), [("sampled", None), ("auto", None), ("sampled", Peeking)])

@@ -64,7 +64,8 @@ class Decision(NamedTuple):
     """What each candidate drafts."""
 
     num_nodes: list[int]  # 0: nothing
-    worths: Sequence[Worth | None]  # where growth may go on beyond these nodes or end before, by confidence; None: it may not
+    most_nodes: Sequence[int]  # up to which growth may go on, if it is worth it
+    worths: Sequence[Worth | None]  # where growth ends, by confidence; None: where there are as many nodes
     probed: Sequence[int] = ()  # candidates that draft only to see whether it would pay
     acceptance: Sequence[float] = ()  # expected of each candidate
 
@@ -102,7 +103,7 @@ class Controller:
         self._hoped: list[int] = []
         self._before: list[tuple[float, float]] = []  # of probed requests: their drafts, and the acceptance that these showed
         self._load: Load = Load((), 0, 0)
-        self._decision = Decision([], ())
+        self._decision = Decision([], (), ())
 
     @property
     def is_probe_due(self) -> bool:
@@ -180,7 +181,11 @@ class Controller:
         for i in probed:
             num_nodes[i] = 1
         self._before = [self._showing(load.candidates[i].counts) for i in probed]
-        return Decision(num_nodes, worths, probed, acceptance)
+        most_nodes = [
+            count if worth is None else min(each.max_nodes, count + self.optimum.slack)
+            for count, worth, each in zip(num_nodes, worths, load.candidates, strict=True)
+        ]
+        return Decision(num_nodes, most_nodes, worths, probed, acceptance)
 
     def _is_plain_due(self) -> bool:
         """Whether a step without drafts should show what such steps cost: the more often, the less drafting gains."""
@@ -296,4 +301,5 @@ class Controller:
 
 def _nothing(load: Load) -> Decision:
     """Return the decision that no candidate drafts."""
-    return Decision([0] * len(load.candidates), [None] * len(load.candidates))
+    nobody = [0] * len(load.candidates)
+    return Decision(nobody, nobody, [None] * len(load.candidates))

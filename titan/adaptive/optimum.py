@@ -9,6 +9,7 @@ from operator import itemgetter
 
 from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load
+from titan.core.limits import MAX_NODES
 
 MARGIN = 0.02
 """Share by which drafting must be expected to gain."""
@@ -32,9 +33,10 @@ class Optimum:
     off_rate: float
     on_rate: float = 0.0  # of the best setting that drafts
     seconds: float = 0.0  # of a step with that setting
-    node_seconds: float = 0.0  # of one more node in the target's pass
+    node_seconds: float = 0.0  # of a node in the target's pass: of one more or, at a step of the curve, of one of the last
     row_seconds: float = 0.0  # of one more row in a pass of the draft
     pass_seconds: float = 0.0  # of a pass of the draft, without its rows
+    slack: int = MAX_NODES  # nodes up to the next step of the curve, where one more costs more than any that is drafted is worth
 
     @property
     def drafts(self) -> bool:
@@ -83,6 +85,10 @@ class Prices:
         of_draft = num_passes * self.pass_seconds + num_rows * self.row_seconds
         return self.host[num_drafting.bit_length()] + of_draft + self.target(num_nodes)
 
+    def node(self, size: int, above: int) -> float:
+        """Return the seconds of a node in the target's pass, between two numbers of nodes."""
+        return max(self.target(above) - self.target(size), 0.0) / (above - size)
+
     def _pass(self, num_nodes: int) -> float:
         return self._costs.target.predict(self.load.num_rows + num_nodes, self.load.num_context_tokens, True)
 
@@ -125,10 +131,17 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
     if optimum.on_rate > off_rate * least:
         for _, _, i in drafted:
             optimum.num_nodes[i] += 1
-        size = len(drafted)
-        above = min((each for each in sizes if each > size), default=2 * size)
+        size = last = len(drafted)
         optimum.rate, optimum.row_seconds, optimum.pass_seconds = optimum.on_rate, prices.row_seconds, prices.pass_seconds
-        optimum.node_seconds = max(prices.target(above) - prices.target(size), 0.0) / (above - size)
+        optimum.node_seconds = prices.node(size // 2, size)
+        for above in [each for each in sizes if each > size] or [2 * size]:
+            node_seconds = prices.node(last, above)
+            if optimum.rate * node_seconds > yield_factor * drafted[-1][0]:
+                optimum.slack = last - size
+                break
+            if last == size:
+                optimum.node_seconds = node_seconds
+            last = above
     return optimum
 
 

@@ -143,6 +143,6 @@ class _Curve:
 
 
 def _sizes(most: int) -> list[int]:
-    """Return 1, 2, 3, 4, 6, 8, 12, ... up to ``most``, which is the last."""
-    powers = [2**i for i in range(most.bit_length())]
-    return sorted({size for power in powers for size in (power, power * 3 // 2) if size < most} | {most})
+    """Return all numbers up to 8, then 12, 16, 24, ..., and at the end ``most``; a few rows more may be a step of the curve."""
+    powers = [2**i for i in range(3, most.bit_length())]
+    return sorted({size for size in (*range(1, 8), *powers, *(power * 3 // 2 for power in powers)) if size < most} | {most})

@@ -23,7 +23,7 @@ TEMPERATURE_RATE = 1 / 32
 RESERVED_NODES = 8
 """Nodes for which room is reserved, as a multiple of those expected: where the draft is sure of itself, trees grow larger."""
 
-NOTHING = Decision([], ())
+NOTHING = Decision([], (), ())
 
 
 @dataclass(slots=True)
@@ -74,10 +74,9 @@ class AdaptiveSpeculation:
         expected = 0 if decision.is_probe else max(decision.num_nodes, default=0)
         has_room, self.num_reserved = self.num_reserved > 0, min(self.max_nodes, RESERVED_NODES * expected)
         self._decision = decision = decision if has_room or not decision.drafts else self.controller.postpone()
-        for i, count, worth in zip(rows, decision.num_nodes, decision.worths, strict=True):
-            if worth is None:
-                plan.draft_budgets[i] = min(plan.draft_budgets[i], count)
-            else:
+        for i, most, worth in zip(rows, decision.most_nodes, decision.worths, strict=True):
+            plan.draft_budgets[i] = min(plan.draft_budgets[i], most)
+            if worth is not None:
                 plan.worths[i] = worth
 
     def _candidate(self, request: Request) -> Candidate:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from titan.core.draft_history import AcceptanceCounts
 
-STRENGTH, STRENGTH_DRAFTS = 4.0, 8.0
+STRENGTH, STRENGTH_DRAFTS = 10.0, 8.0
 """k until requests have drafted, and the number of drafts after which this counts half."""
 
 AGREEMENT_NODES = 2.0
