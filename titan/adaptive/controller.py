@@ -93,6 +93,7 @@ class Controller:
         self.optimum = Optimum([], 0.0, 0.0)
         self.has_drafted = False  # whether anything was ever drafted
         self._prices: Prices | None = None  # of the last comparison
+        self._worths: Sequence[Worth | None] = ()  # of its candidates; None: they draft nothing
         self._standing = Standing()
         self._has_compared = False  # in the last decision
         self._num_rested = 0  # steps since anything was decided
@@ -175,7 +176,10 @@ class Controller:
         if self.optimum.drafts and self._is_plain_due():
             return _nothing(load)
         self._delay(load, num_nodes)
-        worths = [self._worth(i, load) if count else None for i, count in enumerate(num_nodes)]
+        worths = [
+            worth if count and each.stops_early else None
+            for worth, count, each in zip(self._worths, num_nodes, load.candidates, strict=True)
+        ]
         acceptance = self._estimates.means
         probed = self._probes.choose(load, self.costs, num_nodes, acceptance, self._hoped)
         for i in probed:
@@ -197,7 +201,7 @@ class Controller:
 
     def _delay(self, load: Load, num_nodes: list[int]) -> None:
         """Let the requests that owe most wait, so that the draft is not fed for longer than a few steps without it take."""
-        if self.costs.draft is None:
+        if self.costs.draft is None or all(each.is_fed for each in load.candidates):
             return
         num_rows, most = 0, MAX_FEED * self.costs.plain_seconds(load)
         for i in sorted((i for i, count in enumerate(num_nodes) if count), key=lambda i: load.candidates[i].num_missing):
@@ -218,6 +222,9 @@ class Controller:
         ]
         self._probes.forget()
         self.optimum = best(sure, prices, self.drafting_yield.factor, 1 - MARGIN if self.optimum.drafts else 1 + MARGIN)
+        self._worths = [
+            self._worth(i, each.weight) if self.optimum.num_nodes[i] else None for i, each in enumerate(load.candidates)
+        ]
         self._hoped = self.optimum.num_nodes
         if not all(self._hoped):
             self._hoped = best(estimates.bounds, prices, self.drafting_yield.factor).num_nodes
@@ -227,12 +234,9 @@ class Controller:
         )
         self._standing.renew(load, self.optimum.drafts, may_new_draft, self.fleet.num_drafts, plain_seconds)
 
-    def _worth(self, i: int, load: Load) -> Worth | None:
-        candidate = load.candidates[i]
-        if not candidate.stops_early:
-            return None
+    def _worth(self, i: int, weight: float) -> Worth:
         optimum, estimates = self.optimum, self._estimates
-        price = optimum.rate / candidate.weight
+        price = optimum.rate / weight
         return Worth(
             estimates.agreements[i],
             estimates.means[i],
