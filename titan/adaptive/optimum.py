@@ -131,18 +131,32 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
     if optimum.on_rate > off_rate * least:
         for _, _, i in drafted:
             optimum.num_nodes[i] += 1
-        size = last = len(drafted)
         optimum.rate, optimum.row_seconds, optimum.pass_seconds = optimum.on_rate, prices.row_seconds, prices.pass_seconds
-        optimum.node_seconds = prices.node(size // 2, size)
-        for above in [each for each in sizes if each > size] or [2 * size]:
-            node_seconds = prices.node(last, above)
-            if optimum.rate * node_seconds > yield_factor * drafted[-1][0]:
-                optimum.slack = last - size
-                break
-            if last == size:
-                optimum.node_seconds = node_seconds
-            last = above
+        _price_nodes(optimum, prices, sizes, len(drafted), yield_factor * drafted[-1][0])
     return optimum
+
+
+def _price_nodes(optimum: Optimum, prices: Prices, sizes: Sequence[int], size: int, least_value: float) -> None:
+    """Find what a node costs, and for how many more that holds.
+
+    Where the target's curve has a step, the next node may cost more than all those before it together, and these are worth it.
+
+    Args:
+        optimum: with all but that.
+        prices: of its load.
+        sizes: numbers of nodes to look at.
+        size: nodes of the optimum.
+        least_value: tokens that the last of them brings.
+    """
+    last, optimum.node_seconds = size, prices.node(size // 2, size)
+    for above in [each for each in sizes if each > size] or [2 * size]:
+        node_seconds = prices.node(last, above)
+        if optimum.rate * node_seconds > least_value:
+            optimum.slack = last - size
+            break
+        if last == size:
+            optimum.node_seconds = node_seconds
+        last = above
 
 
 def _nodes_by_value(candidates: Sequence[Candidate], acceptance: Sequence[float]) -> list[tuple[float, int, int]]:
