@@ -29,19 +29,26 @@ void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t bl
   }
 }
 
-// Multiply rows in groups of nearly equal size; groups after the first find the strip of the weight in the cache.
+// Number of rows that are multiplied together: groups are of nearly equal size, unless a row alone behind full ones takes more blocks.
+constexpr int64_t group_rows_of(int64_t num_rows) {
+  const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, last_rows = num_rows - (num_groups - 1) * kMostRows;
+  return most_blocks(last_rows) > most_blocks(kMostRows) ? kMostRows : (num_rows + num_groups - 1) / num_groups;
+}
+
+// Multiply rows in groups; those after the first find the strip of the weight in the cache.
 template <typename T, typename X, typename Packed>
 void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64_t stride, int64_t num_rows, const T* residual, T* output) {
-  const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, group_rows = (num_rows + num_groups - 1) / num_groups;
-  const int64_t num_blocks = (weight.num_outputs + kBlock - 1) / kBlock, most = most_blocks(group_rows);
+  const int64_t group_rows = group_rows_of(num_rows), most = most_blocks((num_rows - 1) % group_rows + 1);
+  const int64_t num_blocks = (weight.num_outputs + kBlock - 1) / kBlock;
   member.share((num_blocks + most - 1) / most, num_rows * depth_of(weight) * most, [&](int64_t strip) {
-    const int64_t block = strip * most, count = std::min(most, num_blocks - block);
+    const int64_t end = std::min((strip + 1) * most, num_blocks);
     for (int64_t first = 0; first < num_rows; first += group_rows) {
-      const int64_t rows = std::min(group_rows, num_rows - first), place = first * weight.num_outputs;
-      with_constant<kMostRows>(rows, [&](auto m) {
-        with_constant<most_blocks(m)>(count, [&](auto b) {
-          multiply_strip<T, X, Packed, m, b>(weight, x + first * stride, stride, block, residual ? residual + place : nullptr, output + place);
-        });
+      const int64_t place = first * weight.num_outputs;
+      with_constant<kMostRows>(std::min(group_rows, num_rows - first), [&](auto m) {
+        for (int64_t block = strip * most; block < end; block += most_blocks(m))
+          with_constant<most_blocks(m)>(end - block, [&](auto b) {
+            multiply_strip<T, X, Packed, m, b>(weight, x + first * stride, stride, block, residual ? residual + place : nullptr, output + place);
+          });
       });
     }
   });
