@@ -290,7 +290,7 @@ MACHINES = {
         through({1: 1.05, 8: 1.1, 16: 1.31, 32: 1.79, 64: 2.72, 128: 4.7, 256: 8.9}, 5.7e-7),
         lambda n, drafting: (0.25 + 0.012 * n + (drafting > 0) * 0.15 + 0.01 * drafting) / 1e3,
     ),
-    # on two cores of an AMD EPYC (Zen 3), whose registers hold the sums of six rows: the seventh is a step
+    # on two cores of an AMD EPYC (Zen 3), whose registers hold the sums of six rows: the seventh was a step
     "demo AVX2": Machine(
         "demo AVX2",
         through({1: 1.0, 2: 1.3, 4: 1.4, 6: 1.55, 7: 2.2, 8: 2.25, 12: 2.8, 16: 3.7, 24: 5.3, 32: 7.2, 48: 10.1, 64: 13.5}, 3.5e-7),

@@ -198,7 +198,8 @@ def test_drafting_comes_back_when_it_pays_and_catches_up(zoo: Zoo, monkeypatch: 
     """A row beyond eight costs as much as eight: eight requests and more have no room for drafts, two have."""
     Machine(monkeypatch, target=lambda rows: 1.0 + max(0.0, rows - 8))
     engine, limits = adaptive_engine(zoo, "llama", **AMPLE), [20] * 8 + [70] * 2
-    seen, coverage = Counter[tuple[int, str]](), dict[int, float | None]()
+    seen, coverage, sizes = Counter[tuple[int, str]](), dict[int, float | None](), list[int]()
+    engine.observers.append(lambda _, acceptance: sizes.append(acceptance.trees.num_nodes))
 
     def look(_: int) -> None:
         metrics = engine.metrics()
@@ -209,6 +210,7 @@ def test_drafting_comes_back_when_it_pays_and_catches_up(zoo: Zoo, monkeypatch: 
     assert run_all(engine, PROMPTS, [greedy(limit, ignore_eos=True) for limit in limits], before_step=look) == written(zoo, limits)
     assert seen[10, "on"] == 0 < seen[10, "off"] and (coverage[10] or 0) < 0.6
     assert seen[2, "on"] > 3 * seen[2, "off"] and (coverage[2] or 0) > 0.98  # but for the last token of one
+    assert max(sizes) == 6  # however sure the draft is
 
 
 def test_a_large_cap_crowds_nobody_out(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ constexpr int64_t most_blocks(int64_t num_rows) { return kLanes == 16 || num_row
 
 constexpr int64_t kPrefetchBytes = 2048; // read ahead; the prefetch of the hardware does not reach far enough
 
-// Call `work` with a number from 1 to Most as a constant.
+// Call `work` with a number, or with Most if that is less, as a constant.
 template <int Most, typename Work>
 inline void with_constant(int64_t number, const Work& work) {
   if constexpr (Most > 1) {

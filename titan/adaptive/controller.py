@@ -65,7 +65,7 @@ class Decision(NamedTuple):
 
     num_nodes: list[int]  # 0: nothing
     most_nodes: Sequence[int]  # up to which growth may go on, if it is worth it
-    worths: Sequence[Worth | None]  # where growth ends, by confidence; None: where there are as many nodes
+    worths: Sequence[Worth | None]  # where growth ends, by confidence; None: at `num_nodes`
     probed: Sequence[int] = ()  # candidates that draft only to see whether it would pay
     acceptance: Sequence[float] = ()  # expected of each candidate
 
@@ -185,7 +185,7 @@ class Controller:
         for i in probed:
             num_nodes[i] = 1
         self._before = [self._showing(load.candidates[i].counts) for i in probed]
-        most_nodes = [
+        most_nodes = [  # of a probe, which has no worth: its node
             count if worth is None else min(each.max_nodes, count + self.optimum.slack)
             for count, worth, each in zip(num_nodes, worths, load.candidates, strict=True)
         ]

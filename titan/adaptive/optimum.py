@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import itemgetter
 
 from titan.adaptive.costs import Costs
@@ -85,9 +85,9 @@ class Prices:
         of_draft = num_passes * self.pass_seconds + num_rows * self.row_seconds
         return self.host[num_drafting.bit_length()] + of_draft + self.target(num_nodes)
 
-    def node(self, size: int, above: int) -> float:
+    def slope(self, low: int, high: int) -> float:
         """Return the seconds of a node in the target's pass, between two numbers of nodes."""
-        return max(self.target(above) - self.target(size), 0.0) / (above - size)
+        return max(self.target(high) - self.target(low), 0.0) / (high - low)
 
     def _pass(self, num_nodes: int) -> float:
         return self._costs.target.predict(self.load.num_rows + num_nodes, self.load.num_context_tokens, True)
@@ -132,31 +132,25 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
         for _, _, i in drafted:
             optimum.num_nodes[i] += 1
         optimum.rate, optimum.row_seconds, optimum.pass_seconds = optimum.on_rate, prices.row_seconds, prices.pass_seconds
-        _price_nodes(optimum, prices, sizes, len(drafted), yield_factor * drafted[-1][0])
+        optimum.node_seconds, optimum.slack = _node_price(prices, sizes, len(drafted), yield_factor * drafted[-1][0] / optimum.rate)
     return optimum
 
 
-def _price_nodes(optimum: Optimum, prices: Prices, sizes: Sequence[int], size: int, least_value: float) -> None:
-    """Find what a node costs, and for how many more that holds.
+def _node_price(prices: Prices, sizes: Sequence[int], size: int, least_value: float) -> tuple[float, int]:
+    """Return the seconds of a node, and for how many more than the optimum has they hold.
 
     Where the target's curve has a step, the next node may cost more than all those before it together, and these are worth it.
 
     Args:
-        optimum: with all but that.
-        prices: of its load.
-        sizes: numbers of nodes to look at.
+        prices: of the load.
+        sizes: numbers of nodes to look at, ascending.
         size: nodes of the optimum.
-        least_value: tokens that the last of them brings.
+        least_value: seconds that the last of them may cost at most.
     """
-    last, optimum.node_seconds = size, prices.node(size // 2, size)
-    for above in [each for each in sizes if each > size] or [2 * size]:
-        node_seconds = prices.node(last, above)
-        if optimum.rate * node_seconds > least_value:
-            optimum.slack = last - size
-            break
-        if last == size:
-            optimum.node_seconds = node_seconds
-        last = above
+    above = [each for each in (*sizes, 2 * sizes[-1]) if each > size]
+    slopes = [(low, prices.slope(low, high)) for low, high in pairwise([size, *above])]
+    slack = next((low - size for low, slope in slopes if slope > least_value), MAX_NODES)
+    return slopes[0][1] if slack else prices.slope(size // 2, size), slack
 
 
 def _nodes_by_value(candidates: Sequence[Candidate], acceptance: Sequence[float]) -> list[tuple[float, int, int]]:

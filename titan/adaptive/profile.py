@@ -80,14 +80,15 @@ class _Curve:
         self._without_context = self._in_context = float("inf")  # of the passes that show what context costs
 
     def explore(self, max_seconds: float) -> None:
-        """Time each size once, the smallest first, as long as there is time; two in any case."""
+        """Time each size once, as long as there is time; two in any case."""
         begin = time.perf_counter()
         for size in self._padded or _sizes(self._max_rows):
             if len(self._sizes) >= 2 and time.perf_counter() - begin > max_seconds:
                 break
             self._time(size, 0)  # the first pass of a size finds nothing in the caches
-            self._sizes.append(size)
-            self._seconds.append(self._time(size, 0))
+            place = bisect_left(self._sizes, size)
+            self._sizes.insert(place, size)
+            self._seconds.insert(place, self._time(size, 0))
 
     def repeat(self) -> None:
         """Time all these sizes once more; the least times count."""
@@ -143,6 +144,7 @@ class _Curve:
 
 
 def _sizes(most: int) -> list[int]:
-    """Return all numbers up to 8, then 12, 16, 24, ..., and at the end ``most``; a few rows more may be a step of the curve."""
-    powers = [2**i for i in range(3, most.bit_length())]
-    return sorted({size for size in (*range(1, 8), *powers, *(power * 3 // 2 for power in powers)) if size < most} | {most})
+    """Return 1, 2, 3, 4, 6, 8, 12, ... up to ``most``, then what else is below 8, where a row more may be a step of the curve."""
+    powers = [2**i for i in range(most.bit_length())]
+    coarse = sorted({size for power in powers for size in (power, power * 3 // 2) if size < most} | {most})
+    return [*coarse, *(size for size in (5, 7) if size < most)]
