@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from titan.core.request import Request
 from titan.core.step import StepPlan
 from titan.core.trees import DraftTrees
+from titan.draft.base import ReviewReport
 from titan.draft.draft_model import DraftModelDrafter
 from titan.kernels.interfaces import Backend
 from titan.models.decoder import Decoder
@@ -42,8 +45,19 @@ class HalfHopelessDrafter(DraftModelDrafter):
 
     def propose(self, plan: StepPlan) -> DraftTrees:
         trees = super().propose(plan)
-        is_odd = np.array([int(request.request_id) % 2 == 1 for request in plan.requests])
+        is_odd = np.array([_is_odd(request) for request in plan.requests])
         token_ids = trees.nodes.token_ids
         is_wrong = torch.from_numpy(np.repeat(is_odd, trees.counts)).to(token_ids.device) & (token_ids >= 0)
         wrong = torch.where(is_wrong, (token_ids + 1) % self.target_vocab_size, token_ids)
         return replace(trees, nodes=trees.nodes._replace(token_ids=wrong))
+
+    def review(self, requests: Sequence[Request]) -> ReviewReport:
+        report = super().review(requests)
+        pairs = zip(requests, report.reviews, strict=True)
+        return report._replace(
+            reviews=[each._replace(is_right=[False] * len(each.is_right)) if _is_odd(request) else each for request, each in pairs]
+        )
+
+
+def _is_odd(request: Request) -> bool:
+    return int(request.request_id) % 2 == 1

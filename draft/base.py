@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVLayout, KVTensor
@@ -94,6 +94,37 @@ class ConfidentDrafter(Drafter, Protocol):
 
     def stops_early(self, request: Request) -> bool:
         """Whether the tree of a request would be grown in that way."""
+        ...
+
+
+class Review(NamedTuple):
+    """What a drafter says of tokens that a request emitted without it, the oldest first; both may be empty."""
+
+    is_right: Sequence[bool]  # of each: whether it would have been the first child of a root
+    logprobs: Sequence[float] | None  # of those first children, at the temperature of its trees; None: the draft counts as sure
+
+
+class ReviewReport(NamedTuple):
+    """Reviews of some requests, and what they took."""
+
+    reviews: Sequence[Review]  # one per request
+    num_rows: int = 0  # of the draft's pass
+    seconds: float = 0.0  # of that pass; 0: nobody knows
+
+
+@runtime_checkable
+class ReviewingDrafter(Drafter, Protocol):
+    """A drafter that can tell what it would have proposed, so that requests need not draft to show whether that would pay.
+
+    One that proposes something else in `propose` than its base class must say so here as well.
+    """
+
+    def num_reviewable(self, request: Request) -> int | None:
+        """Return of how many tokens a review would tell now; ``None``: of none, at any time, such as if its drafts are sampled."""
+        ...
+
+    def review(self, requests: Sequence[Request]) -> ReviewReport:
+        """Review requests, each of them before its next token is known; the drafter may write KV of its committed tokens."""
         ...
 
 

@@ -2,20 +2,33 @@
 
 The first pass of a step feeds, for each request, the committed tokens that the draft cache lacks (`num_drafted_context` says
 how many it has: 1 or 2 are missing after a normal step, a chunk in prefill, everything after a swap or a pause). How the tree
-grows after them is a spec of the policy, which the runner executes.
+grows after them is a spec of the policy, which the runner executes. In a review, the same pass says what the draft would have
+proposed after each of these tokens: what was emitted since is known.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from math import isfinite
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from titan.core.batch import QueryRow, build_batch
 from titan.core.growth import Feed
 from titan.core.kv_tensor import KVTensor
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees
-from titan.draft.base import DraftContext
-from titan.draft.policy import DraftPolicy
+from titan.draft.base import DraftContext, Review, ReviewReport
+from titan.draft.policy import DraftPolicy, score_temperature
 from titan.draft.vocabulary import VocabularyMap
 from titan.kernels.interfaces import Model, Runner
+
+MAX_REVIEWED = 16
+"""Tokens of a request that are compared with what the draft says of them, the last ones of those that it lacked."""
 
 
 class DraftModelDrafter:
@@ -47,9 +60,11 @@ class DraftModelDrafter:
             stops_early=context.is_adaptive and context.backend.is_host,
         )
         self.runner: Runner
+        self._block_size: int
         self._context = context
 
     def attach(self, kv: KVTensor) -> None:
+        self._block_size = kv.block_size
         self.runner = self._context.prepare(self.model, kv, self.policy.largest_specs(), self._num_proposable)
 
     def lookahead(self, request: Request, budget: int) -> int:
@@ -67,6 +82,52 @@ class DraftModelDrafter:
         for feed in feeds:  # now that their KV is written
             plan.requests[feed.row].cover_draft(len(feed.token_ids))
         return trees if self.vocabulary is None else self.vocabulary.to_target(trees)
+
+    def num_reviewable(self, request: Request) -> int | None:
+        if self.policy.is_sampled(request):
+            return None
+        return len(self._reviewed(request, request.num_drafted_context, min(request.num_tokens - 1, self.max_len)))
+
+    def review(self, requests: Sequence[Request]) -> ReviewReport:
+        left, rows, ranges = self.max_num_batched_tokens, list[QueryRow](), list[range]()
+        for request in requests:
+            start = request.num_drafted_context
+            end = min(request.num_tokens - 1, self.max_len, start + left)
+            ranges.append(self._reviewed(request, start, end))
+            if end > start:
+                left -= end - start
+                known, before = self._known(request.token_ids[start:end]), range(ranges[-1].start - start, end - start - 1)
+                rows.append(QueryRow(request.block_ids, start, known, bool(ranges[-1]), before))
+                request.cover_draft(end - start)
+        if not rows:
+            return ReviewReport([Review((), None) for _ in requests])
+        batch, start_s = build_batch(rows, block_size=self._block_size), time.perf_counter()
+        logits = self.runner.forward(batch)
+        seconds = time.perf_counter() - start_s
+        proposed, logprobs = self._first_children(logits, np.repeat([*map(score_temperature, requests)], [*map(len, ranges)]))
+        reviews, first = list[Review](), 0
+        for request, positions in zip(requests, ranges, strict=True):
+            found = zip(positions, proposed[first:], logprobs[first:], strict=False)
+            known_ones = [(request.token_ids[i + 1] == token, logprob) for i, token, logprob in found if isfinite(logprob)]
+            has_scores = self.policy.stops_early(request)
+            reviews.append(Review([each for each, _ in known_ones], [each for _, each in known_ones] if has_scores else None))
+            first += len(positions)
+        return ReviewReport(reviews, len(batch.token_ids), seconds if self._context.backend.is_host else 0.0)
+
+    def _first_children(self, logits: Tensor, temperatures: NDArray[np.float64]) -> tuple[list[int], list[float]]:
+        """Return the target's ids of the tokens that would be first children of roots, and their log-probabilities."""
+        backend = self._context.backend
+        uploaded = backend.upload([temperatures.astype(np.float32)])
+        token_ids, logprobs = backend.sampling.top_candidates(logits[:, : self._num_proposable], 1, *uploaded)
+        if self.vocabulary is not None:
+            token_ids = self.vocabulary.target_ids[token_ids]
+        tokens, scores = backend.download([token_ids[:, 0], logprobs[:, 0]])
+        return tokens.tolist(), scores.tolist()
+
+    @staticmethod
+    def _reviewed(request: Request, start: int, end: int) -> range:
+        """Return which of these positions, whose tokens are fed, come before tokens that the request has emitted: the last ones."""
+        return range(max(start, request.num_prompt_tokens - 1, end - MAX_REVIEWED), end)
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Do nothing: what verification says about the draft is in the requests' histories."""

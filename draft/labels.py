@@ -1,4 +1,4 @@
-"""What a verification says about a draft: the histories that the next drafts are planned from."""
+"""What a verification or a review says about a draft: the histories that the next drafts are planned from."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from titan.core.draft_history import AcceptanceCounts, DraftHistory
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import GrowthReport
+from titan.draft.base import Review
 from titan.draft.policy import score_temperature
 
 
@@ -39,7 +40,7 @@ def note_verification(
             continue
         counts: tuple[AcceptanceCounts, ...] = ()
         if fleet is not None:
-            counts = (history.acceptance,) if request.params.has_transforms else (history.acceptance, fleet)
+            counts = _counts(request, fleet)
             for each in counts:
                 each.note_draft(1.0 if is_sure else exp(first_scores[i]))
         if first == end:
@@ -51,6 +52,32 @@ def note_verification(
             _note_children(history, parents, path)
         scores = all_scores[first:end] if trees.has_scores[i] else None
         _note_first_children(request, parents, scores, path, counts, is_sure)
+
+
+def note_review(request: Request, review: Review, fleet: AcceptanceCounts) -> None:
+    """Update the history of a request that was reviewed, as if each token had been drafted by itself and verified.
+
+    Args:
+        request: the one.
+        review: of its tokens.
+        fleet: as in `note_verification`.
+    """
+    if not review.is_right:
+        return
+    probabilities = [1.0] * len(review.is_right) if review.logprobs is None else [*map(exp, review.logprobs)]
+    if review.logprobs is not None:  # one step of the temperature, at which all of them were compared
+        surprise = (sum(review.is_right) - sum(probabilities)) / len(probabilities)
+        request.draft_history.note_surprise(score_temperature(request), surprise)
+    for counts in _counts(request, fleet):
+        for probability, is_right in zip(probabilities, review.is_right, strict=True):
+            counts.note_draft(probability)
+            counts.note(probability, is_right)
+
+
+def _counts(request: Request, fleet: AcceptanceCounts) -> tuple[AcceptanceCounts, ...]:
+    """Return the counts that a request's drafts are noted in: those of all only if the draft sees its options."""
+    own = request.draft_history.acceptance
+    return (own,) if request.params.has_transforms else (own, fleet)
 
 
 def _note_children(history: DraftHistory, parents: list[int], path: list[int]) -> None:
@@ -78,7 +105,7 @@ def _note_first_children(
         probability, is_accepted = 1.0, first == child
         if scores is not None:
             logprob = scores[first] - score
-            request.draft_history.note_confidence(start, logprob, is_accepted)
+            request.draft_history.note_surprise(start, is_accepted - exp(logprob))
             probability, score = 1.0 if is_sure else exp(logprob), scores[child]
         for each in counts:
             each.note(probability, is_accepted)

@@ -61,7 +61,22 @@ class DraftPolicy:
 
     def stops_early(self, request: Request) -> bool:
         """Whether the tree of a request has scores, by which it may end where it does not pay."""
-        return self._stops_early and self.fixed_shape is None and not self._is_sampled(request)
+        return self._stops_early and self.fixed_shape is None and not self.is_sampled(request)
+
+    def is_sampled(self, request: Request) -> bool:
+        """Whether to sample the proposal; with "auto", whether sampled ones have matched better at this request's roots.
+
+        A request with a seed of its own is drafted greedily with "auto": its tokens depend on nothing but itself.
+        """
+        if request.params.is_greedy or self.draft_sampling == "greedy":
+            return False
+        if self.draft_sampling == "sampled":
+            return True
+        if request.params.seed is not None:
+            return False
+        history = request.draft_history
+        is_greedy_better = history.greedy_match.value > history.sampled_match.value + MIN_GREEDY_GAIN
+        return not is_greedy_better or history.num_drafts % COMPARE_EVERY == 0
 
     def spec(self, request: Request, budget: int, num_slots: int, worth: Worth | None = None) -> GrowthSpec:
         """Return how the tree of one request grows.
@@ -72,7 +87,7 @@ class DraftPolicy:
             num_slots: slots reserved after the root.
             worth: where it ends, if it stops early; ``None``: at the budget.
         """
-        if self._is_sampled(request):
+        if self.is_sampled(request):
             return ShapeSpec(shape_plan(self._shape(request, budget).tobytes()), request.params, request.seed)
         if self.fixed_shape is not None:
             return ShapeSpec(shape_plan(self.fixed_shape[:budget].tobytes()))
@@ -101,28 +116,13 @@ class DraftPolicy:
             or self.fixed_shape is not None
             or self._is_chain(budget)
             or self._is_narrow(budget)
-            or self._is_sampled(request)
+            or self.is_sampled(request)
         ):
             return budget
         return max(budget, self._beam(request, budget).num_slots)
 
     def _beam(self, request: Request, budget: int) -> BeamSpec:
         return BeamSpec(budget, min(budget, self.beam_depth), self.width, self.width + 1, score_temperature(request))
-
-    def _is_sampled(self, request: Request) -> bool:
-        """Whether to sample the proposal; with "auto", whether sampled ones have matched better at this request's roots.
-
-        A request with a seed of its own is drafted greedily with "auto": its tokens depend on nothing but itself.
-        """
-        if request.params.is_greedy or self.draft_sampling == "greedy":
-            return False
-        if self.draft_sampling == "sampled":
-            return True
-        if request.params.seed is not None:
-            return False
-        history = request.draft_history
-        is_greedy_better = history.greedy_match.value > history.sampled_match.value + MIN_GREEDY_GAIN
-        return not is_greedy_better or history.num_drafts % COMPARE_EVERY == 0
 
     def _is_chain(self, budget: int) -> bool:
         return self.draft_tree == "chain" or budget == 1 or (self.draft_tree == "auto" and budget <= MAX_CHAIN_NODES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +17,7 @@ from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
+from titan.draft.draft_model import MAX_REVIEWED
 
 Cost = Callable[[float, float], float]  # seconds of rows and context tokens
 LENGTHS = (1, 2, 3, 4, 6)
@@ -74,15 +76,21 @@ class Text:
     is_easy: bool = True
     num_left: int | None = None  # tokens until it ends; None: it never does
     num_prefill: int = 0  # rows of its prompt that the next step runs
+    unseen: deque[float] = field(init=False, default_factory=partial(deque, maxlen=MAX_REVIEWED))  # means of tokens to review
 
     def __str__(self) -> str:
         return f"{self.acceptance}, honesty {self.honesty}"
 
-    def probability(self, rng: np.random.Generator) -> float:
-        """Of the next draft token to be accepted."""
+    @property
+    def mean(self) -> float:
+        """Probability of the next draft token to be accepted, on average over such tokens."""
         swing = 0.8 * min(self.acceptance, 1 - self.acceptance) * bool(self.stretch)
-        a = min(max(self.acceptance + (swing if self.is_easy else -swing), 0.005), 0.995)
-        return float(rng.beta(a * self.spread, (1 - a) * self.spread))
+        return min(max(self.acceptance + (swing if self.is_easy else -swing), 0.005), 0.995)
+
+    def draw(self, mean: float, rng: np.random.Generator, *, is_confident: bool) -> tuple[float, float]:
+        """Of a token: its probability to be accepted, and what the draft takes that for."""
+        p = float(rng.beta(mean * self.spread, (1 - mean) * self.spread))
+        return p, min(max(p, 1e-6), 1 - 1e-6) ** self.honesty if is_confident else 1.0
 
     def advance(self, num_tokens: int, is_fed: bool, rng: np.random.Generator) -> None:
         """Append emitted tokens."""
@@ -91,6 +99,10 @@ class Text:
         self.num_left = None if self.num_left is None else self.num_left - num_tokens
         self.context = 128 + (self.context + num_tokens) % 128  # as if requests ended and others began
         self.num_missing = 1 if is_fed else min(self.num_missing + num_tokens, self.context)
+        if is_fed:
+            self.unseen.clear()
+        else:
+            self.unseen.extend([self.mean] * num_tokens)
         if self.stretch and rng.random() < num_tokens / self.stretch:
             self.is_easy = not self.is_easy
 
@@ -162,6 +174,7 @@ class Fleet:
     outliers: float = 0.01  # share of passes that take several times as long
     outlier: float = 2.0
     chunk: int = 0  # rows of prefill in each step
+    may_review: bool = True  # whether the draft can be compared with what was emitted without it
     rested: list[Text] = field(default_factory=list)  # those of the last step, if it was a rest and each had one row
 
     def __post_init__(self) -> None:
@@ -205,7 +218,9 @@ class Fleet:
         ]
         total = sum(map(len, trees))
         target_seconds = self._noisy(machine.target(num_rows + total, context))
-        seconds = self._noisy(machine.host(n, sum(map(bool, chains)))) + draft_seconds + target_seconds
+        shown, *review = self._review(decision.reviewed, policy.fleet)
+        num_drafting = sum(map(bool, chains)) + len(shown)
+        seconds = self._noisy(machine.host(n, num_drafting)) + draft_seconds + target_seconds + review[1]
         emitted = 0
         for text, tree, chain in zip(texts, trees, chains, strict=True):
             length = 0
@@ -222,7 +237,7 @@ class Fleet:
             emitted += 1 + length
             text.advance(1 + length, bool(chain), self.rng)
         sizes, passes = [len(tree) for tree in trees], (num_passes, draft_rows)
-        policy.observe(Outcome(sizes, emitted - n, *passes, seconds, draft_seconds, target_seconds, deciding))
+        policy.observe(Outcome(sizes, emitted - n, *passes, seconds, draft_seconds, target_seconds, deciding, shown, *review))
         return emitted, seconds + deciding, total
 
     def _most(self, text: Text) -> int:
@@ -230,7 +245,26 @@ class Fleet:
 
     def _candidate(self, text: Text) -> Candidate:
         num_left = 256 if text.num_left is None else text.num_left
-        return Candidate(text.counts, self._most(text), text.num_missing, num_left, self.stops_early, text.weight)
+        num_reviewable = len(text.unseen) if self.may_review else None
+        return Candidate(
+            text.counts, self._most(text), text.num_missing, num_left, self.stops_early, text.weight, num_reviewable=num_reviewable
+        )
+
+    def _review(self, rows: Sequence[int], fleet: AcceptanceCounts) -> tuple[list[float], int, float]:
+        """Shares of tokens that the draft would have proposed, and rows and seconds of its pass."""
+        shown, num_fed, context = list[float](), 0, 0
+        for text in map(self.texts.__getitem__, rows):
+            drawn = [text.draw(mean, self.rng, is_confident=self.stops_early) for mean in text.unseen]
+            labels = [bool(self.rng.random() < p) for p, _ in drawn]
+            for counts in (text.counts, fleet):
+                for (_, q), is_right in zip(drawn, labels, strict=True):
+                    counts.note_draft(q)
+                    counts.note(q, is_right)
+            shown.append(sum(labels) / len(labels))
+            num_fed, context = num_fed + text.num_missing - 1, context + text.context
+            text.unseen.clear()
+            text.num_missing = 1
+        return shown, num_fed, self._noisy(self.machine.draft(num_fed, context)) if rows else 0.0
 
     def _grow(
         self, most: Sequence[int], worths: Sequence[Worth | None], context: int
@@ -245,8 +279,8 @@ class Fleet:
             num_passes, num_rows = num_passes + 1, num_rows + rows
             profit, going_on = 0.0, []
             for i in open_chains:
-                p = self.texts[i].probability(self.rng)
-                q = min(max(p, 1e-6), 1 - 1e-6) ** self.texts[i].honesty if self.stops_early else 1.0
+                text = self.texts[i]
+                p, q = text.draw(text.mean, self.rng, is_confident=self.stops_early)
                 scores[i] += log(q)
                 worth = worths[i]
                 depth = len(chains[i]) + 1

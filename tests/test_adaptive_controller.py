@@ -15,7 +15,7 @@ from titan.adaptive.controller import IDLE_FADE, Controller
 from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
-from titan.adaptive.probes import PROBE_SHARE, Probes
+from titan.adaptive.probes import LEAST_REVIEWED, PROBE_SHARE, Probes
 from titan.adaptive.value import PastRequests, estimate
 from titan.core.draft_history import AcceptanceCounts
 
@@ -98,7 +98,7 @@ def adapts_after(
     steps = []
     for seed in range(11):
         changing, policy = fleet(before, seed), make(machine)
-        changing.run(policy, 150)
+        changing.run(policy, 120 + 6 * seed)  # so that probes are not in step
         for text in changing.texts:
             text.acceptance = after
         nodes = np.convolve(changing.run(policy, 160).nodes, np.ones(8) / 8, "valid")
@@ -376,3 +376,74 @@ def test_what_drafting_lost_that_seemed_to_pay_does_not_put_off_probes_for_long(
     for _ in range(150):
         probes.observe(1.0, 1.0, None, 1)
     assert probes.is_due
+
+
+def test_a_review_waits_until_there_is_enough_to_see() -> None:
+    """Meanwhile steps may be dozed through, and nothing is chosen."""
+    probes, costs = Probes(), controller_of(DEMO).costs
+
+    def load(*num_reviewable: int) -> Load:
+        return Load([Candidate(AcceptanceCounts(), 6, 200, 256, True, num_reviewable=each) for each in num_reviewable], 2, 400)
+
+    assert probes.choose(load(1, LEAST_REVIEWED - 4), costs, [0, 0], [0.5, 0.5], [1, 1]) == ()
+    assert not probes.is_due and probes.num_steps_until_due(1e-3, 20) == 4 and probes.num_steps_until_due(1e-3, 3) == 3
+    for _ in range(4):
+        assert not probes.is_due
+        probes.note_doze(1e-3)
+    assert probes.is_due and probes.choose(load(5, LEAST_REVIEWED), costs, [0, 0], [0.5, 0.5], [1, 1]) == [1]
+    assert probes.choose(load(16, 16), costs, [1, 0], [0.5, 0.5], [1, 0]) == [1]
+    assert probes.choose(load(16, 16), costs, [1, 1], [0.5, 0.5], [1, 1]) == () and probes.price == np.inf
+
+
+def test_what_probes_cost_is_owed_in_full() -> None:
+    probes = Probes(price=0.5)
+    probes.observe(1.0, 1.0, None, 1)
+    for _ in range(3):
+        probes.observe(1.5, 1.0, 0, 1, is_probe=True)
+    for _ in range(10):
+        probes.observe(1.0, 1.0, None, 1)
+    assert probes.credit == pytest.approx(3 * (1.5 * PROBE_SHARE - 0.5) + 1.0 + 10 * PROBE_SHARE + 0.5, abs=0.01)
+    for _ in range(5):
+        probes.observe(3.0, 1.0, 0, 1, is_probe=True)
+    assert probes.credit < -8
+
+
+def test_a_price_that_rises_a_little_puts_off_no_probe() -> None:
+    """As it does when the costs that it goes by are followed."""
+    probes = Probes(price=5.0)
+    for _ in range(1000):
+        probes.observe(1.0, 1.0, None, 1)
+        probes.price *= 1 + 1e-6
+        if probes.is_due:
+            break
+    assert probes.is_due
+
+
+def test_a_review_shows_that_the_draft_is_cheaper_than_it_was_taken_for() -> None:
+    """Not that it is dearer: its pass gives more logits than one of growth, and is prepared in Python."""
+    costs, expected = controller_of(DEMO).costs, DEMO.draft(60, 200)
+    assert costs.draft is not None
+    load = Load([Candidate(AcceptanceCounts(), 6, 60, 256, True) for _ in range(4)], 4, 800)
+    for seconds, least, most in ((3 * expected, 0.99, 1.01), (expected / 3, 0.3, 0.5), (expected, 0.3, 0.5)):
+        for _ in range(30):
+            costs.note_review(load, 1, Outcome([], 0, 0, 0, 1.0, 0.0, 0.0, reviewed=[0.5], review_rows=60, review_seconds=seconds))
+        assert least <= costs.draft.predict(60, 200) / expected <= most
+
+
+@pytest.mark.parametrize(("shown", "least", "most"), [(0.1, 0.9, 1.0), (0.9, 0.0, 0.35)])
+def test_what_a_review_shows_of_one_may_be_true_of_others(shown: float, least: float, most: float) -> None:
+    """What is known of the others counts less if the one surprises, and as before if not."""
+    controller = controller_of(DEMO)
+    known = [counts(0.1, 20.0) for _ in range(4)]
+    usual = Outcome([], 0, 0, 0, DEMO.host(4, 0) + DEMO.target(4, 800), 0.0, DEMO.target(4, 800))
+    load = Load([Candidate(each, 6, 60, 256, True, num_reviewable=16) for each in known], 4, 800)
+    for _ in range(400):
+        before = [each.num_drafts for each in known]
+        decision = controller.choose(load)
+        if decision.reviewed:
+            break
+        controller.observe(usual)
+    assert decision.is_probe and not decision.drafts and len(decision.reviewed) == 1
+    controller.observe(usual._replace(reviewed=[shown], review_rows=60, review_seconds=3e-4))
+    shares = [each.num_drafts / num for i, (each, num) in enumerate(zip(known, before, strict=True)) if i not in decision.reviewed]
+    assert all(least <= share <= most for share in shares)

@@ -32,8 +32,8 @@ from titan.core.step import Acceptance, StepPlan
 from titan.core.step_log import StepLog
 from titan.core.step_times import Stopwatch
 from titan.core.trees import DraftTrees, GrowthReport, TreeLimits
-from titan.draft.base import CachingDrafter, DraftContext, Drafter, ModelDrafter, NoDrafter
-from titan.draft.labels import note_verification
+from titan.draft.base import CachingDrafter, DraftContext, Drafter, ModelDrafter, NoDrafter, ReviewingDrafter, ReviewReport
+from titan.draft.labels import note_review, note_verification
 from titan.draft.registry import DraftSpec, open_drafter
 from titan.execute.batch import split_logits, target_batch
 from titan.execute.memory_profile import run_largest_pass
@@ -59,6 +59,7 @@ class _Passed(NamedTuple):
 
     acceptance: Acceptance
     growth: GrowthReport | None
+    report: ReviewReport  # of the plan's reviews; of none where they failed
 
 
 StepObserver = Callable[[StepPlan, Acceptance], None]
@@ -195,7 +196,7 @@ class Engine:
             self.kv.clear_draft_blocks(request for i, request in enumerate(plan.requests) if plan.feeds_draft(i))
         times = watch.times
         times.prepare += watch.lap()
-        trees = self._propose(plan)
+        trees, report = self._propose(plan), self._review(plan)
         times.draft += watch.lap()
         batch = target_batch(plan, trees, block_size=self.kv.block_size)
         times.inputs += watch.lap()
@@ -207,10 +208,10 @@ class Engine:
             times.merge_pass()
         if prompt_logits is not None:
             acceptance.prompt_logprobs.update(prompt_logprobs(plan, prompt_logits, self.backend.upload))
-        return _Passed(acceptance, trees.growth)
+        return _Passed(acceptance, trees.growth, report)
 
     def _commit(self, plan: StepPlan, passed: _Passed, watch: Stopwatch, is_part: bool) -> list[Request]:
-        acceptance, growth = passed
+        acceptance, growth, report = passed
         adaptive, times = self.adaptive, watch.times
         for observe in self.observers:
             observe(plan, acceptance)
@@ -219,6 +220,9 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - likewise
             _warn_of(self.drafter, error)
         note_verification(plan, acceptance, growth, None if adaptive is None else adaptive.controller.fleet)
+        if adaptive is not None:
+            for i, review in zip(plan.reviews, report.reviews, strict=False):
+                note_review(plan.requests[i], review, adaptive.controller.fleet)
         self.kv.commit(plan, acceptance)
         load = None if self._pace is None else _load(plan)
         changed = self.scheduler.update(plan, acceptance)
@@ -226,7 +230,7 @@ class Engine:
         if is_part:
             return changed
         if adaptive is not None:
-            adaptive.observe(plan, acceptance, growth, times)
+            adaptive.observe(plan, acceptance, growth, report, times)
         if self._pace is not None and load is not None:
             self._pace.note(load, acceptance.trees.num_nodes, times.recurring, times.target)
         return changed
@@ -250,6 +254,15 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - whatever it is, a step needs no drafts
             _warn_of(self.drafter, error)
         return DraftTrees.empty(len(plan.requests), self.backend.device)
+
+    def _review(self, plan: StepPlan) -> ReviewReport:
+        if not plan.reviews or not isinstance(self.drafter, ReviewingDrafter):
+            return ReviewReport(())
+        try:
+            return self.drafter.review([plan.requests[i] for i in plan.reviews])
+        except Exception as error:  # noqa: BLE001 - likewise
+            _warn_of(self.drafter, error)
+        return ReviewReport(())
 
     def swap_draft(self, draft: DraftSpec) -> None:
         """Replace the drafter between steps; requests in flight continue, and the new draft catches up with them.

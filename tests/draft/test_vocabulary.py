@@ -11,7 +11,7 @@ import pytest
 import torch
 from back_ends import make_back_end
 from proposals import SHAPES, paths_of, record
-from stepping import AMPLE, SCARCE, greedy, make_engine, run_all
+from stepping import AMPLE, SCARCE, greedy, make_engine, run_all, submit
 from text_tools import make_byte_tokenizer, make_letter_tokenizer, make_piece_tokenizer, make_tokenizer
 from tiny_models import make_model
 from transformers import PreTrainedModel
@@ -176,6 +176,28 @@ def test_q_is_the_drafts_distribution_over_the_shared_tokens_renormalised(
             assert torch.allclose(probs, torch.zeros(TARGET_SIZE).index_copy(0, renamed, q / q.sum()), atol=2e-5)
             outside = np.setdiff1d(np.arange(TARGET_SIZE), renamed.numpy())
             assert len(outside) > 50 and (probs[outside] == 0).all()
+
+
+@pytest.mark.parametrize(("draft", "back_end"), [("alike", "torch"), ("tied", "cpu"), ("gathered", "cpu")])
+def test_a_review_is_of_the_shared_tokens(pair: Pair, draft: str, back_end: str) -> None:
+    """What the draft would have proposed after each token is the most likely of those that both have."""
+    engine = make_engine(pair.target, pair.drafts[draft], backend=make_back_end(back_end), **AMPLE)
+    requests = submit(engine, PROMPTS, [greedy(40, ignore_eos=True, use_speculative=False)] * len(PROMPTS))
+    for _ in range(14):
+        engine.step()
+    with torch.inference_mode():
+        reviews = engine.drafter.review(requests).reviews  # type: ignore[attr-defined]
+    vocabulary = engine.drafter.vocabulary  # type: ignore[attr-defined]
+    shared, renamed = vocabulary.order.token_ids[: vocabulary.num_shared], vocabulary.target_ids[:-1]
+    found = list[bool]()
+    for request, each in zip(requests, reviews, strict=True):
+        with torch.no_grad():
+            logits = pair.models[draft](torch.tensor([original_ids(vocabulary, request.token_ids)])).logits[0, :, shared]
+        first = request.num_prompt_tokens
+        expected = renamed[logits[first - 1 : -1].argmax(-1)].tolist()
+        assert list(each.is_right) == [one == other for one, other in zip(expected, request.token_ids[first:], strict=True)]
+        found += each.is_right
+    assert len(found) == 14 * len(PROMPTS) and 0 < sum(found) < len(found)
 
 
 CASES = [("torch", "auto", "alike"), ("torch", "parents", "alike"), ("cpu", "auto", "gathered")]

@@ -36,7 +36,7 @@ from titan.core.growth import Worth
 PRIOR = AcceptanceCounts(num_accepted=2.1, num_expected=3.0, confidence=0.6, num_drafts=2.0)
 """What is known of drafts before there is one."""
 
-REST_STEPS = 8
+REST_STEPS = 16
 """Steps without a decision of which one, the first, tells what they cost; in the others, nothing is done at all."""
 
 IDLE_FADE = 0.975
@@ -66,7 +66,8 @@ class Decision(NamedTuple):
     num_nodes: list[int]  # 0: nothing
     most_nodes: Sequence[int]  # up to which growth may go on, if it is worth it
     worths: Sequence[Worth | None]  # where growth ends, by confidence; None: at `num_nodes`
-    probed: Sequence[int] = ()  # candidates that draft only to see whether it would pay
+    probed: Sequence[int] = ()  # candidates that show whether it would pay, by a node of their own or by a review
+    reviewed: Sequence[int] = ()  # those of them that do so by a review
     acceptance: Sequence[float] = ()  # expected of each candidate
 
     @property
@@ -76,8 +77,8 @@ class Decision(NamedTuple):
 
     @property
     def is_probe(self) -> bool:
-        """Whether a probe is all that is drafted."""
-        return 0 < len(self.probed) == sum(map(bool, self.num_nodes))
+        """Whether a probe is all that there is."""
+        return 0 < len(self.probed) == len(self.reviewed) + sum(map(bool, self.num_nodes))
 
 
 class Controller:
@@ -91,7 +92,7 @@ class Controller:
         self.costs, self.drafting_yield, self._probes = costs, Yield(), Probes()
         self.fleet, self.past = replace(PRIOR), PastRequests()
         self.optimum = Optimum([], 0.0, 0.0)
-        self.has_drafted = False  # whether anything was ever drafted
+        self.has_tried = False  # whether anything was ever drafted or reviewed
         self._prices: Prices | None = None  # of the last comparison
         self._worths: Sequence[Worth | None] = ()  # of its candidates; None: they draft nothing
         self._standing = Standing()
@@ -160,7 +161,6 @@ class Controller:
 
     def postpone(self) -> Decision:
         """Return a decision to draft nothing in this step after all."""
-        self._probes.num_left = 0
         self._decision = _nothing(self._load)
         return self._decision
 
@@ -182,14 +182,15 @@ class Controller:
         ]
         acceptance = self._estimates.means
         probed = self._probes.choose(load, self.costs, num_nodes, acceptance, self._hoped)
+        reviewed = [i for i in probed if load.candidates[i].num_reviewable is not None]
         for i in probed:
-            num_nodes[i] = 1
+            num_nodes[i] = int(i not in reviewed)
         self._before = [self._showing(load.candidates[i].counts) for i in probed]
         most_nodes = [  # of a probe, which has no worth: its node
             count if worth is None else min(each.max_nodes, count + self.optimum.slack)
             for count, worth, each in zip(num_nodes, worths, load.candidates, strict=True)
         ]
-        return Decision(num_nodes, most_nodes, worths, probed, acceptance)
+        return Decision(num_nodes, most_nodes, worths, probed, reviewed, acceptance)
 
     def _is_plain_due(self) -> bool:
         """Whether a step without drafts should show what such steps cost: the more often, the less drafting gains."""
@@ -249,20 +250,24 @@ class Controller:
         """Learn from the step that was last decided."""
         load, decision = self._load, self._decision
         n = len(load.candidates)
-        if not decision.drafts:
-            self.costs.note_rest(load, n, outcome)
-        else:
+        if decision.reviewed:  # what such a step takes says little of others
+            self.costs.note_review(load, len(decision.reviewed), outcome)
+        elif decision.drafts:
             self.costs.note_drafting(load, outcome, decision.num_nodes)
-            self.has_drafted = True
             self._note_yield(load, decision, outcome)
+        else:
+            self.costs.note_rest(load, n, outcome)
+        self.has_tried |= decision.drafts or bool(decision.reviewed)
         if self._has_compared:
             self._standing.note_comparison(outcome.deciding_seconds)
         if not n:
             return
-        self._age_counts(load, decision)
-        num_accepted = outcome.num_accepted if decision.drafts else None
-        self._probes.observe(outcome.seconds + outcome.deciding_seconds, self.costs.plain_seconds(load), num_accepted, n)
-        if decision.is_probe and not self._probes.num_left:
+        self._age_counts(load, decision, outcome)
+        num_accepted = outcome.num_accepted if decision.drafts or decision.reviewed else None
+        self._probes.observe(
+            outcome.seconds + outcome.deciding_seconds, self.costs.plain_seconds(load), num_accepted, n, is_probe=decision.is_probe
+        )
+        if decision.is_probe:
             self._standing.num_left = 0
 
     def _note_yield(self, load: Load, decision: Decision, outcome: Outcome) -> None:
@@ -281,23 +286,28 @@ class Controller:
             promised *= min(max((real - prices.plain_seconds) / more, 1 / MOST_LONGER), MOST_LONGER)
         self.drafting_yield.note(outcome.num_accepted, promised)
 
-    def _age_counts(self, load: Load, decision: Decision) -> None:
+    def _age_counts(self, load: Load, decision: Decision, outcome: Outcome) -> None:
         """Let older drafts count less."""
-        for count, candidate in zip(decision.num_nodes, load.candidates, strict=True):
-            if not count:
+        for i, (count, candidate) in enumerate(zip(decision.num_nodes, load.candidates, strict=True)):
+            if not count and i not in decision.reviewed:
                 candidate.counts.fade(IDLE_FADE)
-        if not decision.drafts:
-            self.fleet.fade(IDLE_FADE, LEAST_DRAFTS)
-            self.drafting_yield.fade(YIELD_FADE)
-        elif decision.is_probe:
+        if decision.is_probe:
+            reviewed = dict(zip(decision.reviewed, outcome.reviewed, strict=False))
             surprise = 0.0  # mean difference between what a probe showed and what was known before, as far as it was known
             for i, (drafts, acceptance) in zip(decision.probed, self._before, strict=True):
                 num_drafts, shown = self._showing(load.candidates[i].counts)
-                surprise += (shown - acceptance) * num_drafts * drafts / (drafts + 1) / len(decision.probed)
+                difference = (shown - acceptance) * num_drafts
+                if i in decision.reviewed:
+                    share = reviewed.get(i)
+                    difference = 0.0 if share is None else share - acceptance
+                surprise += difference * drafts / (drafts + 1) / len(decision.probed)
             remaining = max(0.01, 1 - abs(surprise))
             self.past.fade(remaining)
             for each in (self.fleet, *(each.counts for i, each in enumerate(load.candidates) if i not in decision.probed)):
                 each.fade(remaining)
+        elif not decision.drafts:
+            self.fleet.fade(IDLE_FADE, LEAST_DRAFTS)
+            self.drafting_yield.fade(YIELD_FADE)
 
     def _showing(self, counts: AcceptanceCounts) -> tuple[float, float]:
         return counts.num_drafts, own_acceptance(counts, self.fleet.agreement)

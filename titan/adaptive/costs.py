@@ -82,6 +82,18 @@ class Costs:
             per_pass = max(1.0, outcome.num_draft_rows / passes)
             _note_pass(self.draft, (per_pass, of_draft), outcome.draft_seconds / passes, is_cold)
 
+    def note_review(self, load: Load, num_reviewed: int, outcome: Outcome) -> None:
+        """Learn from a step with a review: its pass takes no less than one of growth, and may show that these are cheaper.
+
+        Args:
+            load: of the step.
+            num_reviewed: candidates.
+            outcome: of the step.
+        """
+        size = outcome.review_rows, load.num_context_tokens * num_reviewed / len(load.candidates)
+        if self.draft is not None and 0 < outcome.review_seconds < self.draft.predict(*size):
+            self.draft.note(*size, outcome.review_seconds)
+
     def _count_step(self, is_drafting: bool) -> bool:
         """Count a step, and return whether it is among the first of its kind."""
         self._num_alike = self._num_alike + 1 if is_drafting == self._was_drafting else 1

@@ -21,6 +21,7 @@ class Candidate(NamedTuple):
     stops_early: bool  # whether the draft's confidence may end its tree; else it drafts the nodes that its history says
     weight: float = 1.0  # of its tokens
     is_typical: bool = True  # whether what it shows may be true of others; else its options are none that the draft sees
+    num_reviewable: int | None = None  # tokens that a review would compare with what the draft says; None: there are no reviews
 
     @property
     def is_fed(self) -> bool:
@@ -47,6 +48,10 @@ class Outcome(NamedTuple):
     draft_seconds: float
     target_seconds: float
     deciding_seconds: float = 0.0  # beside those of the step
+    # share of the compared tokens that the draft would have proposed, of each reviewed candidate; None: nothing was compared
+    reviewed: Sequence[float | None] = ()
+    review_rows: int = 0  # of the draft's pass over them
+    review_seconds: float = 0.0  # of that pass; 0: nobody knows
 
     @property
     def host_seconds(self) -> float:

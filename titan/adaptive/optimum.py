@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -109,16 +110,15 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
     if not nodes:
         return optimum
     sizes = sorted({*_grid(len(nodes), GRID_SIZES), *(n * depth for depth in range(1, GRID_DEPTHS + 1) if n * depth <= len(nodes))})
-    drafted, last_rate = list[tuple[float, int, int]](), 0.0
+    drafted, last_rate, last_passes = list[tuple[float, int, int]](), 0.0, 0
     for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):
         reached = [each for each in nodes if each[1] <= num_passes]
+        num_shallow = next((i for i, (_, depth, _) in enumerate(reached) if depth > last_passes), len(reached))
         gains = list(accumulate([value for value, _, _ in reached]))
         num_drafting = list(accumulate([depth == 1 for _, depth, _ in reached]))
         rows = list(accumulate([prices.first_rows[i] if depth == 1 else 1.0 for _, depth, i in reached]))
         best_rate, best_size, best_seconds = 0.0, 0, 0.0
-        for size in sizes:
-            if size > len(reached):
-                break
+        for size in sizes[bisect_right(sizes, num_shallow) : bisect_right(sizes, len(reached))]:  # others need fewer passes
             seconds = prices.step(num_drafting[size - 1], num_passes, rows[size - 1], size)
             rate = (prices.total_weight + yield_factor * gains[size - 1]) / seconds
             if rate > best_rate:
@@ -127,7 +127,7 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
             optimum.on_rate, optimum.seconds, drafted = best_rate, best_seconds, reached[:best_size]
         if best_rate < last_rate:  # rates rise with the depth, then fall
             break
-        last_rate = best_rate
+        last_rate, last_passes = best_rate, num_passes
     if optimum.on_rate > off_rate * least:
         for _, _, i in drafted:
             optimum.num_nodes[i] += 1
@@ -148,9 +148,9 @@ def _node_price(prices: Prices, sizes: Sequence[int], size: int, least_value: fl
         least_value: seconds that the last of them may cost at most.
     """
     above = [each for each in (*sizes, 2 * sizes[-1]) if each > size]
-    slopes = [(low, prices.slope(low, high)) for low, high in pairwise([size, *above])]
-    slack = next((low - size for low, slope in slopes if slope > least_value), MAX_NODES)
-    return slopes[0][1] if slack else prices.slope(size // 2, size), slack
+    pairs = pairwise([size, *above])
+    slack = next((low - size for low, high in pairs if prices.slope(low, high) > least_value), MAX_NODES)
+    return prices.slope(size, above[0]) if slack else prices.slope(size // 2, size), slack
 
 
 def _nodes_by_value(candidates: Sequence[Candidate], acceptance: Sequence[float]) -> list[tuple[float, int, int]]:

@@ -1,31 +1,34 @@
-"""Probes: one node each of some requests that would not draft, to see whether it would pay.
+"""Probes: some requests that would not draft show whether it would pay.
+
+Where the drafter can **review** a request, it is fed the tokens that the request emitted without it, and says which of the last it
+would have proposed: one pass of the draft tells of many tokens, and the target has none to verify. Else a request drafts a node.
 
 The net cost of all drafts, which is their time less that of the tokens they save, is to be a share of all time at most. While
 acceptance may well be such that drafting pays, probes are made in advance, one after the other, of the requests that seem best:
 they go on as long as they win ("play the winner", Zelen, 1969). As many are probed at once as tell most for their time, which is
-the square root of their number. Else one is probed that costs little, and has not been seen for long. A probe is a few steps in
-a row: the first feeds the draft what it has missed, and finds cold caches, so that the others cost little.
+the square root of the number of tokens. Else one is probed of which a token costs little, and that has not been seen for long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from itertools import accumulate
+from math import cbrt, inf
 
 from titan.adaptive.costs import COLD_STEPS, Costs
-from titan.adaptive.load import Load
+from titan.adaptive.load import Candidate, Load
 
-PROBE_SHARE = 0.0225
+PROBE_SHARE = 0.0125
 """Share of the time."""
 
-NUM_STEPS = 3
-"""Steps of a probe."""
+LEAST_REVIEWED = 6
+"""Tokens from which on a request is worth a review."""
 
 MAX_ADVANCE = 1.0
-"""Steps whose time may be spent in advance, or saved."""
+"""Steps whose time may be spent in advance, or saved; at the start, they are."""
 
-MAX_DEBT = 2.0
+MAX_DEBT = 1.0
 """Steps whose time is owed at most: what drafting loses that seemed to pay says little of the next request."""
 
 
@@ -33,10 +36,10 @@ MAX_DEBT = 2.0
 class Probes:
     """Chooses what is probed, and keeps account of it."""
 
-    credit: float = 0.0  # seconds
+    credit: float = inf  # seconds
     price: float = 0.0  # seconds of the probe that was last thought of
     advance: float = 0.0  # seconds that may be spent on it in advance
-    num_left: int = 0  # steps of the probe that is going on
+    num_waiting: int = 0  # next steps in which no request has emitted enough for a review
     num_cold: int = 0  # next steps without drafts that find cold caches
 
     def forget(self) -> None:
@@ -46,11 +49,11 @@ class Probes:
     @property
     def is_due(self) -> bool:
         """Whether there is time for that probe."""
-        return self.num_left > 0 or not self.price or self.credit + self.advance >= self.price
+        return not self.num_waiting and (not self.price or self.credit + self.advance >= self.price)
 
     def num_steps_until_due(self, seconds: float, most: int) -> int:
         """Return how many steps of this length, none of which drafts, pass until there is time for that probe; at most ``most``."""
-        return int(max(0.0, min(most, (self.price - self.credit - self.advance) / (PROBE_SHARE * seconds))))
+        return int(max(0.0, min(most, max(self.num_waiting, (self.price - self.credit - self.advance) / (PROBE_SHARE * seconds)))))
 
     def choose(
         self, load: Load, costs: Costs, num_nodes: Sequence[int], acceptance: Sequence[float], hoped: Sequence[int]
@@ -71,39 +74,44 @@ class Probes:
         if not idle:
             self.price = inf
             return ()
-        if self.num_left:
-            self.num_left -= 1
-            return [i for i in idle if candidates[i].is_fed]
-        hopeful = [i for i in idle if hoped[i]]
+        ready = [i for i in idle if _num_shown(candidates[i]) > 0]
+        if not ready:
+            self.num_waiting = LEAST_REVIEWED - max([candidates[i].num_reviewable or 0 for i in idle])
+            return ()
+        hopeful = [i for i in ready if hoped[i]]
         if hopeful:
             order = sorted(hopeful, key=lambda i: (-acceptance[i], candidates[i].num_missing))
         else:
             of_pass, of_row = costs.draft_line(load)
-            order = [
-                min(idle, key=lambda i: (of_pass + of_row * candidates[i].num_missing) * (1 + candidates[i].counts.num_drafts))
-            ]
-        prices = self._prices(load, costs, num_nodes, order)
-        most = max(range(len(order)), key=lambda i: (i + 1) ** 0.5 / prices[i])
+
+            def price(i: int) -> float:
+                each = candidates[i]
+                return (of_pass + of_row * each.num_missing) * cbrt(1 + each.counts.num_drafts) / _num_shown(each)
+
+            order = [min(ready, key=price)]
+        prices, num_shown = self._prices(load, costs, num_nodes, order), [*accumulate(_num_shown(candidates[i]) for i in order)]
+        most = max(range(len(order)), key=lambda i: num_shown[i] ** 0.5 / prices[i])
         self.price, self.advance = prices[most], MAX_ADVANCE * costs.plain_seconds(load) if hopeful else 0.0
-        if self.credit + self.advance < self.price:
-            return ()
-        self.num_left = 0 if costs.draft is None else NUM_STEPS - 1
-        return order[: most + 1]
+        return order[: most + 1] if self.credit + self.advance >= self.price else ()
 
     def note_doze(self, seconds: float) -> None:
         """Add a step without drafts that was not looked at, and is taken to have been this long."""
-        self.credit += PROBE_SHARE * seconds
+        self.credit, self.num_waiting = self.credit + PROBE_SHARE * seconds, max(0, self.num_waiting - 1)
 
-    def observe(self, seconds: float, plain_seconds: float, num_accepted: int | None, num_requests: int) -> None:
+    def observe(
+        self, seconds: float, plain_seconds: float, num_accepted: int | None, num_requests: int, *, is_probe: bool = False
+    ) -> None:
         """Add a step to the account.
 
         Args:
             seconds: of the step, with deciding on it.
             plain_seconds: that it would have taken without drafts.
-            num_accepted: drafted tokens that were accepted; ``None``: nothing was drafted.
+            num_accepted: drafted tokens that were accepted; ``None``: nothing was drafted or reviewed.
             num_requests: that emitted tokens.
+            is_probe: whether a probe was all that there was; what drafting loses that seemed to pay is not owed without end.
         """
-        self.credit += PROBE_SHARE * seconds
+        self.note_doze(seconds)
+        before = self.credit
         if num_accepted is None:
             if self.num_cold:
                 self.credit -= max(0.0, min(seconds, 2 * plain_seconds) - plain_seconds)
@@ -112,7 +120,9 @@ class Probes:
             self.num_cold = COLD_STEPS
             saved = (1 + num_accepted / num_requests) * plain_seconds - seconds
             self.credit = min(self.credit + saved, max(self.credit, 0.0))  # gains make up for losses, but are not spent
-        self.credit = max(min(self.credit, max(self.price, MAX_ADVANCE * plain_seconds)), -MAX_DEBT * plain_seconds)
+        self.credit = min(self.credit, self.price + MAX_ADVANCE * plain_seconds)  # a new price may be a little higher
+        if not is_probe:
+            self.credit = max(self.credit, min(before, -MAX_DEBT * plain_seconds))
 
     @staticmethod
     def _prices(load: Load, costs: Costs, num_nodes: Sequence[int], order: Sequence[int]) -> list[float]:
@@ -120,12 +130,24 @@ class Probes:
         n, context, target, draft = len(load.candidates), load.num_context_tokens, costs.target, costs.draft
         node_seconds = target.predict(load.num_rows + 1, context) - target.predict(load.num_rows, context)
         drafting = sum(map(bool, num_nodes))
-        fixed = -costs.host.predict(n, drafting)
-        if draft is not None and drafting:
-            fixed -= draft.predict(drafting, context * drafting / n)
-        prices, rows = [], drafting
-        for i, each in enumerate(order, 1):
-            rows += load.candidates[each].num_missing
-            fed = 0.0 if draft is None else draft.predict(rows, context * (drafting + i) / n)
-            prices.append(max(costs.host.predict(n, drafting + i) + fixed + fed + i * node_seconds, 1e-9))
+
+        def of_draft(num_rows: int, num_requests: int) -> float:
+            return draft.predict(num_rows, context * num_requests / n) if draft is not None and num_requests else 0.0
+
+        prices, before = list[float](), costs.host.predict(n, drafting) + of_draft(drafting, drafting)
+        num_grown, grown_rows, num_reviewed, reviewed_rows = drafting, drafting, 0, 0
+        for each in map(load.candidates.__getitem__, order):
+            if each.num_reviewable is None:
+                num_grown, grown_rows = num_grown + 1, grown_rows + each.num_missing
+            else:
+                num_reviewed, reviewed_rows = num_reviewed + 1, reviewed_rows + each.num_missing - 1
+            host = costs.host.predict(n, num_grown + num_reviewed)
+            passes = of_draft(grown_rows, num_grown) + of_draft(reviewed_rows, num_reviewed)
+            prices.append(max(host + passes + (num_grown - drafting) * node_seconds - before, 1e-9))
         return prices
+
+
+def _num_shown(candidate: Candidate) -> int:
+    """Return of how many tokens a probe of a request would tell; 0: it is too early for a review."""
+    num_reviewable = candidate.num_reviewable
+    return 1 if num_reviewable is None else num_reviewable if num_reviewable >= LEAST_REVIEWED else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp, log
+from math import exp, inf, log
 
 from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.load import Candidate, Load, Outcome
@@ -15,7 +15,7 @@ from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.step_times import StepTimes
 from titan.core.trees import GrowthReport
-from titan.draft.base import ConfidentDrafter, Drafter
+from titan.draft.base import ConfidentDrafter, Drafter, ModelDrafter, ReviewingDrafter, ReviewReport
 
 TEMPERATURE_RATE = 1 / 32
 """Weight of one request's temperature, after a step, in the mean that new requests start at."""
@@ -36,6 +36,8 @@ class AdaptiveSpeculation:
     is_latency: bool = False  # whether a request's tokens count the more, the fewer it gets
     num_reserved: int = 0  # draft tokens of each request for which the next step should reserve room
     _confident: ConfidentDrafter | None = None
+    _reviewing: ReviewingDrafter | None = None
+    _max_len: float = inf  # tokens of a request that the draft can be fed
     _log_temperature: float | None = None  # mean over the greedy requests of what their draft's probabilities are compared at
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
     _rests: bool = False  # whether the controller rested when it was last asked
@@ -47,9 +49,12 @@ class AdaptiveSpeculation:
 
     def __post_init__(self) -> None:
         self._confident = self.drafter if isinstance(self.drafter, ConfidentDrafter) else None
+        self._reviewing = self.drafter if isinstance(self.drafter, ReviewingDrafter) else None
+        if isinstance(self.drafter, ModelDrafter):
+            self._max_len = self.drafter.max_len
 
     def decide(self, plan: StepPlan) -> None:
-        """Set budgets and worths of a plan's rows."""
+        """Set budgets, worths and reviews of a plan's rows."""
         num_rows = sum(plan.num_tokens)
         self._dozes = num_rows == len(plan.requests) and plan.requests == self._rested and self.controller.dozes()
         if self._dozes:
@@ -58,7 +63,7 @@ class AdaptiveSpeculation:
         self._rows, num_context = plan.emitting_rows(), sum([request.num_computed_tokens for request in plan.requests])
         rows = self._rows
         num_new = [plan.requests[i].metrics.first_token_time for i in rows].count(None)
-        is_first_try = len(plan.requests) == 1 and not self.controller.has_drafted  # a long prompt is too much for a probe
+        is_first_try = len(plan.requests) == 1 and not self.controller.has_tried  # a long prompt is too much for a probe
         plan.drafts_prompts = self.controller.optimum.drafts or is_first_try
         self._rests = self.controller.rest(len(rows), num_rows, num_new)
         self._rested = plan.requests if self._rests and num_rows == len(rows) else []
@@ -78,29 +83,40 @@ class AdaptiveSpeculation:
             plan.draft_budgets[i] = min(plan.draft_budgets[i], most)
             if worth is not None:
                 plan.worths[i] = worth
+        plan.reviews = [rows[i] for i in decision.reviewed]
 
     def _candidate(self, request: Request) -> Candidate:
         params, history = request.params, request.draft_history
         if history.temperature is None and params.is_greedy and self._log_temperature is not None:
             history.start_at(exp(self._log_temperature))
-        most = self.max_nodes if params.max_draft_tokens is None else min(self.max_nodes, params.max_draft_tokens)
+        own = self.max_nodes if params.max_draft_tokens is None else params.max_draft_tokens
+        most = min(self.max_nodes, own, request.num_remaining_tokens - 1, self._max_len - request.num_tokens)
         return Candidate(
             history.acceptance,
-            max(0, min(most, request.num_remaining_tokens - 1)) if params.use_speculative else 0,
+            int(max(0, most)) if params.use_speculative else 0,
             request.num_tokens - request.num_drafted_context,
             request.num_remaining_tokens,
             self._confident is not None and self._confident.stops_early(request),
             1 / history.tokens_per_step.value if self.is_latency else 1.0,
             not params.has_transforms,
+            None if self._reviewing is None else self._reviewing.num_reviewable(request),
         )
 
-    def observe(self, plan: StepPlan, acceptance: Acceptance, growth: GrowthReport | None, times: StepTimes) -> None:
+    def observe(
+        self,
+        plan: StepPlan,
+        acceptance: Acceptance,
+        growth: GrowthReport | None,
+        report: ReviewReport,
+        times: StepTimes,
+    ) -> None:
         """Learn from a step.
 
         Args:
             plan: as decided.
             acceptance: of its rows.
             growth: of its trees, if a draft model grew them.
+            report: of its reviews; of none where they failed.
             times: of the step.
         """
         if self.is_latency:
@@ -114,6 +130,8 @@ class AdaptiveSpeculation:
             num_nodes = [starts[i + 1] - starts[i] for i in self._rows]
             for i in self._rows:
                 num_accepted += len(acceptance.paths[i])
+        if num_nodes or report.reviews:
+            for i in self._rows:
                 self._follow_temperature(plan.requests[i])
         draft_seconds = times.draft if growth is None else growth.seconds
         outcome = Outcome(
@@ -125,6 +143,9 @@ class AdaptiveSpeculation:
             draft_seconds,
             times.target,
             times.prepare,
+            [sum(each.is_right) / len(each.is_right) if each.is_right else None for each in report.reviews],
+            report.num_rows,
+            report.seconds,
         )
         if self._rests:
             self.controller.observe_rest(self._load, len(self._rows), outcome)

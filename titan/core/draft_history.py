@@ -132,17 +132,15 @@ class DraftHistory:
         self.temperature = temperature
         self.num_confidences = CALIBRATED_CONFIDENCES
 
-    def note_confidence(self, start: float, logprob: float, is_accepted: bool) -> None:
-        """Record whether a node's most likely child was accepted: move the temperature so that such probabilities match acceptance.
+    def note_surprise(self, start: float, surprise: float) -> None:
+        """Record how often most likely children were accepted: move the temperature so that their probabilities match that.
 
         Temperature scaling, Guo et al., "On calibration of modern neural networks", 2017, one stochastic step at a time.
 
         Args:
             start: the initial temperature.
-            logprob: of the child, at the temperature at which it was drafted.
-            is_accepted: whether the target accepted it.
+            surprise: share that was accepted, less their mean probability at the temperature at which they were drafted.
         """
-        surprise = is_accepted - exp(logprob)
         rate = max(LAST_CALIBRATION_RATE, FIRST_CALIBRATION_RATE / (1 + self.num_confidences / 2))
         self.num_confidences += 1
         moved = log(self.temperature or start) - rate * surprise

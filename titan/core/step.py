@@ -21,7 +21,8 @@ class StepPlan:
     The target processes ``num_tokens[i]`` committed tokens of ``requests[i]``, from its ``num_computed_tokens`` on. If
     they reach the root, up to ``draft_budgets[i]`` draft nodes follow; otherwise the budget is 0. ``num_slots[i]`` slots after the
     root are reserved, at least as many as the budget: a beam writes the draft's KV of more nodes than it keeps. Where
-    ``worths`` has an entry, the draft's own confidence is to end the tree where it does not pay; no row has one by default.
+    ``worths`` has an entry, the draft's own confidence is to end the tree where it does not pay; no row has one by default. Of the
+    rows in ``reviews``, which draft nothing, the drafter is asked what it would have proposed in the last steps.
     """
 
     requests: list[Request]
@@ -29,6 +30,7 @@ class StepPlan:
     draft_budgets: list[int]
     num_slots: list[int]
     worths: dict[int, Worth] = field(default_factory=dict)  # by row
+    reviews: list[int] = field(default_factory=list)
     drafts_prompts: bool = True  # whether a draft model should be fed prompts while the target is
     shortage: Shortage | None = None  # for which waiting requests did not start, or running ones gave way
 
@@ -41,13 +43,13 @@ class StepPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is drafted, and no prompt may be fed to a draft model."""
-        return not self.drafts_prompts and not any(self.draft_budgets)
+        """Whether nothing is drafted or reviewed, and no prompt may be fed to a draft model."""
+        return not self.drafts_prompts and not any(self.draft_budgets) and not self.reviews
 
     def split(self) -> list[StepPlan]:
         """Return smaller plans for the same requests, disjoint rows each; none if this is one token of one request.
 
-        One row is left without its drafts, or else with half its tokens.
+        They have no reviews. One row is left without its drafts, or else with half its tokens.
         """
         if len(self.requests) > 1:
             half = len(self.requests) // 2
@@ -62,7 +64,7 @@ class StepPlan:
             self.draft_budgets[first:end],
             self.num_slots[first:end],
             {i - first: worth for i, worth in self.worths.items() if first <= i < end},
-            self.drafts_prompts,
+            drafts_prompts=self.drafts_prompts,
         )
 
     def remove(self, request: Request) -> None:
@@ -74,7 +76,7 @@ class StepPlan:
 
     def feeds_draft(self, i: int) -> bool:
         """Whether a draft model may be fed row ``i``."""
-        return self.draft_budgets[i] > 0 or (self.drafts_prompts and not self.reaches_root(i))
+        return self.draft_budgets[i] > 0 or i in self.reviews or (self.drafts_prompts and not self.reaches_root(i))
 
     def emitting_rows(self) -> list[int]:
         """Return the rows that reach their request's root."""

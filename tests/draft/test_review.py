@@ -1,0 +1,170 @@
+"""Reviews: what a draft model says of tokens that were emitted without it is what it would have proposed, and leaves right KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from math import exp, log
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from auditor import Auditor
+from back_ends import make_back_end
+from machines import Machine
+from stepping import AMPLE, greedy, host_trees, make_engine, run_all, submit
+from zoo import VOCAB_SIZE, Zoo, random_prompts
+
+from titan.core.draft_history import AcceptanceCounts
+from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import DraftTree, GrowthReport
+from titan.draft.base import Review, ReviewReport
+from titan.draft.draft_model import MAX_REVIEWED, DraftModelDrafter
+from titan.draft.labels import note_review, note_verification
+from titan.draft.policy import GREEDY_TEMPERATURE
+from titan.engine import Engine
+
+PROMPTS = random_prompts(6, seed=8, max_len=40)
+
+
+def undrafted(
+    zoo: Zoo, draft: str, num_steps: int, back_end: str = "cpu", prompts: Sequence[Sequence[int]] = PROMPTS, **options: object
+) -> tuple[Engine, list[Request]]:
+    """Requests in flight, none of which the draft has been fed."""
+    engine = make_engine(zoo.path("llama"), zoo.path(draft), backend=make_back_end(back_end), **AMPLE | options)
+    requests = submit(engine, prompts, [greedy(60, ignore_eos=True, use_speculative=False)] * len(prompts))
+    for _ in range(num_steps):
+        engine.step()
+    assert not any(request.num_drafted_context for request in requests)
+    return engine, requests
+
+
+def review(engine: Engine, requests: Sequence[Request]) -> Sequence[Review]:
+    with engine.backend.active(), torch.inference_mode():
+        report: ReviewReport = engine.drafter.review(requests)  # type: ignore[attr-defined]
+    assert (report.seconds > 0) == (report.num_rows > 0 and engine.backend.is_host)
+    return report.reviews
+
+
+@torch.no_grad()
+def said(zoo: Zoo, draft: str, request: Request, start: int, num_tokens: int = VOCAB_SIZE) -> tuple[list[bool], list[float]]:
+    """By transformers, of the tokens whose places are from ``start`` on, if the draft had only its first tokens."""
+    logits = zoo.model(draft)(torch.tensor([request.token_ids])).logits[0, :, :num_tokens]
+    logprobs = (logits / GREEDY_TEMPERATURE).log_softmax(-1)
+    best = logprobs[start - 1 : request.num_tokens - 1].max(-1)
+    is_right = [token == known for token, known in zip(best.indices.tolist(), request.token_ids[start:], strict=True)]
+    return is_right, best.values.tolist()
+
+
+@pytest.mark.parametrize(("back_end", "num_steps"), [("torch", 5), ("cpu", 5), ("cpu", MAX_REVIEWED + 4), ("triton", 5)])
+def test_a_review_says_what_the_draft_would_have_proposed(zoo: Zoo, back_end: str, num_steps: int) -> None:
+    """Of the last of a request's own tokens; then of those since, from KV that a fresh pass would have made as well."""
+    engine, requests = undrafted(zoo, "llama~", num_steps, back_end, speculation="adaptive", draft_tree="auto")
+    drafter, auditor = engine.drafter, Auditor(zoo, engine, "llama")
+    assert isinstance(drafter, DraftModelDrafter)
+    some, found_right = requests[:3] if back_end == "triton" else requests[:5], list[bool]()
+    for num_more in (num_steps, 3):
+        counts = [drafter.num_reviewable(request) for request in some]
+        assert counts == [min(num_more, MAX_REVIEWED)] * len(some)
+        for request, found in zip(some, review(engine, some), strict=True):
+            is_right, logprobs = said(zoo, "llama~", request, request.num_tokens - min(num_more, MAX_REVIEWED))
+            assert (found.logprobs is not None) == (back_end != "triton"), "growth there does not stop early"
+            assert found.is_right == is_right and (found.logprobs is None or found.logprobs == pytest.approx(logprobs, abs=1e-3))
+            assert request.num_drafted_context == request.num_tokens - 1 and drafter.num_reviewable(request) == 0
+            found_right += is_right
+        auditor.check("llama~")
+        for _ in range(3):
+            engine.step()
+    assert 0 < sum(found_right) < len(found_right)
+
+
+def test_a_review_is_of_what_fits_into_a_pass_and_the_drafts_context(zoo: Zoo) -> None:
+    """A draft of 40 positions; passes of 50 tokens: the second of two long prompts is fed in part, and has nothing to say."""
+    prompts = [[*range(5, 37)], [*range(90, 120)]]
+    engine, requests = undrafted(zoo, "short", 12, max_num_batched_tokens=50, prompts=prompts)
+    drafter = engine.drafter
+    assert isinstance(drafter, DraftModelDrafter) and [request.num_tokens for request in requests] == [44, 41]
+    assert [*map(drafter.num_reviewable, requests)] == [9, 11]
+    first, cut = review(engine, requests)
+    assert first.is_right == said(zoo, "short", requests[0], 32)[0][:9] and list(cut.is_right) == []
+    assert [request.num_drafted_context for request in requests] == [40, 10] and drafter.num_reviewable(requests[1]) == 11
+    none, rest = review(engine, requests)
+    assert list(none.is_right) == [] and len(rest.is_right) == 11
+    assert [request.num_drafted_context for request in requests] == [40, 40]
+    Auditor(zoo, engine, "llama").check("short")
+
+
+def test_a_review_is_of_tokens_that_the_target_has(zoo: Zoo) -> None:
+    """A draft may have more."""
+    engine, requests = undrafted(zoo, "llama~", 10)
+    engine.drafter._num_proposable = 60  # type: ignore[attr-defined]
+    found = [each.is_right for each in review(engine, requests)]
+    assert found == [said(zoo, "llama~", request, request.num_tokens - 10, 60)[0] for request in requests]
+    assert found != [said(zoo, "llama~", request, request.num_tokens - 10)[0] for request in requests]
+
+
+@pytest.mark.parametrize(
+    ("draft_sampling", "seed", "can_review"),
+    [("greedy", None, True), ("auto", 3, True), ("auto", None, False), ("sampled", 3, False)],
+)
+def test_only_greedy_drafts_can_be_reviewed(zoo: Zoo, draft_sampling: str, seed: int | None, can_review: bool) -> None:
+    """Of others it is not known how likely the target would have been to accept them."""
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), draft_sampling=draft_sampling, **AMPLE)
+    [request] = submit(engine, PROMPTS[:1], [SamplingParams(temperature=1.0, seed=seed, max_tokens=9)])
+    assert isinstance(engine.drafter, DraftModelDrafter)
+    assert (engine.drafter.num_reviewable(request) is not None) == can_review
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.5}], ids=["plain", "penalised"])
+@pytest.mark.parametrize("has_scores", [True, False])
+def test_a_review_counts_like_drafts_of_a_node_each(zoo: Zoo, has_scores: bool, options: dict[str, float]) -> None:
+    """But for the temperature, which moves once: all tokens were compared at the same one."""
+    engine, _ = undrafted(zoo, "llama~", 1)
+    labels = [True, False, True, True, False]
+    logprobs = [log(p) for p in (0.9, 0.6, 0.8, 0.5, 0.3)] if has_scores else None
+    reviewed, drafted = submit(engine, PROMPTS[:2], [greedy(9, **options)] * 2)
+    of_reviewed, of_drafted = AcceptanceCounts(), AcceptanceCounts()
+    note_review(reviewed, Review(labels, logprobs), of_reviewed)
+    note_review(reviewed, Review((), None), of_reviewed)
+    for i, is_right in enumerate(labels):
+        score = None if logprobs is None else np.array([logprobs[i]], np.float32)
+        trees = host_trees([DraftTree(np.array([7]), np.array([-1], np.int32), scores=score)])
+        found = Acceptance(trees, [[0] if is_right else []], [[7]], [None])
+        report = GrowthReport(1, 1, 0.0, np.full(1, np.nan, np.float32) if score is None else score)
+        note_verification(StepPlan([drafted], [1], [1], [1]), found, report, of_drafted)
+    fields = AcceptanceCounts.__slots__  # type: ignore[attr-defined]
+    for one, other in ((reviewed.draft_history.acceptance, drafted.draft_history.acceptance), (of_reviewed, of_drafted)):
+        assert [getattr(one, name) for name in fields] == pytest.approx([getattr(other, name) for name in fields])
+    assert (of_reviewed.num_ever > 0) == (not options)
+    temperature = reviewed.draft_history.temperature
+    assert (temperature is not None) == has_scores
+    if temperature is not None:
+        surprise = (3 - sum(map(exp, chain(logprobs or ())))) / 5
+        assert temperature == pytest.approx(GREEDY_TEMPERATURE * exp(-2 * surprise))
+
+
+def test_requests_are_reviewed_instead_of_drafting_and_may_fail_to_be(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is too slow at first: it is reviewed, at no cost for the output, and drafts as soon as that pays."""
+    expected = [zoo.greedy("llama", prompt, 60, ignore_eos=True) for prompt in PROMPTS]
+    machine = Machine(monkeypatch, {0: 0.6, 20: 0.01})
+    options = AMPLE | {"speculation": "adaptive", "draft_tree": "auto"}
+    engine, reviewed = make_engine(zoo.path("llama"), zoo.path("llama~"), **options), list[tuple[int, int]]()
+
+    def counted(drafter: DraftModelDrafter, requests: Sequence[Request]) -> ReviewReport:
+        report = original(drafter, requests)
+        reviewed.append((len(machine.choices), sum(len(each.is_right) for each in report.reviews)))
+        return report
+
+    original = DraftModelDrafter.review
+    monkeypatch.setattr(DraftModelDrafter, "review", counted)
+    assert run_all(engine, PROMPTS, [greedy(60, ignore_eos=True)] * len(PROMPTS)) == expected
+    assert reviewed and all(count >= 6 for _, count in reviewed)
+    assert {machine.choices[step] for step, _ in reviewed if step < 30} <= {"probe"} and "on" in machine.choices[30:]
+    monkeypatch.setattr(DraftModelDrafter, "review", Mock(side_effect=RuntimeError("no review")))
+    machine.choices.clear()
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
+    with pytest.warns(RuntimeWarning, match="which costs drafts and no request: RuntimeError: no review"):
+        assert run_all(engine, PROMPTS, [greedy(60, ignore_eos=True)] * len(PROMPTS)) == expected
