@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from titan.core.growth import GrowthSpec
@@ -111,6 +112,20 @@ class ReviewReport(NamedTuple):
     num_rows: int = 0  # of the draft's pass
     seconds: float = 0.0  # of that pass; 0: nobody knows
 
+    def check(self, num_requests: int) -> None:
+        """Check that it is what a drafter may report.
+
+        Raises:
+            ValueError: it is not of these requests, or has log-probabilities that are none, or not one per token.
+        """
+        if len(self.reviews) != num_requests:
+            raise ValueError(f"{len(self.reviews)} reviews are reported of {num_requests} requests: one each is allowed")
+        for is_right, logprobs in self.reviews:
+            if logprobs is not None and not (len(logprobs) == len(is_right) and all(-inf < each <= 0 for each in logprobs)):
+                raise ValueError(
+                    f"a review has logprobs={logprobs} of {len(is_right)} tokens: allowed is one each, finite, at most 0"
+                )
+
 
 @runtime_checkable
 class ReviewingDrafter(Drafter, Protocol):
@@ -120,11 +135,17 @@ class ReviewingDrafter(Drafter, Protocol):
     """
 
     def num_reviewable(self, request: Request) -> int | None:
-        """Return of how many tokens a review would tell now; ``None``: of none, at any time, such as if its drafts are sampled."""
+        """Return of how many tokens a review would tell, once the drafter is fed all that it lacks.
+
+        ``None``: there is no review of it as it drafts now, such as if its drafts are sampled.
+        """
         ...
 
     def review(self, requests: Sequence[Request]) -> ReviewReport:
-        """Review requests, each of them before its next token is known; the drafter may write KV of its committed tokens."""
+        """Review requests, each of them before its next token is known; the drafter may write KV of its committed tokens.
+
+        Of one that lacks more than fits into a pass, a part may be fed, and nothing told.
+        """
         ...
 
 

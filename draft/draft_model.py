@@ -89,7 +89,7 @@ class DraftModelDrafter:
         return len(self._reviewed(request, request.num_drafted_context, min(request.num_tokens - 1, self.max_len)))
 
     def review(self, requests: Sequence[Request]) -> ReviewReport:
-        left, rows, ranges = self.max_num_batched_tokens, list[QueryRow](), list[range]()
+        left, fed, rows, ranges = self.max_num_batched_tokens, list[tuple[Request, int]](), list[QueryRow](), list[range]()
         for request in requests:
             start = request.num_drafted_context
             end = min(request.num_tokens - 1, self.max_len, start + left)
@@ -98,12 +98,14 @@ class DraftModelDrafter:
                 left -= end - start
                 known, before = self._known(request.token_ids[start:end]), range(ranges[-1].start - start, end - start - 1)
                 rows.append(QueryRow(request.block_ids, start, known, bool(ranges[-1]), before))
-                request.cover_draft(end - start)
+                fed.append((request, end - start))
         if not rows:
             return ReviewReport([Review((), None) for _ in requests])
         batch, start_s = build_batch(rows, block_size=self._block_size), time.perf_counter()
         logits = self.runner.forward(batch)
         seconds = time.perf_counter() - start_s
+        for request, num_tokens in fed:  # now that their KV is written
+            request.cover_draft(num_tokens)
         proposed, logprobs = self._first_children(logits, np.repeat([*map(score_temperature, requests)], [*map(len, ranges)]))
         reviews, first = list[Review](), 0
         for request, positions in zip(requests, ranges, strict=True):

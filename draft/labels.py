@@ -58,7 +58,7 @@ def note_review(request: Request, review: Review, fleet: AcceptanceCounts) -> No
     """Update the history of a request that was reviewed, as if each token had been drafted by itself and verified.
 
     Args:
-        request: the one.
+        request: that emitted them.
         review: of its tokens.
         fleet: as in `note_verification`.
     """

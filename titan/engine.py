@@ -53,6 +53,9 @@ from titan.verify.logprobs import prompt_logprobs
 MAX_PROFILED_BLOCKS = 1024
 """Most KV blocks on which passes are measured at the start."""
 
+MAX_PROFILED_FEED = 256
+"""Tokens that a draft model may lack of a request, up to which its passes are measured in any case."""
+
 
 class _Passed(NamedTuple):
     """The result of a step's passes."""
@@ -231,7 +234,7 @@ class Engine:
             return changed
         if adaptive is not None:
             adaptive.observe(plan, acceptance, growth, report, times)
-        if self._pace is not None and load is not None:
+        if self._pace is not None and load is not None and not plan.reviews:  # what such a step takes says little of others
             self._pace.note(load, acceptance.trees.num_nodes, times.recurring, times.target)
         return changed
 
@@ -259,9 +262,12 @@ class Engine:
         if not plan.reviews or not isinstance(self.drafter, ReviewingDrafter):
             return ReviewReport(())
         try:
-            return self.drafter.review([plan.requests[i] for i in plan.reviews])
+            report = self.drafter.review([plan.requests[i] for i in plan.reviews])
+            report.check(len(plan.reviews))
         except Exception as error:  # noqa: BLE001 - likewise
             _warn_of(self.drafter, error)
+        else:
+            return report
         return ReviewReport(())
 
     def swap_draft(self, draft: DraftSpec) -> None:
@@ -437,7 +443,8 @@ class Engine:
             subjects.append(Subject(self.runner, self._max_draft_tokens, block_ids, self.max_model_len))
         if isinstance(drafter, ModelDrafter):
             any_blocks, max_len = range(min(pool.num_blocks, MAX_PROFILED_BLOCKS)), min(self.max_model_len, drafter.max_len)
-            subjects.append(Subject(drafter.runner, 0, any_blocks, max_len))
+            num_fed = min(MAX_PROFILED_FEED, schedule.max_num_batched_tokens)
+            subjects.append(Subject(drafter.runner, 0, any_blocks, max_len, num_fed))
         max_rows = schedule.max_num_batched_tokens
         if schedule.max_inter_token_s is None:  # prompts do not matter
             max_rows = min(max_rows, schedule.max_batch_size * (1 + self._max_draft_tokens))

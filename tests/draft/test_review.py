@@ -16,6 +16,7 @@ from machines import Machine
 from stepping import AMPLE, greedy, host_trees, make_engine, run_all, submit
 from zoo import VOCAB_SIZE, Zoo, random_prompts
 
+from titan.bench.hopeless_drafts import HalfHopelessDrafter
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
@@ -163,8 +164,42 @@ def test_requests_are_reviewed_instead_of_drafting_and_may_fail_to_be(zoo: Zoo, 
     assert run_all(engine, PROMPTS, [greedy(60, ignore_eos=True)] * len(PROMPTS)) == expected
     assert reviewed and all(count >= 6 for _, count in reviewed)
     assert {machine.choices[step] for step, _ in reviewed if step < 30} <= {"probe"} and "on" in machine.choices[30:]
-    monkeypatch.setattr(DraftModelDrafter, "review", Mock(side_effect=RuntimeError("no review")))
-    machine.choices.clear()
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
-    with pytest.warns(RuntimeWarning, match="which costs drafts and no request: RuntimeError: no review"):
-        assert run_all(engine, PROMPTS, [greedy(60, ignore_eos=True)] * len(PROMPTS)) == expected
+    wrong = Review([True, False], [-0.5])
+    for failing, reason in (
+        (Mock(side_effect=RuntimeError("no review")), "RuntimeError: no review"),
+        (Mock(return_value=ReviewReport(())), "ValueError: 0 reviews are reported of . requests"),
+        (lambda _, requests: ReviewReport([wrong] * len(requests)), "ValueError: a review has logprobs="),
+    ):
+        monkeypatch.setattr(DraftModelDrafter, "review", failing)
+        machine.choices.clear()
+        engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
+        with pytest.warns(RuntimeWarning, match=f"which costs drafts and no request: {reason}"):
+            assert run_all(engine, PROMPTS, [greedy(60, ignore_eos=True)] * len(PROMPTS)) == expected
+
+
+def test_a_review_whose_pass_fails_has_fed_nothing(zoo: Zoo) -> None:
+    engine, requests = undrafted(zoo, "llama~", 10)
+    runner = engine.drafter.runner  # type: ignore[attr-defined]
+    forward, runner.forward = runner.forward, Mock(side_effect=torch.OutOfMemoryError)
+    with pytest.raises(torch.OutOfMemoryError):
+        review(engine, requests)
+    assert not any(request.num_drafted_context for request in requests)
+    runner.forward = forward
+    assert [len(each.is_right) for each in review(engine, requests)] == [10] * len(requests)
+    Auditor(zoo, engine, "llama").check("llama~")
+
+
+def test_some_are_reviewed_while_others_draft(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where drafts of every second request are wrong, and a row of the target's costs something."""
+    Machine(monkeypatch, {0: 0.05}, target=lambda rows: 1.0 + 0.05 * rows)
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE | {"speculation": "adaptive", "draft_tree": "auto"})
+    assert isinstance(engine.drafter, DraftModelDrafter)
+    engine._use_drafter(HalfHopelessDrafter("half", engine.drafter.model, engine._draft_context()))
+    auditor, seen = Auditor(zoo, engine, "llama"), list[tuple[bool, bool]]()
+    engine.observers.append(lambda plan, _: seen.append((any(plan.draft_budgets), bool(plan.reviews))))
+    requests = submit(engine, PROMPTS, [greedy(90, ignore_eos=True)] * len(PROMPTS))
+    while engine.scheduler.has_unfinished:
+        engine.step()
+        auditor.check("llama~")
+    assert [each.output_token_ids for each in requests] == [zoo.greedy("llama", each, 90, ignore_eos=True) for each in PROMPTS]
+    assert {(True, True), (True, False)} <= {*seen}

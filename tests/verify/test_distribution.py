@@ -185,7 +185,7 @@ def test_a_request_may_change_between_sampled_and_most_likely_drafts(
         kinds.append(request.draft_history.num_drafts % 2 == request.seed % 2)
         return kinds[-1]
 
-    monkeypatch.setattr(DraftPolicy, "_is_sampled", alternate)
+    monkeypatch.setattr(DraftPolicy, "is_sampled", alternate)
     sampled = sample(zoo, "cuts", proposal, 2 * NUM_SEQUENCES, draft="eight_other")
     assert min(sum(kinds), len(kinds) - sum(kinds)) > NUM_SEQUENCES
     assert p_value(zoo, sampled, "cuts") > 1e-3

@@ -90,9 +90,11 @@ class Costs:
             num_reviewed: candidates.
             outcome: of the step.
         """
-        size = outcome.review_rows, load.num_context_tokens * num_reviewed / len(load.candidates)
-        if self.draft is not None and 0 < outcome.review_seconds < self.draft.predict(*size):
-            self.draft.note(*size, outcome.review_seconds)
+        self._count_step(True)
+        rows, context = outcome.review_rows, load.num_context_tokens * num_reviewed / len(load.candidates)
+        is_measured = self.draft is not None and 0 < rows <= self.draft.sizes[-1]
+        if self.draft is not None and is_measured and 0 < outcome.review_seconds < self.draft.predict(rows, context):
+            self.draft.note(rows, context, outcome.review_seconds)
 
     def _count_step(self, is_drafting: bool) -> bool:
         """Count a step, and return whether it is among the first of its kind."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -110,15 +109,16 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
     if not nodes:
         return optimum
     sizes = sorted({*_grid(len(nodes), GRID_SIZES), *(n * depth for depth in range(1, GRID_DEPTHS + 1) if n * depth <= len(nodes))})
-    drafted, last_rate, last_passes = list[tuple[float, int, int]](), 0.0, 0
+    drafted, last_rate = list[tuple[float, int, int]](), 0.0
     for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):
         reached = [each for each in nodes if each[1] <= num_passes]
-        num_shallow = next((i for i, (_, depth, _) in enumerate(reached) if depth > last_passes), len(reached))
         gains = list(accumulate([value for value, _, _ in reached]))
         num_drafting = list(accumulate([depth == 1 for _, depth, _ in reached]))
         rows = list(accumulate([prices.first_rows[i] if depth == 1 else 1.0 for _, depth, i in reached]))
         best_rate, best_size, best_seconds = 0.0, 0, 0.0
-        for size in sizes[bisect_right(sizes, num_shallow) : bisect_right(sizes, len(reached))]:  # others need fewer passes
+        for size in sizes:
+            if size > len(reached):
+                break
             seconds = prices.step(num_drafting[size - 1], num_passes, rows[size - 1], size)
             rate = (prices.total_weight + yield_factor * gains[size - 1]) / seconds
             if rate > best_rate:
@@ -127,7 +127,7 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
             optimum.on_rate, optimum.seconds, drafted = best_rate, best_seconds, reached[:best_size]
         if best_rate < last_rate:  # rates rise with the depth, then fall
             break
-        last_rate, last_passes = best_rate, num_passes
+        last_rate = best_rate
     if optimum.on_rate > off_rate * least:
         for _, _, i in drafted:
             optimum.num_nodes[i] += 1

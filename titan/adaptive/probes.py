@@ -28,6 +28,9 @@ LEAST_REVIEWED = 6
 MAX_ADVANCE = 1.0
 """Steps whose time may be spent in advance, or saved; at the start, they are."""
 
+MAX_LOSS = 3.0
+"""What a probe is taken to cost at most, as a multiple of what was expected or of a step: anything may hold it up."""
+
 MAX_DEBT = 1.0
 """Steps whose time is owed at most: what drafting loses that seemed to pay says little of the next request."""
 
@@ -76,7 +79,7 @@ class Probes:
             return ()
         ready = [i for i in idle if _num_shown(candidates[i]) > 0]
         if not ready:
-            self.num_waiting = LEAST_REVIEWED - max([candidates[i].num_reviewable or 0 for i in idle])
+            self.num_waiting = min([_least_reviewed(candidates[i]) - (candidates[i].num_reviewable or 0) for i in idle])
             return ()
         hopeful = [i for i in ready if hoped[i]]
         if hopeful:
@@ -110,6 +113,8 @@ class Probes:
             num_requests: that emitted tokens.
             is_probe: whether a probe was all that there was; what drafting loses that seemed to pay is not owed without end.
         """
+        if self.credit == inf:
+            self.credit = MAX_ADVANCE * plain_seconds
         self.note_doze(seconds)
         before = self.credit
         if num_accepted is None:
@@ -119,14 +124,17 @@ class Probes:
         else:
             self.num_cold = COLD_STEPS
             saved = (1 + num_accepted / num_requests) * plain_seconds - seconds
+            if is_probe:
+                saved = max(saved, -MAX_LOSS * max(self.price, plain_seconds))
             self.credit = min(self.credit + saved, max(self.credit, 0.0))  # gains make up for losses, but are not spent
-        self.credit = min(self.credit, self.price + MAX_ADVANCE * plain_seconds)  # a new price may be a little higher
+        if self.price:
+            self.credit = min(self.credit, self.price + MAX_ADVANCE * plain_seconds)  # a new price may be a little higher
         if not is_probe:
             self.credit = max(self.credit, min(before, -MAX_DEBT * plain_seconds))
 
     @staticmethod
     def _prices(load: Load, costs: Costs, num_nodes: Sequence[int], order: Sequence[int]) -> list[float]:
-        """Return the seconds that a node of the first, the first two, ... of some candidates adds to a step."""
+        """Return the seconds that a probe of the first, the first two, ... of some candidates adds to a step."""
         n, context, target, draft = len(load.candidates), load.num_context_tokens, costs.target, costs.draft
         node_seconds = target.predict(load.num_rows + 1, context) - target.predict(load.num_rows, context)
         drafting = sum(map(bool, num_nodes))
@@ -150,4 +158,9 @@ class Probes:
 def _num_shown(candidate: Candidate) -> int:
     """Return of how many tokens a probe of a request would tell; 0: it is too early for a review."""
     num_reviewable = candidate.num_reviewable
-    return 1 if num_reviewable is None else num_reviewable if num_reviewable >= LEAST_REVIEWED else 0
+    return 1 if num_reviewable is None else num_reviewable if num_reviewable >= _least_reviewed(candidate) else 0
+
+
+def _least_reviewed(candidate: Candidate) -> int:
+    """Return how many tokens a review should tell of; fewer of a request that soon ends."""
+    return min(LEAST_REVIEWED, candidate.num_remaining)

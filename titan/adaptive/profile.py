@@ -37,6 +37,7 @@ class Subject(NamedTuple):
     num_nodes: int  # draft tokens of a request beside its root
     block_ids: Sequence[int]  # of its KV, that may be overwritten, at least one; if there are too few, requests share them
     max_len: int  # maximum tokens of a request
+    num_fed: int = 0  # rows up to which passes are measured although those of all requests together have fewer
 
 
 class Extent(NamedTuple):
@@ -74,7 +75,7 @@ class _Curve:
     def __init__(self, subject: Subject, backend: Backend, extent: Extent) -> None:
         self._subject, self._backend, self._extent = subject, backend, extent
         self._num_nodes = min(subject.num_nodes, subject.max_len - 1)
-        self._max_rows = min(extent.num_rows, extent.num_requests * subject.max_len)
+        self._max_rows = min(max(extent.num_rows, subject.num_fed), extent.num_requests * subject.max_len)
         self._padded = [size for size in subject.runner.padded_sizes if size <= self._max_rows]
         self._sizes, self._seconds = list[int](), list[float]()
         self._without_context = self._in_context = float("inf")  # of the passes that show what context costs
