@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from math import exp, isnan, nan
+from math import exp, expm1, isnan, nan
 
 from titan.core.draft_history import AcceptanceCounts, DraftHistory
 from titan.core.request import Request
@@ -11,6 +11,9 @@ from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import GrowthReport
 from titan.draft.base import Review
 from titan.draft.policy import score_temperature
+
+MAX_SURPRISAL = 30.0
+"""Of a first child, for the sake of range."""
 
 
 def note_verification(
@@ -62,16 +65,23 @@ def note_review(request: Request, review: Review, fleet: AcceptanceCounts) -> No
         review: of its tokens.
         fleet: as in `note_verification`.
     """
-    if not review.is_right:
-        return
-    probabilities = [1.0] * len(review.is_right) if review.logprobs is None else [*map(exp, review.logprobs)]
-    if review.logprobs is not None:  # one step of the temperature, at which all of them were compared
-        surprise = (sum(review.is_right) - sum(probabilities)) / len(probabilities)
-        request.draft_history.note_surprise(score_temperature(request), surprise)
+    probabilities = [1.0] * len(review.is_right)
+    if review.logprobs is not None:
+        start = score_temperature(request)  # at which all of them were compared
+        for logprob, is_right in zip(review.logprobs, review.is_right, strict=True):
+            probability = _at_temperature(logprob, score_temperature(request) / start)
+            request.draft_history.note_surprise(start, is_right - probability)
+        probabilities = [_at_temperature(logprob, score_temperature(request) / start) for logprob in review.logprobs]
     for counts in _counts(request, fleet):
         for probability, is_right in zip(probabilities, review.is_right, strict=True):
             counts.note_draft(probability)
             counts.note(probability, is_right)
+
+
+def _at_temperature(logprob: float, ratio: float) -> float:
+    """Return about what a token's probability is at this many times the temperature, as if there were only one other token."""
+    odds_against: float = expm1(min(-logprob, MAX_SURPRISAL)) ** (1 / ratio)
+    return 1 / (1 + odds_against)
 
 
 def _counts(request: Request, fleet: AcceptanceCounts) -> tuple[AcceptanceCounts, ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from math import exp, log
+from math import log
 from unittest.mock import Mock
 
 import numpy as np
@@ -17,7 +16,7 @@ from stepping import AMPLE, greedy, host_trees, make_engine, run_all, submit
 from zoo import VOCAB_SIZE, Zoo, random_prompts
 
 from titan.bench.hopeless_drafts import HalfHopelessDrafter
-from titan.core.draft_history import AcceptanceCounts
+from titan.core.draft_history import AcceptanceCounts, DraftHistory
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
@@ -122,16 +121,23 @@ def test_only_greedy_drafts_can_be_reviewed(zoo: Zoo, draft_sampling: str, seed:
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.5}], ids=["plain", "penalised"])
 @pytest.mark.parametrize("has_scores", [True, False])
 def test_a_review_counts_like_drafts_of_a_node_each(zoo: Zoo, has_scores: bool, options: dict[str, float]) -> None:
-    """But for the temperature, which moves once: all tokens were compared at the same one."""
+    """Each at the temperature that the ones before it have led to, and counted at the one that all of them have led to."""
     engine, _ = undrafted(zoo, "llama~", 1)
-    labels = [True, False, True, True, False]
-    logprobs = [log(p) for p in (0.9, 0.6, 0.8, 0.5, 0.3)] if has_scores else None
+    labels, history = [True, False, True, True, False], DraftHistory()
+    margins = np.array([0.8, 0.1, 0.4, 0.05, 0.2])  # logits of two tokens, one of which is drafted
+
+    def probability(margin: float) -> float:
+        return float(1 / (1 + np.exp(-margin / (history.temperature or GREEDY_TEMPERATURE))))
+
+    logprobs = [log(probability(margin)) for margin in margins] if has_scores else None
+    for margin, is_right in zip(margins, labels, strict=True):
+        history.note_surprise(GREEDY_TEMPERATURE, is_right - probability(margin))
     reviewed, drafted = submit(engine, PROMPTS[:2], [greedy(9, **options)] * 2)
     of_reviewed, of_drafted = AcceptanceCounts(), AcceptanceCounts()
     note_review(reviewed, Review(labels, logprobs), of_reviewed)
     note_review(reviewed, Review((), None), of_reviewed)
     for i, is_right in enumerate(labels):
-        score = None if logprobs is None else np.array([logprobs[i]], np.float32)
+        score = np.array([log(probability(margins[i]))], np.float32) if has_scores else None
         trees = host_trees([DraftTree(np.array([7]), np.array([-1], np.int32), scores=score)])
         found = Acceptance(trees, [[0] if is_right else []], [[7]], [None])
         report = GrowthReport(1, 1, 0.0, np.full(1, np.nan, np.float32) if score is None else score)
@@ -140,11 +146,7 @@ def test_a_review_counts_like_drafts_of_a_node_each(zoo: Zoo, has_scores: bool, 
     for one, other in ((reviewed.draft_history.acceptance, drafted.draft_history.acceptance), (of_reviewed, of_drafted)):
         assert [getattr(one, name) for name in fields] == pytest.approx([getattr(other, name) for name in fields])
     assert (of_reviewed.num_ever > 0) == (not options)
-    temperature = reviewed.draft_history.temperature
-    assert (temperature is not None) == has_scores
-    if temperature is not None:
-        surprise = (3 - sum(map(exp, chain(logprobs or ())))) / 5
-        assert temperature == pytest.approx(GREEDY_TEMPERATURE * exp(-2 * surprise))
+    assert reviewed.draft_history.temperature == (pytest.approx(history.temperature) if has_scores else None)
 
 
 def test_requests_are_reviewed_instead_of_drafting_and_may_fail_to_be(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

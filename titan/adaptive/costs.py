@@ -33,6 +33,11 @@ class Costs:
         n = len(load.candidates) if num_requests is None else num_requests
         return self.host.predict(n) + self.target.predict(load.num_rows, load.num_context_tokens)
 
+    def decode_seconds(self, load: Load) -> float:
+        """Return the seconds of a step without drafts and prompts."""
+        n = len(load.candidates)
+        return self.host.predict(n) + self.target.predict(n, load.num_context_tokens)
+
     def draft_line(self, load: Load) -> tuple[float, float]:
         """Return the seconds of a pass of the draft, whatever its rows, and of each row, near a row for each candidate."""
         if self.draft is None:

@@ -56,8 +56,7 @@ class Prices:
         n, self.load, self._costs, self._target = len(load.candidates), load, costs, dict[int, float]()
         self.pass_seconds, self.row_seconds = costs.draft_line(load)
         self.total_weight = sum([each.weight for each in load.candidates])
-        decode = costs.target.predict(n, load.num_context_tokens)  # prefill is paid for anyway: it only makes further rows dearer
-        self.plain_seconds = costs.host.predict(n) + decode
+        self.plain_seconds = costs.decode_seconds(load)  # prefill is paid for anyway: it only makes further rows dearer
         self.off_rate = self.total_weight / self.plain_seconds
         # Rows of a candidate's first node, as the debts of those that the draft has not been fed are spread.
         self.first_rows = [

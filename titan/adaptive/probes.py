@@ -72,7 +72,9 @@ class Probes:
         """
         if not self.is_due:
             return ()
-        candidates = load.candidates
+        candidates, step_seconds = load.candidates, costs.decode_seconds(load)
+        if self.credit == inf:
+            self.credit = MAX_ADVANCE * step_seconds
         idle = [i for i, each in enumerate(candidates) if each.max_nodes and not num_nodes[i]]
         if not idle:
             self.price = inf
@@ -94,7 +96,7 @@ class Probes:
             order = [min(ready, key=price)]
         prices, num_shown = self._prices(load, costs, num_nodes, order), [*accumulate(_num_shown(candidates[i]) for i in order)]
         most = max(range(len(order)), key=lambda i: num_shown[i] ** 0.5 / prices[i])
-        self.price, self.advance = prices[most], MAX_ADVANCE * costs.plain_seconds(load) if hopeful else 0.0
+        self.price, self.advance = prices[most], MAX_ADVANCE * step_seconds if hopeful else 0.0
         return order[: most + 1] if self.credit + self.advance >= self.price else ()
 
     def note_doze(self, seconds: float) -> None:
@@ -113,8 +115,6 @@ class Probes:
             num_requests: that emitted tokens.
             is_probe: whether a probe was all that there was; what drafting loses that seemed to pay is not owed without end.
         """
-        if self.credit == inf:
-            self.credit = MAX_ADVANCE * plain_seconds
         self.note_doze(seconds)
         before = self.credit
         if num_accepted is None:

@@ -151,7 +151,8 @@ class AdaptiveSpeculation:
             self.controller.observe_rest(self._load, len(self._rows), outcome)
         else:
             self.controller.observe(outcome)
-        self.num_reserved = max(self.num_reserved, int(self.controller.is_probe_due))
+        may_draft_a_node = self.controller.is_probe_due and any(each.num_reviewable is None for each in self._load.candidates)
+        self.num_reserved = max(self.num_reserved, int(may_draft_a_node))
 
     def _follow_temperature(self, request: Request) -> None:
         params, temperature = request.params, request.draft_history.temperature
