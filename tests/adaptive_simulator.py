@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from math import exp, log
 from typing import Any, NamedTuple, Protocol
 
@@ -348,17 +348,36 @@ def compare(
     machine: Machine, texts: Sequence[Text], make: Callable[[], Policy], num_steps: int = 300, seeds: int = 3, **fleet: Any
 ) -> float:
     """Tokens per second as a multiple of those without drafts: the median over seeds."""
-    stops_early = fleet.pop("stops_early", not machine.is_padded)
-    rates = []
-    for seed in range(seeds):
-        runs = [
-            Fleet(
-                machine, [replace(text, counts=AcceptanceCounts()) for text in texts], seed=seed, stops_early=stops_early, **fleet
-            )
-            for _ in range(2)
-        ]
-        rates.append(runs[0].run(make(), num_steps).rate / runs[1].run(Fixed(0), num_steps).rate)
+    options = {"stops_early": not machine.is_padded} | fleet
+    rates = [
+        Fleet(machine, _fresh(texts), seed=seed, **options).run(make(), num_steps).rate
+        / _rate_without_drafts(machine, _Texts(repr(texts), texts), num_steps, seed, tuple(options.items()))
+        for seed in range(seeds)
+    ]
     return float(np.median(rates))
+
+
+class _Texts(NamedTuple):
+    """Texts that are the same if they look the same."""
+
+    shown: str
+    texts: Sequence[Text]
+
+    def __hash__(self) -> int:
+        return hash(self.shown)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Texts) and self.shown == other.shown
+
+
+@cache
+def _rate_without_drafts(machine: Machine, texts: _Texts, num_steps: int, seed: int, options: tuple[tuple[str, Any], ...]) -> float:
+    return Fleet(machine, _fresh(texts.texts), seed=seed, **dict(options)).run(Fixed(0), num_steps).rate
+
+
+def _fresh(texts: Sequence[Text]) -> list[Text]:
+    """The same texts, of which nothing is known."""
+    return [replace(text, counts=AcceptanceCounts()) for text in texts]
 
 
 def main() -> None:
