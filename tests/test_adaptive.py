@@ -286,7 +286,7 @@ def test_metrics_say_why_speculation_is_off(zoo: Zoo, monkeypatch: pytest.Monkey
         found = llm.metrics().speculation
         assert found is not None and (found.choice == "on") == (found.on_rate > found.off_rate) == (limit < 200)
         assert found.off_rate == pytest.approx(1 / 1.1e-3, rel=0.1)
-        assert 0.9 < found.acceptance <= 1 and 0.9 < found.agreement < 1.1 and 1 < found.mean_draft_tokens <= 6
+        assert 0.85 < found.acceptance <= 1 and 0.9 < found.agreement < 1.1 and 1 < found.mean_draft_tokens <= 6
         assert found.target_pass[8] == pytest.approx(1e-3, rel=0.1) and (found.draft_pass[1] > 1e-3) == (limit == 200)
         assert found.target_context_token == found.draft_context_token == 0
     assert found is not None
