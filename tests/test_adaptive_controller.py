@@ -378,6 +378,12 @@ def test_what_drafting_lost_that_seemed_to_pay_does_not_put_off_probes_for_long(
     assert probes.is_due
 
 
+def test_drafters_that_cannot_review_draft_a_node_now_and_then() -> None:
+    for machine, n in ((DEMO, 8), (BIG16, 1)):
+        assert compare(machine, [Text(0.2)] * n, adaptive(machine), may_review=False) >= 0.97
+    assert compare(DEMO, [Text(0.9)] * 8, adaptive(DEMO), may_review=False) >= 1.4
+
+
 def test_a_review_waits_until_there_is_enough_to_see() -> None:
     """Meanwhile steps may be dozed through, and nothing is chosen."""
     probes, costs = Probes(), controller_of(DEMO).costs
