@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from math import exp, expm1, isnan, nan
 
 from titan.core.draft_history import AcceptanceCounts, DraftHistory
@@ -12,8 +13,11 @@ from titan.core.trees import GrowthReport
 from titan.draft.base import Review
 from titan.draft.policy import score_temperature
 
-MAX_SURPRISAL = 30.0
-"""Of a first child, for the sake of range."""
+TEMPERATURE_PRIOR = 8.0
+"""By how many right tokens a review must differ from what was expected to change a temperature by a factor of e."""
+
+NUM_HALVINGS = 12
+"""Of the range in which that change lies."""
 
 
 def note_verification(
@@ -66,22 +70,35 @@ def note_review(request: Request, review: Review, fleet: AcceptanceCounts) -> No
         fleet: as in `note_verification`.
     """
     probabilities = [1.0] * len(review.is_right)
-    if review.logprobs is not None:
-        start = score_temperature(request)  # at which all of them were compared
-        for logprob, is_right in zip(review.logprobs, review.is_right, strict=True):
-            probability = _at_temperature(logprob, score_temperature(request) / start)
-            request.draft_history.note_surprise(start, is_right - probability)
-        probabilities = [_at_temperature(logprob, score_temperature(request) / start) for logprob in review.logprobs]
+    if review.logprobs:
+        before = score_temperature(request)
+        request.draft_history.move_temperature(before, _matching_ratio(review.logprobs, sum(review.is_right)), len(probabilities))
+        probabilities = _at_temperature(review.logprobs, score_temperature(request) / before)
     for counts in _counts(request, fleet):
         for probability, is_right in zip(probabilities, review.is_right, strict=True):
             counts.note_draft(probability)
             counts.note(probability, is_right)
 
 
-def _at_temperature(logprob: float, ratio: float) -> float:
-    """Return about what a token's probability is at this many times the temperature, as if there were only one other token."""
-    odds_against: float = expm1(min(-logprob, MAX_SURPRISAL)) ** (1 / ratio)
-    return 1 / (1 + odds_against)
+def _matching_ratio(logprobs: Sequence[float], num_right: int) -> float:
+    """Return by how many times the temperature should change for the expected number of right tokens to be what it was.
+
+    With x the logarithm of it: ``expected(x) - num_right = TEMPERATURE_PRIOR * x``, solved by bisection; the left side falls.
+    """
+    low, high = -len(logprobs) / TEMPERATURE_PRIOR, len(logprobs) / TEMPERATURE_PRIOR
+    for _ in range(NUM_HALVINGS):
+        middle = (low + high) / 2
+        is_higher = sum(_at_temperature(logprobs, exp(middle))) - num_right > TEMPERATURE_PRIOR * middle
+        low, high = (middle, high) if is_higher else (low, middle)
+    return exp(low)
+
+
+def _at_temperature(logprobs: Sequence[float], ratio: float) -> list[float]:
+    """Return about what the most likely tokens' probabilities are at this many times the temperature.
+
+    As if the probabilities were p, p (1 - p), p (1 - p)**2, ...: at any other temperature, they are such a sequence, too.
+    """
+    return [1 - (-expm1(min(logprob, 0.0))) ** (1 / ratio) for logprob in logprobs]
 
 
 def _counts(request: Request, fleet: AcceptanceCounts) -> tuple[AcceptanceCounts, ...]:

@@ -22,6 +22,9 @@ from titan.draft.draft_model import MAX_REVIEWED
 Cost = Callable[[float, float], float]  # seconds of rows and context tokens
 LENGTHS = (1, 2, 3, 4, 6)
 
+FIRST_DRAFT = 1.5
+"""How many times as long the host takes in the first step of all that drafts, whose caches are cold."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -175,6 +178,7 @@ class Fleet:
     outlier: float = 2.0
     chunk: int = 0  # rows of prefill in each step
     may_review: bool = True  # whether the draft can be compared with what was emitted without it
+    has_drafted: bool = False
     rested: list[Text] = field(default_factory=list)  # those of the last step, if it was a rest and each had one row
 
     def __post_init__(self) -> None:
@@ -220,7 +224,9 @@ class Fleet:
         target_seconds = self._noisy(machine.target(num_rows + total, context))
         shown, *review = self._review(decision.reviewed, policy.fleet)
         num_drafting = sum(map(bool, chains)) + len(shown)
-        seconds = self._noisy(machine.host(n, num_drafting)) + draft_seconds + target_seconds + review[1]
+        host_seconds = machine.host(n, num_drafting) * (FIRST_DRAFT if total and not self.has_drafted else 1.0)
+        self.has_drafted |= total > 0
+        seconds = self._noisy(host_seconds) + draft_seconds + target_seconds + review[1]
         emitted = 0
         for text, tree, chain in zip(texts, trees, chains, strict=True):
             length = 0

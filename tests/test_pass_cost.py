@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from titan.adaptive.cost import FOLLOWED, HostTime, PassCost
-from titan.adaptive.costs import COLD_STEPS, Costs
+from titan.adaptive.costs import COLD, COLD_STEPS, Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.pace import Pace, StepLoad
 from titan.adaptive.value import Yield
@@ -92,6 +92,16 @@ def test_first_steps_of_their_kind_teach_little(num_steps: int, most: float) -> 
     assert costs.draft is not None
     for ratio in (costs.target.predict(8, 0, True) / 2.0, costs.draft.predict(4, 0) / 1.4):
         assert most - 0.1 < ratio < most + 0.02
+
+
+def test_host_time_of_the_first_step_that_drafts_is_that_of_a_cold_one() -> None:
+    """For long, there may be no other: reviews say nothing of it."""
+    costs = Costs(cost(), cost())
+    for _ in range(20):
+        costs.note_rest(load(4), 4, Outcome([], 0, 0, 0, 1.9, 0.0, 1.4))
+    costs.note_drafting(load(4), Outcome([1] * 4, 2, 1, 4, 1.4 + 2.0 + 1.3, 1.4, 2.0), [1] * 4)
+    assert costs.host.predict(4) == pytest.approx(0.5)
+    assert costs.host.predict(4, 4) == pytest.approx(1.3 / COLD)
 
 
 def test_host_takes_the_lesser_of_the_first_steps_and_clips_later_ones() -> None:

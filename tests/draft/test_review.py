@@ -12,19 +12,22 @@ import torch
 from auditor import Auditor
 from back_ends import make_back_end
 from machines import Machine
+from scipy.special import logsumexp
 from stepping import AMPLE, greedy, host_trees, make_engine, run_all, submit
 from zoo import VOCAB_SIZE, Zoo, random_prompts
 
+from titan.adaptive.value import own_acceptance
 from titan.bench.hopeless_drafts import HalfHopelessDrafter
-from titan.core.draft_history import AcceptanceCounts, DraftHistory
+from titan.core.draft_history import AcceptanceCounts
+from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree, GrowthReport
 from titan.draft.base import Review, ReviewReport
 from titan.draft.draft_model import MAX_REVIEWED, DraftModelDrafter
-from titan.draft.labels import note_review, note_verification
-from titan.draft.policy import GREEDY_TEMPERATURE
+from titan.draft.labels import TEMPERATURE_PRIOR, note_review, note_verification
+from titan.draft.policy import GREEDY_TEMPERATURE, score_temperature
 from titan.engine import Engine
 
 PROMPTS = random_prompts(6, seed=8, max_len=40)
@@ -121,32 +124,54 @@ def test_only_greedy_drafts_can_be_reviewed(zoo: Zoo, draft_sampling: str, seed:
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.5}], ids=["plain", "penalised"])
 @pytest.mark.parametrize("has_scores", [True, False])
 def test_a_review_counts_like_drafts_of_a_node_each(zoo: Zoo, has_scores: bool, options: dict[str, float]) -> None:
-    """Each at the temperature that the ones before it have led to, and counted at the one that all of them have led to."""
+    """Each at the temperature that all of them have led to."""
     engine, _ = undrafted(zoo, "llama~", 1)
-    labels, history = [True, False, True, True, False], DraftHistory()
-    margins = np.array([0.8, 0.1, 0.4, 0.05, 0.2])  # logits of two tokens, one of which is drafted
+    labels, start = [True, False, True, True, False], GREEDY_TEMPERATURE
+    logits = -np.outer([0.8, 0.1, 0.4, 0.05, 0.2], np.arange(2000))  # geometric distributions at any temperature
 
-    def probability(margin: float) -> float:
-        return float(1 / (1 + np.exp(-margin / (history.temperature or GREEDY_TEMPERATURE))))
+    def logprobs(temperature: float) -> list[float]:
+        return [float(row[0] - logsumexp(row)) for row in logits / temperature]
 
-    logprobs = [log(probability(margin)) for margin in margins] if has_scores else None
-    for margin, is_right in zip(margins, labels, strict=True):
-        history.note_surprise(GREEDY_TEMPERATURE, is_right - probability(margin))
     reviewed, drafted = submit(engine, PROMPTS[:2], [greedy(9, **options)] * 2)
     of_reviewed, of_drafted = AcceptanceCounts(), AcceptanceCounts()
-    note_review(reviewed, Review(labels, logprobs), of_reviewed)
+    note_review(reviewed, Review(labels, logprobs(start) if has_scores else None), of_reviewed)
     note_review(reviewed, Review((), None), of_reviewed)
+    temperature = reviewed.draft_history.temperature or start
+    scores = logprobs(temperature)
     for i, is_right in enumerate(labels):
-        score = np.array([log(probability(margins[i]))], np.float32) if has_scores else None
+        score = np.array(scores[i : i + 1], np.float32) if has_scores else None
         trees = host_trees([DraftTree(np.array([7]), np.array([-1], np.int32), scores=score)])
         found = Acceptance(trees, [[0] if is_right else []], [[7]], [None])
         report = GrowthReport(1, 1, 0.0, np.full(1, np.nan, np.float32) if score is None else score)
         note_verification(StepPlan([drafted], [1], [1], [1]), found, report, of_drafted)
     fields = AcceptanceCounts.__slots__  # type: ignore[attr-defined]
     for one, other in ((reviewed.draft_history.acceptance, drafted.draft_history.acceptance), (of_reviewed, of_drafted)):
-        assert [getattr(one, name) for name in fields] == pytest.approx([getattr(other, name) for name in fields])
+        assert [getattr(one, name) for name in fields] == pytest.approx([getattr(other, name) for name in fields], rel=1e-5)
     assert (of_reviewed.num_ever > 0) == (not options)
-    assert reviewed.draft_history.temperature == (pytest.approx(history.temperature) if has_scores else None)
+    assert (reviewed.draft_history.temperature is None) == (not has_scores)
+    if has_scores:  # more were expected than were right, by as many as it takes for so much higher a temperature
+        surplus = float(np.exp(scores).sum()) - sum(labels)
+        assert surplus == pytest.approx(TEMPERATURE_PRIOR * log(temperature / start), abs=0.01) and temperature > 1.05 * start
+
+
+@pytest.mark.parametrize("start", [0.15, 0.5, 1.5])
+def test_reviews_tell_how_often_drafts_are_accepted_wherever_the_temperature_starts(start: float) -> None:
+    """Tokens of a vocabulary like that of a language model, which are right as often as the draft says at a temperature of 0.5."""
+    shown, true = [], []
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        logits = -np.outer(rng.gamma(2.0, 0.4, 48), np.log(np.arange(1, 2001))) + rng.gumbel(0, 0.3, (48, 2000))
+        logits -= logits.max(1, keepdims=True)
+        probabilities = np.exp(-logsumexp(logits / 0.5, axis=1))
+        labels = (rng.random(48) < probabilities).tolist()
+        request = Request("r", None, [1], greedy(9), 0, 9, frozenset(), RequestMetrics(0.0), None)
+        request.draft_history.start_at(start)
+        for first in (0, 16, 32):
+            logprobs = -logsumexp(logits[first : first + 16] / score_temperature(request), axis=1)
+            note_review(request, Review(labels[first : first + 16], logprobs.tolist()), AcceptanceCounts())
+        shown.append(own_acceptance(request.draft_history.acceptance, 1.0))
+        true.append(probabilities.mean())
+    assert np.mean(shown) == pytest.approx(np.mean(true), abs=0.05)
 
 
 def test_requests_are_reviewed_instead_of_drafting_and_may_fail_to_be(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

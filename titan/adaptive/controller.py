@@ -106,6 +106,7 @@ class Controller:
         self._before: list[tuple[float, float]] = []  # of probed requests: their drafts, and the acceptance that these showed
         self._load: Load = Load((), 0, 0)
         self._decision = Decision([], (), ())
+        self._unlearned: list[tuple[Load, Decision, Outcome]] = []  # steps that drafted since settings were compared
 
     @property
     def is_probe_due(self) -> bool:
@@ -212,6 +213,7 @@ class Controller:
 
     def _compare(self, load: Load) -> None:
         """Find the best setting, and that which might be the best."""
+        self._learn()
         self.past.follow([each.counts for each in load.candidates if each.is_typical], self.fleet.agreement)
         estimates = self._estimates = estimate(self.fleet, self.past, [each.counts for each in load.candidates])
         prices = self._prices = Prices(load, self.costs)
@@ -247,8 +249,28 @@ class Controller:
         )
 
     def observe(self, outcome: Outcome) -> None:
-        """Learn from the step that was last decided."""
-        load, decision = self._load, self._decision
+        """Take note of what came of the step that was last decided.
+
+        Steps that draft as planned are learned from when the next decision compares, since none before it goes by what they say: in
+        a row, this takes less than half the time that it takes step by step, each time with cold caches.
+        """
+        decision = self._decision
+        self.has_tried |= decision.drafts or bool(decision.reviewed)
+        if self._has_compared:
+            self._standing.note_comparison(outcome.deciding_seconds)
+        self._unlearned.append((self._load, decision, outcome))
+        if decision.probed or not decision.drafts:
+            self._learn()
+        if decision.is_probe:
+            self._standing.num_left = 0
+
+    def _learn(self) -> None:
+        """Learn from the steps that were observed."""
+        for load, decision, outcome in self._unlearned:
+            self._learn_from(load, decision, outcome)
+        self._unlearned.clear()
+
+    def _learn_from(self, load: Load, decision: Decision, outcome: Outcome) -> None:
         n = len(load.candidates)
         if decision.reviewed:  # what such a step takes says little of others
             self.costs.note_review(load, len(decision.reviewed), outcome)
@@ -257,9 +279,6 @@ class Controller:
             self._note_yield(load, decision, outcome)
         else:
             self.costs.note_rest(load, n, outcome)
-        self.has_tried |= decision.drafts or bool(decision.reviewed)
-        if self._has_compared:
-            self._standing.note_comparison(outcome.deciding_seconds)
         if not n:
             return
         self._age_counts(load, decision, outcome)
@@ -267,8 +286,6 @@ class Controller:
         self._probes.observe(
             outcome.seconds + outcome.deciding_seconds, self.costs.plain_seconds(load), num_accepted, n, is_probe=decision.is_probe
         )
-        if decision.is_probe:
-            self._standing.num_left = 0
 
     def _note_yield(self, load: Load, decision: Decision, outcome: Outcome) -> None:
         """Compare what a step brought with what was planned, if it had nothing else to do, and the plan was for such a step."""

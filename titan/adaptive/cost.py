@@ -156,6 +156,11 @@ class HostTime:
         else:
             self._plain.note(num_requests, seconds)
 
+    @property
+    def has_drafted(self) -> bool:
+        """Whether a step with drafts was seen."""
+        return self._more.has_seen
+
     def knows(self, num_requests: int, num_drafting: int = 0) -> bool:
         """Whether a few such steps were seen."""
         return self._more.knows(num_drafting) if num_drafting else self._plain.knows(num_requests)
@@ -180,6 +185,10 @@ class _ByCount:
         if self._num_seen[octave] <= FIRST_STEPS:
             rate = float(seconds < before)
         self._seconds[octave] = before + rate * (min(seconds, 2 * before) - before)
+
+    @property
+    def has_seen(self) -> bool:
+        return bool(self._seconds)
 
     def knows(self, count: int) -> bool:
         return self._num_seen[count.bit_length()] >= FIRST_STEPS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from titan.adaptive.cost import HostTime, PassCost
 from titan.adaptive.load import Load, Outcome
 
-COLD, COLD_STEPS = 1.5, 4
+COLD, COLD_STEPS = 1.3, 4
 """How many times as long the first steps with, or without, drafts may take, because of cold caches; and how many these are."""
 
 
@@ -108,7 +108,8 @@ class Costs:
         return self._num_alike <= COLD_STEPS
 
     def _note_host(self, num_requests: int, num_drafting: int, seconds: float, is_cold: bool) -> None:
-        if is_cold and self.host.knows(num_requests, num_drafting):
+        is_first_to_draft = num_drafting > 0 and not self.host.has_drafted  # and may be the only one for long
+        if is_cold and (is_first_to_draft or self.host.knows(num_requests, num_drafting)):
             seconds = _warm(seconds, self.host.predict(num_requests, num_drafting))
         self.host.note(num_requests, num_drafting, seconds)
 

@@ -130,9 +130,10 @@ class AdaptiveSpeculation:
             num_nodes = [starts[i + 1] - starts[i] for i in self._rows]
             for i in self._rows:
                 num_accepted += len(acceptance.paths[i])
-        if num_nodes or report.reviews:
-            for i in self._rows:
-                self._follow_temperature(plan.requests[i])
+        for i in self._rows if num_nodes else ():
+            self._follow_temperature(plan.requests[i])
+        for i, review in zip(plan.reviews, report.reviews, strict=False):
+            self._follow_temperature(plan.requests[i], len(review.is_right))
         draft_seconds = times.draft if growth is None else growth.seconds
         outcome = Outcome(
             num_nodes,
@@ -154,11 +155,11 @@ class AdaptiveSpeculation:
         may_draft_a_node = self.controller.is_probe_due and any(each.num_reviewable is None for each in self._load.candidates)
         self.num_reserved = max(self.num_reserved, int(may_draft_a_node))
 
-    def _follow_temperature(self, request: Request) -> None:
+    def _follow_temperature(self, request: Request, num_steps: int = 1) -> None:
         params, temperature = request.params, request.draft_history.temperature
         if params.is_greedy and not params.has_transforms and temperature is not None:
             before = log(temperature) if self._log_temperature is None else self._log_temperature
-            self._log_temperature = before + (log(temperature) - before) * TEMPERATURE_RATE
+            self._log_temperature = before + (log(temperature) - before) * (1 - (1 - TEMPERATURE_RATE) ** num_steps)
 
     def metrics(self, mean_draft_tokens: float) -> SpeculationMetrics:
         """Return what the controller knows and decided.

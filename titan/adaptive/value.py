@@ -98,9 +98,10 @@ class Yield:
         self._num_promised = YIELD_MEMORY * self._num_promised + num_promised
 
     def fade(self, share: float) -> None:
-        """Let what was seen count less: only this share remains."""
-        self._num_accepted *= share
-        self._num_promised *= share
+        """Let it count less that drafting brought less than planned: only this share remains. If it brought more, that stays."""
+        if self._num_accepted < self._num_promised:
+            self._num_accepted *= share
+            self._num_promised *= share
 
 
 def own_acceptance(counts: AcceptanceCounts, agreement: float) -> float:
@@ -110,7 +111,7 @@ def own_acceptance(counts: AcceptanceCounts, agreement: float) -> float:
         counts: of the request.
         agreement: of all requests.
     """
-    return counts.confidence * _agreement(counts, agreement)
+    return min(1.0, counts.confidence * _agreement(counts, agreement))
 
 
 def estimate(fleet: AcceptanceCounts, past: PastRequests, requests: Sequence[AcceptanceCounts]) -> Estimates:
@@ -122,9 +123,8 @@ def estimate(fleet: AcceptanceCounts, past: PastRequests, requests: Sequence[Acc
         requests: counts of those to estimate, at least one.
     """
     agreement = fleet.agreement
-    agreements = [_agreement(each, agreement) for each in requests]
     drafts = [each.num_drafts for each in requests]
-    own = [each.confidence * agreed for each, agreed in zip(requests, agreements, strict=True)]
+    own = [own_acceptance(each, agreement) for each in requests]
     k = _strength(drafts, own)
     shares = [count / (count + k) for count in drafts]
     of_fleet = fleet.num_drafts / (fleet.num_drafts + k)
@@ -133,6 +133,7 @@ def estimate(fleet: AcceptanceCounts, past: PastRequests, requests: Sequence[Acc
     means = [share * shown + (1 - share) * mean for share, shown in zip(shares, own, strict=True)]
     seen = 1 + min(fleet.num_drafts, k)
     bounds = [_bound(p, seen + count) for p, count in zip(means, drafts, strict=True)]
+    agreements = [min(1.0, _agreement(each, agreement)) for each in requests]
     return Estimates(means, bounds, agreements, (1 + k * weight) ** -0.5, _bound(mean, seen))
 
 
@@ -142,7 +143,7 @@ def _bound(mean: float, num_seen: float) -> float:
 
 
 def _agreement(counts: AcceptanceCounts, agreement: float) -> float:
-    return min(1.0, (counts.num_accepted + AGREEMENT_NODES * agreement) / (counts.num_expected + AGREEMENT_NODES))
+    return (counts.num_accepted + AGREEMENT_NODES * agreement) / (counts.num_expected + AGREEMENT_NODES)
 
 
 def _strength(drafts: Sequence[float], own: Sequence[float]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import exp, log
+from math import exp
 
 LONGEST_MEMORY = 0.97
 """Largest weight of the past in an average: the weight grows with the number of observations, up to about thirty."""
@@ -142,6 +142,15 @@ class DraftHistory:
             surprise: share that was accepted, less their mean probability at the temperature at which they were drafted.
         """
         rate = max(LAST_CALIBRATION_RATE, FIRST_CALIBRATION_RATE / (1 + self.num_confidences / 2))
-        self.num_confidences += 1
-        moved = log(self.temperature or start) - rate * surprise
-        self.temperature = min(max(exp(moved), MIN_TEMPERATURE), MAX_TEMPERATURE)
+        self.move_temperature(start, exp(-rate * surprise))
+
+    def move_temperature(self, start: float, factor: float, num_confidences: int = 1) -> None:
+        """Multiply the temperature.
+
+        Args:
+            start: the initial one.
+            factor: of the change.
+            num_confidences: probabilities that it was found by.
+        """
+        self.num_confidences += num_confidences
+        self.temperature = min(max((self.temperature or start) * factor, MIN_TEMPERATURE), MAX_TEMPERATURE)
