@@ -117,6 +117,8 @@ class Policy(Protocol):
 
     def dozes(self) -> bool: ...
 
+    def repeats(self) -> bool: ...
+
     def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool: ...
 
     def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None: ...
@@ -133,6 +135,9 @@ class Fixed:
         self.num_nodes, self.fleet = num_nodes, AcceptanceCounts()
 
     def dozes(self) -> bool:
+        return False
+
+    def repeats(self) -> bool:
         return False
 
     def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool:
@@ -179,7 +184,8 @@ class Fleet:
     chunk: int = 0  # rows of prefill in each step
     may_review: bool = True  # whether the draft can be compared with what was emitted without it
     has_drafted: bool = False
-    rested: list[Text] = field(default_factory=list)  # those of the last step, if it was a rest and each had one row
+    before: list[Text] = field(default_factory=list)  # those of the last step, if each had one row
+    decision: Decision | None = None  # of the last step; None: it was a rest
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -201,18 +207,24 @@ class Fleet:
         texts, machine, n = self.texts, self.machine, len(self.texts)
         context = sum(text.context for text in texts)
         num_rows = n + self.chunk + sum(text.num_prefill for text in texts)
-        is_dozing = self.rested == texts and num_rows == n and policy.dozes()
-        if is_dozing or policy.rest(n, num_rows, sum(text.num_prefill > 0 for text in texts)):
+        is_alike = self.before == texts and num_rows == n
+        is_dozing = is_alike and policy.dozes()
+        repeats = is_alike and self._allows_decision() and policy.repeats()
+        self.before = texts[:] if num_rows == n else []
+        if is_dozing or (not repeats and policy.rest(n, num_rows, sum(text.num_prefill > 0 for text in texts))):
             target_seconds = self._noisy(machine.target(num_rows, context))
             seconds = self._noisy(machine.host(n, 0)) + target_seconds
             for text in texts:
                 text.advance(1, False, self.rng)
             if not is_dozing:
-                self.rested = texts[:] if num_rows == n else []
+                self.decision = None
                 policy.observe_rest(Load((), num_rows, context), n, Outcome([], 0, 0, 0, seconds, 0.0, target_seconds))
             return n, seconds, 0
-        self.rested, optimum = [], getattr(policy, "optimum", None)
-        decision = policy.choose(Load([self._candidate(text) for text in texts], num_rows, context))
+        optimum = getattr(policy, "optimum", None)
+        if not repeats:
+            self.decision = policy.choose(Load([self._candidate(text) for text in texts], num_rows, context))
+        assert self.decision is not None
+        decision = self.decision
         deciding = machine.deciding[optimum is not getattr(policy, "optimum", None)] if optimum else 0.0
         most, worths = decision.most_nodes, decision.worths
         chains, num_passes, draft_rows, draft_seconds = self._grow(most, worths, context)
@@ -245,6 +257,11 @@ class Fleet:
         sizes, passes = [len(tree) for tree in trees], (num_passes, draft_rows)
         policy.observe(Outcome(sizes, emitted - n, *passes, seconds, draft_seconds, target_seconds, deciding, shown, *review))
         return emitted, seconds + deciding, total
+
+    def _allows_decision(self) -> bool:
+        if self.decision is None or not self.decision.drafts:
+            return False
+        return all(self._most(text) >= most for text, most in zip(self.texts, self.decision.most_nodes, strict=True))
 
     def _most(self, text: Text) -> int:
         return self.max_nodes if text.num_left is None else max(0, min(self.max_nodes, text.num_left - 1))

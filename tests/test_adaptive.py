@@ -213,6 +213,25 @@ def test_drafting_comes_back_when_it_pays_and_catches_up(zoo: Zoo, monkeypatch: 
     assert max(sizes) == 6  # however sure the draft is
 
 
+def test_decisions_are_repeated_only_for_requests_that_may_draft_as_much(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ends at another step, and drafts less and less before it."""
+    Machine(monkeypatch, {0: 0.01})
+    engine, repeats, found = adaptive_engine(zoo, "llama~", **AMPLE), Controller.repeats, Counter[bool]()
+
+    def note(controller: Controller) -> bool:
+        is_repeated = repeats(controller)
+        if is_repeated:
+            rows = zip(engine.scheduler.running, controller._decision.num_nodes, strict=True)
+            assert all(request.num_remaining_tokens > count for request, count in rows)
+        found[is_repeated] += 1
+        return is_repeated
+
+    monkeypatch.setattr(Controller, "repeats", note)
+    limits = [72, 76, 80]
+    assert run_all(engine, PROMPTS[:3], [greedy(limit, ignore_eos=True) for limit in limits]) == written(zoo, limits)
+    assert found[True] > 3 < found[False]
+
+
 def test_a_large_cap_crowds_nobody_out(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight requests that draft a few nodes each have 128 tokens per step, not enough for 63 nodes of all."""
     machine = Machine(monkeypatch, target=lambda rows: 1 + 0.1 * rows)

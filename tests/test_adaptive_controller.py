@@ -16,6 +16,7 @@ from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
 from titan.adaptive.probes import LEAST_REVIEWED, PROBE_SHARE, Probes
+from titan.adaptive.standing import DWELL
 from titan.adaptive.value import PastRequests, Yield, estimate
 from titan.core.draft_history import AcceptanceCounts
 
@@ -305,6 +306,28 @@ def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> N
             controller.observe(spent)
             found["probes" if decision.is_probe else "decides"] += 1
     assert found["dozes"] > 3 * found["rests"] > 0 < found["probes"] < 40 and found["decides"]
+
+
+@pytest.mark.parametrize("num_missing", [2, 40])
+def test_steps_that_draft_are_repeated_between_comparisons(num_missing: int) -> None:
+    """Plain steps come in between all the same; requests that the draft was not fed are looked at again."""
+    controller, found = controller_of(BIG), Counter[str]()
+    load = Load([Candidate(counts(0.9, 20.0), 6, num_missing, 256, True) for _ in range(4)], 4, 800)
+    seconds, in_a_row = BIG.host(4, 4) + BIG.target(8, 800) + BIG.draft(4, 800), 0
+    drafting = Outcome([1] * 4, 4, 1, 4, seconds, BIG.draft(4, 800), BIG.target(8, 800))
+    plain = Outcome([], 0, 0, 0, BIG.host(4, 0) + BIG.target(4, 800), 0.0, BIG.target(4, 800))
+    for _ in range(200):
+        if controller.repeats():
+            found["repeats"], in_a_row = found["repeats"] + 1, in_a_row + 1
+        else:
+            assert not controller.rest(4, 4)
+            drafts, in_a_row = controller.choose(load).drafts, 0
+            found["drafts" if drafts else "plain"] += 1
+        assert in_a_row < DWELL
+        controller.observe(drafting if drafts else plain)
+        controller.fleet.note_draft(0.9)
+    assert found["plain"] > 6
+    assert (found["repeats"] > 3 * found["drafts"] > 30) == (num_missing == 2) != (found["repeats"] == 0)
 
 
 def test_steps_until_a_probe_is_due() -> None:

@@ -100,7 +100,9 @@ class Controller:
         self._num_rested = 0  # steps since anything was decided
         self._num_dozing = 0  # next steps that are taken for like the last rest
         self._rest_seconds = 0.0  # that each of them is taken to last
-        self._num_drafting = 0  # steps since one was plain
+        self._num_drafting = 0  # steps since one was plain; of which there are as many as it is below 0
+        self._max_drafting = 0.0  # of them in a row
+        self._is_steady = False  # whether the last decision may be repeated
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
         self._hoped: list[int] = []
         self._before: list[tuple[float, float]] = []  # of probed requests: their drafts, and the acceptance that these showed
@@ -120,6 +122,17 @@ class Controller:
         self._num_dozing, self._num_rested = self._num_dozing - 1, self._num_rested + 1
         self._standing.num_left -= 1
         self._probes.note_doze(self._rest_seconds)
+        return True
+
+    def repeats(self) -> bool:
+        """Begin a step of the requests of the last one, one token each; return whether they draft as in that. Else `rest`.
+
+        They do if all that draft were fed, none was probed, and no probe is due. Nothing else is looked at.
+        """
+        if not self._is_steady or self._probes.is_due or self._standing.num_left <= 1:
+            return False
+        self._standing.num_left, self._num_drafting = self._standing.num_left - 1, self._num_drafting + 1
+        self._has_compared = False
         return True
 
     def rest(self, num_requests: int, num_rows: int, num_new: int = 0) -> bool:
@@ -162,11 +175,11 @@ class Controller:
 
     def postpone(self) -> Decision:
         """Return a decision to draft nothing in this step after all."""
-        self._decision = _nothing(self._load)
+        self._decision, self._is_steady = _nothing(self._load), False
         return self._decision
 
     def _decide(self, load: Load) -> Decision:
-        n, self._has_compared = len(load.candidates), False
+        n, self._has_compared, self._is_steady = len(load.candidates), False, False
         if not n or not self.costs.host.knows(n):  # a plain step shows what it costs to draft
             return _nothing(load)
         self._standing.num_left -= 1
@@ -191,13 +204,14 @@ class Controller:
             count if worth is None else min(each.max_nodes, count + self.optimum.slack)
             for count, worth, each in zip(num_nodes, worths, load.candidates, strict=True)
         ]
+        drafting = [each for count, each in zip(num_nodes, load.candidates, strict=True) if count]
+        self._is_steady = bool(drafting) and not probed and all(each.is_fed for each in drafting)
         return Decision(num_nodes, most_nodes, worths, probed, reviewed, acceptance)
 
     def _is_plain_due(self) -> bool:
-        """Whether a step without drafts should show what such steps cost: the more often, the less drafting gains."""
-        gain = self.optimum.rate / self.optimum.off_rate - 1
+        """Whether a step without drafts should show what such steps cost."""
         self._num_drafting += 1
-        if self._num_drafting >= PLAIN_STEPS * (1 + min(gain, 1.0) / PLAIN_GAIN):
+        if self._num_drafting >= self._max_drafting:
             self._num_drafting = -NUM_PLAIN
         return self._num_drafting < 0
 
@@ -225,6 +239,8 @@ class Controller:
         ]
         self._probes.forget()
         self.optimum = best(sure, prices, self.drafting_yield.factor, 1 - MARGIN if self.optimum.drafts else 1 + MARGIN)
+        gain = self.optimum.rate / self.optimum.off_rate - 1
+        self._max_drafting = PLAIN_STEPS * (1 + min(gain, 1.0) / PLAIN_GAIN)
         self._worths = [
             self._worth(i, each.weight) if self.optimum.num_nodes[i] else None for i, each in enumerate(load.candidates)
         ]

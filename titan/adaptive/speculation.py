@@ -41,7 +41,7 @@ class AdaptiveSpeculation:
     _log_temperature: float | None = None  # mean over the greedy requests of what their draft's probabilities are compared at
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
     _rests: bool = False  # whether the controller rested when it was last asked
-    _rested: Sequence[Request] = ()  # those of that step, if each had one token
+    _before: Sequence[Request] = ()  # those of the last step, if each had one token
     _dozes: bool = False  # whether nothing is learned of this step
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = NOTHING
@@ -56,9 +56,13 @@ class AdaptiveSpeculation:
     def decide(self, plan: StepPlan) -> None:
         """Set budgets, worths and reviews of a plan's rows."""
         num_rows = sum(plan.num_tokens)
-        self._dozes = num_rows == len(plan.requests) and plan.requests == self._rested and self.controller.dozes()
+        is_alike = num_rows == len(plan.requests) and plan.requests == self._before
+        self._dozes = is_alike and self.controller.dozes()
         if self._dozes:
             plan.drafts_prompts, plan.draft_budgets = False, [0] * num_rows
+            return
+        if is_alike and self._allows_decision(plan) and self.controller.repeats():
+            self._apply(plan)
             return
         self._rows, num_context = plan.emitting_rows(), sum([request.num_computed_tokens for request in plan.requests])
         rows = self._rows
@@ -66,7 +70,7 @@ class AdaptiveSpeculation:
         is_first_try = len(plan.requests) == 1 and not self.controller.has_tried  # a long prompt is too much for a probe
         plan.drafts_prompts = self.controller.optimum.drafts or is_first_try
         self._rests = self.controller.rest(len(rows), num_rows, num_new)
-        self._rested = plan.requests if self._rests and num_rows == len(rows) else []
+        self._before = plan.requests if num_rows == len(rows) else []
         if self._rests:
             self._load, self._decision = Load((), num_rows, num_context), NOTHING
             for i in rows:
@@ -79,11 +83,22 @@ class AdaptiveSpeculation:
         expected = 0 if decision.is_probe else max(decision.num_nodes, default=0)
         has_room, self.num_reserved = self.num_reserved > 0, min(self.max_nodes, RESERVED_NODES * expected)
         self._decision = decision = decision if has_room or not decision.drafts else self.controller.postpone()
-        for i, most, worth in zip(rows, decision.most_nodes, decision.worths, strict=True):
+        self._apply(plan)
+        plan.reviews = [rows[i] for i in decision.reviewed]
+
+    def _allows_decision(self, plan: StepPlan) -> bool:
+        """Whether requests that were decided on may draft as much again, as far as that is known of each by itself."""
+        if not self._decision.drafts:
+            return False
+        rows = zip(plan.requests, plan.draft_budgets, self._decision.most_nodes, self._decision.worths, strict=True)
+        return all(budget >= most and (worth is None or self._stops_early(request)) for request, budget, most, worth in rows)
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Set the budgets and worths of a plan as decided."""
+        for i, most, worth in zip(self._rows, self._decision.most_nodes, self._decision.worths, strict=True):
             plan.draft_budgets[i] = min(plan.draft_budgets[i], most)
             if worth is not None:
                 plan.worths[i] = worth
-        plan.reviews = [rows[i] for i in decision.reviewed]
 
     def _candidate(self, request: Request) -> Candidate:
         params, history = request.params, request.draft_history
@@ -96,11 +111,14 @@ class AdaptiveSpeculation:
             int(max(0, most)) if params.use_speculative else 0,
             request.num_tokens - request.num_drafted_context,
             request.num_remaining_tokens,
-            self._confident is not None and self._confident.stops_early(request),
+            self._stops_early(request),
             1 / history.tokens_per_step.value if self.is_latency else 1.0,
             not params.has_transforms,
             None if self._reviewing is None else self._reviewing.num_reviewable(request),
         )
+
+    def _stops_early(self, request: Request) -> bool:
+        return self._confident is not None and self._confident.stops_early(request)
 
     def observe(
         self,
