@@ -46,7 +46,7 @@ def mixed(n: int, good: float = 0.9, bad: float = 0.02) -> list[Text]:
 )
 def test_cell_of_the_grid(machine: Machine, n: int, acceptance: float) -> None:
     texts = [Text(acceptance)] * n
-    rate = compare(machine, texts, adaptive(machine))
+    rate = compare(machine, texts, adaptive(machine), seeds=9 if n == 1 else 3)
     assert rate >= 0.97
     assert rate >= 0.95 * max(compare(machine, texts, partial(Fixed, length)) for length in (1, 2, 4, 6))
 
