@@ -14,7 +14,7 @@ from titan.draft.base import Review
 from titan.draft.policy import score_temperature
 
 TEMPERATURE_PRIOR = 8.0
-"""By how many right tokens a review must differ from what was expected to change a temperature by a factor of e."""
+"""Tokens by which those that are right must still differ from what is expected when a temperature has changed by a factor of e."""
 
 NUM_HALVINGS = 12
 """Of the range in which that change lies."""
@@ -70,7 +70,7 @@ def note_review(request: Request, review: Review, fleet: AcceptanceCounts) -> No
         fleet: as in `note_verification`.
     """
     probabilities = [1.0] * len(review.is_right)
-    if review.logprobs:
+    if review.logprobs is not None and len(review.logprobs):
         before = score_temperature(request)
         request.draft_history.move_temperature(before, _matching_ratio(review.logprobs, sum(review.is_right)), len(probabilities))
         probabilities = _at_temperature(review.logprobs, score_temperature(request) / before)
@@ -81,7 +81,7 @@ def note_review(request: Request, review: Review, fleet: AcceptanceCounts) -> No
 
 
 def _matching_ratio(logprobs: Sequence[float], num_right: int) -> float:
-    """Return by how many times the temperature should change for the expected number of right tokens to be what it was.
+    """Return by how many times the temperature should change for the expected number of right tokens to be ``num_right``.
 
     With x the logarithm of it: ``expected(x) - num_right = TEMPERATURE_PRIOR * x``, solved by bisection; the left side falls.
     """
@@ -98,7 +98,7 @@ def _at_temperature(logprobs: Sequence[float], ratio: float) -> list[float]:
 
     As if the probabilities were p, p (1 - p), p (1 - p)**2, ...: at any other temperature, they are such a sequence, too.
     """
-    return [1 - (-expm1(min(logprob, 0.0))) ** (1 / ratio) for logprob in logprobs]
+    return [1 - (-expm1(logprob)) ** (1 / ratio) for logprob in logprobs]
 
 
 def _counts(request: Request, fleet: AcceptanceCounts) -> tuple[AcceptanceCounts, ...]:

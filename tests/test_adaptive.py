@@ -32,6 +32,7 @@ from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree
 from titan.diagnosis import faults
 from titan.draft.base import NoDrafter
+from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 
@@ -213,23 +214,32 @@ def test_drafting_comes_back_when_it_pays_and_catches_up(zoo: Zoo, monkeypatch: 
     assert max(sizes) == 6  # however sure the draft is
 
 
-def test_decisions_are_repeated_only_for_requests_that_may_draft_as_much(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each ends at another step, and drafts less and less before it."""
+@pytest.mark.parametrize(("draft", "temperature"), [("llama~", 0.0), ("llama~", 1.0), ("short", 0.0)])
+def test_decisions_are_repeated_only_for_requests_that_may_draft_as_much(
+    zoo: Zoo, draft: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each ends at another step, and drafts less and less before it; some drafts are sampled; or the length of the draft ends."""
     Machine(monkeypatch, {0: 0.01})
-    engine, repeats, found = adaptive_engine(zoo, "llama~", **AMPLE), Controller.repeats, Counter[bool]()
+    engine, repeats, found = adaptive_engine(zoo, draft, **AMPLE | {"draft_sampling": "auto"}), Controller.repeats, Counter[bool]()
+    drafter = engine.drafter
+    assert isinstance(drafter, DraftModelDrafter)
+    if temperature:
+        monkeypatch.setattr(drafter.policy, "is_sampled", lambda request: request.draft_history.num_drafts % 5 == 0)
 
     def note(controller: Controller) -> bool:
         is_repeated = repeats(controller)
         if is_repeated:
-            rows = zip(engine.scheduler.running, controller._decision.num_nodes, strict=True)
-            assert all(request.num_remaining_tokens > count for request, count in rows)
+            for request, count, worth in zip(engine.scheduler.running, *controller._decision[:3:2], strict=True):
+                assert min(request.num_remaining_tokens - 1, drafter.max_len - request.num_tokens) >= count > 0
+                assert drafter.stops_early(request) == (worth is not None)
         found[is_repeated] += 1
         return is_repeated
 
     monkeypatch.setattr(Controller, "repeats", note)
     limits = [72, 76, 80]
-    assert run_all(engine, PROMPTS[:3], [greedy(limit, ignore_eos=True) for limit in limits]) == written(zoo, limits)
-    assert found[True] > 3 < found[False]
+    params = [SamplingParams(temperature=temperature, max_tokens=limit, ignore_eos=True) for limit in limits]
+    output = run_all(engine, [prompt[:9] for prompt in PROMPTS[:3]], params)
+    assert [*map(len, output)] == limits and found[True] > 3 and found[False]
 
 
 def test_a_large_cap_crowds_nobody_out(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from titan.adaptive.cost import FOLLOWED, HostTime, PassCost
-from titan.adaptive.costs import COLD, COLD_STEPS, Costs
+from titan.adaptive.costs import COLD_STEPS, FIRST_DRAFT, Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.pace import Pace, StepLoad
 from titan.adaptive.value import Yield
@@ -99,9 +99,16 @@ def test_host_time_of_the_first_step_that_drafts_is_that_of_a_cold_one() -> None
     costs = Costs(cost(), cost())
     for _ in range(20):
         costs.note_rest(load(4), 4, Outcome([], 0, 0, 0, 1.9, 0.0, 1.4))
-    costs.note_drafting(load(4), Outcome([1] * 4, 2, 1, 4, 1.4 + 2.0 + 1.3, 1.4, 2.0), [1] * 4)
+    costs.note_drafting(load(4), Outcome([1] * 4, 2, 1, 4, 1.4 + 2.0 + 1.1, 1.4, 2.0), [1] * 4)
     assert costs.host.predict(4) == pytest.approx(0.5)
-    assert costs.host.predict(4, 4) == pytest.approx(1.3 / COLD)
+    assert costs.host.predict(4, 4) == pytest.approx(0.5 + 0.6 / FIRST_DRAFT)
+
+
+def test_host_time_that_was_none_is_followed() -> None:
+    host = HostTime()
+    for num_drafting, seconds in ((0, 1.0), (4, 1.0), *[(4, 1.5)] * 40):
+        host.note(4, num_drafting, seconds)
+    assert host.predict(4, 4) == pytest.approx(1.5, rel=0.01)
 
 
 def test_host_takes_the_lesser_of_the_first_steps_and_clips_later_ones() -> None:

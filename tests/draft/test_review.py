@@ -124,7 +124,7 @@ def test_only_greedy_drafts_can_be_reviewed(zoo: Zoo, draft_sampling: str, seed:
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.5}], ids=["plain", "penalised"])
 @pytest.mark.parametrize("has_scores", [True, False])
 def test_a_review_counts_like_drafts_of_a_node_each(zoo: Zoo, has_scores: bool, options: dict[str, float]) -> None:
-    """Each at the temperature that all of them have led to."""
+    """All at the temperature that the review has led to."""
     engine, _ = undrafted(zoo, "llama~", 1)
     labels, start = [True, False, True, True, False], GREEDY_TEMPERATURE
     logits = -np.outer([0.8, 0.1, 0.4, 0.05, 0.2], np.arange(2000))  # geometric distributions at any temperature
@@ -155,9 +155,9 @@ def test_a_review_counts_like_drafts_of_a_node_each(zoo: Zoo, has_scores: bool, 
 
 
 @pytest.mark.parametrize("start", [0.15, 0.5, 1.5])
-def test_reviews_tell_how_often_drafts_are_accepted_wherever_the_temperature_starts(start: float) -> None:
+def test_reviews_find_the_temperature_and_how_often_drafts_are_accepted(start: float) -> None:
     """Tokens of a vocabulary like that of a language model, which are right as often as the draft says at a temperature of 0.5."""
-    shown, true = [], []
+    shown, true, temperatures = [], [], []
     for seed in range(60):
         rng = np.random.default_rng(seed)
         logits = -np.outer(rng.gamma(2.0, 0.4, 48), np.log(np.arange(1, 2001))) + rng.gumbel(0, 0.3, (48, 2000))
@@ -171,6 +171,8 @@ def test_reviews_tell_how_often_drafts_are_accepted_wherever_the_temperature_sta
             note_review(request, Review(labels[first : first + 16], logprobs.tolist()), AcceptanceCounts())
         shown.append(own_acceptance(request.draft_history.acceptance, 1.0))
         true.append(probabilities.mean())
+        temperatures.append(score_temperature(request))
+    assert np.exp(np.mean(np.log(temperatures))) == pytest.approx(0.5, rel=0.15)
     assert np.mean(shown) == pytest.approx(np.mean(true), abs=0.05)
 
 

@@ -50,7 +50,7 @@ LEAST_DRAFTS = 4.0
 """Number of drafts that what was ever seen counts as at least."""
 
 YIELD_FADE = 127 / 128
-"""Share of what is known of the yield that remains per step without drafts."""
+"""Share of what is known of a yield below 1 that remains per step without drafts."""
 
 LEAST_MORE, MOST_LONGER = 0.01, 4.0
 """Share by which drafting must be expected to lengthen a step for its yield to be noted; and how many times as much, or as little,
@@ -69,6 +69,7 @@ class Decision(NamedTuple):
     probed: Sequence[int] = ()  # candidates that show whether it would pay, by a node of their own or by a review
     reviewed: Sequence[int] = ()  # those of them that do so by a review
     acceptance: Sequence[float] = ()  # expected of each candidate
+    is_steady: bool = False  # whether it may be repeated: the draft was fed all that draft, and none is probed
 
     @property
     def drafts(self) -> bool:
@@ -100,9 +101,8 @@ class Controller:
         self._num_rested = 0  # steps since anything was decided
         self._num_dozing = 0  # next steps that are taken for like the last rest
         self._rest_seconds = 0.0  # that each of them is taken to last
-        self._num_drafting = 0  # steps since one was plain; of which there are as many as it is below 0
-        self._max_drafting = 0.0  # of them in a row
-        self._is_steady = False  # whether the last decision may be repeated
+        self._num_drafting = 0  # steps since one was plain; below 0: plain ones still to come
+        self._may_repeat = False  # whether the last step drafted as decided, and the next one may do so, too
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
         self._hoped: list[int] = []
         self._before: list[tuple[float, float]] = []  # of probed requests: their drafts, and the acceptance that these showed
@@ -125,11 +125,9 @@ class Controller:
         return True
 
     def repeats(self) -> bool:
-        """Begin a step of the requests of the last one, one token each; return whether they draft as in that. Else `rest`.
-
-        They do if all that draft were fed, none was probed, and no probe is due. Nothing else is looked at.
-        """
-        if not self._is_steady or self._probes.is_due or self._standing.num_left <= 1:
+        """Begin a step of the requests of the last one, one token each; return whether they draft as in that. Else `rest`."""
+        may_repeat, self._may_repeat = self._may_repeat, False
+        if not may_repeat or self._probes.is_due or self._standing.num_left <= 1:
             return False
         self._standing.num_left, self._num_drafting = self._standing.num_left - 1, self._num_drafting + 1
         self._has_compared = False
@@ -175,11 +173,11 @@ class Controller:
 
     def postpone(self) -> Decision:
         """Return a decision to draft nothing in this step after all."""
-        self._decision, self._is_steady = _nothing(self._load), False
+        self._decision = _nothing(self._load)
         return self._decision
 
     def _decide(self, load: Load) -> Decision:
-        n, self._has_compared, self._is_steady = len(load.candidates), False, False
+        n, self._has_compared = len(load.candidates), False
         if not n or not self.costs.host.knows(n):  # a plain step shows what it costs to draft
             return _nothing(load)
         self._standing.num_left -= 1
@@ -205,13 +203,14 @@ class Controller:
             for count, worth, each in zip(num_nodes, worths, load.candidates, strict=True)
         ]
         drafting = [each for count, each in zip(num_nodes, load.candidates, strict=True) if count]
-        self._is_steady = bool(drafting) and not probed and all(each.is_fed for each in drafting)
-        return Decision(num_nodes, most_nodes, worths, probed, reviewed, acceptance)
+        is_steady = not probed and all(each.is_fed for each in drafting)
+        return Decision(num_nodes, most_nodes, worths, probed, reviewed, acceptance, is_steady)
 
     def _is_plain_due(self) -> bool:
-        """Whether a step without drafts should show what such steps cost."""
+        """Whether a step without drafts should show what such steps cost: the more often, the less drafting gains."""
+        gain = self.optimum.rate / self.optimum.off_rate - 1
         self._num_drafting += 1
-        if self._num_drafting >= self._max_drafting:
+        if self._num_drafting >= PLAIN_STEPS * (1 + min(gain, 1.0) / PLAIN_GAIN):
             self._num_drafting = -NUM_PLAIN
         return self._num_drafting < 0
 
@@ -239,8 +238,6 @@ class Controller:
         ]
         self._probes.forget()
         self.optimum = best(sure, prices, self.drafting_yield.factor, 1 - MARGIN if self.optimum.drafts else 1 + MARGIN)
-        gain = self.optimum.rate / self.optimum.off_rate - 1
-        self._max_drafting = PLAIN_STEPS * (1 + min(gain, 1.0) / PLAIN_GAIN)
         self._worths = [
             self._worth(i, each.weight) if self.optimum.num_nodes[i] else None for i, each in enumerate(load.candidates)
         ]
@@ -267,15 +264,16 @@ class Controller:
     def observe(self, outcome: Outcome) -> None:
         """Take note of what came of the step that was last decided.
 
-        Steps that draft as planned are learned from when the next decision compares, since none before it goes by what they say: in
-        a row, this takes less than half the time that it takes step by step, each time with cold caches.
+        Steps that draft as planned are learned from before the next comparison, which is the first to go by what they say, but for
+        the account of probes: in a row, this takes half of the time that it takes step by step, each with cold caches.
         """
         decision = self._decision
         self.has_tried |= decision.drafts or bool(decision.reviewed)
         if self._has_compared:
             self._standing.note_comparison(outcome.deciding_seconds)
         self._unlearned.append((self._load, decision, outcome))
-        if decision.probed or not decision.drafts:
+        self._may_repeat = decision.is_steady and any(outcome.num_nodes)
+        if decision.probed or not decision.drafts or self._standing.num_left <= 1:
             self._learn()
         if decision.is_probe:
             self._standing.num_left = 0

@@ -184,7 +184,8 @@ class _ByCount:
         rate = SHORTER_RATE if seconds < before else LONGER_RATE
         if self._num_seen[octave] <= FIRST_STEPS:
             rate = float(seconds < before)
-        self._seconds[octave] = before + rate * (min(seconds, 2 * before) - before)
+        most = 2 * before or seconds  # nothing is more than twice as much of a time, but anything may be of none
+        self._seconds[octave] = before + rate * (min(seconds, most) - before)
 
     @property
     def has_seen(self) -> bool:

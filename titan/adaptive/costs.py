@@ -8,6 +8,9 @@ from titan.adaptive.load import Load, Outcome
 COLD, COLD_STEPS = 1.3, 4
 """How many times as long the first steps with, or without, drafts may take, because of cold caches; and how many these are."""
 
+FIRST_DRAFT = 1.5
+"""How many times as much of the host's time the first drafts of all take as later ones."""
+
 
 class Costs:
     """What steps are made of.
@@ -108,9 +111,11 @@ class Costs:
         return self._num_alike <= COLD_STEPS
 
     def _note_host(self, num_requests: int, num_drafting: int, seconds: float, is_cold: bool) -> None:
-        is_first_to_draft = num_drafting > 0 and not self.host.has_drafted  # and may be the only one for long
-        if is_cold and (is_first_to_draft or self.host.knows(num_requests, num_drafting)):
-            seconds = _warm(seconds, self.host.predict(num_requests, num_drafting))
+        expected = self.host.predict(num_requests, num_drafting)
+        if num_drafting and not self.host.has_drafted:  # it may be the only one for long
+            seconds = expected + (seconds - expected) / FIRST_DRAFT
+        elif is_cold and self.host.knows(num_requests, num_drafting):
+            seconds = _warm(seconds, expected)
         self.host.note(num_requests, num_drafting, seconds)
 
     def _note_together(self, rows: int, context: int, passes: int, size: tuple[int, float], seconds: float) -> None:

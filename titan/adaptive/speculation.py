@@ -18,7 +18,7 @@ from titan.core.trees import GrowthReport
 from titan.draft.base import ConfidentDrafter, Drafter, ModelDrafter, ReviewingDrafter, ReviewReport
 
 TEMPERATURE_RATE = 1 / 32
-"""Weight of one request's temperature, after a step, in the mean that new requests start at."""
+"""Weight of one request's temperature, after a step or a token of a review, in the mean that new requests start at."""
 
 RESERVED_NODES = 8
 """Nodes for which room is reserved, as a multiple of those expected: where the draft is sure of itself, trees grow larger."""
@@ -41,7 +41,7 @@ class AdaptiveSpeculation:
     _log_temperature: float | None = None  # mean over the greedy requests of what their draft's probabilities are compared at
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
     _rests: bool = False  # whether the controller rested when it was last asked
-    _before: Sequence[Request] = ()  # those of the last step, if each had one token
+    _last_requests: Sequence[Request] = ()  # those of the last step, if each had one token
     _dozes: bool = False  # whether nothing is learned of this step
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = NOTHING
@@ -56,7 +56,7 @@ class AdaptiveSpeculation:
     def decide(self, plan: StepPlan) -> None:
         """Set budgets, worths and reviews of a plan's rows."""
         num_rows = sum(plan.num_tokens)
-        is_alike = num_rows == len(plan.requests) and plan.requests == self._before
+        is_alike = num_rows == len(plan.requests) and plan.requests == self._last_requests
         self._dozes = is_alike and self.controller.dozes()
         if self._dozes:
             plan.drafts_prompts, plan.draft_budgets = False, [0] * num_rows
@@ -70,7 +70,7 @@ class AdaptiveSpeculation:
         is_first_try = len(plan.requests) == 1 and not self.controller.has_tried  # a long prompt is too much for a probe
         plan.drafts_prompts = self.controller.optimum.drafts or is_first_try
         self._rests = self.controller.rest(len(rows), num_rows, num_new)
-        self._before = plan.requests if num_rows == len(rows) else []
+        self._last_requests = plan.requests if num_rows == len(rows) else []
         if self._rests:
             self._load, self._decision = Load((), num_rows, num_context), NOTHING
             for i in rows:
@@ -87,11 +87,14 @@ class AdaptiveSpeculation:
         plan.reviews = [rows[i] for i in decision.reviewed]
 
     def _allows_decision(self, plan: StepPlan) -> bool:
-        """Whether requests that were decided on may draft as much again, as far as that is known of each by itself."""
-        if not self._decision.drafts:
-            return False
+        """Whether requests that were decided on may draft as much again, and their trees end where they did."""
         rows = zip(plan.requests, plan.draft_budgets, self._decision.most_nodes, self._decision.worths, strict=True)
-        return all(budget >= most and (worth is None or self._stops_early(request)) for request, budget, most, worth in rows)
+        return self._decision.is_steady and all(
+            min(budget, self._max_len - request.num_tokens) >= min(most, self.num_reserved)
+            and self._stops_early(request) == (worth is not None)
+            for request, budget, most, worth in rows
+            if most
+        )
 
     def _apply(self, plan: StepPlan) -> None:
         """Set the budgets and worths of a plan as decided."""
@@ -151,7 +154,7 @@ class AdaptiveSpeculation:
         for i in self._rows if num_nodes else ():
             self._follow_temperature(plan.requests[i])
         for i, review in zip(plan.reviews, report.reviews, strict=False):
-            self._follow_temperature(plan.requests[i], len(review.is_right))
+            self._follow_temperature(plan.requests[i], 0 if review.logprobs is None else len(review.logprobs))
         draft_seconds = times.draft if growth is None else growth.seconds
         outcome = Outcome(
             num_nodes,
@@ -173,11 +176,11 @@ class AdaptiveSpeculation:
         may_draft_a_node = self.controller.is_probe_due and any(each.num_reviewable is None for each in self._load.candidates)
         self.num_reserved = max(self.num_reserved, int(may_draft_a_node))
 
-    def _follow_temperature(self, request: Request, num_steps: int = 1) -> None:
+    def _follow_temperature(self, request: Request, num_observed: int = 1) -> None:
         params, temperature = request.params, request.draft_history.temperature
         if params.is_greedy and not params.has_transforms and temperature is not None:
             before = log(temperature) if self._log_temperature is None else self._log_temperature
-            self._log_temperature = before + (log(temperature) - before) * (1 - (1 - TEMPERATURE_RATE) ** num_steps)
+            self._log_temperature = before + (log(temperature) - before) * (1 - (1 - TEMPERATURE_RATE) ** num_observed)
 
     def metrics(self, mean_draft_tokens: float) -> SpeculationMetrics:
         """Return what the controller knows and decided.
