@@ -309,14 +309,19 @@ def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> N
     assert found["dozes"] > 3 * found["rests"] > 0 < found["probes"] < 40 and found["decides"]
 
 
+def four_requests(num_missing: int = 2) -> tuple[Load, Outcome, Outcome]:
+    """Good drafts on a machine, and what comes of a step with a node each, and of one without drafts."""
+    load = Load([Candidate(counts(0.9, 20.0), 6, num_missing, 256, True) for _ in range(4)], 4, 800)
+    of_draft, of_target = BIG.draft(4, 800), BIG.target(8, 800)
+    drafting = Outcome([1] * 4, 4, 1, 4, BIG.host(4, 4) + of_draft + of_target, of_draft, of_target)
+    return load, drafting, Outcome([], 0, 0, 0, BIG.host(4, 0) + BIG.target(4, 800), 0.0, BIG.target(4, 800))
+
+
 @pytest.mark.parametrize("num_missing", [2, 40])
 def test_steps_that_draft_are_repeated_between_comparisons(num_missing: int) -> None:
     """Plain steps come in between all the same; requests that the draft was not fed are looked at again."""
-    controller, found = controller_of(BIG), Counter[str]()
-    load = Load([Candidate(counts(0.9, 20.0), 6, num_missing, 256, True) for _ in range(4)], 4, 800)
-    seconds, in_a_row = BIG.host(4, 4) + BIG.target(8, 800) + BIG.draft(4, 800), 0
-    drafting = Outcome([1] * 4, 4, 1, 4, seconds, BIG.draft(4, 800), BIG.target(8, 800))
-    plain = Outcome([], 0, 0, 0, BIG.host(4, 0) + BIG.target(4, 800), 0.0, BIG.target(4, 800))
+    controller, found, in_a_row = controller_of(BIG), Counter[str](), 0
+    load, drafting, plain = four_requests(num_missing)
     for _ in range(200):
         if controller.repeats():
             found["repeats"], in_a_row = found["repeats"] + 1, in_a_row + 1
@@ -333,13 +338,11 @@ def test_steps_that_draft_are_repeated_between_comparisons(num_missing: int) -> 
 
 def drafting_controller() -> tuple[Controller, Load, Outcome]:
     """One that has drafted in one step, or decided to, and may repeat that."""
-    controller, load = controller_of(BIG), Load([Candidate(counts(0.9, 20.0), 6, 2, 256, True) for _ in range(4)], 4, 800)
-    plain = Outcome([], 0, 0, 0, BIG.host(4, 0) + BIG.target(4, 800), 0.0, BIG.target(4, 800))
+    controller, (load, drafting, plain) = controller_of(BIG), four_requests()
     controller.fleet.num_drafts = 20.0
     while not controller.choose(load).drafts:
         controller.observe(plain)
-    of_draft, of_target = BIG.draft(4, 800), BIG.target(8, 800)
-    return controller, load, Outcome([1] * 4, 4, 1, 4, BIG.host(4, 4) + of_draft + of_target, of_draft, of_target)
+    return controller, load, drafting
 
 
 def test_drafts_that_did_not_come_are_not_repeated() -> None:

@@ -202,8 +202,7 @@ class Controller:
             count if worth is None else min(each.max_nodes, count + self.optimum.slack)
             for count, worth, each in zip(num_nodes, worths, load.candidates, strict=True)
         ]
-        drafting = [each for count, each in zip(num_nodes, load.candidates, strict=True) if count]
-        is_steady = not probed and all(each.is_fed for each in drafting)
+        is_steady = not probed and all(each.is_fed for count, each in zip(num_nodes, load.candidates, strict=True) if count)
         return Decision(num_nodes, most_nodes, worths, probed, reviewed, acceptance, is_steady)
 
     def _is_plain_due(self) -> bool:

@@ -61,7 +61,7 @@ class AdaptiveSpeculation:
         if self._dozes:
             plan.drafts_prompts, plan.draft_budgets = False, [0] * num_rows
             return
-        if is_alike and self._allows_decision(plan) and self.controller.repeats():
+        if is_alike and self._allow_decision(plan.requests) and self.controller.repeats():
             self._apply(plan)
             return
         self._rows, num_context = plan.emitting_rows(), sum([request.num_computed_tokens for request in plan.requests])
@@ -86,13 +86,12 @@ class AdaptiveSpeculation:
         self._apply(plan)
         plan.reviews = [rows[i] for i in decision.reviewed]
 
-    def _allows_decision(self, plan: StepPlan) -> bool:
+    def _allow_decision(self, requests: Sequence[Request]) -> bool:
         """Whether requests that were decided on may draft as much again, and their trees end where they did."""
-        rows = zip(plan.requests, plan.draft_budgets, self._decision.most_nodes, self._decision.worths, strict=True)
+        rows = zip(requests, self._decision.most_nodes, self._decision.worths, strict=True)
         return self._decision.is_steady and all(
-            min(budget, self._max_len - request.num_tokens) >= min(most, self.num_reserved)
-            and self._stops_early(request) == (worth is not None)
-            for request, budget, most, worth in rows
+            self._most_nodes(request) >= most and self._stops_early(request) == (worth is not None)
+            for request, most, worth in rows
             if most
         )
 
@@ -107,11 +106,9 @@ class AdaptiveSpeculation:
         params, history = request.params, request.draft_history
         if history.temperature is None and params.is_greedy and self._log_temperature is not None:
             history.start_at(exp(self._log_temperature))
-        own = self.max_nodes if params.max_draft_tokens is None else params.max_draft_tokens
-        most = min(self.max_nodes, own, request.num_remaining_tokens - 1, self._max_len - request.num_tokens)
         return Candidate(
             history.acceptance,
-            int(max(0, most)) if params.use_speculative else 0,
+            self._most_nodes(request),
             request.num_tokens - request.num_drafted_context,
             request.num_remaining_tokens,
             self._stops_early(request),
@@ -119,6 +116,13 @@ class AdaptiveSpeculation:
             not params.has_transforms,
             None if self._reviewing is None else self._reviewing.num_reviewable(request),
         )
+
+    def _most_nodes(self, request: Request) -> int:
+        """Return how many nodes a request may draft."""
+        if not request.params.use_speculative:
+            return 0
+        own = self.max_nodes if request.params.max_draft_tokens is None else request.params.max_draft_tokens
+        return int(max(0, min(self.max_nodes, own, request.num_remaining_tokens - 1, self._max_len - request.num_tokens)))
 
     def _stops_early(self, request: Request) -> bool:
         return self._confident is not None and self._confident.stops_early(request)
@@ -151,8 +155,7 @@ class AdaptiveSpeculation:
             num_nodes = [starts[i + 1] - starts[i] for i in self._rows]
             for i in self._rows:
                 num_accepted += len(acceptance.paths[i])
-        for i in self._rows if num_nodes else ():
-            self._follow_temperature(plan.requests[i])
+                self._follow_temperature(plan.requests[i])
         for i, review in zip(plan.reviews, report.reviews, strict=False):
             self._follow_temperature(plan.requests[i], 0 if review.logprobs is None else len(review.logprobs))
         draft_seconds = times.draft if growth is None else growth.seconds
