@@ -58,7 +58,8 @@ def note_verification(
             history.note_match(*acceptance.matches[i])
             _note_children(history, parents, path)
         scores = all_scores[first:end] if trees.has_scores[i] else None
-        _note_first_children(request, parents, scores, path, counts, is_sure)
+        if counts or scores is not None:
+            _note_first_children(request, parents, scores, path, counts, is_sure)
 
 
 def note_review(request: Request, review: Review, fleet: AcceptanceCounts) -> None:

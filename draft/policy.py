@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -141,6 +142,7 @@ class DraftPolicy:
         return expected_shape(acceptance, budget, is_caterpillar=self._is_narrow(budget))
 
 
+@cache
 def _chain(num_nodes: int) -> ShapeSpec:
     return ShapeSpec(shape_plan(chain_parents(num_nodes).tobytes()))
 

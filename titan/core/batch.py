@@ -5,8 +5,10 @@ Legend: T query tokens, R requests, L rows that need logits, N tree nodes among 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -99,8 +101,8 @@ def build_batch(rows: Sequence[QueryRow], trees: DraftTrees | None = None, *, bl
         trees: of the same requests; the last token of a row is the root of its tree, whose KV follows that token's.
         block_size: tokens per KV block.
     """
-    num_committed = np.array([len(row.token_ids) for row in rows])
-    starts = np.array([row.start for row in rows])
+    block_tables, first_positions, row_tokens, needs_logits, row_prompt_logits = zip(*rows, strict=True)
+    num_committed, starts = np.array([*map(len, row_tokens)]), np.array(first_positions)
     has_nodes = trees is not None and trees.num_nodes > 0
     counts = trees.counts if trees is not None and has_nodes else np.zeros_like(num_committed)
     query_lens = num_committed + counts
@@ -110,7 +112,7 @@ def build_batch(rows: Sequence[QueryRow], trees: DraftTrees | None = None, *, bl
     slots = np.arange(num_tokens) + (starts - query_start_loc[:-1])[owners]
     visible_lens = slots + 1
     tree_starts = np.zeros(len(rows), np.int64)
-    committed = [token_id for row in rows for token_id in row.token_ids]
+    committed = [*chain.from_iterable(row_tokens)]
     if trees is None or not has_nodes:
         token_ids, nodes = np.array(committed), None
     else:
@@ -122,17 +124,17 @@ def build_batch(rows: Sequence[QueryRow], trees: DraftTrees | None = None, *, bl
         visible_lens = np.where(is_node & (starts_of_tokens > 0), starts_of_tokens, visible_lens)
         nodes = NodeQueries(trees.start_loc, trees.nodes.token_ids, trees.nodes.ancestor_bits, trees.nodes.depths)
 
-    logits_lens = np.where([row.needs_logits for row in rows], counts + 1, 0)
+    logits_lens = np.where(needs_logits, counts + 1, 0)
     logits_start_loc = prefix_sums(logits_lens)
     num_skipped = query_start_loc[1:] - logits_start_loc[1:]  # rows without logits, up to the last rows of each request
     logits_rows = np.arange(int(logits_start_loc[-1])) + np.repeat(num_skipped, logits_lens)
     prompt_logits = None
-    if any(row.prompt_logits for row in rows):
-        of_rows = zip(query_start_loc.tolist(), rows, strict=False)
-        of_prompts = np.array([first + index for first, row in of_rows for index in row.prompt_logits])
+    if any(row_prompt_logits):
+        of_rows = zip(query_start_loc.tolist(), row_prompt_logits, strict=False)
+        of_prompts = np.array([first + index for first, indices in of_rows for index in indices])
         logits_rows = np.sort(np.append(logits_rows, of_prompts))
         prompt_logits = np.flatnonzero(np.isin(logits_rows, of_prompts))
-    table = pad_block_tables([row.block_ids for row in rows])
+    table = pad_block_tables(block_tables)
     return RaggedBatch(
         token_ids=token_ids,
         slot_mapping=physical_slots(table, owners, slots, block_size),
@@ -175,7 +177,9 @@ def physical_slots(table: Ints, owners: Ints, slots: Ints, block_size: int) -> I
 
 def pad_block_tables(block_tables: Sequence[Sequence[int]]) -> Ints:
     """Pad block tables to rows of one array, int64 [R, longest table]; the padding is block 0 and is never read."""
-    table = np.zeros((len(block_tables), max(map(len, block_tables))), np.int64)
-    for row, block_ids in zip(table, block_tables, strict=True):
-        row[: len(block_ids)] = block_ids
+    width = max(map(len, block_tables))
+    table = np.zeros((len(block_tables), width), np.int64)
+    entries = table.data.cast("B").cast("q")  # assignments to arrays of NumPy take three times as long
+    for start, block_ids in zip(range(0, table.size, width), block_tables, strict=True):
+        entries[start : start + len(block_ids)] = array("q", block_ids)
     return table

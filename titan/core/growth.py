@@ -79,6 +79,7 @@ class ShapePlan:
     # int64 [6, num_inner], of the inner nodes, the root first: the node, -1 for the root; depth, 0 for the root; index of the
     # parent among them, 0 for the root; number of earlier children of the parent; ancestor bits; number of children
     inner: Ints
+    num_slots: int  # that are written: up to that of the last node that is fed
     max_children: int
     max_fed: int  # largest number of nodes at one depth
     # of all nodes: [num_nodes] each
@@ -104,7 +105,7 @@ class ShapeSpec:
     @property
     def num_slots(self) -> int:
         """Number of slots that are written."""
-        return int(self.plan.inner[0, -1]) + 1
+        return self.plan.num_slots
 
     @property
     def max_fed(self) -> int:
@@ -168,6 +169,7 @@ def shape_plan(parents: bytes) -> ShapePlan:
         is_chain=shape.is_chain,
         feeds=feeds,
         inner=np.stack((shape.inner.astype(np.int64), *(np.append(0, column) for column in columns), num_children)),
+        num_slots=int(shape.inner[-1]) + 1,
         max_children=int(num_children.max()),
         max_fed=max(map(len, feeds), default=0),
         node_parents=node_parents,
