@@ -53,8 +53,8 @@ from titan.models.loader import DEMO, DTYPES, load_model, load_tokenizer, open_m
 
 NAMES = ("long-prompts", "priority", "fair", "prefix", "int8", "int8-memory", "load")
 BLOCK_SIZE = 16
-NUM_WARM_UP, WARM_UP_LEN = 4, 8
-"""Requests of a warm-up, and the tokens that each generates."""
+NUM_WARM_UP = 4
+"""Number of requests of a warm-up."""
 QUICK = {"num_requests": 22, "seconds": 5.0, "repeats": 1, "output_len": Lengths(8, 16)}
 RATE = "requests/s"
 

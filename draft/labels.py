@@ -17,7 +17,7 @@ TEMPERATURE_PRIOR = 8.0
 """Tokens by which those that are right must still differ from what is expected when a temperature has changed by a factor of e."""
 
 NUM_HALVINGS = 12
-"""Of the range in which that change lies."""
+"""Halvings of the range in which that change lies."""
 
 
 def note_verification(

@@ -28,7 +28,7 @@ class TokenMeaning(NamedTuple):
 def token_meanings(tokenizer: Any) -> dict[int, TokenMeaning]:
     """Return what the tokens stand for, by id; those that add nothing to a text are left out.
 
-    A token is decoded behind another one, so that a space at its beginning is told from none, however the tokenizer writes spaces,
+    A token is decoded after another one, so that a space at its beginning is told from none, however the tokenizer writes spaces,
     and whatever it strips from the beginning of a text. The bytes of a token that is no whole characters are taken from its name.
 
     Args:

@@ -1,4 +1,4 @@
-"""Protocols that a back end implements. Nothing here runs.
+"""Protocols that a back end implements, and the data that it is given.
 
 A back end belongs to one device and is chosen once, by `titan.kernels.backend.choose_backend`. It is passed to the parts of the
 engine that need it; none of them checks which device or library it is. A new back end is one folder.
@@ -154,14 +154,10 @@ class Model(Protocol):
     config: Any  # a `titan.models.config.ModelConfig`
     dtype: torch.dtype
     device: torch.device
-    max_positions: int
 
     @property
     def kv_layout(self) -> KVLayout:
         """The layout of the model's KV."""
-
-    def check_positions(self, positions: Ints) -> None:
-        """Reject positions beyond those of the model."""
 
     def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:
         """Run all but the output head: [L, hidden_size]."""
@@ -234,7 +230,7 @@ class CacheOps(Protocol):
         """
 
     def host_blocks(self, kv: KVTensor, num_blocks: int) -> list[Tensor]:
-        """Return memory of the host for blocks of a cache, zeros: [num_blocks, num_layers, 2, K, ...] per group."""
+        """Return memory of the host for blocks of a cache, zeros: [num_blocks, num_layers, num_planes, K, ...] per group."""
 
     def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
         """Copy whole blocks to the host, int64 [n > 0] each; they may be overwritten, or copied in again, at once."""

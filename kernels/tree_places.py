@@ -1,4 +1,4 @@
-"""Code of draft tree selection that all back ends share: the layout of the trees, and the distributions behind their tokens."""
+"""Code of draft tree selection that all back ends share: the layout of the trees, and the distributions of their tokens."""
 
 from __future__ import annotations
 

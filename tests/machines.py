@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from titan.adaptive.cost import PassCost
+from titan.adaptive.pass_cost import PassCost
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.step import Acceptance, StepPlan
 from titan.core.step_times import StepTimes

@@ -25,7 +25,7 @@ from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
 from titan.adaptive.controller import Controller
-from titan.adaptive.cost import PassCost
+from titan.adaptive.pass_cost import PassCost
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import BeamSpec, Feed
 from titan.core.step import Acceptance, StepPlan

@@ -15,7 +15,7 @@ from zoo import Zoo, random_prompts
 
 from titan import LLM
 from titan import engine as engine_module
-from titan.adaptive.cost import PassCost
+from titan.adaptive.pass_cost import PassCost
 from titan.core.metrics import EngineCounters, Percentiles, StepSplit
 from titan.core.step_log import MAX_STEPS, StepLog
 from titan.core.step_times import StepTimes

@@ -30,6 +30,10 @@ LAYERS = (
 HIDDEN_SIZE, VOCAB_SIZE, NUM_POSITIONS = 32, 131, 100
 
 
+def _check_positions(positions: Ints) -> None:
+    assert positions.max() < NUM_POSITIONS
+
+
 class OtherModel:
     """A model that calls attention as the modules of another library do."""
 
@@ -42,7 +46,7 @@ class OtherModel:
             return torch.randn(shape, generator=generator).to(backend.device) / math.sqrt(shape[-1])
 
         traits = frozenset({"transformers"}).union(*(layer.traits for layer in LAYERS))
-        self.config = SimpleNamespace(layers=LAYERS, traits=traits, vocab_size=VOCAB_SIZE)
+        self.config = SimpleNamespace(layers=LAYERS, traits=traits, vocab_size=VOCAB_SIZE, check_positions=_check_positions)
         self.kv_layout = KVLayout(kv_groups(LAYERS), torch.float32)
         self.device, self.ops = backend.device, backend.layer_ops(torch.float32, traits)
         self.embedding, self.places = random(VOCAB_SIZE, HIDDEN_SIZE), random(NUM_POSITIONS, HIDDEN_SIZE)
@@ -56,9 +60,6 @@ class OtherModel:
             }
             for each in LAYERS
         ]
-
-    def check_positions(self, positions: Ints) -> None:
-        assert positions.max() < NUM_POSITIONS
 
     def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:
         plan = self.ops.plan_attention(inputs.attention, list({layer.attention.window for layer in LAYERS}))

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from titan.adaptive.cost import FOLLOWED, HostTime, PassCost
 from titan.adaptive.costs import COLD_STEPS, FIRST_DRAFT, Costs
+from titan.adaptive.host_time import HostTime
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.pace import Pace, StepLoad
+from titan.adaptive.pass_cost import FOLLOWED, PassCost
 from titan.adaptive.value import Yield
 from titan.core.draft_history import AcceptanceCounts
 

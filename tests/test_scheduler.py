@@ -34,7 +34,7 @@ from titan.core.terms import PRIORITIES, RequestTerms
 from titan.core.trees import DraftTree
 from titan.kernels.backend import choose_backend
 from titan.memory.block_pool import hash_block, hash_root
-from titan.memory.kv_cache import HASH_SALT, KVCache
+from titan.memory.kv_cache import KVCache
 from titan.schedule.admission import max_num_blocks
 from titan.schedule.policies.priority import PriorityPolicy
 from titan.schedule.scheduler import PrefillLimit, Scheduler
@@ -64,7 +64,7 @@ def value_of(model: str, prefix: tuple[int, ...]) -> float:
 def chained_hashes(token_ids: Sequence[int], salt: str | None) -> list[bytes]:
     hashes = [hash_root(salt)]
     for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE):
-        hashes.append(hash_block(hashes[-1], token_ids[end - BLOCK_SIZE : end], HASH_SALT))
+        hashes.append(hash_block(hashes[-1], token_ids[end - BLOCK_SIZE : end]))
     return hashes[1:]
 
 

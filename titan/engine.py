@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,9 +16,9 @@ import torch
 from tqdm import tqdm
 
 from titan.adaptive.controller import Controller
-from titan.adaptive.cost import PassCost
 from titan.adaptive.costs import Costs
 from titan.adaptive.pace import Pace, StepLoad
+from titan.adaptive.pass_cost import PassCost
 from titan.adaptive.profile import Extent, Subject, measure
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.checks import check_integer
@@ -127,12 +127,6 @@ class Engine:
             lambda: self._free_memory(target, config.memory.memory_utilization),
             self.backend.free_memory,
         )
-        self.limits = Limits(
-            vocab_size=self.model_config.vocab_size,
-            max_model_len=self.max_model_len,
-            num_kv_blocks=num_blocks,
-            block_size=block_size,
-        )
         free_memory = psutil.virtual_memory().available
         if self.backend.is_host:
             free_memory -= num_blocks * block_bytes(block_size, layouts)
@@ -155,9 +149,14 @@ class Engine:
         prefill_limit = None if self._pace is None else self._pace.prefill_limit
         self.scheduler = Scheduler(config.schedule, self.kv, self.counters, prefill_limit=prefill_limit, swap_rule=self._swap_rule)
 
+    @property
+    def limits(self) -> Limits:
+        """Limits of requests."""
+        return Limits(self.model_config.vocab_size, self.max_model_len, self.kv.num_blocks, self.kv.block_size)
+
     def step(self) -> list[Request]:
         """Run one step and return the requests whose output changed."""
-        watch = Stopwatch(_seconds)
+        watch = Stopwatch(time.perf_counter)
         adaptive, expired = self.adaptive, self.scheduler.expire()
         with self.backend.active(), torch.inference_mode():
             plan = self.scheduler.schedule(self._max_draft_tokens if adaptive is None else adaptive.num_reserved, self._lookahead)
@@ -218,10 +217,8 @@ class Engine:
         adaptive, times = self.adaptive, watch.times
         for observe in self.observers:
             observe(plan, acceptance)
-        try:
+        with _warning_of(self.drafter):
             self.drafter.commit(plan, acceptance)
-        except Exception as error:  # noqa: BLE001 - likewise
-            _warn_of(self.drafter, error)
         note_verification(plan, acceptance, growth, None if adaptive is None else adaptive.controller.fleet)
         if adaptive is not None:
             for i, review in zip(plan.reviews, report.reviews, strict=False):
@@ -239,14 +236,15 @@ class Engine:
         return changed
 
     def _propose(self, plan: StepPlan) -> DraftTrees:
+        trees = DraftTrees.empty(len(plan.requests), self.backend.device)
         if plan.is_plain:
-            return DraftTrees.empty(len(plan.requests), self.backend.device)
+            return trees
         limits = [
             TreeLimits(budget, not request.params.is_greedy, num_slots)
             for request, budget, num_slots in zip(plan.requests, plan.draft_budgets, plan.num_slots, strict=True)
         ]
-        try:
-            return DraftTrees.of(
+        with _warning_of(self.drafter):
+            trees = DraftTrees.of(
                 self.drafter.propose(plan),
                 limits,
                 drafter=self.drafter.name,
@@ -254,21 +252,16 @@ class Engine:
                 upload=self.backend.upload,
                 device=self.backend.device,
             )
-        except Exception as error:  # noqa: BLE001 - whatever it is, a step needs no drafts
-            _warn_of(self.drafter, error)
-        return DraftTrees.empty(len(plan.requests), self.backend.device)
+        return trees  # noqa: RET504 - the empty ones, if the drafter raises
 
     def _review(self, plan: StepPlan) -> ReviewReport:
-        if not plan.reviews or not isinstance(self.drafter, ReviewingDrafter):
-            return ReviewReport(())
-        try:
-            report = self.drafter.review([plan.requests[i] for i in plan.reviews])
-            report.check(len(plan.reviews))
-        except Exception as error:  # noqa: BLE001 - likewise
-            _warn_of(self.drafter, error)
-        else:
-            return report
-        return ReviewReport(())
+        report = ReviewReport(())
+        if plan.reviews and isinstance(self.drafter, ReviewingDrafter):
+            with _warning_of(self.drafter):
+                found = self.drafter.review([plan.requests[i] for i in plan.reviews])
+                found.check(len(plan.reviews))
+                report = found
+        return report
 
     def swap_draft(self, draft: DraftSpec) -> None:
         """Replace the drafter between steps; requests in flight continue, and the new draft catches up with them.
@@ -330,7 +323,6 @@ class Engine:
                 self._attach_to_drafter(self.kv.tensors)
                 raise
             self.runner = runner
-            self.limits = replace(self.limits, num_kv_blocks=num_blocks)
 
     def _attach_to_drafter(self, tensors: Mapping[Role, KVTensor]) -> None:
         if isinstance(self.drafter, CachingDrafter) and "draft" in tensors:
@@ -383,7 +375,7 @@ class Engine:
             users=scheduler.service.users(scheduler.in_flight),
             queue_s=Percentiles.of(scheduler.service.queue_s),
             utilization=self.backend.utilization(),
-            recent=self._log.metrics(_seconds(), None if self._target_cost is None else self._target_cost.predict),
+            recent=self._log.metrics(time.perf_counter(), None if self._target_cost is None else self._target_cost.predict),
             draft_coverage=ratio(num_drafted, num_committed) if scheduler.running else None,
             draft=self.drafter.name,
             draft_vocabulary=self.drafter.shared_vocabulary if isinstance(self.drafter, ModelDrafter) else None,
@@ -490,9 +482,14 @@ def _warm_up(config: EngineConfig, passes: Sequence[WarmUp]) -> None:
                 run()
 
 
-def _warn_of(drafter: Drafter, error: Exception) -> None:
-    message = f"the drafter {drafter.name!r} failed, which costs drafts and no request: {type(error).__name__}: {error}"
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
+@contextmanager
+def _warning_of(drafter: Drafter) -> Iterator[None]:
+    """Turn whatever a drafter raises into a warning: a step needs no drafts."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - see above
+        message = f"the drafter {drafter.name!r} failed, which costs drafts and no request: {type(error).__name__}: {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=6)
 
 
 def check_process() -> None:
@@ -512,10 +509,6 @@ def check_process() -> None:
 def _first_process() -> int:
     """Return the process that made the first engine, in processes forked from it as well."""
     return os.getpid()
-
-
-def _seconds() -> float:
-    return time.perf_counter()
 
 
 def _tier(pool: BlockPool, bytes_per_block: int) -> TierMetrics:

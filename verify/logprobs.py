@@ -40,6 +40,8 @@ def emitted_logprobs(
         By index of each request that asks for them, an entry per emitted token: by id, the token, then the most likely ones.
     """
     asking = [i for i, request in enumerate(requests) if request.params.logprobs is not None and token_ids[i]]
+    if not asking:
+        return {}
     emitted = [(i, node, token_id) for i in asking for node, token_id in zip([-1, *paths[i]], token_ids[i], strict=False)]
     rows = [int(start_loc[i]) + 1 + node for i, node, _ in emitted]
     counts = [requests[i].params.logprobs or 0 for i, *_ in emitted]

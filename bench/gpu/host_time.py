@@ -92,7 +92,7 @@ def launching_nothing() -> Iterator[None]:
 
 
 def milliseconds(draft_tree: str, num_requests: int, context_len: int, seed: int) -> list[float]:
-    """Time the steps of requests that all decode behind prompts of this length."""
+    """Time the steps of requests that all decode after prompts of this length."""
     backend = IdleBackend()
 
     def decoder() -> Decoder:

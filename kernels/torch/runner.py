@@ -34,7 +34,7 @@ class TorchRunner:
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         place_nodes(batch)
-        self.model.check_positions(batch.attention.positions)
+        self.model.config.check_positions(batch.attention.positions)
         arrays = [batch.token_ids, batch.attention.positions, batch.slot_mapping, batch.logits_rows]
         token_ids, positions, slot_mapping, logits_rows = (torch.from_numpy(array).to(self.backend.device) for array in arrays)
         inputs = PassInputs(token_ids, positions, slot_mapping, logits_rows, batch.attention)

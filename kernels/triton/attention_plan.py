@@ -126,7 +126,7 @@ class AttentionGeometry:
 
     @property
     def num_rest(self) -> int:
-        """Numbers at the end of a key that have a tile of their own: of a latent key, those behind its value."""
+        """Numbers at the end of a key that have a tile of their own: of a latent key, those after its value."""
         return self.head_dim - self.num_values if self.is_latent else 0
 
     @property

@@ -61,6 +61,6 @@ class CudaCache(TorchCache):
             self._arrival = None
 
     def _after_passes(self) -> torch.cuda.StreamContext:
-        """Return the copies' stream as a context, behind all that was launched so far."""
+        """Return the copies' stream as a context, after all that was launched so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)

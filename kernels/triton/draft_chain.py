@@ -202,7 +202,7 @@ class DraftChains:
         return drafted, uploaded
 
     def _check(self, feeds: Sequence[Feed], last_slots: Ints) -> None:
-        self._model.check_positions(last_slots)
+        self._model.config.check_positions(last_slots)
         for feed, slot in zip(feeds, last_slots.tolist(), strict=True):
             if slot >= len(feed.block_ids) * self._kv.block_size:
                 raise IndexError(f"a block table of {len(feed.block_ids)} blocks does not cover slot {slot}")

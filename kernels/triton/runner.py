@@ -71,7 +71,7 @@ class TritonRunner:
         return sorted({size.num_tokens for size in self._sizes.reachable()})
 
     def forward(self, batch: RaggedBatch) -> Tensor:
-        self.model.check_positions(batch.attention.positions)
+        self.model.config.check_positions(batch.attention.positions)
         size = self._sizes.find(size_of(batch)) if self._static.have_room_for(batch) else None
         if size not in self._replays:
             self._counts.num_eager += 1

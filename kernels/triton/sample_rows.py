@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan.core.random import Purpose
 from titan.kernels.triton.philox import philox_uniform
 from titan.kernels.triton.row_distribution import (
     RowDistributions,
@@ -41,7 +42,7 @@ def invert_cdf(masses, uniform, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _draw_kernel(
+def _sample_kernel(
     tokens_ptr,  # [R]
     seeds_ptr,  # [R]
     positions_ptr,  # [R]
@@ -75,28 +76,25 @@ def _draw_kernel(
     tl.store(tokens_ptr + row, token)
 
 
-def draw_rows(distributions: RowDistributions, seeds: Tensor, positions: Tensor, *, purpose: int) -> Tensor:
+def sample_rows(distributions: RowDistributions, seeds: Tensor, positions: Tensor) -> Tensor:
     """Sample one token from each distribution.
 
     Args:
         distributions: R of them.
         seeds: int64 [R], the bits of the uint64 seeds.
         positions: int64 [R], below 2**32.
-        purpose: the stream of random numbers, 0 to 255.
 
     Returns:
         int64 [R]; -1 if the row's largest logit is not finite.
 
     Raises:
-        ValueError: a tensor of the wrong shape, dtype, strides or device, or a purpose out of range.
+        ValueError: a tensor of the wrong shape, dtype, strides or device.
     """
     num_rows, device = len(distributions.logits), distributions.logits.device
     for name, values in {"seeds": seeds, "positions": positions}.items():
         require(name, values, shape=(num_rows,), dtypes=(torch.int64,), device=device)
-    if not 0 <= purpose < 256:
-        raise ValueError(f"purpose={purpose} is not allowed: it must be 0 to 255")
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows:
         arguments = (tokens, seeds, positions, *distributions.kernel_arguments)
-        _draw_kernel[(num_rows,)](*arguments, **distributions.sizes, PURPOSE=purpose, num_warps=8)
+        _sample_kernel[(num_rows,)](*arguments, **distributions.sizes, PURPOSE=Purpose.SAMPLE, num_warps=8)
     return tokens

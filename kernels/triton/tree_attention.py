@@ -204,7 +204,7 @@ def _attention_kernel(
     tile = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     # the record, for which there is room, is read beside the number of tiles, not after it; no part is below -1, but else the
-    # compiler moves all of its loads behind the return
+    # compiler moves all of its loads after the return
     request, first_row, num_rows, first_slot, end_slot, part = load_tile(tiles_ptr, tile)
     if (tile >= tl.load(counts_ptr)) | (part < -1):
         return

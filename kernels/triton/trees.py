@@ -13,12 +13,11 @@ from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.batch import prefix_sums
-from titan.core.random import Purpose
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees, Upload, allocate_nodes
 from titan.kernels.interfaces import Candidates, Verified
 from titan.kernels.tree_places import place_trees, with_draft_probs
-from titan.kernels.triton.sample_rows import draw_rows
+from titan.kernels.triton.sample_rows import sample_rows
 from titan.kernels.triton.sampling import TritonSampling
 from titan.kernels.triton.tree_rejection import reject_trees
 from titan.kernels.triton.tree_select import select_trees
@@ -67,7 +66,7 @@ class TritonTrees:
         distributions = self._sampling.distributions(logits, of_logits)
         positions.index_add_(0, node_rows, trees.nodes.depths)
         if not is_sampled.all():
-            walk_matches(found, draw_rows(distributions, seeds, positions, purpose=Purpose.SAMPLE))
+            walk_matches(found, sample_rows(distributions, seeds, positions))
         if not is_sampled.any():
             return Verified(found.paths, found.final_tokens)
         assert trees.draft_probs is not None and trees.draft_rows is not None, "some trees were sampled"

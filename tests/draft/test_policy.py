@@ -101,7 +101,7 @@ def test_auto_samples_unless_the_most_likely_tokens_have_matched_clearly_better(
 ) -> None:
     hot, cold = make_request(1.0), make_request(0.0)
     hot.draft_history = DraftHistory(
-        greedy_match=Average(greedy_match), sampled_match=Average(sampled_match), num_drafts=num_drafts
+        greedy_match=Average(greedy_match), sampled_match=Average(sampled_match), tree_depth=Average(4.0, num_seen=num_drafts)
     )
     cold.draft_history = hot.draft_history
     policy = DraftPolicy("chain", "auto", 16)
@@ -114,4 +114,4 @@ def test_siblings_have_children_in_sampled_trees_unless_one_node_is_fed_per_dept
     request = make_request(0.8)
     request.draft_history = DraftHistory(rank_acceptance=[Average(0.4), Average(0.3), Average(0.2)])
     spec = DraftPolicy(draft_tree, "sampled", 16).spec(request, 8, 8)
-    assert (spec.max_fed == 1) == is_caterpillar
+    assert (max(map(len, spec.plan.feeds)) == 1) == is_caterpillar

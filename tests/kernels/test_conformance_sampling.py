@@ -19,7 +19,7 @@ from titan.core.trees import NODE_DTYPES, NodeColumns
 from titan.kernels.interfaces import Backend
 from titan.kernels.triton import row_distribution
 from titan.kernels.triton.row_distribution import CHUNK, GROUP
-from titan.kernels.triton.sample_rows import draw_rows
+from titan.kernels.triton.sample_rows import sample_rows
 from titan.kernels.triton.tree_select import select_trees
 from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
 
@@ -240,7 +240,7 @@ def test_distributions_and_draws_over_a_real_vocabulary(num_rows: int, vocab_siz
     assert (backend.sampling.probs(logits, rows).cpu() - exact).abs().sum(-1).max() / 2 <= bound
     seeds, positions = rows.options["seed"], rows.options["position"]
     numbers = backend.upload([seeds.view(np.int64), positions])
-    tokens = draw_rows(backend.sampling.distributions(logits, rows), *numbers, purpose=Purpose.SAMPLE).cpu()[:, None]
+    tokens = sample_rows(backend.sampling.distributions(logits, rows), *numbers).cpu()[:, None]
     uniform = torch.from_numpy(philox_uniform(seeds, positions, Purpose.SAMPLE))
     mass, end = (each.gather(1, tokens)[:, 0] for each in (exact, exact.cumsum(-1)))
     assert (mass > 0).all() and (end - mass - bound <= uniform).all() and (uniform <= end + bound).all()
@@ -268,7 +268,7 @@ def test_cuts_read_only_the_groups_that_can_matter(monkeypatch: pytest.MonkeyPat
 def test_no_rows_and_no_trees_are_no_work_on_triton() -> None:
     no_longs, start_loc = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     none = triton_backend().sampling.distributions(torch.zeros(0, 9, device=DEVICE), sampling_rows([]))
-    assert draw_rows(none, no_longs, no_longs, purpose=0).tolist() == []
+    assert sample_rows(none, no_longs, no_longs).tolist() == []
     result = VerifiedTrees.of(no_longs, no_longs.int(), start_loc, max_nodes=4)
     walk_matches(result, no_longs)
     assert result.paths.shape == (0, 4) and len(result.final_tokens) == 0

@@ -22,7 +22,7 @@ from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
 from titan.kernels.triton.row_distribution import RowDistributions, row_distributions
-from titan.kernels.triton.sample_rows import draw_rows
+from titan.kernels.triton.sample_rows import sample_rows
 from titan.kernels.triton.tree_attention import tree_attention
 from titan.kernels.triton.tree_rejection import reject_trees
 from titan.kernels.triton.tree_select import select_trees
@@ -123,7 +123,7 @@ WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
         "qk_norm": floats(6, HEAD_DIM),
     },
     row_distributions: lambda: {"logits": floats(NUM_ROWS, VOCAB_SIZE)} | options(),
-    draw_rows: lambda: {"distributions": distributions(), "purpose": 0} | NUMBERS,
+    sample_rows: lambda: {"distributions": distributions()} | NUMBERS,
     select_trees: lambda: {
         "token_ids": longs([[1, 2, 3]] * 2),
         "scores": floats(2, 3),
@@ -217,9 +217,7 @@ MESSAGES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (rotate, {"qk_norm": floats(2, 16)}, "qk_norm has shape [2, 16]: it must be [6, 16]"),
     (row_distributions, {"logits": floats(3, 0)}, "logits has shape [3, 0]: there must be at least one token"),
     (row_distributions, {"temperature": floats(2)}, "temperature has shape [2]: it must be [3]"),
-    (draw_rows, {"seeds": longs([1, 2])}, "seeds has shape [2]: it must be [3]"),
-    (draw_rows, {"purpose": 256}, "purpose=256 is not allowed: it must be 0 to 255"),
-    (draw_rows, {"purpose": -1}, "purpose=-1 is not allowed: it must be 0 to 255"),
+    (sample_rows, {"seeds": longs([1, 2])}, "seeds has shape [2]: it must be [3]"),
     (select_trees, {"token_ids": longs([[], []])}, "token_ids has shape [2, 0]: there must be 1 to 4096 candidates"),
     (select_trees, {"scores": floats(2, 4)}, "scores has shape [2, 4]: it must be [2, 3]"),
     (select_trees, {"first_nodes": ints([0, 1, 2])}, "first_nodes has shape [3]: it must be [2]"),

@@ -266,7 +266,6 @@ GATHERED: Rows = {
 
 ALIBI = "ALiBi"
 STATE = "state"
-ENCODER = "encoder"
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     # name: what it has, a pattern of the message that refuses it, its config

@@ -232,17 +232,10 @@ def test_a_reordered_vocabulary_has_the_same_logits_in_its_order(
 
 def test_positions_past_the_table_are_an_error(tmp_path: Path) -> None:
     make_model(tmp_path)
-    session = Session(load(tmp_path, max_positions=20))
-    session.feed(random_tokens(20), 0)
-    with pytest.raises(IndexError):
-        session.feed([3], 20)
-
-
-@pytest.mark.parametrize("max_positions", [0, 257])
-def test_positions_beyond_the_trained_length_are_refused(tmp_path: Path, max_positions: int) -> None:
-    make_model(tmp_path, rope_parameters=dict(ROPES["dynamic"]))
-    with pytest.raises(ValueError, match=rf"max_positions={max_positions} is not allowed.* 1 to 256"):
-        load(tmp_path, max_positions=max_positions)
+    session = Session(load(tmp_path))
+    session.feed(random_tokens(256), 0)
+    with pytest.raises(IndexError, match="positions 256 to 256 are not allowed: there are 256"):
+        session.feed([3], 256)
 
 
 def test_a_decoder_that_was_not_prepared_says_so(tmp_path: Path) -> None:

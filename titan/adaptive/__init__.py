@@ -1,1 +1,1 @@
-"""Adaptive speculation: how many nodes each request drafts in each step, from measured costs and acceptance."""
+"""What steps cost, as measured, and what follows from it: how many nodes each request drafts, and how many prompt tokens join."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from titan.adaptive.cost import HostTime, PassCost
+from titan.adaptive.host_time import HostTime
 from titan.adaptive.load import Load, Outcome
+from titan.adaptive.pass_cost import PassCost
 
 COLD, COLD_STEPS = 1.3, 4
 """How many times as long the first steps with, or without, drafts may take, because of cold caches; and how many these are."""

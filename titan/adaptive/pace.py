@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import NamedTuple
 
-from titan.adaptive.cost import HostTime, PassCost
+from titan.adaptive.host_time import HostTime
+from titan.adaptive.pass_cost import PassCost
 
 MIN_PROMPT_TOKENS = 16
 """Prompt tokens that a step takes in any case, if there are as many, so that prompts get on."""

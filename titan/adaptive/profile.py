@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from titan.adaptive.cost import PassCost
+from titan.adaptive.pass_cost import PassCost
 from titan.core.batch import QueryRow, RaggedBatch, build_batch
 from titan.core.trees import DraftTrees
 from titan.kernels.interfaces import Backend, Runner

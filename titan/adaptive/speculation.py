@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp, inf, log
+from math import exp, log
 
 from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.load import Candidate, Load, Outcome
@@ -37,7 +38,7 @@ class AdaptiveSpeculation:
     num_reserved: int = 0  # draft tokens of each request for which the next step should reserve room
     _confident: ConfidentDrafter | None = None
     _reviewing: ReviewingDrafter | None = None
-    _max_len: float = inf  # tokens of a request that the draft can be fed
+    _max_len: int = sys.maxsize  # tokens of a request that the draft can be fed
     _log_temperature: float | None = None  # mean over the greedy requests of what their draft's probabilities are compared at
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
     _rests: bool = False  # whether the controller rested when it was last asked
@@ -119,10 +120,7 @@ class AdaptiveSpeculation:
 
     def _most_nodes(self, request: Request) -> int:
         """Return how many nodes a request may draft."""
-        if not request.params.use_speculative:
-            return 0
-        own = self.max_nodes if request.params.max_draft_tokens is None else request.params.max_draft_tokens
-        return int(max(0, min(self.max_nodes, own, request.num_remaining_tokens - 1, self._max_len - request.num_tokens)))
+        return request.most_drafts(min(self.max_nodes, self._max_len - request.num_tokens))
 
     def _stops_early(self, request: Request) -> bool:
         return self._confident is not None and self._confident.stops_early(request)

@@ -21,10 +21,10 @@ CALIBRATED_CONFIDENCES = 4
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.02, 2.0
 
 CONFIDENCE_MEMORY = 0.93
-"""The same of the draft's confidence, which tells at once if a text becomes easier or harder."""
+"""Weight of the past in the mean of the draft's confidence, which tells at once if a text becomes easier or harder."""
 
 LAST_NODES = 5.0
-"""Number of nodes that the last few are."""
+"""Number of nodes over which the shares of the last few are averaged."""
 
 CONTRADICTION = 0.45
 """Difference of acceptance between the last few nodes and all others that is no chance: 2.7 standard deviations or more."""
@@ -106,13 +106,16 @@ class DraftHistory:
     tree_depth: Average | None = None  # greatest depth of each drafted tree
     temperature: float | None = None  # at which the draft's probabilities match acceptance; None: not known yet
     num_confidences: int = 0
-    num_drafts: int = 0
     acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     tokens_per_step: Average = field(default_factory=lambda: Average(1.0))
 
+    @property
+    def num_drafts(self) -> int:
+        """Number of trees drafted."""
+        return 0 if self.tree_depth is None else self.tree_depth.num_seen
+
     def note_draft(self, depth: int) -> None:
         """Record that a tree of this depth was drafted."""
-        self.num_drafts += 1
         if self.tree_depth is None:
             self.tree_depth = Average(depth)
         self.tree_depth.note(depth)

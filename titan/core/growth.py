@@ -58,11 +58,6 @@ class BeamSpec:
         return (self.depth - 1) * self.width
 
     @property
-    def max_fed(self) -> int:
-        """Largest number of nodes that are fed at one depth."""
-        return self.width
-
-    @property
     def num_nodes(self) -> int:
         """Places of the tree: at most the number of tokens that it is chosen from."""
         return min(self.max_nodes, self.num_children * (1 + self.width * (self.depth - 1)))
@@ -81,7 +76,6 @@ class ShapePlan:
     inner: Ints
     num_slots: int  # that are written: up to that of the last node that is fed
     max_children: int
-    max_fed: int  # largest number of nodes at one depth
     # of all nodes: [num_nodes] each
     node_parents: Ints  # index of the parent among the inner nodes
     ranks: Ints
@@ -106,11 +100,6 @@ class ShapeSpec:
     def num_slots(self) -> int:
         """Number of slots that are written."""
         return self.plan.num_slots
-
-    @property
-    def max_fed(self) -> int:
-        """Largest number of nodes that are fed at one depth."""
-        return self.plan.max_fed
 
 
 GrowthSpec = BeamSpec | ShapeSpec
@@ -171,7 +160,6 @@ def shape_plan(parents: bytes) -> ShapePlan:
         inner=np.stack((shape.inner.astype(np.int64), *(np.append(0, column) for column in columns), num_children)),
         num_slots=int(shape.inner[-1]) + 1,
         max_children=int(num_children.max()),
-        max_fed=max(map(len, feeds), default=0),
         node_parents=node_parents,
         ranks=shape.child_ranks,
         slots=np.where(shape.inner_rows[1:] >= 0, np.arange(len(parent_of), dtype=np.int32), np.int32(-1)),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 SCALE_BYTES = 4
-"""Of the float32 scale of a quantised key or value."""
+"""Size of the float32 scale of a quantised key or value."""
 
 Role = Literal["target", "draft"]
 """Whose cache it is."""
@@ -94,7 +94,7 @@ class KVTensor:
 
 
 def kv_planes(blocks: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return views of quantised blocks: their numbers, and the scales, which lie behind the numbers of each block.
+    """Return views of quantised blocks: their numbers, and the scales, which come after the numbers of each block.
 
     Args:
         blocks: int8 [..., block_size * (head_dim + SCALE_BYTES)].

@@ -114,6 +114,13 @@ class Request:
         """Number of tokens that the request may still emit."""
         return self.max_tokens + len(self.prompt_token_ids) - len(self.token_ids)
 
+    def most_drafts(self, most: int) -> int:
+        """Return how many nodes it may draft if others may draft ``most``: the last token that it emits needs none."""
+        if not self.params.use_speculative:
+            return 0
+        own = most if self.params.max_draft_tokens is None else min(most, self.params.max_draft_tokens)
+        return max(0, min(own, self.num_remaining_tokens - 1))
+
     def prompt_logits(self, num_tokens: int) -> range:
         """Return which of the next ``num_tokens`` positions still need logits, for the logprobs of the prompt tokens after them."""
         if self.prompt_logprobs is None:
@@ -157,7 +164,7 @@ class Request:
 
     @property
     def is_swapped(self) -> bool:
-        """Whether the KV behind the counters is in the swap space."""
+        """Whether the KV that the counters count is in the swap space."""
         return bool(self.swapped_block_ids)
 
     def swap_out(self, swapped_block_ids: Iterable[int]) -> array[int]:

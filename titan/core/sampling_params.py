@@ -17,7 +17,7 @@ LogitsProcessor = Callable[[list[int], "Tensor"], "Tensor"]
 
 MAX_LOGPROBS = 20
 MAX_DIGITS = 20
-"""Of a token id in text: Python itself refuses to read more than some thousands."""
+"""Most digits of a token id in text: Python itself refuses to read more than some thousands."""
 
 OPTIONAL_INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("logprobs", -1, MAX_LOGPROBS),

@@ -25,12 +25,12 @@ class StepTimes:
 
     @property
     def whole(self) -> float:
-        """Of all of the step."""
+        """Seconds of all of the step."""
         return self.recurring + self.prepare
 
     @property
     def recurring(self) -> float:
-        """Of what each such step takes."""
+        """Seconds of what each such step takes."""
         return self.schedule + self.draft + self.inputs + self.target + self.verify + self.commit
 
 

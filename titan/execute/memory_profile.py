@@ -46,10 +46,9 @@ def run_largest_pass(backend: Backend, model: Model, config: EngineConfig, limit
 
 def _run(backend: Backend, model: Model, config: EngineConfig, limits: PassLimits, max_model_len: int) -> None:
     num_requests, block_size = config.schedule.max_batch_size, config.memory.block_size
-    max_len = min(max_model_len, model.max_positions)
-    num_tokens = min(config.schedule.max_num_batched_tokens // num_requests, max_len)
+    num_tokens = min(config.schedule.max_num_batched_tokens // num_requests, max_model_len)
     num_nodes = min(limits.query_len - 1, num_tokens - 1)
-    row = QueryRow([0] * -(-max_len // block_size), 0, [0] * (num_tokens - num_nodes))
+    row = QueryRow([0] * -(-max_model_len // block_size), 0, [0] * (num_tokens - num_nodes))
     trees = DraftTrees.placeholder_chains([num_nodes] * num_requests, backend.upload, backend.device)
     kv = KVTensor(model.kv_layout.stored_as(config.memory.kv_cache_dtype), 1, block_size, backend.device)
     with torch.inference_mode():

@@ -1,1 +1,1 @@
-"""Blocks of KV: the pool, the block tables, the prefix cache, and the size of the pool."""
+"""Blocks of KV: the pool, the block tables, the prefix cache, the swap space, and the sizes of them."""

@@ -58,7 +58,7 @@ class BlockPool:
 
         Args:
             count: number of blocks.
-            after: the block that they should lie behind, if those are blank.
+            after: the block after which they should lie, if those are blank.
 
         Raises:
             RuntimeError: fewer than ``count`` blocks are free; nothing is allocated.
@@ -239,15 +239,14 @@ def hash_root(salt: str | None) -> bytes:
     return b"" if salt is None else blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int], salt: bytes) -> bytes:
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the hash of a full block, which identifies its tokens and all tokens before them.
 
     Args:
         parent: hash of the previous block; for the first one `hash_root`.
         token_ids: the block's tokens.
-        salt: at most 64 bytes; hashes of different salts never match.
 
     Returns:
         16 bytes.
     """
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16, key=salt).digest()
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()

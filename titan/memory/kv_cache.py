@@ -25,8 +25,6 @@ from titan.memory.block_pool import BlockPool, hash_block, hash_root
 from titan.memory.sizing import block_bytes
 from titan.memory.swap_space import SwapSpace, find_blocks, take_blocks
 
-HASH_SALT = b"titan"
-
 MAX_MEASURED_BLOCKS, NUM_MEASUREMENTS = 64, 3
 """How many blocks are copied, and how often, to measure what that takes."""
 
@@ -355,7 +353,7 @@ class KVCache:
         return -(-num_slots // self.block_size)
 
     def _allocate(self, count: int, after: int = -1) -> list[int]:
-        """Allocate free blocks, behind a certain one if it can be; cached ones among them move to the swap space."""
+        """Allocate free blocks, after a certain one if it can be; cached ones among them move to the swap space."""
         if self.swap_space.pool.num_free:
             self._keep(self.pool.next_evicted(count))
         return self.pool.allocate(count, after)
@@ -404,7 +402,7 @@ class KVCache:
         return find_blocks(self.pool, request.block_hashes, self._num_blocks_of(request.num_drafted_context), self.draft_epoch)
 
     def _copy_tail(self, request: Request) -> None:
-        """Copy the part of a block that a sibling has computed of the prompt behind the full blocks that both share, if it has.
+        """Copy the part of a block that a sibling has computed of the prompt after the full blocks that both share, if it has.
 
         A sibling goes on writing to this block, so that it cannot be shared.
         """
@@ -485,4 +483,4 @@ class KVCache:
 
     def _hash_block(self, request: Request, i: int, parent: bytes) -> bytes:
         """Return the hash of the request's logical block ``i``, all of whose tokens are committed."""
-        return hash_block(parent, request.token_ids[i * self.block_size : (i + 1) * self.block_size], HASH_SALT)
+        return hash_block(parent, request.token_ids[i * self.block_size : (i + 1) * self.block_size])

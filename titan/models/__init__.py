@@ -1,1 +1,1 @@
-"""Models: one decoder for the Llama family, and the loading of its config, tokenizer and weights."""
+"""Models: one decoder for the Llama family, transformers' own modules for others, and what loads them."""

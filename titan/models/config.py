@@ -54,6 +54,16 @@ class ModelConfig:
         """Return the layout of the model's KV in this dtype."""
         return KVLayout(kv_groups(self.layers), dtype)
 
+    def check_positions(self, positions: Ints) -> None:
+        """Check that the model has these positions.
+
+        Raises:
+            IndexError: it was not trained for one of them.
+        """
+        lowest, highest, limit = positions.min(), positions.max(), self.max_position_embeddings
+        if lowest < 0 or highest >= limit:
+            raise IndexError(f"positions {lowest} to {highest} are not allowed: there are {limit}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(ModelConfig):
@@ -141,16 +151,6 @@ class DecoderConfig(ModelConfig):
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32,
             traits=frozenset(traits),
         )
-
-
-def check_positions(positions: Ints, max_positions: int) -> None:
-    """Check that a model has these positions.
-
-    Raises:
-        IndexError: a position is not in 0 to ``max_positions - 1``.
-    """
-    if positions.max() >= max_positions or positions.min() < 0:
-        raise IndexError(f"positions {positions.min()} to {positions.max()} are not allowed: there are {max_positions}")
 
 
 def check_entries(content: Mapping[str, Any]) -> None:

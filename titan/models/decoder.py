@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.kernels.interfaces import Backend, PassInputs
-from titan.models.config import DecoderConfig, check_positions
+from titan.models.config import DecoderConfig
 from titan.models.layers import LayerStep, LayerWeights, Projection, add_part, attention, gated, layer_shapes, norm
 from titan.models.rope import rope_table
 
@@ -22,11 +21,7 @@ class Decoder(nn.Module):
         config: of the model.
         dtype: of weights, activations and logits.
         backend: that runs it; the weights are allocated on its device.
-        max_positions: positions that can be run, at most (and by default) ``config.max_position_embeddings``.
         is_empty: leave the weights on the meta device, without memory, for the caller to replace.
-
-    Raises:
-        ValueError: ``max_positions`` is more than the model was trained for.
     """
 
     def __init__(
@@ -35,14 +30,9 @@ class Decoder(nn.Module):
         *,
         dtype: torch.dtype,
         backend: Backend,
-        max_positions: int | None = None,
         is_empty: bool = False,
     ) -> None:
         super().__init__()
-        limit = config.max_position_embeddings
-        self.max_positions = limit if max_positions is None else max_positions
-        if not 0 < self.max_positions <= limit:
-            raise ValueError(f"max_positions={max_positions} is not allowed: this model has positions for 1 to {limit} tokens")
         self.config = config
         self.dtype = dtype
         self.device = device = backend.device
@@ -60,9 +50,6 @@ class Decoder(nn.Module):
         )
         self.final_norm = empty(config.hidden_size)
         self.lm_head = None if "tied_embedding" in config.traits else empty(config.vocab_size, config.hidden_size)
-        # Tables are computed in float32 and rounded once, as transformers rounds its cosines and sines.
-        tables = {rope: rope_table(rope, config.head_dim, self.max_positions).to(device, dtype) for rope in set(config.ropes)}
-        self._rope_tables = tuple(tables[rope] for rope in config.ropes)
         self._layer_weights: tuple[LayerWeights, ...] = ()
         self._next_norms: tuple[Tensor | None, ...] = ()  # per layer, the norm weight applied to its output
         self.head = torch.empty(0, dtype=dtype, device=device)
@@ -74,12 +61,17 @@ class Decoder(nn.Module):
             pack: pack those weights that are not packed yet; see `is_packable`.
             num_outputs: the first tokens, which alone get logits; ``None`` = all.
         """
-        layer_weights = []
-        for parameters, table in zip(self.layers, self._rope_tables, strict=True):
+        config, layer_weights = self.config, []
+        # Tables are computed in float32 and rounded once, as transformers rounds its cosines and sines.
+        tables = {
+            rope: rope_table(rope, config.head_dim, config.max_position_embeddings).to(self.device, self.dtype)
+            for rope in set(config.ropes)
+        }
+        for parameters, rope in zip(self.layers, config.ropes, strict=True):
             assert isinstance(parameters, nn.ParameterDict)
             for name in parameters if pack else ():
                 self._pack_parameter(parameters, name)
-            layer_weights.append(LayerWeights(**parameters, rope_table=table))
+            layer_weights.append(LayerWeights(**parameters, rope_table=tables[rope]))
         for name in ("embedding", "lm_head") if pack else ():
             self._pack_parameter(self, name)
         self._layer_weights = tuple(layer_weights)
@@ -105,14 +97,6 @@ class Decoder(nn.Module):
     def kv_layout(self) -> KVLayout:
         """The layout of the model's KV."""
         return self.config.kv_layout(self.dtype)
-
-    def check_positions(self, positions: Ints) -> None:
-        """Check that the rope tables have these positions.
-
-        Raises:
-            IndexError: a position is not in 0 to ``max_positions - 1``.
-        """
-        check_positions(positions, self.max_positions)
 
     def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:
         """Run all but the output head on the query tokens of a pass, and write their KV; positions are not checked.

@@ -118,7 +118,7 @@ def no_model(files: ModelFiles) -> str | None:
     return None
 
 
-def some(names: list[str], limit: int = 5) -> str:
-    """Write the first of some names, and how many more there are."""
-    listed = ", ".join(names[:limit]) or "none"
-    return f"{listed} and {len(names) - limit} more" if len(names) > limit else listed
+def some(names: list[str]) -> str:
+    """Write the first five of some names, and how many more there are."""
+    listed = ", ".join(names[:5]) or "none"
+    return f"{listed} and {len(names) - 5} more" if len(names) > 5 else listed

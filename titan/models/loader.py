@@ -188,7 +188,6 @@ def load_model(
     *,
     dtype: str | torch.dtype,
     backend: Backend,
-    max_positions: int | None = None,
     order: TokenOrder | None = None,
 ) -> Model:
     """Read the weights of a model, ready to run; of one on the hub, only those files are downloaded that are loaded.
@@ -197,7 +196,6 @@ def load_model(
         checkpoint: from `open_model`.
         dtype: "auto", "float32", "bfloat16", "float16" or the torch dtype; see `resolve_dtype`.
         backend: that runs the model.
-        max_positions: positions that can be run; by default all that the model was trained for.
         order: of the tokens; ``None`` = the checkpoint's.
 
     Raises:
@@ -206,16 +204,14 @@ def load_model(
     files, config = checkpoint.files, checkpoint.config
     run_dtype = resolve_dtype(dtype, config.dtype, backend)
     if isinstance(config, DecoderConfig):
-        return _fill_decoder(files, config, run_dtype, backend, max_positions, pack=True, order=order)
+        return _fill_decoder(files, config, run_dtype, backend, pack=True, order=order)
     assert isinstance(config, TransformersConfig)
     paths = fetch_weights(files)  # its errors name the model
     with _naming(files.name, "checkpoint"), _TRANSFORMERS_LOCK:
-        return load_modules(files.name, paths, config, dtype=run_dtype, backend=backend, max_positions=max_positions, order=order)
+        return load_modules(files.name, paths, config, dtype=run_dtype, backend=backend, order=order)
 
 
-def load_decoder(
-    path_or_id: str, *, dtype: str | torch.dtype, backend: Backend, max_positions: int | None = None, pack: bool = True
-) -> Decoder:
+def load_decoder(path_or_id: str, *, dtype: str | torch.dtype, backend: Backend, pack: bool = True) -> Decoder:
     """Read a model that Titan has a decoder for from a folder or a hub id, ready to run.
 
     The weights are streamed into the decoder piece by piece: besides them, only a few MiB of the files are mapped.
@@ -224,7 +220,6 @@ def load_decoder(
         path_or_id: a folder with config.json and safetensors weights, or a hub id.
         dtype: as of `load_model`.
         backend: as of `load_model`.
-        max_positions: as of `load_model`.
         pack: pack the weights where possible; see `Decoder.prepare`.
 
     Raises:
@@ -234,7 +229,7 @@ def load_decoder(
     config = open_model(files, "native").config
     assert isinstance(config, DecoderConfig)
     run_dtype = resolve_dtype(dtype, config.dtype, backend)
-    return _fill_decoder(files, config, run_dtype, backend, max_positions, pack=pack, order=None)
+    return _fill_decoder(files, config, run_dtype, backend, pack=pack, order=None)
 
 
 def _fill_decoder(
@@ -242,13 +237,12 @@ def _fill_decoder(
     config: DecoderConfig,
     dtype: torch.dtype,
     backend: Backend,
-    max_positions: int | None,
     *,
     pack: bool,
     order: TokenOrder | None,
 ) -> Decoder:
     config = as_stored(config, files, dtype)
-    model = Decoder(config, dtype=dtype, backend=backend, max_positions=max_positions, is_empty=True)
+    model = Decoder(config, dtype=dtype, backend=backend, is_empty=True)
     load_weights(model, files, pack=pack, order=order)
     return model
 
@@ -295,7 +289,7 @@ def empty_modules(config: ModelConfig, backend: Backend) -> nn.Module:
         backend: that would run it.
     """
     if isinstance(config, DecoderConfig):
-        return Decoder(config, dtype=torch.float32, backend=backend, max_positions=1, is_empty=True)
+        return Decoder(config, dtype=torch.float32, backend=backend, is_empty=True)
     assert isinstance(config, TransformersConfig)
     with _TRANSFORMERS_LOCK:
         model: nn.Module = empty_model(config.source, trust_remote_code=config.trust_remote_code)

@@ -23,7 +23,7 @@ WHOLE_ROPE = ""
 PRE_NORMS = {"input_norm": "input_layernorm", "gate_up_norm": "post_attention_layernorm"}
 """Norms of a layer that has one before each of its parts: names in `titan.models.layers.LayerWeights`, and in checkpoints."""
 POST_NORMS = {"output_norm": "post_attention_layernorm", "down_norm": "post_feedforward_layernorm"}
-"""Those of a layer that has one behind each of its parts."""
+"""Those of a layer that has one after each of its parts."""
 
 
 SANDWICH_NORMS = POST_NORMS | {"input_norm": "input_layernorm", "gate_up_norm": "pre_feedforward_layernorm"}

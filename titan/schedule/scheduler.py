@@ -175,26 +175,25 @@ class Scheduler:
 
         The tokens of a row that is taken back, because its request is preempted, are not given to others in this step.
         """
-        now = self.clock()
         if self.waiting:
-            self._displace(max_draft_tokens, now)
+            self._displace(max_draft_tokens)
         num_preemptions = self.counters.num_preemptions
         decodes = [request for request in self.running if request.num_uncomputed_tokens == 1]
         prefills = [request for request in self.running if request.num_uncomputed_tokens > 1]
         budget, num_left = self.options.max_num_batched_tokens, len(self.running)
         for request in decodes:
             num_left -= 1  # requests, for each of which the drafts leave a token
-            budget -= self._add_running(plan, request, 1, budget - num_left, max_draft_tokens, now)
+            budget -= self._add_running(plan, request, 1, budget - num_left, max_draft_tokens)
         prompt_budget = self._prompt_budget(decodes, budget)
         for request in prefills:
             if not prompt_budget or not self._ensure_kv(request):
                 continue
             num_tokens = self._chunk(request, prompt_budget)
-            num_used = self._add_running(plan, request, num_tokens, budget, max_draft_tokens, now)
+            num_used = self._add_running(plan, request, num_tokens, budget, max_draft_tokens)
             budget -= num_used
             prompt_budget = min(prompt_budget - min(num_used, num_tokens), budget)
         if self.counters.num_preemptions == num_preemptions:
-            plan.shortage = self._join(plan, budget, prompt_budget, max_draft_tokens, now)
+            plan.shortage = self._join(plan, budget, prompt_budget, max_draft_tokens)
         else:  # there is no room for the running requests: none joins
             plan.shortage = "blocks"
 
@@ -229,22 +228,20 @@ class Scheduler:
         """Return how many tokens a request that has just started may have."""
         return min(request.num_uncomputed_tokens, self.options.prefill_chunk_size or prompt_budget, prompt_budget)
 
-    def _add_running(
-        self, plan: StepPlan, request: Request, num_tokens: int, budget: int, max_draft_tokens: int, now: float
-    ) -> int:
+    def _add_running(self, plan: StepPlan, request: Request, num_tokens: int, budget: int, max_draft_tokens: int) -> int:
         """Add the row of a running request to the plan, preempting others as needed; return its tokens, drafts included."""
         if not num_tokens or request in self.waiting:  # it was preempted in this step
             return 0
         num_drafts = self._num_drafts(request, num_tokens, budget, max_draft_tokens)
         while not self.kv.reserve(request, request.num_computed_tokens + num_tokens + num_drafts):
-            victim = self.policy.victim(self.running, now)
+            victim = self.policy.victim(self.running, self.clock())
             self._preempt(victim)
             plan.remove(victim)
             if victim is request:
                 return 0
         return plan.add(request, num_tokens, num_drafts)
 
-    def _join(self, plan: StepPlan, budget: int, prompt_budget: int, max_draft_tokens: int, now: float) -> Shortage | None:
+    def _join(self, plan: StepPlan, budget: int, prompt_budget: int, max_draft_tokens: int) -> Shortage | None:
         """Start waiting requests as long as there is room for them; return what the next one lacks."""
         may_join = self.waiting and len(self.running) < self.options.max_batch_size
         num_missing = self._num_missing_blocks(self.running, max_draft_tokens) if may_join else 0
@@ -253,7 +250,7 @@ class Scheduler:
                 return "requests"
             if prompt_budget <= 0:
                 return "tokens"
-            request = self._first(now)
+            request = self._first()
             num_lacking = num_missing + self._num_missing_blocks([request], max_draft_tokens) - self.kv.pool.num_free
             if self.running and num_lacking + self._num_spare_blocks(request, max_draft_tokens) > 0:
                 return "blocks"
@@ -272,10 +269,10 @@ class Scheduler:
             num_missing += self._num_missing_blocks([request], max_draft_tokens)
         return None
 
-    def _displace(self, max_draft_tokens: int, now: float) -> None:
+    def _displace(self, max_draft_tokens: int) -> None:
         """Preempt running requests for the first waiting one, if the policy lets it take their place and it then joins."""
-        request = self._first(now)
-        candidates = self.policy.displaceable(request, self.running, now)
+        request = self._first()
+        candidates = self.policy.displaceable(request, self.running, self.clock())
         if not candidates or self.options.reservation == "max_tokens" or self.kv.awaits_sibling(request):
             return
         num_lacking = self._num_missing_blocks([*self.running, request], max_draft_tokens) - self.kv.pool.num_free
@@ -350,7 +347,7 @@ class Scheduler:
         return sum([self.kv.num_missing_blocks(each, each.num_tokens + max_draft_tokens) for each in requests])
 
     def _num_spare_blocks(self, request: Request, max_draft_tokens: int) -> int:
-        """Return how many blocks must stay free behind the next step when a waiting request starts.
+        """Return how many blocks must stay free after the next step when a waiting request starts.
 
         Where it starts again, it is one for each that then runs and may still need it. Otherwise somebody would give way at once,
         as soon as the others have grown or draft more, and requests would go out and in without getting on.
@@ -362,18 +359,13 @@ class Scheduler:
         return sum([max_num_blocks(each, size) * size >= each.num_tokens + max_draft_tokens + size for each in requests])
 
     def _num_drafts(self, request: Request, num_tokens: int, budget: int, max_draft_tokens: int) -> int:
-        """Return the number of draft tokens of a request's row.
-
-        There are drafts only after the root, at most one fewer than the tokens still to be emitted: the final token needs none.
-        """
-        params = request.params
-        if not params.use_speculative or num_tokens < request.num_uncomputed_tokens:
+        """Return the number of draft tokens of a request's row; there are drafts only after the root."""
+        if num_tokens < request.num_uncomputed_tokens:
             return 0
-        own = max_draft_tokens if params.max_draft_tokens is None else params.max_draft_tokens
-        return max(0, min(own, max_draft_tokens, budget - num_tokens, request.num_remaining_tokens - 1))
+        return max(0, min(budget - num_tokens, request.most_drafts(max_draft_tokens)))
 
-    def _first(self, now: float) -> Request:
-        request = self.policy.first(now)
+    def _first(self) -> Request:
+        request = self.policy.first(self.clock())
         if request not in self.waiting:
             raise RuntimeError(f"the scheduling policy {self.policy.name!r} starts {shown(request)}, which does not wait")
         return request

@@ -39,7 +39,6 @@ def load_weights(
     *,
     dtype: torch.dtype,
     backend: Backend,
-    max_positions: int | None = None,
     order: TokenOrder | None = None,
 ) -> TransformersModel:
     """Load a model whose config has been described.
@@ -50,7 +49,6 @@ def load_weights(
         config: of the model.
         dtype: to run in.
         backend: that runs the model.
-        max_positions: positions that can be run; ``None``: all that the model has.
         order: of the tokens; ``None`` = the checkpoint's.
 
     Raises:
@@ -66,7 +64,7 @@ def load_weights(
     if not backend.layer_ops(dtype, config.traits).packs:  # weights stay as they are, some of them in modules that hide them
         copy_mapped(model, stored)
     attending = _bind(model, config, dtype)
-    loaded = TransformersModel(model, config, attending, dtype=dtype, backend=backend, max_positions=max_positions, order=order)
+    loaded = TransformersModel(model, config, attending, dtype=dtype, backend=backend, order=order)
     if isinstance(attending, GatheredAttention):
         check_gathering(loaded, model, order)
     copy_mapped(model, stored)

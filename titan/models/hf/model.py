@@ -8,10 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.kernels.interfaces import Backend, LayerOps, PassInputs
-from titan.models.config import ModelConfig, check_positions
+from titan.models.config import ModelConfig
 from titan.models.hf.replace import replace_modules
 from titan.models.hf.split import Head, find_decoder
 from titan.models.token_order import TokenOrder
@@ -36,7 +35,6 @@ class TransformersModel:
         attending: bound to the attention modules of ``model``.
         dtype: of weights, activations and logits.
         backend: that runs the attention.
-        max_positions: positions that can be run; ``None``: those of the config.
         order: of the tokens; ``None`` = the checkpoint's.
     """
 
@@ -48,13 +46,11 @@ class TransformersModel:
         *,
         dtype: torch.dtype,
         backend: Backend,
-        max_positions: int | None = None,
         order: TokenOrder | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = backend.device
-        self.max_positions = config.max_position_embeddings if max_positions is None else max_positions
         self.ops = backend.layer_ops(dtype, config.traits)
         self._attending = attending
         self._decoder: nn.Module = find_decoder(model)
@@ -68,14 +64,6 @@ class TransformersModel:
     def kv_layout(self) -> KVLayout:
         """The layout of the model's KV."""
         return self.config.kv_layout(self.dtype)
-
-    def check_positions(self, positions: Ints) -> None:
-        """Check that the model has these positions.
-
-        Raises:
-            IndexError: a position is not in 0 to ``max_positions - 1``.
-        """
-        check_positions(positions, self.max_positions)
 
     def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:
         """Run the decoder on the query tokens of a pass, and write their KV: [L, hidden_size]."""

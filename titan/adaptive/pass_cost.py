@@ -1,16 +1,12 @@
-"""The time of passes, as a function of their rows and context: measured once, then followed; and that of the rest of a step."""
+"""The time of passes, as a function of their rows and context: measured once, then followed."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import exp, log, log2, sqrt
-
-SHORTER_RATE, LONGER_RATE = 1 / 4, 1 / 8
-"""Weights of a step's host time that is shorter or longer than expected: anything may hold it up, and nothing makes it shorter."""
 
 MAX_DEVIATIONS = 3.0
 """Observations further away than this many deviations count as if they were no further."""
@@ -28,16 +24,14 @@ TREND_RATE, TREND_DRIFT = 1 / 4, 1 / 8
 """Weight of a surprise in the trend of surprises, and the share of that trend's square that a pass adds to the pace's variance."""
 
 SHAPE_VARIANCE, SHAPE_DRIFT = 0.02, 2e-6
-"""The same of a curve's error at one power of two of rows, and of what another model's passes between those of this one change."""
+"""The variance of a curve's error at one power of two of rows, and of what another model's passes in between change; and what a
+pass adds to it."""
 
 FOLLOWED = 0.8
 """How much of a change of one model's pace that of another is expected to share while it does not run."""
 
 SHAPE_AGE, SHAPE_MEMORY = 64, 255 / 256
 """Passes of other sizes after which a curve's error is believed less, and by what share per pass: what held it up may be over."""
-
-FIRST_STEPS = 2
-"""Steps of a kind after which their host's time counts as known."""
 
 
 @dataclass(slots=True)
@@ -141,64 +135,3 @@ class PassCost:
         last = min(max(last, 1), len(sizes) - 1)
         share = (num_rows - sizes[last - 1]) / (sizes[last] - sizes[last - 1])
         return seconds[last - 1] + max(share, 0.0) * (seconds[last] - seconds[last - 1])
-
-
-class HostTime:
-    """Seconds of a step beyond its passes: by the number of requests, and more by how many of them draft."""
-
-    def __init__(self) -> None:
-        self._plain, self._more = _ByCount(), _ByCount()
-
-    def note(self, num_requests: int, num_drafting: int, seconds: float) -> None:
-        """Add a step."""
-        if num_drafting:
-            self._more.note(num_drafting, max(seconds - self._plain.predict(num_requests), 0.0))
-        else:
-            self._plain.note(num_requests, seconds)
-
-    @property
-    def has_drafted(self) -> bool:
-        """Whether a step with drafts was seen."""
-        return self._more.has_seen
-
-    def knows(self, num_requests: int, num_drafting: int = 0) -> bool:
-        """Whether a few such steps were seen."""
-        return self._more.knows(num_drafting) if num_drafting else self._plain.knows(num_requests)
-
-    def predict(self, num_requests: int, num_drafting: int = 0) -> float:
-        """Return the expected seconds."""
-        return self._plain.predict(num_requests) + (self._more.predict(num_drafting) if num_drafting else 0.0)
-
-
-class _ByCount:
-    """Seconds by powers of two of a count. Of the first few steps, which may have been held up by anything, the shortest counts."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-        self._num_seen = Counter[int]()
-
-    def note(self, count: int, seconds: float) -> None:
-        octave = count.bit_length()
-        before = self._seconds.get(octave, seconds)
-        self._num_seen[octave] += 1
-        rate = SHORTER_RATE if seconds < before else LONGER_RATE
-        if self._num_seen[octave] <= FIRST_STEPS:
-            rate = float(seconds < before)
-        most = 2 * before or seconds  # nothing is more than twice as much of a time, but anything may be of none
-        self._seconds[octave] = before + rate * (min(seconds, most) - before)
-
-    @property
-    def has_seen(self) -> bool:
-        return bool(self._seconds)
-
-    def knows(self, count: int) -> bool:
-        return self._num_seen[count.bit_length()] >= FIRST_STEPS
-
-    def predict(self, count: int) -> float:
-        """Return what was seen of the nearest power of two; half of it more or less for each one in between."""
-        octave = count.bit_length()
-        if octave in self._seconds or not self._seconds:
-            return self._seconds.get(octave, 0.0)
-        nearest = min(self._seconds, key=lambda each: abs(each - octave))
-        share = 1 + abs(octave - nearest) / 2
-        return self._seconds[nearest] * (share if octave > nearest else 1 / share)

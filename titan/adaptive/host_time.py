@@ -1,0 +1,72 @@
+"""The time of the rest of a step, beyond its passes, as it was seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+SHORTER_RATE, LONGER_RATE = 1 / 4, 1 / 8
+"""Weights of a step's host time that is shorter or longer than expected: anything may hold it up, and nothing makes it shorter."""
+
+FIRST_STEPS = 2
+"""Steps of a kind after which their host's time counts as known."""
+
+
+class HostTime:
+    """Seconds of a step beyond its passes: by the number of requests, and more by how many of them draft."""
+
+    def __init__(self) -> None:
+        self._plain, self._more = _ByCount(), _ByCount()
+
+    def note(self, num_requests: int, num_drafting: int, seconds: float) -> None:
+        """Add a step."""
+        if num_drafting:
+            self._more.note(num_drafting, max(seconds - self._plain.predict(num_requests), 0.0))
+        else:
+            self._plain.note(num_requests, seconds)
+
+    @property
+    def has_drafted(self) -> bool:
+        """Whether a step with drafts was seen."""
+        return self._more.has_seen
+
+    def knows(self, num_requests: int, num_drafting: int = 0) -> bool:
+        """Whether a few such steps were seen."""
+        return self._more.knows(num_drafting) if num_drafting else self._plain.knows(num_requests)
+
+    def predict(self, num_requests: int, num_drafting: int = 0) -> float:
+        """Return the expected seconds."""
+        return self._plain.predict(num_requests) + (self._more.predict(num_drafting) if num_drafting else 0.0)
+
+
+class _ByCount:
+    """Seconds by powers of two of a count. Of the first few steps, which may have been held up by anything, the shortest counts."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._num_seen = Counter[int]()
+
+    def note(self, count: int, seconds: float) -> None:
+        octave = count.bit_length()
+        before = self._seconds.get(octave, seconds)
+        self._num_seen[octave] += 1
+        rate = SHORTER_RATE if seconds < before else LONGER_RATE
+        if self._num_seen[octave] <= FIRST_STEPS:
+            rate = float(seconds < before)
+        most = 2 * before or seconds  # nothing is more than twice as much of a time, but anything may be of none
+        self._seconds[octave] = before + rate * (min(seconds, most) - before)
+
+    @property
+    def has_seen(self) -> bool:
+        return bool(self._seconds)
+
+    def knows(self, count: int) -> bool:
+        return self._num_seen[count.bit_length()] >= FIRST_STEPS
+
+    def predict(self, count: int) -> float:
+        """Return what was seen of the nearest power of two; half of it more or less for each one in between."""
+        octave = count.bit_length()
+        if octave in self._seconds or not self._seconds:
+            return self._seconds.get(octave, 0.0)
+        nearest = min(self._seconds, key=lambda each: abs(each - octave))
+        share = 1 + abs(octave - nearest) / 2
+        return self._seconds[nearest] * (share if octave > nearest else 1 / share)
