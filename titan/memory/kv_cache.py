@@ -225,13 +225,12 @@ class KVCache:
         is_known = (len(request.block_hashes), request.num_draft_marked_blocks) == (num_full_blocks, num_drafted_blocks)
         if is_known or not self.pool.enable_caching:
             return
-        block_hashes = request.block_hashes[-1:] or [hash_root(request.terms.cache_salt)]
-        for i in range(len(request.block_hashes), num_full_blocks):
-            block_hashes.append(self._hash_block(request, i, block_hashes[-1]))
-            self.pool.register(request.block_ids[i], block_hashes[-1])
+        block_hashes = [self._block_hash(request, i) for i in range(len(request.block_hashes), num_full_blocks)]
+        for block_id, block_hash in zip(request.block_ids[len(request.block_hashes) :], block_hashes, strict=False):
+            self.pool.register(block_id, block_hash)
         for block_id in request.block_ids[request.num_draft_marked_blocks : num_drafted_blocks]:
             self.pool.mark_drafted(block_id, self.draft_epoch)
-        request.mark_cached(block_hashes[1:], num_drafted_blocks)
+        request.mark_cached(block_hashes, num_drafted_blocks)
 
     def free(self, request: Request) -> None:
         """Release all blocks of a request that is finished, aborted or preempted by recompute, those in the swap space as well."""
@@ -454,9 +453,8 @@ class KVCache:
 
     def _cached_prefix(self, request: Request) -> Prefix:
         block_ids, swapped, block_hashes, epochs = list[int](), dict[int, int](), list[bytes](), list[int]()
-        block_hash = hash_root(request.terms.cache_salt)
         for i in range((request.num_tokens - 1) // self.block_size):
-            block_hash = self._hash_block(request, i, block_hash)
+            block_hash = self._block_hash(request, i)
             if (block_id := self.pool.lookup(block_hash)) is not None:
                 block_ids.append(block_id)
                 epochs.append(self.pool.draft_epochs[block_id])
@@ -481,6 +479,10 @@ class KVCache:
         """Return the number of tokens of the prompt, the root excluded, whose KV all siblings have in common."""
         return min(request.num_prompt_tokens, request.num_tokens - 1)
 
-    def _hash_block(self, request: Request, i: int, parent: bytes) -> bytes:
-        """Return the hash of the request's logical block ``i``, all of whose tokens are committed."""
-        return hash_block(parent, request.token_ids[i * self.block_size : (i + 1) * self.block_size])
+    def _block_hash(self, request: Request, i: int) -> bytes:
+        """Return the hash of the request's logical block ``i``, all of whose tokens are committed; it is computed once."""
+        chain, size = request.hash_chain, self.block_size
+        for end in range(len(chain) * size + size, (i + 1) * size + 1, size):
+            parent = chain[-1] if chain else hash_root(request.terms.cache_salt)
+            chain.append(hash_block(parent, request.token_ids[end - size : end]))
+        return chain[i]
