@@ -200,7 +200,9 @@ class EngineMachine(RuleBasedStateMachine):
         if self.unfinished:
             request = random.choice(self.unfinished)
             if random.random() < 0.5:
-                assert scheduler.abort_family(request.family[0].request_id)
+                for each in request.family:
+                    if not each.is_finished:
+                        scheduler.abort(each, "none of them is wanted any more")
             else:
                 scheduler.abort(request, "not wanted any more")
             assert request.is_finished and not request.block_ids and not request.swapped_block_ids

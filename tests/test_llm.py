@@ -210,6 +210,17 @@ def test_abort_ends_all_completions_of_a_request_and_no_other(llm: LLM) -> None:
     assert [each.finish_reason for each in last.outputs] == ["length"] * 2 and last.request_id == other.request_id
 
 
+def test_abort_ends_the_completions_that_are_not_even_queued(zoo: Zoo) -> None:
+    llm = LLM(zoo.path("llama+text"), max_batch_size=1, max_waiting_requests=1, **CPU)
+    stream = llm.stream(PROMPTS[0], greedy(40, ignore_eos=True, n=4))
+    first = next(stream)
+    assert llm.abort(first.request_id) and not llm.abort(first.request_id)
+    [last] = stream
+    assert [each.finish_reason for each in last.outputs] == ["abort"] * 4 and last.finished
+    assert [len(each.token_ids) for each in last.outputs] == [len(first.outputs[0].token_ids), 0, 0, 0]
+    assert len(llm.generate([PROMPTS[0]], greedy(3, ignore_eos=True), False)[0].outputs[0].token_ids) == 3
+
+
 def test_prefixes_are_shared_only_with_the_same_salt(llm: LLM) -> None:
     prompt = [9, 8, 7, 6, 5, 4, 3] * 6
     calls = [llm.generate([prompt], greedy(2), False, cache_salt=salt)[0] for salt in (None, "a", "b", "a", None)]

@@ -131,6 +131,36 @@ def test_every_output_of_8_threads_with_50_calls_each_is_the_lonely_one(llm: LLM
     assert llm.metrics().num_finished_requests > num_finished + 200
 
 
+def test_a_request_that_another_thread_aborts_ends_with_what_it_has(llm: LLM) -> None:
+    """The last one in flight: nothing is left to step for, while its caller has been asked already."""
+    prompts, params = [PROMPTS[0], PROMPTS[1]], [SamplingParams(max_tokens=60, ignore_eos=True), SamplingParams(max_tokens=1)]
+    first_id = str(int(llm.generate([PROMPTS[2]], params[1:], use_tqdm=False)[0].request_id) + 1)
+
+    def abort() -> bool:
+        return llm.abort(first_id)
+
+    def generate_both() -> list[RequestOutput]:
+        aborting: list[threading.Thread] = []
+
+        def observe(*_: Any) -> None:  # inside a step in which the second request has ended
+            if len(llm.engine.scheduler.running) == 1 and not aborting:
+                aborting.append(threading.Thread(target=lambda: results.append(abort()), daemon=True))
+                aborting[0].start()
+                await_callers(llm, 2)
+
+        llm.engine.observers.append(observe)
+        try:
+            return llm.generate(prompts, params, use_tqdm=False)
+        finally:
+            llm.engine.observers.remove(observe)
+            aborting[0].join(WATCHDOG_S)
+
+    results: list[bool] = []
+    [outputs] = in_threads(generate_both)
+    assert [each.outputs[0].finish_reason for each in outputs] == ["abort", "length"] and results == [True]
+    assert 0 < len(outputs[0].outputs[0].token_ids) < 60 and "was called" in (outputs[0].error or "")
+
+
 def test_threads_join_one_batch(llm: LLM) -> None:
     """The first step is that of the thread that came first; all others join in the second: 16 steps, for 15 tokens each."""
     llm.swap_draft(None)

@@ -195,9 +195,9 @@ class LLM:
             request_id: of its `RequestOutput`.
 
         Returns:
-            Whether such a request was waiting or running.
+            Whether such a request was unfinished.
         """
-        return self.frontend.loop.between_steps(lambda: self.engine.scheduler.abort_family(request_id))
+        return self.frontend.loop.abort(request_id)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; requests in flight keep their blocks. Return True, as vLLM does where it succeeds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from queue import SimpleQueue
 from threading import Lock, get_ident
 from typing import Any, TypeVar
@@ -47,6 +48,7 @@ class StepLoop:
         self._lock = Lock()  # of the leader
         self._leader: int | None = None  # its thread
         self._callers: dict[_Caller, None] = {}  # in order of arrival; the leader is among them
+        self._to_queue: dict[int, deque[Request]] = {}  # requests of callers that the scheduler has no room for yet
         self._abandoned: deque[Request] = deque()
         self._ended: dict[Request, str] = {}  # requests that a failed step ended, and why; until their callers know
         self._damage: str | None = None  # the failure that left the engine unusable
@@ -65,18 +67,21 @@ class StepLoop:
             RuntimeError: as `between_steps`.
         """
         to_queue, scheduler = deque(requests), self.engine.scheduler
+        self._to_queue[id(to_queue)] = to_queue
 
         def ask() -> T | None:
             if self._ended and (ended := self._ended.keys() & requests):
                 raise RuntimeError(f"a step failed, which ended all requests in flight: {self._ended[ended.pop()]}")
-            while to_queue and scheduler.may_add(to_queue[0]):
-                scheduler.add(to_queue.popleft())
+            while to_queue and (to_queue[0].is_finished or scheduler.may_add(to_queue[0])):
+                if not (request := to_queue.popleft()).is_finished:
+                    scheduler.add(request)
             return find_news()
 
         try:
             while True:
                 yield self._wait(ask)
         finally:
+            del self._to_queue[id(to_queue)]
             to_queue.clear()  # lest a leader that is asking just now queues more
             for request in requests:
                 self._ended.pop(request, None)
@@ -89,6 +94,28 @@ class StepLoop:
             RuntimeError: the caller is inside a step, or in a forked process, or an earlier step left the engine damaged.
         """
         return self._wait(lambda: (function(),))[0]
+
+    def abort(self, request_id: str) -> bool:
+        """Abort the unfinished completions of a prompt, given the id of the first; return whether there were any.
+
+        Raises:
+            RuntimeError: as `between_steps`.
+        """
+        return self.between_steps(lambda: self._abort_family(request_id))
+
+    def _abort_family(self, request_id: str) -> bool:
+        scheduler, reason = self.engine.scheduler, f"abort({request_id!r}) was called"
+        in_flight, to_queue = scheduler.in_flight, [*chain(*map(tuple, tuple(self._to_queue.values())))]
+
+        def unfinished(requests: Sequence[Request]) -> list[Request]:
+            return [each for each in requests if each.family[0].request_id == request_id and not each.is_finished]
+
+        meant = unfinished(in_flight), unfinished(to_queue)
+        for request in meant[0]:
+            scheduler.abort(request, reason)
+        for request in meant[1]:
+            request.abort(reason, scheduler.clock())
+        return any(meant)
 
     def check_caller(self) -> None:
         """Refuse a caller that would wait forever, or for an engine that is damaged.
@@ -138,6 +165,7 @@ class StepLoop:
         """Step until there is an answer for a caller; wake the others when there is one for them."""
         while True:
             self._abort_abandoned()
+            has_answered = False
             for caller in tuple(self._callers):
                 try:
                     caller.answer = caller.ask()
@@ -146,8 +174,11 @@ class StepLoop:
                 if caller.is_answered:
                     self._callers.pop(caller, None)
                     caller.woken.put(None)
+                    has_answered = True
             if own.is_answered:
                 return
+            if has_answered and not self.engine.scheduler.has_unfinished:
+                continue  # one of them may have ended what another waits for
             first = next(iter(self._callers))  # another one is asked first next time, and may queue its requests
             self._callers[first] = self._callers.pop(first)
             self._step()

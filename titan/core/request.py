@@ -133,6 +133,11 @@ class Request:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
+    def abort(self, error: str | None, now: float) -> None:
+        """End the request, and say why; blocks that it has are not released."""
+        self.error, self.finish_reason = error, FinishReason.ABORT
+        self.metrics.finished_time = now
+
     def extend_blocks(self, block_ids: Iterable[int]) -> None:
         """Append blocks to the block table."""
         self.block_ids.extend(block_ids)

@@ -105,20 +105,12 @@ class Scheduler:
 
     def abort(self, request: Request, error: str | None = None) -> None:
         """Abort a waiting or running request and release its blocks."""
-        request.error = error
-        request.finish_reason = FinishReason.ABORT
+        request.abort(error, self.clock())
         if request in self.waiting:
             self._unqueue(request)
         else:
             self.running.remove(request)
         self._finish(request)
-
-    def abort_family(self, request_id: str) -> bool:
-        """Abort the completions of a prompt, given the id of the first, that wait or run; return whether there were any."""
-        found = [request for request in self.in_flight if request.family[0].request_id == request_id]
-        for request in found:
-            self.abort(request, f"abort({request_id!r}) was called")
-        return bool(found)
 
     def expire(self) -> list[Request]:
         """Abort the requests that have not finished within their ``timeout_s``, and return them."""
