@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from titan.core.checks import check_integer
 from titan.core.options import ModelOptions
 from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
@@ -60,11 +61,13 @@ def open_drafter(spec: DraftSpec, options: ModelOptions, context: DraftContext) 
         if spec not in _FACTORIES:
             return _open_draft_model(spec, options, context)
         spec = _FACTORIES[spec](context)
+        check_integer(f"{spec.name!r}.max_draft_tokens", spec.max_draft_tokens, 0)
         return lambda: spec
     if not isinstance(spec, Drafter):
         raise ValueError(f"draft_model={spec!r} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter")
     if spec.kv is not None and not isinstance(spec, CachingDrafter):
         raise ValueError(f"draft_model={spec!r} has kv, but is not a CachingDrafter: allowed with attach() and lookahead()")
+    check_integer(f"{spec.name!r}.max_draft_tokens", spec.max_draft_tokens, 0)
     _check_deterministic(spec.name, context)
     return lambda: spec
 

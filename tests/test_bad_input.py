@@ -225,6 +225,11 @@ class Homeless(NoDrafter):
     kv: Any = KVLayout((KVGroup(1, 1, 4),), torch.float32)
 
 
+class Mistaken(NoDrafter):
+    name = "mistaken"
+    max_draft_tokens = -1
+
+
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
@@ -241,6 +246,7 @@ class Homeless(NoDrafter):
         ({"draft_model": "/no/such/folder"}, ["draft_model='/no/such/folder'", "'ngram'", "does not exist"]),
         ({"draft_model": 5}, ["draft_model=5", "None, a name, a folder, a hub id, or a Drafter"]),
         ({"draft_model": Homeless()}, ["draft_model=", "Homeless", "CachingDrafter", "attach() and lookahead()"]),
+        ({"draft_model": Mistaken()}, ["'mistaken'.max_draft_tokens=-1", "an integer >= 0"]),
         ({"draft_model": "ngram", "draft_sampling": "sampled"}, ["draft_sampling='sampled'", "'ngram'", "'auto' and 'greedy'"]),
         ({"draft_model": "ngram", "draft_tree": [-1, -1]}, ["draft_tree=", "'ngram'", "'auto' and 'chain'"]),
         ({"draft_model": NgramDrafter(3), "draft_tree": "dynamic"}, ["draft_tree='dynamic'", "'ngram'", "'auto' and 'chain'"]),

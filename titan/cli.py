@@ -219,11 +219,13 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 def _generate(args: argparse.Namespace) -> int:
     """Continue a prompt and stream the text; then print the speed, the mean acceptance length and the acceptance per depth."""
     draft_model = args.draft_model or ("demo" if args.model == "demo" else "none")
-    if args.show_tree and (draft_model == "none" or args.max_draft_tokens == 0 or args.speculation == "off"):
-        raise ValueError(
-            "--show-tree has no trees to show without a draft: give --draft-model, --max-draft-tokens of 1 or more, and no "
-            "--speculation off"
-        )
+    if draft_model == "none" or args.max_draft_tokens == 0 or args.speculation == "off":
+        for option, lacks in {"show_tree": "trees to show", "compare": "speculation to compare"}.items():
+            if getattr(args, option):
+                raise ValueError(
+                    f"--{option.replace('_', '-')} has no {lacks} without a draft: give --draft-model, --max-draft-tokens of 1 or "
+                    f"more, and no --speculation off"
+                )
     params = SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS})
     options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
     draft = None if draft_model == "none" else draft_model

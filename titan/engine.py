@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ from titan.core.step_log import StepLog
 from titan.core.step_times import Stopwatch
 from titan.core.trees import DraftTrees, GrowthReport, TreeLimits
 from titan.draft.base import CachingDrafter, DraftContext, Drafter, ModelDrafter, NoDrafter, ReviewingDrafter, ReviewReport
+from titan.draft.faults import answer_of
 from titan.draft.labels import note_review, note_verification
 from titan.draft.registry import DraftSpec, open_drafter
 from titan.execute.batch import split_logits, target_batch
@@ -217,8 +217,7 @@ class Engine:
         adaptive, times = self.adaptive, watch.times
         for observe in self.observers:
             observe(plan, acceptance)
-        with _warning_of(self.drafter):
-            self.drafter.commit(plan, acceptance)
+        answer_of(self.drafter, lambda: self.drafter.commit(plan, acceptance), None)
         note_verification(plan, acceptance, growth, None if adaptive is None else adaptive.controller.fleet)
         if adaptive is not None:
             for i, review in zip(plan.reviews, report.reviews, strict=False):
@@ -236,15 +235,16 @@ class Engine:
         return changed
 
     def _propose(self, plan: StepPlan) -> DraftTrees:
-        trees = DraftTrees.empty(len(plan.requests), self.backend.device)
+        nothing = DraftTrees.empty(len(plan.requests), self.backend.device)
         if plan.is_plain:
-            return trees
+            return nothing
         limits = [
             TreeLimits(budget, not request.params.is_greedy, num_slots)
             for request, budget, num_slots in zip(plan.requests, plan.draft_budgets, plan.num_slots, strict=True)
         ]
-        with _warning_of(self.drafter):
-            trees = DraftTrees.of(
+
+        def propose() -> DraftTrees:
+            return DraftTrees.of(
                 self.drafter.propose(plan),
                 limits,
                 drafter=self.drafter.name,
@@ -252,16 +252,20 @@ class Engine:
                 upload=self.backend.upload,
                 device=self.backend.device,
             )
-        return trees  # noqa: RET504 - the empty ones, if the drafter raises
+
+        return answer_of(self.drafter, propose, nothing)
 
     def _review(self, plan: StepPlan) -> ReviewReport:
-        report = ReviewReport(())
-        if plan.reviews and isinstance(self.drafter, ReviewingDrafter):
-            with _warning_of(self.drafter):
-                found = self.drafter.review([plan.requests[i] for i in plan.reviews])
-                found.check(len(plan.reviews))
-                report = found
-        return report
+        drafter, nothing = self.drafter, ReviewReport(())
+        if not plan.reviews or not isinstance(drafter, ReviewingDrafter):
+            return nothing
+
+        def review() -> ReviewReport:
+            report = drafter.review([plan.requests[i] for i in plan.reviews])
+            report.check(len(plan.reviews))
+            return report
+
+        return answer_of(drafter, review, nothing)
 
     def swap_draft(self, draft: DraftSpec) -> None:
         """Replace the drafter between steps; requests in flight continue, and the new draft catches up with them.
@@ -389,7 +393,7 @@ class Engine:
         if isinstance(drafter, CachingDrafter) and drafter.kv is not None:
             kv = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
             drafter.attach(kv)  # may raise; the current drafter then stays
-            lookahead = drafter.lookahead
+            lookahead = _lookahead_of(drafter)
         if kv is None:
             self.kv.detach("draft")
         else:
@@ -482,16 +486,6 @@ def _warm_up(config: EngineConfig, passes: Sequence[WarmUp]) -> None:
                 run()
 
 
-@contextmanager
-def _warning_of(drafter: Drafter) -> Iterator[None]:
-    """Turn whatever a drafter raises into a warning: a step needs no drafts."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - see above
-        message = f"the drafter {drafter.name!r} failed, which costs drafts and no request: {type(error).__name__}: {error}"
-        warnings.warn(message, RuntimeWarning, stacklevel=6)
-
-
 def check_process() -> None:
     """Refuse a process that was forked from one with an engine: it has none of the threads that its locks and PyTorch wait for.
 
@@ -524,6 +518,13 @@ def _load(plan: StepPlan) -> StepLoad:
 
 def _only_the_drafts(_: Request, budget: int) -> int:
     return budget
+
+
+def _lookahead_of(drafter: CachingDrafter) -> Lookahead:
+    def lookahead(request: Request, budget: int) -> int:
+        return answer_of(drafter, lambda: drafter.lookahead(request, budget), budget)
+
+    return lookahead
 
 
 def _max_model_len(options: ModelOptions, model_config: ModelConfig) -> int:

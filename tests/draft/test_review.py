@@ -206,6 +206,17 @@ def test_requests_are_reviewed_instead_of_drafting_and_may_fail_to_be(zoo: Zoo, 
             assert run_all(engine, PROMPTS, [greedy(60, ignore_eos=True)] * len(PROMPTS)) == expected
 
 
+@pytest.mark.parametrize("question", ["num_reviewable", "stops_early", "lookahead"])
+def test_a_drafter_that_fails_to_answer_costs_no_request(zoo: Zoo, question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, {0: 0.05}, target=lambda rows: 1.0 + 0.01 * rows)
+    params = [greedy(12, ignore_eos=True)] * len(PROMPTS)
+    expected = [zoo.greedy("llama", prompt, 12, ignore_eos=True) for prompt in PROMPTS]
+    monkeypatch.setattr(DraftModelDrafter, question, Mock(side_effect=KeyError(question)))
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE | {"speculation": "adaptive", "draft_tree": "auto"})
+    with pytest.warns(RuntimeWarning, match=f"failed, which costs drafts and no request: KeyError: '{question}'"):
+        assert run_all(engine, PROMPTS, params) == expected
+
+
 def test_a_review_whose_pass_fails_has_fed_nothing(zoo: Zoo) -> None:
     engine, requests = undrafted(zoo, "llama~", 10)
     runner = engine.drafter.runner  # type: ignore[attr-defined]

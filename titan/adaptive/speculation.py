@@ -17,6 +17,7 @@ from titan.core.step import Acceptance, StepPlan
 from titan.core.step_times import StepTimes
 from titan.core.trees import GrowthReport
 from titan.draft.base import ConfidentDrafter, Drafter, ModelDrafter, ReviewingDrafter, ReviewReport
+from titan.draft.faults import answer_of
 
 TEMPERATURE_RATE = 1 / 32
 """Weight of one request's temperature, after a step or a token of a review, in the mean that new requests start at."""
@@ -115,7 +116,7 @@ class AdaptiveSpeculation:
             self._stops_early(request),
             1 / history.tokens_per_step.value if self.is_latency else 1.0,
             not params.has_transforms,
-            None if self._reviewing is None else self._reviewing.num_reviewable(request),
+            self._num_reviewable(request),
         )
 
     def _most_nodes(self, request: Request) -> int:
@@ -123,7 +124,12 @@ class AdaptiveSpeculation:
         return request.most_drafts(min(self.max_nodes, self._max_len - request.num_tokens))
 
     def _stops_early(self, request: Request) -> bool:
-        return self._confident is not None and self._confident.stops_early(request)
+        drafter = self._confident
+        return drafter is not None and answer_of(drafter, lambda: drafter.stops_early(request), otherwise=False)
+
+    def _num_reviewable(self, request: Request) -> int | None:
+        drafter = self._reviewing
+        return None if drafter is None else answer_of(drafter, lambda: drafter.num_reviewable(request), otherwise=None)
 
     def observe(
         self,

@@ -59,7 +59,7 @@ class SamplingParams:
             no logprobs at all. They are the model's own, computed from the logits before any of these options.
         prompt_logprobs: the same for the tokens of the prompt but the first. The prompt is then computed in full, whatever the
             prefix cache holds.
-        seed: random streams are keyed by (seed, position), so a seed fixes the output (in float32), in any batch and whatever is
+        seed: random streams are keyed by (seed, position), so a seed fixes the output, up to rounding, in any batch and whatever is
             drafted, unless drafts are sampled (``draft_sampling="sampled"``): tokens then depend on what is drafted, and how much.
             ``None`` = derived from the engine's seed and the request's number; drafts may then be sampled with "auto" as well.
         stop: string(s) that end the text; not part of the output unless ``include_stop_str_in_output``.
