@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from stepping import by_slot, slots_of
 from zoo import Zoo
@@ -22,7 +24,11 @@ class Auditor:
         self._references: dict[tuple[str, str], tuple[list[int], torch.Tensor]] = {}
 
     def check(self, draft: str | None, *, has_failed: bool = False) -> None:
-        for request in self.engine.scheduler.running:
+        running = self.engine.scheduler.running
+        for model in (self.target, draft):
+            if model is not None:
+                self._refer_to(running, model)
+        for request in running:
             assert request.num_computed_tokens < request.num_tokens
             # a step that failed behind its draft has drafted for nothing
             assert request.num_drafted_context <= (request.num_tokens if has_failed else request.num_computed_tokens)
@@ -35,7 +41,7 @@ class Auditor:
     def _check(self, request: Request, role: Role, model: str, length: int) -> None:
         if length == 0:
             return
-        expected = self._reference(request, model)[:, :, :, :length]
+        expected = self._references[request.request_id, model][1][:, :, :, :length]
         actual = by_slot(self.engine.kv.tensors[role])[:, :, :, slots_of(self.engine, request)[:length]]
         error = (actual - expected).abs().amax((0, 1, 2, 4))
         wrong = (error > 2e-3).nonzero()[:, 0].tolist()
@@ -43,11 +49,13 @@ class Auditor:
         self.num_checked[role] += length
 
     @torch.no_grad()
-    def _reference(self, request: Request, model: str) -> torch.Tensor:
-        """Of all tokens of a request: [num_layers, 2, num_kv_heads, num_tokens, head_dim]."""
-        token_ids, kv = self._references.get((request.request_id, model), ([], torch.empty(0)))
-        if token_ids != request.token_ids:
-            layers = self.zoo.model(model)(torch.tensor([request.token_ids]), use_cache=True).past_key_values.layers
-            kv = torch.stack([torch.stack((layer.keys[0], layer.values[0])) for layer in layers])
-            self._references[request.request_id, model] = list(request.token_ids), kv
-        return kv
+    def _refer_to(self, requests: Sequence[Request], model: str) -> None:
+        """Compute the KV of the requests whose tokens are others: [num_layers, 2, num_kv_heads, num_tokens, head_dim] each."""
+        new = [each for each in requests if self._references.get((each.request_id, model), ([],))[0] != each.token_ids]
+        if not new:
+            return
+        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(each.token_ids) for each in new], batch_first=True)
+        layers = self.zoo.model(model)(padded, use_cache=True).past_key_values.layers  # what comes after a token changes nothing
+        for i, request in enumerate(new):
+            kv = torch.stack([torch.stack((layer.keys[i], layer.values[i])) for layer in layers])
+            self._references[request.request_id, model] = list(request.token_ids), kv[:, :, :, : request.num_tokens]

@@ -202,7 +202,7 @@ class EngineMachine(RuleBasedStateMachine):
             if random.random() < 0.5:
                 for each in request.family:
                     if not each.is_finished:
-                        scheduler.abort(each, "none of them is wanted any more")
+                        scheduler.abort(each, "not wanted any more")
             else:
                 scheduler.abort(request, "not wanted any more")
             assert request.is_finished and not request.block_ids and not request.swapped_block_ids
@@ -346,7 +346,7 @@ class EngineMachine(RuleBasedStateMachine):
         if request.is_finished and request.finish_reason != "abort":
             assert actual == expected
         if request.error is not None:
-            reasons = ("not wanted", "abort(", "timeout_s=", "Fault: ", "out of memory in a pass of one token: ")
+            reasons = ("not wanted", "timeout_s=", "Fault: ", "out of memory in a pass of one token: ")
             assert request.error.startswith(reasons) or ("processor" in request.error and len(actual) == most < len(expected))
 
     def teardown(self) -> None:

@@ -47,24 +47,25 @@ class TritonTrees:
         return with_draft_probs(trees, found, self._upload)
 
     def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
-        counts, max_nodes = trees.counts[rows], max(int(trees.counts.max()), 1)
-        is_sampled, start_loc, ranks = trees.is_sampled[rows], prefix_sums(counts), np.arange(len(rows))
-        of_logits = sampling.repeat(counts + 1)
+        counts, nodes = trees.counts[rows], trees.nodes
+        start_loc, max_nodes = prefix_sums(counts).astype(np.int32), max(int(counts.max()), 1)
+        if sampling.is_greedy:
+            found = VerifiedTrees.of(nodes.token_ids, nodes.parents, *self._upload([start_loc]), max_nodes=max_nodes)
+            walk_matches(found, self._sampling.argmax(logits))
+            return Verified(found.paths, found.final_tokens)
+        is_sampled, ranks, of_logits = trees.is_sampled[rows], np.arange(len(rows)), sampling.repeat(counts + 1)
         options = of_logits.options
         node_start_loc, node_rows, seeds, positions = self._upload(
             [
-                start_loc.astype(np.int32),
+                start_loc,
                 np.arange(trees.num_nodes) + 1 + np.repeat(ranks, counts),
                 options["seed"].view(np.int64),
                 options["position"],
             ]
         )
-        found = VerifiedTrees.of(trees.nodes.token_ids, trees.nodes.parents, node_start_loc, max_nodes=max_nodes)
-        if sampling.is_greedy:
-            walk_matches(found, self._sampling.argmax(logits))
-            return Verified(found.paths, found.final_tokens)
+        found = VerifiedTrees.of(nodes.token_ids, nodes.parents, node_start_loc, max_nodes=max_nodes)
         distributions = self._sampling.distributions(logits, of_logits)
-        positions.index_add_(0, node_rows, trees.nodes.depths)
+        positions.index_add_(0, node_rows, nodes.depths)
         if not is_sampled.all():
             walk_matches(found, sample_rows(distributions, seeds, positions))
         if not is_sampled.any():
