@@ -56,7 +56,6 @@ class StepTimes:
     draft: Timer = field(default_factory=Timer)  # those of the draft
     propose: Timer = field(default_factory=Timer)
     speculation: Timer = field(default_factory=Timer)  # the target's batch, and acceptance
-    attention: Timer = field(default_factory=Timer)  # over paged blocks, of both models
 
     @property
     def figures(self) -> dict[str, float]:
@@ -69,7 +68,6 @@ class StepTimes:
             "host": 1 - (self.target.seconds + self.draft.seconds) / whole,
             "draft": self.draft.seconds / whole,
             "target": self.target.seconds / whole,
-            "attention": self.attention.seconds / whole,
             "trees, batch, acceptance": (self.propose.seconds + self.speculation.seconds - self.draft.seconds) / whole,
             "ms/target pass": 1e3 * ratio(self.target.seconds, self.target.num_calls),
         }
@@ -89,21 +87,17 @@ def step_times(engine: Engine) -> Iterator[StepTimes]:
     runners = [(engine.runner, times.target)]
     if isinstance(engine.drafter, DraftModelDrafter):
         runners.append((engine.drafter.runner, times.draft))
-    compiled = [runner for runner, _ in runners if isinstance(runner, CompiledRunner)]
     with ExitStack() as stack:
         for runner, timer in runners:
             stack.enter_context(timed(runner, "forward", timer))
-            stack.enter_context(timed(model_of(runner).ops, "tree_attention", times.attention))
-            if runner in compiled:
+            if isinstance(runner, CompiledRunner):
                 measure = attrgetter("pass_seconds", "num_passes")  # of the passes of a tree, which are one call
                 stack.enter_context(timed(runner, "_run_growth", timer, measure=measure))
         for name in ("target_batch", "launch", "collect"):  # what a step calls for its trees, besides `Engine._propose`
             stack.enter_context(timed(titan.engine, name, times.speculation))
         stack.enter_context(timed(engine, "_propose", times.propose))
         stack.enter_context(timed(engine, "step", times.step))
-        before = sum(runner.attention_seconds for runner in compiled)
         yield times
-        times.attention.seconds += sum(runner.attention_seconds for runner in compiled) - before
 
 
 def model_of(runner: Runner) -> Decoder:

@@ -32,7 +32,7 @@ MACHINE = {**dict.fromkeys(("CPU", "GPU", "KV mean", "KV peak"), ".0%"), "batch"
 STEP = {
     "context": ".0f",
     "ms/step": "±.2f",
-    **dict.fromkeys(("host", "draft", "target", "attention"), ".0%"),
+    **dict.fromkeys(("host", "draft", "target"), ".0%"),
     "trees, batch, acceptance": ".1%",
     **dict.fromkeys(("ms/target pass", "ms/pass at least", "pass x least"), ".2f"),
     "draft passes": ".1f",
@@ -142,5 +142,5 @@ def _describe(args: argparse.Namespace) -> str:
         f"start; temperature 0, end of sequence ignored; medians of {count(args.rounds, 'interleaved round')} with half their "
         f'range (one round has none); "equal outputs" are equal to those of {TITAN}; KV is the share of blocks for '
         f'{count(max(args.concurrency), "request")}; a draft gains tokens/step divided by "{STRETCH}"; host, draft and target are '
-        f"shares of a decode step, and attention is part of draft and target."
+        f"shares of a decode step."
     )

@@ -10,14 +10,12 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
-#include <vector>
 
 #include "numbers.h"
 #include "team.h"
 #include "weight.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#include <immintrin.h>
 #define TITAN_HAS_AMX 1
 #endif
 

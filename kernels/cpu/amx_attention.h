@@ -12,7 +12,6 @@
 #include "amx.h"
 #include "attention_plan.h"
 #include "numbers.h"
-#include "quantised_tile.h"
 
 namespace {
 
@@ -57,15 +56,9 @@ inline Lanes* lanes_of(Line* line) { return reinterpret_cast<Lanes*>(line->lanes
 // Write 32 dimensions of a result from sums of the even ones and of the odd ones, or of either half.
 template <typename S>
 inline void write_dimensions(Lanes even, Lanes odd, float factor, BFloat16* result) {
-  if constexpr (kIsQuantised<S>) {
-    narrow_lanes(even * factor, result);
-    return narrow_lanes(odd * factor, result + kLanes);
-  }
-#pragma omp simd
-  for (int64_t pair = 0; pair < kLanes; ++pair) {
-    narrow(even[pair] * factor, &result[2 * pair]);
-    narrow(odd[pair] * factor, &result[2 * pair + 1]);
-  }
+  if constexpr (!kIsQuantised<S>) interleave(&even, &odd, LaneIndices{});
+  narrow_lanes(even * factor, result);
+  narrow_lanes(odd * factor, result + kLanes);
 }
 
 // Return which queries see a slot: all bits of their lanes are set.

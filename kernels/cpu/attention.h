@@ -15,7 +15,6 @@
 #include "attention_plan.h"
 #include "numbers.h"
 #include "product.h"
-#include "quantised_tile.h"
 #include "team.h"
 
 namespace {
@@ -50,7 +49,8 @@ inline T* numbers_of(std::vector<Line>& lines) {
   return reinterpret_cast<T*>(lines.data());
 }
 
-// Find the rows of a tile; copy them to `copies`, padded with zeros, unless they can be used in place.
+// Find the rows of a tile; copy them to `copies`, padded with zeros, unless they can be used in place. Of quantised rows, what
+// follows in memory is copied as padding.
 template <typename T, typename Copy>
 void find_rows(const T* numbers, const Tile& tile, int64_t head_dim, int64_t padded_dim, Copy* copies, const Copy** rows) {
   if constexpr (std::is_same_v<T, Copy>) {
@@ -62,8 +62,12 @@ void find_rows(const T* numbers, const Tile& tile, int64_t head_dim, int64_t pad
   for (int64_t j = 0; j < kTile; ++j) {
     const T* row = numbers + tile.offsets[j];
     Copy* copy = copies + j * padded_dim;
-    for (int64_t d = 0; d < head_dim; ++d) narrow(widen(row[d]), &copy[d]);
-    std::fill(copy + head_dim, copy + padded_dim, Copy{});
+    if constexpr (kIsQuantised<T>) {
+      for (int64_t d = 0; d < padded_dim; d += kStep<Copy>) store(load_pairs(row + d), copy + d);
+    } else {
+      for (int64_t d = 0; d < head_dim; ++d) narrow(widen(row[d]), &copy[d]);
+      std::fill(copy + head_dim, copy + padded_dim, Copy{});
+    }
     rows[j] = copy;
   }
 }
@@ -199,7 +203,7 @@ inline void write_result(float* sums, float factor, int64_t value_dim, T* result
   if constexpr (kPair<Y> == 2) {
     for (float* pairs = sums; pairs < sums + value_dim; pairs += kStep<Y>) {
       Lanes even = load_lanes(pairs), odd = load_lanes(pairs + kLanes);
-      interleave(&even, &odd, std::make_index_sequence<kLanes>{});
+      interleave(&even, &odd, LaneIndices{});
       store(even, pairs), store(odd, pairs + kLanes);
     }
   }
@@ -250,14 +254,13 @@ void attend_by_vectors(const Head<S>& head, const T* q, int64_t q_stride, T* out
     Ahead<S> ahead{head.keys + to_next, head.values + to_next, ahead_tile.offsets, ahead_tile.count,
                    head_dim, spec.is_latent ? 0 : value_dim};
     TileScales scales;
+    find_rows(head.keys, tile, head_dim, dim, numbers_of<X>(room.keys), keys);
     if constexpr (kIsQuantised<S>) {
       scales = find_scales(head, tile);
-      widen_keys(head.keys, tile, dim, numbers_of<X>(room.keys), keys);
       const S* rows[kTile];
       for (int64_t j = 0; j < kTile; ++j) rows[j] = head.values + tile.offsets[j];
       pair_values(rows, tile.count, sums_dim, numbers_of<Y>(room.values), values);
     } else {
-      find_rows(head.keys, tile, head_dim, dim, numbers_of<X>(room.keys), keys);
       find_rows(head.values, tile, value_dim, sums_dim, numbers_of<Y>(room.values) + kTile * sums_dim, values);
       if constexpr (kPair<Y> == 2) pair_values(values, tile.count, sums_dim, numbers_of<Y>(room.values), values);
     }

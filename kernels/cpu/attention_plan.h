@@ -1,9 +1,13 @@
 // A ragged batch of queries over paged KV, what a layer computes of it, and the location of the slots that they see.
+//
+// Of quantised slots, numbers may be read beyond head_dim: the scales of their block follow.
 
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "numbers.h"
 #include "slots.h"
@@ -151,5 +155,34 @@ inline void hide(const Head<S>& head, int64_t row, RowSlots seen, const Tile& ti
     if (!is_context && !is_ancestor) scores[j] = kMinusInfinity;
   }
 }
+
+// The scales of a tile of quantised slots; 1 behind its end.
+struct TileScales {
+  float keys[kTile];
+  float values[kTile];
+};
+
+inline TileScales find_scales(const Head<int8_t>& head, const Tile& tile) {
+  TileScales scales;
+  for_runs(head, tile.begin, tile.count, [&](int64_t j, int64_t run_end, int64_t block, int64_t place) {
+    const int64_t offset = block + head.plan.block_size * head.plan.head_dim + place * sizeof(float);
+    std::memcpy(scales.keys + j, head.keys + offset, (run_end - j) * sizeof(float));
+    std::memcpy(scales.values + j, head.values + offset, (run_end - j) * sizeof(float));
+  });
+  std::fill(scales.keys + tile.count, scales.keys + kTile, 1.0f);
+  std::fill(scales.values + tile.count, scales.values + kTile, 1.0f);
+  return scales;
+}
+
+// Multiply numbers of a tile by the scales of its slots.
+inline void multiply(float* numbers, const float* scales) {
+  for (int64_t j = 0; j < kTile; j += kLanes) store(load_lanes(numbers + j) * load_lanes(scales + j), numbers + j);
+}
+
+// The largest integers of weights, and those of queries of so many dimensions, whose products with slots have sums of 32 bits.
+constexpr float kLargestWeight = 32767.0f;
+static_assert(kTile * kLargestWeight * kLargestNumber < 2147483648.0f);
+
+inline float largest_query(int64_t dim) { return std::min(32767.0f, std::floor(2147483520.0f / (kLargestNumber * dim))); }
 
 } // namespace

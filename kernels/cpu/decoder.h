@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <atomic>
-#include <chrono>
 #include <vector>
 
 #include "attention.h"
@@ -46,8 +44,7 @@ struct Decoder {
   const void* embedding;  // [vocab_size, hidden_size], or null if it is the head
   const void* final_norm; // [hidden_size]
   const DecoderLayer* layers;
-  double* attention_seconds; // passes add the time of their attention to it
-  void* team;                // of threads
+  void* team; // of threads
   Weight head;
 };
 
@@ -103,7 +100,6 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
   T* kept_attended = kept_stream + num_tokens * size;
   Team& team = *static_cast<Team*>(decoder.team);
   const std::vector<AttentionItem> items = attention_items(plan, head_dim, team.num_threads());
-  std::atomic<int64_t> ticks{0}; // of attention, on the thread that called
 
   team.run([&](Member& member) {
     T *x = stream, *input = attended;
@@ -132,9 +128,7 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
                           head_stride, static_cast<const T*>(layer.qk_norm), decoder.eps, num_tokens, decoder.num_heads,
                           decoder.num_kv_heads, head_dim, plan.block_size);
         const AttentionSpec spec{layer.scale, 0.0f, layer.window, false, head_dim, false, nullptr};
-        const auto start = std::chrono::steady_clock::now();
         tree_attention(member, plan, spec, items, qkv, qkv_size, kv_layer, head_stride, pass.ancestor_bits, attended);
-        if (member.is_first()) ticks += (std::chrono::steady_clock::now() - start).count();
       };
       decoder.kv_is_quantised ? attend(static_cast<int8_t*>(layer.kv)) : attend(static_cast<T*>(layer.kv));
       if (i + 1 == decoder.num_layers && pass.num_rows < num_tokens) { // the other rows have written their KV: they are done
@@ -151,8 +145,6 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
     }
     linear<T>(member, decoder.head, read(decoder.final_norm), num_rows, nullptr, logits, room);
   });
-  using Period = std::chrono::steady_clock::period;
-  *decoder.attention_seconds += static_cast<double>(ticks) * Period::num / Period::den;
 }
 
 } // namespace

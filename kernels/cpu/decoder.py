@@ -46,7 +46,7 @@ class DecoderStruct(ctypes.Structure):
         ("has_gelu", _INT),
         ("eps", _FLOAT),
         ("embedding_scale", _FLOAT),
-        *((name, _POINTER) for name in ("embedding", "final_norm", "layers", "attention_seconds", "team")),
+        *((name, _POINTER) for name in ("embedding", "final_norm", "layers", "team")),
         ("head", WeightStruct),
     ]
 
@@ -99,7 +99,7 @@ class GrowingStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, _INT) for name in ("num_requests", "block_size", "table_width", "target_vocab_size", "num_slots")),
-        *((name, _POINTER) for name in ("growths", "block_table", "root_logits", "fed_tokens", "num_fed")),
+        *((name, _POINTER) for name in ("growths", "block_table", "fed_tokens", "num_fed")),
         ("nodes", NodeColumnsStruct),
         *((name, _POINTER) for name in ("draft_rows", "counts", "is_chain", "probs", "first_scores")),
         *((name, _INT) for name in ("num_passes", "num_rows")),

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <limits>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -48,9 +48,10 @@ struct Worth {
   float pass_price;
 };
 
-// How the tree of one request grows: it fills a shape, or a beam expands the best nodes of each depth.
+// How the tree of one request grows: it fills a shape, or a beam expands the best nodes of each depth. Of a request without a tree,
+// whose max_nodes is 0, tokens are fed, and nothing else.
 struct TreeGrowth {
-  const TreeShape* shape; // null: a beam
+  const TreeShape* shape; // null: a beam, or no tree
   int64_t root;           // position of the root
   int64_t depth;          // of a beam's deepest nodes
   int64_t width;          // nodes that a beam expands at each depth
@@ -66,7 +67,7 @@ struct TreeGrowth {
 
 static_assert(sizeof(TreeGrowth) == 104, "as TREE_GROWTH of decoder.py");
 
-// The trees of n requests, and where their draft's KV is.
+// The trees of n requests, R rows of the plan, and where their draft's KV is.
 struct Growing {
   int64_t num_requests;
   int64_t block_size;
@@ -75,19 +76,18 @@ struct Growing {
   int64_t num_slots;
   const TreeGrowth* growths;  // [n], rows of the plan ascending
   const int64_t* block_table; // [n, table_width]
-  const void* root_logits;    // [n, vocab_size of the draft], or null: the tokens below are fed first
-  const int64_t* fed_tokens;  // [F]
+  const int64_t* fed_tokens;  // committed ones that the draft lacks, of all requests
   const int64_t* num_fed;     // [n], at least 1; the last of a request's is its root
   // outputs
   NodeColumns nodes;    // of all trees, one after another
   int32_t* draft_rows;  // rows of `probs`, of roots and nodes; null if nothing is sampled
-  int64_t* counts;      // [n], nodes of each tree
-  int32_t* is_chain;    // [n], whether each node is a child of the one before it
+  int64_t* counts;      // [R], nodes of each tree
+  bool* is_chain;       // [R], whether each node is a child of the one before it; true so far
   float* probs;         // [all inner nodes of sampled shapes, target_vocab_size]
-  float* first_scores;  // [n], log-probability of the first child of a beam's root; NaN for shapes
+  float* first_scores;  // [R], log-probability of the first child of a beam's root; others are not written
   int64_t num_passes;
-  int64_t num_rows; // of all passes together
-  double pass_seconds; // time of all passes together
+  int64_t num_rows;     // of all passes together
+  double pass_seconds;  // time of all passes together
 };
 }
 
@@ -101,9 +101,9 @@ struct Candidate {
   int32_t slot;        // where the node itself is fed; -1 if it is not
 };
 
-// Order greater scores first, of equal ones the earlier first, those that are not finite last.
-inline bool is_better(const Candidate* candidates, int64_t a, int64_t b) {
-  const float x = candidates[a].score, y = candidates[b].score;
+// Order candidates of one array: greater scores first, of equal ones the earlier first, those that are not finite last.
+inline bool is_better(const Candidate* a, const Candidate* b) {
+  const float x = a->score, y = b->score;
   if (std::isfinite(x) != std::isfinite(y)) return std::isfinite(x);
   return std::isfinite(x) && x != y ? x > y : a < b;
 }
@@ -121,33 +121,27 @@ inline void write_node(const NodeColumns& nodes, int64_t first, int64_t node, co
 // Write the best ancestor-closed set of at most max_nodes of c candidates, the path of first children first, see
 // `titan/kernels/torch/trees.py`; return the number of its nodes.
 inline int64_t select_tree(const Candidate* candidates, int64_t c, int64_t max_nodes, int64_t first, const NodeColumns& nodes) {
-  std::vector<int64_t> best;
+  std::vector<const Candidate*> best, order, others; // `order`: the main path, then the others
   for (int64_t j = 0; j < c; ++j)
-    if (std::isfinite(candidates[j].score)) best.push_back(j);
+    if (std::isfinite(candidates[j].score)) best.push_back(candidates + j);
   const int64_t count = std::min<int64_t>(max_nodes, best.size());
-  std::partial_sort(best.begin(), best.begin() + count, best.end(),
-                    [&](int64_t a, int64_t b) { return is_better(candidates, a, b); });
-  std::vector<int64_t> order; // places in `best`
-  const auto slot = [&](int64_t place) { return place < 0 ? -1 : candidates[best[place]].slot; };
+  std::partial_sort(best.begin(), best.begin() + count, best.end(), is_better);
   for (int64_t j = 0; j < count; ++j) {
-    const int32_t end = slot(order.empty() ? -1 : order.back());
-    if (candidates[best[j]].parent_slot == end && (order.empty() || end >= 0)) order.push_back(j);
+    const int32_t end = order.empty() ? -1 : order.back()->slot;
+    const bool goes_on = best[j]->parent_slot == end && (order.empty() || end >= 0);
+    (goes_on ? order : others).push_back(best[j]);
   }
-  std::vector<bool> is_main(count, false);
-  for (const int64_t j : order) is_main[j] = true;
-  for (int64_t j = 0; j < count; ++j)
-    if (!is_main[j]) order.push_back(j);
+  order.insert(order.end(), others.begin(), others.end());
   for (int64_t node = 0; node < count; ++node) {
-    const Candidate& candidate = candidates[best[order[node]]];
     int32_t parent = -1;
-    for (int64_t other = 0; candidate.parent_slot >= 0 && other < node; ++other)
-      if (slot(order[other]) == candidate.parent_slot) parent = static_cast<int32_t>(other);
-    write_node(nodes, first, node, candidate, parent);
+    for (int64_t other = 0; order[node]->parent_slot >= 0 && other < node; ++other)
+      if (order[other]->slot == order[node]->parent_slot) parent = static_cast<int32_t>(other);
+    write_node(nodes, first, node, *order[node], parent);
   }
   return count;
 }
 
-// A row of a pass, or of the logits of the roots.
+// A row of a pass that has logits.
 struct FedNode {
   int64_t request;
   int64_t place; // index among a shape's inner nodes, or among a beam's expanded nodes
@@ -193,14 +187,9 @@ public:
   }
 
   void run() {
-    for (int64_t i = 0; i < growing_.num_requests; ++i) nodes_.push_back({i, 0});
-    if (growing_.root_logits) {
-      take(0, static_cast<const T*>(growing_.root_logits));
-    } else {
-      feed_roots();
-      take(0, logits_.data());
-    }
-    for (int64_t depth = 1; feed_frontier(depth); ++depth) take(depth, logits_.data());
+    feed_roots();
+    take(0);
+    for (int64_t depth = 1; feed_frontier(depth); ++depth) take(depth);
     for (int64_t i = 0; i < growing_.num_requests; ++i) finish(i);
   }
 
@@ -237,10 +226,13 @@ private:
   void feed_roots() {
     const int64_t* token = growing_.fed_tokens;
     for (int64_t i = 0; i < growing_.num_requests; ++i) {
-      for (int64_t slot = growing_.growths[i].root - growing_.num_fed[i] + 1; slot <= growing_.growths[i].root; ++slot)
+      const TreeGrowth& growth = growing_.growths[i];
+      for (int64_t slot = growth.root - growing_.num_fed[i] + 1; slot <= growth.root; ++slot)
         add_row(i, *token++, slot, slot, slot + 1, 0);
       end_request(i);
+      if (growth.max_nodes == 0) continue;
       rows_.kept.push_back(rows_.size() - 1);
+      nodes_.push_back({i, 0});
     }
     forward_rows();
   }
@@ -281,14 +273,14 @@ private:
   }
 
   // Choose the children of the nodes fed at a depth.
-  void take(int64_t depth, const T* logits) {
+  void take(int64_t depth) {
     const int64_t num_rows = nodes_.size(), stride = decoder_.head.num_outputs;
     int64_t most = 1;
     for (const FedNode& node : nodes_) most = std::max(most, num_children(node));
     tokens_.resize(num_rows * most);
     logprobs_.resize(num_rows * most);
     share(static_cast<Team*>(decoder_.team), num_rows, vocab_size_, [&](int64_t row) {
-      choose(nodes_[row], depth, logits + row * stride, &tokens_[row * most], &logprobs_[row * most]);
+      choose(nodes_[row], depth, &logits_[row * stride], &tokens_[row * most], &logprobs_[row * most]);
     });
     for (int64_t row = 0; row < num_rows;) {
       const int64_t request = nodes_[row].request, first = row;
@@ -318,7 +310,6 @@ private:
       draw_siblings(probs, growth.seed, growth.root + 1 + depth, kDraft, count, tokens, growing_.target_vocab_size);
     } else if (growth.shape && count == 1) {
       *tokens = std::max<int64_t>(argmax_row(logits, vocab_size_), 0);
-      *logprobs = 0;
     } else if (growth.shape) {
       largest_entries(logits, tokens, logprobs, count, vocab_size_);
       std::fill(tokens + std::min(count, vocab_size_), tokens + count, -1);
@@ -336,7 +327,7 @@ private:
     const float agreement = static_cast<float>(std::pow(worth.agreement, depth));
     const int64_t begin = mine.candidates.size(), k = growth.num_children;
     const std::vector<Expanded> parents = std::exchange(mine.expanded, {}); // none: the root
-    if (depth == 1) growing_.first_scores[request] = logprobs_[first * stride];
+    if (depth == 1) growing_.first_scores[growth.row] = logprobs_[first * stride];
     for (int64_t row = first; row < last; ++row) {
       Candidate parent{0, 0, -1, -1};
       if (!parents.empty()) {
@@ -351,18 +342,17 @@ private:
       }
     }
     if (depth >= growth.depth) return;
-    std::vector<int64_t> best(mine.candidates.size() - begin);
-    for (size_t j = 0; j < best.size(); ++j) best[j] = begin + j;
+    std::vector<const Candidate*> best(mine.candidates.size() - begin);
+    std::iota(best.begin(), best.end(), mine.candidates.data() + begin);
     const int64_t width = std::min<int64_t>(growth.width, best.size());
-    std::partial_sort(best.begin(), best.begin() + width, best.end(),
-                      [&](int64_t a, int64_t b) { return is_better(mine.candidates.data(), a, b); });
+    std::partial_sort(best.begin(), best.begin() + width, best.end(), is_better);
     for (int64_t j = 0; j < width; ++j) {
-      const float value = agreement * std::exp(mine.candidates[best[j]].score);
+      const float value = agreement * std::exp(best[j]->score);
       const float profit = value * worth.acceptance - (worth.node_price + worth.row_price);
       if (!(profit > 0)) break; // nor are those after it, whose scores are lower or not finite
       const int32_t slot = static_cast<int32_t>((depth - 1) * growth.width + j);
-      const int64_t above = parents.empty() ? 0 : parents[(best[j] - begin) / k].bits;
-      mine.expanded.push_back({best[j], above | int64_t{1} << slot, slot, profit});
+      const int64_t index = best[j] - mine.candidates.data(), above = parents.empty() ? 0 : parents[(index - begin) / k].bits;
+      mine.expanded.push_back({index, above | int64_t{1} << slot, slot, profit});
     }
   }
 
@@ -373,11 +363,9 @@ private:
     const int64_t first = num_nodes_;
     const int64_t count = growth.shape ? fill_shape(growth, growths_[request], first)
                                        : select_tree(found.data(), found.size(), growth.max_nodes, first, growing_.nodes);
-    growing_.counts[request] = count;
-    if (growth.shape) growing_.first_scores[request] = std::numeric_limits<float>::quiet_NaN();
-    growing_.is_chain[request] = 1;
+    growing_.counts[growth.row] = count;
     for (int64_t node = 0; node < count; ++node)
-      if (growing_.nodes.parents[first + node] != node - 1) growing_.is_chain[request] = 0;
+      if (growing_.nodes.parents[first + node] != node - 1) growing_.is_chain[growth.row] = false;
     num_nodes_ += count;
   }
 
@@ -406,7 +394,7 @@ private:
   Growing& growing_;
   Rows rows_;
   std::vector<Growth> growths_;
-  std::vector<FedNode> nodes_; // of the rows whose logits come next
+  std::vector<FedNode> nodes_; // of the rows of `logits_`
   std::vector<T> logits_;
   std::vector<int64_t> tokens_;
   std::vector<float> logprobs_;

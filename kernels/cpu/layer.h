@@ -1,12 +1,13 @@
-// The operations of a layer other than attention and products: RMSNorm, rotation and KV write, gated activation.
+// The operations of a layer other than attention: RMSNorm, rotation and KV write, gated activation, and the feed-forward part.
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <type_traits>
 #include <vector>
 
+#include "linear.h"
 #include "numbers.h"
 #include "slots.h"
 #include "team.h"
@@ -73,27 +74,18 @@ void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_
     const T* cos = rope_table + positions[token] * 2 * head_dim;
     const T* sin = cos + head_dim; // its first half is negated
     static thread_local std::vector<float> buffer;
-    buffer.resize(2 * head_dim);
-    float *head = buffer.data(), *rotated = head + head_dim;
+    buffer.resize(head_dim);
+    float* rotated = buffer.data();
     for (int64_t index = 0; index < num_qk_heads; ++index) {
       T* input = qkv + token * token_size + index * head_dim;
       const bool is_key = index >= num_heads;
       if (is_key && slot_mapping[token] < 0) break; // a token whose KV is not kept
-      if (qk_norm) {
-        const float factor = inverse_rms(input, head_dim, eps);
-        for (int64_t d = 0; d < head_dim; ++d) {
-          T rounded;
-          narrow(normed(input[d], factor, qk_norm[index * head_dim + d]), &rounded);
-          head[d] = widen(rounded);
-        }
-      } else {
-#pragma omp simd
-        for (int64_t d = 0; d < head_dim; ++d) head[d] = widen(input[d]);
-      }
+      if (qk_norm) norm_row(input, qk_norm + index * head_dim, input, head_dim, eps);
 #pragma omp simd
       for (int64_t d = 0; d < half; ++d) {
-        rotated[d] = head[d] * widen(cos[d]) + head[d + half] * widen(sin[d]);
-        rotated[d + half] = head[d + half] * widen(cos[d + half]) + head[d] * widen(sin[d + half]);
+        const float x = widen(input[d]), y = widen(input[d + half]);
+        rotated[d] = x * widen(cos[d]) + y * widen(sin[d]);
+        rotated[d + half] = y * widen(cos[d + half]) + x * widen(sin[d + half]);
       }
       if (is_key)
         write_slot(rotated, head_dim, slot_mapping[token], block_size, head_dim, kv_layer + (index - num_heads) * head_stride);
@@ -103,17 +95,6 @@ void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_
     for (int64_t index = 0; index < num_kv_heads && slot_mapping[token] >= 0; ++index)
       write_slot(qkv + token * token_size + (num_qk_heads + index) * head_dim, head_dim, slot_mapping[token], block_size, head_dim,
                  kv_layer + (num_kv_heads + index) * head_stride);
-  });
-}
-
-// Write the keys of tokens, or their values, to their slots; the numbers of a row lie side by side.
-template <typename T, typename S>
-void write_rows(Team* team, const T* rows, int64_t token_stride, int64_t row_stride, int64_t size, const int64_t* slots,
-                int64_t num_tokens, S* plane, int64_t head_stride, int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
-  share(team, num_tokens, num_kv_heads * size, [&](int64_t token) {
-    for (int64_t index = 0; index < num_kv_heads; ++index)
-      write_slot(rows + token * token_stride + index * row_stride, size, slots[token], block_size, head_dim,
-                 plane + index * head_stride);
   });
 }
 
@@ -129,38 +110,56 @@ void gate(Member& member, const T* gate_up, T* output, int64_t num_rows, int64_t
     const T* up = gate + size;
     T* result = output + row * size;
 #pragma omp simd
-    for (int64_t i = 0; i < size; ++i) {
-      narrow(activation(widen(gate[i])) * widen(up[i]), &result[i]);
-    }
+    for (int64_t i = 0; i < size; ++i) narrow(activation(widen(gate[i])) * widen(up[i]), &result[i]);
+  });
+}
+
+template <typename T>
+void gated_mlp(Team* team, const Weight& gate_up, const Weight& down, const T* x, int64_t num_rows, T* output) {
+  const int64_t num_room = std::max(linear_lines<T>(gate_up, num_rows), linear_lines<T>(down, num_rows));
+  const int64_t num_wide = num_lines<T>(num_rows * gate_up.num_outputs);
+  static thread_local std::vector<Line> buffer;
+  buffer.resize(num_room + num_wide + num_lines<T>(num_rows * down.num_inputs));
+  Line* room = buffer.data();
+  T* wide = reinterpret_cast<T*>(room + num_room);
+  T* gated = reinterpret_cast<T*>(room + num_room + num_wide);
+  team->run([&](Member& member) {
+    linear<T>(member, gate_up, x, num_rows, nullptr, wide, room);
+    gate<silu>(member, wide, gated, num_rows, down.num_inputs);
+    linear<T>(member, down, gated, num_rows, nullptr, output, room);
   });
 }
 
 } // namespace
-
-#define TITAN_DEFINE_KV_WRITES(T, S, NAME)                                                                                    \
-  extern "C" void write_rows_##NAME(Team* team, const T* rows, int64_t token_stride, int64_t row_stride, int64_t size,        \
-                                    const int64_t* slots, int64_t num_tokens, S* plane, int64_t head_stride,                  \
-                                    int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {                             \
-    write_rows(team, rows, token_stride, row_stride, size, slots, num_tokens, plane, head_stride, num_kv_heads, head_dim,     \
-               block_size);                                                                                                   \
-  }
 
 // Weights of norms are of type T, or of type float if `is_wide`.
 #define TITAN_DEFINE_LAYER(T, NAME)                                                                                            \
   extern "C" void rms_norm_##NAME(Team* team, const T* x, const void* weight, int64_t is_wide, T* output, int64_t num_rows,    \
                                   int64_t size, float eps) {                                                                   \
     run(team, num_rows * size, [&](Member& member) {                                                                           \
-      if (is_wide)                                                                                                             \
-        rms_norm(member, x, static_cast<const float*>(weight), output, num_rows, size, eps);                                   \
-      else                                                                                                                     \
-        rms_norm(member, x, static_cast<const T*>(weight), output, num_rows, size, eps);                                       \
+      is_wide ? rms_norm(member, x, static_cast<const float*>(weight), output, num_rows, size, eps)                            \
+              : rms_norm(member, x, static_cast<const T*>(weight), output, num_rows, size, eps);                               \
     });                                                                                                                        \
   }                                                                                                                            \
   extern "C" void silu_mul_##NAME(Team* team, const T* gate_up, T* output, int64_t num_rows, int64_t size) {                   \
     run(team, num_rows * size, [&](Member& member) { gate<silu>(member, gate_up, output, num_rows, size); });                  \
+  }                                                                                                                            \
+  extern "C" void gated_mlp_##NAME(Team* team, const Weight* gate_up, const Weight* down, const T* x, int64_t num_rows,        \
+                                   T* output) {                                                                                \
+    gated_mlp(team, *gate_up, *down, x, num_rows, output);                                                                     \
   }
 
-#define TITAN_DEFINE_ROPE(T, S, NAME)                                                                                          \
+// S: the type of the stored numbers. The rows of `write_rows` are keys or values; the numbers of a row lie side by side.
+#define TITAN_DEFINE_KV_WRITES(T, S, NAME)                                                                                     \
+  extern "C" void write_rows_##NAME(Team* team, const T* rows, int64_t token_stride, int64_t row_stride, int64_t size,         \
+                                    const int64_t* slots, int64_t num_tokens, S* plane, int64_t head_stride,                   \
+                                    int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {                              \
+    share(team, num_tokens, num_kv_heads * size, [&](int64_t token) {                                                          \
+      for (int64_t index = 0; index < num_kv_heads; ++index)                                                                   \
+        write_slot(rows + token * token_stride + index * row_stride, size, slots[token], block_size, head_dim,                 \
+                   plane + index * head_stride);                                                                               \
+    });                                                                                                                        \
+  }                                                                                                                            \
   extern "C" void rope_and_write_kv_##NAME(Team* team, T* qkv, const T* rope_table, const int64_t* positions,                  \
                                            const int64_t* slots, S* kv_layer, int64_t head_stride, const void* qk_norm,        \
                                            int64_t is_wide, float eps, int64_t num_tokens, int64_t num_heads,                  \

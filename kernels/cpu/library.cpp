@@ -7,37 +7,23 @@
 #include "growth.h"
 #include "layer.h"
 #include "linear.h"
-#include "mlp.h"
 #include "sampling.h"
 
-TITAN_DEFINE_ATTENTION(float, float, float32)
-TITAN_DEFINE_ATTENTION(BFloat16, BFloat16, bfloat16)
-TITAN_DEFINE_ATTENTION(float, int8_t, int8_float32)
-TITAN_DEFINE_ATTENTION(BFloat16, int8_t, int8_bfloat16)
+// Of tensors of type T,
+#define TITAN_DEFINE(T, NAME)    \
+  TITAN_DEFINE_LAYER(T, NAME)    \
+  TITAN_DEFINE_LINEAR(T, NAME)   \
+  TITAN_DEFINE_DECODER(T, NAME)  \
+  TITAN_DEFINE_GROWTH(T, NAME)   \
+  TITAN_DEFINE_SAMPLING(T, NAME)
+// and beside these, of a cache whose numbers are of type S.
+#define TITAN_DEFINE_CACHED(T, S, NAME) \
+  TITAN_DEFINE_ATTENTION(T, S, NAME)    \
+  TITAN_DEFINE_KV_WRITES(T, S, NAME)
 
-TITAN_DEFINE_KV_WRITES(float, float, float32)
-TITAN_DEFINE_KV_WRITES(BFloat16, BFloat16, bfloat16)
-TITAN_DEFINE_KV_WRITES(float, int8_t, int8_float32)
-TITAN_DEFINE_KV_WRITES(BFloat16, int8_t, int8_bfloat16)
-TITAN_DEFINE_LAYER(float, float32)
-TITAN_DEFINE_LAYER(BFloat16, bfloat16)
-
-TITAN_DEFINE_ROPE(float, float, float32)
-TITAN_DEFINE_ROPE(BFloat16, BFloat16, bfloat16)
-TITAN_DEFINE_ROPE(float, int8_t, int8_float32)
-TITAN_DEFINE_ROPE(BFloat16, int8_t, int8_bfloat16)
-
-TITAN_DEFINE_LINEAR(float, float32)
-TITAN_DEFINE_LINEAR(BFloat16, bfloat16)
-
-TITAN_DEFINE_MLP(float, float32)
-TITAN_DEFINE_MLP(BFloat16, bfloat16)
-
-TITAN_DEFINE_DECODER(float, float32)
-TITAN_DEFINE_DECODER(BFloat16, bfloat16)
-
-TITAN_DEFINE_GROWTH(float, float32)
-TITAN_DEFINE_GROWTH(BFloat16, bfloat16)
-
-TITAN_DEFINE_SAMPLING(float, float32)
-TITAN_DEFINE_SAMPLING(BFloat16, bfloat16)
+TITAN_DEFINE(float, float32)
+TITAN_DEFINE(BFloat16, bfloat16)
+TITAN_DEFINE_CACHED(float, float, float32)
+TITAN_DEFINE_CACHED(BFloat16, BFloat16, bfloat16)
+TITAN_DEFINE_CACHED(float, int8_t, int8_float32)
+TITAN_DEFINE_CACHED(BFloat16, int8_t, int8_bfloat16)

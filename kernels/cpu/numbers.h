@@ -58,24 +58,31 @@ inline void store(From value, void* to) {
   std::memcpy(to, &value, sizeof value);
 }
 
+typedef std::make_index_sequence<kLanes> LaneIndices;
+
+// Take lanes of two vectors; those of the second one are counted from kLanes on.
+template <size_t... I, typename Vector>
+inline Vector shuffle(Vector x, Vector y) {
+#ifdef __clang__
+  return __builtin_shufflevector(x, y, I...);
+#else
+  return __builtin_shuffle(x, y, Words{I...});
+#endif
+}
+
 // Swap the upper `Half` of every 2 * Half lanes of `a` with the lower `Half` of those of `b`.
 template <int Half, typename Vector, size_t... I>
 inline void exchange(Vector* a, Vector* b, std::index_sequence<I...>) {
   const Vector x = *a, y = *b;
-#ifdef __clang__
-  *a = __builtin_shufflevector(x, y, (I & Half ? kLanes + I - Half : I)...);
-  *b = __builtin_shufflevector(x, y, (I & Half ? kLanes + I : I + Half)...);
-#else
-  *a = __builtin_shuffle(x, y, Words{(I & Half ? kLanes + I - Half : I)...});
-  *b = __builtin_shuffle(x, y, Words{(I & Half ? kLanes + I : I + Half)...});
-#endif
+  *a = shuffle<(I & Half ? kLanes + I - Half : I)...>(x, y);
+  *b = shuffle<(I & Half ? kLanes + I : I + Half)...>(x, y);
 }
 
 // Transpose kLanes vectors.
 template <int Half = kLanes / 2>
 inline void transpose(Words* x) {
   for (int i = 0; i < kLanes; ++i)
-    if (!(i & Half)) exchange<Half>(x + i, x + i + Half, std::make_index_sequence<kLanes>{});
+    if (!(i & Half)) exchange<Half>(x + i, x + i + Half, LaneIndices{});
   if constexpr (Half > 1) transpose<Half / 2>(x);
 }
 
@@ -83,7 +90,7 @@ inline void transpose(Words* x) {
 template <int Half = kLanes / 2, typename Vector>
 inline Vector sum_lanes(Vector* x) {
   for (int i = 0; i < Half; ++i) {
-    exchange<Half>(x + i, x + i + Half, std::make_index_sequence<kLanes>{});
+    exchange<Half>(x + i, x + i + Half, LaneIndices{});
     x[i] += x[i + Half];
   }
   if constexpr (Half > 1) return sum_lanes<Half / 2>(x);
@@ -93,30 +100,21 @@ inline Vector sum_lanes(Vector* x) {
 // Swap neighbouring groups of `Half` lanes.
 template <int Half, size_t... I>
 inline Lanes swap_lanes(Lanes x, std::index_sequence<I...>) {
-#ifdef __clang__
-  return __builtin_shufflevector(x, x, (I ^ Half)...);
-#else
-  return __builtin_shuffle(x, Words{(I ^ Half)...});
-#endif
+  return shuffle<(I ^ Half)...>(x, x);
 }
 
 // Order the lanes of two vectors as pairs of one of each: the lower half of the result, then the upper one.
 template <size_t... I>
 inline void interleave(Lanes* a, Lanes* b, std::index_sequence<I...>) {
   const Lanes x = *a, y = *b;
-#ifdef __clang__
-  *a = __builtin_shufflevector(x, y, (I % 2 * kLanes + I / 2)...);
-  *b = __builtin_shufflevector(x, y, (I % 2 * kLanes + (kLanes + I) / 2)...);
-#else
-  *a = __builtin_shuffle(x, y, Words{(I % 2 * kLanes + I / 2)...});
-  *b = __builtin_shuffle(x, y, Words{(I % 2 * kLanes + (kLanes + I) / 2)...});
-#endif
+  *a = shuffle<(I % 2 * kLanes + I / 2)...>(x, y);
+  *b = shuffle<(I % 2 * kLanes + (kLanes + I) / 2)...>(x, y);
 }
 
 // Combine all lanes of a vector by a function of two vectors.
 template <int Half = kLanes / 2, typename Combine>
 inline float reduce(Lanes x, const Combine& combine) {
-  const Lanes both = combine(x, swap_lanes<Half>(x, std::make_index_sequence<kLanes>{}));
+  const Lanes both = combine(x, swap_lanes<Half>(x, LaneIndices{}));
   if constexpr (Half > 1) return reduce<Half / 2>(both, combine);
   return both[0];
 }
@@ -146,12 +144,7 @@ constexpr int64_t num_lines(int64_t count) {
 
 inline float widen(float x) { return x; }
 
-inline float widen(BFloat16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float result;
-  std::memcpy(&result, &bits, sizeof result);
-  return result;
-}
+inline float widen(BFloat16 x) { return reinterpret<float>(static_cast<uint32_t>(x.bits) << 16); }
 
 inline Lanes load_lanes(const float* values) { return load<Lanes>(values); }
 
@@ -193,9 +186,7 @@ inline Words load_pairs(const int8_t* values) {
 inline void narrow(float x, float* result) { *result = x; }
 
 inline void narrow(float x, BFloat16* result) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1); // to nearest, ties to even
+  const uint32_t bits = reinterpret<uint32_t>(x), rounded = bits + 0x7fff + (bits >> 16 & 1); // to nearest, ties to even
   result->bits = static_cast<uint16_t>((x == x ? rounded : bits | 0x400000) >> 16);
 }
 
@@ -230,9 +221,7 @@ inline float exponential(float argument) {
   y = y * r + 5.0000001201e-1f;
   y = y * r * r + r + 1.0f;
   const uint32_t power = static_cast<uint32_t>(static_cast<int32_t>(std::max(-126.0f, n) + 127.0f)) << 23;
-  float scale;
-  std::memcpy(&scale, &power, sizeof scale);
-  return argument < -87.0f ? 0.0f : y * scale;
+  return argument < -87.0f ? 0.0f : y * reinterpret<float>(power);
 }
 
 // tanh(x), within 2 ulp: a polynomial near 0 (Cephes, tanhf), else from exp(-2 |x|).

@@ -74,34 +74,23 @@ inline Integers add_pairs(Integers sum, Words a, Words b) {
 #endif
 }
 
-// Half of the pairs as float32: their first numbers, or their second ones.
-template <int Half>
-inline Lanes half_of(const BFloat16* pairs) {
-  const Words words = load<Words>(pairs);
-  return reinterpret<Lanes>(Half == 0 ? words << 16 : words & 0xffff0000u);
+// Load one of the `kPair` numbers of each lane as float32.
+template <int Place, typename Packed>
+inline Lanes load_number(const Packed* packed) {
+  if constexpr (kPair<Packed> == 1) return load_lanes(packed);
+  const Words pairs = load<Words>(packed);
+  return reinterpret<Lanes>(Place == 0 ? pairs << 16 : pairs & 0xffff0000u);
 }
 
-// Add the products of `kPair` inputs of M rows with V vectors; Packed is float or Float16.
-template <int M, int V, typename Packed>
+// Add the products of `kPair` inputs of M rows with V vectors, from the one at `Place` on.
+template <int M, int V, int Place = 0, typename Packed>
 inline void add_products(const float* x, int64_t stride, const Packed* const (&packed)[V], Lanes (&sums)[V][M]) {
   Lanes numbers[V];
-  for (int v = 0; v < V; ++v) numbers[v] = load_lanes(packed[v]);
+  for (int v = 0; v < V; ++v) numbers[v] = load_number<Place>(packed[v]);
 #pragma GCC unroll 8
   for (int row = 0; row < M; ++row)
-    for (int v = 0; v < V; ++v) sums[v][row] += numbers[v] * x[row * stride];
-}
-
-template <int M, int V>
-inline void add_products(const float* x, int64_t stride, const BFloat16* const (&packed)[V], Lanes (&sums)[V][M]) {
-  Lanes numbers[V];
-  for (int v = 0; v < V; ++v) numbers[v] = half_of<0>(packed[v]);
-#pragma GCC unroll 8
-  for (int row = 0; row < M; ++row)
-    for (int v = 0; v < V; ++v) sums[v][row] += numbers[v] * x[row * stride];
-  for (int v = 0; v < V; ++v) numbers[v] = half_of<1>(packed[v]);
-#pragma GCC unroll 8
-  for (int row = 0; row < M; ++row)
-    for (int v = 0; v < V; ++v) sums[v][row] += numbers[v] * x[row * stride + 1];
+    for (int v = 0; v < V; ++v) sums[v][row] += numbers[v] * x[row * stride + Place];
+  if constexpr (Place + 1 < kPair<Packed>) add_products<M, V, Place + 1>(x, stride, packed, sums);
 }
 
 // Add the products of numbers of two rows, lane by lane.
@@ -112,7 +101,8 @@ inline Sum add_product(Sum sum, const X* a, const X* b) {
   return add_pairs(sum, load_pairs(a), load_pairs(b));
 }
 
-template <int M, int V, typename X, typename Sum, typename = std::enable_if_t<kPair<X> == 2>>
+template <int M, int V, typename X, typename Sum>
+  requires(kPair<X> == 2)
 inline void add_products(const X* x, int64_t stride, const X* const (&packed)[V], Sum (&sums)[V][M]) {
   for (int row = 0; row < M; ++row) {
     const Words pair = Words{} + load<uint32_t>(x + row * stride);

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan.core.arrays import Ints
 from titan.core.batch import RaggedBatch, pad_block_tables, prefix_sums
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, Worth
 from titan.core.kv_tensor import KVTensor
@@ -32,7 +31,7 @@ from titan.kernels.cpu.decoder import (
 from titan.kernels.cpu.layers import plan_struct
 from titan.kernels.cpu.trees import NodeColumnsStruct
 from titan.kernels.cpu.weights import is_packed, weight_struct
-from titan.kernels.growth import feed_roots, grow_by_passes
+from titan.kernels.growth import grow_by_passes
 from titan.kernels.interfaces import Backend, Model
 from titan.kernels.torch.runner import TorchRunner, place_nodes
 
@@ -91,21 +90,14 @@ class CompiledRunner(TorchRunner):
         self._kernels = kernels
         self._layers = (LayerStruct * len(layers))(*layers)
         decoder.num_layers, decoder.layers = len(layers), ctypes.addressof(self._layers)
-        self._attention_seconds = ctypes.c_double()
         decoder.team = kernels.team
-        decoder.attention_seconds = ctypes.addressof(self._attention_seconds)
         self._decoder = decoder
         self._num_slots = kv.num_blocks * kv.block_size
-
-    @property
-    def attention_seconds(self) -> float:
-        """Time that attention has taken in all passes."""
-        return self._attention_seconds.value
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         place_nodes(batch)
         decoder, layout = self._decoder, batch.attention
-        self.model.check_positions(layout.positions)
+        self.model.config.check_positions(layout.positions)
         plan = plan_struct(layout)
         plan.num_heads, plan.num_kv_heads, plan.head_dim = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
         arrays = batch.token_ids, layout.positions, batch.slot_mapping, batch.logits_rows, layout.ancestor_bits
@@ -116,15 +108,9 @@ class CompiledRunner(TorchRunner):
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         feeds = sorted(feeds, key=attrgetter("row"))  # the order of the trees
-        growing = [feed for feed in feeds if feed.spec is not None]
-        if not self._is_compiled(growing):
+        if not self._is_compiled(feeds):
             return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
-        if len(growing) == len(feeds):
-            lengths = np.array([len(feed.token_ids) for feed in feeds])
-            roots: Tensor | tuple[Ints, Ints] = np.array([*chain(*(feed.token_ids for feed in feeds))]), lengths
-        else:
-            roots = feed_roots(self.forward, feeds, self.kv.block_size)
-        return self._grow(growing, roots, num_rows, vocab_size)
+        return self._grow(feeds, num_rows, vocab_size)
 
     def _is_compiled(self, feeds: Sequence[Feed]) -> bool:
         """Whether there are trees, and samples are from uncut distributions."""
@@ -132,40 +118,35 @@ class CompiledRunner(TorchRunner):
         is_uncut = all(not isinstance(spec, ShapeSpec) or spec.params is None or not spec.params.has_cuts for spec in specs)
         return bool(specs) and is_uncut
 
-    def _grow(self, feeds: Sequence[Feed], roots: Tensor | tuple[Ints, Ints], num_rows: int, vocab_size: int) -> DraftTrees:
-        specs = [feed.spec for feed in feeds if feed.spec is not None]
-        trees, max_nodes, num_probs = list[tuple[Any, ...]](), 0, 0
-        for feed, spec in zip(feeds, specs, strict=True):
-            if (last_slot := feed.root + spec.num_slots) >= len(feed.block_ids) * self.kv.block_size:
+    def _grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
+        trees, num_probs = list[tuple[Any, ...]](), 0
+        for feed in feeds:
+            last_slot = feed.root + (0 if feed.spec is None else feed.spec.num_slots)
+            if last_slot >= len(feed.block_ids) * self.kv.block_size:
                 raise IndexError(f"a block table of {len(feed.block_ids)} blocks does not cover slot {last_slot}")
-            trees.append(_growth(spec, feed.root, feed.row, num_probs))
-            max_nodes += spec.num_nodes
-            if isinstance(spec, ShapeSpec) and spec.params is not None:
-                num_probs += spec.plan.inner.shape[1]
+            trees.append(_growth(feed.spec, feed.root, feed.row, num_probs))
+            if isinstance(feed.spec, ShapeSpec) and feed.spec.params is not None:
+                num_probs += feed.spec.plan.inner.shape[1]
         growths, rows = np.array(trees, TREE_GROWTH), [feed.row for feed in feeds]
-        self.model.check_positions(growths["root"] + growths["depth"] - 1)
-        is_chain, (is_sampled, has_scores) = np.ones(num_rows, np.bool_), np.zeros((2, num_rows), np.bool_)
-        is_sampled[rows], has_scores[rows] = growths["is_sampled"], growths["shape"] == 0
-        table, nodes = pad_block_tables([feed.block_ids for feed in feeds]), allocate_nodes(max_nodes, None)
-        of_trees, are_chains, probs, draft_rows = np.empty(len(feeds), np.int64), np.empty(len(feeds), np.int32), None, None
+        self.model.config.check_positions(growths["root"] + growths["depth"] - 1)
+        (is_sampled, has_scores), max_nodes = np.zeros((2, num_rows), np.bool_), int(growths["max_nodes"].sum())
+        is_sampled[rows], has_scores[rows] = growths["is_sampled"], (growths["shape"] == 0) & (growths["max_nodes"] > 0)
+        table, lengths = pad_block_tables([feed.block_ids for feed in feeds]), np.array([len(feed.token_ids) for feed in feeds])
+        token_ids = np.array([*chain(*(feed.token_ids for feed in feeds))])
+        counts, is_chain = np.zeros(num_rows, np.int64), np.ones(num_rows, np.bool_)
+        nodes, first_scores, probs, draft_rows = allocate_nodes(max_nodes, None), np.full(num_rows, np.nan, np.float32), None, None
         if num_probs:
             probs = torch.empty(num_probs, vocab_size, dtype=torch.float32)
             draft_rows = torch.zeros(max_nodes + num_rows, dtype=torch.int32)
-        of_roots = np.empty(len(feeds), np.float32)
         grown = self._run_growth(
             GrowingStruct(
                 *(len(feeds), self.kv.block_size, table.shape[1], vocab_size, self._num_slots),
-                *(address(growths), address(table)),
-                *((roots.data_ptr(), 0, 0) if isinstance(roots, Tensor) else (0, *map(address, roots))),
+                *map(address, (growths, table, token_ids, lengths)),
                 NodeColumnsStruct(*(column.data_ptr() for column in nodes)),
-                *(0 if draft_rows is None else draft_rows.data_ptr(), address(of_trees), address(are_chains)),
-                *(0 if probs is None else probs.data_ptr(), address(of_roots)),
+                *(0 if draft_rows is None else draft_rows.data_ptr(), address(counts), address(is_chain)),
+                *(0 if probs is None else probs.data_ptr(), address(first_scores)),
             )
         )
-        first_scores = np.full(num_rows, np.nan, np.float32)
-        first_scores[rows] = of_roots
-        counts = np.zeros(num_rows, np.int64)
-        counts[rows], is_chain[rows] = of_trees, are_chains
         num_nodes = int(counts.sum())
         nodes = NodeColumns(*(column[:num_nodes] for column in nodes))
         draft_rows = None if draft_rows is None else draft_rows[: num_nodes + num_rows]
@@ -178,12 +159,14 @@ class CompiledRunner(TorchRunner):
         return growing
 
 
-def _growth(spec: GrowthSpec, root: int, row: int, first_inner: int) -> tuple[Any, ...]:
+def _growth(spec: GrowthSpec | None, root: int, row: int, first_inner: int) -> tuple[Any, ...]:
     """Return one record of `TREE_GROWTH`."""
     worth = spec.worth if isinstance(spec, BeamSpec) and spec.worth is not None else UNPRICED
     prices = worth.agreement, worth.acceptance, worth.node_price, worth.row_price, worth.pass_price
-    places = spec.num_nodes, row, first_inner
+    places = 0 if spec is None else spec.num_nodes, row, first_inner
     match spec:
+        case None:
+            return 0, root, 1, 0, 0, *places, 0, 1.0, False, prices
         case BeamSpec(depth=depth, width=width, num_children=num_children, temperature=temperature):
             return 0, root, depth, width, num_children, *places, 0, temperature, False, prices
         case ShapeSpec(plan=plan, params=params, seed=seed):

@@ -45,59 +45,53 @@ inline double uniform_number(uint64_t seed, int64_t position, int64_t stream) {
   return (static_cast<double>(bits) + 0.5) * 0x1p-52; // half a step, so that it is never 0 or 1
 }
 
-template <typename T>
-void softmax_row(const T* logits, float temperature, float* probs, int64_t size) {
-  float largest = kMinusInfinity;
-#pragma omp simd reduction(max : largest)
-  for (int64_t i = 0; i < size; ++i) largest = std::max(largest, widen(logits[i]));
+// Sum term(i) for i in 0 .. size - 1: in float within chunks, whose sums are added in double.
+template <typename Term>
+inline double sum_terms(int64_t size, const Term& term) {
   double total = 0;
   for (int64_t start = 0; start < size; start += kChunk) {
     const int64_t end = std::min(start + kChunk, size);
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = start; i < end; ++i) {
-      probs[i] = exponential((widen(logits[i]) - largest) / temperature); // the inverse of a tiny temperature may be infinite
-      sum += probs[i];
-    }
+    for (int64_t i = start; i < end; ++i) sum += term(i);
     total += sum;
   }
-  const float scale = static_cast<float>(1.0 / total);
-#pragma omp simd
-  for (int64_t i = 0; i < size; ++i) probs[i] *= scale;
+  return total;
 }
 
 template <typename T>
-void softmax(Team* team, const T* logits, const float* temperatures, float* probs, int64_t num_rows, int64_t size) {
-  share(team, num_rows, size, [&](int64_t row) { softmax_row(logits + row * size, temperatures[row], probs + row * size, size); });
+void softmax_row(const T* logits, float temperature, float* probs, int64_t size) {
+  float largest = kMinusInfinity;
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < size; ++i) largest = std::max(largest, widen(logits[i]));
+  const double total = sum_terms(size, [=](int64_t i) {
+    return probs[i] = exponential((widen(logits[i]) - largest) / temperature); // the inverse of a tiny temperature may be infinite
+  });
+  const float scale = static_cast<float>(1.0 / total);
+#pragma omp simd
+  for (int64_t i = 0; i < size; ++i) probs[i] *= scale;
 }
 
 // Return the index of the largest entry, the first of ties; -1 if it is not finite or an entry is NaN.
 template <typename T>
 int64_t argmax_row(const T* logits, int64_t size) {
   float largest = kMinusInfinity;
+  int64_t place = 0; // where the chunk of the first of the largest entries begins
   int has_nan = 0;
-#pragma omp simd reduction(max : largest) reduction(| : has_nan)
-  for (int64_t i = 0; i < size; ++i) {
-    const float x = widen(logits[i]);
-    largest = std::max(largest, x);
-    has_nan |= x != x;
-  }
-  if (has_nan || !std::isfinite(largest)) return -1;
   for (int64_t start = 0; start < size; start += kChunk) {
     const int64_t end = std::min(start + kChunk, size);
-    int is_here = 0;
-#pragma omp simd reduction(| : is_here)
-    for (int64_t i = start; i < end; ++i) is_here |= widen(logits[i]) == largest;
-    if (is_here)
-      for (int64_t i = start;; ++i)
-        if (widen(logits[i]) == largest) return i;
+    float most = kMinusInfinity;
+#pragma omp simd reduction(max : most) reduction(| : has_nan)
+    for (int64_t i = start; i < end; ++i) {
+      const float x = widen(logits[i]);
+      most = std::max(most, x);
+      has_nan |= x != x;
+    }
+    if (most > largest) largest = most, place = start;
   }
-  return -1;
-}
-
-template <typename T>
-void argmax(Team* team, const T* logits, int64_t* tokens, int64_t num_rows, int64_t size) {
-  share(team, num_rows, size / 8, [&](int64_t row) { tokens[row] = argmax_row(logits + row * size, size); });
+  if (has_nan || !std::isfinite(largest)) return -1;
+  while (widen(logits[place]) != largest) ++place;
+  return place;
 }
 
 // Find the largest entries of a row, in descending order, ties in their order in the row.
@@ -130,24 +124,9 @@ template <typename T>
 void best_children_row(const T* logits, float temperature, int64_t* tokens, float* logprobs, int64_t count, int64_t size) {
   largest_entries(logits, tokens, logprobs, count, size);
   const float largest = logprobs[0];
-  double total = 0;
-  for (int64_t start = 0; start < size; start += kChunk) {
-    const int64_t end = std::min(start + kChunk, size);
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = start; i < end; ++i) sum += exponential((widen(logits[i]) - largest) / temperature);
-    total += sum;
-  }
+  const double total = sum_terms(size, [=](int64_t i) { return exponential((widen(logits[i]) - largest) / temperature); });
   const float log_total = static_cast<float>(std::log(total));
   for (int64_t i = 0; i < count; ++i) logprobs[i] = (logprobs[i] - largest) / temperature - log_total;
-}
-
-template <typename T>
-void best_children(Team* team, const T* logits, const float* temperatures, int64_t* tokens, float* logprobs, int64_t num_rows, int64_t size,
-                   int64_t count) {
-  share(team, num_rows, size, [&](int64_t row) {
-    best_children_row(logits + row * size, temperatures[row], tokens + row * count, logprobs + row * count, count, size);
-  });
 }
 
 double sum_chunk(const float* probs, int64_t begin, int64_t end) {
@@ -200,33 +179,14 @@ void draw_siblings(const float* probs, uint64_t seed, int64_t position, int64_t 
 
 // Compute max(p - s q, 0); return its sum.
 double residual_row(const float* probs, const float* draft_probs, float scale, float* rest, int64_t size) {
-  double total = 0;
-  for (int64_t start = 0; start < size; start += kChunk) {
-    const int64_t end = std::min(start + kChunk, size);
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = start; i < end; ++i) {
-      rest[i] = std::max(probs[i] - scale * draft_probs[i], 0.0f);
-      sum += rest[i];
-    }
-    total += sum;
-  }
-  return total;
+  return sum_terms(size, [=](int64_t i) { return rest[i] = std::max(probs[i] - scale * draft_probs[i], 0.0f); });
 }
 
 // Compute the probabilities that the draft's most likely token and one sampled from it are accepted.
 void match_rows(const float* probs, const float* draft_probs, float* matches, int64_t size) {
   const int64_t best = argmax_row(draft_probs, size);
   matches[0] = best < 0 ? std::numeric_limits<float>::quiet_NaN() : probs[best];
-  double total = 0;
-  for (int64_t start = 0; start < size; start += kChunk) {
-    const int64_t end = std::min(start + kChunk, size);
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = start; i < end; ++i) sum += std::min(probs[i], draft_probs[i]);
-    total += sum;
-  }
-  matches[1] = static_cast<float>(total);
+  matches[1] = static_cast<float>(sum_terms(size, [=](int64_t i) { return std::min(probs[i], draft_probs[i]); }));
 }
 
 // Trees of a plan, see `DraftTrees` of `titan/core/trees.py`, of which some are verified. Each of these has rows of values: that
@@ -262,17 +222,6 @@ struct VerifiedTree {
   const float* draft_probs;
   const int32_t* draft_rows; // from the root on; null: nothing was sampled
   int32_t* path;
-
-  VerifiedTree(const T* root_values, int64_t vocab_size, const VerifiedTrees& trees, int64_t tree)
-      : values(root_values), size(vocab_size), holds_probs(trees.holds_probs), options(trees.options[tree]),
-        draft_probs(trees.draft_probs), path(trees.paths + tree * trees.max_depth) {
-    const int64_t row = trees.rows[tree], first = trees.start_loc[row];
-    num_nodes = trees.start_loc[row + 1] - first;
-    token_ids = trees.token_ids + first;
-    parents = trees.parents + first;
-    draft_rows = trees.is_sampled[row] ? trees.draft_rows + first + row : nullptr;
-    std::fill_n(path, trees.max_depth, -1);
-  }
 
   // Return the target's probabilities at a node, or at the root, -1; they are written to `room` if they must be computed.
   const float* probs(int64_t node, float* room) const {
@@ -353,7 +302,12 @@ void verify_trees(Team* team, const T* values, int64_t size, const VerifiedTrees
   for (int64_t i = 0; i < trees.num_trees; ++i)
     root_rows[i + 1] = root_rows[i] + 1 + trees.start_loc[trees.rows[i] + 1] - trees.start_loc[trees.rows[i]];
   share(team, trees.num_trees, root_rows[trees.num_trees] / std::max<int64_t>(trees.num_trees, 1) * size, [&](int64_t i) {
-    const VerifiedTree<T> tree(values + root_rows[i] * size, size, trees, i);
+    const int64_t row = trees.rows[i], first = trees.start_loc[row];
+    const VerifiedTree<T> tree{values + root_rows[i] * size, size, trees.start_loc[row + 1] - first,
+                               trees.token_ids + first, trees.parents + first, trees.holds_probs != 0, trees.options[i],
+                               trees.draft_probs, trees.is_sampled[row] ? trees.draft_rows + first + row : nullptr,
+                               trees.paths + i * trees.max_depth};
+    std::fill_n(tree.path, trees.max_depth, -1);
     if (trees.matches) std::fill_n(trees.matches + 2 * i, 2, std::numeric_limits<float>::quiet_NaN());
     trees.final_tokens[i] = tree.draft_rows ? reject_tree(tree, trees.matches + 2 * i) : match_tree(tree);
   });
@@ -372,15 +326,19 @@ extern "C" void draw_children(Team* team, const Options* options, const float* p
 
 #define TITAN_DEFINE_SAMPLING(T, NAME)                                                                                         \
   extern "C" void argmax_##NAME(Team* team, const T* logits, int64_t* tokens, int64_t num_rows, int64_t size) {                \
-    argmax(team, logits, tokens, num_rows, size);                                                                              \
+    share(team, num_rows, size / 8, [&](int64_t row) { tokens[row] = argmax_row(logits + row * size, size); });                \
   }                                                                                                                            \
   extern "C" void softmax_##NAME(Team* team, const T* logits, const float* temperatures, float* probs, int64_t num_rows,       \
                                  int64_t size) {                                                                               \
-    softmax(team, logits, temperatures, probs, num_rows, size);                                                                \
+    share(team, num_rows, size, [&](int64_t row) {                                                                             \
+      softmax_row(logits + row * size, temperatures[row], probs + row * size, size);                                           \
+    });                                                                                                                        \
   }                                                                                                                            \
   extern "C" void best_children_##NAME(Team* team, const T* logits, const float* temperatures, int64_t* tokens,                \
                                        float* logprobs, int64_t num_rows, int64_t size, int64_t count) {                       \
-    best_children(team, logits, temperatures, tokens, logprobs, num_rows, size, count);                                        \
+    share(team, num_rows, size, [&](int64_t row) {                                                                             \
+      best_children_row(logits + row * size, temperatures[row], tokens + row * count, logprobs + row * count, count, size);    \
+    });                                                                                                                        \
   }                                                                                                                            \
   extern "C" void verify_trees_##NAME(Team* team, const T* values, int64_t size, const VerifiedTrees* trees) {                 \
     verify_trees(team, values, size, *trees);                                                                                  \

@@ -5,6 +5,10 @@
 
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "numbers.h"
@@ -37,23 +41,21 @@ inline void copy_row(const X* row, int64_t size, T* result) {
 // Round numbers to integers up to `most`, below 2^22; return what 1 stands for, NaN if a number is not finite.
 template <typename T, typename Integer>
 inline float round_to_integers(const T* numbers, int64_t count, float most, Integer* integers) {
-  typedef Integer Rounded __attribute__((vector_size(kLanes * sizeof(Integer))));
-  const int64_t whole = count / kLanes * kLanes;
-  Lanes sizes = Lanes{} + kLeastSize, poisons = {};
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    const Lanes x = load_lanes(numbers + i), size = x < 0 ? -x : x;
-    sizes = size > sizes ? size : sizes;
-    poisons += x * 0.0f;
+  float largest = kLeastSize;
+  int are_finite = 1;
+#pragma omp simd reduction(max : largest) reduction(& : are_finite)
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = widen(numbers[i]);
+    largest = std::max(largest, std::fabs(x));
+    are_finite &= std::isfinite(x);
   }
-  float largest = largest_of(sizes);
-  float poison = sum_of(poisons);
-  for (int64_t i = whole; i < count; ++i) largest = std::max(largest, std::fabs(widen(numbers[i]))), poison += widen(numbers[i]) * 0.0f;
   const float factor = most / largest;
-  const auto round = [factor](auto x) { return (x * factor + 12582912.0f) - 12582912.0f; }; // the sum holds no fraction
-  for (int64_t i = 0; i < whole; i += kLanes)
-    store(__builtin_convertvector(__builtin_convertvector(round(load_lanes(numbers + i)), Integers), Rounded), integers + i);
-  for (int64_t i = whole; i < count; ++i) integers[i] = static_cast<Integer>(static_cast<int32_t>(round(widen(numbers[i]))));
-  return largest / most + poison;
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    const float rounded = (widen(numbers[i]) * factor + 12582912.0f) - 12582912.0f; // the sum holds no fraction
+    integers[i] = static_cast<Integer>(static_cast<int32_t>(rounded));
+  }
+  return are_finite ? largest / most : std::numeric_limits<float>::quiet_NaN();
 }
 
 // Write a row of `size` numbers, at most head_dim, to its slot of a KV head; the rest of the slot stays.

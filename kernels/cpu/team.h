@@ -33,14 +33,15 @@ inline void pause_thread() {
 // Wait until `is_done` of the value; whoever makes it true must notify.
 template <typename Number, typename Condition>
 Number wait_until(const std::atomic<Number>& value, const Condition& is_done) {
-  for (int i = 0; i < kSpins; ++i, pause_thread())
-    if (const Number now = value.load(); is_done(now)) return now;
-  for (int i = 0; i < kYields; ++i, std::this_thread::yield())
-    if (const Number now = value.load(); is_done(now)) return now;
-  for (;;) {
+  for (int64_t i = 0;; ++i) {
     const Number now = value.load();
     if (is_done(now)) return now;
-    value.wait(now);
+    if (i < kSpins)
+      pause_thread();
+    else if (i < kSpins + kYields)
+      std::this_thread::yield();
+    else
+      value.wait(now);
   }
 }
 
@@ -49,9 +50,7 @@ class Team;
 // What one thread knows of a job: it runs the same code as the others, and calls `share` as often as they do.
 class Member {
 public:
-  Member(Team& team, bool is_first, bool is_alone) : team_(team), is_first_(is_first), is_alone_(is_alone) {}
-
-  bool is_first() const { return is_first_; } // of the thread that called `run`
+  Member(Team& team, bool is_alone) : team_(team), is_alone_(is_alone) {}
 
   // Call `work(i)` for i in 0 .. count - 1, each once by any thread; return when all calls have returned.
   // `size` is the number of elements that one call processes.
@@ -60,7 +59,7 @@ public:
 
 private:
   Team& team_;
-  const bool is_first_, is_alone_;
+  const bool is_alone_;
   uint32_t phase_ = 0;  // calls of `share` so far
   uint32_t chunks_ = 0; // of all phases so far
 };
@@ -77,11 +76,10 @@ public:
   }
 
   ~Team() {
-    if (is_forked()) {
+    if (is_forked())
       new std::vector<std::thread>(std::move(threads_)); // never destroyed: they are not here
-    } else {
+    else
       stop();
-    }
   }
 
   int64_t num_threads() const { return num_threads_; }
@@ -90,7 +88,7 @@ public:
   template <typename Body>
   void run(const Body& body) {
     if (num_threads_ == 1 || is_forked()) {
-      Member member(*this, true, true);
+      Member member(*this, true);
       return body(member);
     }
     const std::lock_guard<std::mutex> lock(mutex_); // models of several engines may share a team
@@ -100,7 +98,7 @@ public:
     finished_.store(0, std::memory_order_relaxed);
     job_.fetch_add(1);
     job_.notify_all();
-    Member member(*this, true, false);
+    Member member(*this, false);
     body(member);
     job_.fetch_add(1);
     wait_until(inside_, [](uint32_t inside) { return inside == 0; });
@@ -125,7 +123,7 @@ private:
       if (seen % 2 == 0) continue;
       inside_.fetch_add(1);
       if (job_.load() == seen) {
-        Member member(*this, false, false);
+        Member member(*this, false);
         call_(body_, member);
       }
       if (inside_.fetch_sub(1) == 1) inside_.notify_all();
@@ -147,14 +145,14 @@ private:
 
 template <typename Work>
 void Member::share(int64_t count, int64_t size, const Work& work) {
-  const int64_t most = team_.num_threads_ * kChunksPerThread;
-  const int64_t least = std::max<int64_t>(kChunkSize / std::max<int64_t>(size, 1), 1);
-  const int64_t chunk = std::max((count + most - 1) / most, least);
-  const uint32_t num_chunks = static_cast<uint32_t>((count + chunk - 1) / chunk);
   if (is_alone_) {
     for (int64_t i = 0; i < count; ++i) work(i);
     return;
   }
+  const int64_t most = team_.num_threads_ * kChunksPerThread;
+  const int64_t least = std::max<int64_t>(kChunkSize / std::max<int64_t>(size, 1), 1);
+  const int64_t chunk = std::max((count + most - 1) / most, least);
+  const uint32_t num_chunks = static_cast<uint32_t>((count + chunk - 1) / chunk);
   const uint64_t first = static_cast<uint64_t>(phase_++) << 32, end = first + num_chunks;
   chunks_ += num_chunks;
   for (uint64_t ticket = team_.ticket_.load(std::memory_order_acquire); ticket >= first && ticket < end;) {
@@ -173,21 +171,17 @@ void Member::share(int64_t count, int64_t size, const Work& work) {
 template <typename Body>
 void run(Team* team, int64_t size, const Body& body) {
   if (size <= kChunkSize) {
-    Member member(*team, true, true);
+    Member member(*team, true);
     body(member);
   } else {
     team->run(body);
   }
 }
 
-// Share the work of a single phase.
+// Share the work of a single phase; there is nothing to share of a single call.
 template <typename Work>
 void share(Team* team, int64_t count, int64_t size, const Work& work) {
-  if (count <= 1 || count * size <= kChunkSize) {
-    for (int64_t i = 0; i < count; ++i) work(i);
-  } else {
-    team->run([&](Member& member) { member.share(count, size, work); });
-  }
+  run(team, count > 1 ? count * size : 0, [&](Member& member) { member.share(count, size, work); });
 }
 
 } // namespace

@@ -153,5 +153,5 @@ def test_parts_of_a_step_add_up_and_each_pass_of_a_chain_counts_also_if_all_are_
     assert (times.step.num_calls, times.target.num_calls) == (4, 4) and times.figures["draft passes"] == 3
     parts = times.figures
     assert parts["host"] + parts["draft"] + parts["target"] == pytest.approx(1)
-    assert 0 < parts["attention"] < parts["draft"] + parts["target"] < 1 and parts["draft"] * parts["target"] > 0
+    assert parts["draft"] > 0 and parts["target"] > 0 and parts["draft"] + parts["target"] < 1
     assert "step" not in vars(chain_engine)  # nothing is left of the timing

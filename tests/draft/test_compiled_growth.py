@@ -83,6 +83,18 @@ def test_the_trees_are_those_that_are_grown_depth_by_depth(
     assert int(trees.nodes.token_ids.max()) < min(vocab_size, 131)
 
 
+@pytest.mark.parametrize("has_chunk", [False, True], ids=["trees alone", "beside a chunk"])
+def test_the_report_counts_each_pass_and_each_row(zoo: Zoo, has_chunk: bool, calls: list[str]) -> None:
+    """Also the rows of a chunk, which are fed with the roots: their time is that of the draft."""
+    twins = GrowthTwins(zoo.path("other"), 131, make_back_end("cpu"))
+    feeds = [*twins.feeds(SPECS["chains"]), *([twins.chunk()] if has_chunk else [])]
+    trees, expected = assert_grown(twins, feeds, calls, "compiled"), twins.expected(feeds)
+    assert trees.growth is not None and expected.growth is not None
+    assert (trees.growth.num_passes, trees.growth.num_rows) == (expected.growth.num_passes, expected.growth.num_rows)
+    assert trees.growth.seconds > 0
+    assert trees.growth.first_scores.tolist() == pytest.approx(expected.growth.first_scores.tolist(), nan_ok=True)
+
+
 def priced(pass_price: float, row_price: float = 0.01) -> list[GrowthSpec]:
     """Two beams and a chain of beams, each with prices of its own."""
     specs = BeamSpec(16, 5, 3, 4, 0.3), BeamSpec(9, 6, 2, 3, 0.25), BeamSpec(6, 6, 1, 3, 0.2)
@@ -156,19 +168,12 @@ def test_a_tree_does_not_depend_on_its_neighbours(zoo: Zoo, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["chains", "chains with siblings", "beams", "shapes", "sampled"])
-def test_logits_that_are_not_finite_cost_the_neighbours_nothing(zoo: Zoo, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A root whose logits are NaN may get any tree of known tokens, or none."""
+def test_logits_that_are_not_finite_cost_the_neighbours_nothing(zoo: Zoo, kind: str) -> None:
+    """A root whose logits are NaN, since its context is, may get any tree of known tokens, or none."""
     twins = GrowthTwins(zoo.path("other"), 131, make_back_end("cpu"))
     feeds = [*twins.feeds(SPECS[kind]), twins.chunk()]
     expected = twins.grow(feeds)
-    forward = twins.runner.forward
-
-    def broken(batch: Any) -> torch.Tensor:
-        logits = forward(batch)
-        logits[2] = torch.nan
-        return logits
-
-    monkeypatch.setattr(twins.runner, "forward", broken)
+    twins.runner.kv.groups[0][:, :, :, twins.tables[2]] = torch.nan
     actual = twins.grow(feeds)
     assert_same_trees(twins.backend, actual, expected, [0, 1, 3, 4, 5, 6], 0.0)
     token_ids = trees_on_host(twins.backend, actual)[2].token_ids

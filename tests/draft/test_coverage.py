@@ -9,7 +9,6 @@ from itertools import count
 from typing import Any
 
 import pytest
-import torch
 from auditor import Auditor
 from proposals import SHAPES
 from stepping import AMPLE, SCARCE, check_blocks, greedy, make_engine, submit
@@ -146,19 +145,19 @@ def test_a_long_context_is_caught_up_within_the_token_budget_before_anything_is_
 @pytest.mark.filterwarnings("ignore:the drafter:RuntimeWarning")
 @pytest.mark.parametrize("broken", ["target", "draft"])
 def test_a_step_that_failed_can_be_repeated(zoo: Zoo, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every third pass: nothing counts as computed that is not, no output changes, and the target gets on without a draft."""
+    """Every third pass or growth fails: nothing counts that is not computed, no output changes, the target needs no draft."""
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **SCARCE)
     auditor = Auditor(zoo, engine, "llama")
     owner: Any = engine.runner if broken == "target" else engine.drafter.runner  # type: ignore[attr-defined]
-    forward, passes = owner.forward, count(1)
+    name, calls = "forward" if broken == "target" else "grow", count(1)
+    run = getattr(owner, name)
 
-    def failing(batch: Any) -> torch.Tensor:
-        if next(passes) % 3 == 0:
+    def failing(*args: Any) -> Any:
+        if next(calls) % 3 == 0:
             raise RuntimeError("out of luck")
-        logits: torch.Tensor = forward(batch)
-        return logits
+        return run(*args)
 
-    monkeypatch.setattr(owner, "forward", failing)
+    monkeypatch.setattr(owner, name, failing)
     requests = submit(engine, PROMPTS, [greedy(12, ignore_eos=True)] * len(PROMPTS))
     num_failures = 0
     while engine.scheduler.has_unfinished:
@@ -170,6 +169,6 @@ def test_a_step_that_failed_can_be_repeated(zoo: Zoo, broken: str, monkeypatch: 
         auditor.check("llama~", has_failed=has_failed)
         num_failures += has_failed
     assert num_failures > 10 or broken == "draft"
-    assert next(passes) > 30
+    assert next(calls) > 30
     outputs = [request.output_token_ids for request in requests]
     assert outputs == [zoo.greedy("llama", prompt, 12, ignore_eos=True) for prompt in PROMPTS]

@@ -84,8 +84,9 @@ class Costs:
         if not self._is_timed:
             self._note_together(rows, context, max(num_nodes), (num_drafting, of_draft), outcome.target_seconds)
             return
-        if load.num_rows == n:
-            _note_pass(self.target, (rows, context), outcome.target_seconds, is_cold, is_alternating=True)
+        if load.num_rows != n:  # what prompts take says little of what decodes do
+            return
+        _note_pass(self.target, (rows, context), outcome.target_seconds, is_cold, is_alternating=True)
         is_caught_up = all(each.is_fed for count, each in zip(num_nodes, load.candidates, strict=True) if count)
         if self.draft is not None and (passes := outcome.num_draft_passes) and is_caught_up:
             per_pass = max(1.0, outcome.num_draft_rows / passes)
