@@ -16,7 +16,7 @@ from titan.bench.samples import Row, Sample, Spread, group_samples, make_rows, w
 OFF, FIXED, ADAPTIVE = "off", "fixed", "adaptive"
 """Settings; the second is followed by a number of draft tokens."""
 ALL = "all"
-"""In place of the requests at once: the geometric mean over all of them, setting by setting."""
+"""Label of the geometric mean over all numbers of requests at once, setting by setting."""
 GAIN, SHARE = "x off", "x best fixed"
 COLUMNS = {"tokens/s": "±.1f", GAIN: "[.2f", SHARE: "[.2f", "nodes/step": ".2f", "tokens/step": ".2f", "ms/step": "±.2f"}
 NUM_RESAMPLES = 10_000

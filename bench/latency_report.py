@@ -24,7 +24,7 @@ RATE = "rate, requests/s"
 ATTAINED = 0.9
 """Share of requests within the service-level target from which a rate counts as served well."""
 UNKNOWN = Spread.of([math.nan])
-"""Of a stream that is too short to say: neither followed nor saturated."""
+"""Spread of a stream that is too short to say: neither followed nor saturated."""
 SERVED = f"{ATTAINED:.0%} within target up to"
 LIMITS = dict.fromkeys(("follows up to", "saturated from", SERVED, "most finished"), ".2f")
 LOADS = {

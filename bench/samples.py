@@ -13,7 +13,7 @@ from typing import TypeVar
 
 Label = str | int | float
 NO_DRAFT = "no draft"
-"""Of the variant that the others are compared with where drafts are measured."""
+"""Name of the variant that the others are compared with where drafts are measured."""
 
 
 @dataclass(frozen=True, slots=True)

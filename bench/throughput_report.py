@@ -20,7 +20,7 @@ HEADLINE = {
     P50: ("P50 latency over continuous batching", "0.53"),
     P99: ("P99 latency over continuous batching", "0.39"),
 }
-"""Of the Titan design, on large models and GPUs, by the figure that stands here in its place."""
+"""Figures of the Titan design, on large models and GPUs, by the one that stands here in their place."""
 SPEED = {"tokens/s": "±.1f", GAIN: "±.2f", "requests/s": ".2f", "tokens/step": ".2f", "equal outputs": ".1%"}
 LATENCY = {
     **{f"latency P{percent}, ms": ".1f" for percent in (50, 90, 99)},

@@ -42,24 +42,24 @@ from titan.kernels.triton.attention_plan import AttentionGeometry
 from titan.kernels.triton.tuning import TileConfig
 
 NUM_NODES = {16: 0, 32: 6, 64: 15, 128: 63}
-"""Of the draft trees whose queries get tiles of so many rows, with four query heads per KV head."""
+"""Nodes of the draft trees whose queries get tiles of so many rows, with four query heads per KV head."""
 UNIFORM = ((1, 8192), (1, 32768), (8, 8192), (32, 2048), (128, 1024))
 """Requests and contexts of the batches."""
 MIN_GAIN = 0.02
-"""So much less time must a candidate take to replace the present configuration."""
+"""Share of time by which a candidate must be faster to replace the present configuration."""
 TILES = list(product((32, 64, 128), (4, 8), (3, 5, 7)))
 """What is tried as block_n, numbers of warps and of stages."""
 PROGRAMS = (1, 2, 3, 4)
-"""Per multiprocessor."""
+"""Programs per multiprocessor that are tried."""
 NUM_TINY = 2
 """Tiles and numbers of programs in a rehearsal."""
 NUM_REFINED = 3
-"""Of the best candidates, how many are tried with other numbers of programs."""
+"""Number of the best candidates that are tried with other numbers of programs."""
 LABELS = ("head_dim", "block_m", "block_n", "warps", "stages", "programs")
 RELATIVE = "x present"
 
 Key = tuple[int, int, int]
-"""Of `titan.kernels.triton.tuning.TABLE`: capability, padded head_dim, bytes per element."""
+"""Key of `titan.kernels.triton.tuning.TABLE`: capability, padded head_dim, bytes per element."""
 
 
 def tune(key: Key, block_m: int, setting: Setting, tried: list[Row]) -> Iterator[TileConfig]:

@@ -72,7 +72,7 @@ MODES = {
     PLAIN_SAMPLED: Mode(options=SAMPLING),
     DRAFTS_SAMPLED: Mode(1.0, SAMPLED, SAMPLING),
 }
-"""Of Titan, the most important first."""
+"""Modes of Titan, the most important first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from titan.bench.turns import error_line
 
 Figures = Mapping[str, float]
 Status = Literal["ok", "wrong", "failed", "unavailable", "skipped"]
-"""Of a row: fine; wrong numbers; an error; an error in somebody else's code; no time left."""
+"""Status of a row: fine; wrong numbers; an error; an error in somebody else's code; no time left."""
 
 GRACE = 20.0
 """Seconds that a section may run past its time, for the task that it is at, before its process is ended."""

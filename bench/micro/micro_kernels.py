@@ -56,7 +56,7 @@ def test_attention(measure: Measure, stage: Stage, ops: LayerOps, kind: str) -> 
 
 @pytest.mark.parametrize("kind", ["verify", "decode"])
 def test_int8_attention(measure: Measure, num_requests: int, seed: int, kind: str) -> None:
-    """The same over KV in int8, by the operations that this device and dtype get."""
+    """Attention of one layer over KV in int8, by the operations that this device and dtype get."""
     stage = make_stage(num_requests, seed, kv_cache_dtype="int8")
     measure(stage.call_of_pass("tree_attention", batch=batch_of(stage, kind)))
 

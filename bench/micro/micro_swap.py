@@ -53,7 +53,7 @@ def test_swap(measure: Callable[..., Any], swap_pair: tuple[str, str], seed: int
 
 
 def test_copy_of_swapped_bytes(measure: Callable[..., Any], swap_pair: tuple[str, str], seed: int) -> None:
-    """As many bytes as a swap copies, from one piece of memory to another and back."""
+    """Copy as many bytes as a swap does, from one piece of memory to another and back."""
     engine, request = make_running(swap_pair, seed)
     num_bytes = len(request.block_ids) * engine.kv.bytes_per_block
     here = torch.ones(num_bytes, dtype=torch.uint8, device=engine.backend.device)

@@ -49,7 +49,7 @@ class CompiledKernels:
         return lambda *values: function(self.team, *values)  # the threads live as long as it does
 
     def plain_function(self, name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:
-        """The same for a function that does not take the threads as its first argument."""
+        """Return, likewise, a function that does not take the threads as its first argument."""
         function = getattr(self._library, name if dtype is None else f"{name}_{str(dtype).removeprefix('torch.')}")
         function.argtypes, function.restype = arguments, None
         return function

@@ -14,7 +14,7 @@ from titan.core.kv_tensor import kv_planes
 from titan.kernels.triton.tools import FLOAT_DTYPES, require, require_launchable
 
 NUMBERS_PER_PROGRAM = 1024
-"""Of several heads of a token."""
+"""Numbers of several heads of a token that one program writes."""
 
 
 @triton.jit

@@ -73,7 +73,7 @@ FLOAT32_CONFIGS = (TileConfig(16, 32, 8, 3, 2),)
 """Tiles for float32, which is multiplied without tensor cores; larger ones do not fit in registers."""
 
 FLOAT32_LARGE_CONFIGS = (TileConfig(16, 32, 8, 3, 1),)
-"""Those of heads above 256."""
+"""Tiles for float32 and heads above 256."""
 
 
 def tile_config(max_rows: int | None, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> TileConfig:

@@ -1,4 +1,4 @@
-"""For how long it stands what was found best: comparing takes time, too, and requests come and go all the while."""
+"""How long what was found best stands: comparing takes time, too, and requests come and go all the while."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class SpeculationMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of some numbers, by nearest rank: ``p90`` is the least of them that at least 90 % do not exceed."""
+    """Percentiles of some numbers, by nearest rank: ``p90`` is the least of them that at least 90 % do not exceed."""
 
     p50: float
     p90: float

@@ -17,7 +17,7 @@ class NotNativeError(ValueError):
 
 
 WHOLE_ROPE = ""
-"""In place of the name of an entry of ``rope_parameters``: they are those of one rotation."""
+"""Name that stands for ``rope_parameters`` as a whole, where they are those of one rotation."""
 
 
 PRE_NORMS = {"input_norm": "input_layernorm", "gate_up_norm": "post_attention_layernorm"}

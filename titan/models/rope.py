@@ -40,7 +40,7 @@ class Rope:
 
 
 NO_ROPE = Rope("none", (), 1.0)
-"""Of a layer that does not rotate."""
+"""Rope of a layer that does not rotate."""
 
 
 def read_rope(config: PretrainedConfig, head_dim: int, entry: str = WHOLE_ROPE, *, may_rotate_part: bool = False) -> Rope:

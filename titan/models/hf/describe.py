@@ -24,7 +24,7 @@ from titan.models.hf.quantised import check_quantisation
 from titan.models.hf.split import find_decoder
 
 DEFAULT_POSITIONS = 2048
-"""Of models that do not say how many they have."""
+"""Positions of models that do not say how many they have."""
 CHANGING_ROPES = ("dynamic", "longrope")
 """Rope types whose frequencies depend on the longest position of a batch: only positions before they change are run."""
 

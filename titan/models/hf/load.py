@@ -29,7 +29,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 """Names of the number of experts in configs."""
 
 MAX_GROWTH = 1.2
-"""Of quantised weights in memory, relative to their files: those that take more are said to be dequantised."""
+"""Size of quantised weights in memory, relative to their files, above which they are said to be dequantised."""
 
 
 def load_weights(

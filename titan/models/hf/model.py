@@ -16,7 +16,7 @@ from titan.models.hf.split import Head, find_decoder
 from titan.models.token_order import TokenOrder
 
 CHECKED_SLOTS = 16
-"""Of the cache in which modules are compared with those that replace them."""
+"""Slots of the cache in which modules are compared with those that replace them."""
 
 
 class Attending(Protocol):

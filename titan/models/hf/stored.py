@@ -21,7 +21,7 @@ from torch import Tensor, nn
 MAX_COPIED_BYTES = 2**16
 """Size of the largest matrix that is copied at once, as are all vectors: most of these are not packed."""
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
-"""Whose numbers float32 holds as they are."""
+"""Dtypes whose numbers float32 holds as they are."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -36,7 +36,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By their names in safetensors."""
+"""Dtypes by their names in safetensors."""
 EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
 """A tensor of one expert: the list, its place in it, and its name there."""
 

@@ -15,7 +15,7 @@ from titan.kernels.interfaces import LayerOps
 from titan.models.hf.interface import Current, Pass
 
 NUM_TOKENS = 3
-"""Of a trial pass."""
+"""Number of tokens of a trial pass."""
 
 
 class EchoedQueries:

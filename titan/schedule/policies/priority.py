@@ -1,4 +1,4 @@
-"""By class and deadline, with ageing."""
+"""The policy "priority": requests start by class and deadline, with ageing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titan.core.terms import PRIORITIES
 from titan.schedule.heap import Heap
 
 AGED_TURN = 4
-"""Of so many starts, one is of the oldest request if that has aged."""
+"""Number of starts of which one is of the oldest request if that has aged."""
 
 _RANKS = {priority: rank for rank, priority in enumerate(PRIORITIES)}
 
