@@ -397,6 +397,14 @@ def test_a_draft_of_another_vocabulary(zoo: Zoo, tmp_path: Path, monkeypatch: py
     assert llm.metrics().draft == zoo.path("llama+text") and llm.metrics().draft_vocabulary == 1
 
 
+def test_a_prompt_that_leaves_no_room_for_min_tokens(zoo: Zoo) -> None:
+    llm = LLM(zoo.path("llama+text"), max_model_len=20, num_kv_blocks=8, **CPU)
+    with raises("min_tokens=6", "15 tokens", "room for 5", "max_model_len=20"):
+        llm.generate([[5] * 15], greedy(9, min_tokens=6), use_tqdm=False)
+    [output] = llm.generate([[5] * 15], greedy(9, min_tokens=5), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 5
+
+
 @pytest.mark.parametrize(
     ("options", "allowed"), [({"speculation": "off"}, "'adaptive' and 'fixed'"), ({"max_draft_tokens": 0}, "at least 1")]
 )

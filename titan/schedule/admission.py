@@ -28,8 +28,8 @@ def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: S
         without a limit, to what the KV cache leaves as well.
 
     Raises:
-        ValueError: the prompt is empty, too long, or could never fit the KV cache; or it or the options have tokens outside the
-            vocabulary.
+        ValueError: the prompt is empty, too long, leaves no room for ``min_tokens``, or could never fit the KV cache; or it or the
+            options have tokens outside the vocabulary.
     """
     num_tokens = len(prompt_token_ids)
     if num_tokens == 0:
@@ -53,6 +53,11 @@ def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: S
         raise ValueError(
             f"prompt of {num_tokens} tokens with max_tokens={max_tokens} could never fit: the KV cache holds "
             f"{num_kv_tokens} tokens (num_kv_blocks={limits.num_kv_blocks})"
+        )
+    if params.min_tokens > max_tokens:
+        raise ValueError(
+            f"min_tokens={params.min_tokens} is out of reach: the prompt of {num_tokens} tokens leaves room for {max_tokens} "
+            f"(max_model_len={limits.max_model_len}, num_kv_blocks={limits.num_kv_blocks})"
         )
     return max_tokens
 
