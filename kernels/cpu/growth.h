@@ -65,7 +65,7 @@ struct TreeGrowth {
   Worth worth;
 };
 
-static_assert(sizeof(TreeGrowth) == 104, "as TREE_GROWTH of decoder.py");
+static_assert(sizeof(TreeGrowth) == 104, "as TREE_GROWTH of structs.py");
 
 // The trees of n requests, R rows of the plan, and where their draft's KV is.
 struct Growing {

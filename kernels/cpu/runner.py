@@ -18,7 +18,8 @@ from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, Worth
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees, GrowthReport, NodeColumns, allocate_nodes
 from titan.kernels.cpu.compiled import CompiledKernels, address
-from titan.kernels.cpu.decoder import (
+from titan.kernels.cpu.layers import plan_struct
+from titan.kernels.cpu.structs import (
     LAYER_NORMS,
     TREE_GROWTH,
     DecoderStruct,
@@ -28,7 +29,6 @@ from titan.kernels.cpu.decoder import (
     layer_struct,
     shape_struct,
 )
-from titan.kernels.cpu.layers import plan_struct
 from titan.kernels.cpu.trees import NodeColumnsStruct
 from titan.kernels.cpu.weights import is_packed, weight_struct
 from titan.kernels.growth import grow_by_passes
