@@ -221,6 +221,19 @@ def test_abort_ends_the_completions_that_are_not_even_queued(zoo: Zoo) -> None:
     assert len(llm.generate([PROMPTS[0]], greedy(3, ignore_eos=True), False)[0].outputs[0].token_ids) == 3
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_completions_that_are_not_even_queued_hold_no_blocks(zoo: Zoo, caching: bool) -> None:
+    """When a sibling finishes, those that run get what is computed of the prompt; others might never run."""
+    llm = LLM(zoo.path("llama+text"), max_batch_size=1, max_waiting_requests=1, enable_prefix_caching=caching, **CPU)
+    stream = llm.stream([9, 8, 7, 6, 5, 4, 3] * 6, greedy(3, ignore_eos=True, n=5))
+    for output in stream:
+        assert llm.diagnose() is not None  # looks at all blocks
+        if [each.finish_reason for each in output.outputs].count("length") == 2 and not output.finished:
+            assert llm.abort(output.request_id)
+    assert [each.finish_reason for each in output.outputs] == ["length"] * 2 + ["abort"] * 3
+    check_blocks(llm.engine)
+
+
 def test_prefixes_are_shared_only_with_the_same_salt(llm: LLM) -> None:
     prompt = [9, 8, 7, 6, 5, 4, 3] * 6
     calls = [llm.generate([prompt], greedy(2), False, cache_salt=salt)[0] for salt in (None, "a", "b", "a", None)]

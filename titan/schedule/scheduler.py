@@ -193,7 +193,7 @@ class Scheduler:
         """Give a running request that awaited a sibling its KV, if that is computed and there is room; return whether it has it."""
         if request.block_ids:
             return True
-        if request in self.waiting or self.kv.awaits_sibling(request):
+        if request not in self.running or self.kv.awaits_sibling(request):
             return False
         if self.kv.num_missing_blocks(request, request.num_tokens) > self.kv.pool.num_free:
             return False
