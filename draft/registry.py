@@ -60,16 +60,12 @@ def open_drafter(spec: DraftSpec, options: ModelOptions, context: DraftContext) 
     if isinstance(spec, str):
         if spec not in _FACTORIES:
             return _open_draft_model(spec, options, context)
-        spec = _FACTORIES[spec](context)
-        check_integer(f"{spec.name!r}.max_draft_tokens", spec.max_draft_tokens, 0)
-        return lambda: spec
-    if not isinstance(spec, Drafter):
-        raise ValueError(f"draft_model={spec!r} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter")
-    if spec.kv is not None and not isinstance(spec, CachingDrafter):
-        raise ValueError(f"draft_model={spec!r} has kv, but is not a CachingDrafter: allowed with attach() and lookahead()")
-    check_integer(f"{spec.name!r}.max_draft_tokens", spec.max_draft_tokens, 0)
-    _check_deterministic(spec.name, context)
-    return lambda: spec
+        drafter = _FACTORIES[spec](context)
+    else:
+        _check_drafter(spec, context)
+        drafter = spec
+    check_integer(f"{drafter.name!r}.max_draft_tokens", drafter.max_draft_tokens, 0)
+    return lambda: drafter
 
 
 def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -> Callable[[], Drafter]:
@@ -87,6 +83,15 @@ def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -
         return DraftModelDrafter(spec, model, context, vocabulary)
 
     return load
+
+
+def _check_drafter(drafter: object, context: DraftContext) -> None:
+    """Refuse what is no drafter, one that could not use its KV, and options that it cannot follow."""
+    if not isinstance(drafter, Drafter):
+        raise ValueError(f"draft_model={drafter!r} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter")
+    if drafter.kv is not None and not isinstance(drafter, CachingDrafter):
+        raise ValueError(f"draft_model={drafter!r} has kv, but is not a CachingDrafter: allowed with attach() and lookahead()")
+    _check_deterministic(drafter.name, context)
 
 
 def _check_deterministic(name: str, context: DraftContext) -> None:

@@ -136,15 +136,12 @@ def test_a_request_that_another_thread_aborts_ends_with_what_it_has(llm: LLM) ->
     prompts, params = [PROMPTS[0], PROMPTS[1]], [SamplingParams(max_tokens=60, ignore_eos=True), SamplingParams(max_tokens=1)]
     first_id = str(int(llm.generate([PROMPTS[2]], params[1:], use_tqdm=False)[0].request_id) + 1)
 
-    def abort() -> bool:
-        return llm.abort(first_id)
-
     def generate_both() -> list[RequestOutput]:
         aborting: list[threading.Thread] = []
 
         def observe(*_: Any) -> None:  # inside a step in which the second request has ended
             if len(llm.engine.scheduler.running) == 1 and not aborting:
-                aborting.append(threading.Thread(target=lambda: results.append(abort()), daemon=True))
+                aborting.append(threading.Thread(target=lambda: results.append(llm.abort(first_id)), daemon=True))
                 aborting[0].start()
                 await_callers(llm, 2)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from queue import SimpleQueue
 from threading import Lock, get_ident
 from typing import Any, TypeVar
@@ -104,18 +103,14 @@ class StepLoop:
         return self.between_steps(lambda: self._abort_family(request_id))
 
     def _abort_family(self, request_id: str) -> bool:
-        scheduler, reason = self.engine.scheduler, f"abort({request_id!r}) was called"
-        in_flight, to_queue = scheduler.in_flight, [*chain(*map(tuple, tuple(self._to_queue.values())))]
-
-        def unfinished(requests: Sequence[Request]) -> list[Request]:
-            return [each for each in requests if each.family[0].request_id == request_id and not each.is_finished]
-
-        meant = unfinished(in_flight), unfinished(to_queue)
-        for request in meant[0]:
-            scheduler.abort(request, reason)
-        for request in meant[1]:
-            request.abort(reason, scheduler.clock())
-        return any(meant)
+        scheduler = self.engine.scheduler
+        requests = [*scheduler.in_flight]
+        for to_queue in tuple(self._to_queue.values()):
+            requests += to_queue
+        meant = [each for each in requests if each.family[0].request_id == request_id and not each.is_finished]
+        for request in meant:
+            scheduler.abort(request, f"abort({request_id!r}) was called")
+        return bool(meant)
 
     def check_caller(self) -> None:
         """Refuse a caller that would wait forever, or for an engine that is damaged.

@@ -15,7 +15,8 @@ from titan.kernels.cpu.threads import available_cores
 COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes that the library's functions exist for."""
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+"""Types of the library's arguments and of the fields of its structs."""
 
 
 class CompiledKernels:
@@ -31,11 +32,11 @@ class CompiledKernels:
         self.description = loaded.description
         self.num_threads = num_threads or min(available_cores(), torch.get_num_threads())
         self._library = loaded.library
-        self._library.make_team.restype, self._library.make_team.argtypes = _POINTER, [_INT]
+        self._library.make_team.restype, self._library.make_team.argtypes = POINTER, [INT]
         self.team: int | None = self._library.make_team(self.num_threads)
         if self.team is None:
             raise ValueError(f"num_threads={self.num_threads} is not possible: the system does not allow so many threads")
-        weakref.finalize(self, self._library.free_team, _POINTER(self.team))
+        weakref.finalize(self, self._library.free_team, POINTER(self.team))
 
     def function(self, name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:
         """Return the function of a name for tensors of a dtype, if it differs between them; it runs on the threads.
@@ -45,7 +46,7 @@ class CompiledKernels:
             dtype: one of `COMPILED_DTYPES`.
             arguments: their types.
         """
-        function = self.plain_function(name, dtype, _POINTER, *arguments)
+        function = self.plain_function(name, dtype, POINTER, *arguments)
         return lambda *values: function(self.team, *values)  # the threads live as long as it does
 
     def plain_function(self, name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from titan.core.attention import AttentionSpec, Chunk, Window
 from titan.core.batch import AttentionLayout
 from titan.core.kv_tensor import SCALE_BYTES
-from titan.kernels.cpu.compiled import CompiledKernels, address
+from titan.kernels.cpu.compiled import FLOAT, INT, POINTER, CompiledKernels, address
 from titan.kernels.cpu.weights import is_packed, pack_weight, weight_struct
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.torch.layers import TorchOps
@@ -21,7 +21,6 @@ from titan.kernels.torch.layers import TorchOps
 NO_WINDOW = 2**40
 """Size of a window that hides nothing."""
 
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 ARRAYS = ("query_start_loc", "seq_lens", "tree_starts", "block_table", "positions", "visible_lens")
 
@@ -30,13 +29,13 @@ class PlanStruct(ctypes.Structure):
     """``AttentionPlan`` of the C++."""
 
     _fields_ = [
-        ("num_requests", _INT),
-        ("num_heads", _INT),
-        ("num_kv_heads", _INT),
-        ("head_dim", _INT),
-        ("block_size", _INT),
-        ("table_width", _INT),
-        *((name, _POINTER) for name in ARRAYS),
+        ("num_requests", INT),
+        ("num_heads", INT),
+        ("num_kv_heads", INT),
+        ("head_dim", INT),
+        ("block_size", INT),
+        ("table_width", INT),
+        *((name, POINTER) for name in ARRAYS),
     ]
 
 
@@ -44,10 +43,10 @@ class SpecStruct(ctypes.Structure):
     """``AttentionSpec`` of the C++."""
 
     _fields_ = [
-        ("scale", _FLOAT),
-        ("softcap", _FLOAT),
-        *((name, _INT) for name in ("window", "is_chunked", "value_dim", "is_latent")),
-        ("sinks", _POINTER),
+        ("scale", FLOAT),
+        ("softcap", FLOAT),
+        *((name, INT) for name in ("window", "is_chunked", "value_dim", "is_latent")),
+        ("sinks", POINTER),
     ]
 
 
@@ -88,17 +87,17 @@ class CompiledOps(TorchOps):
     def __init__(self, kernels: CompiledKernels, dtype: torch.dtype) -> None:
         super().__init__(torch.device("cpu"))
         self._kernels, self._dtype = kernels, dtype
-        self._multiply = kernels.function("linear", dtype, _POINTER, _POINTER, _INT, _POINTER, _POINTER)
-        of_attention = _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER
-        of_writes = _POINTER, _INT, _INT, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT, _INT
+        self._multiply = kernels.function("linear", dtype, POINTER, POINTER, INT, POINTER, POINTER)
+        of_attention = POINTER, POINTER, POINTER, INT, POINTER, INT, POINTER, POINTER
+        of_writes = POINTER, INT, INT, INT, POINTER, INT, POINTER, INT, INT, INT, INT
         suffixes = "", "_int8"  # of the stored numbers
         self._attend = {each: kernels.function(f"tree_attention{each}", dtype, *of_attention) for each in suffixes}
         self._write_rows = {each: kernels.function(f"write_rows{each}", dtype, *of_writes) for each in suffixes}
-        self._look_up = kernels.function("look_up", dtype, _POINTER, _POINTER, _INT, _POINTER)
-        self._norm = kernels.function("rms_norm", dtype, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _FLOAT)
-        self._gate = kernels.function("silu_mul", dtype, _POINTER, _POINTER, _INT, _INT)
-        self._run_mlp = kernels.function("gated_mlp", dtype, _POINTER, _POINTER, _POINTER, _INT, _POINTER)
-        rope_arguments = *[_POINTER] * 5, _INT, _POINTER, _INT, _FLOAT, *[_INT] * 5
+        self._look_up = kernels.function("look_up", dtype, POINTER, POINTER, INT, POINTER)
+        self._norm = kernels.function("rms_norm", dtype, POINTER, POINTER, INT, POINTER, INT, INT, FLOAT)
+        self._gate = kernels.function("silu_mul", dtype, POINTER, POINTER, INT, INT)
+        self._run_mlp = kernels.function("gated_mlp", dtype, POINTER, POINTER, POINTER, INT, POINTER)
+        rope_arguments = *[POINTER] * 5, INT, POINTER, INT, FLOAT, *[INT] * 5
         self._rotate = {each: kernels.function(f"rope_and_write_kv{each}", dtype, *rope_arguments) for each in suffixes}
 
     def pack(self, weight: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from titan.core.batch import RaggedBatch, pad_block_tables, prefix_sums
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, Worth
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees, GrowthReport, NodeColumns, allocate_nodes
-from titan.kernels.cpu.compiled import CompiledKernels, address
+from titan.kernels.cpu.compiled import POINTER, CompiledKernels, address
 from titan.kernels.cpu.layers import plan_struct
 from titan.kernels.cpu.structs import (
     LAYER_NORMS,
@@ -85,8 +85,8 @@ class CompiledRunner(TorchRunner):
         layers: Sequence[LayerStruct],
     ) -> None:
         super().__init__(backend, model, kv)
-        self._forward = kernels.plain_function("forward", model.dtype, *[ctypes.c_void_p] * 4)
-        self._grow_trees = kernels.plain_function("grow", model.dtype, *[ctypes.c_void_p] * 2)
+        self._forward = kernels.plain_function("forward", model.dtype, *[POINTER] * 4)
+        self._grow_trees = kernels.plain_function("grow", model.dtype, *[POINTER] * 2)
         self._kernels = kernels
         self._layers = (LayerStruct * len(layers))(*layers)
         decoder.num_layers, decoder.layers = len(layers), ctypes.addressof(self._layers)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.sampling_rows import SamplingRows
-from titan.kernels.cpu.compiled import COMPILED_DTYPES, CompiledKernels, address
+from titan.kernels.cpu.compiled import COMPILED_DTYPES, INT, POINTER, CompiledKernels, address
 from titan.kernels.torch.sampling import distributions
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-
 ARGUMENTS = {
-    "argmax": (_POINTER, _POINTER, _INT, _INT),
-    "softmax": (*[_POINTER] * 3, _INT, _INT),
-    "best_children": (*[_POINTER] * 4, *[_INT] * 3),
+    "argmax": (POINTER, POINTER, INT, INT),
+    "softmax": (*[POINTER] * 3, INT, INT),
+    "best_children": (*[POINTER] * 4, *[INT] * 3),
 }
 """Argument types of the library's functions that exist for every dtype."""
 
@@ -33,7 +29,7 @@ class CompiledSampling:
         self._functions = {
             (name, dtype): kernels.function(name, dtype, *types) for name, types in ARGUMENTS.items() for dtype in COMPILED_DTYPES
         }
-        self._draw_children = kernels.function("draw_children", None, *[_POINTER] * 5, *[_INT] * 3)
+        self._draw_children = kernels.function("draw_children", None, *[POINTER] * 5, *[INT] * 3)
 
     def argmax(self, logits: Tensor) -> Tensor:
         logits = readable(logits)

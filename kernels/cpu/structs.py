@@ -11,12 +11,10 @@ from torch import Tensor
 
 from titan.core.attention import AttentionSpec
 from titan.core.growth import ShapePlan
+from titan.kernels.cpu.compiled import FLOAT, INT, POINTER
 from titan.kernels.cpu.layers import NO_WINDOW
 from titan.kernels.cpu.trees import NodeColumnsStruct
 from titan.kernels.cpu.weights import WeightStruct
-
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
 
 LAYER_NORMS = ("input_norm", "gate_up_norm", "output_norm", "down_norm", "qk_norm", "row_norm")
 """Names in `titan.models.layers.LayerWeights`, in the order of the C++."""
@@ -26,14 +24,14 @@ class LayerStruct(ctypes.Structure):
     """``DecoderLayer`` of the C++."""
 
     _fields_ = [
-        *((name, _POINTER) for name in (*LAYER_NORMS, "rope_table")),
+        *((name, POINTER) for name in (*LAYER_NORMS, "rope_table")),
         ("qkv", WeightStruct),
         ("output", WeightStruct),
         ("gate_up", WeightStruct),
         ("down", WeightStruct),
-        ("kv", _POINTER),
-        ("window", _INT),
-        ("scale", _FLOAT),
+        ("kv", POINTER),
+        ("window", INT),
+        ("scale", FLOAT),
     ]
 
 
@@ -41,12 +39,12 @@ class DecoderStruct(ctypes.Structure):
     """``Decoder`` of the C++."""
 
     _fields_ = [
-        *((name, _INT) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")),
-        ("kv_is_quantised", _INT),
-        ("has_gelu", _INT),
-        ("eps", _FLOAT),
-        ("embedding_scale", _FLOAT),
-        *((name, _POINTER) for name in ("embedding", "final_norm", "layers", "team")),
+        *((name, INT) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")),
+        ("kv_is_quantised", INT),
+        ("has_gelu", INT),
+        ("eps", FLOAT),
+        ("embedding_scale", FLOAT),
+        *((name, POINTER) for name in ("embedding", "final_norm", "layers", "team")),
         ("head", WeightStruct),
     ]
 
@@ -55,10 +53,10 @@ class PassStruct(ctypes.Structure):
     """``DecoderPass`` of the C++."""
 
     _fields_ = [
-        ("num_tokens", _INT),
-        ("num_rows", _INT),
-        *((name, _POINTER) for name in ("token_ids", "positions", "slot_mapping", "rows", "ancestor_bits")),
-        ("num_slots", _INT),
+        ("num_tokens", INT),
+        ("num_rows", INT),
+        *((name, POINTER) for name in ("token_ids", "positions", "slot_mapping", "rows", "ancestor_bits")),
+        ("num_slots", INT),
     ]
 
 
@@ -66,8 +64,8 @@ class TreeShapeStruct(ctypes.Structure):
     """``TreeShape`` of the C++."""
 
     _fields_ = [
-        *((name, _INT) for name in ("num_nodes", "num_inner")),
-        *((name, _POINTER) for name in ("inner", "node_parents", "ranks", "inner_rows")),
+        *((name, INT) for name in ("num_nodes", "num_inner")),
+        *((name, POINTER) for name in ("inner", "node_parents", "ranks", "inner_rows")),
     ]
 
 
@@ -98,11 +96,11 @@ class GrowingStruct(ctypes.Structure):
     """``Growing`` of the C++."""
 
     _fields_ = [
-        *((name, _INT) for name in ("num_requests", "block_size", "table_width", "target_vocab_size", "num_slots")),
-        *((name, _POINTER) for name in ("growths", "block_table", "fed_tokens", "num_fed")),
+        *((name, INT) for name in ("num_requests", "block_size", "table_width", "target_vocab_size", "num_slots")),
+        *((name, POINTER) for name in ("growths", "block_table", "fed_tokens", "num_fed")),
         ("nodes", NodeColumnsStruct),
-        *((name, _POINTER) for name in ("draft_rows", "counts", "is_chain", "probs", "first_scores")),
-        *((name, _INT) for name in ("num_passes", "num_rows")),
+        *((name, POINTER) for name in ("draft_rows", "counts", "is_chain", "probs", "first_scores")),
+        *((name, INT) for name in ("num_passes", "num_rows")),
         ("pass_seconds", ctypes.c_double),
     ]
 

@@ -12,12 +12,10 @@ from torch import Tensor
 from titan.core.arrays import Ints
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees, NodeColumns, Upload, allocate_nodes
-from titan.kernels.cpu.compiled import COMPILED_DTYPES, CompiledKernels, address
+from titan.kernels.cpu.compiled import COMPILED_DTYPES, INT, POINTER, CompiledKernels, address
 from titan.kernels.cpu.sampling import CompiledSampling, readable
 from titan.kernels.interfaces import Candidates, Verified
 from titan.kernels.tree_places import place_trees, with_draft_probs
-
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 CANDIDATE = np.dtype([("token_id", "i8"), ("score", "f4"), ("parent_slot", "i4"), ("slot", "i4")], align=True)
 """``Candidate`` of the C++."""
@@ -26,16 +24,16 @@ CANDIDATE = np.dtype([("token_id", "i8"), ("score", "f4"), ("parent_slot", "i4")
 class NodeColumnsStruct(ctypes.Structure):
     """``NodeColumns`` of the C++."""
 
-    _fields_ = [(name, _POINTER) for name in NodeColumns._fields]
+    _fields_ = [(name, POINTER) for name in NodeColumns._fields]
 
 
 class _TreesStruct(ctypes.Structure):
     """``VerifiedTrees`` of the C++."""
 
     _fields_ = [
-        *((name, _INT) for name in ("num_trees", "max_depth", "holds_probs")),
-        *((name, _POINTER) for name in ("rows", "start_loc", "is_sampled", "options", "token_ids", "parents")),
-        *((name, _POINTER) for name in ("draft_probs", "draft_rows", "paths", "final_tokens", "matches")),
+        *((name, INT) for name in ("num_trees", "max_depth", "holds_probs")),
+        *((name, POINTER) for name in ("rows", "start_loc", "is_sampled", "options", "token_ids", "parents")),
+        *((name, POINTER) for name in ("draft_probs", "draft_rows", "paths", "final_tokens", "matches")),
     ]
 
 
@@ -52,7 +50,7 @@ class CompiledTrees:
         self._sampling = sampling
         self._upload = upload
         self._select = kernels.plain_function("select_trees", None)
-        self._verify = {dtype: kernels.function("verify_trees", dtype, _POINTER, _INT, _POINTER) for dtype in COMPILED_DTYPES}
+        self._verify = {dtype: kernels.function("verify_trees", dtype, POINTER, INT, POINTER) for dtype in COMPILED_DTYPES}
 
     def select(self, found: Sequence[Candidates], num_rows: int) -> DraftTrees:
         start_loc, is_chain, is_sampled, has_scores = place_trees(found, num_rows)
@@ -65,9 +63,9 @@ class CompiledTrees:
                 candidates[name] = column.numpy()
             first_nodes, num_nodes = start_loc[each.rows], np.ascontiguousarray(each.num_nodes)
             self._select(
-                _POINTER(address(candidates)),
-                *map(_INT, candidates.shape),
-                *(_POINTER(address(each)) for each in (first_nodes, num_nodes)),
+                POINTER(address(candidates)),
+                *map(INT, candidates.shape),
+                *(POINTER(address(each)) for each in (first_nodes, num_nodes)),
                 ctypes.byref(struct),
             )
         return with_draft_probs(trees, found, self._upload)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.kernels.cpu.compiled import CompiledKernels
+from titan.kernels.cpu.compiled import INT, POINTER, CompiledKernels
 
 BLOCK = 16
 """``kBlock`` of the C++: outputs side by side."""
@@ -39,13 +39,11 @@ NUMBERS = {torch.uint32: torch.float32, torch.uint16: torch.float16, torch.int32
 HUGE_PAGE_BYTES = 2**21
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <linux/mman.h>; the latter since Linux 6.1
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-
 
 class WeightStruct(ctypes.Structure):
     """``Weight`` of the C++."""
 
-    _fields_ = [("data", _POINTER), ("bias", _POINTER), ("num_outputs", _INT), ("num_inputs", _INT), ("format", _INT)]
+    _fields_ = [("data", POINTER), ("bias", POINTER), ("num_outputs", INT), ("num_inputs", INT), ("format", INT)]
 
 
 def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
@@ -55,7 +53,7 @@ def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
     kind = next(kind for kind in (torch.int32, torch.uint16, torch.uint32) if _is_held(weight, NUMBERS[kind]))
     (num_outputs, num_inputs), step = weight.shape, PAIR_INPUTS if kind == torch.int32 else BLOCK
     depth = _round_up(num_inputs, step) // 2 if kind == torch.int32 else num_inputs
-    make_blocks = kernels.function(f"make_blocks_{8 * kind.itemsize}", None, _POINTER, _INT, _INT, _POINTER)
+    make_blocks = kernels.function(f"make_blocks_{8 * kind.itemsize}", None, POINTER, INT, INT, POINTER)
     packed = torch.empty(_round_up(num_outputs, step), depth, dtype=kind)
     use_huge_pages(packed.data_ptr(), packed.nbytes)
     if weight.dtype == NUMBERS[kind] and weight.is_contiguous() and weight.nbytes == packed.nbytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -61,8 +61,8 @@ class Request:
     token_ids: list[int] = field(init=False)  # prompt and output
     block_ids: array[int] = field(default_factory=partial(array, "q"))  # block table, for the target's and the draft's cache
     swapped_block_ids: array[int] = field(default_factory=partial(array, "q"))  # in place of block_ids, while it is swapped out
-    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of committed tokens, chained
-    hash_chain: list[bytes] = field(default_factory=list)  # the same of its first full blocks, as many as were ever looked for
+    hash_chain: list[bytes] = field(default_factory=list)  # hashes of its first full blocks, as many as were ever looked for
+    num_cached_blocks: int = 0  # leading blocks known to the prefix cache: full ones of committed tokens
     num_computed_tokens: int = 0  # tokens whose committed KV is valid in the target's cache
     num_drafted_context: int = 0  # the same for the draft's cache
     num_draft_marked_blocks: int = 0  # leading blocks known to the prefix cache as covered by the current draft
@@ -133,11 +133,6 @@ class Request:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def abort(self, error: str | None, now: float) -> None:
-        """End the request, and say why; blocks that it has are not released."""
-        self.error, self.finish_reason = error, FinishReason.ABORT
-        self.metrics.finished_time = now
-
     def extend_blocks(self, block_ids: Iterable[int]) -> None:
         """Append blocks to the block table."""
         self.block_ids.extend(block_ids)
@@ -154,10 +149,14 @@ class Request:
         """Count this many more tokens as valid in the draft's cache."""
         self.num_drafted_context += num_tokens
 
-    def mark_cached(self, block_hashes: Sequence[bytes], num_drafted_blocks: int) -> None:
-        """Record the hashes of the next full blocks, and how many leading blocks the prefix cache knows as covered by the draft."""
-        self.block_hashes.extend(block_hashes)
-        self.num_draft_marked_blocks = num_drafted_blocks
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """Hashes of the blocks that the prefix cache knows."""
+        return self.hash_chain[: self.num_cached_blocks]
+
+    def mark_cached(self, num_blocks: int, num_drafted_blocks: int) -> None:
+        """Record how many leading blocks the prefix cache knows, and how many of them as covered by the draft."""
+        self.num_cached_blocks, self.num_draft_marked_blocks = num_blocks, num_drafted_blocks
 
     def forget_draft(self) -> None:
         """Reset the draft's coverage and history for a new draft, which has seen nothing of the request."""
@@ -191,6 +190,6 @@ class Request:
 
     def release(self) -> array[int]:
         """Give up all blocks and what was computed in them; return the blocks, the last one first."""
-        self.block_hashes.clear()
-        self.num_computed_tokens = self.num_drafted_context = self.num_draft_marked_blocks = 0
+        self.num_computed_tokens = self.num_drafted_context = 0
+        self.num_cached_blocks = self.num_draft_marked_blocks = 0
         return self.roll_back(0)

@@ -136,7 +136,7 @@ class KVCache:
             self.pool.acquire(prefix.block_ids)
             request.extend_blocks(prefix.block_ids)
         self._ops.await_copies()
-        request.mark_cached(prefix.block_hashes, prefix.num_drafted_blocks)
+        request.mark_cached(len(prefix.block_hashes), prefix.num_drafted_blocks)
         request.commit(len(request.block_ids) * self.block_size)
         request.cover_draft(prefix.num_drafted_blocks * self.block_size)
         request.metrics.num_cached_tokens = len(prefix.block_hashes) * self.block_size
@@ -222,15 +222,14 @@ class KVCache:
             self.pool.release(request.roll_back(num_blocks))
         num_full_blocks = request.num_computed_tokens // self.block_size
         num_drafted_blocks = min(request.num_drafted_context // self.block_size, num_full_blocks)
-        is_known = (len(request.block_hashes), request.num_draft_marked_blocks) == (num_full_blocks, num_drafted_blocks)
+        is_known = (request.num_cached_blocks, request.num_draft_marked_blocks) == (num_full_blocks, num_drafted_blocks)
         if is_known or not self.pool.enable_caching:
             return
-        block_hashes = [self._block_hash(request, i) for i in range(len(request.block_hashes), num_full_blocks)]
-        for block_id, block_hash in zip(request.block_ids[len(request.block_hashes) :], block_hashes, strict=False):
-            self.pool.register(block_id, block_hash)
+        for i in range(request.num_cached_blocks, num_full_blocks):
+            self.pool.register(request.block_ids[i], self._block_hash(request, i))
         for block_id in request.block_ids[request.num_draft_marked_blocks : num_drafted_blocks]:
             self.pool.mark_drafted(block_id, self.draft_epoch)
-        request.mark_cached(block_hashes, num_drafted_blocks)
+        request.mark_cached(num_full_blocks, num_drafted_blocks)
 
     def free(self, request: Request) -> None:
         """Release all blocks of a request that is finished, aborted or preempted by recompute, those in the swap space as well."""

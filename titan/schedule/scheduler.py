@@ -104,12 +104,16 @@ class Scheduler:
             self.abort(request, f"the KV cache was resized to {self.kv.num_blocks} blocks, and the request may need {num_blocks}")
 
     def abort(self, request: Request, error: str | None = None) -> None:
-        """Abort a waiting or running request and release its blocks."""
-        request.abort(error, self.clock())
+        """Abort a request and release its blocks; its caller may not have queued it yet."""
+        request.error = error
+        request.finish_reason = FinishReason.ABORT
         if request in self.waiting:
             self._unqueue(request)
-        else:
+        elif request in self.running:
             self.running.remove(request)
+        else:
+            request.metrics.finished_time = self.clock()
+            return
         self._finish(request)
 
     def expire(self) -> list[Request]:
