@@ -55,7 +55,7 @@ class Machine:
     def curve(self) -> Callable[..., list[PassCost]]:
         """In place of `Engine._measure`."""
 
-        def measured(engine: Engine, drafter: Drafter) -> list[PassCost]:
+        def measured(engine: Engine, drafter: Drafter, _: int) -> list[PassCost]:
             sizes = (1, 2, 4, 8, 16, 32, 64, 128)
             of_target = [PassCost(sizes, [self.target(size) / 1e3 for size in sizes])] if engine._target_cost is None else []
             return [

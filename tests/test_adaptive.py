@@ -272,6 +272,22 @@ def test_what_cannot_be_measured_is_drafted_as_fixed(zoo: Zoo, monkeypatch: pyte
     assert engine.adaptive is not None
 
 
+def test_a_draft_whose_passes_fail_while_they_are_measured_leaves_the_current_one(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = adaptive_engine(zoo, "llama~", **AMPLE)
+    requests = submit(engine, PROMPTS, PARAMS)
+    engine.step()
+    before = engine.drafter, engine.adaptive, engine.kv.tensors["draft"], engine.kv.draft_epoch
+    with monkeypatch.context() as patch:
+        patch.setattr("titan.engine.measure", Mock(side_effect=ValueError("a head of 3")))
+        with pytest.raises(ValueError, match="a head of 3"):
+            engine.swap_draft(zoo.path("other"))
+    assert (engine.drafter, engine.adaptive, engine.kv.tensors["draft"], engine.kv.draft_epoch) == before
+    drain(engine)
+    assert [request.output_token_ids for request in requests] == written(zoo)
+
+
 def test_measuring_passes_loses_no_cached_prefix(zoo: Zoo) -> None:
     """Nor the order of free blocks; but if all are cached, the oldest one is given up."""
     for num_blocks, limit, num_lost in ((30, 12, 0), (4, 12, 1)):

@@ -105,6 +105,32 @@ def test_a_resize_that_runs_out_of_memory_changes_nothing_but_what_the_draft_kno
     assert [request.output_token_ids for request in requests] == lonely(zoo)
 
 
+def test_a_drafter_that_does_not_take_its_cache_back_is_let_go(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have kept the smaller cache, whose end the block tables pass."""
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE)
+    requests, attach, kept = submit(engine, PROMPTS, PARAMS), engine.drafter.attach, list[KVTensor]()  # type: ignore[attr-defined]
+
+    def fail(kv: KVTensor) -> None:
+        if not kept:
+            attach(kv)
+        kept.append(kv)
+        raise OSError(f"cache {len(kept)} is refused")
+
+    engine.step()
+    monkeypatch.setattr(engine.drafter, "attach", fail)
+    with (
+        pytest.warns(RuntimeWarning, match="did not take its KV cache back, so there is no speculation: cache 2 is refused"),
+        pytest.raises(OSError, match="cache 1 is refused"),
+    ):
+        engine.resize_kv_cache(100)
+    assert len(kept) == 2 and engine.metrics().draft == "none" and set(engine.kv.tensors) == {"target"}
+    assert engine.kv.num_blocks == AMPLE["num_kv_blocks"]
+    engine.step()
+    engine.swap_draft(zoo.path("llama~"))
+    drain(engine)
+    assert [request.output_token_ids for request in requests] == lonely(zoo)
+
+
 def test_a_drafter_of_ones_own_gets_its_cache_anew(zoo: Zoo) -> None:
     written = [zoo.greedy("llama", prompt, 36, ignore_eos=True) for prompt in PROMPTS]
     drafter = Remembering({tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, written, strict=True)})

@@ -284,9 +284,9 @@ class Engine:
             drafter = open_drafter(draft, self.config.model, self._draft_context())()
             num_swapped = self._check_room(drafter)
             self._use_drafter(drafter)
+            self.kv.new_draft_epoch(self.scheduler.in_flight)
             self.kv.resize_swap_space(num_swapped, self.scheduler.in_flight)
         self._swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
-        self.kv.new_draft_epoch(self.scheduler.in_flight)
 
     def _check_room(self, drafter: Drafter) -> int:
         """Check that there is memory for a drafter's KV beside what is in use; return the blocks that the swap space then has."""
@@ -323,10 +323,19 @@ class Engine:
             try:
                 self._attach_to_drafter(tensors)
                 self.kv.compact(requests, tensors)
-            except Exception:
-                self._attach_to_drafter(self.kv.tensors)
+            except BaseException:
+                self._return_cache()
                 raise
             self.runner = runner
+
+    def _return_cache(self) -> None:
+        """Attach the cache that stays to the drafter again; one that does not take it might write past its end, and is let go."""
+        try:
+            self._attach_to_drafter(self.kv.tensors)
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            message = f"the drafter {self.drafter.name!r} did not take its KV cache back, so there is no speculation: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            self.swap_draft(None)
 
     def _attach_to_drafter(self, tensors: Mapping[Role, KVTensor]) -> None:
         if isinstance(self.drafter, CachingDrafter) and "draft" in tensors:
@@ -388,45 +397,47 @@ class Engine:
         )
 
     def _use_drafter(self, drafter: Drafter) -> None:
+        """Propose with a drafter from now on; whatever raises, the current one stays."""
         kv: KVTensor | None = None
         lookahead: Lookahead = _only_the_drafts
         if isinstance(drafter, CachingDrafter) and drafter.kv is not None:
             kv = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
-            drafter.attach(kv)  # may raise; the current drafter then stays
+            drafter.attach(kv)
             lookahead = _lookahead_of(drafter)
+        max_draft_tokens = min(drafter.max_draft_tokens, self.config.speculation.max_draft_tokens)
+        adaptive = self._make_adaptive(drafter, max_draft_tokens)
         if kv is None:
             self.kv.detach("draft")
         else:
-            self.kv.attach("draft", kv)  # may raise, too
+            self.kv.attach("draft", kv)
         self.drafter, self._lookahead = drafter, lookahead
-        self._max_draft_tokens = min(drafter.max_draft_tokens, self.config.speculation.max_draft_tokens)
-        self.adaptive = self._make_adaptive(drafter)
+        self._max_draft_tokens, self.adaptive = max_draft_tokens, adaptive
 
-    def _make_adaptive(self, drafter: Drafter) -> AdaptiveSpeculation | None:
+    def _make_adaptive(self, drafter: Drafter, max_draft_tokens: int) -> AdaptiveSpeculation | None:
         options = self.config.speculation
-        if options.speculation != "adaptive" or not self._max_draft_tokens:
+        if options.speculation != "adaptive" or not max_draft_tokens:
             return None
         try:
-            costs = self._measure(drafter)
+            costs = self._measure(drafter, max_draft_tokens)
         except RuntimeError as error:
             warnings.warn(f"passes could not be measured, so speculation='fixed' is used: {error}", stacklevel=2)
             return None
         target = self._target_cost or self._keep_target_cost(costs.pop(0))
         controller = Controller(Costs(target, costs[0] if costs else None, is_timed=self.backend.is_host))
-        return AdaptiveSpeculation(controller, drafter, self._max_draft_tokens, options.speculation_target == "latency")
+        return AdaptiveSpeculation(controller, drafter, max_draft_tokens, options.speculation_target == "latency")
 
     def _make_pace(self) -> Pace | None:
         max_step_s = self.config.schedule.max_inter_token_s
         if max_step_s is None:
             return None
-        target = self._target_cost or self._keep_target_cost(*self._measure(NoDrafter()))
+        target = self._target_cost or self._keep_target_cost(*self._measure(NoDrafter(), self._max_draft_tokens))
         return Pace(deepcopy(target), max_step_s)
 
     def _keep_target_cost(self, cost: PassCost) -> PassCost:
         self._target_cost, self._swap_rule.pass_s = cost, cost.predict
         return cost
 
-    def _measure(self, drafter: Drafter) -> list[PassCost]:
+    def _measure(self, drafter: Drafter, max_draft_tokens: int) -> list[PassCost]:
         """Measure the passes of the target, if they were not yet, and of the draft model, if there is one.
 
         The target's are measured on blocks that are free and not cached, or on the one whose cached content is the oldest. The
@@ -436,14 +447,14 @@ class Engine:
         subjects, block_ids = list[Subject](), list[int]()
         if self._target_cost is None:
             block_ids = pool.allocate(min(max(pool.num_blank, 1), MAX_PROFILED_BLOCKS))
-            subjects.append(Subject(self.runner, self._max_draft_tokens, block_ids, self.max_model_len))
+            subjects.append(Subject(self.runner, max_draft_tokens, block_ids, self.max_model_len))
         if isinstance(drafter, ModelDrafter):
             any_blocks, max_len = range(min(pool.num_blocks, MAX_PROFILED_BLOCKS)), min(self.max_model_len, drafter.max_len)
             num_fed = min(MAX_PROFILED_FEED, schedule.max_num_batched_tokens)
             subjects.append(Subject(drafter.runner, 0, any_blocks, max_len, num_fed))
         max_rows = schedule.max_num_batched_tokens
         if schedule.max_inter_token_s is None:  # prompts do not matter
-            max_rows = min(max_rows, schedule.max_batch_size * (1 + self._max_draft_tokens))
+            max_rows = min(max_rows, schedule.max_batch_size * (1 + max_draft_tokens))
         try:
             with self.backend.active():  # as in steps, now that the back end knows the models
                 return measure(subjects, self.backend, Extent(self.kv.block_size, schedule.max_batch_size, max_rows))
