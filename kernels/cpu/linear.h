@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "amx.h"
+#include "codes.h"
 #include "numbers.h"
 #include "product.h"
 #include "team.h"
@@ -19,7 +20,10 @@ template <typename T, typename X, typename Packed, int M, int B>
 void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t block, const T* residual, T* output) {
   const int64_t depth = depth_of(weight);
   Lanes sums[B * kParts][M];
-  multiply_blocks<M, B>(x, stride, static_cast<const Packed*>(weight.data) + block * kBlock * depth, depth, sums);
+  if constexpr (std::is_same_v<Packed, Codes>)
+    multiply_codes<M, B>(codes_of(weight), x, stride, block, depth, sums);
+  else
+    multiply_blocks<M, B>(x, stride, static_cast<const Packed*>(weight.data) + block * kBlock * depth, depth, sums);
   const T* bias = static_cast<const T*>(weight.bias);
   for (int v = 0; v < B * kParts; ++v) {
     const int64_t first = block * kBlock + v * kLanes, count = weight.num_outputs - first;
@@ -59,7 +63,7 @@ void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64
 template <typename T>
 int64_t linear_lines(const Weight& weight, int64_t num_rows) {
   const bool is_whole = weight.num_inputs == depth_of(weight);
-  if (weight.format != kPairs) return 0;
+  if (!is_of_pairs(weight)) return 0;
 #ifdef TITAN_HAS_AMX
   return std::is_same_v<T, BFloat16> && is_whole ? 0 : num_lines<BFloat16>(num_rows * depth_of(weight) * kTerms<T>);
 #else
@@ -79,20 +83,27 @@ void linear(Member& member, const Weight& weight, const T* x, int64_t num_rows, 
     if (weight.format == kFloat32) return multiply_by_vectors<T, T, float>(member, weight, x, depth, num_rows, residual, output);
     if (weight.format == kFloat16) return multiply_by_vectors<T, T, Float16>(member, weight, x, depth, num_rows, residual, output);
   }
+  const auto multiply = [&](const Row<T>* rows) {
+#ifdef TITAN_HAS_CODES
+    if (weight.format == kCodes) return multiply_by_vectors<T, Row<T>, Codes>(member, weight, rows, depth, num_rows, residual, output);
+#endif
+    multiply_by_vectors<T, Row<T>, BFloat16>(member, weight, rows, depth, num_rows, residual, output);
+  };
   if constexpr (std::is_same_v<T, Row<T>>) {
-    if (weight.num_inputs == depth) return multiply_by_vectors<T, T, BFloat16>(member, weight, x, depth, num_rows, residual, output);
+    if (weight.num_inputs == depth) return multiply(x);
   }
   Row<T>* rows = reinterpret_cast<Row<T>*>(room);
   member.share(num_rows, depth, [&](int64_t row) {
     for (int64_t i = 0; i < weight.num_inputs; ++i) narrow(widen(x[row * weight.num_inputs + i]), &rows[row * depth + i]);
     std::fill(rows + row * depth + weight.num_inputs, rows + (row + 1) * depth, Row<T>{});
   });
-  multiply_by_vectors<T, Row<T>, BFloat16>(member, weight, rows, depth, num_rows, residual, output);
+  multiply(rows);
 }
 
 // Copy the weights of an output to `result`, [num_inputs].
 template <typename T>
 void unpack_row(const Weight& weight, int64_t row, T* result) {
+  if (weight.format == kCodes) return unpack_codes(weight, row, result);
   const int64_t size = weight.num_inputs, first = row / kBlock * kBlock * depth_of(weight), lane = row % kBlock;
   if (weight.format == kPairs) {
     const BFloat16* pairs = static_cast<const BFloat16*>(weight.data) + first + 2 * lane;

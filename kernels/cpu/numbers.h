@@ -173,6 +173,8 @@ inline Words load_pairs(const T* values) {
   return load<Words>(values);
 }
 
+inline Words load_pairs(Words pairs) { return pairs; }
+
 inline Words load_pairs(const int8_t* values) {
 #if defined(__AVX512BW__) // GCC 12 would widen the bytes one by one
   return reinterpret<Words>(_mm512_cvtepi8_epi16(load<__m256i>(values)));

@@ -36,7 +36,11 @@ inline void with_constant(int64_t number, const Work& work) {
 
 // Numbers of packed operands that one vector holds per output.
 template <typename Packed>
-constexpr int kPair = std::is_same_v<Packed, BFloat16> || std::is_same_v<Packed, int16_t> ? 2 : 1;
+constexpr int kPair = std::is_same_v<Packed, BFloat16> || std::is_same_v<Packed, int16_t> || std::is_same_v<Packed, Words> ? 2 : 1;
+
+// What `Source` points to, or is: a vector of pairs.
+template <typename Source>
+using PackedOf = std::remove_const_t<std::remove_pointer_t<Source>>;
 
 // What products are summed in, of numbers of type X; sums of integers are exact.
 template <typename X>
@@ -75,22 +79,28 @@ inline Integers add_pairs(Integers sum, Words a, Words b) {
 }
 
 // Load one of the `kPair` numbers of each lane as float32.
-template <int Place, typename Packed>
-inline Lanes load_number(const Packed* packed) {
-  if constexpr (kPair<Packed> == 1) return load_lanes(packed);
-  const Words pairs = load<Words>(packed);
+template <int Place>
+inline Lanes load_number(Words pairs) {
   return reinterpret<Lanes>(Place == 0 ? pairs << 16 : pairs & 0xffff0000u);
 }
 
+template <int Place, typename Packed>
+inline Lanes load_number(const Packed* packed) {
+  if constexpr (kPair<Packed> == 1)
+    return load_lanes(packed);
+  else
+    return load_number<Place>(load<Words>(packed));
+}
+
 // Add the products of `kPair` inputs of M rows with V vectors, from the one at `Place` on.
-template <int M, int V, int Place = 0, typename Packed>
-inline void add_products(const float* x, int64_t stride, const Packed* const (&packed)[V], Lanes (&sums)[V][M]) {
+template <int M, int V, int Place = 0, typename Source>
+inline void add_products(const float* x, int64_t stride, const Source (&packed)[V], Lanes (&sums)[V][M]) {
   Lanes numbers[V];
   for (int v = 0; v < V; ++v) numbers[v] = load_number<Place>(packed[v]);
 #pragma GCC unroll 8
   for (int row = 0; row < M; ++row)
     for (int v = 0; v < V; ++v) sums[v][row] += numbers[v] * x[row * stride + Place];
-  if constexpr (Place + 1 < kPair<Packed>) add_products<M, V, Place + 1>(x, stride, packed, sums);
+  if constexpr (Place + 1 < kPair<PackedOf<Source>>) add_products<M, V, Place + 1>(x, stride, packed, sums);
 }
 
 // Add the products of numbers of two rows, lane by lane.
@@ -101,9 +111,9 @@ inline Sum add_product(Sum sum, const X* a, const X* b) {
   return add_pairs(sum, load_pairs(a), load_pairs(b));
 }
 
-template <int M, int V, typename X, typename Sum>
+template <int M, int V, typename X, typename Source, typename Sum>
   requires(kPair<X> == 2)
-inline void add_products(const X* x, int64_t stride, const X* const (&packed)[V], Sum (&sums)[V][M]) {
+inline void add_products(const X* x, int64_t stride, const Source (&packed)[V], Sum (&sums)[V][M]) {
   for (int row = 0; row < M; ++row) {
     const Words pair = Words{} + load<uint32_t>(x + row * stride);
     for (int v = 0; v < V; ++v) sums[v][row] = add_pairs(sums[v][row], load_pairs(packed[v]), pair);

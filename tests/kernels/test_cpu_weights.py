@@ -10,6 +10,7 @@ from ctypes import addressof, c_int64, c_void_p
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from back_ends import KINDS, make_kernels
@@ -18,13 +19,15 @@ from torch import Tensor
 from titan.kernels.cpu import weights as cpu_weights
 from titan.kernels.cpu.compiled import CompiledKernels
 from titan.kernels.cpu.layers import CompiledOps
-from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, pack_weight, weight_struct
+from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, MAX_RARE, pack_weight, weight_struct
 
 SIZES = [(1, 1), (64, 32), (50, 70), (17, 16), (131, 33), (33, 2050), (100, 192)]
 NUM_ROWS = (*range(20), 21, 24, 31, 32, 33, 48, 63, 64, 65, 70)
 MODELS = {
     "bfloat16": (torch.bfloat16, torch.bfloat16),
     "float32 of bfloat16": (torch.float32, torch.bfloat16),
+    "bfloat16 with rare numbers": (torch.bfloat16, torch.bfloat16),
+    "float32 of bfloat16 with rare numbers": (torch.float32, torch.bfloat16),
     "float32 of float16": (torch.float32, torch.float16),
     "float32": (torch.float32, torch.float32),
 }
@@ -37,7 +40,44 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 def make_weight(model: str, num_outputs: int, num_inputs: int) -> Tensor:
     dtype, held = MODELS[model]
+    if model.endswith("rare numbers"):
+        return with_rare_numbers(num_outputs, num_inputs, int(num_outputs * num_inputs * MAX_RARE)).to(dtype)
     return random(num_outputs, num_inputs).to(held).to(dtype)
+
+
+def with_rare_numbers(num_outputs: int, num_inputs: int, count: int) -> Tensor:
+    """Return numbers with 15 different upper bytes, as many as a palette holds, but for some at random places."""
+    generator = torch.Generator().manual_seed(1)
+    high = torch.tensor([0x38, *range(0x39, 0x40), *range(0xB9, 0xC0)])[
+        torch.randint(15, (num_outputs * num_inputs,), generator=generator)
+    ]
+    bits = high << 8 | torch.randint(256, high.shape, generator=generator)
+    places = torch.randperm(len(bits), generator=generator)[:count]
+    bits[places] = torch.tensor([0xB2C4, 0x429B, 0x8000, 0x8080, 0x2E17]).repeat(count // 5 + 1)[
+        :count
+    ]  # two are -0.0 and -(2**-126)
+    return bits.to(torch.uint16).view(torch.bfloat16).view(num_outputs, num_inputs)
+
+
+def decoded(coded: Tensor, num_inputs: int) -> Tensor:
+    """Return what a weight in codes holds, padding included, by the words of ``codes.h``."""
+    storage = np.frombuffer(bytes(coded.untyped_storage()), np.uint8)
+    num_blocks, depth = -(-len(coded) // 16), -(-num_inputs // 32) * 32
+    sizes = [num_blocks * depth * 24, num_blocks * 16, num_blocks * 4]
+    units, palettes, ends, rare = np.split(storage, np.cumsum(sizes))
+    units, palettes = units.reshape(num_blocks, depth // 8, 3, 64), palettes.reshape(num_blocks, 16)
+    bits = np.zeros((num_blocks, 16, depth), np.uint16)
+    for output in range(16):
+        for i in range(8):
+            byte = output // 4 * 16 + i % 4 // 2 * 8 + output % 4 * 2 + i % 2
+            numbers = units[:, :, 0, byte] >> i // 4 * 4 & 15
+            high = np.take_along_axis(palettes, numbers.astype(np.int64), 1)
+            bits[:, output, i::8] = high.astype(np.uint16) << 8 | units[:, :, 1 + i // 4, byte]
+    entries = rare.view([("input", "<i4"), ("output", "<u2"), ("value", "<u2")])
+    blocks = np.searchsorted(ends.view(np.int32), np.arange(len(entries)), side="right")
+    assert not bits[blocks, entries["output"], entries["input"]].any(), "coded as 0.0"
+    bits[blocks, entries["output"], entries["input"]] = entries["value"]
+    return torch.from_numpy(bits.reshape(-1, depth)).view(torch.bfloat16)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -55,6 +95,15 @@ def test_every_number_is_where_the_layout_says(kernels: CompiledKernels, model: 
     weight, (_, held) = make_weight(model, *size), MODELS[model]
     packed, has_pairs = pack_weight(weight, kernels), held == torch.bfloat16
     assert packed.shape[0] == size[0] and pack_weight(packed, kernels) is packed
+    token_ids = torch.arange(size[0]).flip(0)
+    rows = CompiledOps(kernels, weight.dtype).look_up(token_ids, packed, size[1], weight.dtype)
+    assert torch.equal(rows, weight[token_ids]) and torch.equal(rows.signbit(), weight[token_ids].signbit())
+    assert kernels.reads_codes or packed.dtype != torch.uint8
+    if packed.dtype == torch.uint8:
+        padded = decoded(packed, size[1])
+        assert torch.equal(padded[: size[0], : size[1]].to(weight.dtype), weight)
+        assert not padded[size[0] :].any() and not padded[:, size[1] :].any()
+        return
     flat = torch.empty(0, dtype=held).set_(packed.untyped_storage()).tolist()  # type: ignore[call-overload]
     depth = -(-size[1] // 32) * 32 if has_pairs else size[1]
     assert len(flat) == depth * -(-size[0] // (32 if has_pairs else 16)) * (32 if has_pairs else 16)
@@ -65,18 +114,26 @@ def test_every_number_is_where_the_layout_says(kernels: CompiledKernels, model: 
                 place = ((block * depth // 2 + pair) * 16 + lane) * 2 + half if has_pairs else (block * depth + i) * 16 + lane
                 assert flat[place] == float(weight[output, i])
     assert sum(map(bool, flat)) == int(weight.count_nonzero())
-    token_ids = torch.arange(size[0]).flip(0)
-    ops = CompiledOps(kernels, weight.dtype)
-    assert torch.equal(ops.look_up(token_ids, packed, size[1], weight.dtype), weight[token_ids])
 
 
 def test_the_smallest_format_that_holds_a_weight_is_its_own(kernels: CompiledKernels) -> None:
     weight = random(2048, 64).bfloat16().float()
-    for number, dtype in ((1.0, torch.int32), (1 + 2**-8, torch.uint16), (1 + 2**-11, torch.uint32), (1e30, torch.uint32)):
-        if dtype != torch.int32:
+    for number, dtype in (
+        (1.0, torch.uint8 if kernels.reads_codes else torch.int32),
+        (1 + 2**-8, torch.uint16),
+        (1 + 2**-11, torch.uint32),
+        (1e30, torch.uint32),
+    ):
+        if number != 1:
             weight = random(2048, 64).half().float()
         weight[-1, -1] = number
         assert pack_weight(weight, kernels).dtype == pack_weight(weight.T, kernels).dtype == dtype
+
+
+def test_a_weight_with_too_many_rare_numbers_stays_in_pairs(kernels: CompiledKernels) -> None:
+    for num_rare, dtype in ((64, torch.uint8), (65, torch.int32)):
+        packed = pack_weight(with_rare_numbers(128, 512, num_rare), kernels)
+        assert packed.dtype == (dtype if kernels.reads_codes else torch.int32)
 
 
 # products
