@@ -283,6 +283,11 @@ def test_a_draft_whose_passes_fail_while_they_are_measured_leaves_the_current_on
         patch.setattr("titan.engine.measure", Mock(side_effect=ValueError("a head of 3")))
         with pytest.raises(ValueError, match="a head of 3"):
             engine.swap_draft(zoo.path("other"))
+        attach = Mock(wraps=engine.drafter.attach)  # type: ignore[attr-defined]
+        patch.setattr(engine.drafter, "attach", attach)
+        with pytest.raises(ValueError, match="a head of 3"):
+            engine.swap_draft(engine.drafter)
+    assert attach.call_count == 2 and attach.call_args.args == (engine.kv.tensors["draft"],), "it has its cache again"
     assert (engine.drafter, engine.adaptive, engine.kv.tensors["draft"], engine.kv.draft_epoch) == before
     drain(engine)
     assert [request.output_token_ids for request in requests] == written(zoo)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -105,14 +106,37 @@ def test_a_resize_that_runs_out_of_memory_changes_nothing_but_what_the_draft_kno
     assert [request.output_token_ids for request in requests] == lonely(zoo)
 
 
+@pytest.mark.parametrize("interrupted", ["draft", "target"])
+def test_an_interrupt_in_a_resize_ends_the_requests(zoo: Zoo, interrupted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of the target may have moved; what comes later is right."""
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), backend=make_back_end("torch"), **AMPLE)
+    requests, gather = submit(engine, PROMPTS, PARAMS), engine.backend.cache.gather_blocks
+
+    def fail(source: KVTensor, target: KVTensor, block_ids: Any) -> None:
+        gather(source, target, block_ids)
+        if source is engine.kv.tensors[interrupted]:  # type: ignore[index]
+            raise KeyboardInterrupt
+
+    for _ in range(4):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.backend.cache, "gather_blocks", fail)
+        with pytest.raises(KeyboardInterrupt):
+            engine.resize_kv_cache(200)
+    assert all(request.error == "resize_kv_cache(200) was interrupted" for request in requests if request.finish_reason == "abort")
+    assert not engine.scheduler.has_unfinished and engine.kv.num_blocks == AMPLE["num_kv_blocks"]
+    check_blocks(engine)
+    assert run_all(engine, PROMPTS, PARAMS) == lonely(zoo) and engine.metrics().num_cached_tokens == 0
+
+
 def test_a_drafter_that_does_not_take_its_cache_back_is_let_go(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have kept the smaller cache, whose end the block tables pass."""
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE)
-    requests, attach, kept = submit(engine, PROMPTS, PARAMS), engine.drafter.attach, list[KVTensor]()  # type: ignore[attr-defined]
+    requests, attach, kept = submit(engine, PROMPTS, PARAMS), type(engine.drafter).attach, list[KVTensor]()  # type: ignore[attr-defined]
 
     def fail(kv: KVTensor) -> None:
         if not kept:
-            attach(kv)
+            attach(engine.drafter, kv)
         kept.append(kv)
         raise OSError(f"cache {len(kept)} is refused")
 
@@ -127,6 +151,12 @@ def test_a_drafter_that_does_not_take_its_cache_back_is_let_go(zoo: Zoo, monkeyp
     assert engine.kv.num_blocks == AMPLE["num_kv_blocks"]
     engine.step()
     engine.swap_draft(zoo.path("llama~"))
+    kept.clear()
+    monkeypatch.setattr(engine.drafter, "attach", fail)
+    warnings.simplefilter("error")
+    with pytest.raises(RuntimeWarning, match="did not take"):
+        engine.resize_kv_cache(100)
+    assert engine.metrics().draft == "none"
     drain(engine)
     assert [request.output_token_ids for request in requests] == lonely(zoo)
 

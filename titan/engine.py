@@ -283,10 +283,15 @@ class Engine:
         with self.backend.active():
             drafter = open_drafter(draft, self.config.model, self._draft_context())()
             num_swapped = self._check_room(drafter)
-            self._use_drafter(drafter)
+            try:
+                self._use_drafter(drafter)
+            except BaseException:
+                if drafter is self.drafter:  # one that was given again
+                    self._return_cache()
+                raise
             self.kv.new_draft_epoch(self.scheduler.in_flight)
+            self._swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
             self.kv.resize_swap_space(num_swapped, self.scheduler.in_flight)
-        self._swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
 
     def _check_room(self, drafter: Drafter) -> int:
         """Check that there is memory for a drafter's KV beside what is in use; return the blocks that the swap space then has."""
@@ -309,8 +314,8 @@ class Engine:
 
         Raises:
             ValueError: requests in flight hold more blocks, or one of them may need more; or there is too little memory, or the
-                back end is not on the host. Nothing has changed then, nor if a drafter refuses its new cache.
-            Exception: as `KVCache.compact`; the size stays.
+                back end is not on the host. Nothing has changed then.
+            Exception: as `KVCache.compact`, or from a drafter that refuses its new cache; the size stays.
         """
         requests = self.scheduler.in_flight
         self._check_resize(check_integer("num_blocks", num_blocks, 1), requests)
@@ -323,8 +328,10 @@ class Engine:
             try:
                 self._attach_to_drafter(tensors)
                 self.kv.compact(requests, tensors)
-            except BaseException:
+            except BaseException as error:
                 self._return_cache()
+                if not isinstance(error, Exception):  # an interrupt, which may have struck while blocks of the target moved
+                    self._give_up_kv(f"resize_kv_cache({num_blocks}) was interrupted")
                 raise
             self.runner = runner
 
@@ -332,10 +339,18 @@ class Engine:
         """Attach the cache that stays to the drafter again; one that does not take it might write past its end, and is let go."""
         try:
             self._attach_to_drafter(self.kv.tensors)
-        except Exception as error:  # noqa: BLE001 - whatever it is
-            message = f"the drafter {self.drafter.name!r} did not take its KV cache back, so there is no speculation: {error}"
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+        except BaseException as error:
+            name = self.drafter.name
             self.swap_draft(None)
+            if not isinstance(error, Exception):
+                raise
+            message = f"the drafter {name!r} did not take its KV cache back, so there is no speculation: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+    def _give_up_kv(self, reason: str) -> None:
+        for request in self.scheduler.in_flight:
+            self.scheduler.abort(request, reason)
+        self.kv.forget_cached()
 
     def _attach_to_drafter(self, tensors: Mapping[Role, KVTensor]) -> None:
         if isinstance(self.drafter, CachingDrafter) and "draft" in tensors:
@@ -406,10 +421,10 @@ class Engine:
             lookahead = _lookahead_of(drafter)
         max_draft_tokens = min(drafter.max_draft_tokens, self.config.speculation.max_draft_tokens)
         adaptive = self._make_adaptive(drafter, max_draft_tokens)
-        if kv is None:
-            self.kv.detach("draft")
-        else:
+        if kv is not None:
             self.kv.attach("draft", kv)
+        else:
+            self.kv.detach("draft")
         self.drafter, self._lookahead = drafter, lookahead
         self._max_draft_tokens, self.adaptive = max_draft_tokens, adaptive
 

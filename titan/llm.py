@@ -233,7 +233,7 @@ class LLM:
         A smaller cache gives its memory back; the cached prefixes that were used longest ago are dropped where they do not fit.
         Requests that were admitted, but not yet queued, end with an error if they no longer fit.
 
-        A draft that refuses both its new cache and the one it had is let go, with a warning.
+        A draft that does not take its cache back, where a resize fails, is let go, with a warning. An interrupt ends all requests.
 
         Args:
             num_blocks: of target and draft each.

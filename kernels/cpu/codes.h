@@ -9,7 +9,6 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "numbers.h"
 #include "product.h"
@@ -20,43 +19,47 @@
 #define TITAN_HAS_CODES 1
 #endif
 
-extern "C" struct RareWeight {
+struct RareWeight {
   int32_t input;
   uint16_t output; // of the block
   BFloat16 value;
 };
 
+constexpr int kPalette = 16; // values of upper bytes
+
+// Before the codes of each block, so that the first rows of a weight are a weight, too.
+struct alignas(64) CodeHeader {
+  uint8_t palette[kPalette];
+  int64_t rare_offset; // in bytes from here to the block's rare weights, which lie behind all blocks
+  int64_t num_rare;
+};
+static_assert(sizeof(RareWeight) == 8 && sizeof(CodeHeader) == 64); // as in weights.py
+
 namespace {
 
-constexpr int kPalette = 16;   // values of upper bytes
 constexpr int kUnitInputs = 8; // inputs whose weights are coded together
 constexpr int kPartBytes = 64; // of a unit's parts: the numbers of upper bytes, 4 bits each; lower bytes of 4 inputs; those of 4 more
 constexpr int kLowParts = 2;
 constexpr int kUnitBytes = (1 + kLowParts) * kPartBytes;
 
-// A weight in codes. Its storage holds the arrays in this order.
+constexpr int64_t code_bytes(int64_t depth) { return sizeof(CodeHeader) + depth / kUnitInputs * kUnitBytes; }
+
+// The codes of a block: [depth / kUnitInputs, kUnitBytes], behind their header.
 struct Codes {
-  const uint8_t* units;    // [blocks, depth / kUnitInputs, kUnitBytes]
-  const uint8_t* palettes; // [blocks, kPalette]
-  const int32_t* ends;     // [blocks], of their rare weights
-  const RareWeight* rare;  // in the order of the blocks
+  Codes(const void* blocks, int64_t block, int64_t depth) : start(static_cast<const uint8_t*>(blocks) + block * code_bytes(depth)) {}
 
-  const uint8_t* units_of(int64_t block, int64_t depth) const { return units + block * (depth / kUnitInputs) * kUnitBytes; }
+  const CodeHeader& header() const { return *reinterpret_cast<const CodeHeader*>(start); }
+  const uint8_t* units() const { return start + sizeof(CodeHeader); }
+
+  // Call `work` with each rare weight, in their order.
+  template <typename Work>
+  void for_each_rare(const Work& work) const {
+    const RareWeight* rare = reinterpret_cast<const RareWeight*>(start + header().rare_offset);
+    for (int64_t i = 0; i < header().num_rare; ++i) work(rare[i]);
+  }
+
+  const uint8_t* start;
 };
-
-inline Codes codes_of(const Weight& weight) {
-  const int64_t num_blocks = (weight.num_outputs + kBlock - 1) / kBlock;
-  const uint8_t* units = static_cast<const uint8_t*>(weight.data);
-  const uint8_t* palettes = units + num_blocks * depth_of(weight) / kUnitInputs * kUnitBytes;
-  const int32_t* ends = reinterpret_cast<const int32_t*>(palettes + num_blocks * kPalette);
-  return {units, palettes, ends, reinterpret_cast<const RareWeight*>(ends + num_blocks)};
-}
-
-// Call `work` with each rare weight of a block.
-template <typename Work>
-inline void for_each_rare(const Codes& codes, int64_t block, const Work& work) {
-  for (int32_t i = block == 0 ? 0 : codes.ends[block - 1]; i < codes.ends[block]; ++i) work(codes.rare[i]);
-}
 
 // Where in a unit the code of an output's weight is: as vectors are interleaved, 8 bytes of one and 8 of another at a time.
 struct CodePlace {
@@ -69,40 +72,37 @@ struct CodePlace {
   int shift;    // of the number in its byte
 };
 
-inline BFloat16 decode(const uint8_t* units, const uint8_t* palette, int64_t input, int64_t output) {
-  const uint8_t* unit = units + input / kUnitInputs * kUnitBytes;
-  const CodePlace place(input, output);
-  return {static_cast<uint16_t>(palette[unit[place.byte] >> place.shift & 15] << 8 | unit[place.low])};
-}
-
 // Copy the weights of an output to `result`, [num_inputs].
 template <typename T>
 void unpack_codes(const Weight& weight, int64_t row, T* result) {
-  const Codes codes = codes_of(weight);
-  const int64_t block = row / kBlock, output = row % kBlock;
-  const uint8_t* units = codes.units_of(block, depth_of(weight));
-  for (int64_t i = 0; i < weight.num_inputs; ++i) narrow(widen(decode(units, codes.palettes + block * kPalette, i, output)), &result[i]);
-  for_each_rare(codes, block, [&](const RareWeight& rare) {
-    if (rare.output == output) narrow(widen(rare.value), &result[rare.input]);
+  const Codes codes(weight.data, row / kBlock, depth_of(weight));
+  for (int64_t i = 0; i < weight.num_inputs; ++i) {
+    const uint8_t* unit = codes.units() + i / kUnitInputs * kUnitBytes;
+    const CodePlace place(i, row % kBlock);
+    const int high = codes.header().palette[unit[place.byte] >> place.shift & 15];
+    narrow(widen(BFloat16{static_cast<uint16_t>(high << 8 | unit[place.low])}), &result[i]);
+  }
+  codes.for_each_rare([&](const RareWeight& rare) {
+    if (rare.output == row % kBlock) narrow(widen(rare.value), &result[rare.input]);
   });
 }
 
 #ifdef TITAN_HAS_CODES
 
-// As `multiply_blocks`, by blocks of a weight in codes, the first at `units`.
+// As `multiply_blocks`, by blocks of a weight in codes, the first at `start`; rare weights are 0.0.
 template <int M, int B, typename X>
-[[gnu::noinline]] void multiply_units(const X* x, int64_t stride, const uint8_t* units, const uint8_t* palettes, int64_t depth,
-                                      Lanes (&results)[B][M]) {
-  const int64_t block_bytes = depth / kUnitInputs * kUnitBytes, last = depth - kPrefetchBytes / kUnitBytes * kUnitInputs;
+[[gnu::noinline]] void multiply_units(const X* x, int64_t stride, const uint8_t* start, int64_t depth, Lanes (&results)[B][M]) {
+  const int64_t last = depth - kPrefetchBytes / kUnitBytes * kUnitInputs;
   const uint8_t* unit[B];
   __m512i palette[B]; // in every 16 bytes
   for (int block = 0; block < B; ++block) {
-    unit[block] = units + block * block_bytes;
-    palette[block] = _mm512_broadcast_i32x4(load<__m128i>(palettes + block * kPalette));
+    const Codes codes(start, block, depth);
+    unit[block] = codes.units();
+    palette[block] = _mm512_broadcast_i32x4(load<__m128i>(codes.header().palette));
   }
   Lanes sums[B][1][M] = {};
   for (int64_t input = 0; input < depth; input += kUnitInputs) {
-    const int64_t ahead = kPrefetchBytes + (input < last ? 0 : (B - 1) * block_bytes);
+    const int64_t ahead = kPrefetchBytes + (input < last ? 0 : (B - 1) * code_bytes(depth));
     for (int block = 0; block < B; ++block)
       for (int part = 0; part < kUnitBytes; part += kPartBytes) __builtin_prefetch(unit[block] + ahead + part);
 #pragma GCC unroll 2
@@ -129,10 +129,10 @@ template <int M, int B, typename X>
 
 // Multiply x [M, depth], `stride` apart, by B blocks of a weight.
 template <int M, int B, typename X>
-void multiply_codes(const Codes& codes, const X* x, int64_t stride, int64_t block, int64_t depth, Lanes (&sums)[B][M]) {
-  multiply_units<M, B>(x, stride, codes.units_of(block, depth), codes.palettes + block * kPalette, depth, sums);
+void multiply_codes(const X* x, int64_t stride, const Weight& weight, int64_t block, int64_t depth, Lanes (&sums)[B][M]) {
+  multiply_units<M, B>(x, stride, Codes(weight.data, block, depth).start, depth, sums);
   for (int b = 0; b < B; ++b)
-    for_each_rare(codes, block + b, [&](const RareWeight& rare) {
+    Codes(weight.data, block + b, depth).for_each_rare([&](const RareWeight& rare) {
       for (int row = 0; row < M; ++row)
         sums[b][row][rare.output] += widen(x[row * stride + rare.input]) * widen(rare.value);
     });
@@ -151,43 +151,45 @@ extern "C" int64_t reads_codes() {
 #endif
 }
 
-// Choose the palette of each block of rows [num_rows, depth], a multiple of kBlock rows, and count its rare weights.
-extern "C" void choose_palettes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, uint8_t* palettes, int32_t* counts) {
+// Choose the palettes of rows [num_rows, depth], a multiple of kBlock rows, from `first_block` of the weight on, and write the headers
+// but for the place of the rare weights.
+extern "C" void choose_palettes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, int64_t first_block, CodeHeader* headers) {
   share(team, num_rows / kBlock, kBlock * depth, [&](int64_t block) {
     const uint16_t* numbers = rows + block * kBlock * depth;
     int64_t frequencies[256] = {};
     for (int64_t i = 0; i < kBlock * depth; ++i) ++frequencies[numbers[i] >> 8];
-    uint8_t bytes[256], *palette = palettes + block * kPalette;
+    uint8_t bytes[256];
     for (int i = 0; i < 256; ++i) bytes[i] = static_cast<uint8_t>(i);
     std::partial_sort(bytes + 1, bytes + kPalette, bytes + 256, [&](uint8_t a, uint8_t b) {
       return frequencies[a] != frequencies[b] ? frequencies[a] > frequencies[b] : a < b;
     });
-    std::copy_n(bytes, kPalette, palette);
-    counts[block] = 0;
-    for (int i = kPalette; i < 256; ++i) counts[block] += static_cast<int32_t>(frequencies[bytes[i]]);
+    CodeHeader& header = headers[first_block + block] = {};
+    std::copy_n(bytes, kPalette, header.palette);
+    for (int i = kPalette; i < 256; ++i) header.num_rare += frequencies[bytes[i]];
   });
 }
 
-// Code rows [num_rows, depth], a multiple of kBlock rows, by the palettes chosen for them. The room for rare weights is that of the whole
-// weight, of which these are the rows from `first_block` on.
+// Code rows [num_rows, depth] from `first_block` on. `headers` are complete; `blocks` is where those of all blocks and their codes go.
 extern "C" void make_codes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, int64_t first_block,
-                           const uint8_t* palettes, const int32_t* ends, uint8_t* units, RareWeight* rare) {
+                           const CodeHeader* headers, uint8_t* blocks) {
   share(team, num_rows / kBlock, kBlock * depth, [&](int64_t index) {
-    const int64_t block = first_block + index;
-    RareWeight* next = rare + (block == 0 ? 0 : ends[block - 1]);
+    const CodeHeader& header = headers[first_block + index];
+    uint8_t* start = blocks + (first_block + index) * code_bytes(depth);
+    std::memcpy(start, &header, sizeof header);
+    RareWeight* rare = reinterpret_cast<RareWeight*>(start + header.rare_offset);
+    uint8_t* unit = start + sizeof header;
     constexpr uint8_t kRare = kPalette;
     uint8_t numbers[256];
     std::fill_n(numbers, 256, kRare);
-    for (uint8_t i = 0; i < kPalette; ++i) numbers[palettes[block * kPalette + i]] = i;
-    for (int64_t first = 0; first < depth; first += kUnitInputs) {
-      uint8_t* unit = units + (block * depth + first) / kUnitInputs * kUnitBytes;
+    for (uint8_t i = 0; i < kPalette; ++i) numbers[header.palette[i]] = i;
+    for (int64_t first = 0; first < depth; first += kUnitInputs, unit += kUnitBytes) {
       std::fill_n(unit, kPartBytes, uint8_t{});
       for (int64_t output = 0; output < kBlock; ++output)
         for (int64_t input = first; input < first + kUnitInputs; ++input) {
           const uint16_t bits = rows[(index * kBlock + output) * depth + input];
           const CodePlace place(input, output);
           const uint8_t number = numbers[bits >> 8];
-          if (number == kRare) *next++ = {static_cast<int32_t>(input), static_cast<uint16_t>(output), {bits}};
+          if (number == kRare) *rare++ = {static_cast<int32_t>(input), static_cast<uint16_t>(output), {bits}};
           unit[place.byte] |= number % kPalette << place.shift;
           unit[place.low] = number == kRare ? 0 : static_cast<uint8_t>(bits);
         }

@@ -37,6 +37,7 @@ struct Decoder {
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
+  int64_t vocab_size;      // of the embedding; the head may be of the first tokens alone
   int64_t kv_is_quantised;
   int64_t has_gelu; // in place of SiLU
   float eps;

@@ -196,7 +196,7 @@ public:
 private:
   void add_row(int64_t request, int64_t token, int64_t position, int64_t slot, int64_t visible_len, int64_t bits) {
     const int64_t block = growing_.block_table[request * growing_.table_width + slot / growing_.block_size];
-    rows_.token_ids.push_back(std::max<int64_t>(std::min(token, decoder_.head.num_outputs - 1), 0));
+    rows_.token_ids.push_back(std::max<int64_t>(std::min(token, decoder_.vocab_size - 1), 0));
     rows_.positions.push_back(position);
     rows_.slots.push_back(block * growing_.block_size + slot % growing_.block_size);
     rows_.visible_lens.push_back(visible_len);

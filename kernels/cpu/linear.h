@@ -21,7 +21,7 @@ void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t bl
   const int64_t depth = depth_of(weight);
   Lanes sums[B * kParts][M];
   if constexpr (std::is_same_v<Packed, Codes>)
-    multiply_codes<M, B>(codes_of(weight), x, stride, block, depth, sums);
+    multiply_codes<M, B>(x, stride, weight, block, depth, sums);
   else
     multiply_blocks<M, B>(x, stride, static_cast<const Packed*>(weight.data) + block * kBlock * depth, depth, sums);
   const T* bias = static_cast<const T*>(weight.bias);

@@ -39,7 +39,7 @@ class DecoderStruct(ctypes.Structure):
     """``Decoder`` of the C++."""
 
     _fields_ = [
-        *((name, INT) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, INT) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")),
         ("kv_is_quantised", INT),
         ("has_gelu", INT),
         ("eps", FLOAT),

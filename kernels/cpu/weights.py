@@ -4,13 +4,13 @@ bfloat16 weights are packed as pairs of inputs, [outputs / 16, inputs / 2, 16, 2
 exactly: most models are published in bfloat16; run in float32, half of the bits read of each weight would be zeros. Other float32
 weights are packed as [outputs / 16, inputs, 16], in float16 if that holds them exactly.
 
-Where the processor decodes them fast enough, pairs are kept in codes of 12 bits, without loss (``codes.h``): a pass of few rows
-takes as long as reading the weights does.
+With AVX-512, but not with matrix units, pairs are kept in codes of 12 bits, without loss (``codes.h``): a pass of few rows takes
+as long as reading the weights does.
 
 A packed weight is a tensor of integers, so that no operation of PyTorch takes it for numbers: int32 [out_features, inputs / 2] of
-pairs, uint8 [out_features, inputs * 12 / 8] of codes, uint16 [out_features, inputs] of float16, or uint32 of float32. Its elements
-are in the order above, and its storage is padded to whole blocks; of pairs, to multiples of 32 outputs and inputs: tiles of the
-matrix units; that of codes has the palettes and the rare weights behind them.
+pairs, uint8 [out_features, bytes of a block / 16] of codes, uint16 [out_features, inputs] of float16, or uint32 of float32. Its
+first rows are a weight, too. Its storage is padded to whole blocks; of pairs, to multiples of 32 outputs and inputs, tiles of the
+matrix units; of codes, to multiples of 32 inputs, and the rare weights stand behind the blocks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ BLOCK = 16
 PAIR_INPUTS = 32
 """``kPairInputs`` of the C++."""
 
-CHUNK_ROWS = 32
-"""Outputs that are packed together, so that little memory is needed at a time."""
+CHUNK_ROWS = 256
+"""Outputs that are packed together: little memory is needed at a time, and there is work for all threads."""
 
-PALETTE, CODE_BITS, RARE_BYTES = 16, 12, 8
-"""``kPalette``, bits of a weight in a unit, and the size of ``RareWeight`` of the C++."""
+PALETTE, CODE_BITS = 16, 12
+"""``kPalette`` of the C++, and bits of a weight."""
+
+HEADER_BYTES, RARE_BYTES = 64, 8
+"""Sizes of ``CodeHeader`` and ``RareWeight`` of the C++."""
 
 MAX_RARE = 1 / 1024
 """Largest part of a weight's numbers that may be rare: their products are added one by one. Of normal ones 1 / 4000 is."""
@@ -62,42 +65,38 @@ def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
     if is_packed(weight):
         return weight
     kind = next(kind for kind in (torch.int32, torch.uint16, torch.uint32) if _is_held(weight, NUMBERS[kind]))
-    if kind == torch.int32 and kernels.reads_codes and (coded := _make_codes(weight, kernels)) is not None:
+    if kind == torch.int32 and kernels.reads_codes and weight.numel() and (coded := _make_codes(weight, kernels)) is not None:
         return coded
     (num_outputs, num_inputs), step = weight.shape, PAIR_INPUTS if kind == torch.int32 else BLOCK
     depth = _round_up(num_inputs, step) // 2 if kind == torch.int32 else num_inputs
     make_blocks = kernels.function(f"make_blocks_{8 * kind.itemsize}", None, POINTER, INT, INT, POINTER)
     packed = torch.empty(_round_up(num_outputs, step), depth, dtype=kind)
     use_huge_pages(packed.data_ptr(), packed.nbytes)
-    for first, rows in _pieces(weight, NUMBERS[kind], len(packed), packed[0].nbytes // NUMBERS[kind].itemsize):
+    for first, rows in _pieces(weight, NUMBERS[kind], len(packed), depth * kind.itemsize // NUMBERS[kind].itemsize):
         make_blocks(rows.data_ptr(), len(rows), depth, packed[first:].data_ptr())
     return packed[:num_outputs]
 
 
 def _make_codes(weight: Tensor, kernels: CompiledKernels) -> Tensor | None:
     """Return a weight in codes; ``None`` if too many of its numbers are rare."""
-    num_outputs, (num_blocks, depth) = len(weight), (-(-len(weight) // BLOCK), _round_up(weight.shape[1], PAIR_INPUTS))
-    palettes, counts = torch.empty(num_blocks, PALETTE, dtype=torch.uint8), torch.empty(num_blocks, dtype=torch.int32)
-    choose = kernels.function("choose_palettes", None, POINTER, INT, INT, POINTER, POINTER)
+    (num_outputs, num_inputs), pointers = weight.shape, (POINTER, INT, INT, INT, POINTER)
+    num_blocks, depth = -(-num_outputs // BLOCK), _round_up(num_inputs, PAIR_INPUTS)
+    headers = torch.empty(num_blocks, HEADER_BYTES, dtype=torch.uint8)
+    choose = kernels.function("choose_palettes", None, *pointers)
     for first, rows in _pieces(weight, torch.bfloat16, num_blocks * BLOCK, depth):
-        block = first // BLOCK
-        choose(rows.data_ptr(), len(rows), depth, palettes[block:].data_ptr(), counts[block:].data_ptr())
-    ends = counts.cumsum(0, dtype=torch.int32)
-    if int(ends[-1]) > MAX_RARE * weight.numel():
+        choose(rows.data_ptr(), len(rows), depth, first // BLOCK, headers.data_ptr())
+    offsets, counts = headers.view(torch.int64)[:, PALETTE // 8 : PALETTE // 8 + 2].T
+    num_rare = int(counts.sum())
+    if num_rare > MAX_RARE * weight.numel():
         return None
-    row_bytes, tables = depth * CODE_BITS // 8, (palettes.view(-1), ends.view(torch.uint8))
-    num_units = num_blocks * BLOCK * row_bytes
-    coded = torch.empty(num_units + sum(map(len, tables)) + int(ends[-1]) * RARE_BYTES, dtype=torch.uint8)
+    block_bytes = HEADER_BYTES + BLOCK * depth * CODE_BITS // 8
+    offsets.copy_((counts.cumsum(0) - counts) * RARE_BYTES + torch.arange(num_blocks, 0, -1) * block_bytes)
+    coded = torch.empty(num_blocks * block_bytes + num_rare * RARE_BYTES, dtype=torch.uint8)
     use_huge_pages(coded.data_ptr(), coded.nbytes)
-    units, *places, rare = coded.split([num_units, *map(len, tables), int(ends[-1]) * RARE_BYTES])
-    for place, table in zip(places, tables, strict=True):
-        place.copy_(table)
-    make = kernels.function("make_codes", None, POINTER, *[INT] * 3, *[POINTER] * 4)
+    make = kernels.function("make_codes", None, *pointers, POINTER)
     for first, rows in _pieces(weight, torch.bfloat16, num_blocks * BLOCK, depth):
-        of_weight = palettes.data_ptr(), ends.data_ptr(), units.data_ptr(), rare.data_ptr()
-        make(rows.data_ptr(), len(rows), depth, first // BLOCK, *of_weight)
-    coded_rows: Tensor = units.view(-1, row_bytes)
-    return coded_rows[:num_outputs]
+        make(rows.data_ptr(), len(rows), depth, first // BLOCK, headers.data_ptr(), coded.data_ptr())
+    return coded[: num_blocks * block_bytes].view(num_blocks * BLOCK, -1)[:num_outputs]
 
 
 def _pieces(weight: Tensor, dtype: torch.dtype, num_rows: int, num_inputs: int) -> Iterator[tuple[int, Tensor]]:

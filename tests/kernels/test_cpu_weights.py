@@ -61,22 +61,21 @@ def with_rare_numbers(num_outputs: int, num_inputs: int, count: int) -> Tensor:
 
 def decoded(coded: Tensor, num_inputs: int) -> Tensor:
     """Return what a weight in codes holds, padding included, by the words of ``codes.h``."""
-    storage = np.frombuffer(bytes(coded.untyped_storage()), np.uint8)
+    storage = bytes(coded.untyped_storage())
     num_blocks, depth = -(-len(coded) // 16), -(-num_inputs // 32) * 32
-    sizes = [num_blocks * depth * 24, num_blocks * 16, num_blocks * 4]
-    units, palettes, ends, rare = np.split(storage, np.cumsum(sizes))
-    units, palettes = units.reshape(num_blocks, depth // 8, 3, 64), palettes.reshape(num_blocks, 16)
+    of_header = [("palette", "u1", 16), ("rare_offset", "<i8"), ("num_rare", "<i8"), ("padding", "V32")]
+    blocks = np.frombuffer(storage, [("header", of_header), ("units", "u1", (depth // 8, 3, 64))], num_blocks)
     bits = np.zeros((num_blocks, 16, depth), np.uint16)
-    for output in range(16):
-        for i in range(8):
-            byte = output // 4 * 16 + i % 4 // 2 * 8 + output % 4 * 2 + i % 2
-            numbers = units[:, :, 0, byte] >> i // 4 * 4 & 15
-            high = np.take_along_axis(palettes, numbers.astype(np.int64), 1)
-            bits[:, output, i::8] = high.astype(np.uint16) << 8 | units[:, :, 1 + i // 4, byte]
-    entries = rare.view([("input", "<i4"), ("output", "<u2"), ("value", "<u2")])
-    blocks = np.searchsorted(ends.view(np.int32), np.arange(len(entries)), side="right")
-    assert not bits[blocks, entries["output"], entries["input"]].any(), "coded as 0.0"
-    bits[blocks, entries["output"], entries["input"]] = entries["value"]
+    for number, ((palette, rare_offset, num_rare, _), units) in enumerate(blocks):
+        for output in range(16):
+            for i in range(8):
+                byte = output // 4 * 16 + i % 4 // 2 * 8 + output % 4 * 2 + i % 2
+                high = palette[units[:, 0, byte] >> i // 4 * 4 & 15]
+                bits[number, output, i::8] = high.astype(np.uint16) << 8 | units[:, 1 + i // 4, byte]
+        of_rare, start = [("input", "<i4"), ("output", "<u2"), ("value", "<u2")], number * blocks.itemsize + int(rare_offset)
+        rare = np.frombuffer(storage, of_rare, int(num_rare), start)
+        assert not bits[number, rare["output"], rare["input"]].any(), "coded as 0.0"
+        bits[number, rare["output"], rare["input"]] = rare["value"]
     return torch.from_numpy(bits.reshape(-1, depth)).view(torch.bfloat16)
 
 
@@ -128,6 +127,24 @@ def test_the_smallest_format_that_holds_a_weight_is_its_own(kernels: CompiledKer
             weight = random(2048, 64).half().float()
         weight[-1, -1] = number
         assert pack_weight(weight, kernels).dtype == pack_weight(weight.T, kernels).dtype == dtype
+
+
+def test_codes_are_for_avx512_without_matrix_units(kernels: CompiledKernels, request: pytest.FixtureRequest) -> None:
+    kind = KINDS[request.node.callspec.params["kernels"]].name
+    if kind != "native":
+        assert kernels.reads_codes == (kind in ("avx512bf16", "avx512"))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_first_rows_of_a_weight_are_one(kernels: CompiledKernels, model: str) -> None:
+    """As the head of a draft of another vocabulary, whose first tokens both models have."""
+    weight, (dtype, _) = make_weight(model, 200, 150), MODELS[model]
+    ops, packed, x = CompiledOps(kernels, dtype), pack_weight(weight, kernels), random(9, 150, dtype=dtype, seed=1)
+    whole = ops.linear(x, packed, None)
+    for num_outputs in (1, 15, 16, 17, 100, 112, 199):
+        assert torch.equal(ops.linear(x, packed[:num_outputs], None), whole[:, :num_outputs])
+        token_ids = torch.arange(num_outputs)
+        assert torch.equal(ops.look_up(token_ids, packed[:num_outputs], 150, dtype), weight[:num_outputs])
 
 
 def test_a_weight_with_too_many_rare_numbers_stays_in_pairs(kernels: CompiledKernels) -> None:

@@ -322,7 +322,7 @@ class KVCache:
             try:
                 for role, tensor in sorted(tensors.items()):
                     self._ops.gather_blocks(self._tensors[role], tensor, block_ids)
-            except Exception:
+            except BaseException:
                 self.new_draft_epoch(requests)  # the draft's blocks come first: they may have moved, the target's have not
                 raise
         self._tensors = dict(tensors)

@@ -104,7 +104,8 @@ class Scheduler:
             self.abort(request, f"the KV cache was resized to {self.kv.num_blocks} blocks, and the request may need {num_blocks}")
 
     def abort(self, request: Request, error: str | None = None) -> None:
-        """Abort a request and release its blocks; its caller may not have queued it yet."""
+        """Abort an unfinished request and release its blocks; its caller may not have queued it yet."""
+        assert not request.is_finished
         request.error = error
         request.finish_reason = FinishReason.ABORT
         if request in self.waiting:
