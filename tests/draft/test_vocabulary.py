@@ -146,19 +146,23 @@ def test_special_tokens_are_matched_by_name_then_by_role() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "back_end", "shape"),
-    [*product(["alike", "tied"], ["torch", "cpu"], ["chain", "auto", "dynamic", "parents"]), ("gathered", "cpu", "parents")],
+    ("draft", "back_end", "shape", "min_p"),
+    [
+        *product(["alike", "tied"], ["torch", "cpu"], ["chain", "auto", "dynamic", "parents"], [0.1]),
+        *product(["alike", "tied"], ["cpu"], ["chain", "parents"], [0.0]),
+        ("gathered", "cpu", "parents", 0.1),
+    ],
 )
 def test_q_is_the_drafts_distribution_over_the_shared_tokens_renormalised(
-    pair: Pair, draft: str, back_end: str, shape: str
+    pair: Pair, draft: str, back_end: str, shape: str, min_p: float
 ) -> None:
-    """As transformers computes it from the draft's checkpoint; in a cut distribution that samples pass by pass, too."""
+    """As transformers computes it from the draft's checkpoint; in a cut distribution, which samples pass by pass, too."""
     engine = make_engine(
         pair.target, pair.drafts[draft], backend=make_back_end(back_end), draft_sampling="sampled", **AMPLE | SHAPES[shape]
     )
     rows, vocabulary = record(engine), engine.drafter.vocabulary  # type: ignore[attr-defined]
     params = [
-        SamplingParams(temperature=1.3, min_p=0.1 * (i % 2), seed=i, max_tokens=6, ignore_eos=True) for i in range(len(PROMPTS))
+        SamplingParams(temperature=1.3, min_p=min_p * (i % 2), seed=i, max_tokens=6, ignore_eos=True) for i in range(len(PROMPTS))
     ]
     run_all(engine, PROMPTS, params)
     drafted = [(context, tree) for context, _, tree in rows if tree.num_nodes]
