@@ -421,10 +421,10 @@ class Engine:
             lookahead = _lookahead_of(drafter)
         max_draft_tokens = min(drafter.max_draft_tokens, self.config.speculation.max_draft_tokens)
         adaptive = self._make_adaptive(drafter, max_draft_tokens)
-        if kv is not None:
-            self.kv.attach("draft", kv)
-        else:
+        if kv is None:
             self.kv.detach("draft")
+        else:
+            self.kv.attach("draft", kv)
         self.drafter, self._lookahead = drafter, lookahead
         self._max_draft_tokens, self.adaptive = max_draft_tokens, adaptive
 

@@ -79,11 +79,11 @@ def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
 
 def _make_codes(weight: Tensor, kernels: CompiledKernels) -> Tensor | None:
     """Return a weight in codes; ``None`` if too many of its numbers are rare."""
-    (num_outputs, num_inputs), pointers = weight.shape, (POINTER, INT, INT, INT, POINTER)
-    num_blocks, depth = -(-num_outputs // BLOCK), _round_up(num_inputs, PAIR_INPUTS)
+    num_rows, depth, arguments = _round_up(len(weight), BLOCK), _round_up(weight.shape[1], PAIR_INPUTS), (POINTER, INT, INT, INT)
+    num_blocks = num_rows // BLOCK
     headers = torch.empty(num_blocks, HEADER_BYTES, dtype=torch.uint8)
-    choose = kernels.function("choose_palettes", None, *pointers)
-    for first, rows in _pieces(weight, torch.bfloat16, num_blocks * BLOCK, depth):
+    choose = kernels.function("choose_palettes", None, *arguments, POINTER)
+    for first, rows in _pieces(weight, torch.bfloat16, num_rows, depth):
         choose(rows.data_ptr(), len(rows), depth, first // BLOCK, headers.data_ptr())
     offsets, counts = headers.view(torch.int64)[:, PALETTE // 8 : PALETTE // 8 + 2].T
     num_rare = int(counts.sum())
@@ -93,10 +93,10 @@ def _make_codes(weight: Tensor, kernels: CompiledKernels) -> Tensor | None:
     offsets.copy_((counts.cumsum(0) - counts) * RARE_BYTES + torch.arange(num_blocks, 0, -1) * block_bytes)
     coded = torch.empty(num_blocks * block_bytes + num_rare * RARE_BYTES, dtype=torch.uint8)
     use_huge_pages(coded.data_ptr(), coded.nbytes)
-    make = kernels.function("make_codes", None, *pointers, POINTER)
-    for first, rows in _pieces(weight, torch.bfloat16, num_blocks * BLOCK, depth):
+    make = kernels.function("make_codes", None, *arguments, POINTER, POINTER)
+    for first, rows in _pieces(weight, torch.bfloat16, num_rows, depth):
         make(rows.data_ptr(), len(rows), depth, first // BLOCK, headers.data_ptr(), coded.data_ptr())
-    return coded[: num_blocks * block_bytes].view(num_blocks * BLOCK, -1)[:num_outputs]
+    return coded[: num_blocks * block_bytes].view(num_rows, -1)[: len(weight)]
 
 
 def _pieces(weight: Tensor, dtype: torch.dtype, num_rows: int, num_inputs: int) -> Iterator[tuple[int, Tensor]]:
