@@ -101,9 +101,14 @@ def host_trees(trees: Sequence[DraftTree]) -> DraftTrees:
 
 
 def by_slot(kv: KVTensor) -> Tensor:
-    """A view of a cache of one group, [num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim]."""
+    """A copy of a cache of one group, [num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim]."""
     [group] = kv.groups
-    return group.flatten(3, 4)
+    return slots_in_order(group)
+
+
+def slots_in_order(group: Tensor) -> Tensor:
+    """[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim] -> [num_layers, 2, num_kv_heads, slots, head_dim]."""
+    return group.movedim(1, 3).flatten(3, 4)
 
 
 def slots_of(engine: Engine, request: Request) -> Tensor:

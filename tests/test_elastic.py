@@ -207,7 +207,7 @@ def test_memory_is_given_back_and_taken_again(zoo: Zoo) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_hardly_any_memory_is_taken_twice() -> None:
-    """Caches of 128 MiB: while all of it moves, little more than the 4 MiB of a layer's keys is resident twice."""
+    """Caches of 128 MiB: while all of it moves, little more than the 8 MiB of a layer is resident twice."""
     layout = KVLayout((KVGroup(16, 1, 64),), torch.float32)
     ops, cpu = make_back_end("torch").cache, torch.device("cpu")
     source, target = KVTensor(layout, 1024, 16, cpu), KVTensor(layout, 1025, 16, cpu, torch.empty)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from back_ends import make_back_end
-from stepping import AMPLE, SCARCE, by_slot, greedy, make_engine, run_all, slots_of
+from stepping import AMPLE, SCARCE, greedy, make_engine, run_all, slots_of
 from zoo import FAMILIES, VOCAB_SIZE, Zoo, random_prompts
 
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
@@ -58,15 +58,15 @@ def poison(engine: Engine, _: int) -> None:
     """NaN where nothing valid is: free blocks that are not cached. Garbage where it may be read, but must not be seen."""
     pool, block_size = engine.kv.pool, engine.kv.block_size
     free = [block for block in range(pool.num_blocks) if pool.is_free(block) and block not in pool._hash_of]
-    free_slots = (torch.tensor(free, dtype=torch.int64)[:, None] * block_size + torch.arange(block_size)).flatten()
     shared = [block for block in range(pool.num_blocks) if pool._ref_counts[block] > 1]  # another's draft may know them
     for role, kv in engine.kv.tensors.items():
-        by_slot(kv)[:, :, :, free_slots] = torch.nan
+        [group] = kv.groups
+        group[:, free] = torch.nan
         for request in engine.scheduler.running:
             length = request.num_computed_tokens if role == "target" else request.num_drafted_context
             stale = slots_of(engine, request)[length:]
             stale = stale[~torch.isin(stale // block_size, torch.tensor(shared, dtype=torch.int64))]
-            by_slot(kv)[:, :, :, stale] = 1e4
+            group.movedim(1, 3)[:, :, :, stale // block_size, stale % block_size] = 1e4
 
 
 @pytest.mark.parametrize(

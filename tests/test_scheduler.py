@@ -20,7 +20,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from stepping import host_trees
+from stepping import host_trees, slots_in_order
 from torch import Tensor
 
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor, Role
@@ -185,9 +185,9 @@ class World:
     def write(self, role: Role, request: Request, start: int, end: int, nodes: list[tuple[int, list[int]]]) -> None:
         """Fill slots with the KV of a request's tokens, and slots after them with that of nodes, given with their paths."""
         prefixes = [request.token_ids[: i + 1] for i in range(start, end)] + [request.token_ids[:end] + path for _, path in nodes]
-        slots = self.physical(request.block_ids, [*range(start, end), *(end + slot for slot, _ in nodes)])
+        slots = np.array(self.physical(request.block_ids, [*range(start, end), *(end + slot for slot, _ in nodes)]), np.int64)
         for group in self.kv.tensors[role].groups:
-            group.flatten(3, 4)[:, :, :, slots] = self.values(role, prefixes)
+            group.movedim(1, 3)[:, :, :, slots // BLOCK_SIZE, slots % BLOCK_SIZE] = self.values(role, prefixes)
 
     def physical(self, block_ids: Sequence[int], slots: Iterable[int]) -> list[int]:
         return [block_ids[slot // BLOCK_SIZE] * BLOCK_SIZE + slot % BLOCK_SIZE for slot in slots]
@@ -298,7 +298,7 @@ class World:
                 length = request.num_computed_tokens if role == "target" else request.num_drafted_context
                 self.check_slots(role, request.swapped_block_ids, request.token_ids, range(length), host)
             for request in self.scheduler.running:
-                assert all(group[:, :, :, request.block_ids].isfinite().all() for group in tensor.groups), "a free block's is seen"
+                assert all(group[:, request.block_ids].isfinite().all() for group in tensor.groups), "a free block's is seen"
                 length = request.num_computed_tokens if role == "target" else request.num_drafted_context
                 self.check_slots(role, request.block_ids, request.token_ids, range(length))
             for each, blocks in ((pool, None), (self.kv.swap_space.pool, host)):
@@ -308,16 +308,16 @@ class World:
                         table = [block_id] * (len(prefix) // BLOCK_SIZE)
                         self.check_slots(role, table, prefix, range(len(prefix) - BLOCK_SIZE, len(prefix)), blocks)
                 free = [block for block in range(each.num_blocks) if each.is_free(block) and block not in each._hash_of]
-                for group in tensor.groups if blocks is None else (group.movedim(0, 3) for group in blocks):
-                    group[:, :, :, free] = torch.nan
+                for group in tensor.groups if blocks is None else (group.transpose(0, 1) for group in blocks):
+                    group[:, free] = torch.nan
 
     def check_slots(
         self, role: Role, block_ids: Sequence[int], token_ids: Sequence[int], slots: range, host: Sequence[Tensor] | None = None
     ) -> None:
         """Hold what a table of the pool, or of the swap space, says to what a sequential fill would have put there."""
         expected = self.values(role, [token_ids[: slot + 1] for slot in slots])
-        for group in self.kv.tensors[role].groups if host is None else (group.movedim(0, 3) for group in host):
-            actual = group.flatten(3, 4)[:, :, :, self.physical(block_ids, slots)]
+        for group in self.kv.tensors[role].groups if host is None else (group.transpose(0, 1) for group in host):
+            actual = slots_in_order(group)[:, :, :, self.physical(block_ids, slots)]
             assert (actual == expected).all(), f"{role}: wrong KV in {slots} of blocks {block_ids}"
 
     def drain(self, random: Random, max_draft_tokens: int = 4) -> None:

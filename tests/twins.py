@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from attention_cases import random_parents
-from stepping import host_trees
+from stepping import host_trees, slots_in_order
 from zoo import random_prompts
 
 from titan.core.batch import QueryRow, RaggedBatch, build_batch
@@ -92,7 +92,7 @@ class Twins:
         written = batches[0].slot_mapping
         untouched = np.setdiff1d(np.arange(NUM_BLOCKS * BLOCK_SIZE), written)
         for groups in zip(plain.groups, other.groups, befores, strict=True):
-            expected, after, before = (kv.cpu().flatten(3, 4) for kv in groups)
+            expected, after, before = (slots_in_order(kv.cpu()) for kv in groups)
             assert torch.equal(after[:, :, :, untouched].view(torch.uint8), before[:, :, :, untouched].view(torch.uint8))
             assert_near(after[:, :, :, written], expected[:, :, :, written], self.bound)
 
@@ -115,7 +115,7 @@ class GrowthTwins:
         self.runner: Any = backend.prepare(model, kvs[1], limits, self.counts)
         self.vocab_size = vocab_size
         for kv in kvs:
-            kv.groups[0].copy_(torch.randn(kv.groups[0].shape, generator=torch.Generator().manual_seed(0)))
+            fill(kv)
         order = np.random.default_rng(0).permutation(56).tolist()
         self.tables = [order[i::7] for i in range(7)]
 
@@ -142,12 +142,19 @@ class GrowthTwins:
         torch.testing.assert_close(kv.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
+def fill(kv: KVTensor) -> None:
+    """Random numbers, the same for all caches of a layout."""
+    for group in kv.groups:
+        by_head = group.movedim(1, 3)
+        by_head.copy_(torch.randn(by_head.shape, generator=torch.Generator().manual_seed(0)))
+
+
 def random_kv(model: Any) -> KVTensor:
     """The same for all models of a layout; NaN in the blocks of nobody."""
     kv = KVTensor(model.kv_layout, NUM_BLOCKS, BLOCK_SIZE, model.device)
+    fill(kv)
     for group in kv.groups:
-        group.copy_(torch.randn(group.shape, generator=torch.Generator().manual_seed(0)))
-        group[:, :, :, NUM_REQUESTS * BLOCKS_PER_REQUEST :] = torch.nan
+        group[:, NUM_REQUESTS * BLOCKS_PER_REQUEST :] = torch.nan
     return kv
 
 

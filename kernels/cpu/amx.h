@@ -71,8 +71,8 @@ void multiply_tiles(const BFloat16* weights, const BFloat16* x, int64_t depth, i
   for (int64_t input = begin; input < end; input += kTileInputs) {
     const BFloat16* tiles = weights + input * kBlock;
     for (int64_t line = 0; line < lines_per_tile; ++line, ++next) {
-      __builtin_prefetch(next, 0, 2);
-      __builtin_prefetch(next + next_block, 0, 2);
+      __builtin_prefetch(next, 0, kToL2);
+      __builtin_prefetch(next + next_block, 0, kToL2);
     }
     _tile_loadd(4, x + input, x_stride);
     _tile_loadd(6, tiles, sizeof(Line));

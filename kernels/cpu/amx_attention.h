@@ -278,12 +278,12 @@ void attend_head_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stri
 }
 
 template <typename S>
-inline void attend_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stride, BFloat16* output) {
-  const int64_t dim = head.spec.value_dim == head.plan.head_dim ? head.plan.head_dim : 0; // of both keys and values
+inline void attend_by_tiles(const ItemRows<S>& rows, const BFloat16* q, int64_t q_stride, BFloat16* output) {
+  const int64_t dim = rows.spec.value_dim == rows.plan.head_dim ? rows.plan.head_dim : 0; // of both keys and values
   const auto attend = dim == 64    ? attend_head_by_tiles<64, S>
                       : dim == 128 ? attend_head_by_tiles<128, S>
                                    : attend_head_by_tiles<0, S>;
-  attend(head, q, q_stride, output);
+  for (int64_t i = 0; i < rows.item.num_heads; ++i) attend(Head<S>(rows, rows.item.first_head + i), q, q_stride, output);
 }
 
 // Whether dimensions are whole tiles, and tiles of keys lie within blocks.

@@ -30,13 +30,13 @@ using Value = std::conditional_t<kIsQuantised<S>, int16_t, T>;
 
 // Working memory of a thread. Dimensions of keys are padded to P, a multiple of kPairInputs, and those of values to V.
 struct AttentionRoom {
-  std::vector<Line> queries;  // Factor [rows, P]
-  std::vector<float> units;   // [rows], what 1 stands for in quantised queries
+  std::vector<Line> queries;  // Factor [heads, rows, P]
+  std::vector<float> units;   // [heads, rows], what 1 stands for in quantised queries
   std::vector<Line> keys;     // Factor [kTile, P], if they cannot be used in place
   std::vector<Line> values;   // Value [kTile, V], if they cannot be used in place; numbers of 16 bits as pairs of slots [kTile / 2, V, 2]
-  std::vector<Line> sums;     // float [rows, V], weighted sums of values, in their order
-  std::vector<float> largest; // [rows], largest score
-  std::vector<float> totals;  // [rows], sums of weights
+  std::vector<Line> sums;     // float [heads, rows, V], weighted sums of values, in their order
+  std::vector<float> largest; // [heads, rows], largest score
+  std::vector<float> totals;  // [heads, rows], sums of weights
   std::vector<RowSlots> seen; // [rows]
 };
 
@@ -125,7 +125,9 @@ constexpr int kFewDims = kLanes == 16 ? 32 : 16;
 template <int M>
 constexpr int kMostDims = M * 64 / kLanes <= kMostSums ? 64 : M * 32 / kLanes <= kMostSums ? 32 : kFewDims;
 
-// What to read ahead while a tile is attended to: the slots of the next one.
+constexpr int64_t kHeadsAhead = 2; // the one whose slots are read ahead, counted from the one that attends to a tile; then those of the next tile
+
+// What to read ahead while a tile is attended to: slots of the same one, or of the next.
 template <typename S>
 struct Ahead {
   const S* keys;
@@ -136,18 +138,18 @@ struct Ahead {
   int64_t value_size;
 };
 
-// Attend M rows, from `first` on, to a tile of slots; `scales` are of quantised ones. What is read ahead is spread over the work:
-// memory would rest meanwhile, and all at once is more than it takes.
+// Attend M rows of a KV head, from `first` on, to a tile of slots; `scales` are of quantised ones, `place` is the first row's in the room.
+// What is read ahead is spread over the work: memory would rest meanwhile, and all at once is more than it takes.
 template <int M, typename S, typename X, typename Y>
-void attend_rows(const Head<S>& head, const Tile& tile, const X* const* keys, const Y* const* values,
-                 const TileScales* scales, int64_t dim, int64_t value_dim, int64_t first, const Ahead<S>& ahead, AttentionRoom* room) {
+void attend_rows(const Head<S>& head, const Tile& tile, const X* const* keys, const Y* const* values, const TileScales* scales,
+                 int64_t dim, int64_t value_dim, int64_t first, int64_t place, const Ahead<S>& ahead, AttentionRoom* room) {
   const auto compute_scores = dim == 64 ? score<64, X> : dim == 128 ? score<128, X> : score<0, X>;
   X weights[M][kTile];
   float kept[M], units[M];
   for (int row = 0; row < M; ++row) {
     alignas(64) float scores[kTile];
-    const float scale = kIsQuantised<S> ? head.spec.scale * room->units[first + row] : head.spec.scale;
-    const X* query = numbers_of<X>(room->queries) + (first + row) * dim;
+    const float scale = kIsQuantised<S> ? head.spec.scale * room->units[place + row] : head.spec.scale;
+    const X* query = numbers_of<X>(room->queries) + (place + row) * dim;
     for (int j = 0; j < kTile; j += kLanes) {
       for (int64_t i = j; row == 0 && i < std::min<int64_t>(j + kLanes, ahead.count); ++i)
         prefetch_numbers(ahead.keys + ahead.offsets[i], ahead.key_size);
@@ -156,7 +158,7 @@ void attend_rows(const Head<S>& head, const Tile& tile, const X* const* keys, co
     if constexpr (kIsQuantised<S>) multiply(scores, scales->keys);
     if (head.spec.softcap > 0) cap_scores(scores, kTile, 1.0f, head.spec.softcap);
     hide(head, first + row, room->seen[first + row], tile, scores);
-    kept[row] = weigh(scores, &room->largest[first + row], &room->totals[first + row]);
+    kept[row] = weigh(scores, &room->largest[place + row], &room->totals[place + row]);
     if constexpr (kIsQuantised<S>) {
       multiply(scores, scales->values);
       units[row] = round_to_integers(scores, kTile, kLargestWeight, weights[row]);
@@ -166,7 +168,7 @@ void attend_rows(const Head<S>& head, const Tile& tile, const X* const* keys, co
   }
   const auto add = [&](auto vectors, int64_t d) {
     constexpr int V = vectors;
-    float* result = numbers_of<float>(room->sums) + first * value_dim + d;
+    float* result = numbers_of<float>(room->sums) + place * value_dim + d;
     Sums<Y> sums[V][M] = {};
     if constexpr (!kIsQuantised<S>)
 #pragma GCC unroll 16
@@ -211,110 +213,123 @@ inline void write_result(float* sums, float factor, int64_t value_dim, T* result
   for (int64_t d = 0; d < value_dim; ++d) narrow(sums[d] * factor, &result[d]);
 }
 
+// Attend to each tile from all heads of an item in turn: in the cache, a block's heads lie side by side.
 template <typename T, typename S>
-void attend_by_vectors(const Head<S>& head, const T* q, int64_t q_stride, T* output) {
+void attend_by_vectors(const ItemRows<S>& rows, const T* q, int64_t q_stride, T* output) {
   using X = Factor<T, S>;
   using Y = Value<T, S>;
   static thread_local AttentionRoom room;
-  const AttentionPlan& plan = head.plan;
-  const AttentionSpec& spec = head.spec;
-  const int64_t num_rows = head.num_rows(), head_dim = plan.head_dim, dim = round_up(head_dim, kPairInputs);
+  const AttentionPlan& plan = rows.plan;
+  const AttentionSpec& spec = rows.spec;
+  const int64_t num_rows = rows.num_rows(), num_heads = rows.item.num_heads, num_places = num_heads * num_rows;
+  const int64_t head_dim = plan.head_dim, dim = round_up(head_dim, kPairInputs);
   const int64_t value_dim = spec.value_dim, sums_dim = round_up(value_dim, kPairInputs);
-  room.queries.assign(num_lines<X>(num_rows * dim), Line{});
-  room.units.resize(num_rows);
-  room.sums.assign(num_lines<float>(num_rows * sums_dim), Line{});
+  room.queries.assign(num_lines<X>(num_places * dim), Line{});
+  room.units.resize(num_places);
+  room.sums.assign(num_lines<float>(num_places * sums_dim), Line{});
   room.keys.resize(num_lines<float>(kTile * dim));
   room.values.resize(num_lines<float>(2 * kTile * sums_dim));
-  room.largest.assign(num_rows, kMinusInfinity);
-  room.totals.assign(num_rows, spec.sinks ? 1.0f : 0.0f);
+  room.largest.assign(num_places, kMinusInfinity);
+  room.totals.assign(num_places, spec.sinks ? 1.0f : 0.0f);
   room.seen.resize(num_rows);
+  const auto for_places = [&](const auto& work) { // with the place in the room, the token and the query head
+    for (int64_t i = 0; i < num_heads; ++i)
+      for (int64_t row = 0; row < num_rows; ++row)
+        work(i * num_rows + row, rows.token(row), Head<S>(rows, rows.item.first_head + i).query_head(row));
+  };
   int64_t first_slot = std::numeric_limits<int64_t>::max(), end = 0;
   for (int64_t row = 0; row < num_rows; ++row) {
-    const int64_t token = head.token(row);
-    if (spec.sinks) room.largest[row] = spec.sinks[head.query_head(row)];
-    const RowSlots& seen = room.seen[row] = {head.first_slot(token), plan.visible_lens[token], head.end_slot(token)};
+    const int64_t token = rows.token(row);
+    const RowSlots& seen = room.seen[row] = {rows.first_slot(token), plan.visible_lens[token], rows.end_slot(token)};
     first_slot = std::min(first_slot, seen.first), end = std::max(end, seen.end);
-    const T* query = q + token * q_stride + head.query_head(row) * head_dim;
-    X* copy = numbers_of<X>(room.queries) + row * dim;
+  }
+  for_places([&](int64_t place, int64_t token, int64_t query_head) {
+    if (spec.sinks) room.largest[place] = spec.sinks[query_head];
+    const T* query = q + token * q_stride + query_head * head_dim;
+    X* copy = numbers_of<X>(room.queries) + place * dim;
     if constexpr (kIsQuantised<S>)
-      room.units[row] = round_to_integers(query, head_dim, largest_query(dim), copy);
+      room.units[place] = round_to_integers(query, head_dim, largest_query(dim), copy);
     else
       for (int64_t d = 0; d < head_dim; ++d) narrow(widen(query[d]), &copy[d]);
-  }
+  });
   const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, group_rows = (num_rows + num_groups - 1) / num_groups;
-  const Tile first_tile = find_tile(head, first_slot / kTile * kTile, end);
-  Tile next = first_tile;
+  Tile next = find_tile(rows, first_slot / kTile * kTile, end);
   while (next.count > 0) {
     const Tile tile = next;
-    next = find_tile(head, tile.begin + kTile, end);
-    const X* keys[kTile];
-    const Y* values[kTile];
-    const int64_t to_next = next.count ? 0 : head.next; // KV head, if this one ends here
-    const Tile& ahead_tile = next.count ? next : first_tile;
-    Ahead<S> ahead{head.keys + to_next, head.values + to_next, ahead_tile.offsets, ahead_tile.count,
-                   head_dim, spec.is_latent ? 0 : value_dim};
-    TileScales scales;
-    find_rows(head.keys, tile, head_dim, dim, numbers_of<X>(room.keys), keys);
-    if constexpr (kIsQuantised<S>) {
-      scales = find_scales(head, tile);
-      const S* rows[kTile];
-      for (int64_t j = 0; j < kTile; ++j) rows[j] = head.values + tile.offsets[j];
-      pair_values(rows, tile.count, sums_dim, numbers_of<Y>(room.values), values);
-    } else {
-      find_rows(head.values, tile, value_dim, sums_dim, numbers_of<Y>(room.values) + kTile * sums_dim, values);
-      if constexpr (kPair<Y> == 2) pair_values(values, tile.count, sums_dim, numbers_of<Y>(room.values), values);
-    }
-    for (int64_t first = 0; first < num_rows; first += group_rows) {
-      const int64_t count = std::min(group_rows, num_rows - first);
-      if (std::none_of(&room.seen[first], &room.seen[first] + count, [&](const RowSlots& each) { return each.end > tile.begin; }))
-        continue;
-      with_constant<kMostRows>(
-          count, [&](auto m) { attend_rows<m>(head, tile, keys, values, &scales, dim, sums_dim, first, ahead, &room); });
-      ahead.count = 0; // it has been read
+    next = find_tile(rows, tile.begin + kTile, end);
+    for (int64_t i = 0; i < num_heads; ++i) {
+      const Head<S> head(rows, rows.item.first_head + i);
+      const int64_t i_ahead = i + kHeadsAhead < num_heads ? i + kHeadsAhead : std::min(i + kHeadsAhead - num_heads, num_heads - 1);
+      const Head<S> head_ahead(rows, rows.item.first_head + i_ahead);
+      const Tile& tile_ahead = i_ahead > i ? tile : next;
+      Ahead<S> ahead{head_ahead.keys, head_ahead.values, tile_ahead.offsets, tile_ahead.count, head_dim, spec.is_latent ? 0 : value_dim};
+      const X* keys[kTile];
+      const Y* values[kTile];
+      TileScales scales;
+      find_rows(head.keys, tile, head_dim, dim, numbers_of<X>(room.keys), keys);
+      if constexpr (kIsQuantised<S>) {
+        scales = find_scales(head, tile);
+        const S* slots[kTile];
+        for (int64_t j = 0; j < kTile; ++j) slots[j] = head.values + tile.offsets[j];
+        pair_values(slots, tile.count, sums_dim, numbers_of<Y>(room.values), values);
+      } else {
+        find_rows(head.values, tile, value_dim, sums_dim, numbers_of<Y>(room.values) + kTile * sums_dim, values);
+        if constexpr (kPair<Y> == 2) pair_values(values, tile.count, sums_dim, numbers_of<Y>(room.values), values);
+      }
+      for (int64_t first = 0; first < num_rows; first += group_rows) {
+        const int64_t count = std::min(group_rows, num_rows - first);
+        if (std::none_of(&room.seen[first], &room.seen[first] + count, [&](const RowSlots& each) { return each.end > tile.begin; }))
+          continue;
+        with_constant<kMostRows>(count, [&](auto m) {
+          attend_rows<m>(head, tile, keys, values, &scales, dim, sums_dim, first, i * num_rows + first, ahead, &room);
+        });
+        ahead.count = 0; // it has been read
+      }
     }
   }
-  for (int64_t row = 0; row < num_rows; ++row) {
-    T* result = output + (head.token(row) * plan.num_heads + head.query_head(row)) * value_dim;
-    write_result<Y>(numbers_of<float>(room.sums) + row * sums_dim, 1.0f / room.totals[row], value_dim, result);
-  }
+  for_places([&](int64_t place, int64_t token, int64_t query_head) {
+    T* result = output + (token * plan.num_heads + query_head) * value_dim;
+    write_result<Y>(numbers_of<float>(room.sums) + place * sums_dim, 1.0f / room.totals[place], value_dim, result);
+  });
 }
 
-// Divide the requests of a plan among threads; where there are fewer requests and KV heads than threads, their rows as well.
+// Divide the requests of a plan among threads: their KV heads, so that there are items enough for threads to balance, and where there
+// are fewer of these than threads, their rows as well.
 inline std::vector<AttentionItem> attention_items(const AttentionPlan& plan, int64_t value_dim, int64_t num_threads) {
   std::vector<AttentionItem> items;
   const int64_t* starts = plan.query_start_loc;
   int64_t num_queried = 0; // requests
   for (int64_t request = 0; request < plan.num_requests; ++request) num_queried += starts[request] < starts[request + 1];
-  const int64_t num_parts = std::max<int64_t>(num_threads / std::max<int64_t>(num_queried * plan.num_kv_heads, 1), 1); // of each
-  const int64_t group = plan.num_heads / plan.num_kv_heads;
-  const int64_t most_rows = std::min(kItemQueries * group, std::max<int64_t>(kItemNumbers / value_dim, kMostRows));
+  const int64_t num_all_heads = num_queried * plan.num_kv_heads, num_items = num_threads * kChunksPerThread;
+  const int64_t num_parts = std::max<int64_t>(num_threads / std::max<int64_t>(num_all_heads, 1), 1); // of the rows of each
+  const int64_t group = plan.num_heads / plan.num_kv_heads, room_rows = std::max<int64_t>(kItemNumbers / value_dim, kMostRows);
+  const int64_t most_rows = std::min(kItemQueries * group, room_rows);
+  const int64_t most_heads = std::min((num_all_heads + num_items - 1) / num_items, plan.num_kv_heads);
   for (int64_t request = 0; request < plan.num_requests; ++request) {
     const int64_t num_rows = (starts[request + 1] - starts[request]) * group;
     const int64_t size = std::min(most_rows, std::max<int64_t>((num_rows + num_parts - 1) / num_parts, kMostRows));
-    for (int64_t first = 0; first < num_rows; first += size) items.push_back({request, first, std::min(size, num_rows - first)});
+    for (int64_t first = 0; first < num_rows; first += size) {
+      const int64_t count = std::min(size, num_rows - first), num_heads = std::clamp<int64_t>(room_rows / count, 1, most_heads);
+      for (int64_t head = 0; head < plan.num_kv_heads; head += num_heads)
+        items.push_back({request, first, count, head, std::min(num_heads, plan.num_kv_heads - head)});
+    }
   }
   return items;
 }
 
-template <typename T, typename S>
+template <typename S, typename T>
 void tree_attention(Member& member, const AttentionPlan& plan, const AttentionSpec& spec, const std::vector<AttentionItem>& items,
-                    const T* q, int64_t q_stride, const S* kv_layer, int64_t head_stride, const int64_t* ancestor_bits, T* output) {
+                    const T* q, int64_t q_stride, const KVLayer& kv, const int64_t* ancestor_bits, T* output) {
   int64_t num_slots = 0;
-  for (const AttentionItem& item : items) num_slots += plan.seq_lens[item.request];
-  const int64_t num_heads = items.size() * plan.num_kv_heads, size = num_slots / std::max<int64_t>(items.size(), 1) * plan.head_dim;
-  member.share(num_heads, size, [&](int64_t index) {
-    const AttentionItem& item = items[index / plan.num_kv_heads];
-    const int64_t kv_head = index % plan.num_kv_heads;
-    const S* keys = kv_layer + kv_head * head_stride;
-    const Head<S> head{plan, spec, item, kv_head, plan.num_heads / plan.num_kv_heads,
-                       keys, spec.is_latent ? keys : keys + plan.num_kv_heads * head_stride,
-                       kv_head + 1 < plan.num_kv_heads ? head_stride : 0, plan.block_table + item.request * plan.table_width,
-                       ancestor_bits};
+  for (const AttentionItem& item : items) num_slots += plan.seq_lens[item.request] * item.num_heads;
+  const int64_t num_items = items.size(), size = num_slots / std::max<int64_t>(num_items, 1) * plan.head_dim;
+  member.share(num_items, size, [&](int64_t index) {
+    const ItemRows<S> rows{plan, spec, items[index], kv, ancestor_bits, plan.num_heads / plan.num_kv_heads};
 #ifdef TITAN_HAS_AMX
     if constexpr (std::is_same_v<T, BFloat16>)
-      if (takes_tiles(plan, spec)) return attend_by_tiles(head, q, q_stride, output);
+      if (takes_tiles(plan, spec)) return attend_by_tiles(rows, q, q_stride, output);
 #endif
-    attend_by_vectors(head, q, q_stride, output);
+    attend_by_vectors(rows, q, q_stride, output);
   });
 }
 
@@ -322,10 +337,9 @@ void tree_attention(Member& member, const AttentionPlan& plan, const AttentionSp
 
 #define TITAN_DEFINE_ATTENTION(T, S, NAME)                                                                                    \
   extern "C" void tree_attention_##NAME(Team* team, const AttentionPlan* plan, const AttentionSpec* spec, const T* q,         \
-                                        int64_t q_stride, const S* kv_layer, int64_t head_stride, const int64_t* ancestor_bits,\
-                                        T* output) {                                                                          \
+                                        int64_t q_stride, const KVLayer* kv, const int64_t* ancestor_bits, T* output) {       \
     const std::vector<AttentionItem> items = attention_items(*plan, spec->value_dim, team->num_threads());                    \
     team->run([&](Member& member) {                                                                                           \
-      tree_attention(member, *plan, *spec, items, q, q_stride, kv_layer, head_stride, ancestor_bits, output);                 \
+      tree_attention<S>(member, *plan, *spec, items, q, q_stride, *kv, ancestor_bits, output);                                \
     });                                                                                                                       \
   }

@@ -46,26 +46,24 @@ namespace {
 
 constexpr int kTile = 32; // slots processed together
 
-// Rows of one request that are attended together, of each KV head: row r is query r / group of head r % group.
+// Rows of one request and some of its KV heads that one thread attends: row r of a KV head is query r / group of its head r % group.
 struct AttentionItem {
   int64_t request;
   int64_t first_row;
   int64_t num_rows;
+  int64_t first_head;
+  int64_t num_heads;
 };
 
-// Those of one KV head, counted from the first one, and what they attend to.
+// The rows of an item, counted from its first one, and what they attend to.
 template <typename S>
-struct Head {
+struct ItemRows {
   const AttentionPlan& plan;
   const AttentionSpec& spec;
   const AttentionItem& item;
-  int64_t kv_head;
-  int64_t group;
-  const S* keys;   // of this KV head, see slots.h
-  const S* values; // likewise; its keys where they are latents
-  int64_t next;    // from here to the next KV head, in elements; 0 for the last one
-  const int64_t* blocks;
+  const KVLayer& kv; // of numbers of type S
   const int64_t* ancestor_bits;
+  int64_t group;
 
   // Return how many positions the query `token` attends to.
   int64_t window(int64_t token) const { return spec.is_chunked ? plan.positions[token] % spec.window + 1 : spec.window; }
@@ -80,8 +78,20 @@ struct Head {
 
   int64_t num_rows() const { return item.num_rows; }
   int64_t token(int64_t row) const { return plan.query_start_loc[item.request] + (item.first_row + row) / group; }
-  int64_t query_head(int64_t row) const { return kv_head * group + (item.first_row + row) % group; }
   int64_t tree_start() const { return plan.tree_starts[item.request]; }
+};
+
+// Those of one KV head.
+template <typename S>
+struct Head : ItemRows<S> {
+  Head(const ItemRows<S>& rows, int64_t head)
+      : ItemRows<S>(rows), kv_head(head), keys(first_block<S>(rows.kv, 0, head)), values(first_block<S>(rows.kv, !rows.spec.is_latent, head)) {}
+
+  int64_t query_head(int64_t row) const { return kv_head * this->group + (this->item.first_row + row) % this->group; }
+
+  int64_t kv_head;
+  const S* keys;   // see slots.h
+  const S* values; // the keys where they are latents
 };
 
 // What a row sees besides its ancestors, and one behind the last slot that it sees.
@@ -100,22 +110,22 @@ struct Tile {
 
 // Call `work` for each run of slots that lie side by side: the first, its end, the offset of their block, the first's place in it.
 template <typename S, typename Work>
-inline void for_runs(const Head<S>& head, int64_t begin, int64_t count, const Work& work) {
-  const int64_t block_size = head.plan.block_size;
+inline void for_runs(const ItemRows<S>& rows, int64_t begin, int64_t count, const Work& work) {
+  const int64_t block_size = rows.plan.block_size, *blocks = rows.plan.block_table + rows.item.request * rows.plan.table_width;
   for (int64_t j = 0; j < count;) {
     const int64_t slot = begin + j, run_end = std::min(j + block_size - slot % block_size, count);
-    work(j, run_end, head.blocks[slot / block_size] * block_size * slot_size<S>(head.plan.head_dim), slot % block_size);
+    work(j, run_end, blocks[slot / block_size] * rows.kv.block_stride, slot % block_size);
     j = run_end;
   }
 }
 
 template <typename S>
-Tile find_tile(const Head<S>& head, int64_t begin, int64_t end) {
-  const int64_t head_dim = head.plan.head_dim;
+Tile find_tile(const ItemRows<S>& rows, int64_t begin, int64_t end) {
+  const int64_t head_dim = rows.plan.head_dim;
   Tile tile;
   tile.begin = begin;
   tile.count = std::max<int64_t>(std::min<int64_t>(kTile, end - begin), 0);
-  for_runs(head, begin, tile.count, [&](int64_t j, int64_t run_end, int64_t block, int64_t place) {
+  for_runs(rows, begin, tile.count, [&](int64_t j, int64_t run_end, int64_t block, int64_t place) {
     for (int64_t i = j; i < run_end; ++i) tile.offsets[i] = block + (place + i - j) * head_dim;
   });
   for (int64_t j = tile.count; j < kTile; ++j) tile.offsets[j] = tile.offsets[std::max<int64_t>(tile.count - 1, 0)];
@@ -125,7 +135,7 @@ Tile find_tile(const Head<S>& head, int64_t begin, int64_t end) {
 // Always inline: GCC takes calls of a function that only prefetches for useless, and leaves them out.
 template <typename T>
 __attribute__((always_inline)) inline void prefetch_numbers(const T* numbers, int64_t count) {
-  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(numbers + i, 0, 3);
+  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(numbers + i, 0, kToL2);
 }
 
 // Keep the highest `window` bits set, which are the nearest ancestors, since parents come before children.
@@ -143,13 +153,13 @@ inline int64_t nearest_ancestors(int64_t bits, int64_t window) {
 
 // Mask the scores of those slots of a tile that a row does not see.
 template <typename S>
-inline void hide(const Head<S>& head, int64_t row, RowSlots seen, const Tile& tile, float* scores) {
+inline void hide(const ItemRows<S>& rows, int64_t row, RowSlots seen, const Tile& tile, float* scores) {
   std::fill(scores + tile.count, scores + kTile, kMinusInfinity);
   if (tile.begin + tile.count <= seen.visible_len && tile.begin >= seen.first) return;
-  const int64_t token = head.token(row);
-  const uint64_t bits = nearest_ancestors(head.ancestor_bits[token], head.window(token));
+  const int64_t token = rows.token(row);
+  const uint64_t bits = nearest_ancestors(rows.ancestor_bits[token], rows.window(token));
   for (int64_t j = 0; j < tile.count; ++j) {
-    const int64_t slot = tile.begin + j, node = slot - head.tree_start();
+    const int64_t slot = tile.begin + j, node = slot - rows.tree_start();
     const bool is_context = slot < seen.visible_len && slot >= seen.first;
     const bool is_ancestor = node >= 0 && node < 64 && (bits >> node & 1);
     if (!is_context && !is_ancestor) scores[j] = kMinusInfinity;
@@ -164,7 +174,7 @@ struct TileScales {
 
 inline TileScales find_scales(const Head<int8_t>& head, const Tile& tile) {
   TileScales scales;
-  for_runs(head, tile.begin, tile.count, [&](int64_t j, int64_t run_end, int64_t block, int64_t place) {
+  for_runs<int8_t>(head, tile.begin, tile.count, [&](int64_t j, int64_t run_end, int64_t block, int64_t place) {
     const int64_t offset = block + head.plan.block_size * head.plan.head_dim + place * sizeof(float);
     std::memcpy(scales.keys + j, head.keys + offset, (run_end - j) * sizeof(float));
     std::memcpy(scales.values + j, head.values + offset, (run_end - j) * sizeof(float));

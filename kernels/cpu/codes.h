@@ -104,7 +104,7 @@ template <int M, int B, typename X>
   for (int64_t input = 0; input < depth; input += kUnitInputs) {
     const int64_t ahead = kPrefetchBytes + (input < last ? 0 : (B - 1) * code_bytes(depth));
     for (int block = 0; block < B; ++block)
-      for (int part = 0; part < kUnitBytes; part += kPartBytes) __builtin_prefetch(unit[block] + ahead + part);
+      for (int part = 0; part < kUnitBytes; part += kPartBytes) __builtin_prefetch(unit[block] + ahead + part, 0, kToL2);
 #pragma GCC unroll 2
     for (int part = 0; part < kLowParts; ++part)
 #pragma GCC unroll 3

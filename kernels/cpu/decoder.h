@@ -26,7 +26,7 @@ struct DecoderLayer {
   Weight output;
   Weight gate_up;
   Weight down;
-  void* kv; // [2, num_kv_heads, num_slots, slot_size(head_dim)]
+  KVLayer kv;
   int64_t window;
   float scale; // of the scores
 };
@@ -58,7 +58,6 @@ struct DecoderPass {
   const int64_t* slot_mapping;  // [T]
   const int64_t* rows;          // [L], ascending
   const int64_t* ancestor_bits; // [T]
-  int64_t num_slots;
 };
 }
 
@@ -123,15 +122,14 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
         const int64_t k_size = decoder.num_kv_heads * head_dim;
         norm_rows(member, qkv, qkv_size, static_cast<const T*>(layer.row_norm), q_size, k_size, num_tokens, decoder.eps);
       }
-      const auto attend = [&](auto* kv_layer) {
-        const int64_t head_stride = pass.num_slots * slot_size<std::remove_pointer_t<decltype(kv_layer)>>(head_dim);
-        rope_and_write_kv(member, qkv, static_cast<const T*>(layer.rope_table), pass.positions, pass.slot_mapping, kv_layer,
-                          head_stride, static_cast<const T*>(layer.qk_norm), decoder.eps, num_tokens, decoder.num_heads,
-                          decoder.num_kv_heads, head_dim, plan.block_size);
+      const auto attend = [&]<typename S>(S) { // numbers of the cache
+        rope_and_write_kv<S>(member, qkv, static_cast<const T*>(layer.rope_table), pass.positions, pass.slot_mapping, layer.kv,
+                             static_cast<const T*>(layer.qk_norm), decoder.eps, num_tokens, decoder.num_heads, decoder.num_kv_heads,
+                             head_dim, plan.block_size);
         const AttentionSpec spec{layer.scale, 0.0f, layer.window, false, head_dim, false, nullptr};
-        tree_attention(member, plan, spec, items, qkv, qkv_size, kv_layer, head_stride, pass.ancestor_bits, attended);
+        tree_attention<S>(member, plan, spec, items, qkv, qkv_size, layer.kv, pass.ancestor_bits, attended);
       };
-      decoder.kv_is_quantised ? attend(static_cast<int8_t*>(layer.kv)) : attend(static_cast<T*>(layer.kv));
+      decoder.kv_is_quantised ? attend(int8_t{}) : attend(T{});
       if (i + 1 == decoder.num_layers && pass.num_rows < num_tokens) { // the other rows have written their KV: they are done
         member.share(pass.num_rows, size + q_size, [&](int64_t row) {
           std::memcpy(kept_stream + row * size, stream + pass.rows[row] * size, size * sizeof(T));

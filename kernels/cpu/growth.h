@@ -73,7 +73,6 @@ struct Growing {
   int64_t block_size;
   int64_t table_width;
   int64_t target_vocab_size; // of the trees: tokens from there on are not proposed
-  int64_t num_slots;
   const TreeGrowth* growths;  // [n], rows of the plan ascending
   const int64_t* block_table; // [n, table_width]
   const int64_t* fed_tokens;  // committed ones that the draft lacks, of all requests
@@ -213,7 +212,7 @@ private:
                              rows_.start_loc.data(), rows_.seq_lens.data(), rows_.tree_starts.data(), growing_.block_table,
                              rows_.positions.data(), rows_.visible_lens.data()};
     const DecoderPass pass{rows_.size(), static_cast<int64_t>(rows_.kept.size()), rows_.token_ids.data(), rows_.positions.data(),
-                           rows_.slots.data(), rows_.kept.data(), rows_.bits.data(), growing_.num_slots};
+                           rows_.slots.data(), rows_.kept.data(), rows_.bits.data()};
     logits_.resize(rows_.kept.size() * decoder_.head.num_outputs);
     const auto start = std::chrono::steady_clock::now();
     forward(decoder_, plan, pass, logits_.data());

@@ -64,10 +64,10 @@ void norm_rows(Member& member, T* qkv, int64_t token_size, const T* weight, int6
   });
 }
 
-template <typename T, typename S, typename W>
-void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_t* positions, const int64_t* slot_mapping, S* kv_layer,
-                       int64_t head_stride, const W* qk_norm, float eps, int64_t num_tokens, int64_t num_heads,
-                       int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
+template <typename S, typename T, typename W>
+void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_t* positions, const int64_t* slot_mapping,
+                       const KVLayer& kv, const W* qk_norm, float eps, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
+                       int64_t head_dim, int64_t block_size) {
   const int64_t num_qk_heads = num_heads + num_kv_heads, token_size = (num_qk_heads + num_kv_heads) * head_dim;
   const int64_t half = head_dim / 2;
   member.share(num_tokens, token_size, [&](int64_t token) {
@@ -88,13 +88,13 @@ void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_
         rotated[d + half] = y * widen(cos[d + half]) + x * widen(sin[d + half]);
       }
       if (is_key)
-        write_slot(rotated, head_dim, slot_mapping[token], block_size, head_dim, kv_layer + (index - num_heads) * head_stride);
+        write_slot<S>(rotated, head_dim, kv, 0, index - num_heads, slot_mapping[token], block_size, head_dim);
       else
         copy_row(rotated, head_dim, input);
     }
     for (int64_t index = 0; index < num_kv_heads && slot_mapping[token] >= 0; ++index)
-      write_slot(qkv + token * token_size + (num_qk_heads + index) * head_dim, head_dim, slot_mapping[token], block_size, head_dim,
-                 kv_layer + (num_kv_heads + index) * head_stride);
+      write_slot<S>(qkv + token * token_size + (num_qk_heads + index) * head_dim, head_dim, kv, 1, index, slot_mapping[token], block_size,
+                    head_dim);
   });
 }
 
@@ -152,21 +152,20 @@ void gated_mlp(Team* team, const Weight& gate_up, const Weight& down, const T* x
 // S: the type of the stored numbers. The rows of `write_rows` are keys or values; the numbers of a row lie side by side.
 #define TITAN_DEFINE_KV_WRITES(T, S, NAME)                                                                                     \
   extern "C" void write_rows_##NAME(Team* team, const T* rows, int64_t token_stride, int64_t row_stride, int64_t size,         \
-                                    const int64_t* slots, int64_t num_tokens, S* plane, int64_t head_stride,                   \
+                                    const int64_t* slots, int64_t num_tokens, const KVLayer* kv, int64_t plane,                \
                                     int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {                              \
     share(team, num_tokens, num_kv_heads * size, [&](int64_t token) {                                                          \
-      for (int64_t index = 0; index < num_kv_heads; ++index)                                                                   \
-        write_slot(rows + token * token_stride + index * row_stride, size, slots[token], block_size, head_dim,                 \
-                   plane + index * head_stride);                                                                               \
+      for (int64_t head = 0; head < num_kv_heads; ++head)                                                                      \
+        write_slot<S>(rows + token * token_stride + head * row_stride, size, *kv, plane, head, slots[token], block_size, head_dim); \
     });                                                                                                                        \
   }                                                                                                                            \
   extern "C" void rope_and_write_kv_##NAME(Team* team, T* qkv, const T* rope_table, const int64_t* positions,                  \
-                                           const int64_t* slots, S* kv_layer, int64_t head_stride, const void* qk_norm,        \
-                                           int64_t is_wide, float eps, int64_t num_tokens, int64_t num_heads,                  \
-                                           int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {                       \
+                                           const int64_t* slots, const KVLayer* kv, const void* qk_norm, int64_t is_wide,      \
+                                           float eps, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,             \
+                                           int64_t head_dim, int64_t block_size) {                                             \
     const auto rotate = [&](Member& member, const auto* norm) {                                                                \
-      rope_and_write_kv(member, qkv, rope_table, positions, slots, kv_layer, head_stride, norm, eps, num_tokens, num_heads,    \
-                        num_kv_heads, head_dim, block_size);                                                                   \
+      rope_and_write_kv<S>(member, qkv, rope_table, positions, slots, *kv, norm, eps, num_tokens, num_heads, num_kv_heads,     \
+                           head_dim, block_size);                                                                              \
     };                                                                                                                         \
     run(team, num_tokens * (num_heads + 2 * num_kv_heads) * head_dim, [&](Member& member) {                                    \
       is_wide ? rotate(member, static_cast<const float*>(qk_norm)) : rotate(member, static_cast<const T*>(qk_norm));           \

@@ -50,6 +50,17 @@ class SpecStruct(ctypes.Structure):
     ]
 
 
+class KVLayerStruct(ctypes.Structure):
+    """``KVLayer`` of the C++."""
+
+    _fields_ = [("data", POINTER), ("plane_stride", INT), ("head_stride", INT), ("block_stride", INT)]
+
+
+def kv_struct(kv_layer: Tensor) -> KVLayerStruct:
+    """Return the cache of a layer, [num_planes, num_kv_heads, num_blocks, ...], as the library reads it; it must outlive that."""
+    return KVLayerStruct(kv_layer.data_ptr(), *kv_layer.stride()[:3])
+
+
 def spec_struct(spec: AttentionSpec, head_dim: int, is_latent: bool, sinks: Tensor | None) -> SpecStruct:
     """Return what a layer computes as the library reads it; the sinks must outlive it."""
     is_chunked = isinstance(spec.window, Chunk)
@@ -88,7 +99,7 @@ class CompiledOps(TorchOps):
         super().__init__(torch.device("cpu"))
         self._kernels, self._dtype = kernels, dtype
         self._multiply = kernels.function("linear", dtype, POINTER, POINTER, INT, POINTER, POINTER)
-        of_attention = POINTER, POINTER, POINTER, INT, POINTER, INT, POINTER, POINTER
+        of_attention = POINTER, POINTER, POINTER, INT, POINTER, POINTER, POINTER
         of_writes = POINTER, INT, INT, INT, POINTER, INT, POINTER, INT, INT, INT, INT
         suffixes = "", "_int8"  # of the stored numbers
         self._attend = {each: kernels.function(f"tree_attention{each}", dtype, *of_attention) for each in suffixes}
@@ -97,7 +108,7 @@ class CompiledOps(TorchOps):
         self._norm = kernels.function("rms_norm", dtype, POINTER, POINTER, INT, POINTER, INT, INT, FLOAT)
         self._gate = kernels.function("silu_mul", dtype, POINTER, POINTER, INT, INT)
         self._run_mlp = kernels.function("gated_mlp", dtype, POINTER, POINTER, POINTER, INT, POINTER)
-        rope_arguments = *[POINTER] * 5, INT, POINTER, INT, FLOAT, *[INT] * 5
+        rope_arguments = *[POINTER] * 6, INT, FLOAT, *[INT] * 5
         self._rotate = {each: kernels.function(f"rope_and_write_kv{each}", dtype, *rope_arguments) for each in suffixes}
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -132,7 +143,7 @@ class CompiledOps(TorchOps):
         num_tokens, num_heads, head_dim = q.shape
         if q.stride(1) != head_dim:
             q = q.contiguous()
-        layer = spec_struct(spec, head_dim, kv_layer.shape[0] == 1, sinks)
+        layer, kv = spec_struct(spec, head_dim, kv_layer.shape[0] == 1, sinks), kv_struct(kv_layer)
         output = q.new_empty(num_tokens, num_heads * layer.value_dim)
         struct = plan.struct
         struct.num_heads, struct.num_kv_heads, struct.head_dim = num_heads, kv_layer.shape[1], head_dim
@@ -141,8 +152,7 @@ class CompiledOps(TorchOps):
             ctypes.addressof(layer),
             q.data_ptr(),
             q.stride(0),
-            kv_layer.data_ptr(),
-            kv_layer.stride(1),
+            ctypes.addressof(kv),
             address(plan.layout.ancestor_bits),
             output.data_ptr(),
         )
@@ -153,15 +163,14 @@ class CompiledOps(TorchOps):
         block_size, suffix = kv_layer.shape[3], ""
         if kv_layer.dtype == torch.int8:
             block_size, suffix = block_size // (head_dim + SCALE_BYTES), "_int8"
-        write, plane, (plane_stride, head_stride, *_) = self._write_rows[suffix], kv_layer.data_ptr(), kv_layer.stride()
-        for rows in (keys,) if values is None else (keys, values):
+        kv = kv_struct(kv_layer)
+        for plane, rows in enumerate((keys,) if values is None else (keys, values)):
             assert rows.dtype == self._dtype
             if rows.stride(2) != 1:
                 rows = rows.contiguous()
             token_stride, row_stride, _ = rows.stride()
-            places = slots.data_ptr(), num_tokens, plane, head_stride, num_kv_heads, head_dim, block_size
-            write(rows.data_ptr(), token_stride, row_stride, rows.shape[2], *places)
-            plane += plane_stride * kv_layer.itemsize
+            places = slots.data_ptr(), num_tokens, ctypes.addressof(kv), plane, num_kv_heads, head_dim, block_size
+            self._write_rows[suffix](rows.data_ptr(), token_stride, row_stride, rows.shape[2], *places)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
@@ -176,13 +185,13 @@ class CompiledOps(TorchOps):
         block_size, suffix = kv_layer.shape[3], ""
         if kv_layer.dtype == torch.int8:
             block_size, suffix = block_size // (head_dim + SCALE_BYTES), "_int8"
+        kv = kv_struct(kv_layer)
         self._rotate[suffix](
             qkv.data_ptr(),
             places.rope_table.data_ptr(),
             places.positions.data_ptr(),
             places.slots.data_ptr(),
-            kv_layer.data_ptr(),
-            kv_layer.stride(1),
+            ctypes.addressof(kv),
             None if qk_norm is None else qk_norm.data_ptr(),
             qk_norm is not None and qk_norm.dtype != qkv.dtype,
             eps,

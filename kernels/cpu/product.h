@@ -23,7 +23,7 @@ constexpr int kMostRows = kLanes == 16 ? 8 : 6;
 constexpr int kMostBlocks = 3;
 constexpr int64_t most_blocks(int64_t num_rows) { return kLanes == 16 || num_rows == 1 ? kMostBlocks : 1; }
 
-constexpr int64_t kPrefetchBytes = 2048; // read ahead; the prefetch of the hardware does not reach far enough
+constexpr int64_t kPrefetchBytes = 3072; // read ahead; the prefetch of the hardware does not reach far enough
 
 // Call `work` with a number, or with Most if that is less, as a constant.
 template <int Most, typename Work>
@@ -130,7 +130,7 @@ template <int M, int B, typename X, typename Packed>
   Lanes sums[B * kParts][M] = {};
   for (int64_t input = 0; input < depth; input += kPair<Packed>) {
     const int64_t ahead = kPrefetchBytes / sizeof(Packed) + (input < last ? 0 : (B - 1) * depth * kBlock);
-    for (int block = 0; block < B; ++block) __builtin_prefetch(packed[block * kParts] + ahead);
+    for (int block = 0; block < B; ++block) __builtin_prefetch(packed[block * kParts] + ahead, 0, kToL2);
     add_products<M, B * kParts>(x + input, stride, packed, sums);
     for (int v = 0; v < B * kParts; ++v) packed[v] += kBlock * kPair<Packed>;
   }

@@ -92,7 +92,6 @@ class CompiledRunner(TorchRunner):
         decoder.num_layers, decoder.layers = len(layers), ctypes.addressof(self._layers)
         decoder.team = kernels.team
         self._decoder = decoder
-        self._num_slots = kv.num_blocks * kv.block_size
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         place_nodes(batch)
@@ -101,7 +100,7 @@ class CompiledRunner(TorchRunner):
         plan = plan_struct(layout)
         plan.num_heads, plan.num_kv_heads, plan.head_dim = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
         arrays = batch.token_ids, layout.positions, batch.slot_mapping, batch.logits_rows, layout.ancestor_bits
-        step = PassStruct(len(batch.token_ids), len(batch.logits_rows), *map(address, arrays), self._num_slots)
+        step = PassStruct(len(batch.token_ids), len(batch.logits_rows), *map(address, arrays))
         logits = torch.empty(len(batch.logits_rows), decoder.head.num_outputs, dtype=self.model.dtype)
         self._forward(ctypes.addressof(decoder), ctypes.addressof(plan), ctypes.addressof(step), logits.data_ptr())
         return logits
@@ -140,7 +139,7 @@ class CompiledRunner(TorchRunner):
             draft_rows = torch.zeros(max_nodes + num_rows, dtype=torch.int32)
         grown = self._run_growth(
             GrowingStruct(
-                *(len(feeds), self.kv.block_size, table.shape[1], vocab_size, self._num_slots),
+                *(len(feeds), self.kv.block_size, table.shape[1], vocab_size),
                 *map(address, (growths, table, token_ids, lengths)),
                 NodeColumnsStruct(*(column.data_ptr() for column in nodes)),
                 *(0 if draft_rows is None else draft_rows.data_ptr(), address(counts), address(is_chain)),

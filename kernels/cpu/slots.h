@@ -1,7 +1,7 @@
-// The layout of a KV head's slots in the cache, and what is written to them.
+// The layout of slots in the cache, and what is written to them.
 //
-// S is the type of the stored numbers. A block is [block_size, D] numbers; int8 numbers are followed by one float scale per slot, which
-// multiplies them. A row of zeros has a scale, too, and a row with a number that is not finite has the scale NaN.
+// S is the type of the stored numbers. A KV head's part of a block is [block_size, D] numbers; int8 numbers are followed by one float
+// scale per slot, which multiplies them. A row of zeros has a scale, too, and a row with a number that is not finite has the scale NaN.
 
 #pragma once
 
@@ -13,6 +13,17 @@
 
 #include "numbers.h"
 
+extern "C" {
+
+// The cache of a layer; strides are in elements. Of a block, the parts of all planes and KV heads best lie side by side.
+struct KVLayer {
+  void* data;
+  int64_t plane_stride; // from keys to values
+  int64_t head_stride;
+  int64_t block_stride;
+};
+}
+
 namespace {
 
 template <typename S>
@@ -20,12 +31,6 @@ constexpr bool kIsQuantised = std::is_same_v<S, int8_t>;
 
 constexpr float kLargestNumber = 127.0f; // of those quantised
 constexpr float kLeastSize = 1e-30f;     // of a row's largest number; smaller ones become zeros
-
-// Elements that a slot takes.
-template <typename S>
-inline int64_t slot_size(int64_t head_dim) {
-  return head_dim + (kIsQuantised<S> ? sizeof(float) : 0);
-}
 
 // Copy a row of numbers, rounded to those of the result.
 template <typename X, typename T>
@@ -58,16 +63,23 @@ inline float round_to_integers(const T* numbers, int64_t count, float most, Inte
   return are_finite ? largest / most : std::numeric_limits<float>::quiet_NaN();
 }
 
+// Return a KV head's part of the first block.
+template <typename S>
+inline S* first_block(const KVLayer& kv, int64_t plane, int64_t head) {
+  return static_cast<S*>(kv.data) + plane * kv.plane_stride + head * kv.head_stride;
+}
+
 // Write a row of `size` numbers, at most head_dim, to its slot of a KV head; the rest of the slot stays.
-template <typename X, typename S>
-inline void write_slot(const X* row, int64_t size, int64_t slot, int64_t block_size, int64_t head_dim, S* head) {
+template <typename S, typename X>
+inline void write_slot(const X* row, int64_t size, const KVLayer& kv, int64_t plane, int64_t head, int64_t slot, int64_t block_size,
+                       int64_t head_dim) {
+  S* block = first_block<S>(kv, plane, head) + slot / block_size * kv.block_stride;
+  S* numbers = block + slot % block_size * head_dim;
   if constexpr (kIsQuantised<S>) {
-    S* block = head + slot / block_size * block_size * slot_size<S>(head_dim);
-    S* numbers = block + slot % block_size * head_dim;
     const float scale = round_to_integers(row, size, kLargestNumber, numbers);
     std::memcpy(block + block_size * head_dim + slot % block_size * sizeof scale, &scale, sizeof scale);
   } else {
-    copy_row(row, size, head + slot * head_dim);
+    copy_row(row, size, numbers);
   }
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from titan.core.attention import AttentionSpec
 from titan.core.growth import ShapePlan
 from titan.kernels.cpu.compiled import FLOAT, INT, POINTER
-from titan.kernels.cpu.layers import NO_WINDOW
+from titan.kernels.cpu.layers import NO_WINDOW, KVLayerStruct, kv_struct
 from titan.kernels.cpu.trees import NodeColumnsStruct
 from titan.kernels.cpu.weights import WeightStruct
 
@@ -29,7 +29,7 @@ class LayerStruct(ctypes.Structure):
         ("output", WeightStruct),
         ("gate_up", WeightStruct),
         ("down", WeightStruct),
-        ("kv", POINTER),
+        ("kv", KVLayerStruct),
         ("window", INT),
         ("scale", FLOAT),
     ]
@@ -56,7 +56,6 @@ class PassStruct(ctypes.Structure):
         ("num_tokens", INT),
         ("num_rows", INT),
         *((name, POINTER) for name in ("token_ids", "positions", "slot_mapping", "rows", "ancestor_bits")),
-        ("num_slots", INT),
     ]
 
 
@@ -96,7 +95,7 @@ class GrowingStruct(ctypes.Structure):
     """``Growing`` of the C++."""
 
     _fields_ = [
-        *((name, INT) for name in ("num_requests", "block_size", "table_width", "target_vocab_size", "num_slots")),
+        *((name, INT) for name in ("num_requests", "block_size", "table_width", "target_vocab_size")),
         *((name, POINTER) for name in ("growths", "block_table", "fed_tokens", "num_fed")),
         ("nodes", NodeColumnsStruct),
         *((name, POINTER) for name in ("draft_rows", "counts", "is_chain", "probs", "first_scores")),
@@ -113,10 +112,10 @@ def layer_struct(
     Args:
         tensors: its `LAYER_NORMS`, and its rope table.
         weights: qkv, output, gate and up, down.
-        kv_layer: [2, num_kv_heads, num_blocks, ...], contiguous, see `titan.core.kv_tensor.KVTensor`.
+        kv_layer: [2, num_kv_heads, num_blocks, ...], see `titan.core.kv_tensor.KVTensor`.
         spec: of its attention.
     """
     assert isinstance(spec.window, int | None)
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     window = NO_WINDOW if spec.window is None else spec.window
-    return LayerStruct(*pointers, *weights, kv_layer.data_ptr(), window, spec.scale)
+    return LayerStruct(*pointers, *weights, kv_struct(kv_layer), window, spec.scale)

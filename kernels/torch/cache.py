@@ -29,29 +29,27 @@ class TorchCache:
 
     def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
         sources, targets = self._upload(_path_slots(moves, kv.block_size))
-        if kv.layout.is_quantised:
-            _move_quantised(kv, sources, targets)
-            return
-        for group in kv.groups:
-            slots = group.view(-1, kv.num_blocks * kv.block_size, group.shape[-1])  # fewer dimensions: less setup per operation
-            slots.index_copy_(1, targets, slots.index_select(1, sources))
+        (old_blocks, old), (new_blocks, new) = ((each // kv.block_size, each % kv.block_size) for each in (sources, targets))
+        for blocks, group in zip(kv.groups, kv.layout.groups, strict=True):
+            for plane in kv_planes(blocks, group.head_dim) if kv.layout.is_quantised else (blocks,):
+                plane[:, new_blocks, :, :, new] = plane[:, old_blocks, :, :, old]
 
     def copy_blocks(self, kv: KVTensor, sources: Ints, targets: Ints) -> None:
         source_ids, target_ids = self._upload([sources, targets])
         for group in kv.groups:
-            group.index_copy_(3, target_ids, group.index_select(3, source_ids))
+            group.index_copy_(1, target_ids, group.index_select(1, source_ids))
 
     def clear_blocks(self, kv: KVTensor, block_ids: Ints) -> None:
         [ids] = self._upload([block_ids])
         for group in kv.groups:
-            group.index_fill_(3, ids, 0)
+            group.index_fill_(1, ids, 0)
 
     def gather_blocks(self, source: KVTensor, target: KVTensor, block_ids: Ints) -> None:
         [ids] = self._upload([block_ids])
         is_same = source is target
-        rooms = [group.new_empty(len(ids) if is_same else 0, *group.shape[4:]) for group in source.groups]
+        rooms = [group.new_empty(len(ids) if is_same else 0, *group.shape[2:]) for group in source.groups]
         for olds, news, room in zip(source.groups, target.groups, rooms, strict=True):
-            for old, new in zip(olds.flatten(0, 2), news.flatten(0, 2), strict=True):  # [num_blocks, block_size, head_dim]
+            for old, new in zip(olds, news, strict=True):  # of a layer
                 gathered = torch.index_select(old, 0, ids, out=room if is_same else new[: len(ids)])
                 if is_same:
                     new[: len(ids)] = gathered
@@ -64,12 +62,12 @@ class TorchCache:
     def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
         for group, blocks in zip(kv.groups, host, strict=True):
             for here, away in runs(sources, targets):
-                blocks[away].copy_(group[:, :, :, here].movedim(3, 0))
+                blocks[away].copy_(group[:, here].transpose(0, 1))
 
     def copy_in(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
         for group, blocks in zip(kv.groups, host, strict=True):
             for away, here in runs(sources, targets):
-                group[:, :, :, here].copy_(blocks[away].movedim(0, 3))
+                group[:, here].copy_(blocks[away].transpose(0, 1))
 
     def await_copies(self) -> None:
         """Do nothing: copies are complete when they return."""
@@ -84,17 +82,9 @@ def _discard(tensor: Tensor) -> None:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
-def _move_quantised(kv: KVTensor, sources: Tensor, targets: Tensor) -> None:
-    """Move slots, int64 [n] each, with their scales."""
-    block_size = kv.block_size
-    for blocks, group in zip(kv.groups, kv.layout.groups, strict=True):
-        for plane in kv_planes(blocks.flatten(0, 2), group.head_dim):  # [rows, blocks, block_size, ...]
-            plane[:, targets // block_size, targets % block_size] = plane[:, sources // block_size, sources % block_size]
-
-
 def host_shape(group: Tensor, num_blocks: int) -> tuple[int, ...]:
     """Return the shape of this many blocks of a group on the host: blocks first, so that each is one piece of memory."""
-    return num_blocks, *group.shape[:3], *group.shape[4:]
+    return num_blocks, group.shape[0], *group.shape[2:]
 
 
 def runs(sources: Ints, targets: Ints) -> Iterator[tuple[slice, slice]]:

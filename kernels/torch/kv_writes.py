@@ -16,4 +16,5 @@ def write_kv(kv_layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor | Non
     if kv_layer.dtype == torch.int8:
         write_quantised(kv_layer, slots, rows)
     else:
-        kv_layer.flatten(2, 3).index_copy_(2, slots, rows)
+        block_size = kv_layer.shape[3]
+        kv_layer[:, :, slots // block_size, slots % block_size] = rows

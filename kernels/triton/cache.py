@@ -41,7 +41,7 @@ class CudaCache(TorchCache):
     def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
         self.await_copies()  # one of the blocks may have been copied in just now
         [ids] = self._upload([sources])
-        gathered = [group.movedim(3, 0).index_select(0, ids) for group in kv.groups]
+        gathered = [group.transpose(0, 1).index_select(0, ids) for group in kv.groups]
         with self._after_passes():
             for blocks, own in zip(host, gathered, strict=True):
                 own.record_stream(self._stream)
@@ -52,7 +52,7 @@ class CudaCache(TorchCache):
         with self._after_passes():
             for group, blocks in zip(kv.groups, host, strict=True):
                 for away, here in runs(sources, targets):
-                    group[:, :, :, here].copy_(blocks[away].to(group.device, non_blocking=True).movedim(0, 3))
+                    group[:, here].copy_(blocks[away].to(group.device, non_blocking=True).transpose(0, 1))
             self._arrival = self._stream.record_event()
 
     def await_copies(self) -> None:

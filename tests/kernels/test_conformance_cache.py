@@ -30,7 +30,7 @@ def bits_of(kv: KVTensor) -> list[Tensor]:
 
 
 def slots_of(bits: Tensor, group: KVGroup) -> tuple[Tensor, ...]:
-    """Views [num_layers, 2, num_kv_heads, num_blocks, block_size, ...] of all that a group keeps."""
+    """Views [num_layers, num_blocks, 2, num_kv_heads, block_size, ...] of all that a group keeps."""
     return kv_planes(bits, group.head_dim) if bits.dtype == torch.int8 else (bits,)
 
 
@@ -46,7 +46,7 @@ def check_moves(backend: Backend, moves: list[PathMove], dtype: torch.dtype = to
             (target, to), (source, at) = (divmod(move.first_slot + each, BLOCK_SIZE) for each in (j, node))
             for olds, news in zip(map(slots_of, before, GROUPS), map(slots_of, expected, GROUPS), strict=True):
                 for old, new in zip(olds, news, strict=True):
-                    new[:, :, :, move.block_ids[target], to] = old[:, :, :, move.block_ids[source], at]
+                    new[:, move.block_ids[target], :, :, to] = old[:, move.block_ids[source], :, :, at]
     backend.cache.move_paths(kv, moves)
     assert_bits(kv, expected)
 
@@ -72,17 +72,17 @@ def test_paths_move_across_block_edges_onto_the_sources_of_later_nodes(backend: 
 def test_copies_and_clearing_touch_whole_blocks_and_nothing_else(backend: Backend, dtype: torch.dtype) -> None:
     kv = random_kv(backend, dtype)
     for group in kv.groups:
-        group[:, :, :, 11] = torch.nan if dtype.is_floating_point else -1  # all bits of a scale: NaN
+        group[:, 11] = torch.nan if dtype.is_floating_point else -1  # all bits of a scale: NaN
     expected = bits_of(kv)
     pairs = [(3, 0), (3, 6), (1, 4), (11, 12)]
     backend.cache.copy_blocks(kv, *np.array(pairs).T.copy())
     for group in expected:
         for source, target in pairs:
-            group[:, :, :, target] = group[:, :, :, source]
+            group[:, target] = group[:, source]
     assert_bits(kv, expected)
     backend.cache.clear_blocks(kv, np.array([6, 11, 3]))
     for group in expected:
-        group[:, :, :, [3, 6, 11]] = 0
+        group[:, [3, 6, 11]] = 0
     assert_bits(kv, expected)
     host = backend.cache.host_blocks(kv, 9)
     assert all(not blocks.any() for blocks in host)
@@ -91,14 +91,14 @@ def test_copies_and_clearing_touch_whole_blocks_and_nothing_else(backend: Backen
     backend.cache.copy_in(kv, host, away, back)
     backend.cache.await_copies()
     for group in expected:
-        group[:, :, :, back] = group[:, :, :, sources]
+        group[:, back] = group[:, sources]
     assert_bits(kv, expected)
     assert [blocks.flatten(1).any(1).nonzero().flatten().tolist() for blocks in host] == [[2, 3, 5, 8]] * 2, "11 was cleared"
     for num_blocks in (12, 17, None):
         other = kv if num_blocks is None else KVTensor(kv.layout, num_blocks, BLOCK_SIZE, backend.device)
         backend.cache.gather_blocks(kv, other, np.array([5, 0, 13, 1]))
         for actual, each in zip(bits_of(other), expected, strict=True):
-            assert torch.equal(actual[:, :, :, :4], each[:, :, :, [5, 0, 13, 1]])
+            assert torch.equal(actual[:, :4], each[:, [5, 0, 13, 1]])
         kv = random_kv(backend, dtype)
         expected = bits_of(kv)
     none = np.zeros(0, np.int64)

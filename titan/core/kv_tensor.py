@@ -79,15 +79,16 @@ class KVTensor:
         self.groups: tuple[Tensor, ...] = tuple(
             allocate(self._group_shape(each), dtype=layout.dtype, device=device) for each in layout.groups
         )
-        """One tensor per group: [num_layers, num_planes, num_kv_heads, num_blocks, block_size, head_dim].
+        """One tensor per group: [num_layers, num_blocks, num_planes, num_kv_heads, block_size, head_dim].
 
-        Quantised blocks are bytes, [..., num_blocks, block_size * (head_dim + SCALE_BYTES)], which `kv_planes` takes apart.
+        A pass reads all of a block, which therefore lies in one piece for each layer. Quantised blocks are bytes,
+        [..., num_kv_heads, block_size * (head_dim + SCALE_BYTES)], which `kv_planes` takes apart.
         """
-        self.layers: Sequence[Tensor] = [layer for group in self.groups for layer in group]
+        self.layers: Sequence[Tensor] = [layer.movedim(0, 2) for group in self.groups for layer in group]
         """One tensor per layer, [num_planes, num_kv_heads, num_blocks, ...], views of the groups."""
 
     def _group_shape(self, group: KVGroup) -> tuple[int, ...]:
-        shape = group.num_layers, group.num_planes, group.num_kv_heads, self.num_blocks
+        shape = group.num_layers, self.num_blocks, group.num_planes, group.num_kv_heads
         if self.layout.is_quantised:
             return *shape, self.block_size * self.layout.bytes_per_row(group.head_dim)
         return *shape, self.block_size, group.head_dim

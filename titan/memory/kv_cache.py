@@ -290,7 +290,7 @@ class KVCache:
             self.swap_space.copy_out(self._tensors, block_ids, swapped)
             self.swap_space.copy_in(self._tensors, swapped, block_ids)
             self._ops.await_copies()
-            wait([group[0, 0, 0, block_ids[0], 0].view(torch.uint8) for group in self._tensors["target"].groups])
+            wait([group[0, block_ids[0], 0, 0, 0].view(torch.uint8) for group in self._tensors["target"].groups])
             seconds = min(seconds, time.perf_counter() - start)
         self.pool.release(block_ids[::-1])
         space.release(swapped[::-1])

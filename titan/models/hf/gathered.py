@@ -89,11 +89,12 @@ class PagedCache:
         """Write keys and values, [1, K, T, D] each, and return those of all slots, [1, K, N, D] each."""
         kv_layer = self._kv.layers[layer_idx]
         self._ops.write_kv(kv_layer, self._new_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        blocks, slots = self._slots // self._kv.block_size, self._slots % self._kv.block_size
         if kv_layer.dtype == torch.int8:
-            numbers, scales = (plane.flatten(2, 3).index_select(2, self._slots) for plane in kv_planes(kv_layer, key.shape[3]))
+            numbers, scales = (plane[:, :, blocks, slots] for plane in kv_planes(kv_layer, key.shape[3]))
             rows = numbers * scales[..., None]
         else:
-            rows = kv_layer.flatten(2, 3).index_select(2, self._slots)
+            rows = kv_layer[:, :, blocks, slots]
         rows = rows.to(key.dtype)  # the queries', whatever the cache has
         return rows[0][None], rows[1][None]
 
