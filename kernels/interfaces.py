@@ -62,8 +62,9 @@ class LayerOps(Protocol):
 
         Args:
             q: [T, H, D], the last dimension contiguous.
-            kv_layer: [2, K, num_blocks, block_size, D], keys and values, or quantised blocks of them, see `KVTensor`; those of the
-                query tokens are already written, and read as they were written. [1, ...]: values are the first numbers of keys.
+            kv_layer: [2, K, num_blocks, block_size, D], keys and values, or quantised blocks of them, strided as `KVTensor` has it;
+                those of the query tokens are already written, and read as they were written. [1, ...]: values are the first
+                numbers of keys.
             plan: from `plan_attention`.
             spec: of the layer, with one of the windows planned for.
             sinks: float32 [H], a score of each head besides those of its keys, which adds nothing to its output (gpt-oss).

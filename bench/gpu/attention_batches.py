@@ -76,7 +76,7 @@ class Case:
     shape: Shape
     layout: DeviceLayout
     q: Tensor  # [num_layers, R * Q, num_heads, D]
-    kv: Tensor  # [num_layers, 2, K, num_blocks, block_size, D]
+    kv: Tensor  # [num_layers, 2, K, num_blocks, block_size, D], in memory as `KVTensor` has it
 
     @property
     def scale(self) -> float:
@@ -93,7 +93,7 @@ def make_case(shape: Shape, setting: Setting) -> Case:
     geometry, device = shape.geometry, setting.device
     num_blocks = -(-(np.array(shape.contexts) + shape.query_len) // geometry.block_size)
     blocks = np.random.default_rng(setting.seed).permutation(num_blocks.sum())
-    layer_shape = (2, geometry.num_kv_heads, blocks.size, geometry.block_size, geometry.head_dim)
+    layer_shape = (blocks.size, 2, geometry.num_kv_heads, geometry.block_size, geometry.head_dim)
     num_layers = 2 if setting.is_tiny else -(-DISTINCT_BYTES // (math.prod(layer_shape) * geometry.dtype.itemsize))
     layout = _make_layout(shape, [each.tolist() for each in np.split(blocks, num_blocks.cumsum()[:-1])], device)
     generator = torch.Generator(device).manual_seed(setting.seed)
@@ -102,7 +102,7 @@ def make_case(shape: Shape, setting: Setting) -> Case:
         return torch.empty(sizes, dtype=geometry.dtype, device=device).normal_(generator=generator)
 
     q = random(num_layers, len(layout.positions), geometry.num_heads, geometry.head_dim)
-    return Case(shape, layout, q, random(num_layers, *layer_shape))
+    return Case(shape, layout, q, random(num_layers, *layer_shape).movedim(1, 3))
 
 
 def _make_layout(shape: Shape, tables: list[list[int]], device: torch.device) -> DeviceLayout:

@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr int64_t kItemQueries = 64;         // most queries of a request that one thread attends at a time,
+constexpr int64_t kItemQueries = 64;         // most queries of a request that one thread attends at a time, and rows of several heads,
 constexpr int64_t kItemNumbers = 128 * 1024; // and of sums of their rows, which stay in the L2 cache
 
 // The types that queries, keys and weights, and values, are multiplied in.
@@ -302,14 +302,14 @@ inline std::vector<AttentionItem> attention_items(const AttentionPlan& plan, int
   for (int64_t request = 0; request < plan.num_requests; ++request) num_queried += starts[request] < starts[request + 1];
   const int64_t num_all_heads = num_queried * plan.num_kv_heads, num_items = num_threads * kChunksPerThread;
   const int64_t num_parts = std::max<int64_t>(num_threads / std::max<int64_t>(num_all_heads, 1), 1); // of the rows of each
-  const int64_t group = plan.num_heads / plan.num_kv_heads, room_rows = std::max<int64_t>(kItemNumbers / value_dim, kMostRows);
-  const int64_t most_rows = std::min(kItemQueries * group, room_rows);
+  const int64_t group = plan.num_heads / plan.num_kv_heads;
+  const int64_t most_rows = std::min(kItemQueries * group, std::max<int64_t>(kItemNumbers / value_dim, kMostRows));
   const int64_t most_heads = std::min((num_all_heads + num_items - 1) / num_items, plan.num_kv_heads);
   for (int64_t request = 0; request < plan.num_requests; ++request) {
     const int64_t num_rows = (starts[request + 1] - starts[request]) * group;
     const int64_t size = std::min(most_rows, std::max<int64_t>((num_rows + num_parts - 1) / num_parts, kMostRows));
     for (int64_t first = 0; first < num_rows; first += size) {
-      const int64_t count = std::min(size, num_rows - first), num_heads = std::clamp<int64_t>(room_rows / count, 1, most_heads);
+      const int64_t count = std::min(size, num_rows - first), num_heads = std::clamp<int64_t>(kItemQueries / count, 1, most_heads);
       for (int64_t head = 0; head < plan.num_kv_heads; head += num_heads)
         items.push_back({request, first, count, head, std::min(num_heads, plan.num_kv_heads - head)});
     }

@@ -106,27 +106,30 @@ int check_attention(const char* name, int64_t head_dim, int64_t window, bool has
   const float sinks[] = {-1.0f, 0.5f, 2.0f, 0.0f}, softcap = has_all ? 2.0f : 0.0f;
   const int64_t value_dim = has_all ? head_dim - 3 : head_dim;
   const AttentionSpec spec{0.2f, softcap, window, has_all, value_dim, has_all, has_all ? sinks : nullptr};
-  const int64_t num_slots = kBlocks * kBlockSize, head_stride = num_slots * slot_size<S>(head_dim);
+  const int64_t num_slots = kBlocks * kBlockSize, part = kBlockSize * (head_dim + (kIsQuantised<S> ? sizeof(float) : 0));
   const auto q = random_numbers<T>(74 * kHeads * head_dim), numbers = random_numbers<T>(2 * kKvHeads * num_slots * head_dim);
-  std::vector<S> kv(2 * kKvHeads * head_stride);
-  for (int64_t i = 0; i < 2 * kKvHeads * num_slots; ++i)
-    write_slot(&numbers[i * head_dim], head_dim, i % num_slots, kBlockSize, head_dim, &kv[i / num_slots * head_stride]);
+  std::vector<S> cache(kBlocks * 2 * kKvHeads * part);
+  const KVLayer kv{cache.data(), kKvHeads * part, part, 2 * kKvHeads * part};
+  for (int64_t i = 0; i < 2 * kKvHeads * num_slots; ++i) {
+    const int64_t head = i / num_slots; // of both planes
+    write_slot<S>(&numbers[i * head_dim], head_dim, kv, head / kKvHeads, head % kKvHeads, i % num_slots, kBlockSize, head_dim);
+  }
   const auto stored = [&](int64_t head, int64_t slot, int64_t d) {
+    const S* block = first_block<S>(kv, head / kKvHeads, head % kKvHeads) + slot / kBlockSize * kv.block_stride;
     if constexpr (kIsQuantised<S>) {
-      const S* block = &kv[head * head_stride + slot / kBlockSize * kBlockSize * slot_size<S>(head_dim)];
       const double scale = reinterpret_cast<const float*>(block + kBlockSize * head_dim)[slot % kBlockSize];
       const double number = scale * block[slot % kBlockSize * head_dim + d];
       const double error = std::abs(number - widen(numbers[(head * num_slots + slot) * head_dim + d]));
       return error <= 0.5001 * scale ? number : std::nan("");
     } else {
-      return double(widen(kv[head * head_stride + slot * head_dim + d]));
+      return double(widen(block[slot % kBlockSize * head_dim + d]));
     }
   };
   std::vector<T> output(74 * kHeads * value_dim);
   Team team(2);
   const auto items = attention_items(plan, value_dim, team.num_threads());
   team.run([&](Member& member) {
-    tree_attention(member, plan, spec, items, q.data(), kHeads * head_dim, kv.data(), head_stride, bits.data(), output.data());
+    tree_attention<S>(member, plan, spec, items, q.data(), kHeads * head_dim, kv, bits.data(), output.data());
   });
   double worst = 0;
   for (int64_t token = 0; token < 74; ++token)

@@ -95,7 +95,7 @@ class KVTensor:
 
 
 def kv_planes(blocks: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return views of quantised blocks: their numbers, and the scales, which come after the numbers of each block.
+    """Return views of quantised blocks: their numbers, and the scales, which come after the numbers of each head's part.
 
     Args:
         blocks: int8 [..., block_size * (head_dim + SCALE_BYTES)].
