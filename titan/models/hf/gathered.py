@@ -79,7 +79,7 @@ class PagedCache:
         self._ops = ops
         self._kv = kv
         self._new_slots = new_slots
-        self._slots = slots
+        self._places = slots // kv.block_size, slots % kv.block_size  # the same for all layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of transformers
         """Return 0: the mask and the positions are given."""
@@ -89,12 +89,11 @@ class PagedCache:
         """Write keys and values, [1, K, T, D] each, and return those of all slots, [1, K, N, D] each."""
         kv_layer = self._kv.layers[layer_idx]
         self._ops.write_kv(kv_layer, self._new_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        blocks, slots = self._slots // self._kv.block_size, self._slots % self._kv.block_size
         if kv_layer.dtype == torch.int8:
-            numbers, scales = (plane[:, :, blocks, slots] for plane in kv_planes(kv_layer, key.shape[3]))
+            numbers, scales = (plane[:, :, *self._places] for plane in kv_planes(kv_layer, key.shape[3]))
             rows = numbers * scales[..., None]
         else:
-            rows = kv_layer[:, :, blocks, slots]
+            rows = kv_layer[:, :, *self._places]
         rows = rows.to(key.dtype)  # the queries', whatever the cache has
         return rows[0][None], rows[1][None]
 
