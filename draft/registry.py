@@ -57,13 +57,12 @@ def open_drafter(spec: DraftSpec, options: ModelOptions, context: DraftContext) 
     """
     if spec is None:
         return NoDrafter
-    if isinstance(spec, str):
-        if spec not in _FACTORIES:
-            return _open_draft_model(spec, options, context)
-        drafter = _FACTORIES[spec](context)
-    else:
-        _check_drafter(spec, context)
-        drafter = spec
+    if isinstance(spec, str) and spec not in _FACTORIES:
+        return _open_draft_model(spec, options, context)
+    drafter = _FACTORIES[spec](context) if isinstance(spec, str) else spec
+    _check_drafter(drafter, spec)
+    if drafter is spec and not isinstance(drafter, DraftModelDrafter):
+        _check_deterministic(drafter.name, context)
     check_integer(f"{drafter.name!r}.max_draft_tokens", drafter.max_draft_tokens, 0)
     return lambda: drafter
 
@@ -85,13 +84,13 @@ def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -
     return load
 
 
-def _check_drafter(drafter: object, context: DraftContext) -> None:
-    """Refuse what is no drafter, one that could not use its KV, and options that it cannot follow."""
-    if not isinstance(drafter, Drafter):
-        raise ValueError(f"draft_model={drafter!r} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter")
+def _check_drafter(drafter: object, spec: object) -> None:
+    """Refuse what is no drafter, or could not use its KV; ``spec`` is the drafter itself, or the name of what made it."""
+    named = f"draft_model={spec!r}" if drafter is spec else f"draft_model={spec!r}, whose factory returned {drafter!r},"
+    if isinstance(drafter, type) or not isinstance(drafter, Drafter):  # a class has the methods of its instances
+        raise ValueError(f"{named} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter")
     if drafter.kv is not None and not isinstance(drafter, CachingDrafter):
-        raise ValueError(f"draft_model={drafter!r} has kv, but is not a CachingDrafter: allowed with attach() and lookahead()")
-    _check_deterministic(drafter.name, context)
+        raise ValueError(f"{named} has kv, but is not a CachingDrafter: allowed with attach() and lookahead()")
 
 
 def _check_deterministic(name: str, context: DraftContext) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from titan.core.checks import check_integer, check_number
 from titan.core.random import Purpose, philox_uniform
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
@@ -32,13 +33,9 @@ class ReplayDrafter:
     def __init__(
         self, recordings: Mapping[tuple[int, ...], Sequence[int]], *, acceptance: float, vocab_size: int, max_draft_tokens: int
     ) -> None:
-        if not 0.0 <= acceptance <= 1.0:
-            raise ValueError(f"acceptance={acceptance!r} is outside the allowed range [0, 1]")
-        if vocab_size < 2:
-            raise ValueError(f"vocab_size={vocab_size!r} is not allowed: it must be at least 2")
         self.recordings = recordings
-        self.acceptance = acceptance
-        self.vocab_size = vocab_size
+        self.acceptance = check_number("acceptance", acceptance, low=0, high=1)
+        self.vocab_size = check_integer("vocab_size", vocab_size, 2)
         self.max_draft_tokens = max_draft_tokens
 
     def propose(self, plan: StepPlan) -> list[DraftTree]:

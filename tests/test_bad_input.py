@@ -145,7 +145,7 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (NgramDrafter, {"max_draft_tokens": 64}, ["max_draft_tokens=64", "an integer from 0 to 63"]),
     (partial(NgramDrafter, 4), {"min_ngram": 5}, ["min_ngram=5", "max_ngram=4"]),
     (REPLAY, {"acceptance": 1.1, "vocab_size": 10}, ["acceptance=1.1", "[0, 1]"]),
-    (REPLAY, {"acceptance": 0.5, "vocab_size": 1}, ["vocab_size=1", "at least 2"]),
+    (REPLAY, {"acceptance": 0.5, "vocab_size": 1}, ["vocab_size=1", "an integer >= 2"]),
     (FairPolicy, {"weights": {"a": 1, "b": 0}}, ["weights['b']=0", "(0, inf)"]),
     (FairPolicy, {"weights": {"": 1}}, ["user in weights=''", "a non-empty str"]),
     (FairPolicy, {"weights": ["a"]}, ["weights=['a']", "a dict of users to numbers, or None"]),
@@ -225,6 +225,10 @@ class Homeless(NoDrafter):
     kv: Any = KVLayout((KVGroup(1, 1, 4),), torch.float32)
 
 
+register("homeless", lambda _: Homeless())
+register("nothing", lambda _: None)  # type: ignore[arg-type,return-value]
+
+
 class Mistaken(NoDrafter):
     name = "mistaken"
     max_draft_tokens = -1
@@ -237,6 +241,7 @@ class Mistaken(NoDrafter):
         ({"model": 5}, ["model=5", "'demo'", "a folder", "hub id"]),
         ({"device": "tpu"}, ["device='tpu'", "'auto', 'cpu', 'cuda', 'cuda:N'"]),
         ({"device": "meta"}, ["device='meta'", "'auto', 'cpu', 'cuda', 'cuda:N'"]),
+        ({"device": "cpu:3"}, ["device='cpu:3'", "'auto', 'cpu', 'cuda', 'cuda:N'"]),
         ({"device": "cuda:99"}, ["device='cuda:99'", "CUDA devices were found"]),
         ({"max_model_len": 257}, ["max_model_len=257", "at most 256"]),
         ({"kv_cache_memory": 100}, ["kv_cache_memory=100", "one block takes 12288 bytes"]),
@@ -246,6 +251,9 @@ class Mistaken(NoDrafter):
         ({"draft_model": "/no/such/folder"}, ["draft_model='/no/such/folder'", "'ngram'", "does not exist"]),
         ({"draft_model": 5}, ["draft_model=5", "None, a name, a folder, a hub id, or a Drafter"]),
         ({"draft_model": Homeless()}, ["draft_model=", "Homeless", "CachingDrafter", "attach() and lookahead()"]),
+        ({"draft_model": NoDrafter}, ["draft_model=", "NoDrafter", "is not a drafter"]),
+        ({"draft_model": "homeless"}, ["draft_model='homeless', whose factory returned", "CachingDrafter"]),
+        ({"draft_model": "nothing"}, ["draft_model='nothing', whose factory returned None, is not a drafter"]),
         ({"draft_model": Mistaken()}, ["'mistaken'.max_draft_tokens=-1", "an integer >= 0"]),
         ({"draft_model": "ngram", "draft_sampling": "sampled"}, ["draft_sampling='sampled'", "'ngram'", "'auto' and 'greedy'"]),
         ({"draft_model": "ngram", "draft_tree": [-1, -1]}, ["draft_tree=", "'ngram'", "'auto' and 'chain'"]),

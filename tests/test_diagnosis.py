@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import log2
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,6 +146,13 @@ def test_a_pass_of_more_rows_never_costs_less() -> None:
     log = StepLog()
     log.note(1.0, StepTimes(target=1.0), EngineCounters(num_rows=4), None)
     assert [log.metrics(1.0, lambda rows, _, power=power: rows**power).row_cost for power in (-1.0, 1.0)] == [0.0, 1.0]
+
+
+def test_steps_that_computed_nothing_have_no_row_cost() -> None:
+    """Those of a request that ended for lack of memory."""
+    log = StepLog()
+    log.note(1.0, StepTimes(target=1.0), EngineCounters(), None)
+    assert log.metrics(1.0, lambda rows, _: log2(rows)).row_cost is None
 
 
 def test_utilisation_is_told_where_the_device_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:

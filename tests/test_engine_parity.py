@@ -57,7 +57,7 @@ def draft_spec(zoo: Zoo, family: str, draft: str) -> DraftSpec:
 def poison(engine: Engine, _: int) -> None:
     """NaN where nothing valid is: free blocks that are not cached. Garbage where it may be read, but must not be seen."""
     pool, block_size = engine.kv.pool, engine.kv.block_size
-    free = [block for block in range(pool.num_blocks) if pool.is_free(block) and block not in pool._hash_of]
+    free = [block for block in range(pool.num_blocks) if not pool.num_references(block) and block not in pool._hash_of]
     shared = [block for block in range(pool.num_blocks) if pool._ref_counts[block] > 1]  # another's draft may know them
     for role, kv in engine.kv.tensors.items():
         [group] = kv.groups

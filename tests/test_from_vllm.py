@@ -148,9 +148,16 @@ def test_names_and_values_are_translated(given: dict[str, Any], expected: dict[s
 def test_what_has_no_single_translation() -> None:
     lookup = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
     drafter = translate({"speculative_config": lookup}, None).draft_model
-    assert isinstance(drafter, NgramDrafter) and (drafter.max_draft_tokens, drafter.min_ngram, drafter.max_ngram) == (4, 3, 3)
+    assert isinstance(drafter, NgramDrafter) and (drafter.min_ngram, drafter.max_ngram) == (3, 3)
     seeds = {translate({"seed": None}, None).config.model.seed for _ in range(3)}
     assert len(seeds) == 3
+
+
+def test_prompt_lookup_drafts_as_many_tokens_as_the_engine_allows(zoo: Zoo) -> None:
+    options = {"speculative_config": {"method": "ngram", "prompt_lookup_max": 4}, "max_draft_tokens": 12}
+    llm = LLM(zoo.path("llama"), **CPU | options)
+    llm.generate([[5, 6, 7, 8] * 10], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
+    assert 6 < len(llm.metrics().proposed_per_depth) <= 12
 
 
 def lookup(**lengths: Any) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def compute(kv: KVCache, num_tokens: int, num_drafted: int = 0) -> Request:
     assert kv.reserve(request, num_tokens)
     request.commit(num_tokens)
     request.cover_draft(num_drafted)
+    kv.roll_back(request)
     kv.cache_full_blocks(request)
     return request
 
@@ -53,7 +54,7 @@ def compute(kv: KVCache, num_tokens: int, num_drafted: int = 0) -> Request:
 def match(kv: KVCache, num_tokens: int) -> tuple[list[int], int, int]:
     request = make_request(range(num_tokens))
     kv.match_prefix(request)
-    assert request.metrics.num_cached_tokens == request.num_computed_tokens
+    assert request.num_cached_blocks * 4 == request.num_computed_tokens
     return request.block_ids.tolist(), request.num_computed_tokens, request.num_drafted_context
 
 
@@ -74,7 +75,7 @@ def test_a_sibling_takes_only_what_is_computed_and_covered_by_the_draft(ops: Moc
     second.siblings = (first, second)
     kv.match_prefix(second)
     assert (second.block_ids, second.num_computed_tokens, second.num_drafted_context) == (first.block_ids[:3], 12, 4)
-    assert second.metrics.num_cached_tokens == 0
+    assert second.num_cached_blocks == 0
 
 
 @pytest.mark.parametrize(
@@ -207,14 +208,29 @@ def test_evicted_prefixes_are_hit_in_the_swap_space(swapping: KVCache, ops: Mock
     request = make_request(range(13))
     assert kv.num_missing_blocks(request, 13) == 4
     kv.admit(request)
-    assert copies(ops.copy_in) == [([2, 1], request.block_ids.tolist())] and not kv.pool.is_free(request.block_ids[0])
-    assert (request.num_computed_tokens, request.num_drafted_context, request.metrics.num_cached_tokens) == (8, 8, 8)
+    assert copies(ops.copy_in) == [([2, 1], request.block_ids.tolist())] and kv.pool.num_references(request.block_ids[0]) == 1
+    assert (request.num_computed_tokens, request.num_drafted_context, request.num_cached_blocks) == (8, 8, 2)
     assert (kv.swap_space.num_hits, kv.pool.num_evicted) == (2, 6)
     kv.check([request])
     kv.new_draft_epoch([])
     assert match(kv, 13)[1:] == (8, 0)
     kv.forget_cached()
     assert match(kv, 13) == ([], 0, 0)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyError])
+def test_without_memory_for_the_copy_what_is_evicted_is_forgotten(swapping: KVCache, ops: Mock, error: type[Exception]) -> None:
+    swapping.free(compute(swapping, 29))
+    ops.copy_out.side_effect = error
+    request = make_request([99] * 32)
+    if error is KeyError:  # anything else is no reason to go on
+        with pytest.raises(KeyError):
+            swapping.reserve(request, 32)
+    else:
+        assert swapping.reserve(request, 32)
+        assert match(swapping, 29) == ([], 0, 0)
+    assert swapping.swap_space.pool.num_free == swapping.swap_space.pool.num_blocks
+    swapping.check([request])
 
 
 def test_the_beginnings_of_what_is_evicted_have_precedence_in_the_swap_space(swapping: KVCache, ops: Mock) -> None:
@@ -232,6 +248,16 @@ def test_missing_blocks_are_those_that_leave_the_free_queue(kv: KVCache) -> None
     assert [kv.num_missing_blocks(other, num_slots) for num_slots in (12, 13, 17)] == [0, 1, 2]
     assert not kv.reserve(other, 33)
     assert (len(other.block_ids), kv.pool.num_free) == (3, 5), "a failed reservation changes nothing"
+
+
+def test_freed_blocks_are_those_that_neither_others_nor_the_request_share(kv: KVCache) -> None:
+    first, second, other = compute(kv, 13), make_request(range(13)), make_request(range(9))
+    kv.match_prefix(second)
+    assert kv.reserve(second, 17)
+    unrelated = make_request([99] * 9)
+    assert [len(each.block_ids) for each in (first, second)] == [3, 5] and kv.pool.num_free == 3
+    assert [kv.num_freed_blocks([each], unrelated) for each in (first, second)] == [0, 2]
+    assert [kv.num_freed_blocks([first, second], each) for each in (unrelated, other)] == [5, 3]
 
 
 def test_free_evicts_tails_first_and_a_preempted_request_finds_its_blocks_again(kv: KVCache) -> None:

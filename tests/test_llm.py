@@ -245,6 +245,18 @@ def test_prefixes_are_shared_only_with_the_same_salt(llm: LLM) -> None:
     assert streamed.num_cached_tokens == 32
 
 
+def test_outputs_are_the_callers_own(zoo: Zoo) -> None:
+    """Whatever is done to one, the request goes on, and what an earlier one says does not change."""
+    llm = LLM(zoo.path("llama+text"), **CPU)
+    prompt, outputs = [9, 8, 7, 6], list[RequestOutput]()
+    for output in llm.stream(prompt, greedy(4, ignore_eos=True)):
+        output.prompt_token_ids.extend(output.outputs[0].token_ids)
+        outputs.append(output)
+    [expected] = llm.generate([prompt], greedy(4, ignore_eos=True))
+    assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids and len(prompt) == 4
+    assert [output.metrics.num_emitted_tokens for output in outputs] == [1, 2, 3, 4]
+
+
 def test_the_terms_of_a_call_reach_the_policy(zoo: Zoo) -> None:
     llm = LLM(zoo.path("llama+text"), scheduling_policy="priority", max_batch_size=1, **CPU)
     outputs = llm.generate(

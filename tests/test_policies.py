@@ -36,18 +36,19 @@ BLOCK_SIZE = 8
 class Server:
     """A scheduler whose requests emit a token per step, on a clock of steps."""
 
-    def __init__(self, policy: Any, *, num_kv_blocks: int = 1000, **options: Any) -> None:
+    def __init__(self, policy: Any, *, num_kv_blocks: int = 1000, caching: bool = False, **options: Any) -> None:
         options = ScheduleOptions(scheduling_policy=policy, **{"max_batch_size": 1} | options)
-        kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching=False, ops=Mock(spec=CacheOps))
+        kv = KVCache(num_kv_blocks, BLOCK_SIZE, caching, ops=Mock(spec=CacheOps))
         self.now = 0.0
         self.scheduler = Scheduler(options, kv, EngineCounters(), lambda: self.now)
         self.requests: list[Request] = []
         self.starts: list[Request] = []  # in order, those after a preemption too
 
-    def add(self, terms: Mapping[str, Any], prompt_len: int = 1, max_tokens: int = 1) -> Request:
+    def add(self, terms: Mapping[str, Any], prompt_len: int = 1, max_tokens: int = 1, token_id: int = 5) -> Request:
         params = SamplingParams(max_tokens=max_tokens)
         request = Request(
-            str(len(self.requests)), None, [5] * prompt_len, params, 0, max_tokens, frozenset(), RequestMetrics(self.now), None,
+            str(len(self.requests)), None, [token_id] * prompt_len, params, 0, max_tokens, frozenset(), RequestMetrics(self.now),
+            None,
             terms=RequestTerms(**terms),
         )  # fmt: skip
         self.scheduler.add(request)
@@ -164,6 +165,22 @@ def test_critical_requests_take_the_place_of_batch_ones(
     assert "".join(each.request_id for each in present if each.metrics.num_preemptions) == displaced
     server.drain()
     assert [request.num_output_tokens for request in server.requests] == [10, 20, 5]
+
+
+@pytest.mark.parametrize(("prompt_len", "num_displaced"), [(38, 0), (30, 1)])
+def test_blocks_that_others_share_make_no_room(prompt_len: int, num_displaced: int) -> None:
+    """Of the five blocks of a batch request, one is its own."""
+    server = Server("priority", max_batch_size=3, num_kv_blocks=10, caching=True)
+    server.add(NORMAL, 40, 6)
+    server.step()
+    batch = server.add(BATCH, 40, 5)
+    server.step()
+    assert len(batch.block_ids) == 5 and server.scheduler.kv.pool.num_free == 3
+    critical = server.add(CRITICAL, prompt_len, token_id=6)
+    server.step()
+    assert batch.metrics.num_preemptions == critical.num_output_tokens == num_displaced
+    server.drain()
+    assert [request.num_output_tokens for request in server.requests] == [6, 5, 1]
 
 
 def test_a_batch_request_gives_way_once() -> None:

@@ -103,6 +103,14 @@ def test_without_memory_for_the_copy_a_preempted_request_is_computed_again(zoo: 
     assert [each.output_token_ids for each in requests] == [zoo.greedy("llama", each, 20, ignore_eos=True) for each in prompts]
 
 
+def test_a_preempted_request_was_not_found_in_the_cache_by_finding_its_own_blocks_again(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), preemption_mode="recompute", **SCARCE)
+    requests = submit(engine, random_prompts(8, seed=1, max_len=45), [greedy(30, ignore_eos=True)] * 8)
+    drain(engine)
+    assert engine.counters.num_preemptions > 0 and engine.counters.num_cached_tokens > 0
+    assert [each.metrics.num_cached_tokens for each in requests] == [0] * 8
+
+
 def test_metrics_of_swaps_and_an_abort_that_frees_both_pools(zoo: Zoo) -> None:
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), preemption_mode="swap", swap_space=40 * 2 * BYTES + 5, **SCARCE)
     requests = submit(engine, random_prompts(8, seed=1, max_len=45), [greedy(30, ignore_eos=True)] * 8)

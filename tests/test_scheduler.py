@@ -307,7 +307,7 @@ class World:
                         prefix = prefixes[block_hash]
                         table = [block_id] * (len(prefix) // BLOCK_SIZE)
                         self.check_slots(role, table, prefix, range(len(prefix) - BLOCK_SIZE, len(prefix)), blocks)
-                free = [block for block in range(each.num_blocks) if each.is_free(block) and block not in each._hash_of]
+                free = [block for block in range(each.num_blocks) if not each.num_references(block) and block not in each._hash_of]
                 for group in tensor.groups if blocks is None else (group.transpose(0, 1) for group in blocks):
                     group[:, free] = torch.nan
 
@@ -517,7 +517,7 @@ def test_a_copy_that_fails_loses_neither_blocks_nor_requests(failing: str, monke
     copy, num_failures = getattr(CACHE_OPS, failing), 0
 
     def fail(*_: Any) -> None:
-        raise RuntimeError("out of memory")
+        raise RuntimeError("the copy failed")
 
     while world.scheduler.has_unfinished:
         monkeypatch.setattr(CACHE_OPS, failing, fail if random.random() < 0.5 else copy)

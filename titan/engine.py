@@ -10,7 +10,6 @@ from copy import deepcopy
 from functools import cache
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from tqdm import tqdm
 
@@ -22,6 +21,7 @@ from titan.adaptive.profile import Extent, Subject, measure
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.checks import check_integer
 from titan.core.growth import GrowthSpec
+from titan.core.host_memory import host_memory
 from titan.core.kv_tensor import KVTensor, Role
 from titan.core.metrics import EngineCounters, EngineMetrics, Percentiles, TierMetrics, ratio
 from titan.core.options import EngineConfig, ModelOptions
@@ -127,7 +127,7 @@ class Engine:
             lambda: self._free_memory(target, config.memory.memory_utilization),
             self.backend.free_memory,
         )
-        free_memory = psutil.virtual_memory().available
+        free_memory = host_memory().available
         if self.backend.is_host:
             free_memory -= num_blocks * block_bytes(block_size, layouts)
         num_swapped = num_swap_blocks(config.schedule.swap_space, layouts, block_size, free_memory)

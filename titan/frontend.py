@@ -142,10 +142,10 @@ class FrontEnd:
         return RequestOutput(
             family[0].request_id,
             request.prompt,
-            request.prompt_token_ids,
+            list(request.prompt_token_ids),  # the request goes by its own
             [self._completion(each) for each in family],
             all(each.is_finished for each in family),
-            merge_metrics([each.metrics for each in family]) if request.siblings else request.metrics,
+            merge_metrics([each.metrics for each in family]),
             next((each.error for each in family if each.error is not None), None),
             self._prompt_logprobs(family[0]),
         )
@@ -153,7 +153,7 @@ class FrontEnd:
     def _run_all(self, requests: Sequence[Request], use_tqdm: bool) -> None:
         """Run requests to completion, with a progress bar if ``use_tqdm``."""
         counters, unfinished = self.engine.counters, deque(requests)
-        start, num_tokens, num_rows = time.monotonic(), counters.num_emitted_tokens, counters.num_sequence_steps
+        start, num_tokens, num_sequences = time.monotonic(), counters.num_emitted_tokens, counters.num_sequence_steps
         due = start + BAR_INTERVAL_S if use_tqdm else inf
 
         def count_finished() -> int | None:
@@ -168,8 +168,8 @@ class FrontEnd:
             for bar.n in counts:
                 emitted = counters.num_emitted_tokens - num_tokens
                 rate = ratio(emitted, time.monotonic() - start)
-                per_row = ratio(emitted, counters.num_sequence_steps - num_rows)
-                bar.set_postfix_str(f"{rate:.0f} tokens/s, {per_row:.2f} tokens/step")
+                per_sequence = ratio(emitted, counters.num_sequence_steps - num_sequences)
+                bar.set_postfix_str(f"{rate:.0f} tokens/s, {per_sequence:.2f} tokens/step")
                 due = time.monotonic() + BAR_INTERVAL_S
                 if bar.n == len(requests):
                     return

@@ -59,7 +59,7 @@ def _speculation(name: str, config: Any) -> dict[str, Any]:
         method = "ngram" if model in ("ngram", "[ngram]") else "draft_model"
     options: dict[str, Any] = {}
     if (num_tokens := config.get("num_speculative_tokens")) is not None:
-        num_tokens = options["max_draft_tokens"] = check_integer(f"{name}['num_speculative_tokens']", num_tokens, 0, MAX_NODES)
+        options["max_draft_tokens"] = check_integer(f"{name}['num_speculative_tokens']", num_tokens, 0, MAX_NODES)
     given = [key for key in ("prompt_lookup_min", "prompt_lookup_max") if config.get(key) is not None]
     lengths = [check_integer(f"{name}[{key!r}]", config[key], 1) for key in given]
     match check_choice(f"{name}['method']", method, ("draft_model", "ngram")):
@@ -69,8 +69,7 @@ def _speculation(name: str, config: Any) -> dict[str, Any]:
                     f"{name}['prompt_lookup_min']={lengths[0]} is more than {name}['prompt_lookup_max']={lengths[-1]}: "
                     f"prompt_lookup_min must be at most prompt_lookup_max"
                 )
-            num_tokens = num_tokens or EngineConfig().speculation.max_draft_tokens
-            return options | {"draft_model": NgramDrafter(num_tokens, min_ngram=lengths[0], max_ngram=lengths[-1])}
+            return options | {"draft_model": NgramDrafter(MAX_NODES, min_ngram=lengths[0], max_ngram=lengths[-1])}
         case "ngram":
             return options | {"draft_model": "ngram"}
     if model is None or lengths:

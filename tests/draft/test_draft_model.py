@@ -258,3 +258,10 @@ def test_a_registered_name_means_its_factory(zoo: Zoo, monkeypatch: pytest.Monke
     engine = make_engine(zoo.path("llama"), "mine", **AMPLE)
     assert engine.metrics().draft == "mine"
     assert run_all(engine, PROMPTS[:2], [greedy(5)] * 2) == [zoo.greedy("llama", prompt, 5) for prompt in PROMPTS[:2]]
+
+
+def test_a_draft_model_may_be_given_again_whatever_the_shape_of_its_trees(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), draft_tree="dynamic")
+    drafter = engine.drafter
+    engine.swap_draft(drafter)
+    assert engine.drafter is drafter and "draft" in engine.kv.tensors

@@ -68,7 +68,7 @@ class StepLog:
         mean_rows = ratio(sum([each.num_rows for each in records]), num_steps)
         mean_context_tokens = ratio(sum([each.num_context_tokens for each in records]), num_steps)
         row_cost = None
-        if pass_s is not None and records:
+        if pass_s is not None and mean_rows >= 1:
             row_cost = max(pass_s(2 * mean_rows, mean_context_tokens) / pass_s(mean_rows, mean_context_tokens) - 1, 0.0)
         return RecentMetrics(
             num_steps=num_steps,

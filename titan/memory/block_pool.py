@@ -45,9 +45,9 @@ class BlockPool:
         """Number of blocks that can be allocated, cached ones included."""
         return self.num_blank + len(self._cached)
 
-    def is_free(self, block_id: int) -> bool:
-        """Whether the block has no references."""
-        return self._ref_counts[block_id] == 0
+    def num_references(self, block_id: int) -> int:
+        """Return how many block tables hold the block; 0: it is free."""
+        return self._ref_counts[block_id]
 
     def next_evicted(self, count: int) -> list[tuple[int, bytes]]:
         """Return the cached blocks among the next ``count`` to be allocated, with their hashes, in that order."""

@@ -8,7 +8,8 @@ path that is not the first nodes of its tree. It is copied to the swap space and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, takewhile
 from math import inf
 from typing import NamedTuple
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from titan.core.kv_tensor import KVTensor, Role
+from titan.core.out_of_memory import is_out_of_memory
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.kernels.interfaces import CacheOps, PathMove
@@ -90,7 +92,7 @@ class KVCache:
         self.swap_space.attach(role, tensor)
         self._tensors[role] = tensor
         if role == "draft":
-            self._new_to_draft.clear()  # the tensor is new, and zero
+            self._new_to_draft.clear()  # of a new tensor, whose numbers are finite: zero, or of passes that were measured
 
     def detach(self, role: Role) -> None:
         """Detach a cache, if there is one."""
@@ -106,9 +108,13 @@ class KVCache:
         if not num_held and self.awaits_sibling(request):
             num_held = self._num_common_tokens(request) // self.block_size
         elif not num_held:
-            found = self._find_swapped(request).values() if request.is_swapped else self._find_prefix(request).block_ids
-            num_held = sum(not self.pool.is_free(block_id) for block_id in found)
+            num_held = sum(self.pool.num_references(block_id) > 0 for block_id in self._found_blocks(request))
         return max(self._num_blocks_of(num_slots) - num_held, 0)
+
+    def num_freed_blocks(self, victims: Sequence[Request], request: Request) -> int:
+        """Return how many blocks preempting some requests frees for one without blocks: those that neither it nor others share."""
+        num_holders, wanted = Counter(chain.from_iterable(each.block_ids for each in victims)), {*self._found_blocks(request)}
+        return sum(self.pool.num_references(each) == count for each, count in num_holders.items() if each not in wanted)
 
     def admit(self, request: Request) -> None:
         """Give a request without blocks what is computed of its tokens: its own blocks in the swap space, or the longest prefix."""
@@ -127,7 +133,7 @@ class KVCache:
 
         These are cached blocks, copied in if they are in the swap space; without prefix caching, blocks of the prompt that a
         sibling holds. The root is never part of them, so that there is always something to compute. Sets the block table and its
-        hashes, the counters of both caches and ``metrics.num_cached_tokens``.
+        hashes, and the counters of both caches.
         """
         prefix = self._find_prefix(request)
         if prefix.swapped:
@@ -139,7 +145,6 @@ class KVCache:
         request.mark_cached(len(prefix.block_hashes), prefix.num_drafted_blocks)
         request.commit(len(request.block_ids) * self.block_size)
         request.cover_draft(prefix.num_drafted_blocks * self.block_size)
-        request.metrics.num_cached_tokens = len(prefix.block_hashes) * self.block_size
 
     def awaits_sibling(self, request: Request) -> bool:
         """Whether a sibling is computing the prompt, which a request without KV then need not compute."""
@@ -174,7 +179,8 @@ class KVCache:
         if self._new_block_ids:
             if "target" in self._tensors:
                 self._ops.clear_blocks(self._tensors["target"], np.array(sorted(self._new_block_ids)))
-            self._new_to_draft.update(self._new_block_ids)
+            if "draft" in self._tensors:
+                self._new_to_draft.update(self._new_block_ids)
             self._new_block_ids.clear()
 
     def clear_draft_blocks(self, requests: Iterable[Request]) -> None:
@@ -212,14 +218,13 @@ class KVCache:
             if paths and role in self._tensors:
                 self._ops.move_paths(self._tensors[role], paths)
 
-    def cache_full_blocks(self, request: Request) -> None:
-        """Roll back to the committed tokens, and register their full blocks in the prefix cache.
-
-        Called after the request's counters have advanced. Surplus blocks are released; full blocks are registered, and marked
-        with the current draft's epoch where the draft covers them.
-        """
+    def roll_back(self, request: Request) -> None:
+        """Release the blocks behind the committed tokens, after the request's counters have advanced."""
         if len(request.block_ids) > (num_blocks := self._num_blocks_of(request.num_computed_tokens)):
             self.pool.release(request.roll_back(num_blocks))
+
+    def cache_full_blocks(self, request: Request) -> None:
+        """Register the full blocks of committed tokens in the prefix cache, with the draft's epoch where it covers them."""
         num_full_blocks = request.num_computed_tokens // self.block_size
         num_drafted_blocks = min(request.num_drafted_context // self.block_size, num_full_blocks)
         is_known = (request.num_cached_blocks, request.num_draft_marked_blocks) == (num_full_blocks, num_drafted_blocks)
@@ -368,6 +373,9 @@ class KVCache:
             for (block_id, block_hash), target in zip(new, swapped, strict=True):
                 space.register(target, block_hash)
                 space.mark_drafted(target, self.pool.draft_epochs[block_id])
+        except Exception as error:
+            if not is_out_of_memory(error):  # else these prefixes are forgotten
+                raise
         finally:
             space.release(swapped)
 
@@ -440,6 +448,10 @@ class KVCache:
         if new:
             self._ops.clear_blocks(self._tensors["draft"], np.array(sorted(new)))
             self._new_to_draft.difference_update(new)
+
+    def _found_blocks(self, request: Request) -> Collection[int]:
+        """Return the blocks that a request without blocks finds computed, and need not copy from the swap space."""
+        return self._find_swapped(request).values() if request.is_swapped else self._find_prefix(request).block_ids
 
     def _find_prefix(self, request: Request) -> Prefix:
         """Return the computed blocks that hold a prefix of the tokens of a request without blocks, its root excluded.

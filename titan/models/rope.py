@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -71,9 +70,8 @@ def read_rope(config: PretrainedConfig, head_dim: int, entry: str = WHOLE_ROPE, 
             f"partial_rotary_factor={partial} rotates {rotary_dim} of {head_dim} dimensions: that must be an even number"
         )
     for name in ROPE_NUMBERS:
-        value = parameters.get(name)
-        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf):
-            raise ValueError(f"{name}={value!r} of the rotary embedding is not allowed: it must be a number above 0")
+        if parameters.get(name) is not None:
+            check_number(name, parameters[name], low=0, open_low=True)
     if rope_type == "default":
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         inverse_frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0

@@ -276,11 +276,11 @@ class Scheduler:
         num_lacking += self._num_spare_blocks(request, max_draft_tokens)
         is_full, victims = len(self.running) >= self.options.max_batch_size, list[Request]()
         for candidate in candidates:
-            if num_lacking <= 0 and (victims or not is_full):
+            if num_lacking <= self.kv.num_freed_blocks(victims, request) and (victims or not is_full):
                 break
             victims.append(candidate)
-            num_lacking -= len(candidate.block_ids) + self._num_missing_blocks([candidate], max_draft_tokens)
-        if num_lacking <= 0:
+            num_lacking -= self._num_missing_blocks([candidate], max_draft_tokens)
+        if num_lacking <= self.kv.num_freed_blocks(victims, request):
             for victim in victims:
                 self._preempt(victim)
 
@@ -291,7 +291,7 @@ class Scheduler:
             The requests whose output changed.
         """
         changed, proposed, accepted = [], list[int](), list[int]()  # requests, depths of draft tokens
-        num_rows = num_tokens = num_context_tokens = 0
+        num_sequences = num_tokens = num_context_tokens = 0
         now = self.clock()
         depths, first_nodes = acceptance.trees.nodes.depths.tolist(), acceptance.trees.start_loc.tolist()
         rows = zip(plan.requests, acceptance.token_ids, acceptance.paths, acceptance.errors, strict=True)
@@ -310,7 +310,7 @@ class Scheduler:
                     request.metrics.first_token_time = now
                 own = depths[first_nodes[i] : first_nodes[i + 1]], range(1, min(len(path), num_emitted) + 1)
                 _count(request.metrics, 1, num_emitted, *own)
-                num_rows += 1
+                num_sequences += 1
                 num_tokens += num_emitted
                 proposed += own[0]
                 accepted += own[1]
@@ -318,24 +318,31 @@ class Scheduler:
                 self.abort(request, error)
                 continue
             request.commit(plan.num_tokens[i] + len(path))
+            self.kv.roll_back(request)
             self.kv.cache_full_blocks(request)
         finished = [request for request in changed if request.is_finished and request.finish_reason is not FinishReason.ABORT]
         if finished:
-            for sibling in dict.fromkeys([each for request in finished for each in request.siblings if not each.is_finished]):
-                try:
-                    self._ensure_kv(sibling)  # while the blocks are there to be shared
-                except Exception as error:  # noqa: BLE001 - whatever ends one request, the others are told what they got
-                    if not is_out_of_memory(error):  # else it computes its prompt itself
-                        self.abort(sibling, f"{type(error).__name__}: {error}")
-                        changed.append(sibling)
+            changed += self._share_prompts(finished)
             self.running = [request for request in self.running if not request.is_finished]
             for request in finished:
                 self._finish(request)
         self.counters.num_steps += 1
         self.counters.num_rows += sum(plan.num_tokens) + acceptance.trees.num_nodes
         self.counters.num_context_tokens += num_context_tokens
-        _count(self.counters, num_rows, num_tokens, proposed, accepted)
+        _count(self.counters, num_sequences, num_tokens, proposed, accepted)
         return changed
+
+    def _share_prompts(self, finished: Sequence[Request]) -> list[Request]:
+        """Give siblings without KV the prompts of finished requests, while the blocks are there; return those that it ended."""
+        ended = []
+        for sibling in dict.fromkeys([each for request in finished for each in request.siblings if not each.is_finished]):
+            try:
+                self._ensure_kv(sibling)
+            except Exception as error:  # noqa: BLE001 - whatever ends one request, the others are told what they got
+                if not is_out_of_memory(error):  # else it computes its prompt itself
+                    self.abort(sibling, f"{type(error).__name__}: {error}")
+                    ended.append(sibling)
+        return ended
 
     def _num_missing_blocks(self, requests: Sequence[Request], max_draft_tokens: int) -> int:
         """Return how many free blocks it takes to run these requests: to their next step's end, or with "max_tokens" to theirs."""
@@ -412,11 +419,11 @@ class Scheduler:
         if is_swapped:
             self.counters.num_swapped_in += 1
             return
-        metrics = request.metrics
-        self.counters.num_cached_tokens += metrics.num_cached_tokens
+        metrics, num_cached_tokens = request.metrics, request.num_cached_blocks * self.kv.block_size
+        self.counters.num_cached_tokens += num_cached_tokens
         self.counters.num_admitted_tokens += request.num_tokens
         if metrics.first_scheduled_time is None:
-            metrics.first_scheduled_time = self.clock()
+            metrics.first_scheduled_time, metrics.num_cached_tokens = self.clock(), num_cached_tokens
             num_prompt_tokens = max(0, request.num_prompt_tokens - request.num_computed_tokens)
             self.policy.serve(request, num_prompt_tokens, 0)
             self.service.start(request, num_prompt_tokens, metrics.first_scheduled_time)
@@ -435,10 +442,10 @@ class Scheduler:
 
 
 def _count(
-    counts: RequestMetrics | EngineCounters, num_rows: int, num_emitted: int, proposed: Sequence[int], accepted: Sequence[int]
+    counts: RequestMetrics | EngineCounters, num_sequences: int, num_emitted: int, proposed: Sequence[int], accepted: Sequence[int]
 ) -> None:
     """Count verifications, and draft tokens by depth; accepted ones only if they were emitted, not after a stop."""
-    counts.num_sequence_steps += num_rows
+    counts.num_sequence_steps += num_sequences
     counts.num_emitted_tokens += num_emitted
     _count_depths(counts.proposed_per_depth, proposed)
     _count_depths(counts.accepted_per_depth, accepted)
