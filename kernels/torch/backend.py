@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from titan.core.host_memory import host_memory
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import CacheOps, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps, WarmUp
 from titan.kernels.torch.cache import TorchCache
@@ -75,7 +75,7 @@ class TorchBackend:
         return TorchRunner(self, model, kv)
 
     def free_memory(self) -> int:
-        return int(psutil.virtual_memory().available)
+        return host_memory().available
 
     def utilization(self) -> float | None:
         return None
@@ -83,7 +83,8 @@ class TorchBackend:
     def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
         if utilization is None:
             return int(self.free_memory() * KV_MEMORY_SHARE)
-        return max(0, int(self.free_memory() - (1 - utilization) * psutil.virtual_memory().total))
+        available, total = host_memory()
+        return max(0, int(available - (1 - utilization) * total))
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         return [torch.from_numpy(array).to(self.device) for array in arrays]

@@ -28,8 +28,7 @@ class TorchCache:
         self._upload = upload
 
     def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
-        sources, targets = self._upload(_path_slots(moves, kv.block_size))
-        (old_blocks, old), (new_blocks, new) = ((each // kv.block_size, each % kv.block_size) for each in (sources, targets))
+        old_blocks, old, new_blocks, new = self._upload(_path_places(moves, kv.block_size))
         for blocks, group in zip(kv.groups, kv.layout.groups, strict=True):
             for plane in kv_planes(blocks, group.head_dim) if kv.layout.is_quantised else (blocks,):
                 plane[:, new_blocks, :, :, new] = plane[:, old_blocks, :, :, old]
@@ -94,11 +93,11 @@ def runs(sources: Ints, targets: Ints) -> Iterator[tuple[slice, slice]]:
         yield slice(sources[start], sources[start] + end - start), slice(targets[start], targets[start] + end - start)
 
 
-def _path_slots(moves: Sequence[PathMove], block_size: int) -> list[Ints]:
-    """Return the physical slots, int64 [n] each, that hold the nodes of paths, and those they move to."""
-    places: tuple[list[int], list[int]] = [], []
-    for move in moves:
-        for physical, nodes in zip(places, (move.path, range(len(move.path))), strict=True):
-            for slot in (move.first_slot + node for node in nodes):
-                physical.append(move.block_ids[slot // block_size] * block_size + slot % block_size)
-    return [np.array(each, np.int64) for each in places]
+def _path_places(moves: Sequence[PathMove], block_size: int) -> list[Ints]:
+    """Return the blocks that hold the nodes of paths, and the places in them, then those that they move to: int64 [n] each."""
+    olds = [(move.block_ids, move.first_slot + node) for move in moves for node in move.path]
+    news = [(move.block_ids, move.first_slot + i) for move in moves for i in range(len(move.path))]
+    columns = list[list[int]]()
+    for slots in (olds, news):
+        columns += [block_ids[slot // block_size] for block_ids, slot in slots], [slot % block_size for _, slot in slots]
+    return [np.array(each, np.int64) for each in columns]

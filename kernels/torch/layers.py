@@ -12,9 +12,10 @@ from torch import Tensor
 
 from titan.core.attention import AttentionSpec, Window
 from titan.core.batch import AttentionLayout
+from titan.core.kv_tensor import kv_planes
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.torch.attention import attend, plan_requests
-from titan.kernels.torch.kv_writes import write_kv
+from titan.kernels.torch.quantised_kv import quantise
 
 
 class TorchOps:
@@ -46,7 +47,14 @@ class TorchOps:
         return torch.cat([attend(q[query.rows], kv_layer, query, spec, sinks) for query in plan])
 
     def write_kv(self, kv_layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
-        write_kv(kv_layer, slots, keys, values)
+        padded = [keys] if values is None else [keys, F.pad(values, (0, keys.shape[-1] - values.shape[-1]))]
+        rows = torch.stack(padded).transpose(1, 2)  # [num_planes, K, T, D]
+        is_quantised = kv_layer.dtype == torch.int8
+        stored = kv_planes(kv_layer, keys.shape[-1]) if is_quantised else (kv_layer,)
+        block_size = stored[0].shape[3]
+        blocks, places = slots // block_size, slots % block_size
+        for each, written in zip(stored, quantise(rows) if is_quantised else (rows,), strict=True):
+            each[:, :, blocks, places] = written
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Apply RMSNorm: Zhang and Sennrich, "Root mean square layer normalization", 2019."""

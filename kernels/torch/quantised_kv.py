@@ -1,4 +1,4 @@
-"""Quantised keys and values in plain PyTorch: how they are rounded, written and read.
+"""Quantised keys and values in plain PyTorch: how they are rounded and read.
 
 Each key and each value of a head is stored as ``round(x / scale)`` with ``scale = max(|x|) / 127``, so that no number is off by
 more than half a scale. A pass reads what it writes from the cache, too: logits do not depend on which tokens a pass held.
@@ -30,20 +30,6 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     sizes = wide.abs().amax(-1).clamp(min=LEAST_SIZE)
     numbers = (wide * (LARGEST / sizes)[..., None]).round().nan_to_num(0.0, LARGEST, -LARGEST)
     return numbers.to(torch.int8), torch.where(sizes.isfinite(), sizes / LARGEST, torch.nan)
-
-
-def write_quantised(kv_layer: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Quantise keys and values and write them to their slots.
-
-    Args:
-        kv_layer: int8 [num_planes, num_kv_heads, num_blocks, bytes], updated in place.
-        slots: int64 [T].
-        rows: [num_planes, num_kv_heads, T, D].
-    """
-    planes = kv_planes(kv_layer, rows.shape[-1])
-    block_size = planes[1].shape[-1]
-    for plane, written in zip(planes, quantise(rows), strict=True):
-        plane[:, :, slots // block_size, slots % block_size] = written
 
 
 def dequantise(blocks: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:

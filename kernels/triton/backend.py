@@ -65,9 +65,8 @@ class TritonBackend:
         self.trees: TreeOps = TritonTrees(device, self.upload, sampling)
 
     def active(self) -> AbstractContextManager[None]:
-        if self.device.type == "cuda":  # Triton launches on the current one, and another engine or thread may have another
-            torch.cuda.set_device(self.device)
-        return nullcontext()
+        # Triton launches on the current device, and the caller, another engine or another thread may have another
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def check_limits(self, *, block_size: int, max_batch_size: int) -> None:
         if block_size not in BLOCK_SIZES:
@@ -103,7 +102,6 @@ class TritonBackend:
             return None
 
     def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
-        """See `titan.kernels.interfaces.Backend`; what PyTorch holds in reserve for later allocations counts as free."""
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)

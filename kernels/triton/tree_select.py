@@ -17,8 +17,8 @@ from titan.kernels.triton.tree_walk import NODES
 
 CANDIDATES = (64, 512, 4096)
 """Padded numbers of candidates: one program holds the scores of a request in its registers. Each number is a kernel of its own,
-compiled at its first launch, and the number of candidates changes while trees are drafted: chains and trees along one chain always
-take the first, beams the second."""
+compiled at its first launch, and the number of candidates changes while trees are drafted: small trees take the first, larger
+ones the second."""
 
 MAX_CANDIDATES = CANDIDATES[-1]
 
