@@ -84,8 +84,10 @@ class Case:
         return 1 / math.sqrt(self.shape.geometry.head_dim)
 
     def plan(self) -> TreeAttentionPlan:
-        """Plan as the engine would, once per step."""
-        return TreeAttentionPlan(self.layout)
+        """Plan as the engine does once per step, when the first layer attends."""
+        plan = TreeAttentionPlan(self.layout)
+        plan.launches(self.shape.geometry, None)
+        return plan
 
 
 def make_case(shape: Shape, setting: Setting) -> Case:

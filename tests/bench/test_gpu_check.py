@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -20,15 +20,18 @@ from interpreted import triton_backend
 from titan.bench import gpu_check
 from titan.bench.gpu import attention, ceilings, end_to_end, random_models, sampling
 from titan.bench.gpu.attention import LLAMA_3_8B, UNIFORM
-from titan.bench.gpu.attention_batches import uniform_shape
+from titan.bench.gpu.attention_batches import make_case, uniform_shape
 from titan.bench.gpu.attention_kernels import KERNELS, TITAN
 from titan.bench.gpu.end_to_end import AT_GOAL, DRAFTS_SAMPLED, PLAIN, EndToEnd, Mode
 from titan.bench.gpu.sections import Figures, Row, Section, Setting, Task, WrongNumbersError, run_isolated, run_tasks
 from titan.bench.gpu.timing import covered_seconds
 from titan.bench.step_times import step_times
+from titan.core.attention import AttentionSpec
 from titan.core.step import Acceptance
 from titan.kernels.backend import choose_backend
+from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.tools import INTERPRETED
+from titan.kernels.triton.tree_attention import tree_attention
 
 TINY = Setting(torch.device("cpu" if INTERPRETED else "cuda:0"), is_tiny=True, copy_bandwidth=1e9)
 
@@ -235,6 +238,15 @@ def test_others_agree_with_titan_at_tiny_shapes() -> None:
     assert sdpa["x titan"] == pytest.approx(sdpa["us"] / titan["us"])
     assert titan["plan, us"] > 0 and "plan, us" not in sdpa
     assert titan["of bandwidth"] == pytest.approx(titan["floor, us"] / titan["us"])
+
+
+def test_planning_is_all_the_launches_that_the_layers_need() -> None:
+    case = make_case(uniform_shape(attention.TINY, 2, 150), TINY)
+    with patch.object(TreeAttentionPlan, "_plan", autospec=True, side_effect=TreeAttentionPlan._plan) as launch:
+        plan = case.plan()
+        assert launch.call_count == 1
+        tree_attention(case.q[0], case.kv[0], plan, AttentionSpec(case.scale))
+        assert launch.call_count == 1
 
 
 def test_a_kernel_that_sees_other_slots_disagrees(monkeypatch: pytest.MonkeyPatch) -> None:
