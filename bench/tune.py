@@ -128,11 +128,7 @@ def tuning_shapes(head_dim: int, block_m: int, is_tiny: bool) -> list[Shape]:
 
 def table_key(head_dim: int, device: torch.device) -> Key:
     """Where the table has the configurations of bfloat16 and float16."""
-    capability = tuning.SM90
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        capability = 10 * major + minor
-    return capability, head_dim, torch.bfloat16.itemsize
+    return tuning.capability_of(device), head_dim, torch.bfloat16.itemsize
 
 
 def with_entry(source: str, key: Key, configs: Sequence[TileConfig], note: str) -> str:

@@ -85,18 +85,22 @@ def tile_config(max_rows: int | None, *, head_dim: int, dtype: torch.dtype, devi
         dtype: of queries, keys and values.
         device: where the kernel runs.
     """
-    capability = SM90
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        capability = 10 * major + minor
     is_large = head_dim > 256
     configs: Sequence[TileConfig]
     if dtype == torch.float32:
         configs = FLOAT32_LARGE_CONFIGS if is_large else FLOAT32_CONFIGS
     else:
-        known = TABLE.get((capability, LARGE if is_large else head_dim, dtype.itemsize))
+        known = TABLE.get((capability_of(device), LARGE if is_large else head_dim, dtype.itemsize))
         configs = known or (SAFE_LARGE_CONFIGS if is_large else SAFE_CONFIGS)
     return next((config for config in configs if max_rows is not None and config.block_m >= max_rows), configs[-1])
+
+
+def capability_of(device: torch.device) -> int:
+    """Return ten times the compute capability of a device, as keys of `TABLE` have it; `SM90` is assumed in the interpreter."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+    return SM90
 
 
 def num_multiprocessors(device: torch.device) -> int:

@@ -51,6 +51,11 @@ def test_an_entry_takes_the_place_of_the_one_that_is_there_or_comes_last(key: Ke
     assert table_of(changed) == table_of(with_entry(changed, key, (TileConfig(16, 128, 8, 7, 4), TileConfig(32, 64, 4, 3, 1)), ""))
 
 
+def test_an_entry_is_for_the_device_that_it_is_timed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (10, 3))
+    assert tune.table_key(64, torch.device("cuda:0")) == (103, 64, 2) and tune.table_key(64, torch.device("cpu")) == (90, 64, 2)
+
+
 @pytest.mark.parametrize(
     ("times", "best"),
     [
