@@ -22,26 +22,24 @@ from typing import Any
 
 from titan.bench.adaptive_report import ADAPTIVE, FIXED, OFF, adaptive_report
 from titan.bench.draft_recipes import DraftRecipe, Models
-from titan.bench.engine_run import make_idle, run_first_steps, run_workload
+from titan.bench.engine_run import BLOCK_SIZE, make_idle, num_blocks_for, run_first_steps, run_workload
 from titan.bench.hopeless_drafts import HalfHopelessDrafter, load_shuffled
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import add_target, bench_parser, count, measure_and_publish, model_options, parse, positive
+from titan.bench.report import add_draft, add_target, bench_parser, count, measure_and_publish, model_options, parse, positive
 from titan.bench.runs import Run
 from titan.bench.samples import Sample
 from titan.bench.turns import Turns, in_rounds
 from titan.bench.workloads import Lengths, Workload, take_workload
-from titan.core.limits import MAX_NODES
 from titan.core.options import EngineConfig
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
 from titan.kernels.backend import choose_backend, choose_device
 from titan.models.files import ModelFiles
-from titan.models.loader import DEMO, DTYPES, load_model, load_tokenizer, open_model, resolve_model
+from titan.models.loader import DTYPES, load_model, load_tokenizer, open_model, resolve_model
 
 NUM_WARM_UP_TOKENS = 16
 """Tokens that each request of a warm-up run generates."""
-BLOCK_SIZE = 16
 QUICK = {"concurrency": [1, 8], "fixed": [2, 6], "output_len": 48, "rounds": 3}
 
 
@@ -112,7 +110,7 @@ class AdaptiveBench:
             max_batch_size=most,
             max_model_len=max_model_len,
             block_size=BLOCK_SIZE,
-            num_kv_blocks=most * -(-(max_model_len + MAX_NODES) // BLOCK_SIZE),  # room for the widest search
+            num_kv_blocks=num_blocks_for(most, max_model_len),
             enable_prefix_caching=False,
             **model_options(self.args),
             **self.settings[setting],
@@ -155,7 +153,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="a first look: 1 and 8 at once, two fixed numbers, outputs of 48 tokens, 3 rounds")
     add_target(parser)
-    add("--draft-model", help="folder or hub id of the draft, or ngram (default: the demo's)")
+    add_draft(parser)
     add("--dtype", choices=list(DTYPES), default="bfloat16")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
     add("--concurrency", nargs="+", type=positive, default=[1, 8, 32], help="requests at once (default: 1 8 32)")
@@ -170,7 +168,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     drafts.add_argument("--hopeless", action="store_true", help="shuffle the draft's weights: nothing that it proposes is right")
     drafts.add_argument("--mixed", action="store_true", help="change the proposals for every second request: they are wrong")
     args = parse(parser, argv, QUICK)
-    args.draft_model = args.draft_model or (DEMO if args.model == DEMO else None)
     args.waves = args.waves or (2 if args.mixed else 1)
     if args.draft_model is None:
         raise ValueError(f"--model {args.model} needs a draft: give --draft-model")

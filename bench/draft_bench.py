@@ -10,7 +10,7 @@ from itertools import repeat
 
 from titan import LLM, SamplingParams
 from titan.bench.draft_recipes import DraftRecipe, Models
-from titan.bench.engine_run import make_idle, profile_workload
+from titan.bench.engine_run import BLOCK_SIZE, make_idle, num_blocks_for, profile_workload
 from titan.bench.predict import AcceptanceCounts
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import add_target, bench_parser, format_label, model_options, positive
@@ -18,12 +18,10 @@ from titan.bench.runs import Run, share_equal
 from titan.bench.samples import NO_DRAFT, Label, Sample
 from titan.bench.turns import Turns, error_line, in_rounds
 from titan.bench.workloads import Lengths, Workload, take_workload
-from titan.core.limits import MAX_NODES
 from titan.draft.base import Drafter
 from titan.models.loader import DTYPES
 
 QUICK = {"output_len": 48, "repeats": 1}
-BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class DraftBench:
             max_batch_size=args.concurrency,
             max_model_len=max_model_len,
             block_size=BLOCK_SIZE,
-            num_kv_blocks=args.concurrency * -(-(max_model_len + MAX_NODES) // BLOCK_SIZE),  # room for the widest search
+            num_kv_blocks=num_blocks_for(args.concurrency, max_model_len),
             enable_prefix_caching=False,
         ).engine
         self.drafters: dict[str, Drafter | None] = {NO_DRAFT: None}

@@ -18,12 +18,20 @@ from titan import SamplingParams
 from titan.bench.runs import RequestRun, Run
 from titan.bench.step_times import step_times
 from titan.bench.workloads import Workload
+from titan.core.limits import MAX_NODES
 from titan.core.request import Request
 from titan.engine import Engine
 from titan.frontend import FrontEnd
 
+BLOCK_SIZE = 16
+"""Slots per KV block of the engines whose blocks `num_blocks_for` counts."""
 STEPS_PER_GPU_SAMPLE = 16
 """Asking NVML takes about a millisecond."""
+
+
+def num_blocks_for(num_requests: int, max_model_len: int) -> int:
+    """KV blocks of `BLOCK_SIZE` slots for as many requests of at most that many tokens, with room for each one's widest search."""
+    return num_requests * -(-(max_model_len + MAX_NODES) // BLOCK_SIZE)
 
 
 def make_requests(engine: Engine, workload: Workload, **options: Any) -> list[Request]:

@@ -29,12 +29,12 @@ from titan.bench.arrivals import TraceEntry, draw_arrivals, read_trace, read_var
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.latency_report import RATE, latency_report, load_figures
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import add_target, bench_parser, measure_and_publish, model_options, parse, positive
+from titan.bench.report import add_draft, add_target, bench_parser, measure_and_publish, model_options, parse, positive
 from titan.bench.runs import Run, latency_figures
 from titan.bench.samples import NO_DRAFT, Sample
 from titan.bench.turns import Turns, in_rounds
 from titan.bench.workloads import Lengths, Workload, take_workload
-from titan.models.loader import DEMO, DTYPES
+from titan.models.loader import DTYPES
 
 CAPACITY_SHARES = (0.3, 0.6, 0.8, 1.0, 1.3, 2.0)
 """Rates of a sweep that names none, over what the engine finishes per second without a draft if all requests come at once."""
@@ -78,8 +78,7 @@ class LatencyBench:
             max_waiting_requests=max(map(len, self.workloads)),
             enable_prefix_caching=False,
         )
-        self.draft = args.draft_model or (DEMO if args.model == DEMO else None)
-        self._engines = [NO_DRAFT] if self.draft is None else [NO_DRAFT, f"draft {self.draft}"]
+        self._engines = [NO_DRAFT] if args.draft_model is None else [NO_DRAFT, f"draft {args.draft_model}"]
 
     def run(self) -> None:
         """Warm up, find the rates if none are given, and measure all of them in rounds; an engine that fails is left out."""
@@ -95,8 +94,8 @@ class LatencyBench:
                     self.samples.append(sample)
 
     def _warm_up(self, engine: str) -> Run:
-        if engine != NO_DRAFT and self.draft is not None:
-            self.llm.swap_draft(self.draft)
+        if engine != NO_DRAFT:
+            self.llm.swap_draft(self.args.draft_model)
         prompts, output_lens = self.workloads[0].prompts, self.workloads[0].output_lens
         return self._serve(engine, Workload(prompts[:4], output_lens[:4]))
 
@@ -154,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = parse_arguments(argv)
     bench = LatencyBench(args)
-    models = {"target": args.model, "draft": bench.draft}
+    models = {"target": args.model, "draft": args.draft_model}
     measure_and_publish(args, bench.run, lambda: latency_report(args, bench.samples, bench.problems), models)
 
 
@@ -164,7 +163,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="a first look: two rates, 32 requests, one round")
     add_target(parser)
-    add("--draft-model", help="folder or hub id of the draft, or ngram (default: the demo's, or none)")
+    add_draft(parser)
     add("--dtype", choices=list(DTYPES), default="bfloat16")
     add("--max-draft-tokens", type=positive, default=4, help="per request and step (default: %(default)s)")
     add("--max-batch-size", type=positive, default=32, help="most requests that run at once (default: %(default)s)")

@@ -25,12 +25,13 @@ from math import inf
 from typing import Any
 
 from titan.bench.arrivals import draw_arrivals
-from titan.bench.engine_run import make_idle, run_workload
+from titan.bench.engine_run import BLOCK_SIZE, make_idle, num_blocks_for, run_workload
 from titan.bench.latency import above_zero
 from titan.bench.load_scenarios import FIRST_SETTING, Figures, Load, Scenario, make_scenarios
 from titan.bench.report import (
     Report,
     Table,
+    add_draft,
     add_target,
     bench_parser,
     count,
@@ -44,15 +45,13 @@ from titan.bench.runs import Run
 from titan.bench.samples import Sample, make_rows, with_ratio
 from titan.bench.turns import Turns, in_rounds
 from titan.bench.workloads import Lengths, Workload
-from titan.core.limits import MAX_NODES
 from titan.core.options import EngineConfig
 from titan.engine import Engine
 from titan.kernels.backend import choose_backend, choose_device
 from titan.models.files import ModelFiles
-from titan.models.loader import DEMO, DTYPES, load_model, load_tokenizer, open_model, resolve_model
+from titan.models.loader import DTYPES, load_model, load_tokenizer, open_model, resolve_model
 
 NAMES = ("long-prompts", "priority", "fair", "prefix", "int8", "int8-memory", "load")
-BLOCK_SIZE = 16
 NUM_WARM_UP = 4
 """Number of requests of a warm-up."""
 QUICK = {"num_requests": 22, "seconds": 5.0, "repeats": 1, "output_len": Lengths(8, 16)}
@@ -98,19 +97,18 @@ class LoadBench:
         engines: dict[str, Engine] = {}
         with Turns(num_turns, self.problems, lambda variant: make_idle(engines[variant])) as turns:
             for name, scenario in self.scenarios.items():
-                rounds = range(self.args.repeats + 1)  # the first finds the rate
-                drawn = [scenario.draw(self._load, self.args.num_requests, each) for each in rounds]
-                engines = {f"{name}: {each}": self._make_engine(scenario, each, drawn[0]) for each in scenario.settings}
+                at_once = scenario.draw(self._load, self.args.num_requests, 0)  # the requests that find the rate
+                engines = {f"{name}: {each}": self._make_engine(scenario, each, at_once) for each in scenario.settings}
                 for variant, engine in engines.items():
-                    turns.take(variant, "while it warmed up", partial(self._warm_up, engine, drawn[0]))
+                    turns.take(variant, "while it warmed up", partial(self._warm_up, engine, at_once))
                 rate, first = inf, next(iter(engines))
                 seconds = self.args.seconds if scenario.is_timed else inf
                 if scenario.share:
-                    run = turns.take(first, "with all requests at once", partial(run_workload, engines[first], drawn[0]))
+                    run = turns.take(first, "with all requests at once", partial(run_workload, engines[first], at_once))
                     if run is None:
                         continue
                     rate = scenario.share * run.rates[RATE]
-                workloads = [self._arrive(scenario, rate, each) for each in rounds[1:]]
+                workloads = [self._arrive(scenario, rate, each) for each in range(1, self.args.repeats + 1)]
                 for round_id, (variant, setting) in in_rounds(
                     list(zip(engines, scenario.settings, strict=True)), self.args.repeats
                 ):
@@ -147,7 +145,7 @@ class LoadBench:
         }
         options |= scenario.settings[setting]
         if "kv_cache_memory" not in options:
-            options["num_kv_blocks"] = options["max_batch_size"] * -(-(max_model_len + MAX_NODES) // BLOCK_SIZE)
+            options["num_kv_blocks"] = num_blocks_for(options["max_batch_size"], max_model_len)
         draft = None if options["speculation"] == "off" else self.args.draft_model
         return Engine(EngineConfig.of(**options), self._target, draft, self._tokenizer, self._backend)
 
@@ -213,7 +211,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="a first look: 22 short requests, 5 s, one round")
     add_target(parser)
-    add("--draft-model", help="folder or hub id of the draft, or ngram (default: the demo's)")
+    add_draft(parser)
     add("--dtype", choices=list(DTYPES), default="bfloat16")
     add("--scenario", nargs="+", choices=NAMES, default=list(NAMES), help="default: all")
     add("--num-requests", type=positive, default=105, help="of a run (default: %(default)s)")
@@ -221,12 +219,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-len", type=Lengths.parse, default="16-128", help="tokens, or a mix (default: %(default)s)")
     add("--output-len", type=Lengths.parse, default="16-64", help="tokens, or a mix (default: %(default)s)")
     add("--max-batch-size", type=positive, default=32, help="most requests that run at once (default: %(default)s)")
-    add("--batch-share", type=float, default=1.0, help="batch class among those that are not critical (default: %(default)s)")
+    add("--batch-share", type=share, default=1.0, help="batch class among those that are not critical (default: %(default)s)")
     add("--inter-token-ms", nargs="+", type=above_zero, default=[50.0, 100.0], help="max_inter_token_s (default: 50 100)")
     add("--kv-memory", type=positive, default=256, help="MiB, of int8-memory (default: %(default)s)")
     add("--repeats", type=positive, default=2, help="rounds (default: %(default)s)")
     args = parse(parser, argv, QUICK)
-    args.draft_model = args.draft_model or (DEMO if args.model == DEMO else None)
     if args.draft_model is None and "load" in args.scenario:
         raise ValueError(f"--scenario load of --model {args.model} needs a draft: give --draft-model")
     return args
+
+
+def share(text: str) -> float:
+    """Read a number from 0 to 1, as a type of `argparse`."""
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: it must be a number from 0 to 1")
+    return float(text)

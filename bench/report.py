@@ -107,6 +107,11 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run code of checkpoints; other engines do not")
 
 
+def add_draft(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says which model is the draft; `parse` fills in that of the demo pair, if its target is asked for."""
+    parser.add_argument("--draft-model", help="folder or hub id of the draft, or ngram (default: the demo's, or none)")
+
+
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return how models are to be opened, as `LLM` and `open_model` take it.
 
@@ -129,6 +134,8 @@ def parse(
         parser.error("--html needs matplotlib: pip install 'titan-spec[bench]'")
     args.command = f"{parser.prog} {shlex.join(argv)}".rstrip()
     torch.set_num_threads(args.threads)
+    if "draft_model" in args:
+        args.draft_model = args.draft_model or (DEMO if args.model == DEMO else None)
     if getattr(args, "revision", None):
         args.model = download(resolve_model(args.model, "target"), args.revision, **model_options(args))
     return args

@@ -25,7 +25,7 @@ from titan.bench.engine_run import profile_workload
 from titan.bench.floor import floor_seconds
 from titan.bench.modes import MODES, PEERS, TITAN, TITAN_DRAFT, LoadedModes, RunMode, load_modes, modes_at, possible_modes
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import add_target, bench_parser, count, measure_and_publish, model_options, parse, positive
+from titan.bench.report import add_draft, add_target, bench_parser, count, measure_and_publish, model_options, parse, positive
 from titan.bench.runs import Run, latency_figures, share_equal
 from titan.bench.samples import Label, Sample
 from titan.bench.step_times import model_of
@@ -34,7 +34,7 @@ from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.kernels.backend import choose_device
 from titan.models.decoder import Decoder
-from titan.models.loader import DEMO, DTYPES, resolve_model
+from titan.models.loader import DTYPES, resolve_model
 
 NUM_WARM_UP_TOKENS = 16
 """Tokens that each request of a warm-up run generates."""
@@ -165,7 +165,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="a first look: float32, 1 and 8 at once, outputs of 16-64 tokens")
     add_target(parser)
-    add("--draft-model", help="folder or hub id of the draft, or ngram (default: the demo's, or none)")
+    add_draft(parser)
     add("--dtype", nargs="+", choices=list(DTYPES), default=["float32", "bfloat16"], help="default: float32 bfloat16")
     add("--device", default="auto", help="of Titan: auto, cpu, cuda, cuda:N (default: %(default)s)")
     add("--concurrency", nargs="+", type=positive, help="requests at once (default: 1 8 32; --profile: 32)")
@@ -182,7 +182,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context-len", type=positive, default=512, help="mean of --profile, tokens (default: %(default)s)")
     args = parse(parser, argv, QUICK)
 
-    args.draft_model = args.draft_model or (DEMO if args.model == DEMO else None)
     args.peer = dict(args.peer)
     args.concurrency = args.concurrency or ([32] if args.profile else [1, 8, 32])
     args.waves = args.waves or (WAVES_OF_A_MIX if args.output_len.is_mixed else 1)

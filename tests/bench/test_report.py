@@ -16,7 +16,7 @@ import pytest
 from titan.bench import report as report_module
 from titan.bench.charts import COLORS, LineChart, Series, figure_chart, render_chart
 from titan.bench.provenance import describe_checkout, describe_model
-from titan.bench.report import Report, bench_parser, figure_table, measure_and_publish, parse, table_lines
+from titan.bench.report import Report, add_draft, add_target, bench_parser, figure_table, measure_and_publish, parse, table_lines
 from titan.bench.samples import Row, Sample, Spread, make_rows
 
 ROWS = make_rows(Sample({"mode": "<one>", "at once": 8}, i, {"tokens/s": value}) for i, value in enumerate((1.0, 1.5, 2.0)))
@@ -34,6 +34,17 @@ def options(folder: Path, *argv: str) -> argparse.Namespace:
     """Of a run that writes all kinds of files to a new folder."""
     files = [part for kind in ("json", "markdown", "html") for part in (f"--{kind}", str(folder / "new" / f"run.{kind}"))]
     return parse(bench_parser("latency", "Measures."), [*files, "--threads", "1", "--seed", "3", *argv])
+
+
+@pytest.mark.parametrize(
+    ("argv", "draft"),
+    [([], "demo"), (["--model", "x"], None), (["--draft-model", "ngram"], "ngram"), (["--model", "x", "--draft-model", "y"], "y")],
+)
+def test_the_demo_s_draft_is_the_default_for_its_target_only(argv: list[str], draft: str | None) -> None:
+    parser = bench_parser("latency", "Measures.")
+    add_target(parser)
+    add_draft(parser)
+    assert parse(parser, ["--threads", "1", *argv]).draft_model == draft
 
 
 def test_a_table_has_labels_and_the_figures_that_any_row_has() -> None:
