@@ -283,6 +283,43 @@ def _find_threshold(
 
 
 @triton.jit
+def _sum_kept(
+    row_ptr,
+    near_groups_ptr,
+    num_near,
+    peak,
+    scale,
+    threshold,
+    num_ties,
+    VOCAB_SIZE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NEAR_TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Return the last of the first ``num_ties`` tokens at the threshold, and the masses of what is kept, by chunks, float64."""
+    chunks = tl.arange(0, CHUNKS)
+    num_ties_before = tl.zeros((), tl.int32)
+    last_tie = tl.full((), -1, tl.int32)
+    masses = tl.zeros((CHUNKS,), tl.float64)
+    for first in range(0, num_near, NEAR_TOKENS // GROUP):
+        ids, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, NEAR_TOKENS, GROUP)
+        is_tie = (logits == threshold) & (ids < VOCAB_SIZE)
+        num_ties_here = tl.sum(is_tie.to(tl.int32), axis=0)
+        if num_ties_before + num_ties_here > num_ties:
+            is_tie = is_tie & (num_ties_before + tl.cumsum(is_tie.to(tl.int32), axis=0) <= num_ties)
+        last_tie = tl.maximum(last_tie, tl.max(tl.where(is_tie, ids, -1), axis=0))
+        num_ties_before += num_ties_here
+        weights = weigh_kept(logits, ids, peak, scale, threshold, last_tie).to(tl.float64)
+        shape: tl.constexpr = (NEAR_TOKENS // GROUP, GROUP)
+        group_masses = tl.sum(tl.reshape(weights, shape), axis=1)
+        chunks_of_groups = tl.max(tl.reshape(ids, shape), axis=1) // CHUNK
+        is_of_chunk = chunks_of_groups[:, None] == chunks[None, :]
+        masses += tl.sum(tl.where(is_of_chunk, group_masses[:, None], 0.0), axis=0)
+    return last_tie, masses
+
+
+@triton.jit
 def _cut_rows_kernel(
     logits_ptr,  # [R, VOCAB_SIZE]
     stride_logits,
@@ -376,23 +413,9 @@ def _cut_rows_kernel(
             num_ties = tl.where(lowest > threshold, VOCAB_SIZE, num_ties)
             threshold = tl.maximum(threshold, lowest)
 
-            num_ties_before = tl.zeros((), tl.int32)
-            last_tie = tl.full((), -1, tl.int32)
-            masses = tl.zeros((CHUNKS,), tl.float64)
-            for first in range(0, num_near, NEAR_TOKENS // GROUP):
-                ids, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, NEAR_TOKENS, GROUP)
-                is_tie = (logits == threshold) & (ids < VOCAB_SIZE)
-                num_ties_here = tl.sum(is_tie.to(tl.int32), axis=0)
-                if num_ties_before + num_ties_here > num_ties:
-                    is_tie = is_tie & (num_ties_before + tl.cumsum(is_tie.to(tl.int32), axis=0) <= num_ties)
-                last_tie = tl.maximum(last_tie, tl.max(tl.where(is_tie, ids, -1), axis=0))
-                num_ties_before += num_ties_here
-                weights = weigh_kept(logits, ids, peak, scale, threshold, last_tie).to(tl.float64)
-                shape: tl.constexpr = (NEAR_TOKENS // GROUP, GROUP)
-                group_masses = tl.sum(tl.reshape(weights, shape), axis=1)
-                chunks_of_groups = tl.max(tl.reshape(ids, shape), axis=1) // CHUNK
-                is_of_chunk = chunks_of_groups[:, None] == chunks[None, :]
-                masses += tl.sum(tl.where(is_of_chunk, group_masses[:, None], 0.0), axis=0)
+            last_tie, masses = _sum_kept(
+                row_ptr, near_groups_ptr, num_near, peak, scale, threshold, num_ties, VOCAB_SIZE, CHUNKS, CHUNK, NEAR_TOKENS, GROUP
+            )
 
     tl.store(peaks_ptr + row, peak)
     tl.store(scales_ptr + row, scale)
