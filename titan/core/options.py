@@ -231,7 +231,8 @@ class MemoryOptions:
         block_size: tokens per KV block: 8, 16, 32, 64 or 128; on CUDA 16 or 32.
         num_kv_blocks: blocks in the KV cache; ``None`` = sized by memory.
         kv_cache_memory: bytes for the KV cache of target and draft together; ``None`` = what ``max_batch_size`` requests of
-            ``max_model_len`` tokens need, within 40 % of a CPU's free memory, or 90 % of what the largest passes leave on a GPU.
+            ``max_model_len`` tokens need, within 40 % of the host's free memory, or its container's, or 90 % of what the largest
+            passes leave on a GPU.
         memory_utilization: share of the device's memory that may be in use, by anyone: the KV cache leaves the rest free. On a
             CPU the device's memory is the machine's. ``None`` = as said above; in (0, 1].
         enable_prefix_caching: reuse the KV of common prefixes.
