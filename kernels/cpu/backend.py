@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from numpy.typing import NDArray
@@ -32,24 +33,29 @@ class CpuBackend(TorchBackend):
     def __init__(self, kernels: CompiledKernels) -> None:
         super().__init__(torch.device("cpu"), kernels.description)
         self.num_threads = kernels.num_threads
-        self._torch_threads = 1  # what is left to PyTorch is little, and its threads would take cores from the kernels' own
+        self._torch_models: WeakSet[Any] = WeakSet()  # whose layers PyTorch runs
         sampling = CompiledSampling(kernels)
         self._kernels = kernels
         self.sampling, self.trees = sampling, CompiledTrees(kernels, sampling, self.upload)
 
     def active(self) -> AbstractContextManager[None]:
-        return using_threads(self._torch_threads)
+        # else little is left to PyTorch, and its threads would take cores from the kernels' own
+        return using_threads(self.num_threads if self._torch_models else 1)
 
     def layer_ops(self, dtype: torch.dtype, traits: frozenset[str]) -> LayerOps:
-        is_compiled = dtype in COMPILED_DTYPES and traits <= OP_TRAITS
-        if not is_compiled:
-            self._torch_threads = self.num_threads
-        return CompiledOps(self._kernels, dtype) if is_compiled else super().layer_ops(dtype, traits)
+        return CompiledOps(self._kernels, dtype) if _has_kernels(dtype, traits) else super().layer_ops(dtype, traits)
 
     def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:
+        if not _has_kernels(model.dtype, model.config.traits):
+            self._torch_models.add(model)
         if model.dtype in COMPILED_DTYPES and (runner := make_compiled_runner(self, self._kernels, model, kv)) is not None:
             return runner
         return super().prepare(model, kv, limits, counts)
 
     def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
         return [tensor.numpy() for tensor in tensors]
+
+
+def _has_kernels(dtype: torch.dtype, traits: frozenset[str]) -> bool:
+    """Whether linear layers and attention of such a model are in C++."""
+    return dtype in COMPILED_DTYPES and traits <= OP_TRAITS

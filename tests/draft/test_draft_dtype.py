@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from stepping import DEFAULTS, greedy
@@ -9,6 +11,7 @@ from zoo import Zoo, random_prompts
 
 from titan import LLM
 from titan.draft.draft_model import DraftModelDrafter
+from titan.kernels.cpu.backend import CpuBackend
 
 
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
@@ -29,3 +32,17 @@ def test_a_draft_dtype_holds_for_the_draft_that_a_swap_brings(zoo: Zoo) -> None:
     llm.swap_draft(zoo.path("llama~"))
     assert isinstance(llm.engine.drafter, DraftModelDrafter) and llm.engine.drafter.kv is not None
     assert (llm.engine.dtype, llm.engine.drafter.kv.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_pytorch_has_threads_only_while_it_runs_the_layers_of_a_model(zoo: Zoo) -> None:
+    def num_torch_threads() -> int:
+        gc.collect()
+        with llm.engine.backend.active():
+            return torch.get_num_threads()
+
+    llm = LLM(zoo.path("llama"), zoo.path("llama~"), draft_dtype="float16", num_threads=2, **DEFAULTS, num_kv_blocks=64)
+    if not isinstance(llm.engine.backend, CpuBackend):
+        pytest.skip("there is no compiler")
+    assert num_torch_threads() == 2, "there are no kernels for float16"
+    llm.swap_draft("ngram")
+    assert num_torch_threads() == 1
